@@ -1,0 +1,42 @@
+"""Options and fixtures of the whole suite."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+THREAD_GRACE_SECONDS = 10.0
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--all-cells",
+        action="store_true",
+        help="run the full product of the long matrices, instead of every cell once with its other settings rotated",
+    )
+
+
+@pytest.fixture(scope="session")
+def all_cells(pytestconfig: pytest.Config) -> bool:
+    """Whether the full product of a matrix is asked for; ``tests.matrix.cells`` takes it."""
+    return bool(pytestconfig.getoption("--all-cells"))
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left_behind() -> Iterator[None]:
+    """Every test ends with the threads it began with: none that delays the exit, none of this library's."""
+    before = set(threading.enumerate())
+    yield
+    until = time.monotonic() + THREAD_GRACE_SECONDS
+    while leaked := [thread for thread in threading.enumerate() if thread not in before and must_end(thread)]:
+        assert time.monotonic() < until, f"threads left behind: {leaked}"
+        gc.collect()  # a caught exception keeps the iterator alive that its traceback passes through
+        time.sleep(0.02)
+
+
+def must_end(thread: threading.Thread) -> bool:
+    return not thread.daemon or "torchdistinput" in thread.name

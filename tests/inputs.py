@@ -1,0 +1,264 @@
+"""Inputs that the tests distribute, one of every kind that ``distribute_dataset`` takes.
+
+Each is made anew by a function, so that torch's one-process loader and the library get equal but separate objects
+(generators hold state). ``reference`` yields the global batches that torch gives in one process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, final
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+
+import torchdistinput as tdi
+from torchdistinput import readers
+
+
+@dataclasses.dataclass(frozen=True)
+class Input:
+    """An input and what torch makes of it in one process.
+
+    Args:
+      make: the data to distribute, from a folder of files.
+      reference: an iterable of global batches; called after the same ``torch.manual_seed`` as ``make``.
+      global_batch_size: for data that yields samples.
+      policy: DATA where the policy must not follow from the source being files.
+      repeats: whether a second epoch is possible (a generator object has one).
+    """
+
+    make: Callable[[Path], Any]
+    reference: Callable[[Path], Iterable[Any]]
+    global_batch_size: int | None = None
+    policy: tdi.AutoShardPolicy = tdi.AutoShardPolicy.AUTO
+    repeats: bool = True
+
+
+def generator(seed: int = 7) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@final
+class Records(Dataset[dict[str, Any]]):
+    """Samples with a float vector, an int and a string."""
+
+    def __len__(self) -> int:
+        return 13
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"x": torch.tensor([index, index * index], dtype=torch.float64), "y": index, "name": f"r{index}"}
+
+
+@final
+class Pairs(Dataset[tuple[torch.Tensor, int]]):
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.full((3,), index, dtype=torch.float32), -index
+
+
+@final
+class BatchesByList(Dataset[torch.Tensor]):
+    """A dataset that is asked for whole batches: torch's ``sampler=BatchSampler, batch_size=None``."""
+
+    def __len__(self) -> int:
+        return 11
+
+    def __getitem__(self, indices: list[int]) -> torch.Tensor:
+        return torch.tensor(indices) * 10
+
+
+@final
+class UnevenBatches(Sampler[list[int]]):
+    """A user's own batch sampler; its batches differ in size, and one is smaller than most worlds."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from ([4, 2, 0], [1], [3, 5, 6, 7, 8], [9, 10])
+
+    def __len__(self) -> int:
+        return 4
+
+
+@final
+class Count(IterableDataset[int]):
+    """0 .. n-1; with DataLoader workers each yields its share, so the batches are those of one process."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        start, stride = (0, 1) if info is None else (info.id, info.num_workers)
+        return iter(range(start, self.n, stride))
+
+
+@final
+class ReadyBatches(IterableDataset[dict[str, torch.Tensor]]):
+    """Ready batches of sizes 3, 1, 4, 2."""
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        yield from ready_batches()
+
+
+@final
+class PlainIterable:
+    """An iterable that torch does not know, iterated anew each epoch."""
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return ready_batches()
+
+
+def ready_batches() -> Iterator[dict[str, torch.Tensor]]:
+    start = 0
+    for size in (3, 1, 4, 2):
+        row = torch.arange(start, start + size)
+        yield {"id": row, "wide": row[:, None] * torch.ones(1, 2)}
+        start += size
+
+
+def samples() -> Iterator[dict[str, Any]]:
+    for index in range(9):
+        yield {"id": index, "x": torch.tensor([index / 2])}
+
+
+class Padded(NamedTuple):
+    """What ``pad`` makes: a custom collate function may return any structure."""
+
+    tokens: torch.Tensor
+    lengths: torch.Tensor
+
+
+def pad(rows: Sequence[int]) -> Padded:
+    """A collate function whose inner dims depend on the samples given, padded to a width that does not."""
+    tokens = torch.zeros(len(rows), 12, dtype=torch.int64)
+    for place, row in enumerate(rows):
+        tokens[place, :row] = row
+    return Padded(tokens, torch.tensor(list(rows)))
+
+
+def write_numbers(folder: Path) -> None:
+    """Four text files with 5, 0, 3 and 4 numbers, 0 .. 11 in order."""
+    start = 0
+    for name, size in (("a", 5), ("b", 0), ("c", 3), ("d", 4)):
+        (folder / f"{name}.txt").write_text("".join(f"{number}\n" for number in range(start, start + size)))
+        start += size
+
+
+def numbers_of(folder: Path) -> tdi.FileDataset:
+    return tdi.FileDataset(str(folder / "?.txt"), readers.text_lines, map_fn=int)
+
+
+def loader(dataset: Any, **arguments: Any) -> Callable[[Path], Any]:
+    """A function that makes a DataLoader; arguments that are functions are called first, for a fresh object each."""
+
+    def make(folder: Path) -> Any:
+        fresh = {name: value() if name in FRESH else value for name, value in arguments.items()}
+        return DataLoader(dataset(folder) if dataset is numbers_of else dataset, **fresh)
+
+    return make
+
+
+FRESH = ("generator", "sampler", "batch_sampler")
+
+
+def same(make: Callable[[Path], Any]) -> Input:
+    """A DataLoader, whose own batches are the reference."""
+    return Input(make, make)
+
+
+def files(**arguments: Any) -> Input:
+    make = loader(numbers_of, **arguments)
+    return Input(make, make, policy=tdi.AutoShardPolicy.DATA)
+
+
+def replacement_sampler() -> Sampler[int]:
+    return RandomSampler(range(11), replacement=True, num_samples=9, generator=generator(3))
+
+
+def weighted_sampler() -> Sampler[int]:
+    return WeightedRandomSampler([float(k + 1) for k in range(11)], 14, generator=generator(5))
+
+
+INDEXED: dict[str, Input] = {
+    "sequential": same(loader(range(11), batch_size=4)),
+    "drop last": same(loader(range(11), batch_size=4, drop_last=True)),
+    "shuffle by a generator": same(loader(range(23), batch_size=4, shuffle=True, generator=generator)),
+    "shuffle by a generator, drop last": same(
+        loader(range(23), batch_size=4, shuffle=True, drop_last=True, generator=generator)
+    ),
+    "shuffle by torch.manual_seed only": same(loader(range(23), batch_size=5, shuffle=True)),
+    "weighted sampler": same(loader(range(11), batch_size=4, sampler=weighted_sampler)),
+    "subset sampler": same(
+        loader(range(11), batch_size=2, sampler=lambda: SubsetRandomSampler([1, 3, 5, 7, 9], generator=generator()))
+    ),
+    "sampling with replacement": same(loader(range(11), batch_size=4, sampler=replacement_sampler)),
+    "own batch sampler": same(loader(range(11), batch_sampler=UnevenBatches)),
+    "dataset asked for whole batches": same(
+        loader(
+            BatchesByList(),
+            batch_size=None,
+            sampler=lambda: BatchSampler(SequentialSampler(range(11)), 4, drop_last=False),
+        )
+    ),
+    "dicts with strings, shuffled": same(loader(Records(), batch_size=5, shuffle=True, generator=generator)),
+    "pairs": same(loader(Pairs(), batch_size=4)),
+    "tensor dataset": same(loader(TensorDataset(torch.arange(12.0).reshape(6, 2), torch.arange(6)), batch_size=4)),
+    "own collate function": same(loader(range(1, 12), batch_size=5, collate_fn=pad)),
+    "one batch larger than the data": same(loader(range(3), batch_size=8)),
+    "no data": same(loader(range(0), batch_size=4)),
+    "map-style dataset": Input(lambda _: Records(), lambda _: DataLoader(Records(), batch_size=4), global_batch_size=4),
+    "tensor dataset, no loader": Input(
+        lambda _: TensorDataset(torch.arange(7)), lambda _: DataLoader(TensorDataset(torch.arange(7)), batch_size=3), 3
+    ),
+}
+
+STREAMED: dict[str, Input] = {
+    "iterable dataset in a loader": same(loader(Count(10), batch_size=4)),
+    "iterable dataset in a loader, drop last": same(loader(Count(10), batch_size=4, drop_last=True)),
+    "iterable dataset of ready batches in a loader": same(loader(ReadyBatches(), batch_size=None)),
+    "iterable dataset of samples": Input(lambda _: Count(10), lambda _: DataLoader(Count(10), batch_size=3), 3),
+    "iterable dataset of batches": Input(lambda _: ReadyBatches(), lambda _: list(ready_batches())),
+    "plain iterable": Input(lambda _: PlainIterable(), lambda _: list(ready_batches())),
+    "list of batches": Input(lambda _: list(ready_batches()), lambda _: list(ready_batches())),
+    "generator function of batches": Input(lambda _: ready_batches, lambda _: list(ready_batches())),
+    "generator function of samples": Input(lambda _: samples, lambda _: DataLoader(list(samples()), batch_size=4), 4),  # type: ignore[arg-type]
+    "generator object": Input(lambda _: ready_batches(), lambda _: list(ready_batches()), repeats=False),
+    "files": Input(
+        numbers_of, lambda folder: DataLoader(numbers_of(folder), batch_size=5), 5, tdi.AutoShardPolicy.DATA
+    ),
+    "files in a loader": files(batch_size=5),
+    "files in a loader, drop last": files(batch_size=5, drop_last=True),
+}
+
+WITH_WORKERS: dict[str, Input] = {
+    "shuffle by a generator, 2 workers": same(
+        loader(range(23), batch_size=4, shuffle=True, generator=generator, num_workers=2)
+    ),
+    "dicts with strings, 2 workers that persist": same(
+        loader(Records(), batch_size=5, shuffle=True, generator=generator, num_workers=2, persistent_workers=True)
+    ),
+    "shuffle by torch.manual_seed only, 2 workers": same(loader(range(23), batch_size=5, shuffle=True, num_workers=2)),
+    "own batch sampler, 2 workers": same(loader(range(11), batch_sampler=UnevenBatches, num_workers=2)),
+    "iterable dataset in a loader, 2 workers": same(loader(Count(13), batch_size=4, num_workers=2)),
+    "iterable dataset of ready batches in a loader, 1 worker": same(
+        loader(ReadyBatches(), batch_size=None, num_workers=1)
+    ),
+}
+
+FINITE: dict[str, Input] = {**INDEXED, **STREAMED, **WITH_WORKERS}

@@ -1,0 +1,164 @@
+"""The rules of the house that no single file shows: who may import whom, who opens the doors, what the README tells."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "torchdistinput"
+
+# The floors of the house: a module imports from the floors below its own.
+FLOORS = {
+    "coroutines": 0,
+    "errors": 0,
+    "tree": 0,
+    "plan": 1,
+    "backends": 2,
+    "flow": 1,
+    "mould": 2,
+    "values": 2,
+    "agreement": 3,
+    "sources": 3,
+    "reductions": 4,
+    "stages": 4,
+    "dataset": 5,
+    "data_loader": 6,
+    "losses": 6,
+    "replica": 6,
+    "strategy": 6,
+    "__init__": 7,
+    "testing": 8,
+    "__main__": 8,
+}
+
+# Floors whose modules know each other (never in a circle); everywhere else neighbours are strangers.
+NEIGHBOURS_MAY_MEET = {"errors", "tree", "plan", "backends", "sources", "testing"} | {"data_loader", "losses", "replica", "strategy"}
+
+# Floors that leave out some of the floors below.
+NARROWER = {
+    "plan": {"errors"},
+    "backends": {"errors", "tree"},
+    "values": {"errors", "tree"},
+    "stages": {"errors", "tree", "flow", "mould", "plan", "backends", "values"},
+}
+
+RUN_TIME_PACKAGES = {"torch", "numpy", "fsspec"}
+
+# The doors to the outside, and the files that open each; run_ranks makes the group that the library then finds.
+DOORS = {
+    "torch.distributed": {"backends/launch.py", "backends/channels.py", "backends/collectives.py", "testing/ranks.py"},
+    "torch.accelerator": {"backends/devices.py"},
+    "torch.cuda": {"backends/devices.py"},
+    "torch.Stream": {"backends/devices.py"},
+    "torch.Event": {"backends/devices.py"},
+    "fsspec": {"backends/filesystem.py"},
+}
+
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+
+def short(path: Path) -> str:
+    return path.relative_to(PACKAGE).as_posix()
+
+
+def unit(name: str) -> str:
+    """The part of the house that a module belongs to: ``plan`` for ``torchdistinput.plan.batching``."""
+    parts = name.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+NAMES = {module_name(path) for path in MODULES}
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Every module that a file imports, wherever in the file; ``from a import b`` is ``a.b`` if that is a module."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{short(path)}: a relative import hides the floor"
+            module = node.module or ""
+            for alias in node.names:
+                full = f"{module}.{alias.name}"
+                yield full if full in NAMES or module == "torch" else module
+
+
+def dotted_names(path: Path) -> Iterator[str]:
+    """Every ``a.b`` of two plain names in the expressions of a file."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            yield f"{node.value.id}.{node.attr}"
+
+
+def is_inside(name: str, door: str) -> bool:
+    return name == door or name.startswith(f"{door}.")
+
+
+@pytest.mark.parametrize("path", MODULES, ids=short)
+def test_imports_point_down(path: Path) -> None:
+    here = unit(module_name(path))
+    for name in imports(path):
+        if not is_inside(name, "torchdistinput"):
+            continue
+        there = unit(name)
+        if there == here:
+            assert here in NEIGHBOURS_MAY_MEET, f"{short(path)} imports its sibling {name}"
+        elif FLOORS[there] == FLOORS[here]:
+            assert {here, there} <= NEIGHBOURS_MAY_MEET, f"{short(path)} imports {name} on its own floor"
+        else:
+            assert FLOORS[there] < FLOORS[here], f"{short(path)} imports {name} from a floor above"
+            assert there in NARROWER.get(here, {there}), f"{short(path)} may not know {name}"
+
+
+def test_no_two_modules_import_each_other_in_a_circle() -> None:
+    graph = {module_name(path): {name for name in imports(path) if name in NAMES} for path in MODULES}
+    TopologicalSorter(graph).prepare()
+
+
+@pytest.mark.parametrize("path", MODULES, ids=short)
+def test_only_the_run_time_packages_are_imported(path: Path) -> None:
+    allowed = set(sys.stdlib_module_names) | {"torchdistinput"} | RUN_TIME_PACKAGES
+    allowed -= {"torch", "fsspec"} if unit(module_name(path)) == "plan" else set()
+    assert {name.split(".")[0] for name in imports(path)} <= allowed
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_each_door_to_the_outside_is_opened_in_one_place(door: str) -> None:
+    uses = {short(path): {*imports(path), *dotted_names(path)} for path in MODULES}
+    visitors = {path for path, names in uses.items() if any(is_inside(name, door) for name in names)}
+    assert visitors <= DOORS[door]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=short)
+def test_every_module_defers_its_annotations(path: Path) -> None:
+    body = [node for node in ast.parse(path.read_text()).body if not isinstance(node, ast.Expr)]
+    assert not body or (isinstance(body[0], ast.ImportFrom) and body[0].module == "__future__")
+
+
+@pytest.mark.parametrize("path", MODULES, ids=short)
+def test_the_public_names_of_a_module_are_sorted(path: Path) -> None:
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == ["__all__"]:
+            names = ast.literal_eval(node.value)
+            assert list(names) == sorted(names, key=lambda name: (not name.isupper(), not name[0].isupper(), name))
+
+
+def test_the_readme_shows_the_tree_as_it_is() -> None:
+    blocks = re.findall(r"^```\w*\n(.*?)^```", (ROOT / "README.md").read_text(), flags=re.DOTALL | re.MULTILINE)
+    trees = [block for block in blocks if re.search(r"torchdistinput/\s", block) and "errors.py" in block]
+    assert len(trees) == 1, "README.md needs one block with the tree of torchdistinput/"
+    shown = set(re.findall(r"\b\w+(?:\.py\b|/(?=\s))", trees[0].split("torchdistinput/", 1)[1]))
+    there = {path.name for path in MODULES} | {f"{path.parent.name}/" for path in MODULES if path.parent != PACKAGE}
+    assert there - {"__init__.py"} <= shown

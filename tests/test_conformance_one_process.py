@@ -1,0 +1,96 @@
+"""Every case of ``conformance/one_process.json`` through the public API, in one process with CPU replicas."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+import torchdistinput as tdi
+from tests.epochs import epoch
+
+CASES: list[dict[str, Any]] = json.loads((Path(__file__).parent / "conformance" / "one_process.json").read_text())
+
+
+@functools.cache
+def strategy_of(replicas: int) -> tdi.Strategy:
+    return tdi.Strategy(devices=["cpu"] * replicas)
+
+
+@final
+class Batches(IterableDataset[torch.Tensor]):
+    """An iterable dataset of ready global batches."""
+
+    def __init__(self, batches: list[torch.Tensor]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self.batches)
+
+
+def as_generator_function(batches: list[torch.Tensor]) -> Any:
+    return lambda: (batch for batch in batches)
+
+
+def as_generator(batches: list[torch.Tensor]) -> Any:
+    return (batch for batch in batches)
+
+
+def as_list(batches: list[torch.Tensor]) -> Any:
+    return batches
+
+
+def as_loader(batches: list[torch.Tensor]) -> Any:
+    return DataLoader(Batches(batches), batch_size=None)
+
+
+ITERABLES: list[Callable[[list[torch.Tensor]], Any]] = [
+    Batches,
+    as_generator_function,
+    as_generator,
+    as_list,
+    as_loader,
+]
+
+
+def delivered(case: dict[str, Any], index: int) -> list[list[Any]]:
+    strategy = strategy_of(case["replicas"])
+    options = tdi.InputOptions(prefetch=index % 3)
+    if "n" in case:
+        data: Any = DataLoader(range(case["n"]), batch_size=case["global_batch_size"], drop_last=case["drop_last"])  # type: ignore[arg-type]
+    else:
+        batches = [torch.tensor(batch, dtype=torch.int64) for batch in case["global_batches"]]
+        data = ITERABLES[index % len(ITERABLES)](batches)
+    return epoch(strategy, strategy.distribute_dataset(data, options))
+
+
+def test_every_case_of_one_process_gives_the_pieces_that_the_file_says() -> None:
+    found = {case["id"]: delivered(case, index) for index, case in enumerate(CASES)}
+    wrong = [(case, found[case["id"]]) for case in CASES if found[case["id"]] != case["want"]]
+    assert not wrong, f"{len(wrong)} of {len(CASES)}, the first: {wrong[:3]}"
+    assert len(found) == len(CASES) == 418
+
+
+def test_the_sizes_of_a_step_are_those_of_its_pieces() -> None:
+    for index, case in enumerate(CASES[::7]):
+        if "n" not in case:
+            continue
+        strategy = strategy_of(case["replicas"])
+        data: Any = DataLoader(range(case["n"]), batch_size=case["global_batch_size"], drop_last=case["drop_last"])  # type: ignore[arg-type]
+        loader = strategy.distribute_dataset(data, tdi.InputOptions(prefetch=index % 3))
+        assert len(loader) == len(case["want"])
+        for number, (_, want) in enumerate(zip(loader, case["want"], strict=True)):
+            sizes = tuple(len(piece) for piece in want)
+            assert loader.step == tdi.Step(
+                epoch=0,
+                index=number,
+                global_size=sum(sizes),
+                local_sizes=sizes,
+                num_replicas=case["replicas"],
+                num_workers=1,
+            )

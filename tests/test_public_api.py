@@ -1,0 +1,105 @@
+"""The public names, frozen: a change of this list is a decision, not an accident."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import types
+
+import torchdistinput as tdi
+
+PUBLIC_NAMES = [
+    "AutoShardPolicy",
+    "BatchingError",
+    "CoordinationTimeout",
+    "DistributedBatchSampler",
+    "DistributedDataset",
+    "DistributedIterator",
+    "FileDataset",
+    "InputContext",
+    "InputError",
+    "InputOptions",
+    "InputReplicationMode",
+    "OutOfRangeError",
+    "PerReplica",
+    "RankDisagreement",
+    "RankLost",
+    "ReduceOp",
+    "ShardedIterableDataset",
+    "ShardingError",
+    "SourceError",
+    "StateMismatch",
+    "Step",
+    "Strategy",
+    "TensorSpec",
+    "ValueContext",
+    "average_loss",
+    "get_replica_context",
+    "get_strategy",
+    "list_files",
+    "readers",
+]
+
+STRATEGY_NAMES = [
+    "cluster_resolver",
+    "device",
+    "devices",
+    "distribute_dataset",
+    "distribute_datasets_from_function",
+    "distribute_values_from_function",
+    "gather",
+    "input_pipeline_id",
+    "local_results",
+    "mirror",
+    "num_input_pipelines",
+    "num_replicas_in_sync",
+    "reduce",
+    "replica_ids",
+    "run",
+    "scope",
+]
+
+DATASET_NAMES = ["close", "element_spec", "set_epoch", "stats", "step"]
+
+ITERATOR_NAMES = ["close", "element_spec", "get_next", "get_next_as_optional", "step"]
+
+STEP_FIELDS = ["epoch", "index", "global_size", "local_sizes", "num_replicas", "num_workers"]
+
+OPTION_FIELDS = [
+    "auto_shard_policy",
+    "prefetch",
+    "fetch_to_device",
+    "coordination",
+    "timeout_seconds",
+    "replication_mode",
+]
+
+
+def public_attributes(cls: type) -> list[str]:
+    return sorted(name for name in dir(cls) if not name.startswith("_"))
+
+
+def test_the_public_names_are_frozen() -> None:
+    assert list(tdi.__all__) == PUBLIC_NAMES
+
+
+def test_nothing_else_is_public_but_modules() -> None:
+    others = {name for name in dir(tdi) if not name.startswith("_")} - {*PUBLIC_NAMES, "annotations"}
+    assert [name for name in others if not isinstance(getattr(tdi, name), types.ModuleType)] == []
+
+
+def test_the_faces_of_the_classes_are_frozen() -> None:
+    assert public_attributes(tdi.Strategy) == STRATEGY_NAMES
+    assert public_attributes(tdi.DistributedDataset) == DATASET_NAMES
+    assert public_attributes(tdi.DistributedIterator) == ITERATOR_NAMES
+
+
+def test_the_fields_of_the_values_are_frozen() -> None:
+    assert [field.name for field in dataclasses.fields(tdi.Step)] == STEP_FIELDS
+    assert [field.name for field in dataclasses.fields(tdi.InputOptions)] == OPTION_FIELDS
+
+
+def test_every_public_thing_says_what_it_is() -> None:
+    for name in PUBLIC_NAMES:
+        thing = getattr(tdi, name)
+        assert inspect.getdoc(thing), f"{name} has no docstring"

@@ -1,0 +1,64 @@
+"""TensorFlow's distributed input, native to PyTorch.
+
+Write the loader for one process, with the global batch size; every replica gets its share, on its device, ahead of
+time, until every replica is done: each sample once, at any world size. The README has the promises and the walk.
+"""
+
+from __future__ import annotations
+
+from torchdistinput.dataset import DistributedDataset, DistributedIterator
+from torchdistinput.errors import (
+    BatchingError,
+    CoordinationTimeout,
+    InputError,
+    OutOfRangeError,
+    RankDisagreement,
+    RankLost,
+    ShardingError,
+    SourceError,
+    StateMismatch,
+)
+from torchdistinput.losses import average_loss
+from torchdistinput.plan.options import InputOptions, InputReplicationMode, Step
+from torchdistinput.plan.sharding import AutoShardPolicy
+from torchdistinput.plan.topology import InputContext, ValueContext
+from torchdistinput.replica import get_replica_context
+from torchdistinput.sources import readers
+from torchdistinput.sources.files import FileDataset, list_files
+from torchdistinput.sources.iterables import ShardedIterableDataset
+from torchdistinput.sources.samplers import DistributedBatchSampler
+from torchdistinput.strategy import Strategy, get_strategy
+from torchdistinput.tree import TensorSpec
+from torchdistinput.values import PerReplica, ReduceOp
+
+__all__ = [
+    "AutoShardPolicy",
+    "BatchingError",
+    "CoordinationTimeout",
+    "DistributedBatchSampler",
+    "DistributedDataset",
+    "DistributedIterator",
+    "FileDataset",
+    "InputContext",
+    "InputError",
+    "InputOptions",
+    "InputReplicationMode",
+    "OutOfRangeError",
+    "PerReplica",
+    "RankDisagreement",
+    "RankLost",
+    "ReduceOp",
+    "ShardedIterableDataset",
+    "ShardingError",
+    "SourceError",
+    "StateMismatch",
+    "Step",
+    "Strategy",
+    "TensorSpec",
+    "ValueContext",
+    "average_loss",
+    "get_replica_context",
+    "get_strategy",
+    "list_files",
+    "readers",
+]

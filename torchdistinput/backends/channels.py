@@ -1,0 +1,328 @@
+"""The door to process groups, its back room: the messages of one live iterator.
+
+Problem. Ranks exchange a few numbers for every step, from a background thread, beside a training loop whose own
+collectives may not be disturbed; no wait may last for ever or stay anonymous.
+
+Decisions.
+- Each live iterator has a gloo group of its own (a *channel*). gloo matches messages by order, so two threads on one
+  group mix up sums.
+- An exchange is a recursive doubling of point-to-point messages of one fixed size: ``log2 W`` rounds. gloo's ring
+  all_reduce needs ``2 (W - 1)`` and is ten times slower at 4 ranks. Ranks beyond the largest power of two hand their
+  numbers to a partner and get the result back.
+- A receive cannot be cancelled, but a second receive on the same group that expires closes all its connections, which
+  releases the first and, through closed connections, every other rank. That is ``abort``.
+- A rank that waits long says so at the store once a second (the *watch*), so that the one that is late can be told
+  from those that wait with us. When a connection breaks, every survivor signs the store: who has not signed is dead.
+
+References: gloo ``UnboundBuffer::waitRecv`` (an expired wait signals the context); Thakur, Rabenseifner, Gropp,
+"Optimization of Collective Communication Operations in MPICH", 2005 (recursive doubling, ranks beyond a power of two).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, cast, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchdistinput.errors import RankLost
+
+__all__ = ["Gloo", "ProcessGroupChannel", "Store", "Watch", "all_gather", "gather_texts"]
+
+_WATCH_SECONDS = 1.0
+_SIGN_SECONDS = 1.5
+_FOREVER = datetime.timedelta(days=365)
+_DISCONNECTED = "lost the connection"
+
+
+class Gloo(Protocol):
+    """What is used of ``ProcessGroupGloo``, which torch's types leave out. Messages return a work to wait for."""
+
+    def rank(self) -> int:
+        """This rank."""
+
+    def size(self) -> int:
+        """How many ranks there are."""
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
+        """To one rank."""
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
+        """From one rank."""
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor]) -> Any:
+        """From all, to all."""
+
+    def allreduce(self, tensors: list[Tensor]) -> Any:
+        """The sum, to all."""
+
+    def broadcast(self, tensor: Tensor, root: int) -> Any:
+        """From one, to all."""
+
+
+class Store(Protocol):
+    """What is used of a torch store."""
+
+    def set(self, key: str, value: str) -> None:
+        """Writes."""
+
+    def get(self, key: str) -> bytes:
+        """Reads; waits for the key."""
+
+    def add(self, key: str, amount: int) -> int:
+        """Adds to a counter, and returns what it then is."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether the keys are there."""
+
+    def wait(self, keys: list[str], timeout: datetime.timedelta) -> None:
+        """Waits for the keys."""
+
+    def delete_key(self, key: str) -> bool:
+        """Deletes."""
+
+    def clone(self) -> Store:
+        """The same store over another connection."""
+
+
+def gather_texts(group: Gloo, text: str) -> list[str]:
+    """Every rank's text, by rank. Collective: every rank of the group calls this."""
+    data = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
+    sizes = [int(size) for size in all_gather(group, torch.tensor([data.numel()]))]
+    padded = torch.zeros(max(sizes), dtype=torch.uint8)
+    padded[: data.numel()] = data
+    parts = all_gather(group, padded)
+    return [bytes(part[:size].numpy()).decode().strip() for part, size in zip(parts, sizes, strict=True)]
+
+
+def all_gather(group: Gloo, tensor: Tensor) -> list[Tensor]:
+    """Every rank's tensor, by rank; all of one shape. Collective: every rank of the group calls this."""
+    parts = [torch.empty_like(tensor) for _ in range(group.size())]
+    group.allgather([parts], [tensor]).wait()
+    return parts
+
+
+class GiveBack(Protocol):
+    """What a channel calls when it is no longer in use."""
+
+    def __call__(self, *, reusable: bool) -> None: ...
+
+
+@final
+class ProcessGroupChannel:
+    """A channel over a gloo group of its own. Made by ``ProcessGroupRanks.open_channel``."""
+
+    def __init__(
+        self,
+        group: Gloo,
+        store: Store,
+        watch: Watch,
+        give_back: GiveBack,
+        names: Sequence[int],
+    ) -> None:
+        self._group = group
+        self.rank: int = group.rank()
+        self.num_ranks: int = group.size()
+        self._store = store
+        self._watch = watch
+        self._give_back = give_back
+        self._names = names
+        self._lock = threading.Lock()
+        self._sequence = 0
+        self._since: float | None = None
+        self._dead: str | None = None
+        self._released = False
+        self._power = 1 << (self.num_ranks.bit_length() - 1)  # ranks from this power of two on have a partner below
+        watch.add(self)
+
+    def exchange(self, words: Sequence[int]) -> list[int]:
+        """See ``Channel.exchange``."""
+        mine = torch.tensor(words, dtype=torch.int64)
+        self._collective(lambda: self._sum(mine))
+        return cast("list[int]", mine.tolist())
+
+    def gather(self, text: str) -> list[str]:
+        """See ``Channel.gather``."""
+        texts: list[str] = []
+        self._collective(lambda: texts.extend(gather_texts(self._group, text)))
+        return texts
+
+    def waiting_since(self) -> float | None:
+        """See ``Channel.waiting_since``."""
+        return self._since
+
+    def late(self) -> list[int]:
+        """See ``Channel.late``."""
+        sequence = self._sequence
+        return [rank for rank in range(self.num_ranks) if rank != self.rank and not self._has_come(rank, sequence)]
+
+    def say_waiting(self) -> None:
+        """Tells the others, through the store, in which exchange this rank waits. The watch calls this."""
+        self._store.set(f"waiting/{self.rank}", str(self._sequence))
+
+    def abort(self, reason: str) -> None:
+        """See ``Channel.abort``."""
+        with self._lock:
+            if self._dead is not None or self._released:
+                return
+            self._dead = reason
+        with contextlib.suppress(dist.DistError, RuntimeError):  # the store may be gone; the closing below still tells
+            self._store.set(f"left/{self.rank}", reason)
+        self._close_connections()
+        self._finish(reusable=False)
+
+    def release(self) -> None:
+        """See ``Channel.release``."""
+        with self._lock:
+            if self._dead is not None or self._released:
+                return
+            self._released = True
+        self._finish(reusable=True)
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether the channel was aborted, here or by another rank."""
+        return self._dead is not None
+
+    def _finish(self, *, reusable: bool) -> None:
+        self._watch.remove(self)
+        self._give_back(reusable=reusable)
+
+    def reopen(self) -> None:
+        """Makes a released channel ready for another iterator."""
+        self._released = False
+        self._watch.add(self)
+
+    def _collective(self, work: Callable[[], None]) -> None:
+        self._sequence += 1
+        self._since = time.monotonic()
+        try:
+            if self._dead is not None:
+                raise RankLost(f"rank {self._names[self.rank]} cannot go on: {self._dead}.")
+            work()
+        except RuntimeError as error:
+            raise self._lost(error) from error
+        finally:
+            self._since = None
+
+    def _sum(self, mine: Tensor) -> None:
+        theirs = torch.empty_like(mine)
+        beyond = self.num_ranks - self._power
+        if self.rank >= self._power:
+            self._send(mine, self.rank - self._power)
+            self._receive(mine, self.rank - self._power)
+            return
+        if self.rank < beyond:
+            self._receive(theirs, self.rank + self._power)
+            mine += theirs
+        distance = 1
+        while distance < self._power:
+            peer = self.rank ^ distance
+            receiving = self._group.recv([theirs], peer, 0)
+            sending = self._group.send([mine], peer, 0)
+            receiving.wait(_FOREVER)
+            sending.wait(_FOREVER)
+            mine += theirs
+            distance *= 2
+        if self.rank < beyond:
+            self._send(mine, self.rank + self._power)
+
+    def _send(self, tensor: Tensor, peer: int) -> None:
+        self._group.send([tensor], peer, 0).wait(_FOREVER)
+
+    def _receive(self, tensor: Tensor, peer: int) -> None:
+        self._group.recv([tensor], peer, 0).wait(_FOREVER)
+
+    def _has_come(self, rank: int, sequence: int) -> bool:
+        key = f"waiting/{rank}"
+        return bool(self._store.check([key])) and int(self._store.get(key)) >= sequence
+
+    def _close_connections(self) -> None:
+        peer = (self.rank + 1) % self.num_ranks
+        with contextlib.suppress(RuntimeError):  # it expires: that is its purpose
+            self._group.recv([torch.empty(1, dtype=torch.int64)], peer, 1).wait(datetime.timedelta(milliseconds=1))
+
+    def _lost(self, error: RuntimeError) -> RankLost:
+        """Closes the channel, waits until the survivors have signed, and names the rest."""
+        mine = self._dead
+        self.abort(_DISCONNECTED)
+        if mine is not None:
+            return RankLost(f"rank {self._names[self.rank]} cannot go on: {mine}.")
+        try:
+            return RankLost(self._roll_call())
+        except (dist.DistError, RuntimeError) as gone:
+            return RankLost(
+                "the connection to the other ranks broke, and the rank that hosts the store (usually rank 0) is gone "
+                f"too. Its own error tells why; here it was {type(gone).__name__} after {type(error).__name__}."
+            )
+
+    def _roll_call(self) -> str:
+        deadline = time.monotonic() + _SIGN_SECONDS
+        others = [rank for rank in range(self.num_ranks) if rank != self.rank]
+        reasons: dict[int, str] = {}
+        while len(reasons) < len(others) and time.monotonic() < deadline:
+            for rank in others:
+                if rank not in reasons and self._store.check([f"left/{rank}"]):
+                    reasons[rank] = self._store.get(f"left/{rank}").decode()
+            time.sleep(0.02)
+        told = [f"rank {self._names[rank]} {why}" for rank, why in sorted(reasons.items()) if why != _DISCONNECTED]
+        dead = [str(self._names[rank]) for rank in others if rank not in reasons]
+        if told:
+            return f"{'; '.join(told)}. Every rank must read the same number of steps."
+        if dead:
+            return f"rank {', '.join(dead)} died or lost its connection; see its own log for the reason."
+        return "the connection between the ranks broke, though all of them are alive. Look at the network between them."
+
+    def __repr__(self) -> str:
+        return f"ProcessGroupChannel(rank={self.rank} of {self.num_ranks}, exchange {self._sequence})"
+
+
+@final
+class Watch:
+    """Says at the store, once a second, in which exchange this rank waits. One thread while any channel is in use."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._channels: set[ProcessGroupChannel] = set()
+        self._stop: threading.Event | None = None
+        self._thread: threading.Thread | None = None
+
+    def add(self, channel: ProcessGroupChannel) -> None:
+        """A channel comes into use."""
+        with self._lock:
+            self._channels.add(channel)
+            if self._thread is None:
+                self._stop = threading.Event()
+                self._thread = threading.Thread(
+                    target=self._run, args=(self._stop,), name="torchdistinput-watch", daemon=True
+                )
+                self._thread.start()
+
+    def remove(self, channel: ProcessGroupChannel) -> None:
+        """A channel goes out of use."""
+        with self._lock:
+            self._channels.discard(channel)
+            if self._channels or self._thread is None or self._stop is None:
+                return
+            thread, self._thread = self._thread, None
+            self._stop.set()
+        if thread is not threading.current_thread():
+            thread.join()
+
+    def _run(self, stop: threading.Event) -> None:
+        said: dict[ProcessGroupChannel, float] = {}
+        while not stop.wait(_WATCH_SECONDS):
+            with self._lock:
+                channels = list(self._channels)
+            for channel in channels:
+                since = channel.waiting_since()
+                if since is not None and time.monotonic() - since > _WATCH_SECONDS and said.get(channel) != since:
+                    said[channel] = since
+                    with contextlib.suppress(dist.DistError, RuntimeError):  # no store, no news: the waits stay bounded
+                        channel.say_waiting()

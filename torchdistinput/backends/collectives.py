@@ -1,0 +1,241 @@
+"""The door to process groups: how the ranks of a strategy agree, and how tensors are summed and gathered.
+
+Decisions.
+- Control traffic runs on gloo groups of our own: one for agreements on the caller's thread, one for each live iterator
+  (``channels.py``). They are bare ``ProcessGroupGloo`` objects over a store prefix of their own, not ``new_group``: no
+  rank outside the strategy takes part, they outlive a default group that is ended first, and a name is never used twice
+  (``new_group(use_local_synchronization=True)`` reuses the name of a destroyed group and then dials its old addresses).
+- Before an agreement the ranks sign in at the store, so an absent rank is known by name and the wait stays
+  interruptible. That is two or three requests of each rank, once an epoch.
+- The store of the default group comes from a private function of torch (torch's own FSDP gets it so): there is no
+  public way to it, and a second store would need a second address.
+"""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol, cast, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchdistinput.backends.channels import Gloo, ProcessGroupChannel, Store, Watch, all_gather, gather_texts
+from torchdistinput.backends.launch import Members
+from torchdistinput.errors import CoordinationTimeout, RankLost
+
+__all__ = ["Channel", "ProcessGroupRanks", "Ranks"]
+
+
+class Channel(Protocol):
+    """One live iterator's connection to the same iterator on the other ranks."""
+
+    rank: int
+    num_ranks: int
+
+    def exchange(self, words: Sequence[int]) -> list[int]:
+        """The element-wise sums over the ranks. Collective: every rank calls this, from its one background thread."""
+
+    def gather(self, text: str) -> list[str]:
+        """Every rank's text, by rank. Collective: every rank calls this, from its one background thread."""
+
+    def waiting_since(self) -> float | None:
+        """When the exchange in progress began (``time.monotonic``), or ``None``. Local: any thread."""
+
+    def late(self) -> list[int]:
+        """Ranks that have not come to the exchange in progress. Local: any thread."""
+
+    def abort(self, reason: str) -> None:
+        """Ends the channel on all ranks, from any thread; the others learn the reason. Local, idempotent."""
+
+    def release(self) -> None:
+        """Gives the channel back. Local, idempotent; after an exchange that ended the iteration on all ranks."""
+
+
+class Ranks(Protocol):
+    """The ranks of a strategy, as its caller's thread sees them."""
+
+    rank: int
+    num_ranks: int
+    num_workers: int
+    firsts: tuple[int, ...]  # the first rank of each worker, which speaks for it
+
+    def gather_texts(self, text: str, what: str) -> list[str]:
+        """Every rank's text, by rank. Collective: every rank calls this.
+
+        Args:
+          text: what this rank has to say.
+          what: the call that this serves, for messages.
+
+        Raises:
+          CoordinationTimeout: a rank did not come; it is named.
+          RankLost: a rank went away meanwhile.
+        """
+
+    def free_channels(self) -> list[int]:
+        """Numbers of the channels that could be used again here. Local."""
+
+    def open_channel(self, number: int, timeout_seconds: float) -> Channel:
+        """The channel of that number, made if it is new. Collective: every rank calls this with the same number."""
+
+    def name(self, rank: int) -> int:
+        """The rank in the default group, as users know it. Local."""
+
+    def broadcast_from_first(self, tensor: Tensor) -> None:
+        """Overwrites the tensor with the first rank's. Collective: every rank calls this with the same shape."""
+
+    def all_reduce_sum(self, tensor: Tensor) -> Tensor:
+        """The sum over workers. Collective: every rank calls this with the same shape and dtype."""
+
+    def all_gather_uneven(self, tensor: Tensor, sizes: Sequence[int], axis: int) -> list[Tensor]:
+        """Every worker's tensor, ``sizes[i]`` long along ``axis``. Collective: every rank calls this."""
+
+
+def _quiet_wait(store: Store, key: str, seconds: float) -> bool:
+    """Whether a key appears in time. A store that is gone raises."""
+    try:
+        store.wait([key], datetime.timedelta(seconds=seconds))
+    except dist.DistNetworkError:
+        raise
+    except (dist.DistStoreError, RuntimeError):
+        return bool(store.check([key]))
+    return True
+
+
+@final
+class ProcessGroupRanks:
+    """The ranks of a process group or mesh.
+
+    Collective: every one of them makes one.
+
+    Args:
+      group: the process group; ``None`` for the default one. Tensors on accelerators travel on it.
+      members: who takes part.
+      timeout_seconds: the bound of every wait for another rank.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, members: Members, timeout_seconds: float) -> None:
+        self._group = group if group is not None else dist.group.WORLD
+        self._members = members
+        self._ranks = members.ranks
+        self.rank: int = members.rank
+        self.num_ranks: int = len(members.ranks)
+        self.num_workers: int = members.num_workers
+        self.firsts: tuple[int, ...] = members.firsts
+        self.counts: bool = members.rank in members.firsts
+        self._timeout_seconds = timeout_seconds
+        # A connection of its own: a wait holds the client, and the training code may use the default one meanwhile.
+        root = cast(Store, dist.distributed_c10d._get_default_store()).clone()  # noqa: SLF001 - see above
+        place = f"torchdistinput/{self._ranks[0]}-{self._ranks[-1]}x{self.num_ranks}"
+        # Each rank counts its own strategies over these ranks: the n-th one meets the n-th one of the others.
+        count = root.add(f"{place}/strategies/{self.rank}", 1)
+        self._root = _prefixed(f"{place}/{count}", root)
+        self._watch = Watch()
+        self._channels: dict[int, ProcessGroupChannel] = {}
+        self._free: set[int] = set()
+        self._next_channel = 0
+        self._agreements = 0
+        self._arrive("Strategy()", timeout_seconds)
+        self._control = self._new_group("control")
+
+    def name(self, rank: int) -> int:
+        """See ``Ranks.name``."""
+        return self._ranks[rank]
+
+    def gather_texts(self, text: str, what: str) -> list[str]:
+        """See ``Ranks.gather_texts``."""
+        self._arrive(what, self._timeout_seconds)
+        try:
+            return gather_texts(self._control, text)
+        except RuntimeError as error:
+            raise RankLost(f"{what}: the connection to another rank broke; see the other ranks' logs.") from error
+
+    def free_channels(self) -> list[int]:
+        """See ``Ranks.free_channels``; the next unused number comes last."""
+        return [*sorted(self._free), self._next_channel]
+
+    def open_channel(self, number: int, timeout_seconds: float) -> Channel:
+        """See ``Ranks.open_channel``."""
+        self._next_channel = max(self._next_channel, number + 1)
+        for old in [each for each, channel in self._channels.items() if channel.is_dead]:
+            del self._channels[old]
+        if number in self._free:
+            self._free.discard(number)
+            self._channels[number].reopen()
+        else:
+            self._channels[number] = self._make_channel(number)
+        return self._channels[number]
+
+    def _make_channel(self, number: int) -> ProcessGroupChannel:
+        def give_back(*, reusable: bool) -> None:
+            if reusable:
+                self._free.add(number)
+
+        store = _prefixed(f"channel/{number}", self._root.clone())
+        group = self._new_group(f"channel/{number}/group")
+        return ProcessGroupChannel(group, store, self._watch, give_back, self._ranks)
+
+    def _new_group(self, name: str) -> Gloo:
+        store = _prefixed(name, self._root)
+        timeout = datetime.timedelta(seconds=self._timeout_seconds)
+        return cast(Gloo, cast(Any, dist).ProcessGroupGloo(store, self.rank, self.num_ranks, timeout))
+
+    def _arrive(self, what: str, timeout_seconds: float) -> None:
+        """Signs in at the store and waits until all have: bounded, interruptible, absent ranks named."""
+        number = self._agreements = self._agreements + 1
+        self._root.set(f"at/{self.rank}", str(number))
+        if self._root.add("arrived", 1) == number * self.num_ranks:
+            self._root.set(f"all/{number}", "")
+            self._root.delete_key(f"all/{number - 1}")
+            return
+        deadline = time.monotonic() + timeout_seconds
+        while not _quiet_wait(self._root, f"all/{number}", max(0.01, min(1.0, deadline - time.monotonic()))):
+            if time.monotonic() < deadline:
+                continue
+            absent = [rank for rank in range(self.num_ranks) if not self._has_arrived(rank, number)]
+            self._root.add("arrived", -1)
+            self._agreements -= 1
+            names = ", ".join(str(self._ranks[rank]) for rank in absent)
+            raise CoordinationTimeout(
+                f"{what}: rank {names} did not come within {timeout_seconds:g} seconds. Every rank of the strategy "
+                "calls this, in the same order; if the rank is only slow, raise timeout_seconds."
+            )
+
+    def _has_arrived(self, rank: int, number: int) -> bool:
+        return bool(self._root.check([f"at/{rank}"])) and int(self._root.get(f"at/{rank}")) >= number
+
+    def broadcast_from_first(self, tensor: Tensor) -> None:
+        """See ``Ranks.broadcast_from_first``."""
+        if tensor.device.type == "cpu":
+            self._control.broadcast(tensor, 0).wait()
+        else:
+            dist.broadcast(tensor, group=self._group, group_src=0)
+
+    def all_reduce_sum(self, tensor: Tensor) -> Tensor:
+        """See ``Ranks.all_reduce_sum``."""
+        result = tensor.clone() if self.counts else torch.zeros_like(tensor)
+        if tensor.device.type == "cpu":
+            self._control.allreduce([result]).wait()
+        else:
+            dist.all_reduce(result, group=self._group)
+        return result
+
+    def all_gather_uneven(self, tensor: Tensor, sizes: Sequence[int], axis: int) -> list[Tensor]:
+        """See ``Ranks.all_gather_uneven``."""
+        shape = list(tensor.shape)
+        shape[axis] = max(sizes)
+        padded = tensor.new_zeros(shape)
+        padded.narrow(axis, 0, tensor.shape[axis]).copy_(tensor)
+        parts = [torch.empty_like(padded) for _ in self._ranks]
+        if padded.numel() and tensor.device.type == "cpu":
+            parts = all_gather(self._control, padded)
+        elif padded.numel():
+            dist.all_gather(parts, padded, group=self._group)
+        firsts = [parts[first] for first in self._members.firsts]
+        return [part.narrow(axis, 0, size) for part, size in zip(firsts, sizes, strict=True)]
+
+
+def _prefixed(prefix: str, store: Store) -> Store:
+    return cast(Store, cast(Any, dist).PrefixStore(prefix, store))

@@ -1,0 +1,143 @@
+"""The door to process groups, its entrance: what the launcher said, who takes part, the default group."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+
+__all__ = [
+    "Launch",
+    "Members",
+    "default_group_exists",
+    "find_launch",
+    "find_members",
+    "global_ranks",
+    "join_default_group",
+    "leave_default_group",
+]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Members:
+    """Who takes part.
+
+    Args:
+      ranks: the ranks, as the default group numbers them.
+      workers: the worker that each of them belongs to; ranks of one worker read the same.
+      rank: the place of this process in ``ranks``.
+    """
+
+    ranks: tuple[int, ...]
+    workers: tuple[int, ...]
+    rank: int
+
+    @property
+    def num_workers(self) -> int:
+        """Workers, W."""
+        return max(self.workers) + 1
+
+    @property
+    def firsts(self) -> tuple[int, ...]:
+        """The first rank (as a place in ``ranks``) of each worker, which speaks for it."""
+        return tuple(self.workers.index(worker) for worker in range(self.num_workers))
+
+
+_USUAL_DATA_DIMS = ("dp", "ddp", "fsdp", "hsdp", "data", "batch", "replicate", "shard", "dp_replicate", "dp_shard")
+
+
+def find_members(group: Any, mesh: Any, data_dims: Sequence[str] | None) -> Members:
+    """Who takes part in a group or mesh. Local.
+
+    Raises:
+      ValueError: this process is not in it, or the mesh's data dims are not known.
+    """
+    if mesh is not None:
+        return _members_of_mesh(mesh, data_dims)
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            f"rank {dist.get_rank()} is not in the process group that was given; only its members make the strategy."
+        )
+    ranks = global_ranks(group)
+    return Members(ranks=ranks, workers=tuple(range(len(ranks))), rank=dist.get_rank(group))
+
+
+def _members_of_mesh(mesh: Any, data_dims: Sequence[str] | None) -> Members:
+    names = tuple(mesh.mesh_dim_names or ())
+    if data_dims is None:
+        data_dims = names if len(mesh.mesh.shape) == 1 else [name for name in names if name in _USUAL_DATA_DIMS]
+        if not data_dims and len(mesh.mesh.shape) > 1:
+            raise ValueError(
+                f"the mesh has the dims {names}, none of which has a usual name of a data-parallel dim "
+                f"{_USUAL_DATA_DIMS}. Name them with data_dims=."
+            )
+    unknown = [name for name in data_dims if name not in names]
+    if unknown:
+        raise ValueError(f"data_dims names {unknown}, but the mesh has the dims {names}.")
+    grid = mesh.mesh
+    ranks = tuple(int(rank) for rank in grid.flatten())
+    if dist.get_rank() not in ranks:
+        raise ValueError(f"rank {dist.get_rank()} is not in the mesh {ranks}; only its members make the strategy.")
+    axes = list(range(grid.dim())) if not names else [names.index(name) for name in data_dims]
+    places = torch.cartesian_prod(*(torch.arange(size) for size in grid.shape)).reshape(len(ranks), grid.dim())
+    workers = torch.zeros(len(ranks), dtype=torch.int64)
+    for axis in axes:  # the mixed radix of the coordinates in the data dims
+        workers = workers * grid.shape[axis] + places[:, axis]
+    return Members(ranks=ranks, workers=tuple(workers.tolist()), rank=ranks.index(dist.get_rank()))
+
+
+def global_ranks(group: dist.ProcessGroup | None) -> tuple[int, ...]:
+    """The ranks of a group, as the default group numbers them. Local."""
+    return tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
+
+
+@final
+class Launch:
+    """What a launcher (torchrun) told this process through its environment.
+
+    Args:
+      environment: the environment, usually ``os.environ``.
+    """
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self.rank = int(environment.get("RANK", "0"))
+        self.world_size = int(environment.get("WORLD_SIZE", "1"))
+        self.local_rank = int(environment.get("LOCAL_RANK", "0"))
+        self.local_world_size = int(environment.get("LOCAL_WORLD_SIZE", "1"))
+        self.node = int(environment.get("GROUP_RANK", "0"))
+        self.address = environment.get("MASTER_ADDR")
+        self.launched = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys()
+
+
+def find_launch() -> Launch:
+    """Reads the environment, the only place that does. Local."""
+    return Launch(os.environ)
+
+
+def join_default_group(accelerator: str | None) -> None:
+    """Makes the default group from the launcher's environment. Collective: every rank calls this.
+
+    Args:
+      accelerator: the kind of accelerator that this machine has, if any; host tensors go over gloo in any case.
+    """
+    if accelerator is None:
+        dist.init_process_group("gloo")
+        return
+    backend = dist.get_default_backend_for_device(accelerator)
+    dist.init_process_group(f"cpu:gloo,{accelerator}:{backend}")
+
+
+def leave_default_group() -> None:
+    """Ends the default group, if it is still there. Local."""
+    if default_group_exists():
+        dist.destroy_process_group()
+
+
+def default_group_exists() -> bool:
+    """Whether a default group was initialised. Local."""
+    return dist.is_available() and dist.is_initialized()

@@ -1,0 +1,505 @@
+"""Distributed datasets and iterators; ``_compose`` is the one place where the walk of the data is put together."""
+
+from __future__ import annotations
+
+import base64
+import time
+import weakref
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, final
+
+import numpy as np
+import torch
+
+from torchdistinput.agreement import agree
+from torchdistinput.backends.collectives import Channel, Ranks
+from torchdistinput.backends.devices import make_copier
+from torchdistinput.errors import InputError, OutOfRangeError
+from torchdistinput.flow import Drawn, Held, Share, Stream
+from torchdistinput.mould import Mould
+from torchdistinput.plan.options import InputOptions, Step
+from torchdistinput.plan.topology import Topology
+from torchdistinput.sources.base import Source
+from torchdistinput.stages.buffer import Buffer, Walk
+from torchdistinput.stages.coordinate import Coordinate
+from torchdistinput.stages.fetch import Fetch
+from torchdistinput.stages.transfer import Transfer
+from torchdistinput.tree import TensorSpec
+from torchdistinput.values import PerReplica, regroup_batches
+
+__all__ = ["DistributedDataset", "DistributedIterator", "Optional", "Setting"]
+
+T = TypeVar("T")
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Where a distributed dataset lives: what its strategy knows.
+
+    Args:
+      topology: where this worker stands.
+      devices: one for each local replica.
+      ranks: the ranks that must agree; ``None`` where there is one only.
+      timeout_seconds: the strategy's bound of a wait for another rank.
+      counts: whether this rank's samples count (of several ranks that read the same, only one does).
+    """
+
+    topology: Topology
+    devices: Sequence[torch.device]
+    ranks: Ranks | None
+    timeout_seconds: float
+    counts: bool = True
+
+
+@final
+class Optional(Generic[T]):
+    """An element, or none at the end, as ``tf.experimental.Optional``."""
+
+    def __init__(self, value: T | None, *, has_value: bool) -> None:
+        self._value = value
+        self._has_value = has_value
+
+    def has_value(self) -> bool:
+        """Whether there is an element."""
+        return self._has_value
+
+    def get_value(self) -> Any:
+        """The element.
+
+        Raises:
+          ValueError: there is none.
+        """
+        if not self._has_value:
+            raise ValueError("this optional has no value: the data has ended. Ask has_value() first.")
+        return self._value
+
+
+@final
+class _Progress:
+    """What was delivered in the epoch begun last, as the dataset and its iterators share it."""
+
+    def __init__(self) -> None:
+        self.step: Step | None = None
+        self.begin(0)
+
+    def begin(self, epoch: int) -> None:
+        """A new epoch."""
+        self.epoch = epoch
+        self.began = time.perf_counter()
+        self.steps = self.samples = 0
+        self.waited = 0.0
+
+    def add(self, step: Step, waited: float) -> None:
+        """A step was delivered after so many seconds of waiting."""
+        self.step = step
+        self.steps += 1
+        self.samples += sum(step.local_sizes)
+        self.waited += waited
+
+
+@final
+class DistributedIterator:
+    """One epoch. Made by ``iter(dataset)``; ends its thread and workers when the loop is left, or at ``close``.
+
+    Args:
+      buffer: delivers the agreed steps.
+      transfer: hands their pieces over on their devices.
+      setting: where the dataset lives.
+      epoch: its number.
+      spec: the element spec, once an element is known.
+      progress: where the dataset finds what was delivered.
+      knows_all: whether the sizes of all workers are known (not with ``coordination="off"``).
+    """
+
+    def __init__(
+        self,
+        buffer: Buffer,
+        transfer: Transfer,
+        setting: Setting,
+        epoch: int,
+        spec: Callable[[], Any],
+        progress: _Progress,
+        *,
+        knows_all: bool,
+    ) -> None:
+        self._buffer = buffer
+        self._transfer = transfer
+        self._setting = setting
+        self._epoch = epoch
+        self._spec = spec
+        self._progress = progress
+        self._knows_all = knows_all
+        self._index = 0
+        self._step: Step | None = None
+        # Runs when the iterator is dropped (a loop that was left), and at exit, whichever comes first.
+        self._finalizer = weakref.finalize(self, buffer.close)
+
+    def __iter__(self) -> DistributedIterator:
+        return self
+
+    def __next__(self) -> Any:
+        began = time.perf_counter()
+        self._transfer.begin_step()
+        delivered = self._buffer.take()
+        if delivered is None:
+            raise StopIteration
+        share, topology = delivered.share, self._setting.topology
+        pieces = self._transfer.hand_over(share.parcels)
+        self._step = Step(
+            self._epoch,
+            self._index,
+            delivered.global_size if self._knows_all else None,
+            share.sizes,
+            topology.num_replicas,
+            topology.num_workers,
+        )
+        self._index += 1
+        self._progress.add(self._step, time.perf_counter() - began)
+        return regroup_batches(pieces)
+
+    def get_next(self) -> Any:
+        """The next element, as TensorFlow's ``get_next``.
+
+        Raises:
+          OutOfRangeError: at the end of the data, and again on each further call.
+        """
+        try:
+            return self.__next__()
+        except StopIteration:
+            raise OutOfRangeError(f"end of the data after {self._index} step(s) of epoch {self._epoch}.") from None
+
+    def get_next_as_optional(self) -> Optional[Any]:
+        """The next element, or an optional without value at the end, and again on each further call."""
+        try:
+            return Optional(self.__next__(), has_value=True)
+        except StopIteration:
+            return Optional(None, has_value=False)
+
+    @property
+    def element_spec(self) -> Any:
+        """The structure of the elements with a ``TensorSpec`` at each leaf. Collective: every rank asks for it.
+
+        Dim 0 is the size of a piece where that is certain, else ``None``; the other dims are those of an element seen.
+
+        Raises:
+          InputError: the data ended before the first element.
+        """
+        self._buffer.peek()
+        return self._spec()
+
+    @property
+    def step(self) -> Step:
+        """The step of the element delivered last. Local.
+
+        Raises:
+          InputError: none was delivered yet.
+        """
+        return _delivered(self._step)
+
+    def close(self) -> None:
+        """Ends the iteration. Idempotent; every rank should leave its loop at the same step."""
+        self._finalizer()
+
+    def __enter__(self) -> DistributedIterator:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@final
+class DistributedDataset:
+    """A dataset divided among the replicas of a strategy. Made by ``Strategy.distribute_dataset`` and its siblings.
+
+    Each ``iter()`` is the next epoch. Collective: every rank of the strategy iterates, in the same order.
+
+    Args:
+      source: the data, as this worker reads it.
+      setting: where the dataset lives.
+      options: what the user asked for.
+      name: tells this dataset from the strategy's others, the same on every rank.
+    """
+
+    def __init__(self, source: Source, setting: Setting, options: InputOptions, name: str) -> None:
+        self._source = source
+        self._setting = setting
+        self._options = options
+        self._name = name
+        self._epoch = 0
+        self._progress = _Progress()
+        self._opened: DistributedIterator | None = None
+        self._iterators: weakref.WeakSet[DistributedIterator] = weakref.WeakSet()
+        # Streams and their memory are kept for the life of the dataset, one set for each iterator alive at a time.
+        self._idle_transfers: list[Transfer] = []
+
+    def __iter__(self) -> DistributedIterator:
+        iterator, self._opened = self._opened, None
+        return self._open() if iterator is None else iterator
+
+    def __len__(self) -> int:
+        steps = self._source.num_steps()
+        if steps is None:
+            raise TypeError("the number of steps is not known before the data is read.")
+        return steps
+
+    @property
+    def element_spec(self) -> Any:
+        """See ``DistributedIterator.element_spec``. Opens the iterator that the next ``iter()`` returns."""
+        if self._opened is None:
+            self._opened = self._open()
+        return self._opened.element_spec
+
+    @property
+    def step(self) -> Step:
+        """The step of the element delivered last by any iterator of this dataset. Local.
+
+        Raises:
+          InputError: none was delivered yet.
+        """
+        return _delivered(self._progress.step)
+
+    def stats(self) -> dict[str, float]:
+        """What this worker got in the epoch begun last. Local.
+
+        Returns:
+          ``epoch``, ``steps``, ``samples`` of this worker's replicas, ``seconds`` since the epoch began,
+          ``seconds_waiting`` for data in ``next``.
+        """
+        progress = self._progress
+        return {
+            "epoch": progress.epoch,
+            "steps": progress.steps,
+            "samples": progress.samples,
+            "seconds": time.perf_counter() - progress.began,
+            "seconds_waiting": progress.waited,
+        }
+
+    def set_epoch(self, epoch: int) -> None:
+        """Sets the number of the next epoch, and tells the user's sampler or dataset. Local; the same on every rank."""
+        if type(epoch) is not int or epoch < 0:
+            raise ValueError(f"epoch is {epoch!r}; an int of 0 or more is needed.")
+        if self._opened is not None:
+            self._opened.close()
+            self._opened = None
+        self._epoch = epoch
+        self._source.set_epoch(epoch)
+
+    def close(self) -> None:
+        """Ends every iterator of this dataset. Local, idempotent."""
+        for iterator in list(self._iterators):
+            iterator.close()
+        self._opened = None
+        while self._idle_transfers:
+            self._idle_transfers.pop().close()
+
+    def __enter__(self) -> DistributedDataset:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _open(self) -> DistributedIterator:
+        epoch, ranks = self._epoch, self._setting.ranks
+        channel: Channel | None = None
+        draws: Callable[[Callable[[], Any]], Any] = _call
+        if ranks is not None and self._options.coordination == "on":
+            told = self._agree_on_epoch(ranks, epoch)
+            number = min(set.intersection(*(set(each["channels"]) for each in told)), default=None)
+            if number is None:
+                number = max(each["channels"][-1] for each in told)
+            channel = ranks.open_channel(number, self._timeout_seconds)
+            if told[0]["random"] is not None:
+                draws = _BorrowedRandomState(_unpack(told[0]["random"]), owner=ranks.rank == 0)
+        self._epoch += 1
+        self._progress.begin(epoch)
+        iterator = self._compose(channel, epoch, self._source_stream(epoch, draws))
+        self._iterators.add(iterator)
+        return iterator
+
+    def _agree_on_epoch(self, ranks: Ranks, epoch: int) -> list[Any]:
+        needs_state = self._source.draws_from_default_generator and ranks.rank == 0
+        extra = {
+            "channels": ranks.free_channels(),
+            "random": _pack(torch.get_rng_state()) if needs_state else None,
+        }
+        facts = {"dataset": self._name, "epoch": epoch, **self._source.epoch_fingerprint()}
+        return agree(ranks, f"iter() of dataset {self._name}", facts, extra=extra)
+
+    def _source_stream(self, epoch: int, draws: Callable[[Callable[[], Any]], Any]) -> Stream:
+        try:
+            return self._source.open(epoch, draws)
+        except Exception as error:  # raised by all ranks at the first step
+            return _BrokenStream(error)
+
+    @property
+    def _timeout_seconds(self) -> float:
+        own = self._options.timeout_seconds
+        return self._setting.timeout_seconds if own is None else own
+
+    def _compose(self, channel: Channel | None, epoch: int, stream: Stream) -> DistributedIterator:
+        """The walk: fetch -> transfer -> coordinate -> buffer."""
+        setting, depth = self._setting, self._options.prefetch
+        devices = setting.devices if self._options.fetch_to_device else [torch.device("cpu")] * len(setting.devices)
+        copies = any(device.type != "cpu" for device in devices)
+        idle = self._idle_transfers
+        mould = Mould()
+        fetch = Fetch(stream, mould)
+        transfer = idle.pop() if idle else Transfer([make_copier(device) for device in devices])
+
+        def send(share: Share) -> None:
+            share.parcels = transfer.send(share.pieces)
+            share.pieces = []
+
+        def pad(share: Share) -> None:
+            _fill(share, mould, setting.topology.replicas_per_worker)
+            if not share.parcels:
+                send(share)
+
+        def produce(drawn: Drawn | Held) -> Held:
+            held = fetch.finish(drawn)
+            if isinstance(held, Share) and mould.structure is not None:
+                _fill(held, mould, setting.topology.replicas_per_worker)
+                send(held)
+            return held
+
+        def discard(shares: Sequence[Share]) -> None:
+            for share in shares:
+                if share.parcels:
+                    transfer.discard(share.parcels)
+
+        ranks = setting.ranks
+        coordinate = Coordinate(
+            channel,
+            slots=max(1, depth),
+            mould=mould,
+            pad=pad,
+            name=None if ranks is None else ranks.name(ranks.rank),
+            epoch=epoch,
+            counts=setting.counts,
+        )
+        threaded = channel is not None or (depth > 0 and (stream.in_background or copies))
+        buffer = Buffer(
+            Walk(fetch.draw, produce, discard, transfer.enter_thread, fetch.close, lambda: idle.append(transfer)),
+            coordinate,
+            depth=depth if threaded else 0,
+            threaded=threaded,
+            timeout_seconds=self._timeout_seconds,
+            names=_itself if ranks is None else ranks.name,
+        )
+        spec = _SpecMaker(mould, self._source.certain_piece_size, setting.topology.replicas_per_worker)
+        knows_all = channel is not None or ranks is None
+        return DistributedIterator(buffer, transfer, setting, epoch, spec, self._progress, knows_all=knows_all)
+
+
+def _delivered(step: Step | None) -> Step:
+    if step is None:
+        raise InputError("there is no step yet: no element was delivered. Ask for it inside the loop over the data.")
+    return step
+
+
+def _fill(share: Share, mould: Mould, replicas_per_worker: int) -> None:
+    """Puts empty batches where a replica has no sample."""
+    if share.parcels or mould.structure is None:
+        return
+    pieces = share.pieces or [None] * replicas_per_worker
+    share.pieces = [mould.structure.empty() if piece is None else piece for piece in pieces]
+    share.sizes = share.sizes or (0,) * replicas_per_worker
+
+
+@final
+class _SpecMaker:
+    """Makes the element spec from the structure that the mould knows."""
+
+    def __init__(self, mould: Mould, piece_size: int | None, replicas_per_worker: int) -> None:
+        self._mould = mould
+        self._piece_size = piece_size
+        self._local = replicas_per_worker
+
+    def __call__(self) -> Any:
+        structure = self._mould.structure
+        if structure is None:
+            raise InputError("the data ended before the first element, so there is no element spec.")
+        return structure.spec(self._piece_size, self._for_each_replica)
+
+    def _for_each_replica(self, spec: TensorSpec) -> Any:
+        return spec if self._local == 1 else PerReplica([spec] * self._local)
+
+
+@final
+class _BrokenStream:
+    """The stream of a source that could not be opened: its first step fails."""
+
+    in_background = False
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def draw(self) -> Any:
+        """See ``Stream.draw``."""
+        raise self._error
+
+    def fetch(self, drawn: Any) -> None:
+        """See ``Stream.fetch``."""
+
+    def close(self) -> None:
+        """See ``Stream.close``."""
+
+
+@final
+class _BorrowedRandomState:
+    """Calls user code with rank 0's default random state in place of this rank's own.
+
+    Without a generator, torch's samplers draw from the default one, and all ranks must draw the same. Rank 0 goes on
+    with the state as the draws left it, as in one process; the others get their own back.
+    """
+
+    def __init__(self, state: torch.Tensor, *, owner: bool) -> None:
+        self._state = state
+        self._owner = owner
+        self._inside = False
+
+    def __call__(self, call: Callable[[], Any]) -> Any:
+        if self._inside:
+            return call()
+        own = torch.get_rng_state()
+        keeps = self._owner and torch.equal(own, self._state)
+        torch.set_rng_state(self._state)
+        self._inside = True
+        try:
+            return call()
+        finally:
+            self._inside = False
+            self._state = torch.get_rng_state()
+            if not keeps:
+                torch.set_rng_state(own)
+
+
+def _call(call: Callable[[], Any]) -> Any:
+    return call()
+
+
+def _itself(rank: int) -> int:
+    return rank
+
+
+def _pack(state: torch.Tensor) -> str:
+    return base64.b64encode(zlib.compress(bytes(state.numpy()))).decode()
+
+
+def _unpack(text: str) -> torch.Tensor:
+    data = zlib.decompress(base64.b64decode(text))
+    return torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy())
+
+
+def facts_of(source: Source, policy: str, options: InputOptions) -> Mapping[str, Any]:
+    """What the ranks must have in common when a dataset is distributed."""
+    return {
+        **source.fingerprint(),
+        "policy": policy,
+        "prefetch": options.prefetch,
+        "coordination": options.coordination,
+        "timeout_seconds": options.timeout_seconds,
+    }

@@ -1,0 +1,77 @@
+"""Every exception that this library raises on purpose.
+
+    InputError
+    ├── ShardingError (ValueError)        the data cannot be divided among the workers as asked
+    ├── BatchingError (ValueError)        a batch has no size, two sizes, or another structure than before
+    ├── RankDisagreement                  ranks were given different inputs, options or states
+    ├── CoordinationTimeout (TimeoutError)  a rank is late; it is named
+    ├── RankLost                          a rank died, or stopped reading while others go on
+    ├── SourceError                       the data of a rank failed: its dataset, file, reader or collate function
+    └── StateMismatch                     a saved state does not fit the input that it is loaded into
+
+    OutOfRangeError (StopIteration)       the end of the data, from ``DistributedIterator.get_next``
+
+A message has three parts: what was found (with the rank, file or index), what was needed, and the way out.
+Plain misuse of an argument (a wrong type, an unknown name) raises Python's own ``TypeError`` or ``ValueError``.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "BatchingError",
+    "CoordinationTimeout",
+    "InputError",
+    "OutOfRangeError",
+    "RankDisagreement",
+    "RankLost",
+    "ShardingError",
+    "SourceError",
+    "StateMismatch",
+]
+
+
+class InputError(Exception):
+    """Base of the errors of distributed input. Raised itself for data that is not data at all."""
+
+
+class ShardingError(InputError, ValueError):
+    """Raised when the input cannot be divided among the workers under the policy."""
+
+
+class BatchingError(InputError, ValueError):
+    """Raised when a batch cannot be cut: no batch size, unequal batch sizes, or a changed structure."""
+
+
+class RankDisagreement(InputError):
+    """Raised on every rank when the ranks were given different inputs, options or states."""
+
+
+class CoordinationTimeout(InputError, TimeoutError):
+    """Raised when a rank did not come to a common step in time. The message names the late ranks."""
+
+
+class RankLost(InputError):
+    """Raised when another rank died, or stopped reading before the data ended. The message names it."""
+
+
+class SourceError(InputError):
+    """Raised on every rank when the data of one rank failed; the failing rank has the original as ``__cause__``.
+
+    Args:
+      message: the whole story, as printed.
+      file: the file that was read, if the data came from one.
+      offset: where in that file the record starts, in bytes of the uncompressed content.
+    """
+
+    def __init__(self, message: str, *, file: str | None = None, offset: int | None = None) -> None:
+        super().__init__(message)
+        self.file = file
+        self.offset = offset
+
+
+class StateMismatch(InputError):
+    """Raised when a saved state does not fit the input that it is loaded into."""
+
+
+class OutOfRangeError(StopIteration):
+    """Raised by ``get_next`` at the end of the data, as in TensorFlow; it is a ``StopIteration``."""

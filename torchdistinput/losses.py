@@ -1,0 +1,143 @@
+"""The loss whose gradients are those of the mean over the global batch, however unevenly it was cut.
+
+Problem: the mean of each replica's own mean is not the mean over the batch when parts differ in size (and nan for an
+empty one), yet DDP and FSDP average gradients over processes as if it were.
+
+Decision: each replica takes ``sum of its losses * W / global size``. Within a process the replicas' gradients add up;
+over the ``W`` processes they are averaged, which takes the ``W`` away again:
+
+    (1/W) * sum over processes of sum over replicas (sum of its losses * W / G)  =  (sum of all losses) / G
+
+Example: G = 5 over W = 2, parts of 3 and 2: the factors are 2/5 and 2/5, where plain means would have 1/3 and 1/2.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from torchdistinput.replica import get_replica_context
+from torchdistinput.strategy import get_strategy
+from torchdistinput.values import ReduceOp
+
+__all__ = ["StepSizes", "average_loss"]
+
+
+class StepSizes(Protocol):
+    """What the loss needs to know of a step."""
+
+    @property
+    def global_size(self) -> int | None:
+        """The samples of the step over all replicas; ``None`` if the workers are not coordinated."""
+
+    @property
+    def local_sizes(self) -> tuple[int, ...]:
+        """The samples of each local replica."""
+
+    @property
+    def num_workers(self) -> int:
+        """The number of processes over which gradients are averaged."""
+
+    @property
+    def num_replicas(self) -> int:
+        """The number of replicas over all workers."""
+
+
+def average_loss(per_sample_loss: Tensor, step: StepSizes, weights: Tensor | None = None) -> Tensor:
+    """This replica's share of the mean loss over the global batch, to call ``backward`` on.
+
+    Local without weights. With weights collective: every replica calls this, in the same order.
+
+    Args:
+      per_sample_loss: ``(b, ...)``, one entry per sample of this replica's part along dim 0 (``reduction="none"``).
+        What a sample has in further dims is summed: the mean is over samples. An empty part gives 0, with a graph.
+      step: the step of the batch, ``loader.step``.
+      weights: ``(b,)``, one per sample; or of more leading dims of the loss, up to its whole shape (a mask of tokens).
+        The weighted sum is then divided by the sum of the weights of all replicas instead of the number of samples;
+        if that is 0 the result is 0. Outside of ``run`` this needs ``strategy.scope()``.
+
+    Returns:
+      A scalar. Its gradients, summed over the replicas of a process and averaged over processes (as DDP and FSDP do),
+      are those of the mean over the global batch. For logging, ``reduce(SUM, ...) / num_workers`` of it is that mean.
+
+    Raises:
+      TypeError: if the loss or the weights are no tensor.
+      ValueError: if the loss is a scalar, does not have one entry per sample, or the weights do not fit it.
+      RuntimeError: if the step has no global size, or the replicas to sum the weights over are not known here.
+    """
+    _check_loss(per_sample_loss)
+    global_size = _global_size(step)
+    if weights is not None:
+        _check_weights(weights, per_sample_loss)
+        total = _weight_of_all(weights, step).to(per_sample_loss.device)
+        spread = weights.reshape(weights.shape + (1,) * (per_sample_loss.dim() - weights.dim()))
+        weighted = (per_sample_loss * spread.to(per_sample_loss.dtype)).sum()
+        return weighted * step.num_workers / torch.where(total == 0, 1.0, total).to(weighted.dtype)
+    _check_size(per_sample_loss, step)
+    return per_sample_loss.sum() * step.num_workers / global_size
+
+
+def _global_size(step: StepSizes) -> int:
+    if step.global_size is None:
+        raise RuntimeError(
+            "average_loss needs the size of the global batch, and step.global_size is None: with coordination='off' a "
+            "worker knows only its own part. Use coordination='on', or scale the loss yourself."
+        )
+    if step.global_size < 1:
+        raise ValueError(
+            f"average_loss found a step with global_size={step.global_size}; a step has at least one sample"
+        )
+    return step.global_size
+
+
+def _check_loss(loss: Tensor) -> None:
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"average_loss needs the loss as a tensor with one entry per sample, got {type(loss).__name__}")
+    if loss.dim() == 0:
+        raise ValueError(
+            "average_loss got a scalar: this loss is reduced already, over this replica's part only. Compute it with "
+            "reduction='none', so that there is one entry per sample."
+        )
+
+
+def _check_size(loss: Tensor, step: StepSizes) -> None:
+    context = get_replica_context()
+    sizes = step.local_sizes
+    possible = sizes if context is None else (sizes[context.replica_id_in_sync_group % len(sizes)],)
+    if loss.shape[0] not in possible:
+        raise ValueError(
+            f"average_loss got {loss.shape[0]} losses (shape {list(loss.shape)}), and this replica's part of the "
+            f"step has {' or '.join(map(str, possible))} sample(s). Give one loss per sample along dim 0, and the step "
+            "of this very batch; to leave samples or tokens out, give weights."
+        )
+
+
+def _check_weights(weights: Tensor, loss: Tensor) -> None:
+    if not isinstance(weights, Tensor):
+        raise TypeError(f"average_loss needs weights as a tensor, got {type(weights).__name__}")
+    if weights.dim() == 0 or weights.shape != loss.shape[: weights.dim()]:
+        raise ValueError(
+            f"average_loss got weights of shape {list(weights.shape)} for losses of shape {list(loss.shape)}; the "
+            "shape must be the loss's, or its leading part, so that it is clear how often a weight counts."
+        )
+
+
+def _weight_of_all(weights: Tensor, step: StepSizes) -> Tensor:
+    # float64, as counts of tokens leave the exact range of float32; one accelerator (mps) has none.
+    exact = torch.float32 if weights.device.type == "mps" else torch.float64
+    own = weights.detach().sum(dtype=exact)
+    context = get_replica_context()
+    total: Tensor = own
+    if context is not None:
+        total = context.all_reduce(ReduceOp.SUM, own)
+    elif step.num_replicas > 1:
+        strategy = get_strategy()
+        if strategy.num_replicas_in_sync != step.num_replicas or len(step.local_sizes) > 1:
+            raise RuntimeError(
+                f"average_loss cannot sum the weights over the {step.num_replicas} replicas of the step here. Call "
+                "it in a function given to strategy.run, or (with one replica per process) under strategy.scope()."
+            )
+        total = strategy.reduce(ReduceOp.SUM, own)
+    return total

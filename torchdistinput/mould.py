@@ -1,0 +1,53 @@
+"""The structure of the elements of an iterator: learned from the first one, or told by another rank."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+from torchdistinput.errors import BatchingError
+from torchdistinput.tree import Structure, flatten
+
+__all__ = ["Mould"]
+
+
+@final
+class Mould:
+    """The structure of the elements, learned from the first one; makes empty batches and refuses other structures."""
+
+    def __init__(self) -> None:
+        self._structure: Structure | None = None
+        self._signature: Any = None
+        self._digest: int | None = None
+
+    @property
+    def structure(self) -> Structure | None:
+        """The structure of the latest element, or ``None`` before the first."""
+        return self._structure
+
+    @property
+    def digest(self) -> int | None:
+        """Its number, for comparing ranks."""
+        return self._digest
+
+    def measure(self, piece: Any) -> int:
+        """The batch size of a piece, whose structure is learned or checked.
+
+        Raises:
+          BatchingError: the structure or a dtype differs from before.
+        """
+        leaves, structure = flatten(piece)
+        self.learn(structure)
+        return len(leaves[0])
+
+    def learn(self, structure: Structure) -> None:
+        """Takes the structure of an element, here or on another rank."""
+        signature = structure.signature()
+        if self._structure is None:
+            self._signature = signature
+            self._digest = structure.digest()
+        elif signature != self._signature:
+            raise BatchingError(
+                f"the structure of the elements changed: before {self._structure}, now {structure}. Nesting, names and "
+                "dtypes must be the same for every element; only sizes may differ."
+            )
+        self._structure = structure

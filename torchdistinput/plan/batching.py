@@ -1,0 +1,164 @@
+"""How a batch is cut into the pieces of the replicas.
+
+A *row* is what one worker takes in one step: a range ``(lo, hi)`` of the batch for each of its L replicas. The laws:
+
+(S) The split. A batch of ``b`` samples over ``N`` replicas: ``c = ceil(b / N)``; replica ``k`` gets rows
+    ``[k*c, min((k+1)*c, b))``, nothing if none are left. So 4 over 3 is 2, 2, 0.
+(G) Global batches (policy DATA, or one worker): step ``t`` is batch ``t``; replica ``k`` gets its piece by (S).
+(C) The cycle (FILE, OFF, HINT with several workers): each worker has batches of its own and cuts a full batch of G
+    for all N replicas, taking L pieces a step, so a batch lasts W steps. ``lo, extra = divmod(G, N)``;
+    ``base = [lo+1]*extra + [lo]*(N-extra)``; worker ``i`` uses ``base`` rotated left by ``i*L``. Every step then sums
+    to G over the workers, and sizes differ by at most one.
+(T) The tail. A short batch is cut by (S), without its trailing empties, filled up with empties to whole rows.
+(R) Ready batches, whose size was never promised, are cut by (S) into all N pieces.
+
+Worked: G = 4, two workers of one replica; each cuts ``[0 1 2 3]`` into ``[0 1]`` and ``[2 3]`` (two steps), and a short
+``[4 5]`` into ``[4]`` and ``[5]``. Source: TensorFlow's guide and its ``batch_sizes_for_worker``; where they differ,
+the guide won.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+from torchdistinput.errors import BatchingError
+from torchdistinput.plan.topology import Topology
+
+__all__ = [
+    "Cutter",
+    "Row",
+    "check_batch_size",
+    "check_replica",
+    "cycle_sizes",
+    "distinct_steps",
+    "refuse_empty_pieces",
+    "split",
+]
+
+Row = tuple[tuple[int, int], ...]
+"""One range ``(lo, hi)`` of a batch for each local replica."""
+
+
+def check_batch_size(size: object, name: str = "global_batch_size") -> int:
+    """The size, if it is a positive int.
+
+    Raises:
+      BatchingError: it is not.
+    """
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise BatchingError(f"{name} is {size!r}; a positive int is needed.")
+    return size
+
+
+def split(size: int, num_replicas: int, replica: int) -> tuple[int, int]:
+    """Law S: the range of a batch that a replica gets.
+
+    >>> [split(4, 3, k) for k in range(3)]
+    [(0, 2), (2, 4), (4, 4)]
+    """
+    most = -(-size // num_replicas)
+    return min(replica * most, size), min((replica + 1) * most, size)
+
+
+def refuse_empty_pieces(step: int, size: int, num_replicas: int) -> None:
+    """Refuses a batch that leaves a replica without a sample, for loaders that cannot make an empty batch.
+
+    Raises:
+      BatchingError: it does; the step is named.
+    """
+    lo, hi = split(size, num_replicas, num_replicas - 1)
+    if lo >= hi:
+        raise BatchingError(
+            f"the batch of step {step} has {size} sample(s), which leaves replica {num_replicas - 1} of {num_replicas} "
+            "without any, and a plain DataLoader cannot make an empty batch. Use another batch size, drop_last=True, "
+            "or Strategy.distribute_dataset, which delivers batches of size 0."
+        )
+
+
+def distinct_steps(num_samples: int, batch_size: int, *, drop_last: bool) -> list[tuple[int, int]]:
+    """The first full batch and the short last one, as (step, size): no other sizes occur.
+
+    >>> distinct_steps(10, 4, drop_last=False)
+    [(0, 4), (2, 2)]
+    """
+    num_full, last = divmod(num_samples, batch_size)
+    full = [(0, batch_size)] if num_full else []
+    return full + ([(num_full, last)] if last and not drop_last else [])
+
+
+def check_replica(num_replicas: object, replica: int) -> None:
+    """Refuses a replica that does not exist.
+
+    Raises:
+      BatchingError: ``num_replicas`` is not a positive int.
+      ValueError: ``replica`` is not in ``[0, num_replicas)``.
+    """
+    count = check_batch_size(num_replicas, "num_replicas")
+    if not 0 <= replica < count:
+        raise ValueError(f"rank is {replica}; it must be in [0, {count}), as num_replicas is {count}.")
+
+
+def cycle_sizes(global_batch_size: int, topology: Topology) -> tuple[int, ...]:
+    """Law C: the N sizes into which this worker cuts a full batch, in the order in which it takes them.
+
+    >>> cycle_sizes(4, Topology(num_workers=3, replicas_per_worker=1, worker=1))
+    (1, 1, 2)
+    """
+    low, extra = divmod(global_batch_size, topology.num_replicas)
+    base = (low + 1,) * extra + (low,) * (topology.num_replicas - extra)
+    turn = topology.worker * topology.replicas_per_worker
+    return base[turn:] + base[:turn]
+
+
+@final
+@dataclass(frozen=True)
+class Cutter:
+    """Cuts the batches of one worker into rows.
+
+    Args:
+      topology: where this worker stands.
+      shared: every worker sees the same batches (law G); else each has batches of its own (laws C, T, R).
+      global_batch_size: G, or ``None`` where the source yields ready batches.
+    """
+
+    topology: Topology
+    shared: bool
+    global_batch_size: int | None = None
+
+    def rows(self, size: int) -> list[Row]:
+        """The rows of a batch of ``size`` samples, one a step.
+
+        >>> two = Topology(num_workers=2, replicas_per_worker=1, worker=0)
+        >>> Cutter(two, shared=True, global_batch_size=4).rows(4)
+        [((0, 2),)]
+        >>> Cutter(two, shared=False, global_batch_size=4).rows(4)
+        [((0, 2),), ((2, 4),)]
+        >>> Cutter(two, shared=False, global_batch_size=4).rows(1)
+        [((0, 1),)]
+        """
+        count, local = self.topology.num_replicas, self.topology.replicas_per_worker
+        if self.shared or self.topology.num_workers == 1:
+            return [tuple(split(size, count, k) for k in self.topology.replica_ids)]
+        if size == self.global_batch_size:
+            pieces = _ranges(cycle_sizes(size, self.topology))
+        else:
+            pieces = [split(size, count, k) for k in range(count)]
+            if self.global_batch_size is not None:
+                pieces = [piece for piece in pieces if piece[0] < piece[1]]
+                pieces += [(size, size)] * (-len(pieces) % local)
+        return [tuple(pieces[start : start + local]) for start in range(0, len(pieces), local)]
+
+    def certain_piece_size(self, *, drop_last: bool) -> int | None:
+        """The size of every piece, where it is certain: full batches only, and N divides G."""
+        if self.global_batch_size is None or not drop_last or self.global_batch_size % self.topology.num_replicas:
+            return None
+        return self.global_batch_size // self.topology.num_replicas
+
+
+def _ranges(sizes: tuple[int, ...]) -> list[tuple[int, int]]:
+    ranges, start = [], 0
+    for size in sizes:
+        ranges.append((start, start + size))
+        start += size
+    return ranges

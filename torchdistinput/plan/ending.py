@@ -1,0 +1,116 @@
+"""The step that all ranks agree on: what a rank says, how it is added up, what follows.
+
+Each rank casts a *ballot*: the sizes of the next steps that it holds (``None`` for a step past its end), and flags.
+A ballot is ``3 + K`` 64-bit words, and the words of all ranks are summed, so one exchange of fixed size carries all:
+
+- word 0: four counters of 15 bits: ranks that failed, stopped, lack the structure, know the structure.
+- words 1 and 2: the sums of ``d`` and of ``d * d`` over the ranks that know a structure with digest ``d`` (24 bits). The
+  structures are equal if and only if ``count * sum(d * d) == sum(d) ** 2`` (Cauchy and Schwarz).
+- word 3 + j, for the j-th step not yet agreed: ranks that hold it (15 bits), ranks for which it is not past their end
+  (15 bits), samples in it (33 bits).
+
+The laws, decided alike on every rank from the same sums:
+
+(A) A step is agreed when every rank holds it and at least one has it before its end.
+(B) An agreed step without a sample on any rank is passed over: not delivered, not counted, not the end.
+(C) The end is the first step that is past the end of every rank.
+(D) Where structures differ, no step is agreed: all ranks stop there.
+(E) A rank that failed holds no step from its failure on, so all ranks deliver the same steps before it; it says so
+    when the failure is next. A rank that stopped reading offers no step either, only the fact that it is past its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+__all__ = ["MAX_RANKS", "MAX_SAMPLES", "Ballot", "Verdict", "count", "decide"]
+
+_COUNTER_BITS = 15
+_SAMPLE_BITS = 33
+_COUNTER = (1 << _COUNTER_BITS) - 1
+MAX_RANKS = _COUNTER
+MAX_SAMPLES = (1 << _SAMPLE_BITS) - 1
+
+
+@final
+@dataclass(frozen=True)
+class Ballot:
+    """What one rank says in one exchange.
+
+    Args:
+      sizes: samples of this rank in each step that it holds, oldest first; ``None`` once past its end.
+      failed: its data failed, and the failure is the next step.
+      stopped: nobody reads here any more.
+      digest: the number of the structure that it knows, or ``None`` if it never saw an element.
+    """
+
+    sizes: tuple[int | None, ...]
+    failed: bool = False
+    stopped: bool = False
+    digest: int | None = None
+
+    def words(self, num_slots: int) -> list[int]:
+        """The ballot as ``3 + num_slots`` summable words. More steps than slots wait for the next exchange."""
+        flags = (self.failed, self.stopped, self.digest is None, self.digest is not None)
+        digest = self.digest or 0
+        words = [sum(1 << (place * _COUNTER_BITS) for place, flag in enumerate(flags) if flag), digest, digest * digest]
+        for size in self.sizes[:num_slots]:
+            held, live = 1 << (_SAMPLE_BITS + _COUNTER_BITS), 1 << _SAMPLE_BITS
+            words.append(held if size is None else held + live + size)
+        words.extend([0] * (3 + num_slots - len(words)))
+        return words
+
+
+@final
+@dataclass(frozen=True)
+class Verdict:
+    """What all ranks conclude from one exchange.
+
+    Args:
+      steps: global sizes of the agreed steps, oldest first; 0 for one that is passed over.
+      end: the data is over for every rank.
+      num_failed: how many ranks failed.
+      num_stopped: how many ranks stopped reading.
+      structure_wanted: some rank lacks the structure and some rank knows it.
+      structures_differ: the ranks know different structures.
+    """
+
+    steps: tuple[int, ...]
+    end: bool
+    num_failed: int
+    num_stopped: int
+    structure_wanted: bool
+    structures_differ: bool
+
+
+def count(word: int) -> tuple[int, int, int]:
+    """A summed step word taken apart: ranks that hold it, ranks before their end, samples."""
+    return word >> (_SAMPLE_BITS + _COUNTER_BITS), word >> _SAMPLE_BITS & _COUNTER, word & MAX_SAMPLES
+
+
+def decide(words: Sequence[int], num_ranks: int) -> Verdict:
+    """What follows from the summed ballots of ``num_ranks`` ranks. Laws A to E."""
+    failed, stopped, lacking, knowing = (words[0] >> place * _COUNTER_BITS & _COUNTER for place in range(4))
+    steps: list[int] = []
+    end = False
+    differ = knowing * words[2] != words[1] ** 2
+    for word in () if differ else words[3:]:
+        holding, live, samples = count(word)
+        if holding < num_ranks:
+            break
+        if live == 0:
+            end = True
+            break
+        if stopped:  # a stopped rank that is past its end says so, but will take no step with the others
+            break
+        steps.append(samples)
+    return Verdict(
+        steps=tuple(steps),
+        end=end,
+        num_failed=failed,
+        num_stopped=stopped,
+        structure_wanted=lacking > 0 and knowing > 0,
+        structures_differ=differ,
+    )

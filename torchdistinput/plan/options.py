@@ -1,0 +1,87 @@
+"""What a user may ask of a distributed input."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Literal, final
+
+from torchdistinput.plan.sharding import AutoShardPolicy
+
+__all__ = ["InputOptions", "InputReplicationMode", "Step"]
+
+
+@enum.unique
+class InputReplicationMode(enum.Enum):
+    """How often a dataset function is called, as ``tf.distribute.InputReplicationMode``.
+
+    Attributes:
+      PER_WORKER: once per worker; its dataset feeds all local replicas in turn.
+      PER_REPLICA: once per replica; each has a pipeline of its own.
+    """
+
+    PER_WORKER = "PER_WORKER"
+    PER_REPLICA = "PER_REPLICA"
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class InputOptions:
+    """Options of a distributed input, as ``tf.distribute.InputOptions``.
+
+    Args:
+      auto_shard_policy: how the input is divided among workers.
+      prefetch: steps made ready ahead of the one in use; 0 for none.
+      fetch_to_device: whether elements come on the replicas' devices; else they stay where the source made them.
+      coordination: ``"on"``: all ranks make the same steps. ``"off"``: each worker has its own end of data and sees
+        only its own non-empty steps (TensorFlow's asynchronous workers).
+      timeout_seconds: how long a rank waits for another one; ``None`` takes the strategy's.
+      replication_mode: for ``distribute_datasets_from_function`` only.
+
+    Raises:
+      TypeError: a value of another type.
+      ValueError: ``prefetch`` is negative, ``timeout_seconds`` is not positive, or ``coordination`` is another word.
+    """
+
+    auto_shard_policy: AutoShardPolicy = AutoShardPolicy.AUTO
+    prefetch: int = 2
+    fetch_to_device: bool = True
+    coordination: Literal["on", "off"] = "on"
+    timeout_seconds: float | None = None
+    replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.auto_shard_policy, AutoShardPolicy):
+            raise TypeError(f"auto_shard_policy is {self.auto_shard_policy!r}; a member of AutoShardPolicy is needed.")
+        if not isinstance(self.replication_mode, InputReplicationMode):
+            raise TypeError(f"replication_mode is {self.replication_mode!r}; an InputReplicationMode is needed.")
+        if isinstance(self.prefetch, bool) or not isinstance(self.prefetch, int):
+            raise TypeError(f"prefetch is {self.prefetch!r}; an int is needed, the number of steps ahead.")
+        if self.prefetch < 0:
+            raise ValueError(f"prefetch is {self.prefetch}; it must be 0 or more.")
+        if self.timeout_seconds is not None and not self.timeout_seconds > 0:
+            raise ValueError(f"timeout_seconds is {self.timeout_seconds}; it must be positive.")
+        if self.coordination not in ("on", "off"):
+            raise ValueError(f"coordination is {self.coordination!r}; it must be 'on' or 'off'.")
+
+
+@final
+@dataclass(frozen=True)
+class Step:
+    """The step of the batch just delivered.
+
+    Args:
+      epoch: the number of the epoch.
+      index: the step in it, from 0.
+      global_size: samples over all replicas; ``None`` with ``coordination="off"``.
+      local_sizes: samples of each local replica.
+      num_replicas: replicas in sync.
+      num_workers: processes that read.
+    """
+
+    epoch: int
+    index: int
+    global_size: int | None
+    local_sizes: tuple[int, ...]
+    num_replicas: int
+    num_workers: int

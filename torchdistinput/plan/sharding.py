@@ -1,0 +1,84 @@
+"""Which files or batches a worker reads, under each policy (DESIGN 3: FILE, DATA, AUTO, OFF, HINT).
+
+Source of the rules: TensorFlow's distributed input guide, "Autosharding"; where a file list is too short TensorFlow
+fails on some workers at the first read, here it is an error on all of them before the first read.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import TypeVar
+
+from torchdistinput.errors import ShardingError
+
+__all__ = ["AutoShardPolicy", "deal", "resolve_policy"]
+
+T = TypeVar("T")
+
+
+@enum.unique
+class AutoShardPolicy(enum.Enum):
+    """How the input is divided among workers, as ``tf.data.experimental.AutoShardPolicy``.
+
+    Attributes:
+      AUTO: FILE if the source has files, else DATA.
+      FILE: worker ``i`` reads files ``i, i + W, i + 2W, ...`` of the list.
+      DATA: every worker takes its pieces of the same global batches.
+      HINT: the source shards itself: its ``shard(num_shards, index)`` is called.
+      OFF: every worker reads everything.
+    """
+
+    AUTO = "AUTO"
+    FILE = "FILE"
+    DATA = "DATA"
+    HINT = "HINT"
+    OFF = "OFF"
+
+
+def resolve_policy(
+    policy: AutoShardPolicy, *, num_files: int | None, can_shard: bool, num_workers: int
+) -> AutoShardPolicy:
+    """The policy in force: never AUTO.
+
+    Args:
+      policy: what was asked for.
+      num_files: files of the source; ``None`` for a source without files.
+      can_shard: whether the source has a ``shard`` method of its own.
+      num_workers: processes that read, W.
+
+    Raises:
+      ShardingError: FILE without files, FILE with fewer files than workers, HINT without a ``shard`` method.
+
+    >>> resolve_policy(AutoShardPolicy.AUTO, num_files=None, can_shard=False, num_workers=2).name
+    'DATA'
+    """
+    if policy is AutoShardPolicy.AUTO:
+        policy = AutoShardPolicy.DATA if num_files is None else AutoShardPolicy.FILE
+    if policy is AutoShardPolicy.FILE:
+        if num_files is None:
+            raise ShardingError(
+                "policy FILE was asked for, but the source has no files to deal out; a FileDataset is needed. "
+                "Use AutoShardPolicy.DATA, or AUTO to let the source decide."
+            )
+        if num_files < num_workers:
+            raise ShardingError(
+                f"the source has {num_files} file(s), which is not enough for {num_workers} workers under policy "
+                "FILE: every worker needs at least one. Set auto_shard_policy to AutoShardPolicy.DATA, or split "
+                "the input into more files."
+            )
+    if policy is AutoShardPolicy.HINT and not can_shard:
+        raise ShardingError(
+            "policy HINT was asked for, but the source has no method shard(num_shards=, index=) to call. "
+            "Give it one, or use AutoShardPolicy.DATA."
+        )
+    return policy
+
+
+def deal(items: Sequence[T], num_workers: int, worker: int) -> list[T]:
+    """What one worker gets when items are dealt like cards: every ``num_workers``-th, from ``worker`` on.
+
+    >>> deal(["a", "b", "c", "d", "e"], 2, 1)
+    ['b', 'd']
+    """
+    return list(items[worker::num_workers])

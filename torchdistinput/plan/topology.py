@@ -1,0 +1,91 @@
+"""Who reads and who computes.
+
+The grammar of names, used everywhere:
+
+- *worker*: a process that reads (TensorFlow's input pipeline); ``num_workers`` of them, W in the laws.
+- *replica*: one copy of the model on one device; ``replicas_per_worker`` of them in each worker, L in the laws.
+- ``num_replicas = num_workers * replicas_per_worker``, N in the laws; replica ``k = worker * replicas_per_worker + r``.
+- *global batch*: what one process would read as one batch, G samples; *step*: one global batch over all replicas.
+- *shard*: what one worker reads; *piece*: one replica's part of a global batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+__all__ = ["InputContext", "Topology", "ValueContext"]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """Where this process stands.
+
+    Args:
+      num_workers: processes that read, W.
+      replicas_per_worker: replicas in each of them, L.
+      worker: the index of this process among them.
+    """
+
+    num_workers: int
+    replicas_per_worker: int
+    worker: int
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas in sync, N = W * L."""
+        return self.num_workers * self.replicas_per_worker
+
+    @property
+    def replica_ids(self) -> tuple[int, ...]:
+        """The replicas of this worker."""
+        first = self.worker * self.replicas_per_worker
+        return tuple(range(first, first + self.replicas_per_worker))
+
+
+@final
+@dataclass(frozen=True)
+class InputContext:
+    """What a dataset function is told about its place, as ``tf.distribute.InputContext``.
+
+    Args:
+      num_input_pipelines: how many workers read.
+      input_pipeline_id: which of them this is.
+      num_replicas_in_sync: how many replicas share a global batch.
+    """
+
+    num_input_pipelines: int = 1
+    input_pipeline_id: int = 0
+    num_replicas_in_sync: int = 1
+
+    def get_per_replica_batch_size(self, global_batch_size: int) -> int:
+        """The batch size of one replica.
+
+        Args:
+          global_batch_size: samples in a step over all replicas.
+
+        Raises:
+          ValueError: it does not divide by ``num_replicas_in_sync``.
+        """
+        if global_batch_size % self.num_replicas_in_sync != 0:
+            # TensorFlow's own sentence, its trailing space included: scripts match on it.
+            raise ValueError(
+                f"The `global_batch_size` {global_batch_size!r} is not divisible by "
+                f"`num_replicas_in_sync` {self.num_replicas_in_sync!r} "
+            )
+        return global_batch_size // self.num_replicas_in_sync
+
+
+@final
+@dataclass(frozen=True)
+class ValueContext:
+    """What a value function is told about its replica, as ``tf.distribute.experimental.ValueContext``.
+
+    Args:
+      replica_id_in_sync_group: the replica that the value is for.
+      num_replicas_in_sync: how many replicas there are.
+    """
+
+    replica_id_in_sync_group: int = 0
+    num_replicas_in_sync: int = 1

@@ -1,0 +1,1 @@
+"""From what the user gave to rows: one file for each kind of data."""

@@ -1,0 +1,262 @@
+"""Datasets over files: which files, in which order, and the walk over their records.
+
+Reading is apart from decoding: a *walk* yields what the reader yields, and ``map_fn`` is called only for the records
+that somebody keeps. The order of a walk follows from (files, seed, epoch) and the order of files that it is given; it
+does not depend on who walks or on how many processes do, so every rank and every loader worker can find its own part.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from functools import partial
+from itertools import islice
+from typing import Any, final
+
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from torchdistinput.backends.filesystem import FileNames, check_compression, expand, open_file
+from torchdistinput.errors import SourceError
+from torchdistinput.plan.permutation import shuffled
+from torchdistinput.sources.walks import Lane, Read, RecordPlace, RecordWalk
+
+__all__ = ["FileDataset", "list_files"]
+
+
+def list_files(
+    pattern: FileNames,
+    *,
+    shuffle: bool = False,
+    seed: int | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> list[str]:
+    """Lists the files that match, in an order that is the same on every rank. Local: no communication.
+
+    Args:
+      pattern: a pattern, whose files come sorted by name, or a list of names and patterns, which keeps its order.
+        Local, or with the protocol of any fsspec filesystem. ``**`` matches folders at any depth.
+      shuffle: whether to permute the whole list by the seed.
+      seed: an int that all ranks share; needed for shuffling, and for nothing else.
+      storage_options: arguments of the filesystem.
+
+    Returns:
+      Names as the user wrote them, with the wildcards filled in: a relative pattern gives relative names.
+
+    Raises:
+      ValueError: if the list is empty, or if ``shuffle`` has no seed.
+      SourceError: if a pattern matches no file.
+    """
+    if shuffle and seed is None:
+        raise ValueError(
+            "list_files(shuffle=True) needs a seed: without one every rank would shuffle differently, so that some "
+            "files would be read twice and others never; give the same seed on all ranks"
+        )
+    names = expand(pattern, storage_options)
+    if not shuffle:
+        return names
+    return [names[index] for index in shuffled(len(names), _checked_int("seed", seed))]
+
+
+@final
+class FileDataset(IterableDataset[Any]):
+    """The records of files, as a torch ``IterableDataset`` that the library can divide by files.
+
+    Given to ``strategy.distribute_dataset``, alone or in a ``DataLoader``, its files are dealt to the workers, or its
+    records divided, by the policy. In plain torch it is an ordinary dataset: with loader workers, record ``j`` comes
+    from worker ``j mod num_workers``, and every record comes once.
+
+    **Epochs in plain torch.** Each ``iter()`` is the next epoch, starting from 0 or from what ``set_epoch`` said.
+    Loader workers are copies of the dataset: with ``persistent_workers=True`` they count on by themselves, and
+    ``set_epoch`` reaches them; without, each epoch starts new copies, and ``set_epoch`` must be called before each
+    epoch for a new order, as with torch's ``DistributedSampler``.
+
+    Args:
+      files: a pattern, or a list of names and patterns, as for ``list_files``. A name that stands in a list twice is
+        read twice. Names are opened only when they are read.
+      read: takes a binary file object and yields the records in it; see ``readers``.
+      map_fn: decodes a record, for example into tensors; called only for records that are kept. ``None`` keeps them.
+      shuffle_files: whether each epoch has its own order of the files.
+      shuffle_buffer: records of a file that are shuffled together, and so held in memory, for each open file; 0: none.
+      seed: an int, the same on every rank.
+      cycle_length: files that are open at the same time, their records interleaved.
+      block_length: records that are taken from one of them in turn.
+      storage_options: arguments of the fsspec filesystem.
+      compression: ``"infer"`` by the ends of the names, a name that fsspec knows, or ``None`` for the bytes as stored.
+
+    Raises:
+      TypeError, ValueError: for arguments that cannot be right.
+      SourceError: if a pattern matches no file; while reading, naming the file, if one is missing, unreadable or
+        damaged.
+    """
+
+    def __init__(  # noqa: PLR0913 - fixed by the design: one dataset is one call
+        self,
+        files: FileNames,
+        read: Read,
+        *,
+        map_fn: Callable[[Any], Any] | None = None,
+        shuffle_files: bool = False,
+        shuffle_buffer: int = 0,
+        seed: int = 0,
+        cycle_length: int = 1,
+        block_length: int = 1,
+        storage_options: Mapping[str, Any] | None = None,
+        compression: str | None = "infer",
+    ) -> None:
+        super().__init__()
+        _check_callable("read", read)
+        if map_fn is not None:
+            _check_callable("map_fn", map_fn)
+        if not isinstance(_as_object(shuffle_files), bool):
+            raise TypeError(f"shuffle_files must be True or False, got {shuffle_files!r}")
+        if storage_options is not None and not isinstance(_as_object(storage_options), Mapping):
+            raise TypeError(f"storage_options must be a mapping of argument names to values, got {storage_options!r}")
+        check_compression(compression)
+        self.map_fn = map_fn
+        self._read = read
+        self._seed = _checked_int("seed", seed)
+        self._shuffle_files = shuffle_files
+        self._shuffle_buffer = _checked_int("shuffle_buffer", shuffle_buffer, at_least=0)
+        self._cycle_length = _checked_int("cycle_length", cycle_length, at_least=1)
+        self._block_length = _checked_int("block_length", block_length, at_least=1)
+        self._storage_options = None if storage_options is None else dict(storage_options)
+        self._compression = compression
+        self.files: tuple[str, ...] = tuple(expand(files, storage_options))
+        self._epochs = _Epochs()
+
+    def file_order(self, epoch: int) -> list[int]:
+        """The indices of ``files`` in the order of an epoch; before they are dealt to workers."""
+        if not self._shuffle_files:
+            return list(range(len(self.files)))
+        return shuffled(len(self.files), self._seed, epoch)
+
+    def walk(self, order: Sequence[int], epoch: int) -> RecordWalk:
+        """Walks over the undecoded records of some files. Files are opened as the walk comes to them.
+
+        Args:
+          order: indices of ``files``, in the order in which they are to be opened.
+          epoch: which epoch's shuffle the records are in.
+
+        Raises:
+          IndexError: if there is no such file.
+        """
+        for index in order:
+            if not 0 <= index < len(self.files):
+                raise IndexError(f"there is no file {index}: the dataset has {len(self.files)} files")
+        return RecordWalk(order, partial(self._lane, epoch), self._cycle_length, self._block_length)
+
+    def decode(self, record: Any, place: RecordPlace) -> Any:
+        """Applies ``map_fn`` to a record.
+
+        Raises:
+          SourceError: naming the place, if ``map_fn`` fails; the original is its ``__cause__``.
+        """
+        if self.map_fn is None:
+            return record
+        try:
+            return self.map_fn(record)
+        except Exception as error:
+            raise _undecodable(place, error) from error
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Plain facts that decide which records come in which order; ranks compare them."""
+        names = "\n".join(self.files)
+        return {
+            "number of files": len(self.files),
+            "file list": hashlib.sha256(names.encode(errors="surrogatepass")).hexdigest()[:16],
+            "first file": self.files[0],
+            "shuffle_files": self._shuffle_files,
+            "shuffle_buffer": self._shuffle_buffer,
+            "seed": self._seed,
+            "cycle_length": self._cycle_length,
+            "block_length": self._block_length,
+        }
+
+    def set_epoch(self, epoch: int) -> None:
+        """Chooses the epoch of the next ``iter()``; later ones follow. Also for loader workers that live on."""
+        self._epochs.announce(_checked_int("epoch", epoch))
+
+    def __iter__(self) -> Iterator[Any]:
+        """The decoded records of the next epoch; in a loader worker, this worker's share of them."""
+        epoch = self._epochs.take()
+        info = get_worker_info()
+        worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
+        return self._share(self.walk(self.file_order(epoch), epoch), worker, num_workers)
+
+    def _share(self, walk: RecordWalk, worker: int, num_workers: int) -> Iterator[Any]:
+        with closing(walk):
+            mine = islice(walk, worker, None, num_workers)
+            if self.map_fn is None:
+                yield from mine
+                return
+            for record in mine:
+                try:
+                    decoded = self.map_fn(record)
+                except Exception as error:
+                    raise _undecodable(walk.place, error) from error
+                yield decoded
+
+    def _lane(self, epoch: int, index: int) -> Lane:
+        name = self.files[index]
+        opened = open_file(name, self._compression, self._storage_options)
+        return Lane(name, opened, self._read, self._shuffle_buffer, (self._seed, epoch, index))
+
+
+@final
+class _Epochs:
+    """The epoch of the next ``iter()``: one more than the last one's, or what was announced since.
+
+    Announcements are in memory that forked loader workers share, so that those of a living ``DataLoader`` hear of them;
+    torch's own pickling moves it to memory that spawned ones share. An anonymous map costs no file descriptor.
+    """
+
+    def __init__(self) -> None:
+        self._next = 0
+        self._heard = 0
+        self._announced = torch.frombuffer(mmap.mmap(-1, 16), dtype=torch.int64)  # the epoch; how many were announced
+
+    def announce(self, epoch: int) -> None:
+        """Sets the next epoch, in every process that shares the memory."""
+        self._announced[0] = epoch
+        self._announced[1] += 1
+
+    def take(self) -> int:
+        """The epoch that starts now."""
+        epoch, announcements = self._announced.tolist()
+        if announcements != self._heard:
+            self._heard, self._next = announcements, epoch
+        self._next += 1
+        return self._next - 1
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if not self._announced.is_shared():  # type: ignore[no-untyped-call] # a copy, whose workers are yet to be forked
+            values = self._announced
+            self._announced = torch.frombuffer(mmap.mmap(-1, 16), dtype=torch.int64).copy_(values)
+
+
+def _undecodable(place: RecordPlace, error: Exception) -> SourceError:
+    return SourceError(
+        f"{place.file}: map_fn failed on record {place.record}: {type(error).__name__}: {error}", file=place.file
+    )
+
+
+def _checked_int(name: str, value: object, at_least: int | None = None) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    if at_least is not None and value < at_least:
+        raise ValueError(f"{name} must be at least {at_least}, got {value}")
+    return value
+
+
+def _as_object(value: object) -> object:
+    """Forgets what the annotation promised: callers may break it."""
+    return value
+
+
+def _check_callable(name: str, value: object) -> None:
+    if not callable(value):
+        raise TypeError(f"{name} must be a function, got {type(value).__name__}: {value!r:.100}")

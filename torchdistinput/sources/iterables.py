@@ -1,0 +1,333 @@
+"""Data that is read in this process: iterables, functions that return one, files without a ``DataLoader``.
+
+Also ``ShardedIterableDataset``, the wrapper for a plain torch ``DataLoader``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from typing import Any, cast, final
+
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+
+from torchdistinput import tree
+from torchdistinput.errors import BatchingError, InputError
+from torchdistinput.flow import Row, Stream
+from torchdistinput.plan.batching import (
+    Cutter,
+    check_batch_size,
+    check_replica,
+    distinct_steps,
+    refuse_empty_pieces,
+)
+from torchdistinput.plan.sharding import AutoShardPolicy
+from torchdistinput.plan.topology import Topology
+from torchdistinput.sources.base import RowStream, SetsEpoch, Shards
+from torchdistinput.sources.files import FileDataset
+from torchdistinput.sources.worker_side import (
+    CutReady,
+    CutSamples,
+    Failure,
+    Guarded,
+    RecordRows,
+    as_is,
+    batched,
+    rows_of,
+)
+
+__all__ = ["FunctionSource", "IterableSource", "RecordSource", "ShardedIterableDataset"]
+
+Draw = Callable[[Callable[[], Any]], Any]
+Collate = Callable[[Any], Any]
+
+
+def _nothing() -> None:
+    """Closes nothing."""
+
+
+@final
+class _Reopened:
+    """Gives fresh data for each epoch: calls a function again, or refuses an iterator that was used up."""
+
+    def __init__(self, data: Any, first: Any = None) -> None:
+        self._data = data
+        self._first = first
+        self._used = False
+
+    def __call__(self) -> Iterable[Any]:
+        data, self._first = self._first, None
+        if data is None:
+            data = self._data() if _is_function(self._data) else self._data
+        if not isinstance(data, Iterator):
+            return cast(Iterable[Any], data)
+        spent = inspect.isgenerator(data) and inspect.getgeneratorstate(data) == inspect.GEN_CLOSED
+        if spent or (self._used and data is self._data):
+            raise InputError(
+                f"the data is a {type(data).__name__} that was already read; it cannot start again for another epoch. "
+                "Give the function that makes it (distribute_dataset(make_batches), not make_batches())."
+            )
+        self._used = True
+        return data
+
+
+def _is_function(data: Any) -> bool:
+    return callable(data) and not isinstance(data, Iterable)
+
+
+@final
+class IterableSource:
+    """Any iterable, or a function that returns one: of global batches, or of samples with a global batch size.
+
+    Args:
+      data: the iterable or function.
+      policy: the policy in force.
+      topology: where this worker stands.
+      global_batch_size: G, if samples are to be batched here.
+      collate: makes a batch of samples; torch's ``default_collate`` if not given.
+      first: what the function returned already, for the first epoch.
+    """
+
+    draws_from_default_generator = False
+
+    def __init__(
+        self,
+        data: Any,
+        policy: AutoShardPolicy,
+        topology: Topology,
+        global_batch_size: int | None,
+        collate: Collate | None,
+        *,
+        first: Any = None,
+    ) -> None:
+        if policy is AutoShardPolicy.HINT and topology.num_workers > 1:
+            data = cast(Shards, data).shard(num_shards=topology.num_workers, index=topology.worker)
+        self._data = data
+        self._reopen = _Reopened(data, first)
+        self._shared = policy is AutoShardPolicy.DATA or topology.num_workers == 1
+        self._cutter = Cutter(topology, self._shared, global_batch_size)
+        self._collate = collate
+        self.certain_piece_size: int | None = None
+
+    def fingerprint(self) -> Mapping[str, Any]:
+        """See ``Source.fingerprint``."""
+        return {
+            "kind": f"iterable {type(self._data).__name__}",
+            "length": len(self._data) if self._shared and isinstance(self._data, Sized) else None,
+            "batch size": self._cutter.global_batch_size,
+        }
+
+    def epoch_fingerprint(self) -> Mapping[str, Any]:
+        """See ``Source.epoch_fingerprint``."""
+        return {}
+
+    def num_steps(self) -> int | None:
+        """See ``Source.num_steps``."""
+        if not self._shared or not isinstance(self._data, Sized):
+            return None
+        return -(-len(self._data) // (self._cutter.global_batch_size or 1))
+
+    def set_epoch(self, epoch: int) -> None:
+        """See ``Source.set_epoch``."""
+        if isinstance(self._data, SetsEpoch):
+            self._data.set_epoch(epoch)
+
+    def open(self, epoch: int, draws: Draw) -> Stream:
+        """See ``Source.open``."""
+        elements = Guarded(self._reopen())
+        size = self._cutter.global_batch_size
+        if size is None:
+            cut_ready = CutReady(self._collate or as_is, self._cutter)
+            rows = rows_of(cut_ready(element) for element in elements)
+        else:
+            cut_samples = CutSamples(self._collate or default_collate, self._cutter)
+            rows = rows_of(cut_samples(samples) for samples in batched(elements, size, drop_last=False))
+        return RowStream(rows, in_background=False, close=_nothing)
+
+
+@final
+class RecordSource:
+    """A ``FileDataset`` without a ``DataLoader``: records are batched here, or are ready batches.
+
+    Args:
+      dataset: the files.
+      policy: the policy in force.
+      topology: where this worker stands.
+      global_batch_size: G, if records are to be batched here.
+      collate: makes a batch of samples; torch's ``default_collate`` if not given.
+    """
+
+    draws_from_default_generator = False
+    certain_piece_size: int | None = None
+
+    def __init__(
+        self,
+        dataset: FileDataset,
+        policy: AutoShardPolicy,
+        topology: Topology,
+        global_batch_size: int | None,
+        collate: Collate | None,
+    ) -> None:
+        shared = policy is AutoShardPolicy.DATA or topology.num_workers == 1
+        if collate is None:
+            collate = as_is if global_batch_size is None else default_collate
+        self._cutter = Cutter(topology, shared, global_batch_size)
+        self._rows = RecordRows(
+            dataset, self._cutter, collate, by_file=policy is AutoShardPolicy.FILE, drop_last=False
+        )
+
+    def fingerprint(self) -> Mapping[str, Any]:
+        """See ``Source.fingerprint``."""
+        return {"kind": "files", "batch size": self._cutter.global_batch_size, **self._rows.dataset.fingerprint()}
+
+    def epoch_fingerprint(self) -> Mapping[str, Any]:
+        """See ``Source.epoch_fingerprint``."""
+        return {}
+
+    def num_steps(self) -> int | None:
+        """See ``Source.num_steps``."""
+        return None
+
+    def set_epoch(self, epoch: int) -> None:
+        """See ``Source.set_epoch``. The epoch comes with ``open``."""
+
+    def open(self, epoch: int, draws: Draw) -> Stream:
+        """See ``Source.open``."""
+        self._rows.set_epoch(epoch)
+        items = iter(self._rows)
+        return RowStream(rows_of(items), in_background=False, close=_nothing)
+
+
+@final
+class FunctionSource:
+    """What a dataset function returned: taken as it is, one of its batches for each local replica and step.
+
+    Args:
+      datasets: the worker's dataset, or one for each local replica.
+      replicas_per_worker: L.
+    """
+
+    draws_from_default_generator = False
+    certain_piece_size: int | None = None
+
+    def __init__(self, datasets: Sequence[Any], replicas_per_worker: int) -> None:
+        self._datasets = datasets
+        self._local = replicas_per_worker
+        self._reopen = [_Reopened(dataset) for dataset in datasets]
+        for dataset in datasets:
+            if isinstance(dataset, Dataset) and not isinstance(dataset, IterableDataset):
+                raise BatchingError(
+                    f"the dataset function returned a {type(dataset).__name__}, a map-style dataset of single samples; "
+                    "batches are needed. Return DataLoader(dataset, batch_size=context.get_per_replica_batch_size(G))."
+                )
+            if not isinstance(dataset, Iterable) and not callable(dataset):
+                raise InputError(
+                    f"the dataset function returned a {type(dataset).__name__}; a DataLoader or another iterable of "
+                    "batches is needed."
+                )
+
+    def fingerprint(self) -> Mapping[str, Any]:
+        """See ``Source.fingerprint``. Lengths may differ from worker to worker."""
+        return {"kind": "from function", "datasets": len(self._datasets)}
+
+    def epoch_fingerprint(self) -> Mapping[str, Any]:
+        """See ``Source.epoch_fingerprint``."""
+        return {}
+
+    def num_steps(self) -> int | None:
+        """See ``Source.num_steps``."""
+        return None
+
+    def set_epoch(self, epoch: int) -> None:
+        """See ``Source.set_epoch``."""
+        for dataset in self._datasets:
+            if isinstance(dataset, SetsEpoch):
+                dataset.set_epoch(epoch)
+
+    def open(self, epoch: int, draws: Draw) -> Stream:
+        """See ``Source.open``."""
+        per_replica = self._local // len(self._datasets)
+        iterators = [_eager(reopen()) for reopen in self._reopen]
+        return RowStream(
+            _dealt_rows(iterators, per_replica),
+            in_background=all(isinstance(each, DataLoader) and each.num_workers > 0 for each in self._datasets),
+            close=lambda: _close_all(iterators),
+        )
+
+
+def _eager(data: Iterable[Any]) -> Iterator[Any]:
+    """A guarded iterator whose own is made now: loader workers are started from the thread that asks for them."""
+    return iter(Guarded(iter(data)))
+
+
+def _close_all(iterators: Iterable[Any]) -> None:
+    for iterator in iterators:
+        iterator.close()  # a generator: closing it drops the user's iterator with its loader workers
+
+
+def _dealt_rows(iterators: Sequence[Iterator[Any]], per_iterator: int) -> Iterator[Row]:
+    """Rows of the next batches of each iterator, ``None`` where one has ended, until all have."""
+    while True:
+        row = [next(iterator, None) for iterator in iterators for _ in range(per_iterator)]
+        for batch in row:
+            if isinstance(batch, Failure):
+                batch.reraise()
+        if all(batch is None for batch in row):
+            return
+        yield row
+
+
+@final
+class ShardedIterableDataset(IterableDataset[Any]):
+    """One replica's part of each global batch of an iterable, for a plain ``DataLoader(..., batch_size=None)``.
+
+    The parts of all replicas put together, in order, are the global batches (law S): every replica reads all of the
+    data and keeps its piece. A plain ``DataLoader`` cannot make an empty batch, so a piece may not be empty; use
+    ``Strategy.distribute_dataset`` where that may happen. Local: no communication. With loader workers, each of them
+    repeats the data unless ``dataset`` divides itself by ``get_worker_info``, as torch does with any iterable.
+
+    Args:
+      dataset: an iterable of global batches, or of samples if ``global_batch_size`` is given.
+      num_replicas: over how many replicas they are split.
+      rank: which of them this is.
+      global_batch_size: samples in a global batch, to batch them here.
+      collate_fn: makes a batch of samples; torch's ``default_collate`` if not given.
+
+    Raises:
+      BatchingError: a piece is empty: at construction where the length is known, else at that step, which is named.
+      ValueError: ``rank`` is not in ``[0, num_replicas)``.
+    """
+
+    def __init__(
+        self,
+        dataset: Iterable[Any],
+        num_replicas: int,
+        rank: int,
+        *,
+        global_batch_size: int | None = None,
+        collate_fn: Collate | None = None,
+    ) -> None:
+        check_replica(num_replicas, rank)
+        self.dataset = dataset
+        topology = Topology(num_workers=num_replicas, replicas_per_worker=1, worker=rank)
+        self._cutter = Cutter(topology, shared=True, global_batch_size=global_batch_size)
+        self._collate = collate_fn
+        if global_batch_size is not None:
+            check_batch_size(global_batch_size)
+            if isinstance(dataset, Sized):
+                for step, size in distinct_steps(len(dataset), global_batch_size, drop_last=False):
+                    refuse_empty_pieces(step, size, num_replicas)
+
+    def __iter__(self) -> Iterator[Any]:
+        size, count = self._cutter.global_batch_size, self._cutter.topology.num_replicas
+        cut: CutReady | CutSamples
+        batches: Iterable[Any]
+        measure: Callable[[Any], int]
+        if size is None:
+            batches, cut, measure = self.dataset, CutReady(self._collate or as_is, self._cutter), tree.batch_size
+        else:
+            batches = batched(self.dataset, size, drop_last=False)
+            cut, measure = CutSamples(self._collate or default_collate, self._cutter), len
+        for step, batch in enumerate(batches):
+            refuse_empty_pieces(step, measure(batch), count)
+            yield from (row[0] for row in rows_of([cut(batch)]))

@@ -1,0 +1,25 @@
+"""Reading as many bytes as a file claims to have, without believing it."""
+
+from __future__ import annotations
+
+from typing import BinaryIO, Final
+
+__all__ = ["read_pieces"]
+
+_PIECE: Final = 1 << 20
+
+
+def read_pieces(file: BinaryIO, count: int) -> bytes:
+    """Reads ``count`` bytes, or what is left if that is less.
+
+    ``file.read(count)`` would first allocate ``count`` bytes, which a damaged length can make petabytes; here memory
+    grows with what the file really has.
+    """
+    first = file.read(min(count, _PIECE))
+    if len(first) == count:
+        return first
+    pieces, missing = [first], count - len(first)
+    while missing and pieces[-1]:
+        pieces.append(file.read(min(missing, _PIECE)))
+        missing -= len(pieces[-1])
+    return b"".join(pieces)

@@ -1,0 +1,114 @@
+"""From what the user gave to a source: what kind of data it is, and under which policy it is divided."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, default_collate
+
+from torchdistinput.errors import BatchingError, InputError
+from torchdistinput.plan.batching import check_batch_size
+from torchdistinput.plan.sharding import AutoShardPolicy, resolve_policy
+from torchdistinput.plan.topology import Topology
+from torchdistinput.sources.base import Shards, Source
+from torchdistinput.sources.files import FileDataset
+from torchdistinput.sources.iterables import IterableSource, RecordSource
+from torchdistinput.sources.loaders import IterableLoaderSource, MapLoaderSource
+
+__all__ = ["recognise"]
+
+Collate = Callable[[Any], Any]
+
+
+@runtime_checkable
+class _MapStyle(Protocol):
+    def __getitem__(self, index: Any) -> Any: ...
+
+    def __len__(self) -> int: ...
+
+
+def recognise(
+    data: Any,
+    policy: AutoShardPolicy,
+    topology: Topology,
+    *,
+    global_batch_size: int | None,
+    collate_fn: Collate | None,
+) -> tuple[Source, AutoShardPolicy]:
+    """The source, and the policy in force. Local: no communication.
+
+    Args:
+      data: what the user gave.
+      policy: what was asked for.
+      topology: where this worker stands.
+      global_batch_size: G, where batches are to be made here.
+      collate_fn: makes a batch of samples.
+
+    Raises:
+      InputError: the data is not data, or of a kind that cannot be divided.
+      BatchingError: a batch size is missing, given twice, or not a positive int.
+      ShardingError: the policy does not fit.
+    """
+    if global_batch_size is not None:
+        check_batch_size(global_batch_size)
+    _refuse(data)
+    first = None
+    if callable(data) and not isinstance(data, Iterable | Dataset | DataLoader):
+        first = data()
+        if isinstance(first, DataLoader | Dataset) or not isinstance(first, Iterable):
+            return recognise(first, policy, topology, global_batch_size=global_batch_size, collate_fn=collate_fn)
+    inner = data.dataset if isinstance(data, DataLoader) else data
+    files = inner.files if isinstance(inner, FileDataset) else None
+    resolved = resolve_policy(
+        policy,
+        num_files=None if files is None else len(files),
+        can_shard=isinstance(inner, Shards),
+        num_workers=topology.num_workers,
+    )
+    if isinstance(data, DataLoader):
+        if global_batch_size is not None or collate_fn is not None:
+            given = "global_batch_size" if global_batch_size is not None else "collate_fn"
+            raise BatchingError(
+                f"{given} was given with a DataLoader, which has its own (batch_size={data.batch_size}). Its batch "
+                "size is the global one; leave the argument out, or give the dataset instead of the loader."
+            )
+        if isinstance(inner, IterableDataset):
+            return IterableLoaderSource(data, resolved, topology), resolved
+        return MapLoaderSource(data, resolved, topology), resolved
+    if isinstance(data, FileDataset):
+        return RecordSource(data, resolved, topology, global_batch_size, collate_fn), resolved
+    if _is_map_style(data):
+        return MapLoaderSource(_loader(data, global_batch_size, collate_fn), resolved, topology), resolved
+    return IterableSource(data, resolved, topology, global_batch_size, collate_fn, first=first), resolved
+
+
+def _is_map_style(data: Any) -> bool:
+    if isinstance(data, Dataset):
+        return not isinstance(data, IterableDataset)
+    return isinstance(data, _MapStyle) and not isinstance(data, list | tuple)
+
+
+def _loader(data: Any, global_batch_size: int | None, collate_fn: Collate | None) -> DataLoader[Any]:
+    if global_batch_size is None:
+        raise BatchingError(
+            f"a map-style dataset ({type(data).__name__}) yields single samples, and no batch size was given. Give "
+            "global_batch_size=, or a DataLoader(dataset, batch_size=G)."
+        )
+    batches = BatchSampler(SequentialSampler(data), global_batch_size, drop_last=False)
+    return DataLoader(data, batch_sampler=batches, collate_fn=collate_fn or default_collate)
+
+
+def _refuse(data: Any) -> None:
+    """Refuses what can be iterated but is no data, and what cannot be iterated at all."""
+    if isinstance(data, str | bytes | Mapping | torch.Tensor | torch.nn.Module):
+        hint = "Give torch.utils.data.TensorDataset(...) with global_batch_size=, or a DataLoader."
+        if isinstance(data, str | bytes):
+            hint = "Give FileDataset(pattern, read=...) for files, or an iterable of batches."
+        raise InputError(f"found a {type(data).__name__} as data; it is no dataset. {hint}")
+    if not (isinstance(data, Iterable | Iterator) or callable(data) or _is_map_style(data)):
+        raise InputError(
+            f"found a {type(data).__name__} as data; a DataLoader, a Dataset, a FileDataset, an iterable of global "
+            "batches, or a function that returns one is needed."
+        )

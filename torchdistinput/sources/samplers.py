@@ -1,0 +1,171 @@
+"""Batch samplers: the user's own runs, and its batches are cut here.
+
+``Draws`` feeds one epoch of a rebuilt ``DataLoader``. The user's sampler is only ever advanced on the caller's thread,
+when and as often as torch would advance it (with loader workers: as far ahead as torch's own read-ahead, plus the
+steps that are read ahead here), so that random state in user code stays repeatable.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sized
+from typing import Any, NamedTuple, final
+
+from torch.utils.data import BatchSampler, Sampler
+
+from torchdistinput.plan.batching import Cutter, check_replica, distinct_steps, refuse_empty_pieces, split
+from torchdistinput.sources.worker_side import Request
+
+__all__ = ["DistributedBatchSampler", "DrawnRow", "Draws", "Feed"]
+
+
+class DrawnRow(NamedTuple):
+    """A row whose indices were drawn: which pieces will come from the loader, or which row of a whole batch it is."""
+
+    pieces: tuple[bool, ...]
+    row_of_whole: int | None
+
+
+@final
+class Draws:
+    """One epoch of the user's batch sampler, drawn as needed.
+
+    Args:
+      batches: the user's batch sampler, or sampler where it yields the batches itself, at its start.
+      cutter: the laws of the cut.
+      collate: whether a batch is a list of sample indices to be collated; else its items are given to the dataset.
+      lead: requests that torch's loader takes when its iterator is made.
+      draw: calls user code that may draw from the default random state.
+    """
+
+    def __init__(
+        self,
+        batches: Iterable[Any],
+        cutter: Cutter,
+        *,
+        collate: bool,
+        lead: int,
+        draw: Callable[[Callable[[], Any]], Any],
+    ) -> None:
+        self._batches = iter(batches)
+        self._cutter = cutter
+        self._collate = collate
+        self._draw = draw
+        self._rows: deque[DrawnRow] = deque()
+        self._requests: deque[Request] = deque()
+        self._surplus = -lead  # requests made, less those that torch has taken or will take for the rows given out
+        self._exhausted = False
+
+    def take_request(self) -> Request:
+        """The next request for torch's loader. Raises ``StopIteration`` when none is left."""
+        while not self._requests:
+            if not self._advance():
+                raise StopIteration
+        return self._requests.popleft()
+
+    def take_row(self) -> DrawnRow | None:
+        """The next row, with the requests that it needs drawn; ``None`` at the end. Caller's thread."""
+        while not self._rows and self._advance():
+            pass
+        if not self._rows:
+            return None
+        row = self._rows.popleft()
+        self._surplus -= sum(row.pieces)
+        while self._surplus < 0 and self._advance():
+            pass
+        return row
+
+    def _advance(self) -> bool:
+        """Draws one batch of the user's sampler."""
+        if self._exhausted:
+            return False
+        batch = self._draw(lambda: next(self._batches, self))
+        if batch is self:
+            self._exhausted = True
+            return False
+        if not self._collate and not isinstance(batch, list | tuple):
+            self._add_whole(batch)
+            return True
+        indices = batch if self._collate or isinstance(batch, list) else list(batch)
+        for row in self._cutter.rows(len(indices)):
+            self._rows.append(DrawnRow(tuple(lo < hi for lo, hi in row), None))
+            for lo, hi in row:
+                if lo < hi:
+                    self._request((self._collate, indices[lo:hi]))
+        return True
+
+    def _add_whole(self, index: Any) -> None:
+        """One item of the dataset is a whole batch: it is asked for once, and cut when it is there."""
+        topology = self._cutter.topology
+        shared = self._cutter.shared or topology.num_workers == 1
+        self._request((False, index))
+        for number in range(1 if shared else topology.num_workers):
+            self._rows.append(DrawnRow((number == 0,), number))
+
+    def _request(self, request: Request) -> None:
+        self._requests.append(request)
+        self._surplus += 1
+
+
+@final
+class Feed(Sampler[Request]):
+    """The sampler of a rebuilt ``DataLoader``: hands on what was drawn for the epoch in progress."""
+
+    def __init__(self) -> None:
+        self.draws: Draws | None = None
+
+    def __iter__(self) -> Iterator[Request]:
+        draws = self.draws
+        return iter(()) if draws is None else _Requests(draws)
+
+
+@final
+class _Requests(Iterator[Request]):
+    """An iterator that may be asked again after it ran dry, as torch's loader does while more is drawn."""
+
+    def __init__(self, draws: Draws) -> None:
+        self._draws = draws
+
+    def __next__(self) -> Request:
+        return self._draws.take_request()
+
+
+@final
+class DistributedBatchSampler(Sampler[list[Any]]):
+    """One replica's part of each batch of a batch sampler, for a plain torch ``DataLoader``.
+
+    The batches of all replicas put together, in order, are the batches of ``batch_sampler``: nothing is padded,
+    dropped or repeated (law S). A plain ``DataLoader`` cannot make an empty batch, so a piece may not be empty; use
+    ``Strategy.distribute_dataset`` where that may happen. Local: no communication.
+
+    Args:
+      batch_sampler: yields lists of indices, the global batches; the same on every rank.
+      num_replicas: over how many replicas they are split.
+      rank: which of them this is.
+
+    Raises:
+      BatchingError: a piece is empty: at construction where the sizes are known (a torch ``BatchSampler`` over a
+        sampler with a length), else when the batch is drawn. The message names the step.
+      ValueError: ``rank`` is not in ``[0, num_replicas)``.
+    """
+
+    def __init__(self, batch_sampler: Iterable[list[Any]], num_replicas: int, rank: int) -> None:
+        check_replica(num_replicas, rank)
+        self.batch_sampler = batch_sampler
+        self.num_replicas = num_replicas
+        self.rank = rank
+        if type(batch_sampler) is BatchSampler and isinstance(batch_sampler.sampler, Sized):
+            length, size = len(batch_sampler.sampler), batch_sampler.batch_size
+            for step, each in distinct_steps(length, size, drop_last=batch_sampler.drop_last):
+                refuse_empty_pieces(step, each, num_replicas)
+
+    def __len__(self) -> int:
+        if not isinstance(self.batch_sampler, Sized):
+            raise TypeError(f"{type(self.batch_sampler).__name__} has no length.")
+        return len(self.batch_sampler)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        for step, batch in enumerate(self.batch_sampler):
+            refuse_empty_pieces(step, len(batch), self.num_replicas)
+            lo, hi = split(len(batch), self.num_replicas, self.rank)
+            yield batch[lo:hi]

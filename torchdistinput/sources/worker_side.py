@@ -1,0 +1,297 @@
+"""What runs where the data is read: in loader workers, or in this process where there are none.
+
+Only what a replica gets is decoded and collated. Exceptions leave as values: one of a class that cannot be pickled
+would otherwise hang the worker's queue, and the indices or the file would be lost on the way.
+"""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any, Protocol, cast, final, runtime_checkable
+
+import torch
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+from torchdistinput import tree
+from torchdistinput.errors import SourceError
+from torchdistinput.flow import ReadFailure, Row
+from torchdistinput.plan.batching import Cutter
+from torchdistinput.plan.sharding import deal
+from torchdistinput.sources.files import FileDataset
+
+__all__ = ["CutReady", "CutSamples", "Failure", "Guarded", "PieceDataset", "RecordRows", "as_is", "batched", "rows_of"]
+
+
+class WorkerTraceback(Exception):
+    """The traceback of a loader worker, as text: the cause of the exception that came from there."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+@final
+class Failure:
+    """An exception on its way to the thread that delivers.
+
+    Args:
+      error: what was raised.
+      where: what was read then, for the message.
+    """
+
+    def __init__(self, error: Exception, where: str) -> None:
+        info = get_worker_info()
+        self.where = where if info is None else f"{where}, loader worker {info.id}".lstrip(", ")
+        self.error: Exception = error
+        self.traceback: str | None = None
+        if info is not None:
+            self.traceback = "".join(traceback.format_exception(error))
+            self.error = _picklable(error)
+
+    def reraise(self) -> None:
+        """Raises a ``ReadFailure`` whose cause is the exception."""
+        if self.traceback is not None:
+            self.error.__cause__ = WorkerTraceback(self.traceback)
+        raise ReadFailure(self.where) from self.error
+
+
+def _picklable(error: Exception) -> Exception:
+    try:
+        return cast(Exception, pickle.loads(pickle.dumps(error)))
+    except Exception:  # whatever its reduce method does: its text still tells the story
+        return RuntimeError("".join(traceback.TracebackException.from_exception(error).format_exception_only()).strip())
+
+
+@runtime_checkable
+class _FetchesBatches(Protocol):
+    def __getitems__(self, indices: list[Any]) -> list[Any]: ...
+
+
+Request = tuple[bool, Any]
+"""What torch's loader hands to a ``PieceDataset``: whether to collate a list of samples, and the index or indices."""
+
+
+@final
+class PieceDataset(Dataset[Any]):
+    """A map-style dataset that is asked for whole pieces.
+
+    Args:
+      dataset: the user's dataset.
+      collate: makes a batch of a list of samples, or converts a batch that came ready.
+    """
+
+    def __init__(self, dataset: Any, collate: Callable[[Any], Any]) -> None:
+        self.dataset = dataset
+        self._collate = collate
+
+    def __getitem__(self, request: Request) -> Any:
+        """The collated piece, or a ``Failure`` that names the indices."""
+        many, wanted = request
+        try:
+            if not many:
+                return self._collate(self.dataset[wanted])
+            if isinstance(self.dataset, _FetchesBatches):
+                samples = self.dataset.__getitems__(wanted)
+            else:
+                samples = [self._sample(index) for index in wanted]
+            return self._collate(samples)
+        except ReadFailure as failure:
+            return Failure(cast(Exception, failure.__cause__), failure.where)
+        except Exception as error:
+            return Failure(error, f"samples {_few(wanted)}")
+
+    def _sample(self, index: Any) -> Any:
+        try:
+            return self.dataset[index]
+        except Exception as error:
+            raise ReadFailure(f"sample {index}") from error
+
+
+def _few(indices: Any) -> str:
+    if isinstance(indices, Sequence) and not isinstance(indices, str) and len(indices) > 8:
+        return f"{', '.join(map(str, indices[:8]))}, ... ({len(indices)} in all)"
+    return ", ".join(map(str, indices)) if isinstance(indices, list | tuple) else str(indices)
+
+
+@final
+class Guarded(IterableDataset[Any]):
+    """An iterable dataset whose exception is its last element, as a ``Failure``.
+
+    Args:
+      dataset: the user's dataset.
+    """
+
+    def __init__(self, dataset: Iterable[Any]) -> None:
+        self.dataset = dataset
+
+    def __iter__(self) -> Iterator[Any]:
+        count = 0
+        try:
+            for element in self.dataset:
+                yield element
+                count += 1
+        except Exception as error:
+            yield Failure(error, f"element {count}")
+
+
+@final
+class CutSamples:
+    """Collates a list of samples into rows: each local piece by itself, nothing for the pieces of other workers.
+
+    Args:
+      collate: makes a batch of a list of samples.
+      cutter: the laws of the cut.
+    """
+
+    def __init__(self, collate: Callable[[list[Any]], Any], cutter: Cutter) -> None:
+        self._collate = collate
+        self._cutter = cutter
+
+    def __call__(self, samples: list[Any]) -> list[Row] | Failure:
+        """The rows of a batch, or the failure that the reading met."""
+        for sample in samples:
+            if isinstance(sample, Failure):
+                return sample
+        try:
+            return [
+                [self._collate(samples[lo:hi]) if lo < hi else None for lo, hi in row]
+                for row in self._cutter.rows(len(samples))
+            ]
+        except Exception as error:
+            return Failure(error, "collating")
+
+
+@final
+class CutReady:
+    """Cuts a batch that came ready into rows, along dim 0 of its leaves.
+
+    Args:
+      convert: makes tensors of what the source yields.
+      cutter: the laws of the cut.
+    """
+
+    def __init__(self, convert: Callable[[Any], Any], cutter: Cutter) -> None:
+        self._convert = convert
+        self._cutter = cutter
+
+    def __call__(self, batch: Any) -> list[Row] | Failure:
+        """The rows of a batch, or the failure that the reading met."""
+        if isinstance(batch, Failure):
+            return batch
+        try:
+            return self.rows(batch)
+        except Exception as error:
+            return Failure(error, "cutting a batch")
+
+    def rows(self, batch: Any) -> list[Row]:
+        """The rows of a batch. A piece that is the whole batch is the batch itself."""
+        batch = self._convert(batch)
+        size = tree.batch_size(batch)
+        return [[self._piece(batch, size, *limits) for limits in row] for row in self._cutter.rows(size)]
+
+    @staticmethod
+    def _piece(batch: Any, size: int, lo: int, hi: int) -> Any:
+        if hi - lo == size:
+            return batch
+        return tree.cut(batch, lo, hi)
+
+
+def rows_of(items: Iterable[list[Row] | Failure]) -> Iterator[Row]:
+    """The rows, one by one; a ``Failure`` is raised."""
+    for item in items:
+        if isinstance(item, Failure):
+            item.reraise()
+        else:
+            yield from item
+
+
+def as_is(value: Any) -> Any:
+    """The value."""
+    return value
+
+
+def batched(samples: Iterable[Any], size: int, *, drop_last: bool) -> Iterator[list[Any]]:
+    """Lists of ``size`` samples; the last may be shorter, or is dropped."""
+    iterator = iter(samples)
+    while batch := list(islice(iterator, size)):
+        if len(batch) < size and drop_last:
+            return
+        yield batch
+
+
+@final
+class RecordRows(IterableDataset[Any]):
+    """The rows of a ``FileDataset``.
+
+    Every loader worker walks the undecoded records of this rank's files, and batch ``j`` is decoded and collated by
+    worker ``j mod k``, so nothing depends on the number of loader workers.
+
+    Args:
+      dataset: the files.
+      cutter: the laws of the cut.
+      collate: makes a batch of a list of decoded samples; converts a decoded record where records are ready batches.
+      by_file: whether the files are dealt out to the workers (policy FILE); else each worker walks them all.
+      drop_last: whether a short last batch is dropped.
+    """
+
+    def __init__(
+        self,
+        dataset: FileDataset,
+        cutter: Cutter,
+        collate: Callable[[Any], Any],
+        *,
+        by_file: bool,
+        drop_last: bool,
+    ) -> None:
+        self.dataset = dataset
+        self._cutter = cutter
+        self._collate = collate
+        self._by_file = by_file
+        self._drop_last = drop_last
+        # In shared memory, so that persistent loader workers learn of it too.
+        self._epoch: torch.Tensor = torch.zeros(1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Sets the epoch of the next iteration, in loader workers that live on as well."""
+        self._epoch[0] = epoch
+
+    def __iter__(self) -> Iterator[list[Row] | Failure]:
+        epoch = int(self._epoch)
+        info = get_worker_info()
+        worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
+        order: Sequence[int] = self.dataset.file_order(epoch)
+        if self._by_file:
+            order = deal(order, self._cutter.topology.num_workers, self._cutter.topology.worker)
+        walk = self.dataset.walk(order, epoch)
+        size = self._cutter.global_batch_size or 1
+        try:
+            for number, batch in enumerate(batched(_placed(walk), size, drop_last=self._drop_last)):
+                if number % num_workers == worker:
+                    yield self._rows(batch)
+        except SourceError as error:
+            yield Failure(error, "")
+        finally:
+            walk.close()
+
+    def _rows(self, batch: list[Any]) -> list[Row] | Failure:
+        try:
+            if self._cutter.global_batch_size is None:
+                return CutReady(self._collate, self._cutter).rows(self._decode(batch[0]))
+            return [
+                [self._collate([self._decode(each) for each in batch[lo:hi]]) if lo < hi else None for lo, hi in row]
+                for row in self._cutter.rows(len(batch))
+            ]
+        except Exception as error:
+            place = batch[0][1]
+            where = "" if isinstance(error, SourceError) else f"collating from record {place.record} of {place.file} on"
+            return Failure(error, where)
+
+    def _decode(self, placed: tuple[Any, Any]) -> Any:
+        return self.dataset.decode(*placed)
+
+
+def _placed(walk: Any) -> Iterator[tuple[Any, Any]]:
+    for record in walk:
+        yield record, walk.place

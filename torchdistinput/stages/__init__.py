@@ -1,0 +1,1 @@
+"""The walk of a step: fetch, transfer, coordinate, buffer."""

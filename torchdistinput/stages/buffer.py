@@ -1,0 +1,263 @@
+"""The last stage: steps ahead of the consumer, and the one background thread.
+
+Problem. The training thread must never sit in an exchange with other ranks, nor wait for a copy; user code of the data
+must run on it all the same where torch would run it; and whoever waits must stay interruptible and name the late rank.
+
+Decision. The caller gives the thread *tickets*: the halves of steps that were drawn on its own thread, at most
+``depth`` beyond the one it waits for. The thread completes them, votes for them, and puts the outcomes in a queue.
+Without a thread (nothing to vote for, to copy or to fetch in the background) the caller does the same work in line.
+
+The thread votes as soon as it holds a step, unless the source answered the last ticket within 200 us and has another
+one: then the next step will ride on the same message.
+
+Closing: the thread says in its next vote that nobody reads here any more, which all ranks answer at once when all stop.
+If the others do not come within the grace time, the channel is aborted and they learn the reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, final
+
+from torchdistinput.errors import CoordinationTimeout
+from torchdistinput.flow import Delivered, Drawn, End, Held, Outcome, PassedOver, Raised, Share
+
+__all__ = ["Buffer", "Votes", "Walk"]
+
+_LOG = logging.getLogger("torchdistinput")
+_FAST_SECONDS = 200e-6
+_GRACE_SECONDS = 2.0
+_WARN_SECONDS = 5.0
+_STOP = object()
+
+
+class Votes(Protocol):
+    """The stage that makes all ranks take the same steps, as this one needs it."""
+
+    @property
+    def over(self) -> bool:
+        """Whether the last outcome was cast."""
+
+    @property
+    def alone(self) -> bool:
+        """Whether nobody else votes."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether there is something to vote for."""
+
+    def hold(self, held: Held) -> None:
+        """Takes the next step of this rank."""
+
+    def vote(self) -> list[Outcome]:
+        """One exchange: what the ranks agree on."""
+
+    def stop(self) -> list[Share]:
+        """Nobody reads here any more; returns the shares that were held."""
+
+    def waiting_since(self) -> float | None:
+        """When the exchange in progress began, or ``None``. Any thread."""
+
+    def late(self) -> list[int]:
+        """The ranks that have not come to it. Any thread."""
+
+    def abort(self, reason: str) -> None:
+        """Ends the exchange on all ranks, which learn the reason. Any thread, idempotent."""
+
+
+@final
+@dataclass(frozen=True)
+class Walk:
+    """The stages before this one, as calls.
+
+    Args:
+      draw: the caller's half of the next step.
+      produce: the rest of it: fetched, and on its way to the devices.
+      discard: gives up shares that nobody will take.
+      enter_thread: called first by the thread that produces.
+      close_source: ends loader workers and open files.
+      close_devices: lets go of the devices, once the thread has stopped.
+    """
+
+    draw: Callable[[], Drawn | Held]
+    produce: Callable[[Drawn | Held], Held]
+    discard: Callable[[Sequence[Share]], None]
+    enter_thread: Callable[[], None]
+    close_source: Callable[[], None]
+    close_devices: Callable[[], None]
+
+
+@final
+class Buffer:
+    """Delivers agreed steps, some of them ahead.
+
+    Args:
+      walk: the stages before.
+      votes: the stage that makes all ranks agree.
+      depth: steps ahead of the one that the consumer waits for.
+      threaded: whether a background thread does the work.
+      timeout_seconds: how long the consumer waits for another rank.
+      names: the ranks, as users know them.
+    """
+
+    def __init__(
+        self,
+        walk: Walk,
+        votes: Votes,
+        *,
+        depth: int,
+        threaded: bool,
+        timeout_seconds: float,
+        names: Callable[[int], int],
+    ) -> None:
+        self._walk = walk
+        self._votes = votes
+        self._depth = depth
+        self._timeout_seconds = timeout_seconds
+        self._names = names
+        self._tickets: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._ready: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        self._peeked: Delivered | None = None
+        self._in_flight = 0
+        self._delivered = 0
+        self._final: End | Raised | None = None
+        self._closed = False
+        self._warned = False
+        self._thread: threading.Thread | None = None
+        if threaded:
+            self._thread = threading.Thread(target=self._run, name="torchdistinput-input", daemon=True)
+            self._thread.start()
+
+    def take(self) -> Delivered | None:
+        """The next step; ``None`` at the end, and again on each further call. Caller's thread.
+
+        Raises:
+          InputError: what went wrong, on every rank; again on each further call.
+        """
+        delivered, self._peeked = self.peek(), None
+        if delivered is not None:
+            self._delivered += 1
+        return delivered
+
+    def peek(self) -> Delivered | None:
+        """The step that ``take`` will return."""
+        if self._peeked is None:
+            self._peeked = self._advance()
+        return self._peeked
+
+    def _advance(self) -> Delivered | None:
+        while self._final is None:
+            self._top_up()
+            outcome = self._wait()
+            if isinstance(outcome, Delivered):
+                self._in_flight -= 1
+                return outcome
+            if isinstance(outcome, PassedOver):
+                self._in_flight -= 1
+                continue
+            self._final = outcome
+            self.close()
+        if isinstance(self._final, Raised):
+            raise self._final.error
+        return None
+
+    def _top_up(self) -> None:
+        """Draws at least one step if there is room, and more while nothing is ready."""
+        while self._in_flight <= self._depth:
+            ticket = self._walk.draw()
+            self._in_flight += 1
+            self._tickets.put(ticket)
+            if not self._ready.empty():
+                return
+
+    def _wait(self) -> Outcome:
+        if self._thread is None:
+            while self._ready.empty():
+                self._work()
+            return self._ready.get()
+        began = time.monotonic()
+        while True:
+            with contextlib.suppress(queue.Empty):
+                return self._ready.get(timeout=min(1.0, self._timeout_seconds / 4))
+            self._look_at_clock(began)
+
+    def _look_at_clock(self, began: float) -> None:
+        """Names who is late, first in a warning, then in an error. Time spent on our own data does not count."""
+        since = self._votes.waiting_since()
+        if since is None:
+            return
+        waited = time.monotonic() - max(began, since)
+        if waited < min(_WARN_SECONDS, self._timeout_seconds):
+            return
+        late = ", ".join(str(self._names(rank)) for rank in self._votes.late()) or "unknown"
+        place = f"at step {self._delivered}"
+        if waited >= self._timeout_seconds:
+            self._votes.abort(f"gave up waiting for rank {late} {place} after {self._timeout_seconds:g} seconds")
+            error = CoordinationTimeout(
+                f"rank {late} did not come to the exchange {place} within {self._timeout_seconds:g} seconds. It is "
+                "still busy with its data or its training step, or it left its loop; look at what it does there "
+                "(py-spy dump --pid). If it is only slow, raise timeout_seconds."
+            )
+            self._final = Raised(error)
+            self.close()
+            raise error
+        if not self._warned:
+            self._warned = True
+            _LOG.warning("waiting for rank %s %s for %.0f seconds", late, place, waited)
+
+    def _work(self) -> None:
+        """Completes tickets and casts one vote."""
+        while True:
+            if self._votes.holds and self._tickets.empty():
+                break
+            ticket = self._tickets.get()
+            if ticket is _STOP:
+                self._walk.discard(self._votes.stop())
+                break
+            began = time.perf_counter()
+            self._votes.hold(self._walk.produce(ticket))
+            if time.perf_counter() - began > _FAST_SECONDS:
+                break
+        for outcome in self._votes.vote():
+            self._ready.put(outcome)
+
+    def _run(self) -> None:
+        try:
+            self._walk.enter_thread()
+            while not self._votes.over:
+                self._work()
+        except BaseException as error:  # whatever it is, the consumer must hear of it
+            self._ready.put(Raised(error))
+
+    def close(self) -> None:
+        """Ends the iteration: thread, loader workers, parcels. Idempotent; takes a few milliseconds when all stop."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._final is None:
+            self._final = End()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            self._tickets.put(_STOP)
+            thread.join(0 if self._votes.alone else _GRACE_SECONDS)
+            if thread.is_alive():
+                self._votes.abort(f"stopped reading after {self._delivered} step(s)")
+                self._walk.close_source()  # a thread that waits for loader workers is released by their end
+                thread.join(_GRACE_SECONDS)
+        elif thread is None:
+            self._votes.abort(f"stopped reading after {self._delivered} step(s)")
+        self._walk.close_source()
+        left = [] if self._peeked is None else [self._peeked.share]
+        self._peeked = None
+        while not self._ready.empty():
+            outcome = self._ready.get()
+            if isinstance(outcome, Delivered):
+                left.append(outcome.share)
+        self._walk.discard(left)
+        self._walk.close_devices()

@@ -1,0 +1,259 @@
+"""The stage that makes all ranks take the same steps. The end, the sizes, the errors and the stops all ride on it.
+
+Problem. Ranks have different amounts of data, fail at different times and stop at different places; a training loop
+with collectives in it hangs unless all make the same steps.
+
+Decision. A rank votes for a step when it holds it: fetched, padded, its device copy under way. A vote is one message of
+fixed size (``plan.ending``), summed over the ranks, that covers up to K steps; what is agreed is held everywhere. A
+failure, the end and a stop are flags of the same message, so nothing travels beside it. Only two flags are followed by
+a second message, which all ranks send as all saw the same sums: a failure (its story) and a wish for the structure
+(a rank without a sample must make empty batches). With one rank, the same sums are formed without a message.
+
+Considered and refused. Steps counted from lengths without any vote: errors and stops would need a second way. A leader
+that decides: its death would be a special case, and its load grows with the ranks. Pickled objects: data from another
+rank must not run code here.
+"""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections import deque
+from collections.abc import Callable
+from typing import Any, final
+
+from torchdistinput import errors
+from torchdistinput.backends.collectives import Channel
+from torchdistinput.errors import InputError, RankLost, SourceError
+from torchdistinput.flow import Delivered, End, Failed, Held, Outcome, PassedOver, PastEnd, Raised, Share
+from torchdistinput.mould import Mould
+from torchdistinput.plan.ending import Ballot, Verdict, decide
+from torchdistinput.tree import Structure
+
+__all__ = ["Coordinate"]
+
+
+@final
+class Coordinate:
+    """Votes for the steps that this rank holds. Used by one thread, but for ``waiting_since``, ``late`` and ``abort``.
+
+    Args:
+      channel: the connection to the same iterator on the other ranks; ``None`` where nobody else votes.
+      slots: how many steps one message covers, K.
+      mould: knows the structure of the elements.
+      pad: makes the empty pieces of a share, once the structure is known.
+      name: this rank, as users know it; ``None`` where there is only one.
+      epoch: for messages.
+      counts: whether this rank's samples count (of several ranks that read the same, only one does).
+    """
+
+    def __init__(
+        self,
+        channel: Channel | None,
+        *,
+        slots: int,
+        mould: Mould,
+        pad: Callable[[Share], None],
+        name: int | None,
+        epoch: int,
+        counts: bool = True,
+    ) -> None:
+        self._channel = channel
+        self._slots = slots
+        self._mould = mould
+        self._pad = pad
+        self._name = name
+        self._epoch = epoch
+        self._counts = counts
+        self._held: deque[Share | PastEnd] = deque()
+        self._failure: Failed | None = None
+        self._stopped = False
+        self._steps = 0
+        self._over = False
+
+    @property
+    def over(self) -> bool:
+        """Whether the last outcome was cast."""
+        return self._over
+
+    @property
+    def alone(self) -> bool:
+        """Whether nobody else votes."""
+        return self._channel is None
+
+    @property
+    def holds(self) -> bool:
+        """Whether there is something to vote for."""
+        return bool(self._held) or self._failure is not None or self._stopped
+
+    def hold(self, held: Held) -> None:
+        """Takes the next step of this rank."""
+        if self._failure is not None:
+            return
+        if isinstance(held, Failed):
+            self._failure = held
+        else:
+            self._held.append(held)
+
+    def stop(self) -> list[Share]:
+        """Nobody reads here any more: offers no step from now on. Returns the shares that were held."""
+        dropped = [held for held in self._held if isinstance(held, Share)]
+        ended = bool(self._held) and isinstance(self._held[0], PastEnd)
+        self._held = deque([PastEnd()] if ended else [])
+        self._failure = None
+        self._stopped = True
+        return dropped
+
+    def vote(self) -> list[Outcome]:
+        """One exchange: what the ranks agree on, nothing if a rank has only flags to show."""
+        verdict = self._exchange()
+        if verdict.structures_differ:
+            return [self._finish(Raised(self._difference()))]
+        if verdict.structure_wanted:
+            problem = self._share_structure()
+            if problem is not None:
+                return [self._finish(Raised(problem))]
+        outcomes = [self._agreed(global_size) for global_size in verdict.steps]
+        if verdict.end:
+            outcomes.append(self._finish(End()))
+        elif verdict.num_failed:
+            outcomes.append(self._finish(Raised(self._failure_of_all())))
+        elif verdict.num_stopped:
+            outcomes.append(self._finish(Raised(self._stop_of_some())))
+        return outcomes
+
+    def _exchange(self) -> Verdict:
+        sizes = tuple(self._size(held) for held in list(self._held)[: self._slots])
+        failed = self._failure is not None and not self._held
+        ballot = Ballot(sizes, failed=failed, stopped=self._stopped, digest=self._mould.digest)
+        words = ballot.words(self._slots)
+        if self._channel is None:
+            return decide(words, 1)
+        return decide(self._channel.exchange(words), self._channel.num_ranks)
+
+    def _size(self, held: Share | PastEnd) -> int | None:
+        if isinstance(held, PastEnd):
+            return None
+        return sum(held.sizes) if self._counts else 0
+
+    def _agreed(self, global_size: int) -> Outcome:
+        held = self._held[0]
+        if global_size == 0:
+            self._held.popleft()
+            return PassedOver()
+        share = Share([], ()) if isinstance(held, PastEnd) else held
+        self._pad(share)
+        self._held.popleft()
+        self._steps += 1
+        return Delivered(share, global_size)
+
+    def _finish(self, outcome: Outcome) -> Outcome:
+        self._over = True
+        if self._channel is not None:
+            self._channel.release()
+        return outcome
+
+    def _share_structure(self) -> BaseException | None:
+        """A rank lacks the structure: those that know it send it, and all say whether they can build it.
+
+        Collective, as every rank saw the same flag.
+        """
+        if self._channel is None:
+            return None
+        texts = self._channel.gather(self._guarded(self._describe_structure))
+        problem = self._guarded(lambda: self._learn_structure(texts))
+        problems = [text for text in self._channel.gather(problem) if text]
+        return errors.BatchingError("\n".join(problems)) if problems else None
+
+    def _guarded(self, call: Callable[[], str]) -> str:
+        """The text, or the error as a text that says so."""
+        try:
+            return call()
+        except InputError as error:
+            return json.dumps({"problem": f"rank {self._name}: {error}"})
+
+    def _describe_structure(self) -> str:
+        structure = self._mould.structure
+        return "" if structure is None else json.dumps({"structure": structure.to_json()})
+
+    def _learn_structure(self, texts: list[str]) -> str:
+        told = [json.loads(text) for text in texts if text]
+        known = [each["structure"] for each in told if "structure" in each]
+        if self._mould.structure is None:
+            if not known:
+                return str(next(each["problem"] for each in told))
+            self._mould.learn(Structure.from_json(known[0]))
+        return ""
+
+    def _difference(self) -> BaseException:
+        """The ranks' elements differ in structure: all tell theirs. Collective, as every rank saw the same sums."""
+        structure = self._mould.structure
+        mine = "" if structure is None else f"rank {self._name}: {structure}"
+        texts = [mine] if self._channel is None else self._channel.gather(mine)
+        told = "; ".join(text for text in texts if text)
+        return errors.BatchingError(
+            f"the elements of the ranks differ in structure after step {self._steps}: {told}. Nesting, names and "
+            "dtypes must be the same on every rank."
+        )
+
+    def _failure_of_all(self) -> BaseException:
+        mine = "" if self._failure is None else json.dumps(self._story(self._failure))
+        texts = [mine] if self._channel is None else self._channel.gather(mine)
+        stories = [json.loads(text) for text in texts if text]
+        message = "\n".join(_tell(story, with_traceback=self._failure is None) for story in stories)
+        kinds = {story["kind"] for story in stories}
+        cls = getattr(errors, kinds.pop()) if len(kinds) == 1 and kinds <= set(errors.__all__) else SourceError
+        if issubclass(cls, SourceError):
+            error: BaseException = SourceError(message, file=stories[0]["file"], offset=stories[0]["offset"])
+        else:
+            error = cls(message)
+        if self._failure is not None:
+            error.__cause__ = self._failure.error
+        return error
+
+    def _story(self, failure: Failed) -> dict[str, Any]:
+        told = traceback.TracebackException.from_exception(failure.error)
+        source = failure.error if isinstance(failure.error, SourceError) else SourceError("")
+        return {
+            "rank": self._name,
+            "epoch": self._epoch,
+            "step": self._steps,
+            "where": failure.where,
+            "kind": type(failure.error).__name__,
+            "text": "".join(told.format_exception_only()).strip(),
+            "traceback": "".join(told.format()),
+            "file": source.file,
+            "offset": source.offset,
+        }
+
+    def _stop_of_some(self) -> BaseException:
+        mine = "" if not self._stopped else str(self._name)
+        texts = [mine] if self._channel is None else self._channel.gather(mine)
+        stopped = ", ".join(text for text in texts if text)
+        return RankLost(
+            f"rank {stopped} stopped reading after {self._steps} step(s) of epoch {self._epoch}, while rank "
+            f"{self._name} goes on. Every rank must leave its loop at the same step."
+        )
+
+    def waiting_since(self) -> float | None:
+        """When the exchange in progress began, or ``None``. Any thread."""
+        return None if self._channel is None else self._channel.waiting_since()
+
+    def late(self) -> list[int]:
+        """The ranks that have not come to the exchange in progress. Any thread."""
+        return [] if self._channel is None else self._channel.late()
+
+    def abort(self, reason: str) -> None:
+        """Ends the exchange on all ranks, which learn the reason. Any thread, idempotent."""
+        if self._channel is not None:
+            self._channel.abort(reason)
+
+
+def _tell(story: dict[str, Any], *, with_traceback: bool) -> str:
+    """One rank's failure in words."""
+    who = "the input" if story["rank"] is None else f"the input of rank {story['rank']}"
+    where = f" ({story['where']})" if story["where"] else ""
+    text = f"{who} failed at step {story['step']} of epoch {story['epoch']}{where}: {story['text']}"
+    if with_traceback:
+        text += f"\n\nThe traceback of rank {story['rank']}:\n{story['traceback']}"
+    return text

@@ -1,0 +1,88 @@
+"""The first stage: rows of the source become shares, measured and checked.
+
+A row is read in two halves. ``draw`` runs on the caller's thread, where in-process user code belongs, as in torch;
+``finish`` runs on the background thread, and reads there what loader workers made ready.
+"""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+from torchdistinput import tree
+from torchdistinput.flow import Drawn, Failed, Held, PastEnd, ReadFailure, Row, Share, Stream
+from torchdistinput.mould import Mould
+
+__all__ = ["Fetch"]
+
+
+@final
+class Fetch:
+    """Reads a stream.
+
+    Args:
+      stream: the rows of one epoch.
+      mould: learns the structure of the elements.
+    """
+
+    def __init__(self, stream: Stream, mould: Mould) -> None:
+        self._stream = stream
+        self._mould = mould
+        self._drawn_out = False
+        self._read_out = False
+
+    def draw(self) -> Drawn | Held:
+        """The next step, or the half of it that belongs to the caller's thread. Past the end again and again."""
+        if self._drawn_out:
+            return PastEnd()
+        try:
+            content = self._stream.draw()
+            if content is not None:
+                drawn = Drawn(content)
+                return drawn if self._stream.in_background else self.finish(drawn)
+        except Exception as error:
+            self._drawn_out = True
+            return _failed(error)
+        self._drawn_out = True
+        return PastEnd()
+
+    def finish(self, drawn: Drawn | Held) -> Held:
+        """The whole step."""
+        if not isinstance(drawn, Drawn):
+            return drawn
+        if self._read_out:
+            return PastEnd()
+        try:
+            row = self._stream.fetch(drawn.content)
+            if row is not None:
+                return self._share(row)
+        except Exception as error:
+            self._read_out = True
+            return _failed(error)
+        self._read_out = True
+        return PastEnd()
+
+    def _share(self, row: Row) -> Share:
+        sizes = []
+        for place, piece in enumerate(row):
+            if piece is None:
+                sizes.append(0)
+                continue
+            tree.batch_size(piece)
+            if tree.holds_arrays(piece):
+                row[place] = tree.map_leaves(_itself, piece)
+            sizes.append(self._mould.measure(row[place]))
+        return Share(row, tuple(sizes))
+
+    def close(self) -> None:
+        """Ends the stream. Idempotent."""
+        self._stream.close()
+
+
+def _itself(leaf: Any) -> Any:
+    return leaf
+
+
+def _failed(error: Exception) -> Failed:
+    if isinstance(error, ReadFailure) and isinstance(error.__cause__, Exception):
+        return Failed(error.__cause__, error.where)
+    return Failed(error, "")

@@ -1,0 +1,434 @@
+"""``Strategy``: the replicas that train together, and what can be done with them."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import contextvars
+import copy
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, final
+
+import torch
+from torch import Tensor, nn
+
+from torchdistinput import reductions
+from torchdistinput.agreement import agree
+from torchdistinput.backends import launch as launcher
+from torchdistinput.backends.collectives import ProcessGroupRanks
+from torchdistinput.backends.devices import Accelerators, resolve_devices, set_current
+from torchdistinput.dataset import DistributedDataset, Setting, facts_of
+from torchdistinput.plan.options import InputOptions, InputReplicationMode
+from torchdistinput.plan.sharding import AutoShardPolicy
+from torchdistinput.plan.topology import InputContext, Topology, ValueContext
+from torchdistinput.reductions import Workers
+from torchdistinput.replica import require_no_replica, run_replicas
+from torchdistinput.sources.base import Source
+from torchdistinput.sources.iterables import FunctionSource
+from torchdistinput.sources.recognise import recognise
+from torchdistinput.values import PerReplica, ReduceOp, local_results
+
+__all__ = ["ClusterResolver", "Strategy", "get_strategy"]
+
+_LOG = logging.getLogger("torchdistinput")
+
+T = TypeVar("T")
+
+
+@final
+@dataclass(frozen=True)
+class ClusterResolver:
+    """Where this process stands in its cluster, as ``tf.distribute.cluster_resolver``.
+
+    Args:
+      rank: this process among all.
+      world_size: how many processes there are.
+      local_rank: this process on its node.
+      node: the node's number.
+      address: where the processes met.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    node: int
+    address: str | None
+
+
+@final
+class Strategy:
+    """The replicas that train in sync: one process for each worker, one replica for each of its devices.
+
+    Collective: every rank makes its strategies in the same order. Inside an initialised process group each rank is a
+    worker. Under torchrun without a group this sets the device, initialises the default group, and ends it at exit. In
+    a single process it is the only worker.
+
+    Args:
+      devices: the devices of this process, one replica each; by default the accelerator of its local rank, or the CPU.
+      process_group: the ranks that train together; by default all.
+      mesh: a ``DeviceMesh`` instead of a group: ranks that differ only in other dims than ``data_dims`` are one worker
+        and get identical batches.
+      data_dims: the names of the mesh's data-parallel dims; by default those with a usual name (``dp``, ``fsdp``, ...).
+      timeout_seconds: how long a rank waits for another one.
+
+    Raises:
+      ValueError: a device does not exist, the process is not in the group, or the arguments contradict each other.
+      CoordinationTimeout: a rank did not come; it is named.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[str | torch.device] | None = None,
+        *,
+        process_group: Any = None,
+        mesh: Any = None,
+        data_dims: Sequence[str] | None = None,
+        timeout_seconds: float = 600.0,
+    ) -> None:
+        if not timeout_seconds > 0:
+            raise ValueError(f"timeout_seconds is {timeout_seconds}; it must be positive.")
+        if process_group is not None and mesh is not None:
+            raise ValueError("both process_group and mesh were given; a mesh has its own groups. Give one of them.")
+        if data_dims is not None and mesh is None:
+            raise ValueError("data_dims was given without a mesh; it names dims of one.")
+        launch = launcher.find_launch()
+        found, problem = _try_devices(devices, launch.local_rank)
+        if launch.launched and not launcher.default_group_exists():
+            launcher.join_default_group(Accelerators.detect().kind)
+            atexit.register(launcher.leave_default_group)
+        if not launcher.default_group_exists():
+            if problem is not None:
+                raise problem
+            if process_group is not None or mesh is not None:
+                raise ValueError("a process group or mesh was given, but no process group is initialised.")
+            self._settle(_only_worker(found), found, None, timeout_seconds)
+            return
+        members = launcher.find_members(process_group, mesh, data_dims)
+        ranks = None if len(members.ranks) == 1 else ProcessGroupRanks(process_group, members, timeout_seconds)
+        facts = {"replicas in a process": len(found), "timeout_seconds": timeout_seconds}
+        agree(ranks, "Strategy()", facts, error=problem)
+        rank = members.ranks[members.rank]
+        world_size = len(launcher.global_ranks(None))
+        resolver = ClusterResolver(rank, world_size, launch.local_rank, launch.node, launch.address)
+        topology = Topology(
+            num_workers=members.num_workers, replicas_per_worker=len(found), worker=members.workers[members.rank]
+        )
+        self._settle(topology, found, ranks, timeout_seconds, resolver)
+
+    @classmethod
+    def alone(cls, devices: Sequence[str | torch.device] | None = None) -> Strategy:
+        """A strategy of this process only, whatever launched it. Local.
+
+        Args:
+          devices: the devices, one replica each.
+        """
+        strategy = cls.__new__(cls)
+        found = resolve_devices(devices, launcher.find_launch().local_rank)
+        strategy._settle(_only_worker(found), found, None, 600.0)  # noqa: SLF001 - a second constructor
+        return strategy
+
+    def _settle(
+        self,
+        topology: Topology,
+        devices: tuple[torch.device, ...],
+        ranks: ProcessGroupRanks | None,
+        timeout_seconds: float,
+        resolver: ClusterResolver | None = None,
+    ) -> None:
+        set_current(devices[0])
+        self._topology = topology
+        self._ranks = ranks
+        self._setting = Setting(
+            topology=topology,
+            devices=devices,
+            ranks=ranks,
+            timeout_seconds=timeout_seconds,
+            counts=ranks is None or ranks.counts,
+        )
+        self._workers: Workers | None = None if topology.num_workers == 1 else ranks
+        self._resolver = resolver
+        self._datasets = 0
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Replicas over all workers. Local."""
+        return self._topology.num_replicas
+
+    @property
+    def num_input_pipelines(self) -> int:
+        """Workers: processes that read. Local."""
+        return self._topology.num_workers
+
+    @property
+    def input_pipeline_id(self) -> int:
+        """Which of the workers this process is. Local."""
+        return self._topology.worker
+
+    @property
+    def replica_ids(self) -> tuple[int, ...]:
+        """The replicas of this process among all. Local."""
+        return self._topology.replica_ids
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """The devices of this process, one per local replica. Local."""
+        return tuple(self._setting.devices)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the first local replica. Local."""
+        return self._setting.devices[0]
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver | None:
+        """Where this process stands in its cluster; ``None`` in one process. Local."""
+        return self._resolver
+
+    def distribute_dataset(
+        self,
+        data: Any,
+        options: InputOptions | None = None,
+        *,
+        global_batch_size: int | None = None,
+        collate_fn: Callable[[Any], Any] | None = None,
+    ) -> DistributedDataset:
+        """Divides a dataset that was written for one process among all replicas.
+
+        Collective: every rank calls this, with the same data.
+
+        Args:
+          data: a torch ``DataLoader`` (its batch size is the global one), a map-style dataset, an iterable dataset, a
+            ``FileDataset``, any iterable, or a function that returns one. Without a batch size an iterable yields
+            global batches, which are cut along dim 0.
+          options: how the input is divided and read ahead.
+          global_batch_size: samples of a step over all replicas, where single samples are to be batched.
+          collate_fn: makes a batch of samples; torch's ``default_collate`` if not given.
+
+        Raises:
+          InputError: ``data`` is no data.
+          BatchingError: a batch size is missing, given twice, or not a positive int.
+          ShardingError: the policy does not fit the data or the number of workers.
+          RankDisagreement: the ranks were given different data or options.
+        """
+        chosen = self._check_options(options)
+
+        def make() -> tuple[Source, AutoShardPolicy]:
+            if chosen.replication_mode is not InputReplicationMode.PER_WORKER:
+                raise ValueError(
+                    "replication_mode PER_REPLICA belongs to distribute_datasets_from_function; distribute_dataset "
+                    "cuts one dataset for all replicas."
+                )
+            return recognise(
+                data,
+                chosen.auto_shard_policy,
+                self._topology,
+                global_batch_size=global_batch_size,
+                collate_fn=collate_fn,
+            )
+
+        return self._distribute("distribute_dataset()", make, chosen)
+
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
+    ) -> DistributedDataset:
+        """Lets a function make each worker's dataset, already divided and batched per replica.
+
+        Collective: every rank calls this. The dataset is taken as it is; each local replica takes one of its batches a
+        step. Workers may have different amounts of data.
+
+        Args:
+          dataset_fn: is called with an ``InputContext``, once per worker (or per replica, by ``replication_mode``).
+          options: how the input is read ahead; the sharding policy has no effect.
+
+        Raises:
+          BatchingError: the function returned a dataset of single samples.
+          InputError: it returned something that is not data.
+        """
+        chosen = self._check_options(options)
+        topology = self._topology
+
+        def make() -> tuple[Source, AutoShardPolicy]:
+            if chosen.replication_mode is InputReplicationMode.PER_REPLICA:
+                pipelines, ids = topology.num_replicas, topology.replica_ids
+            else:
+                pipelines, ids = topology.num_workers, (topology.worker,)
+            contexts = [InputContext(pipelines, each, topology.num_replicas) for each in ids]
+            datasets = [dataset_fn(context) for context in contexts]
+            return FunctionSource(datasets, topology.replicas_per_worker), AutoShardPolicy.OFF
+
+        return self._distribute("distribute_datasets_from_function()", make, chosen)
+
+    def _check_options(self, options: InputOptions | None) -> InputOptions:
+        require_no_replica("distribute_dataset")
+        if options is not None and not isinstance(options, InputOptions):
+            raise TypeError(f"options is a {type(options).__name__}; an InputOptions is needed.")
+        return options or InputOptions()
+
+    def _distribute(
+        self, what: str, make: Callable[[], tuple[Source, AutoShardPolicy]], options: InputOptions
+    ) -> DistributedDataset:
+        """Makes the source; what this rank was given, or its error, is compared with the others'."""
+        self._datasets += 1
+        facts: Mapping[str, Any] = {}
+        made, problem = None, None
+        try:
+            made = make()
+            facts = facts_of(made[0], made[1].name, options)
+        except Exception as error:  # every rank must hear of it, or the others would wait
+            problem = error
+        agree(self._ranks, what, facts, error=problem)
+        if made is None:
+            raise AssertionError("a source that was not made is an error that was raised")
+        source, policy = made
+        if options.auto_shard_policy is AutoShardPolicy.AUTO and self._topology.worker == 0:
+            workers = self.num_input_pipelines
+            _LOG.info("dataset %d: auto-shard policy %s over %d worker(s)", self._datasets, policy.name, workers)
+        return DistributedDataset(source, self._setting, options, str(self._datasets))
+
+    def distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> PerReplica[Any]:
+        """Calls a function once per local replica and keeps what it returns. Local.
+
+        Args:
+          value_fn: is called with a ``ValueContext``.
+
+        Returns:
+          Always a ``PerReplica``, also for one replica.
+        """
+        count = self.num_replicas_in_sync
+        return PerReplica([value_fn(ValueContext(replica, count)) for replica in self.replica_ids])
+
+    def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        """Calls ``fn`` on each local replica with its part of every ``PerReplica``; see ``run_replicas``.
+
+        Local, but for collectives that ``fn`` calls through ``get_replica_context()``.
+
+        Args:
+          fn: the function.
+          args: its arguments.
+          kwargs: its keyword arguments.
+
+        Returns:
+          What it returned; with several local replicas a ``PerReplica`` at each leaf.
+        """
+        return run_replicas(
+            fn,
+            args,
+            kwargs,
+            replica_ids=self.replica_ids,
+            num_replicas_in_sync=self.num_replicas_in_sync,
+            devices=self.devices,
+            workers=self._workers,
+            enter_thread=lambda local: set_current(self.devices[local]),
+        )
+
+    def reduce(self, op: ReduceOp | str, value: Any, axis: int | Sequence[int] | None = None) -> Any:
+        """The values of all replicas reduced to one, the same everywhere. Collective: every rank calls this.
+
+        MEAN over an axis divides by the number of samples of all replicas, so uneven and empty parts are exact; MEAN of
+        ints is float64. With one replica and no axis the value is untouched.
+
+        Args:
+          op: SUM or MEAN, or its name in any case.
+          value: a ``PerReplica``; with one local replica also a bare tensor or number.
+          axis: the axis or axes of each value to reduce over as well.
+
+        Raises:
+          ValueError: an unknown op, an axis out of range, a bare value with several local replicas, unequal shapes.
+          RankDisagreement: the ranks call different things.
+        """
+        require_no_replica("reduce")
+        return reductions.reduce(
+            op, value, axis, num_local=len(self.devices), workers=self._workers, device=self.device
+        )
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """The values of all replicas concatenated in replica order; sizes along the axis may differ.
+
+        Collective: every rank calls this.
+
+        Args:
+          value: a ``PerReplica`` of tensors; with one local replica also a bare tensor.
+          axis: the axis to concatenate along, not negative.
+
+        Raises:
+          ValueError: a negative axis or one out of range, a scalar, or other dims or dtypes that differ.
+          RankDisagreement: the ranks call different things.
+        """
+        require_no_replica("gather")
+        return reductions.gather(value, axis, num_local=len(self.devices), workers=self._workers, device=self.device)
+
+    def local_results(self, value: Any) -> tuple[Any, ...]:
+        """The value of each local replica, as a tuple; a value that is not per replica comes alone. Local."""
+        return local_results(value, len(self.devices))
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[Strategy]:
+        """Makes this the current strategy, as ``get_strategy()`` returns it. Local."""
+        token = _current.set(self)
+        try:
+            yield self
+        finally:
+            _current.reset(token)
+
+    def mirror(self, module: nn.Module) -> Any:
+        """Makes the module's parameters and buffers those of the first replica, on all replicas.
+
+        Collective: every rank calls this with a module of the same shapes. Stateful preprocessing (a vocabulary,
+        running statistics) is part of it as far as it lives in buffers.
+
+        Args:
+          module: is moved to this process's first device.
+
+        Returns:
+          The module; with several local replicas a ``PerReplica`` of it and copies, one on each device, that ``run``
+          unpacks.
+
+        Raises:
+          RankDisagreement: names, shapes or dtypes differ between ranks.
+        """
+        module = module.to(self.device)
+        tensors = dict([*module.named_parameters(), *module.named_buffers()])
+        shapes = {name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in tensors.items()}
+        agree(self._ranks, "mirror()", {"tensors": shapes})
+        if self._ranks is not None:
+            for tensor in tensors.values():
+                self._ranks.broadcast_from_first(tensor.data)
+        if len(self.devices) == 1:
+            return module
+        return PerReplica([module, *(copy.deepcopy(module).to(device) for device in self.devices[1:])])
+
+    def __repr__(self) -> str:
+        return (
+            f"Strategy({self.num_replicas_in_sync} replicas in sync: {self.num_input_pipelines} worker(s) x "
+            f"{len(self.devices)}; this is worker {self.input_pipeline_id} on {', '.join(map(str, self.devices))})"
+        )
+
+
+def _try_devices(
+    devices: Sequence[str | torch.device] | None, local_rank: int
+) -> tuple[tuple[torch.device, ...], Exception | None]:
+    """The devices, or why there are none: the other ranks must hear of it."""
+    try:
+        return resolve_devices(devices, local_rank), None
+    except (TypeError, ValueError) as error:
+        return (), error
+
+
+def _only_worker(devices: Sequence[torch.device]) -> Topology:
+    return Topology(num_workers=1, replicas_per_worker=len(devices), worker=0)
+
+
+_current: contextvars.ContextVar[Strategy | None] = contextvars.ContextVar("strategy", default=None)
+
+
+def get_strategy() -> Strategy:
+    """The strategy whose ``scope`` this is; outside of any, one of this process only, as in TensorFlow. Local."""
+    return _current.get() or Strategy.alone()
+
+
+def sum_over_replicas(value: Tensor) -> Tensor:
+    """The sum over the replicas of the current strategy. Collective: every rank calls this."""
+    total: Tensor = get_strategy().reduce(ReduceOp.SUM, value)
+    return total

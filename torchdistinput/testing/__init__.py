@@ -1,0 +1,7 @@
+"""Tools to test distributed input without a cluster: real ranks in processes, fakes for the doors to the outside."""
+
+from __future__ import annotations
+
+from torchdistinput.testing.ranks import RankFailed, run_ranks
+
+__all__ = ["RankFailed", "run_ranks"]

@@ -1,0 +1,316 @@
+"""A fake accelerator that runs as perversely as a real one may, and says when somebody relied on luck.
+
+What is queued on a stream runs in order, but when it runs is up to a random scheduler: between any two calls, as the
+streams' speeds (drawn anew for each device) let it, and in ``finish`` at the latest. The allocator has one pool per
+stream and hands a freed block on at once, the most recently freed first, as CUDA's does; the pinned pool too, without
+asking whether a copy still reads. Memory is filled with ``POISON`` when it is handed on: on the device in the order of
+the stream it belongs to, on the host at once.
+
+Tensors are real ones, views of the fake memory: a block is free when the last Python reference to its tensor is gone.
+
+    rng = random.Random(seed)
+    turns = Turns(rng)
+    device = FakeDevice(rng, turns)
+    turns.run(background, consumer)  # two functions that call device or a StreamCopier(device)
+    device.finish()
+    assert device.violations == []
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import weakref
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+
+from torchdistinput.backends.copiers import Handling
+
+__all__ = ["POISON", "FakeDevice", "FakeEvent", "FakeStream", "Turns"]
+
+POISON = -777
+
+
+@final
+class Turns:
+    """Runs functions on threads of their own, one at a time; a seeded choice says at each ``pause`` who goes on.
+
+    Args:
+      rng: makes the choices.
+      max_pauses: after so many turns the functions are taken to wait for each other for ever.
+    """
+
+    def __init__(self, rng: random.Random, max_pauses: int = 100_000) -> None:
+        self._rng = rng
+        self._left = max_pauses
+        self._waiting: dict[int, threading.Semaphore] = {}  # by actor, those that have not ended
+        self._here = threading.local()
+        self._failures: list[BaseException] = []
+
+    def run(self, *actors: Callable[[], None]) -> None:
+        """Runs all of them to their end, then raises the first error, if there was one."""
+        self._waiting = {number: threading.Semaphore(0) for number in range(len(actors))}
+        threads = [threading.Thread(target=self._act, args=actor, daemon=True) for actor in enumerate(actors)]
+        for thread in threads:
+            thread.start()
+        self._pass_on()
+        for thread in threads:
+            thread.join()
+        if self._failures:
+            raise self._failures[0]
+
+    def pause(self) -> None:
+        """Lets somebody go on: maybe another one, maybe the caller. Outside ``run`` it does nothing."""
+        number = getattr(self._here, "number", None)
+        if number is None:
+            return
+        self._left -= 1
+        self._pass_on()
+        self._waiting[number].acquire()
+        if self._failures or self._left < 0:
+            raise RuntimeError("the other one failed, or everybody waits for everybody")
+
+    def _act(self, number: int, actor: Callable[[], None]) -> None:
+        self._here.number = number
+        self._waiting[number].acquire()
+        try:
+            actor()
+        except BaseException as failure:
+            self._failures.append(failure)
+        del self._waiting[number]
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        if self._waiting:
+            self._waiting[self._rng.choice(sorted(self._waiting))].release()
+
+
+@final
+@dataclass(eq=False)
+class FakeStream:
+    """A queue of operations; ``speed`` is how readily the scheduler takes from it."""
+
+    name: str
+    speed: float
+    queue: deque[FakeEvent | Callable[[], None]] = field(default_factory=deque)  # an event is a wait for it
+
+    def runnable(self) -> bool:
+        """Whether the first operation can run now."""
+        if not self.queue:
+            return False
+        first = self.queue[0]
+        return first.done if isinstance(first, FakeEvent) else True
+
+
+@final
+@dataclass(eq=False)
+class FakeEvent:
+    """Done when all that was queued before it is."""
+
+    done: bool = False
+
+
+@final
+@dataclass(eq=False)
+class _Block:
+    memory: torch.Tensor
+    owners: int = 0  # how often it was handed out
+    readers: list[int] = field(default_factory=list)  # for each read that is queued: the owner whose data it wants
+
+
+@final
+class FakeDevice:
+    """The fake accelerator; a ``StreamBackend``, and what a consumer does with a device.
+
+    Args:
+      rng: decides when what runs.
+      turns: is given a turn at each call; without it the caller is the only one.
+      pin_failure: how likely ``pin`` fails; may be changed later.
+    """
+
+    def __init__(self, rng: random.Random, turns: Turns | None = None, pin_failure: float = 0.0) -> None:
+        self.violations: list[str] = []
+        self._rng = rng
+        self._turns = Turns(rng) if turns is None else turns
+        self.pin_failure = pin_failure
+        self._eagerness = rng.choice([0.1, 0.5, 0.8])
+        self._streams: list[FakeStream] = []
+        self._default = self.new_stream()
+        self._current: dict[int, FakeStream] = {}
+        self._pools: defaultdict[tuple[str, int], list[_Block]] = defaultdict(list)
+        self._num_blocks: Counter[str] = Counter()
+        self._owned: dict[int, tuple[_Block, int, str]] = {}  # by tensor: its block, which owner it is, its pool
+
+    # What a consumer does.
+
+    def use(self, stream: FakeStream) -> None:
+        """Makes the stream the current one of the calling thread."""
+        self._current[threading.get_ident()] = stream
+
+    def read(self, tensor: torch.Tensor, expected: torch.Tensor) -> None:
+        """Queues a kernel on the current stream that reads a tensor; it should find what is expected."""
+        self._turn()
+        block, owner, _ = self._owned[id(tensor)]
+        block.readers.append(owner)
+        stream, flat = self.current_stream(), expected.flatten().clone()
+
+        def kernel() -> None:
+            block.readers.remove(owner)
+            if not torch.equal(block.memory, flat):
+                self.violations.append(f"a kernel on {stream.name} read {block.memory.tolist()}, not {flat.tolist()}")
+
+        stream.queue.append(kernel)
+
+    def fill(self, tensor: torch.Tensor, value: int) -> None:
+        """Queues a kernel on the current stream that overwrites a tensor."""
+        self._turn()
+        self._write(tensor, torch.full((tensor.numel(),), value), self.current_stream())
+
+    def stand_still(self) -> None:
+        """From now on nothing runs but in ``block`` and ``finish``."""
+        self._eagerness = 0.0
+
+    def num_blocks(self, pool: str) -> int:
+        """How many blocks a pool has ever needed; pools are called ``"pinned"`` or by the name of their stream."""
+        return self._num_blocks[pool]
+
+    def finish(self) -> None:
+        """Runs all that is queued.
+
+        Raises:
+          RuntimeError: if the streams wait for each other.
+        """
+        while any(stream.queue for stream in self._streams):
+            if not self._run_one():
+                raise RuntimeError("the streams wait for each other")
+
+    # What `StreamCopier` asks of a device.
+
+    def enter_thread(self) -> None:
+        """There is only one fake device."""
+
+    def new_stream(self) -> FakeStream:
+        """A stream with a speed of its own."""
+        stream = FakeStream(f"stream {len(self._streams)}", self._rng.choice([0.02, 0.2, 1.0]))
+        self._streams.append(stream)
+        return stream
+
+    def current_stream(self) -> FakeStream:
+        """Per thread, as in torch."""
+        return self._current.get(threading.get_ident(), self._default)
+
+    def record(self, stream: FakeStream) -> FakeEvent:
+        """Queues the event."""
+        self._turn()
+        event = FakeEvent()
+
+        def done() -> None:
+            event.done = True
+
+        stream.queue.append(done)
+        return event
+
+    def wait(self, stream: FakeStream, event: FakeEvent) -> None:
+        """Queues the wait."""
+        self._turn()
+        stream.queue.append(event)
+
+    def done(self, event: FakeEvent) -> bool:
+        """Polls."""
+        self._turn()
+        return event.done
+
+    def block(self, event: FakeEvent) -> None:
+        """Lets the device run until then."""
+        while not event.done:
+            if not self._run_one():
+                raise RuntimeError("the streams wait for each other")
+
+    def handling(self, leaf: Any) -> Handling:
+        """Tensors go ahead, unless they are on the device already."""
+        on_device = id(leaf) in self._owned and self._owned[id(leaf)][2] != "pinned"
+        return Handling.AHEAD if isinstance(leaf, torch.Tensor) and not on_device else Handling.STAYS
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Into the pinned pool, whose blocks are written at once by their next owner."""
+        self._turn()
+        if self._rng.random() < self.pin_failure:
+            raise MemoryError("the fake device has no pinned memory left")
+        if id(tensor) in self._owned:
+            return tensor
+        pinned = self._allocate(tensor, "pinned")
+        self._overwrite(*self._owned[id(pinned)][:2], tensor.flatten())
+        return pinned
+
+    def empty_like(self, tensor: torch.Tensor, stream: FakeStream) -> torch.Tensor:
+        """From the stream's pool; the new owner writes poison there in the order of the stream."""
+        self._turn()
+        new = self._allocate(tensor, stream.name)
+        self._write(new, torch.full((new.numel(),), POISON), stream)
+        return new
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor, stream: FakeStream) -> None:
+        """Queues the copy; what it finds in the source when it runs is what arrives."""
+        self._turn()
+        block, owner, _ = self._owned[id(source)]
+        block.readers.append(owner)
+        self._write(target, block.memory, stream, after=lambda: block.readers.remove(owner))
+
+    def move_now(self, leaf: Any) -> Any:
+        """Nothing is late here."""
+        return leaf
+
+    # The machine.
+
+    def _allocate(self, like: torch.Tensor, pool: str) -> torch.Tensor:
+        free = self._pools[pool, like.numel()]
+        if not free:
+            self._num_blocks[pool] += 1
+            free.append(_Block(torch.full((like.numel(),), POISON)))
+        block = free.pop()
+        block.owners += 1
+        tensor = block.memory.view(like.shape)
+        self._owned[id(tensor)] = (block, block.owners, pool)
+        weakref.finalize(tensor, self._free, id(tensor), block, free).atexit = False
+        return tensor
+
+    def _free(self, key: int, block: _Block, pool: list[_Block]) -> None:
+        del self._owned[key]
+        pool.append(block)
+
+    def _write(
+        self, tensor: torch.Tensor, values: torch.Tensor, stream: FakeStream, after: Callable[[], None] | None = None
+    ) -> None:
+        block, owner, _ = self._owned[id(tensor)]
+
+        def kernel() -> None:
+            self._overwrite(block, owner, values)
+            if after is not None:
+                after()
+
+        stream.queue.append(kernel)
+
+    def _overwrite(self, block: _Block, owner: int, values: torch.Tensor) -> None:
+        early = [reader for reader in block.readers if reader < owner]
+        if early:
+            self.violations.append(f"memory was overwritten while {len(early)} queued reader(s) of its last owner wait")
+        block.memory.copy_(values)
+
+    def _turn(self) -> None:
+        self._turns.pause()
+        while self._rng.random() < self._eagerness and self._run_one():
+            pass
+
+    def _run_one(self) -> bool:
+        ready = [stream for stream in self._streams if stream.runnable()]
+        if not ready:
+            return False
+        stream = self._rng.choices(ready, [each.speed for each in ready])[0]
+        operation = stream.queue.popleft()
+        if not isinstance(operation, FakeEvent):
+            operation()
+        return True
