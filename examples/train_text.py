@@ -13,11 +13,10 @@ import argparse
 import math
 import sys
 import sysconfig
-import time
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
 import torch.nn.functional as F
@@ -81,63 +80,41 @@ def bits(model: nn.Module, text: Tensor, length: Tensor) -> Tensor:
     return (nats * is_text).sum(dim=1) / math.log(2)
 
 
-class Progress:
-    """Tells how the training goes: the loss since the last report, who got how much, how long was waited for data."""
-
-    def __init__(self, strategy: tdi.Strategy) -> None:
-        self.strategy = strategy
-        self.begin = time.perf_counter()
-        self.waited = 0.0
-        self.losses: list[Tensor] = []
-        self.samples = 0
-
-    def watch(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Yields the elements of the loader and measures the waiting."""
-        iterator = iter(loader)
-        while True:
-            asked = time.perf_counter()
-            element = next(iterator, None)
-            self.waited += time.perf_counter() - asked
-            if element is None:
-                return
-            yield element
-
-    def add(self, losses: Tensor) -> None:
-        """Takes the losses of this process's samples of a step."""
-        self.losses.append(losses)
-        self.samples += len(losses)
-
-    def report(self, step: int) -> None:
-        """Prints a line. All processes call this, as the numbers come from all of them."""
-        loss = self.strategy.reduce("MEAN", torch.cat(self.losses), axis=0)
-        samples = self.strategy.gather(torch.tensor([self.samples]), axis=0).tolist()
-        waiting = self.waited / (time.perf_counter() - self.begin)
-        self.losses.clear()
-        say(
-            self.strategy,
-            f"step {step:5d}   loss {loss:.3f} bits per byte   windows per process {samples}   waiting {waiting:.1%}",
-        )
-
-
 def train(strategy: tdi.Strategy, model: nn.Module, files: list[str], report_every: int) -> Tensor:
     """One epoch under the FILE policy: each process reads files of its own. Returns the checksums delivered here."""
     records = tdi.FileDataset(
         files, windows, map_fn=to_sample, shuffle_files=True, shuffle_buffer=1024, cycle_length=32, seed=0
     )
     loader = strategy.distribute_dataset(DataLoader(records, batch_size=GLOBAL_BATCH))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    progress = Progress(strategy)
-    checksums = []
-    for text, length, checksum in progress.watch(loader):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
+    steps = sum(Path(file).stat().st_size for file in files) // (WINDOW * GLOBAL_BATCH)  # short batches add a few
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.02, total_iters=steps)
+    checksums, losses = [], []
+    for text, length, checksum in loader:
         bits_per_byte = bits(model, text, length) / length
         optimizer.zero_grad()
         tdi.average_loss(bits_per_byte, loader.step).backward()
         optimizer.step()
+        schedule.step()
         checksums.append(checksum)
-        progress.add(bits_per_byte.detach())
+        losses.append(bits_per_byte.detach())
         if loader.step.index % report_every == 0:
-            progress.report(loader.step.index)
+            report(strategy, loader, torch.cat(losses))
+            losses.clear()
     return torch.cat(checksums)
+
+
+def report(strategy: tdi.Strategy, loader: tdi.DistributedDataset, losses: Tensor) -> None:
+    """Prints how the training goes. Every process calls this, as the numbers come from all of them."""
+    loss = strategy.reduce("MEAN", losses, axis=0)
+    stats = loader.stats()
+    samples = strategy.gather(torch.tensor([stats["samples"]]), axis=0).tolist()
+    waiting = strategy.reduce("MEAN", stats["seconds_waiting"] / stats["seconds"])
+    say(
+        strategy,
+        f"step {loader.step.index:5d}   loss {loss:.3f} bits per byte   "
+        f"windows per process {samples}   waiting for data {waiting:.1%} of the time",
+    )
 
 
 @torch.no_grad()

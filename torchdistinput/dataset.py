@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import base64
 import time
 import weakref
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, final
 
-import numpy as np
 import torch
 
 from torchdistinput.agreement import agree
 from torchdistinput.backends.collectives import Channel, Ranks
 from torchdistinput.backends.devices import make_copier
 from torchdistinput.errors import InputError, OutOfRangeError
-from torchdistinput.flow import Drawn, Held, Share, Stream
+from torchdistinput.flow import Drawn, Failed, Held, Share, Stream
 from torchdistinput.mould import Mould
 from torchdistinput.plan.options import InputOptions, Step
 from torchdistinput.plan.topology import Topology
@@ -292,6 +289,7 @@ class DistributedDataset:
         for iterator in list(self._iterators):
             iterator.close()
         self._opened = None
+        self._source.close()
         while self._idle_transfers:
             self._idle_transfers.pop().close()
 
@@ -310,9 +308,11 @@ class DistributedDataset:
             number = min(set.intersection(*(set(each["channels"]) for each in told)), default=None)
             if number is None:
                 number = max(each["channels"][-1] for each in told)
-            channel = ranks.open_channel(number, self._timeout_seconds)
-            if told[0]["random"] is not None:
-                draws = _BorrowedRandomState(_unpack(told[0]["random"]), owner=ranks.rank == 0)
+            channel = ranks.open_channel(number)
+            if self._source.draws_from_default_generator:
+                state = torch.get_rng_state()
+                ranks.broadcast_from_first(state)
+                draws = _BorrowedRandomState(state, owner=ranks.rank == 0)
         self._epoch += 1
         self._progress.begin(epoch)
         iterator = self._compose(channel, epoch, self._source_stream(epoch, draws))
@@ -320,11 +320,7 @@ class DistributedDataset:
         return iterator
 
     def _agree_on_epoch(self, ranks: Ranks, epoch: int) -> list[Any]:
-        needs_state = self._source.draws_from_default_generator and ranks.rank == 0
-        extra = {
-            "channels": ranks.free_channels(),
-            "random": _pack(torch.get_rng_state()) if needs_state else None,
-        }
+        extra = {"channels": ranks.free_channels()}
         facts = {"dataset": self._name, "epoch": epoch, **self._source.epoch_fingerprint()}
         return agree(ranks, f"iter() of dataset {self._name}", facts, extra=extra)
 
@@ -361,8 +357,11 @@ class DistributedDataset:
         def produce(drawn: Drawn | Held) -> Held:
             held = fetch.finish(drawn)
             if isinstance(held, Share) and mould.structure is not None:
-                _fill(held, mould, setting.topology.replicas_per_worker)
-                send(held)
+                try:
+                    _fill(held, mould, setting.topology.replicas_per_worker)
+                    send(held)
+                except Exception as error:  # out of memory, say: a failed step like any other
+                    return Failed(error, "copying to the devices")
             return held
 
         def discard(shares: Sequence[Share]) -> None:
@@ -483,15 +482,6 @@ def _call(call: Callable[[], Any]) -> Any:
 
 def _itself(rank: int) -> int:
     return rank
-
-
-def _pack(state: torch.Tensor) -> str:
-    return base64.b64encode(zlib.compress(bytes(state.numpy()))).decode()
-
-
-def _unpack(text: str) -> torch.Tensor:
-    data = zlib.decompress(base64.b64decode(text))
-    return torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy())
 
 
 def facts_of(source: Source, policy: str, options: InputOptions) -> Mapping[str, Any]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from torchdistinput import reductions
 from torchdistinput.agreement import agree
@@ -116,18 +116,6 @@ class Strategy:
             num_workers=members.num_workers, replicas_per_worker=len(found), worker=members.workers[members.rank]
         )
         self._settle(topology, found, ranks, timeout_seconds, resolver)
-
-    @classmethod
-    def alone(cls, devices: Sequence[str | torch.device] | None = None) -> Strategy:
-        """A strategy of this process only, whatever launched it. Local.
-
-        Args:
-          devices: the devices, one replica each.
-        """
-        strategy = cls.__new__(cls)
-        found = resolve_devices(devices, launcher.find_launch().local_rank)
-        strategy._settle(_only_worker(found), found, None, 600.0)  # noqa: SLF001 - a second constructor
-        return strategy
 
     def _settle(
         self,
@@ -425,10 +413,11 @@ _current: contextvars.ContextVar[Strategy | None] = contextvars.ContextVar("stra
 
 def get_strategy() -> Strategy:
     """The strategy whose ``scope`` this is; outside of any, one of this process only, as in TensorFlow. Local."""
-    return _current.get() or Strategy.alone()
+    return _current.get() or _alone()
 
 
-def sum_over_replicas(value: Tensor) -> Tensor:
-    """The sum over the replicas of the current strategy. Collective: every rank calls this."""
-    total: Tensor = get_strategy().reduce(ReduceOp.SUM, value)
-    return total
+def _alone() -> Strategy:
+    strategy = Strategy.__new__(Strategy)
+    devices = resolve_devices(None, launcher.find_launch().local_rank)
+    strategy._settle(_only_worker(devices), devices, None, 600.0)  # noqa: SLF001 - a second constructor
+    return strategy

@@ -14,6 +14,7 @@ Decisions.
 from __future__ import annotations
 
 import datetime
+import hashlib
 import time
 from collections.abc import Sequence
 from typing import Any, Protocol, cast, final
@@ -77,7 +78,7 @@ class Ranks(Protocol):
     def free_channels(self) -> list[int]:
         """Numbers of the channels that could be used again here. Local."""
 
-    def open_channel(self, number: int, timeout_seconds: float) -> Channel:
+    def open_channel(self, number: int) -> Channel:
         """The channel of that number, made if it is new. Collective: every rank calls this with the same number."""
 
     def name(self, rank: int) -> int:
@@ -128,7 +129,7 @@ class ProcessGroupRanks:
         self._timeout_seconds = timeout_seconds
         # A connection of its own: a wait holds the client, and the training code may use the default one meanwhile.
         root = cast(Store, dist.distributed_c10d._get_default_store()).clone()  # noqa: SLF001 - see above
-        place = f"torchdistinput/{self._ranks[0]}-{self._ranks[-1]}x{self.num_ranks}"
+        place = f"torchdistinput/{hashlib.sha256(repr(self._ranks).encode()).hexdigest()[:16]}"
         # Each rank counts its own strategies over these ranks: the n-th one meets the n-th one of the others.
         count = root.add(f"{place}/strategies/{self.rank}", 1)
         self._root = _prefixed(f"{place}/{count}", root)
@@ -156,7 +157,7 @@ class ProcessGroupRanks:
         """See ``Ranks.free_channels``; the next unused number comes last."""
         return [*sorted(self._free), self._next_channel]
 
-    def open_channel(self, number: int, timeout_seconds: float) -> Channel:
+    def open_channel(self, number: int) -> Channel:
         """See ``Ranks.open_channel``."""
         self._next_channel = max(self._next_channel, number + 1)
         for old in [each for each, channel in self._channels.items() if channel.is_dead]:

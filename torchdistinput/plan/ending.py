@@ -4,8 +4,8 @@ Each rank casts a *ballot*: the sizes of the next steps that it holds (``None`` 
 A ballot is ``3 + K`` 64-bit words, and the words of all ranks are summed, so one exchange of fixed size carries all:
 
 - word 0: four counters of 15 bits: ranks that failed, stopped, lack the structure, know the structure.
-- words 1 and 2: the sums of ``d`` and of ``d * d`` over the ranks that know a structure with digest ``d`` (24 bits). The
-  structures are equal if and only if ``count * sum(d * d) == sum(d) ** 2`` (Cauchy and Schwarz).
+- words 1 and 2: the sums of ``d`` and of ``d * d`` over the ranks that know a structure with digest ``d`` (24 bits).
+  The structures are equal if and only if ``count * sum(d * d) == sum(d) ** 2`` (Cauchy and Schwarz).
 - word 3 + j, for the j-th step not yet agreed: ranks that hold it (15 bits), ranks for which it is not past their end
   (15 bits), samples in it (33 bits).
 

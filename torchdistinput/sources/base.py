@@ -29,6 +29,9 @@ class Source(Protocol):
     def set_epoch(self, epoch: int) -> None:
         """Tells the user's sampler or dataset the epoch that comes, as ``DataLoader`` users do."""
 
+    def close(self) -> None:
+        """Ends loader workers that outlive an epoch. Idempotent; an ``open`` starts new ones."""
+
     def open(self, epoch: int, draws: Callable[[Callable[[], Any]], Any]) -> Stream:
         """A stream of one epoch. Caller's thread.
 

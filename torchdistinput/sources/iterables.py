@@ -132,6 +132,9 @@ class IterableSource:
         if isinstance(self._data, SetsEpoch):
             self._data.set_epoch(epoch)
 
+    def close(self) -> None:
+        """See ``Source.close``. Nothing outlives an epoch."""
+
     def open(self, epoch: int, draws: Draw) -> Stream:
         """See ``Source.open``."""
         elements = Guarded(self._reopen())
@@ -191,6 +194,9 @@ class RecordSource:
     def set_epoch(self, epoch: int) -> None:
         """See ``Source.set_epoch``. The epoch comes with ``open``."""
 
+    def close(self) -> None:
+        """See ``Source.close``. Nothing outlives an epoch."""
+
     def open(self, epoch: int, draws: Draw) -> Stream:
         """See ``Source.open``."""
         self._rows.set_epoch(epoch)
@@ -243,6 +249,9 @@ class FunctionSource:
         for dataset in self._datasets:
             if isinstance(dataset, SetsEpoch):
                 dataset.set_epoch(epoch)
+
+    def close(self) -> None:
+        """See ``Source.close``. Nothing outlives an epoch."""
 
     def open(self, epoch: int, draws: Draw) -> Stream:
         """See ``Source.open``."""

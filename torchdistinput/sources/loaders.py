@@ -116,9 +116,42 @@ def _settings(loader: DataLoader[Any]) -> dict[str, Any]:
     }
 
 
-def _stop_workers(loader: DataLoader[Any], iterator: Iterator[Any]) -> None:
-    """Ends the worker processes of an iterator now; the garbage collector would take seconds a worker."""
-    if isinstance(iterator, _MultiProcessingDataLoaderIter) and not loader.persistent_workers:
+@final
+class _Rebuilt:
+    """The loader of this worker, built when it is needed; with persistent workers it keeps its iterator.
+
+    Args:
+      build: makes it.
+    """
+
+    def __init__(self, build: Callable[[], DataLoader[Any]]) -> None:
+        self._build = build
+        self._loader: DataLoader[Any] | None = None
+        self._lasting: Iterator[Any] | None = None
+
+    def start(self) -> Iterator[Any]:
+        """The iterator of an epoch."""
+        if self._loader is None:
+            self._loader = self._build()
+        iterator = iter(self._loader)
+        if self._loader.persistent_workers:
+            self._lasting = iterator
+        return iterator
+
+    def finish(self, iterator: Iterator[Any]) -> None:
+        """Ends the loader workers of an epoch, unless they are to live on."""
+        if iterator is not self._lasting:
+            _stop_workers(iterator)
+
+    def close(self) -> None:
+        """Ends the loader workers that live on."""
+        iterator, self._lasting, self._loader = self._lasting, None, None
+        _stop_workers(iterator)
+
+
+def _stop_workers(iterator: Iterator[Any] | None) -> None:
+    """Ends loader workers now; the garbage collector would take seconds a worker."""
+    if isinstance(iterator, _MultiProcessingDataLoaderIter):
         iterator._shutdown_workers()  # noqa: SLF001 - torch has no public way
 
 
@@ -146,13 +179,9 @@ class MapLoaderSource:
         self._cutter = Cutter(topology, shared, size)
         self._drop_last = bool(self._collates and getattr(self._batches, "drop_last", False))
         self._feed = Feed()
-        self._rebuilt: DataLoader[Any] = DataLoader(
-            PieceDataset(self._dataset, cast(Callable[[Any], Any], loader.collate_fn)),
-            batch_size=None,
-            sampler=self._feed,
-            collate_fn=as_is,
-            **_settings(loader),
-        )
+        pieces = PieceDataset(self._dataset, cast(Callable[[Any], Any], loader.collate_fn))
+        arguments = {"batch_size": None, "sampler": self._feed, "collate_fn": as_is, **_settings(loader)}
+        self._rebuilt = _Rebuilt(lambda: DataLoader(pieces, **arguments))
         self.draws_from_default_generator = loader.generator is None
         self.certain_piece_size = self._cutter.certain_piece_size(drop_last=self._drop_last) if shared else None
 
@@ -207,6 +236,10 @@ class MapLoaderSource:
             if isinstance(each, SetsEpoch):
                 each.set_epoch(epoch)
 
+    def close(self) -> None:
+        """See ``Source.close``."""
+        self._rebuilt.close()
+
     def open(self, epoch: int, draws: Draw) -> Stream:
         """See ``Source.open``."""
         lead = self._loader.num_workers * (self._loader.prefetch_factor or 0)
@@ -220,8 +253,15 @@ class MapLoaderSource:
             draw=_once(draws) if plain else draws,
         )
         self._feed.draws = drawn
-        iterator = draws(lambda: iter(self._rebuilt))
-        return _MapStream(drawn, iterator, self._cutter, self._rebuilt)
+        iterator = draws(self._rebuilt.start)
+        in_background = self._loader.num_workers > 0
+        return _MapStream(
+            drawn,
+            iterator,
+            self._cutter,
+            in_background=in_background,
+            close=lambda: self._rebuilt.finish(iterator),
+        )
 
 
 def _once(draw: Draw) -> Draw:
@@ -242,11 +282,19 @@ def _plainly(call: Callable[[], Any]) -> Any:
 class _MapStream:
     """The rows of a map-style loader: indices are drawn on the caller's thread, pieces fetched where torch does."""
 
-    def __init__(self, draws: Draws, iterator: Iterator[Any], cutter: Cutter, loader: DataLoader[Any]) -> None:
-        self.in_background = loader.num_workers > 0
+    def __init__(
+        self,
+        draws: Draws,
+        iterator: Iterator[Any],
+        cutter: Cutter,
+        *,
+        in_background: bool,
+        close: Callable[[], None],
+    ) -> None:
+        self.in_background = in_background
         self._draws = draws
         self._iterator = iterator
-        self._loader = loader
+        self._close = close
         self._whole = CutReady(as_is, cutter)
         self._rows_of_whole: list[Row] = []
 
@@ -271,7 +319,7 @@ class _MapStream:
 
     def close(self) -> None:
         """See ``Stream.close``."""
-        _stop_workers(self._loader, self._iterator)
+        self._close()
 
 
 @final
@@ -309,7 +357,8 @@ class IterableLoaderSource:
                 arguments["drop_last"] = loader.drop_last
         self._cutter = cutter
         self._shared = shared
-        self._rebuilt: DataLoader[Any] = DataLoader(self._dataset, **arguments, **_settings(loader))
+        dataset_of_rank = self._dataset
+        self._rebuilt = _Rebuilt(lambda: DataLoader(dataset_of_rank, **arguments, **_settings(loader)))
         self.draws_from_default_generator = loader.generator is None
         self.certain_piece_size = cutter.certain_piece_size(drop_last=loader.drop_last) if shared else None
 
@@ -340,13 +389,17 @@ class IterableLoaderSource:
         if isinstance(self._loader.dataset, SetsEpoch):
             self._loader.dataset.set_epoch(epoch)
 
+    def close(self) -> None:
+        """See ``Source.close``."""
+        self._rebuilt.close()
+
     def open(self, epoch: int, draws: Draw) -> Stream:
         """See ``Source.open``."""
         if self._records is not None:
             self._records.set_epoch(epoch)
-        iterator = draws(lambda: iter(self._rebuilt))
+        iterator = draws(self._rebuilt.start)
         return RowStream(
             rows_of(iterator),
             in_background=self._loader.num_workers > 0,
-            close=lambda: _stop_workers(self._rebuilt, iterator),
+            close=lambda: self._rebuilt.finish(iterator),
         )

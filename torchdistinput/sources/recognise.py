@@ -58,7 +58,11 @@ def recognise(
     if callable(data) and not isinstance(data, Iterable | Dataset | DataLoader):
         first = data()
         if isinstance(first, DataLoader | Dataset) or not isinstance(first, Iterable):
-            return recognise(first, policy, topology, global_batch_size=global_batch_size, collate_fn=collate_fn)
+            try:
+                return recognise(first, policy, topology, global_batch_size=global_batch_size, collate_fn=collate_fn)
+            except InputError as error:
+                kind = type(data).__name__
+                raise type(error)(f"the {kind} {data!r} was called for the data: {error}") from error
     inner = data.dataset if isinstance(data, DataLoader) else data
     files = inner.files if isinstance(inner, FileDataset) else None
     resolved = resolve_policy(

@@ -232,7 +232,8 @@ class Buffer:
             self._walk.enter_thread()
             while not self._votes.over:
                 self._work()
-        except BaseException as error:  # whatever it is, the consumer must hear of it
+        except BaseException as error:  # whatever it is, the consumer and the other ranks must hear of it
+            self._votes.abort(f"failed: {type(error).__name__}: {error}")
             self._ready.put(Raised(error))
 
     def close(self) -> None:
