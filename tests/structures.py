@@ -89,9 +89,7 @@ def described(batch: Any) -> Any:
     return batch
 
 
-def batches_of(
-    sizes: list[list[int]], make: Callable[[int], Any] = bare
-) -> Callable[[tdi.InputContext], list[Any]]:
+def batches_of(sizes: list[list[int]], make: Callable[[int], Any] = bare) -> Callable[[tdi.InputContext], list[Any]]:
     """A dataset function: worker ``i`` has batches of ``sizes[i]``."""
 
     def dataset_fn(context: tdi.InputContext) -> list[Any]:

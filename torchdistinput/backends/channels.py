@@ -126,7 +126,7 @@ class ProcessGroupChannel:
         give_back: GiveBack,
         names: Sequence[int],
     ) -> None:
-        self._group = group
+        self._groups = [group]  # emptied when the interpreter exits
         self.rank: int = group.rank()
         self.num_ranks: int = group.size()
         self._store = store
@@ -150,7 +150,7 @@ class ProcessGroupChannel:
     def gather(self, text: str) -> list[str]:
         """See ``Channel.gather``."""
         texts: list[str] = []
-        self._collective(lambda: texts.extend(gather_texts(self._group, text)))
+        self._collective(lambda: texts.extend(gather_texts(self._group(), text)))
         return texts
 
     def waiting_since(self) -> float | None:
@@ -194,6 +194,15 @@ class ProcessGroupChannel:
         self._watch.remove(self)
         self._give_back(reusable=reusable)
 
+    def drop(self) -> None:
+        """Lets go of the group: its threads must not outlive the interpreter."""
+        self._groups.clear()
+
+    def _group(self) -> Gloo:
+        if not self._groups:
+            raise RuntimeError("the interpreter is exiting")
+        return self._groups[0]
+
     def reopen(self) -> None:
         """Makes a released channel ready for another iterator."""
         self._released = False
@@ -224,8 +233,8 @@ class ProcessGroupChannel:
         distance = 1
         while distance < self._power:
             peer = self.rank ^ distance
-            receiving = self._group.recv([theirs], peer, 0)
-            sending = self._group.send([mine], peer, 0)
+            receiving = self._group().recv([theirs], peer, 0)
+            sending = self._group().send([mine], peer, 0)
             receiving.wait(_FOREVER)
             sending.wait(_FOREVER)
             mine += theirs
@@ -234,10 +243,10 @@ class ProcessGroupChannel:
             self._send(mine, self.rank + self._power)
 
     def _send(self, tensor: Tensor, peer: int) -> None:
-        self._group.send([tensor], peer, 0).wait(_FOREVER)
+        self._group().send([tensor], peer, 0).wait(_FOREVER)
 
     def _receive(self, tensor: Tensor, peer: int) -> None:
-        self._group.recv([tensor], peer, 0).wait(_FOREVER)
+        self._group().recv([tensor], peer, 0).wait(_FOREVER)
 
     def _has_come(self, rank: int, sequence: int) -> bool:
         key = f"waiting/{rank}"
@@ -246,7 +255,7 @@ class ProcessGroupChannel:
     def _close_connections(self) -> None:
         peer = (self.rank + 1) % self.num_ranks
         with contextlib.suppress(RuntimeError):  # it expires: that is its purpose
-            self._group.recv([torch.empty(1, dtype=torch.int64)], peer, 1).wait(datetime.timedelta(milliseconds=1))
+            self._group().recv([torch.empty(1, dtype=torch.int64)], peer, 1).wait(datetime.timedelta(milliseconds=1))
 
     def _lost(self, error: RuntimeError) -> RankLost:
         """Closes the channel, waits until the survivors have signed, and names the rest."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import time
+import weakref
 from collections.abc import Sequence
 from typing import Any, Protocol, cast, final
 
@@ -139,7 +140,13 @@ class ProcessGroupRanks:
         self._next_channel = 0
         self._agreements = 0
         self._arrive("Strategy()", timeout_seconds)
-        self._control = self._new_group("control")
+        self._controls = [self._new_group("control")]
+        weakref.finalize(self, _drop_groups, self._controls, self._channels)
+
+    def _control(self) -> Gloo:
+        if not self._controls:
+            raise RankLost("the interpreter is exiting; no rank can be asked any more.")
+        return self._controls[0]
 
     def name(self, rank: int) -> int:
         """See ``Ranks.name``."""
@@ -149,7 +156,7 @@ class ProcessGroupRanks:
         """See ``Ranks.gather_texts``."""
         self._arrive(what, self._timeout_seconds)
         try:
-            return gather_texts(self._control, text)
+            return gather_texts(self._control(), text)
         except RuntimeError as error:
             raise RankLost(f"{what}: the connection to another rank broke; see the other ranks' logs.") from error
 
@@ -161,7 +168,7 @@ class ProcessGroupRanks:
         """See ``Ranks.open_channel``."""
         self._next_channel = max(self._next_channel, number + 1)
         for old in [each for each, channel in self._channels.items() if channel.is_dead]:
-            del self._channels[old]
+            self._channels.pop(old).drop()
         if number in self._free:
             self._free.discard(number)
             self._channels[number].reopen()
@@ -210,7 +217,7 @@ class ProcessGroupRanks:
     def broadcast_from_first(self, tensor: Tensor) -> None:
         """See ``Ranks.broadcast_from_first``."""
         if tensor.device.type == "cpu":
-            self._control.broadcast(tensor, 0).wait()
+            self._control().broadcast(tensor, 0).wait()
         else:
             dist.broadcast(tensor, group=self._group, group_src=0)
 
@@ -218,7 +225,7 @@ class ProcessGroupRanks:
         """See ``Ranks.all_reduce_sum``."""
         result = tensor.clone() if self.counts else torch.zeros_like(tensor)
         if tensor.device.type == "cpu":
-            self._control.allreduce([result]).wait()
+            self._control().allreduce([result]).wait()
         else:
             dist.all_reduce(result, group=self._group)
         return result
@@ -231,11 +238,19 @@ class ProcessGroupRanks:
         padded.narrow(axis, 0, tensor.shape[axis]).copy_(tensor)
         parts = [torch.empty_like(padded) for _ in self._ranks]
         if padded.numel() and tensor.device.type == "cpu":
-            parts = all_gather(self._control, padded)
+            parts = all_gather(self._control(), padded)
         elif padded.numel():
             dist.all_gather(parts, padded, group=self._group)
         firsts = [parts[first] for first in self._members.firsts]
         return [part.narrow(axis, 0, size) for part, size in zip(firsts, sizes, strict=True)]
+
+
+def _drop_groups(controls: list[Gloo], channels: dict[int, ProcessGroupChannel]) -> None:
+    """Runs at exit, after the iterators were closed: a gloo thread that outlives the interpreter aborts the process."""
+    controls.clear()
+    for channel in channels.values():
+        channel.drop()
+    channels.clear()
 
 
 def _prefixed(prefix: str, store: Store) -> Store:
