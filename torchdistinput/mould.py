@@ -29,6 +29,10 @@ class Mould:
         """Its number, for comparing ranks."""
         return self._digest
 
+    def known_size(self, piece: Any) -> int | None:
+        """The batch size of a piece that is plainly like the last one; else ``None``: measure it. For every step."""
+        return None if self._structure is None else self._structure.size_of_same(piece)
+
     def measure(self, piece: Any) -> int:
         """The batch size of a piece, whose structure is learned or checked.
 

@@ -127,6 +127,33 @@ class Structure:
             return (self.kind, str(self.dtype), len(self.inner_dims)) if self.kind == "tensor" else self.kind
         return (self.kind, tuple(str(key) for key in self.keys), tuple(child.signature() for child in self.children))
 
+    def size_of_same(self, batch: Any) -> int | None:
+        """The batch size, if the batch is plainly of this structure; else ``None``: look closer. For every step.
+
+        It knows the common cases only: tensors of these inner dims in dicts, lists and tuples.
+        """
+        if self.kind == "tensor":
+            if isinstance(batch, torch.Tensor) and batch.dtype is self.dtype and batch.shape[1:] == self.inner_dims:
+                return batch.shape[0]
+            return None
+        found: type = type(batch)
+        if self.kind not in ("dict", "tuple", "list", "namedtuple") or found is not self.cls:
+            return None
+        values: Iterable[Any] = batch
+        if self.kind == "dict":
+            if tuple(batch) != self.keys:
+                return None
+            values = batch.values()
+        elif len(batch) != len(self.children):
+            return None
+        size: int | None = None
+        for child, value in zip(self.children, values, strict=True):
+            own = child.size_of_same(value)
+            if own is None or (size is not None and own != size):
+                return None
+            size = own
+        return size
+
     def digest(self) -> int:
         """A 24-bit number of the signature, the same in every process."""
         return int.from_bytes(hashlib.sha256(repr(self.signature()).encode()).digest()[:3], "big")

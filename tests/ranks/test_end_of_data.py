@@ -60,13 +60,20 @@ def uneven_functions(sizes: list[list[int]], local_replicas: int) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("sizes", [[[2, 2, 2], [2]], [[1], [3, 3]], [[], [2, 1]], [[2, 2], [2, 2]], [[], []]])
-def test_two_workers_of_different_length_end_together_after_the_longer(sizes: list[list[int]]) -> None:
-    steps = max(len(mine) for mine in sizes)
-    filled = [[*mine, *[0] * (steps - len(mine))] for mine in sizes]
-    for rank, found in enumerate(run_ranks(2, uneven_functions, sizes, 1)):
-        want = [(t, filled[0][t] + filled[1][t], (filled[rank][t],)) for t in range(steps)]
-        assert found == [want] * 4
+UNEVEN = [[[2, 2, 2], [2]], [[1], [3, 3]], [[], [2, 1]], [[2, 2], [2, 2]], [[], []]]
+
+
+def all_uneven() -> list[list[Any]]:
+    return [uneven_functions(sizes, 1) for sizes in UNEVEN]
+
+
+def test_two_workers_of_different_length_end_together_after_the_longer() -> None:
+    for rank, outcomes in enumerate(run_ranks(2, all_uneven)):
+        for sizes, found in zip(UNEVEN, outcomes, strict=True):
+            steps = max(len(mine) for mine in sizes)
+            filled = [[*mine, *[0] * (steps - len(mine))] for mine in sizes]
+            want = [(t, filled[0][t] + filled[1][t], (filled[rank][t],)) for t in range(steps)]
+            assert found == [want] * 4, sizes
 
 
 def test_three_workers_with_two_replicas_end_together_after_the_longest() -> None:
