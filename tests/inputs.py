@@ -109,6 +109,17 @@ class Count(IterableDataset[int]):
 
 
 @final
+class Repeated(IterableDataset[int]):
+    """0 .. n-1 in every loader worker, as a plain iterable does."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.n))
+
+
+@final
 class ReadyBatches(IterableDataset[dict[str, torch.Tensor]]):
     """Ready batches of sizes 3, 1, 4, 2."""
 
@@ -164,14 +175,22 @@ def numbers_of(folder: Path) -> tdi.FileDataset:
     return tdi.FileDataset(str(folder / "?.txt"), readers.text_lines, map_fn=int)
 
 
-def loader(dataset: Any, **arguments: Any) -> Callable[[Path], Any]:
-    """A function that makes a DataLoader; arguments that are functions are called first, for a fresh object each."""
+@final
+@dataclasses.dataclass(frozen=True)
+class LoaderOf:
+    """Makes a DataLoader of these arguments; those that are functions are called first, for a fresh object each."""
 
-    def make(folder: Path) -> Any:
-        fresh = {name: value() if name in FRESH else value for name, value in arguments.items()}
-        return DataLoader(dataset(folder) if dataset is numbers_of else dataset, **fresh)
+    dataset: Any
+    arguments: dict[str, Any]
 
-    return make
+    def __call__(self, folder: Path, cls: Any = DataLoader, **more: Any) -> Any:
+        given = {**self.arguments, **more}
+        fresh = {name: value() if name in FRESH else value for name, value in given.items()}
+        return cls(self.dataset(folder) if self.dataset is numbers_of else self.dataset, **fresh)
+
+
+def loader(dataset: Any, **arguments: Any) -> LoaderOf:
+    return LoaderOf(dataset, arguments)
 
 
 FRESH = ("generator", "sampler", "batch_sampler")
@@ -260,5 +279,28 @@ WITH_WORKERS: dict[str, Input] = {
         loader(ReadyBatches(), batch_size=None, num_workers=1)
     ),
 }
+
+LOADERS: dict[str, LoaderOf] = {
+    "sequential": loader(range(11), batch_size=4),
+    "shuffled by a generator": loader(range(23), batch_size=4, shuffle=True, generator=generator),
+    "shuffled by torch.manual_seed only": loader(range(23), batch_size=5, shuffle=True),
+    "drop last": loader(range(23), batch_size=4, shuffle=True, drop_last=True, generator=generator),
+    "random with replacement": loader(range(11), batch_size=4, sampler=replacement_sampler),
+    "weighted": loader(range(11), batch_size=4, sampler=weighted_sampler),
+    "subset": loader(
+        range(11), batch_size=2, sampler=lambda: SubsetRandomSampler([1, 3, 5, 7, 9], generator=generator())
+    ),
+    "own batch sampler of varying sizes": loader(range(11), batch_sampler=UnevenBatches),
+    "sampler of batches": loader(
+        BatchesByList(), batch_size=None, sampler=lambda: BatchSampler(SequentialSampler(range(11)), 4, drop_last=False)
+    ),
+    "iterable": loader(Repeated(10), batch_size=4),
+    "iterable that shards itself": loader(Count(10), batch_size=4),
+    "own collate function": loader(range(1, 12), batch_size=5, shuffle=True, collate_fn=pad),
+    "dicts with strings": loader(Records(), batch_size=5, shuffle=True),
+    "tensors": loader(TensorDataset(torch.arange(12.0).reshape(6, 2), torch.arange(6)), batch_size=4, shuffle=True),
+    "files": loader(numbers_of, batch_size=5),
+}
+"""What users give to a DataLoader, whatever the number of loader workers."""
 
 FINITE: dict[str, Input] = {**INDEXED, **STREAMED, **WITH_WORKERS}

@@ -27,6 +27,7 @@ FLOORS = {
     "agreement": 3,
     "sources": 3,
     "reductions": 4,
+    "ordering": 5,
     "stages": 4,
     "dataset": 5,
     "data_loader": 6,
@@ -54,7 +55,13 @@ RUN_TIME_PACKAGES = {"torch", "numpy", "fsspec"}
 
 # The doors to the outside, and the files that open each; run_ranks makes the group that the library then finds.
 DOORS = {
-    "torch.distributed": {"backends/launch.py", "backends/channels.py", "backends/collectives.py", "testing/ranks.py"},
+    "torch.distributed": {
+        "backends/attendance.py",
+        "backends/launch.py",
+        "backends/channels.py",
+        "backends/collectives.py",
+        "testing/ranks.py",
+    },
     "torch.accelerator": {"backends/devices.py"},
     "torch.cuda": {"backends/devices.py"},
     "torch.Stream": {"backends/devices.py"},

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import torchdistinput as tdi
 from tests.epochs import epoch
+from tests.matrix import cells
 
 CASES: list[dict[str, Any]] = json.loads((Path(__file__).parent / "conformance" / "one_process.json").read_text())
 
@@ -58,22 +59,25 @@ ITERABLES: list[Callable[[list[torch.Tensor]], Any]] = [
 ]
 
 
-def delivered(case: dict[str, Any], index: int) -> list[list[Any]]:
+SETTINGS: dict[str, list[Any]] = {"prefetch": [0, 1, 2], "iterable": ITERABLES}
+
+
+def delivered(case: dict[str, Any], setting: dict[str, Any]) -> list[list[Any]]:
     strategy = strategy_of(case["replicas"])
-    options = tdi.InputOptions(prefetch=index % 3)
+    options = tdi.InputOptions(prefetch=setting["prefetch"])
     if "n" in case:
         data: Any = DataLoader(range(case["n"]), batch_size=case["global_batch_size"], drop_last=case["drop_last"])  # type: ignore[arg-type]
     else:
         batches = [torch.tensor(batch, dtype=torch.int64) for batch in case["global_batches"]]
-        data = ITERABLES[index % len(ITERABLES)](batches)
+        data = setting["iterable"](batches)
     return epoch(strategy, strategy.distribute_dataset(data, options))
 
 
-def test_every_case_of_one_process_gives_the_pieces_that_the_file_says() -> None:
-    found = {case["id"]: delivered(case, index) for index, case in enumerate(CASES)}
-    wrong = [(case, found[case["id"]]) for case in CASES if found[case["id"]] != case["want"]]
-    assert not wrong, f"{len(wrong)} of {len(CASES)}, the first: {wrong[:3]}"
-    assert len(found) == len(CASES) == 418
+def test_every_case_of_one_process_gives_the_pieces_that_the_file_says(all_cells: bool) -> None:
+    ran = [(case, setting, delivered(case, setting)) for case, setting in cells(CASES, SETTINGS, everything=all_cells)]
+    wrong = [(case, setting, found) for case, setting, found in ran if found != case["want"]]
+    assert not wrong, f"{len(wrong)} of {len(ran)}, the first: {wrong[:3]}"
+    assert len({case["id"] for case, _, _ in ran}) == len(CASES) == 418
 
 
 def test_the_sizes_of_a_step_are_those_of_its_pieces() -> None:

@@ -12,6 +12,7 @@ PUBLIC_NAMES = [
     "AutoShardPolicy",
     "BatchingError",
     "CoordinationTimeout",
+    "DataLoader",
     "DistributedBatchSampler",
     "DistributedDataset",
     "DistributedIterator",
@@ -38,6 +39,7 @@ PUBLIC_NAMES = [
     "get_strategy",
     "list_files",
     "readers",
+    "sample_seed",
 ]
 
 STRATEGY_NAMES = [
@@ -48,6 +50,7 @@ STRATEGY_NAMES = [
     "distribute_datasets_from_function",
     "distribute_values_from_function",
     "gather",
+    "gather_ordered",
     "input_pipeline_id",
     "local_results",
     "mirror",
@@ -72,6 +75,8 @@ OPTION_FIELDS = [
     "coordination",
     "timeout_seconds",
     "replication_mode",
+    "with_index",
+    "partial_batch",
 ]
 
 

@@ -6,6 +6,7 @@ time, until every replica is done: each sample once, at any world size. The READ
 
 from __future__ import annotations
 
+from torchdistinput.data_loader import DataLoader
 from torchdistinput.dataset import DistributedDataset, DistributedIterator
 from torchdistinput.errors import (
     BatchingError,
@@ -27,6 +28,7 @@ from torchdistinput.sources import readers
 from torchdistinput.sources.files import FileDataset, list_files
 from torchdistinput.sources.iterables import ShardedIterableDataset
 from torchdistinput.sources.samplers import DistributedBatchSampler
+from torchdistinput.sources.seeds import sample_seed
 from torchdistinput.strategy import Strategy, get_strategy
 from torchdistinput.tree import TensorSpec
 from torchdistinput.values import PerReplica, ReduceOp
@@ -35,6 +37,7 @@ __all__ = [
     "AutoShardPolicy",
     "BatchingError",
     "CoordinationTimeout",
+    "DataLoader",
     "DistributedBatchSampler",
     "DistributedDataset",
     "DistributedIterator",
@@ -61,4 +64,5 @@ __all__ = [
     "get_strategy",
     "list_files",
     "readers",
+    "sample_seed",
 ]

@@ -13,15 +13,16 @@ import torch
 from torchdistinput.agreement import agree
 from torchdistinput.backends.collectives import Channel, Ranks
 from torchdistinput.backends.devices import make_copier
-from torchdistinput.errors import InputError, OutOfRangeError
+from torchdistinput.errors import BatchingError, InputError, OutOfRangeError
 from torchdistinput.flow import Drawn, Failed, Held, Share, Stream
 from torchdistinput.mould import Mould
 from torchdistinput.plan.options import InputOptions, Step
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.base import Source
+from torchdistinput.sources.base import HasWorkers, Source
 from torchdistinput.stages.buffer import Buffer, Walk
 from torchdistinput.stages.coordinate import Coordinate
 from torchdistinput.stages.fetch import Fetch
+from torchdistinput.stages.pad import Pad
 from torchdistinput.stages.transfer import Transfer
 from torchdistinput.tree import TensorSpec
 from torchdistinput.values import PerReplica, regroup_batches
@@ -218,9 +219,11 @@ class DistributedDataset:
       setting: where the dataset lives.
       options: what the user asked for.
       name: tells this dataset from the strategy's others, the same on every rank.
+      seed: the same on every rank; for random draws of ranks that do not meet before an epoch.
     """
 
-    def __init__(self, source: Source, setting: Setting, options: InputOptions, name: str) -> None:
+    def __init__(self, source: Source, setting: Setting, options: InputOptions, name: str, *, seed: int) -> None:
+        self._seed = seed
         self._source = source
         self._setting = setting
         self._options = options
@@ -312,7 +315,9 @@ class DistributedDataset:
             if self._source.draws_from_default_generator:
                 state = torch.get_rng_state()
                 ranks.broadcast_from_first(state)
-                draws = _BorrowedRandomState(state, owner=ranks.rank == 0)
+                draws = _BorrowedRandomState(state)
+        elif ranks is not None and self._source.draws_from_default_generator:
+            draws = _BorrowedRandomState(_state_of_epoch(self._seed, epoch))
         self._epoch += 1
         self._progress.begin(epoch)
         iterator = self._compose(channel, epoch, self._source_stream(epoch, draws))
@@ -336,32 +341,32 @@ class DistributedDataset:
         return self._setting.timeout_seconds if own is None else own
 
     def _compose(self, channel: Channel | None, epoch: int, stream: Stream) -> DistributedIterator:
-        """The walk: fetch -> transfer -> coordinate -> buffer."""
-        setting, depth = self._setting, self._options.prefetch
+        """The walk: fetch -> pad, if asked for -> transfer -> coordinate -> buffer."""
+        source, setting, depth = self._source, self._setting, self._options.prefetch
         devices = setting.devices if self._options.fetch_to_device else [torch.device("cpu")] * len(setting.devices)
         copies = any(device.type != "cpu" for device in devices)
         idle = self._idle_transfers
         mould = Mould()
         fetch = Fetch(stream, mould)
+        pad = _new_pad(self._source, self._options)
         transfer = idle.pop() if idle else Transfer([make_copier(device) for device in devices])
 
         def send(share: Share) -> None:
             share.parcels = transfer.send(share.pieces)
             share.pieces = []
 
-        def pad(share: Share) -> None:
-            _fill(share, mould, setting.topology.replicas_per_worker)
+        def complete(share: Share) -> None:
             if not share.parcels:
+                _fill(share, mould, setting.topology.replicas_per_worker, pad)
                 send(share)
 
         def produce(drawn: Drawn | Held) -> Held:
             held = fetch.finish(drawn)
             if isinstance(held, Share) and mould.structure is not None:
                 try:
-                    _fill(held, mould, setting.topology.replicas_per_worker)
-                    send(held)
+                    complete(held)
                 except Exception as error:  # out of memory, say: a failed step like any other
-                    return Failed(error, "copying to the devices")
+                    return Failed(error, "" if isinstance(error, InputError) else "copying to the devices")
             return held
 
         def discard(shares: Sequence[Share]) -> None:
@@ -374,21 +379,29 @@ class DistributedDataset:
             channel,
             slots=max(1, depth),
             mould=mould,
-            pad=pad,
+            complete=complete,
             name=None if ranks is None else ranks.name(ranks.rank),
             epoch=epoch,
             counts=setting.counts,
         )
         threaded = channel is not None or (depth > 0 and (stream.in_background or copies))
         buffer = Buffer(
-            Walk(fetch.draw, produce, discard, transfer.enter_thread, fetch.close, lambda: idle.append(transfer)),
+            Walk(
+                fetch.draw,
+                produce,
+                discard,
+                transfer.enter_thread,
+                fetch.close,
+                lambda: idle.append(transfer),
+                source.lost_workers if isinstance(source, HasWorkers) else str,
+            ),
             coordinate,
             depth=depth if threaded else 0,
             threaded=threaded,
             timeout_seconds=self._timeout_seconds,
             names=_itself if ranks is None else ranks.name,
         )
-        spec = _SpecMaker(mould, self._source.certain_piece_size, setting.topology.replicas_per_worker)
+        spec = _SpecMaker(mould, self._source.certain_piece_size, setting.topology.replicas_per_worker, pad)
         knows_all = channel is not None or ranks is None
         return DistributedIterator(buffer, transfer, setting, epoch, spec, self._progress, knows_all=knows_all)
 
@@ -399,28 +412,52 @@ def _delivered(step: Step | None) -> Step:
     return step
 
 
-def _fill(share: Share, mould: Mould, replicas_per_worker: int) -> None:
-    """Puts empty batches where a replica has no sample."""
-    if share.parcels or mould.structure is None:
+def check_partial_batch(source: Source, options: InputOptions) -> None:
+    """Refuses padding where the size is not known to which it would pad. Local.
+
+    Raises:
+      BatchingError: it is not.
+    """
+    if options.partial_batch == "pad" and source.largest_piece_size is None:
+        raise BatchingError(
+            "partial_batch='pad' needs a known global batch size G, to pad every piece to ceil(G / N) rows, and this "
+            "source yields batches of any size (ready batches, a batch sampler of your own, a dataset function). Give "
+            "a DataLoader with batch_size=, or single samples with global_batch_size=."
+        )
+
+
+def _new_pad(source: Source, options: InputOptions) -> Pad | None:
+    rows = source.largest_piece_size
+    return None if options.partial_batch == "keep" or rows is None else Pad(rows, with_index=options.with_index)
+
+
+def _fill(share: Share, mould: Mould, replicas_per_worker: int, pad: Pad | None) -> None:
+    """Puts empty batches where a replica has no sample, and pads."""
+    if mould.structure is None:
         return
     pieces = share.pieces or [None] * replicas_per_worker
     share.pieces = [mould.structure.empty() if piece is None else piece for piece in pieces]
     share.sizes = share.sizes or (0,) * replicas_per_worker
+    if pad is not None:
+        pad(share, mould.structure)
 
 
 @final
 class _SpecMaker:
     """Makes the element spec from the structure that the mould knows."""
 
-    def __init__(self, mould: Mould, piece_size: int | None, replicas_per_worker: int) -> None:
+    def __init__(self, mould: Mould, piece_size: int | None, replicas_per_worker: int, pad: Pad | None) -> None:
         self._mould = mould
         self._piece_size = piece_size
         self._local = replicas_per_worker
+        self._pad = pad
 
     def __call__(self) -> Any:
         structure = self._mould.structure
         if structure is None:
             raise InputError("the data ended before the first element, so there is no element spec.")
+        if self._pad is not None:
+            return self._pad.structure(structure).spec(self._pad.rows, self._for_each_replica)
         return structure.spec(self._piece_size, self._for_each_replica)
 
     def _for_each_replica(self, spec: TensorSpec) -> Any:
@@ -451,20 +488,19 @@ class _BrokenStream:
 class _BorrowedRandomState:
     """Calls user code with rank 0's default random state in place of this rank's own.
 
-    Without a generator, torch's samplers draw from the default one, and all ranks must draw the same. Rank 0 goes on
-    with the state as the draws left it, as in one process; the others get their own back.
+    Without a generator, torch's samplers draw from the default one, and all ranks must draw the same. A rank whose own
+    state was that of rank 0 goes on with it as the draws left it, as in one process; the others get their own back.
     """
 
-    def __init__(self, state: torch.Tensor, *, owner: bool) -> None:
+    def __init__(self, state: torch.Tensor) -> None:
         self._state = state
-        self._owner = owner
         self._inside = False
 
     def __call__(self, call: Callable[[], Any]) -> Any:
         if self._inside:
             return call()
         own = torch.get_rng_state()
-        keeps = self._owner and torch.equal(own, self._state)
+        keeps = torch.equal(own, self._state)
         torch.set_rng_state(self._state)
         self._inside = True
         try:
@@ -474,6 +510,10 @@ class _BorrowedRandomState:
             self._state = torch.get_rng_state()
             if not keeps:
                 torch.set_rng_state(own)
+
+
+def _state_of_epoch(seed: int, epoch: int) -> torch.Tensor:
+    return torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63).get_state()
 
 
 def _call(call: Callable[[], Any]) -> Any:
@@ -486,10 +526,14 @@ def _itself(rank: int) -> int:
 
 def facts_of(source: Source, policy: str, options: InputOptions) -> Mapping[str, Any]:
     """What the ranks must have in common when a dataset is distributed."""
+    alone = source.epoch_fingerprint() if options.coordination == "off" else {}  # ranks do not meet at each epoch
     return {
         **source.fingerprint(),
+        **alone,
         "policy": policy,
         "prefetch": options.prefetch,
         "coordination": options.coordination,
         "timeout_seconds": options.timeout_seconds,
+        "with_index": options.with_index,
+        "partial_batch": options.partial_batch,
     }

@@ -124,7 +124,13 @@ class Delivered:
 @final
 @dataclass(frozen=True)
 class PassedOver:
-    """A step without a sample on any rank."""
+    """A step without a sample on any rank.
+
+    Args:
+      share: this worker's empty part, to be given up; ``None`` past its end.
+    """
+
+    share: Share | None = None
 
 
 @final

@@ -55,6 +55,8 @@ def average_loss(per_sample_loss: Tensor, step: StepSizes, weights: Tensor | Non
         What a sample has in further dims is summed: the mean is over samples. An empty part gives 0, with a graph.
       step: the step of the batch, ``loader.step``.
       weights: ``(b,)``, one per sample; or of more leading dims of the loss, up to its whole shape (a mask of tokens).
+        With ``InputOptions(partial_batch="pad")`` the mask of the element, which leaves the padded rows out: where a
+        bool mask is false, the loss does not count, whatever it is.
         The weighted sum is then divided by the sum of the weights of all replicas instead of the number of samples;
         if that is 0 the result is 0. Outside of ``run`` this needs ``strategy.scope()``.
 
@@ -73,7 +75,10 @@ def average_loss(per_sample_loss: Tensor, step: StepSizes, weights: Tensor | Non
         _check_weights(weights, per_sample_loss)
         total = _weight_of_all(weights, step).to(per_sample_loss.device)
         spread = weights.reshape(weights.shape + (1,) * (per_sample_loss.dim() - weights.dim()))
-        weighted = (per_sample_loss * spread.to(per_sample_loss.dtype)).sum()
+        if spread.dtype == torch.bool:
+            weighted = per_sample_loss.masked_fill(~spread, 0).sum()  # a padded row may well have a loss of nan
+        else:
+            weighted = (per_sample_loss * spread.to(per_sample_loss.dtype)).sum()
         return weighted * step.num_workers / torch.where(total == 0, 1.0, total).to(weighted.dtype)
     _check_size(per_sample_loss, step)
     return per_sample_loss.sum() * step.num_workers / global_size
@@ -110,7 +115,7 @@ def _check_size(loss: Tensor, step: StepSizes) -> None:
         raise ValueError(
             f"average_loss got {loss.shape[0]} losses (shape {list(loss.shape)}), and this replica's part of the "
             f"step has {' or '.join(map(str, possible))} sample(s). Give one loss per sample along dim 0, and the step "
-            "of this very batch; to leave samples or tokens out, give weights."
+            "of this very batch; to leave samples, tokens or padded rows out, give weights (a mask)."
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, final
 
 from torchdistinput.errors import BatchingError
-from torchdistinput.tree import Structure, flatten
+from torchdistinput.tree import Structure, flatten, structure_of
 
 __all__ = ["Mould"]
 
@@ -33,15 +33,17 @@ class Mould:
         """The batch size of a piece that is plainly like the last one; else ``None``: measure it. For every step."""
         return None if self._structure is None else self._structure.size_of_same(piece)
 
-    def measure(self, piece: Any) -> int:
-        """The batch size of a piece, whose structure is learned or checked.
+    def measure(self, piece: Any) -> tuple[Any, int]:
+        """The piece and its batch size. Its structure is learned or checked, its dicts get the order of the first one.
 
         Raises:
           BatchingError: the structure or a dtype differs from before.
         """
+        if self._structure is not None and structure_of(piece).signature() == self._signature:
+            piece = self._structure.arrange(piece)
         leaves, structure = flatten(piece)
         self.learn(structure)
-        return len(leaves[0])
+        return piece, len(leaves[0])
 
     def learn(self, structure: Structure) -> None:
         """Takes the structure of an element, here or on another rank."""

@@ -32,7 +32,18 @@ from torchdistinput.agreement import agree
 from torchdistinput.backends.collectives import Ranks as Workers
 from torchdistinput.values import PerReplica, ReduceOp, select, take_apart
 
-__all__ = ["Operands", "Outcome", "Workers", "as_tensor", "describe_call", "gather", "gather_axis", "perform", "reduce"]
+__all__ = [
+    "Operands",
+    "Outcome",
+    "Workers",
+    "as_tensor",
+    "concatenate",
+    "describe_call",
+    "gather",
+    "gather_axis",
+    "perform",
+    "reduce",
+]
 
 
 @final
@@ -353,9 +364,20 @@ def _gather(
 ) -> Tensor:
     axis = axes[0]
     joined = local[0] if len(local) == 1 else torch.cat(list(local), dim=axis)
+    return concatenate(joined, axis, [sum(meta.shape[axis] for meta in metas) for metas in by_worker], workers)
+
+
+def concatenate(joined: Tensor, axis: int, sizes: Sequence[int], workers: Workers | None) -> Tensor:
+    """The tensors of all workers, one after the other along an axis. Collective if there are several workers.
+
+    Args:
+      joined: this worker's; of any dtype.
+      axis: the axis.
+      sizes: how long each worker's is along it; the other dims and the dtype are the same everywhere.
+      workers: the other workers; ``None`` in one process.
+    """
     if workers is None:
         return joined
-    sizes = [sum(meta.shape[axis] for meta in metas) for metas in by_worker]
     rest = [size for dim, size in enumerate(joined.shape) if dim != axis]
     row = math.prod(rest) * joined.element_size()
     if sum(sizes) * row == 0:

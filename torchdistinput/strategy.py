@@ -19,7 +19,8 @@ from torchdistinput.agreement import agree
 from torchdistinput.backends import launch as launcher
 from torchdistinput.backends.collectives import ProcessGroupRanks
 from torchdistinput.backends.devices import Accelerators, resolve_devices, set_current
-from torchdistinput.dataset import DistributedDataset, Setting, facts_of
+from torchdistinput.dataset import DistributedDataset, Setting, check_partial_batch, facts_of
+from torchdistinput.ordering import gather_ordered
 from torchdistinput.plan.options import InputOptions, InputReplicationMode
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import InputContext, Topology, ValueContext
@@ -96,7 +97,7 @@ class Strategy:
         launch = launcher.find_launch()
         found, problem = _try_devices(devices, launch.local_rank)
         if launch.launched and not launcher.default_group_exists():
-            launcher.join_default_group(Accelerators.detect().kind)
+            launcher.join_default_group(launch, Accelerators.detect().kind, timeout_seconds)
             atexit.register(launcher.leave_default_group)
         if not launcher.default_group_exists():
             if problem is not None:
@@ -196,7 +197,8 @@ class Strategy:
 
         Raises:
           InputError: ``data`` is no data.
-          BatchingError: a batch size is missing, given twice, or not a positive int.
+          BatchingError: a batch size is missing, given twice, or not a positive int; or ``partial_batch="pad"`` without
+            a known global batch size.
           ShardingError: the policy does not fit the data or the number of workers.
           RankDisagreement: the ranks were given different data or options.
         """
@@ -214,6 +216,7 @@ class Strategy:
                 self._topology,
                 global_batch_size=global_batch_size,
                 collate_fn=collate_fn,
+                with_index=chosen.with_index,
             )
 
         return self._distribute("distribute_dataset()", make, chosen)
@@ -244,7 +247,7 @@ class Strategy:
                 pipelines, ids = topology.num_workers, (topology.worker,)
             contexts = [InputContext(pipelines, each, topology.num_replicas) for each in ids]
             datasets = [dataset_fn(context) for context in contexts]
-            return FunctionSource(datasets, topology.replicas_per_worker), AutoShardPolicy.OFF
+            return FunctionSource(datasets, topology, with_index=chosen.with_index), AutoShardPolicy.OFF
 
         return self._distribute("distribute_datasets_from_function()", make, chosen)
 
@@ -263,17 +266,18 @@ class Strategy:
         made, problem = None, None
         try:
             made = make()
+            check_partial_batch(made[0], options)
             facts = facts_of(made[0], made[1].name, options)
         except Exception as error:  # every rank must hear of it, or the others would wait
             problem = error
-        agree(self._ranks, what, facts, error=problem)
+        told = agree(self._ranks, what, facts, error=problem, extra=torch.initial_seed())
         if made is None:
             raise AssertionError("a source that was not made is an error that was raised")
         source, policy = made
         if options.auto_shard_policy is AutoShardPolicy.AUTO and self._topology.worker == 0:
             workers = self.num_input_pipelines
             _LOG.info("dataset %d: auto-shard policy %s over %d worker(s)", self._datasets, policy.name, workers)
-        return DistributedDataset(source, self._setting, options, str(self._datasets))
+        return DistributedDataset(source, self._setting, options, str(self._datasets), seed=told[0])
 
     def distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> PerReplica[Any]:
         """Calls a function once per local replica and keeps what it returns. Local.
@@ -346,6 +350,35 @@ class Strategy:
         """
         require_no_replica("gather")
         return reductions.gather(value, axis, num_local=len(self.devices), workers=self._workers, device=self.device)
+
+    def gather_ordered(self, index: Any, outputs: Any) -> Any:
+        """The outputs of all replicas in the order of the data, each once, the same on every rank.
+
+        Collective: every rank calls this. For exact evaluation and ordered predictions, with
+        ``InputOptions(with_index=True)``:
+
+            for index, (x, y) in loader: indices.append(index); found.append(model(x))
+            found = strategy.gather_ordered(torch.cat(indices), torch.cat(found))
+
+        Args:
+          index: ``(n,)`` ints, one for each row of the outputs; ``n`` may differ between replicas and be 0. Rows of
+            index -1 (padding) are left out. A ``PerReplica`` with several local replicas.
+          outputs: any nesting of tensors with ``n`` rows, and of lists with ``n`` entries (strings, numbers, None,
+            dicts of those: they travel as JSON). A ``PerReplica`` at each leaf with several local replicas. Where ``n``
+            is 0 anything goes; what the result looks like is learned from the others.
+
+        Returns:
+          The outputs with the rows of all replicas by rising index; tensors on this process's first device, without a
+          gradient; lists as lists. If no replica has a row, this one's own outputs.
+
+        Raises:
+          ValueError: an index comes twice (it is named, as the sample would count twice), lengths differ between index
+            and outputs, nesting or dtypes differ between replicas, or a bare value with several local replicas.
+          TypeError: the index holds no ints, or a list holds what JSON cannot carry.
+          RankDisagreement: the ranks call different things.
+        """
+        require_no_replica("gather_ordered")
+        return gather_ordered(index, outputs, num_local=len(self.devices), workers=self._workers, device=self.device)
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
         """The value of each local replica, as a tuple; a value that is not per replica comes alone. Local."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast, final
 
 import numpy as np
@@ -30,6 +30,7 @@ __all__ = [
     "flatten",
     "holds_arrays",
     "map_leaves",
+    "named_leaves",
     "open_container",
     "structure_of",
 ]
@@ -125,7 +126,23 @@ class Structure:
             return "constant"
         if not self.children and self.kind in ("tensor", "rows"):
             return (self.kind, str(self.dtype), len(self.inner_dims)) if self.kind == "tensor" else self.kind
-        return (self.kind, tuple(str(key) for key in self.keys), tuple(child.signature() for child in self.children))
+        pairs = [(str(key), child.signature()) for key, child in zip(self.keys, self.children, strict=True)]
+        if self.kind == "dict":  # the order of its keys is no part of it
+            pairs.sort(key=lambda pair: pair[0])
+        return (self.kind, *pairs)
+
+    def arrange(self, batch: Any) -> Any:
+        """A batch of the same signature with the keys of its dicts in this structure's order."""
+        if self.kind in ("tensor", "rows", "constant"):
+            return batch
+        container = open_container(batch)
+        if container is None:
+            return batch
+        found = dict(zip(container.keys, container.children, strict=True))
+        children = [child.arrange(found[key]) for key, child in zip(self.keys, self.children, strict=True)]
+        if container.keys == self.keys and all(a is b for a, b in zip(children, container.children, strict=True)):
+            return batch
+        return _mapping(type(batch), self.keys, children) if self.kind == "dict" else container.rebuild(children)
 
     def size_of_same(self, batch: Any) -> int | None:
         """The batch size, if the batch is plainly of this structure; else ``None``: look closer. For every step.
@@ -177,6 +194,20 @@ class Structure:
         if self.kind == "constant":
             return self.constant
         return _build(self, [child.empty() for child in self.children])
+
+    def build(self, leaves: Iterator[Any]) -> Any:
+        """A batch of this nesting with other leaves, taken in order."""
+        if self.kind in ("tensor", "rows"):
+            return next(leaves)
+        if self.kind == "constant":
+            return self.constant
+        return _build(self, [child.build(leaves) for child in self.children])
+
+    def leaves(self) -> list[Structure]:
+        """The structures of the leaves, in order."""
+        if self.kind in ("tensor", "rows"):
+            return [self]
+        return [leaf for child in self.children for leaf in child.leaves()]
 
     def spec(self, dim0: int | None, wrap: Callable[[TensorSpec], Any], path: str = "") -> Any:
         """The same nesting with a ``TensorSpec`` at each leaf.
@@ -335,7 +366,8 @@ def holds_arrays(batch: Any) -> bool:
     return container is not None and any(holds_arrays(child) for child in container.children)
 
 
-def _named_leaves(value: Any, path: str) -> Iterable[tuple[str, Any]]:
+def named_leaves(value: Any, path: str = "") -> Iterable[tuple[str, Any]]:
+    """The leaves of a batch with their paths, in order. Local."""
     leaf = _as_leaf(value)
     if leaf is not None:
         yield path or "the batch", leaf
@@ -343,7 +375,7 @@ def _named_leaves(value: Any, path: str) -> Iterable[tuple[str, Any]]:
     container = open_container(value)
     if container is not None:
         for key, child in zip(container.keys, container.children, strict=True):
-            yield from _named_leaves(child, f"{path}[{key!r}]")
+            yield from named_leaves(child, f"{path}[{key!r}]")
 
 
 def batch_size(batch: Any) -> int:
@@ -353,7 +385,7 @@ def batch_size(batch: Any) -> int:
       BatchingError: there is no leaf, a leaf is a scalar, or two leaves differ; the leaves are named by path.
     """
     sizes: dict[int, str] = {}
-    for path, leaf in _named_leaves(batch, ""):
+    for path, leaf in named_leaves(batch):
         if isinstance(leaf, torch.Tensor) and leaf.dim() == 0:
             raise BatchingError(
                 f"{path} is a scalar tensor; a leaf of a batch needs a batch dimension. If the source yields single "

@@ -1,6 +1,7 @@
 """Every case of ``conformance/many_workers.json`` through the public API, on real gloo ranks.
 
-One launch per world size runs all its cases in a loop: a launch costs more than a case.
+One launch per world size runs all its cases in a loop: a launch costs more than a case. ``--all-cells`` runs each with
+every setting, otherwise the settings rotate.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
 from tests.epochs import epoch
+from tests.matrix import cells
 from torchdistinput import readers
 from torchdistinput.testing import run_ranks
 
 FILE = Path(__file__).parent.parent / "conformance" / "many_workers.json"
 CASES: list[dict[str, Any]] = json.loads(FILE.read_text())
 WORLDS = sorted({case["workers"] for case in CASES})
+SETTINGS: dict[str, list[Any]] = {"prefetch": [0, 1, 2], "named_by": ["pattern", "list"]}
 
 
 @functools.cache
@@ -35,18 +38,19 @@ def write_files(case: dict[str, Any], folder: Path) -> None:
         (folder / f"part-{number:03d}.txt").write_text("".join(f"{record}\n" for record in records))
 
 
-def source_of(case: dict[str, Any], folder: Path, index: int) -> Any:
+def source_of(case: dict[str, Any], folder: Path, named_by: str) -> Any:
     if "n" in case:
         return range(case["n"])
     pattern = str(folder / "part-*.txt")
-    files: Any = pattern if index % 2 else [str(path) for path in sorted(folder.iterdir())]
+    files: Any = pattern if named_by == "pattern" else [str(path) for path in sorted(folder.iterdir())]
     return tdi.FileDataset(files, readers.text_lines, map_fn=int)
 
 
-def run_case(case: dict[str, Any], folder: Path, index: int) -> dict[str, Any]:
+def run_case(case: dict[str, Any], folder: Path, setting: dict[str, Any]) -> dict[str, Any]:
     strategy = strategy_of(case["replicas_per_worker"])
-    data = DataLoader(source_of(case, folder, index), batch_size=case["global_batch_size"], drop_last=case["drop_last"])
-    options = tdi.InputOptions(auto_shard_policy=tdi.AutoShardPolicy[case["policy"]], prefetch=index % 3)
+    source = source_of(case, folder, setting["named_by"])
+    data = DataLoader(source, batch_size=case["global_batch_size"], drop_last=case["drop_last"])
+    options = tdi.InputOptions(auto_shard_policy=tdi.AutoShardPolicy[case["policy"]], prefetch=setting["prefetch"])
     try:
         dataset = strategy.distribute_dataset(data, options)
     except tdi.InputError as error:
@@ -54,13 +58,14 @@ def run_case(case: dict[str, Any], folder: Path, index: int) -> dict[str, Any]:
     return {"steps": epoch(strategy, dataset)}
 
 
-def run_cases(folder: str, world: int) -> dict[str, dict[str, Any]]:
+def cases_of(world: int) -> list[dict[str, Any]]:
+    return [case for case in CASES if case["workers"] == world]
+
+
+def run_cases(folder: str, world: int, everything: bool) -> list[tuple[str, dict[str, Any]]]:
     """One rank: the outcome of each case of this world size."""
-    return {
-        case["id"]: run_case(case, Path(folder) / case["id"], index)
-        for index, case in enumerate(CASES)
-        if case["workers"] == world
-    }
+    matrix = cells(cases_of(world), SETTINGS, everything=everything, seed=world)
+    return [(case["id"], run_case(case, Path(folder) / case["id"], setting)) for case, setting in matrix]
 
 
 def wanted(case: dict[str, Any], rank: int) -> dict[str, Any]:
@@ -70,20 +75,24 @@ def wanted(case: dict[str, Any], rank: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_every_case_of_many_workers_gives_each_worker_the_steps_that_the_file_says(world: int, tmp_path: Path) -> None:
-    cases = [case for case in CASES if case["workers"] == world]
-    for case in cases:
+def test_every_case_of_many_workers_gives_each_worker_the_steps_that_the_file_says(
+    world: int, tmp_path: Path, all_cells: bool
+) -> None:
+    cases = {case["id"]: case for case in cases_of(world)}
+    for case in cases.values():
         if "files" in case:
             write_files(case, tmp_path / case["id"])
-    ranks = run_ranks(world, run_cases, str(tmp_path), world, timeout_seconds=120)
+    ranks = run_ranks(world, run_cases, str(tmp_path), world, all_cells, timeout_seconds=300)
     wrong = [
-        (case, rank, found[case["id"]])
-        for case in cases
-        for rank, found in enumerate(ranks)
-        if found[case["id"]] != wanted(case, rank)
+        (cases[name], rank, found)
+        for rank, outcomes in enumerate(ranks)
+        for name, found in outcomes
+        if found != wanted(cases[name], rank)
     ]
-    assert not wrong, f"{len(wrong)} of {len(cases) * world}, the first: {wrong[:2]}"
-    assert [len(found) for found in ranks] == [len(cases)] * world
+    assert not wrong, f"{len(wrong)} are wrong, the first: {wrong[:2]}"
+    for outcomes in ranks:
+        assert {name for name, _ in outcomes} == set(cases)
+        assert len(outcomes) == len(cases) * (6 if all_cells else 1)
 
 
 def test_the_worlds_together_hold_every_case_of_the_file() -> None:

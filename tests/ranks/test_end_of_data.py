@@ -1,11 +1,8 @@
-"""Over real ranks: one agreed end, batches of size 0, rows without data, and ends that are early or in error."""
+"""Over real ranks: one agreed end, batches of size 0, rows without data, errors at one step; and training."""
 
 from __future__ import annotations
 
 import itertools
-import os
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,11 +16,9 @@ from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
 from tests import structures
-from tests.epochs import Raised, lists, raised
+from tests.epochs import Raised, raised
 from torchdistinput import readers
 from torchdistinput.testing import run_ranks
-
-HANG_SECONDS = 20.0  # far above any healthy run, far below the coordination timeouts that these tests leave alone
 
 
 def one() -> tdi.Strategy:
@@ -60,7 +55,7 @@ def uneven_functions(sizes: list[list[int]], local_replicas: int) -> list[Any]:
     return found
 
 
-UNEVEN = [[[2, 2, 2], [2]], [[1], [3, 3]], [[], [2, 1]], [[2, 2], [2, 2]], [[], []]]
+UNEVEN: list[list[list[int]]] = [[[2, 2, 2], [2]], [[1], [3, 3]], [[], [2, 1]], [[2, 2], [2, 2]], [[], []]]
 
 
 def all_uneven() -> list[list[Any]]:
@@ -193,132 +188,6 @@ def test_element_spec_is_known_on_a_rank_that_has_no_sample() -> None:
     assert run_ranks(2, specs_before_any_sample) == [[want, 1], [want, 1]]
 
 
-# Leaving early
-
-
-def footprint() -> tuple[int, int]:
-    return threading.active_count(), len(os.listdir("/proc/self/fd"))
-
-
-def break_often(epochs: int, prefetch: int) -> tuple[list[list[int]], list[tuple[int, int]]]:
-    dataset = one().distribute_dataset(number_range(40, 4), tdi.InputOptions(prefetch=prefetch))
-    seen, sizes = [], []
-    for number in range(epochs):
-        rows = []
-        for element in dataset:
-            rows.append(element.tolist()[0])
-            if dataset.step.index == number % 5:
-                break
-        seen.append(rows)
-        sizes.append(footprint())
-    return seen, sizes
-
-
-@pytest.mark.parametrize("prefetch", [0, 2, 4])
-def test_a_break_on_all_ranks_is_clean_and_leaves_nothing_behind(prefetch: int) -> None:
-    ranks = run_ranks(2, break_often, 20, prefetch)
-    for rank, (seen, sizes) in enumerate(ranks):
-        assert seen == [[4 * t + 2 * rank for t in range(number % 5 + 1)] for number in range(20)]
-        assert max(sizes[10:]) <= max(sizes[:10]), f"threads and files grow: {sizes}"
-
-
-def break_and_read_on(epochs: int) -> list[list[int]]:
-    """A whole epoch after each broken one, on the same group."""
-    dataset = one().distribute_dataset(number_range(10, 4))
-    found = []
-    for _ in range(epochs):
-        for _ in dataset:
-            break
-        found.append([value for element in dataset for value in element.tolist()])
-    return found
-
-
-def test_the_epoch_after_a_break_is_whole() -> None:
-    first, second = run_ranks(2, break_and_read_on, 5)
-    assert first == [[0, 1, 4, 5, 8]] * 5
-    assert second == [[2, 3, 6, 7, 9]] * 5
-
-
-def leave(rank_that_leaves: int, how: str, prefetch: int) -> tuple[int, Raised | None, float]:
-    """This rank's number of steps, its error, and how long the error took to come."""
-    data = (torch.arange(4) for _ in range(100_000))
-    dataset = one().distribute_dataset(lambda: data, tdi.InputOptions(prefetch=prefetch, timeout_seconds=60))
-    steps = 0
-    started = time.monotonic()
-
-    def loop() -> None:
-        nonlocal steps
-        for _ in dataset:
-            steps += 1
-            if dist.get_rank() == rank_that_leaves and steps == 3:
-                break
-
-    def by_close() -> None:
-        nonlocal steps
-        iterator = iter(dataset)
-        for _ in range(3):
-            next(iterator)
-            steps += 1
-        iterator.close()
-
-    leaves = dist.get_rank() == rank_that_leaves
-    error = raised(by_close if leaves and how == "close" else loop)
-    waited = time.monotonic() - started
-    dist.barrier()  # the rank that left lives on: it is not its death that the others see
-    return steps, error, waited
-
-
-@pytest.mark.parametrize(
-    ("world", "leaver", "how", "prefetch"),
-    [(2, 0, "break", 2), (2, 1, "close", 0), (3, 1, "break", 0), (3, 2, "close", 2)],
-)
-def test_a_rank_that_leaves_early_gives_the_others_an_error_that_names_it(
-    world: int, leaver: int, how: str, prefetch: int
-) -> None:
-    ranks = run_ranks(world, leave, leaver, how, prefetch)
-    for rank, (steps, error, waited) in enumerate(ranks):
-        if rank == leaver:
-            assert (steps, error) == (3, None)
-            continue
-        assert error is not None
-        assert error.kind == "RankLost"
-        assert f"rank {leaver}" in error.message or f"[{leaver}]" in error.message
-        assert 3 <= steps <= 3 + max(prefetch, 1) + 1
-        assert waited < HANG_SECONDS
-
-
-def interrupted(rank_that_stops: int) -> Any:
-    """One rank's loop is interrupted, as by Ctrl-C, and its traceback is kept: only ``close`` tells the others."""
-    dataset = one().distribute_dataset(lambda: (torch.arange(4) for _ in range(100_000)))
-    steps = 0
-    started = time.monotonic()
-
-    def loop() -> None:
-        nonlocal steps
-        for _ in dataset:
-            steps += 1
-            if steps == 3 and dist.get_rank() == rank_that_stops:
-                raise KeyboardInterrupt
-            time.sleep(0.001)
-
-    if dist.get_rank() == rank_that_stops:
-        with pytest.raises(KeyboardInterrupt) as kept:
-            loop()
-        assert kept.traceback is not None  # the traceback keeps the iterator alive, as an interactive session does
-        dataset.close()
-        return None
-    return raised(loop), time.monotonic() - started
-
-
-def test_an_iterator_kept_alive_by_a_traceback_is_announced_at_close() -> None:
-    first, second = run_ranks(2, interrupted, 1)
-    assert second is None
-    error, waited = first
-    assert error.kind == "RankLost"
-    assert "rank 1" in error.message or "[1]" in error.message
-    assert waited < HANG_SECONDS
-
-
 # Errors at the same step
 
 
@@ -424,193 +293,6 @@ def test_a_dataset_function_that_raises_is_an_error_on_every_rank() -> None:
         assert error.is_input_error
         assert "BrokenError" in error.message
         assert "no data here" in error.message
-
-
-# Several iterators, groups and ways to coordinate
-
-
-def train_and_validate() -> tuple[list[Any], list[Any]]:
-    strategy = one()
-    train = iter(strategy.distribute_dataset(number_range(12, 4)))
-    validation = strategy.distribute_dataset(number_range(5, 4))
-    seen, validated = [], []
-    for element in train:
-        seen.append(element.tolist())
-        validated.append([batch.tolist() for batch in validation])
-    return seen, validated
-
-
-def test_a_validation_iterator_lives_beside_a_training_iterator() -> None:
-    first, second = run_ranks(2, train_and_validate)
-    assert first == ([[0, 1], [4, 5], [8, 9]], [[[0, 1], [4]]] * 3)
-    assert second == ([[2, 3], [6, 7], [10, 11]], [[[2, 3], []]] * 3)
-
-
-def two_in_turn() -> list[Any]:
-    strategy = one()
-    left = iter(strategy.distribute_dataset(number_range(8, 4)))
-    right = iter(strategy.distribute_dataset(number_range(12, 4)))
-    found = []
-    for _ in range(4):
-        for iterator in (left, right):
-            optional = iterator.get_next_as_optional()
-            found.append(optional.get_value().tolist() if optional.has_value() else None)
-    return found
-
-
-def test_two_iterators_are_read_in_turn_with_ends_of_their_own() -> None:
-    first, second = run_ranks(2, two_in_turn)
-    assert first == [[0, 1], [0, 1], [4, 5], [4, 5], None, [8, 9], None, None]
-    assert second == [[2, 3], [2, 3], [6, 7], [6, 7], None, [10, 11], None, None]
-
-
-def on_a_sub_group() -> Any:
-    group = dist.new_group([1, 2])
-    found = None
-    if dist.get_rank() != 0:
-        strategy = tdi.Strategy(devices=["cpu"], process_group=group)
-        topology = (strategy.num_input_pipelines, strategy.input_pipeline_id, strategy.num_replicas_in_sync)
-        batches = [element.tolist() for element in strategy.distribute_dataset(number_range(6, 4))]
-        sizes = [[1, 1], [1]]
-        counts = [len(element) for element in strategy.distribute_datasets_from_function(structures.batches_of(sizes))]
-        total = strategy.reduce("SUM", torch.tensor(dist.get_rank()), axis=None)
-        found = (topology, batches, counts, int(total))
-    dist.barrier()
-    return found
-
-
-def test_a_strategy_on_a_sub_group_concerns_its_ranks_alone() -> None:
-    assert run_ranks(3, on_a_sub_group) == [
-        None,
-        ((2, 0, 2), [[0, 1], [4]], [1, 1], 3),
-        ((2, 1, 2), [[2, 3], [5]], [1, 0], 3),
-    ]
-
-
-def iter_on_one_rank_only() -> tuple[Raised | None, float]:
-    strategy = tdi.Strategy(devices=["cpu"], timeout_seconds=3)
-    dataset = strategy.distribute_dataset(number_range(6, 4))
-    started = time.monotonic()
-    error = raised(lambda: next(iter(dataset))) if dist.get_rank() == 0 else None
-    waited = time.monotonic() - started
-    dist.barrier()
-    return error, waited
-
-
-def test_an_iter_on_one_rank_only_is_an_error_that_names_the_others() -> None:
-    (error, waited), *others = run_ranks(3, iter_on_one_rank_only)
-    assert [found for found, _ in others] == [None, None]
-    assert error is not None
-    assert error.kind == "CoordinationTimeout"
-    assert "1" in error.message
-    assert "2" in error.message
-    assert "rank" in error.message
-    assert waited < HANG_SECONDS
-
-
-def late_to_a_step() -> tuple[int, Raised | None, float]:
-    """Rank 1 stops asking for batches without leaving: the others name it when the time is up."""
-    strategy = tdi.Strategy(devices=["cpu"])
-    options = tdi.InputOptions(prefetch=0, timeout_seconds=3)
-    iterator = iter(strategy.distribute_dataset(number_range(40, 4), options))
-    steps = 0
-    started = time.monotonic()
-
-    def loop() -> None:
-        nonlocal steps
-        while dist.get_rank() == 0 or steps < 2:
-            next(iterator)
-            steps += 1
-
-    error = raised(loop)
-    waited = time.monotonic() - started
-    dist.barrier()
-    return steps, error, waited
-
-
-def test_a_rank_that_stops_asking_is_named_when_the_time_is_up() -> None:
-    (steps, error, waited), (other_steps, other_error, _) = run_ranks(2, late_to_a_step)
-    assert (other_steps, other_error) == (2, None)
-    assert steps >= 2
-    assert error is not None
-    assert error.kind == "CoordinationTimeout"
-    assert "rank 1" in error.message or "[1]" in error.message
-    assert waited < HANG_SECONDS
-
-
-def endless(local_replicas: int) -> tuple[list[Any], Raised | None]:
-    strategy = tdi.Strategy(devices=["cpu"] * local_replicas)
-    dataset = strategy.distribute_dataset(lambda: (torch.arange(4) + 4 * t for t in itertools.count()))
-    found = []
-    for element in dataset:
-        found.append([lists(piece) for piece in strategy.local_results(element)])
-        if len(found) == 10:
-            break
-    no_length = raised(lambda: len(dataset))
-    functions = strategy.distribute_datasets_from_function(lambda context: itertools.repeat(torch.ones(3)))
-    assert len(list(itertools.islice(functions, 10))) == 10
-    dataset.close()
-    functions.close()
-    return found, no_length
-
-
-def test_infinite_sources_go_on_until_all_ranks_leave() -> None:
-    (first, no_length), (second, _) = run_ranks(2, endless, 1)
-    assert first == [[[4 * t, 4 * t + 1]] for t in range(10)]
-    assert second == [[[4 * t + 2, 4 * t + 3]] for t in range(10)]
-    assert no_length is not None
-    assert no_length.kind == "TypeError"
-
-
-def uncoordinated() -> tuple[list[Any], Raised | None]:
-    strategy = one()
-    options = tdi.InputOptions(coordination="off")
-    dataset = strategy.distribute_datasets_from_function(structures.batches_of([[2, 2, 2], [1]]), options)
-    found = []
-    loss = None
-    for element in dataset:
-        found.append((len(element), dataset.step.index, dataset.step.global_size, dataset.step.local_sizes))
-        loss = raised(lambda: tdi.average_loss(torch.ones(2), dataset.step))
-    return found, loss
-
-
-def test_without_coordination_each_worker_has_its_own_end() -> None:
-    (first, first_loss), (second, second_loss) = run_ranks(2, uncoordinated)
-    assert first == [(2, t, None, (2,)) for t in range(3)]
-    assert second == [(1, 0, None, (1,))]
-    for loss in (first_loss, second_loss):
-        assert loss is not None
-        assert "coordination" in loss.message
-
-
-def uncoordinated_failure() -> tuple[int, Raised | None]:
-    """Without coordination a failure is this worker's own."""
-
-    def dataset_fn(context: tdi.InputContext) -> Iterator[torch.Tensor]:
-        yield torch.ones(1)
-        if context.input_pipeline_id == 1:
-            raise BrokenError("only here")
-        yield torch.ones(1)
-
-    dataset = one().distribute_datasets_from_function(dataset_fn, tdi.InputOptions(coordination="off"))
-    steps = 0
-
-    def loop() -> None:
-        nonlocal steps
-        for _ in dataset:
-            steps += 1
-
-    error = raised(loop)
-    return steps, error
-
-
-def test_without_coordination_a_failure_stays_on_its_worker() -> None:
-    first, (steps, error) = run_ranks(2, uncoordinated_failure)
-    assert first == (2, None)
-    assert steps == 1
-    assert error is not None
-    assert error.kind == "SourceError"
-    assert error.cause == "BrokenError"
 
 
 # Beside training

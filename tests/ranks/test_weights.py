@@ -13,8 +13,8 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol, TypeAlias
 
 import pytest
 import torch
@@ -31,11 +31,26 @@ import torchdistinput as tdi
 from tests.matrix import cells
 from torchdistinput.testing import run_ranks
 
-SAMPLES, GLOBAL_BATCH, EPOCHS, STEPS_TOGETHER = 85, 12, 3, 3
+SAMPLES, GLOBAL_BATCH, EPOCHS = 85, 12, 3
+STEPS_TOGETHER, PIECES = 3, 2
 VOCABULARY, LENGTH, WIDTH = 11, 5, 8
+IGNORED = -100
 BOUNDS = {torch.float32: 1e-6, torch.float64: 1e-12}
 
-Loader: TypeAlias = "tdi.DistributedDataset"
+Weights: TypeAlias = tuple[float, ...]
+
+
+class Loader(Protocol):
+    """What a loop needs of ``DistributedDataset`` and of the drop-in ``DataLoader``."""
+
+    @property
+    def step(self) -> tdi.Step: ...
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+    def close(self) -> None: ...
+
+
 Loop: TypeAlias = Callable[[Loader, nn.Module, torch.optim.Optimizer], None]
 
 
@@ -70,15 +85,18 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 def samples() -> TensorDataset:
     """Text, the targets, and which tokens count: between one and all of a sequence."""
-    made = torch.Generator().manual_seed(2)
+    made = seeded(2)
     text, targets = torch.randint(0, VOCABULARY, (2, SAMPLES, LENGTH), generator=made)
     lengths = torch.randint(1, LENGTH + 1, (SAMPLES, 1), generator=made)
     return TensorDataset(text, targets, torch.arange(LENGTH) < lengths)
 
 
-def plain_loader(batch_size: int, num_workers: int = 0) -> DataLoader[tuple[Tensor, ...]]:
-    generator = torch.Generator().manual_seed(3)
-    return DataLoader(samples(), batch_size, shuffle=True, generator=generator, num_workers=num_workers)
+def plain_loader(batch_size: int, **more: Any) -> DataLoader[tuple[Tensor, ...]]:
+    return DataLoader(samples(), batch_size, shuffle=True, generator=seeded(3), **more)
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
 
 
 def token_losses(model: nn.Module, text: Tensor, targets: Tensor) -> Tensor:
@@ -114,11 +132,11 @@ def accumulated(loader: Loader, model: nn.Module, optimizer: torch.optim.Optimiz
     """The mean over the samples of several global batches: each step counts by its share of their samples."""
     batches = iter(loader)
     while group := [(batch, loader.step) for batch in itertools.islice(batches, STEPS_TOGETHER)]:
-        total = sum(step.global_size or 0 for _, step in group)
+        total = sum(size_of(step) for _, step in group)
         for number, ((text, targets, _), step) in enumerate(group, start=1):
             with exchanging_gradients(model, number == len(group)):
                 per_sample = token_losses(model, text, targets).mean(dim=1)
-                backward(tdi.average_loss(per_sample, step) * (step.global_size or 0) / total)
+                backward(tdi.average_loss(per_sample, step) * size_of(step) / total)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -132,17 +150,38 @@ def accumulated_by_tokens(loader: Loader, model: nn.Module, optimizer: torch.opt
         for number, ((text, targets, counts), step) in enumerate(group, start=1):
             with exchanging_gradients(model, number == len(group)):
                 losses = token_losses(model, text, targets) * counts
-                backward(tdi.average_loss(losses, step) * (step.global_size or 0) / total)
+                backward(tdi.average_loss(losses, step) * size_of(step) / total)
         optimizer.step()
         optimizer.zero_grad()
 
 
+def in_pieces(loader: Loader, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """The mean over each global batch, where a part of it is too much for one pass: the same pieces on every rank."""
+    for text, targets, _ in loader:
+        pieces = list(zip(text.tensor_split(PIECES), targets.tensor_split(PIECES), strict=True))
+        for number, (some_text, some_targets) in enumerate(pieces, start=1):
+            with exchanging_gradients(model, number == len(pieces)):
+                per_sample = token_losses(model, some_text, some_targets).mean(dim=1)
+                backward(per_sample.sum() * loader.step.num_workers / size_of(loader.step))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def size_of(step: tdi.Step) -> int:
+    assert step.global_size is not None  # it is None only with coordination="off"
+    return step.global_size
+
+
 @contextlib.contextmanager
 def exchanging_gradients(model: nn.Module, wanted: bool) -> Iterator[None]:
-    """Gradients of steps that are accumulated need to travel only once."""
+    """Gradients that are accumulated need to travel only once. (DDP with a static graph cannot wait with its first.)"""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(wanted)
-    with contextlib.nullcontext() if wanted or not isinstance(model, DistributedDataParallel) else model.no_sync():
+        yield
+    elif isinstance(model, DistributedDataParallel) and not model.static_graph and not wanted:
+        with model.no_sync():
+            yield
+    else:
         yield
 
 
@@ -151,42 +190,75 @@ LOOPS: dict[str, Loop] = {
     "tokens": each_step_by_tokens,
     "accumulated": accumulated,
     "accumulated tokens": accumulated_by_tokens,
+    "in pieces": in_pieces,
 }
 
 # ------------------------------------------------------------------------------------------------------- one process
 
 
-@functools.cache
-def weights_of_one_process(feature: str, dtype: torch.dtype) -> tuple[float, ...]:
-    """torch alone: accumulated steps are one batch of that many times the size, and the loss is the plain mean."""
+def train_alone(batch_size: int, dtype: torch.dtype, loss_of: Callable[[nn.Module, list[Tensor]], Tensor]) -> Weights:
     model = new_net(dtype)
     optimizer = optimizer_of(model)
-    loader = plain_loader(GLOBAL_BATCH * (STEPS_TOGETHER if "accumulated" in feature else 1))
+    loader = plain_loader(batch_size)
     for _ in range(EPOCHS):
-        for text, targets, counts in loader:
-            if "tokens" in feature:
-                loss = F.cross_entropy(model(text), targets.where(counts, -100))
-            else:
-                loss = F.cross_entropy(model(text), targets)
+        for batch in loader:
             optimizer.zero_grad()
-            backward(loss)
+            backward(loss_of(model, batch))
             optimizer.step()
     return weights_of(model)
 
 
-def weights_of(model: nn.Module) -> tuple[float, ...]:
+def mean(model: nn.Module, batch: list[Tensor]) -> Tensor:
+    text, targets, _ = batch
+    return F.cross_entropy(model(text), targets)
+
+
+def mean_of_tokens(model: nn.Module, batch: list[Tensor]) -> Tensor:
+    text, targets, counts = batch
+    return F.cross_entropy(model(text), targets.where(counts, IGNORED), ignore_index=IGNORED)
+
+
+def mean_of_means(share: int, model: nn.Module, batch: list[Tensor]) -> Tensor:
+    """Each rank's own mean, averaged over the ranks that have something; or each step's, averaged over steps."""
+    text, targets, _ = batch
+    parts = zip(torch.split(text, share), torch.split(targets, share), strict=True)
+    return torch.stack([F.cross_entropy(model(some_text), some_targets) for some_text, some_targets in parts]).mean()
+
+
+@functools.cache
+def weights_of_one_process(feature: str, dtype: torch.dtype) -> Weights:
+    """torch alone: accumulated steps are one batch of that many times the size, and the loss is the plain mean."""
+    together = STEPS_TOGETHER if "accumulated" in feature else 1
+    return train_alone(GLOBAL_BATCH * together, dtype, mean_of_tokens if "tokens" in feature else mean)
+
+
+def weights_of(model: nn.Module) -> Weights:
     whole = [each.full_tensor() if isinstance(each, DTensor) else each for each in model.parameters()]
     return tuple(torch.cat([each.detach().double().flatten() for each in whole]).tolist())
 
 
-def largest_difference(one: Sequence[float], other: Sequence[float]) -> float:
-    assert len(one) == len(other)
+def largest_difference(one: Weights, other: Weights) -> float:
     return max(abs(a - b) for a, b in zip(one, other, strict=True))
+
+
+def test_means_of_means_would_train_something_else() -> None:
+    """What the bounds are worth: they are far below what the training does, and what the usual loops get wrong."""
+    plain, accumulated_steps = (weights_of_one_process(feature, torch.float64) for feature in ("plain", "accumulated"))
+    of_ranks = train_alone(GLOBAL_BATCH, torch.float64, functools.partial(mean_of_means, 5))
+    of_steps = train_alone(GLOBAL_BATCH * STEPS_TOGETHER, torch.float64, functools.partial(mean_of_means, GLOBAL_BATCH))
+    assert largest_difference(weights_of(new_net(torch.float64)), plain) > 1e-2
+    assert largest_difference(of_ranks, plain) > 1e-3
+    assert largest_difference(of_steps, accumulated_steps) > 1e-3
 
 
 # ------------------------------------------------------------------------------------------------------- many ranks
 
-WRAPPERS: dict[str, Callable[[Net], nn.Module]] = {}
+
+LOADERS: dict[str, Callable[[tdi.Strategy], Loader]] = {
+    "distribute_dataset": lambda strategy: strategy.distribute_dataset(plain_loader(GLOBAL_BATCH)),
+    "two loader workers": lambda strategy: strategy.distribute_dataset(plain_loader(GLOBAL_BATCH, num_workers=2)),
+    "drop-in": lambda _: tdi.DataLoader(samples(), GLOBAL_BATCH, shuffle=True, generator=seeded(3)),
+}
 
 
 def wrap(net: Net, wrapper: str) -> nn.Module:
@@ -204,20 +276,19 @@ class Cell:
     feature: str
     world: int
     dtype: torch.dtype
-    num_workers: int
+    loader: str
 
 
-def train(cell: Cell) -> tuple[float, ...]:
+def train(cell: Cell) -> Weights:
     model = wrap(new_net(cell.dtype), cell.wrapper)
     optimizer = optimizer_of(model)
-    strategy = tdi.get_strategy()
-    with strategy.distribute_dataset(plain_loader(GLOBAL_BATCH, cell.num_workers)) as loader:
+    with contextlib.closing(LOADERS[cell.loader](tdi.get_strategy())) as loader:
         for _ in range(EPOCHS):
             LOOPS[cell.feature](loader, model, optimizer)
     return weights_of(model)
 
 
-def train_all(chosen: list[Cell]) -> list[tuple[float, ...]]:
+def train_all(chosen: list[Cell]) -> list[Weights]:
     with tdi.Strategy(devices=["cpu"]).scope():
         return [train(cell) for cell in chosen]
 
@@ -226,7 +297,7 @@ CELLS = list(itertools.product(["DDP", "DDP(static_graph=True)", "FSDP2"], LOOPS
 SETTINGS: dict[str, list[Any]] = {
     "world": [2, 3, 4, 7],
     "dtype": [torch.float32, torch.float64],
-    "num_workers": [0, 2],
+    "loader": list(LOADERS),
 }
 CELLS_OF_A_LAUNCH = 12
 

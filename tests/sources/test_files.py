@@ -188,6 +188,11 @@ def test_without_shuffling_the_order_of_the_files_is_the_list_in_every_epoch(tmp
 # The place
 
 
+def place_of(folder: Path, record: str) -> RecordPlace:
+    """By its text: "b3" is record 3 of the second file."""
+    return RecordPlace(f"{folder}/{record[0]}.txt", int(record[1:]), ord(record[0]) - ord("a"))
+
+
 @pytest.mark.parametrize("asked", ["always", "sometimes", "last"])
 def test_the_place_names_the_file_and_the_record(asked: str, tmp_path: Path) -> None:
     for sizes, cycle, block, buffer in COMBINATIONS[:: 1 if asked == "always" else 3]:
@@ -196,10 +201,23 @@ def test_the_place_names_the_file_and_the_record(asked: str, tmp_path: Path) -> 
         record = None
         for position, record in enumerate(walk):
             if asked == "always" or (asked == "sometimes" and position % 3 == 1):
-                assert walk.place == RecordPlace(f"{tmp_path}/{record[0]}.txt", int(record[1:]))
+                assert walk.place == place_of(tmp_path, record)
                 assert walk.place.record == int(record[1:])
         if record is not None:
-            assert walk.place == RecordPlace(f"{tmp_path}/{record[0]}.txt", int(record[1:]))
+            assert walk.place == place_of(tmp_path, record)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 100])
+def test_the_places_of_taken_records_are_known_for_any_part_of_them(count: int, tmp_path: Path) -> None:
+    for sizes, cycle, block, buffer in COMBINATIONS:
+        dataset = text(write(tmp_path, *sizes), cycle_length=cycle, block_length=block, shuffle_buffer=buffer)
+        walk = dataset.walk(range(len(sizes)), 0)
+        taken = []
+        while records := walk.take(count):
+            for lo, hi in ((0, len(records)), (1, 3), (len(records) - 1, len(records)), (2, 2)):
+                assert walk.places(lo, hi) == [place_of(tmp_path, record) for record in records[lo:hi]]
+            taken += records
+        assert taken == list(dataset.walk(range(len(sizes)), 0))
 
 
 def test_the_place_is_known_however_the_walk_is_iterated(tmp_path: Path) -> None:
@@ -239,7 +257,7 @@ def test_a_record_that_cannot_be_decoded_is_named(tmp_path: Path) -> None:
         list(dataset)
     assert (caught.value.file, type(caught.value.__cause__)) == (b, ZeroDivisionError)
     with pytest.raises(SourceError, match="record 17") as caught:
-        dataset.decode("b3", RecordPlace(b, 17))
+        dataset.decode("b3", RecordPlace(b, 17, 1))
     assert (caught.value.file, type(caught.value.__cause__)) == (b, ZeroDivisionError)
 
 
@@ -264,7 +282,7 @@ def test_a_failing_walk_closes_all_its_files(tmp_path: Path) -> None:
     with pytest.raises(SourceError):
         next(walk)
     assert open_files(tmp_path) == 0
-    assert walk.place == RecordPlace(names[1], 0)
+    assert walk.place == RecordPlace(names[1], 0, 1)
 
 
 def test_a_folder_is_named_when_it_is_read(tmp_path: Path) -> None:

@@ -31,9 +31,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchdistinput.backends.attendance import Store
 from torchdistinput.errors import RankLost
 
-__all__ = ["Gloo", "ProcessGroupChannel", "Store", "Watch", "all_gather", "gather_texts"]
+__all__ = ["Gloo", "ProcessGroupChannel", "Watch", "all_gather", "gather_texts"]
 
 _WATCH_SECONDS = 1.0
 _SIGN_SECONDS = 1.5
@@ -66,39 +67,15 @@ class Gloo(Protocol):
         """From one, to all."""
 
 
-class Store(Protocol):
-    """What is used of a torch store."""
-
-    def set(self, key: str, value: str) -> None:
-        """Writes."""
-
-    def get(self, key: str) -> bytes:
-        """Reads; waits for the key."""
-
-    def add(self, key: str, amount: int) -> int:
-        """Adds to a counter, and returns what it then is."""
-
-    def check(self, keys: list[str]) -> bool:
-        """Whether the keys are there."""
-
-    def wait(self, keys: list[str], timeout: datetime.timedelta) -> None:
-        """Waits for the keys."""
-
-    def delete_key(self, key: str) -> bool:
-        """Deletes."""
-
-    def clone(self) -> Store:
-        """The same store over another connection."""
-
-
 def gather_texts(group: Gloo, text: str) -> list[str]:
     """Every rank's text, by rank. Collective: every rank of the group calls this."""
-    data = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
-    sizes = [int(size) for size in all_gather(group, torch.tensor([data.numel()]))]
-    padded = torch.zeros(max(sizes), dtype=torch.uint8)
-    padded[: data.numel()] = data
+    data = text.encode(errors="surrogatepass")  # names of files may hold what is no proper unicode
+    sizes = [int(size) for size in all_gather(group, torch.tensor([len(data)]))]
+    padded = torch.frombuffer(bytearray(data.ljust(max(*sizes, 1))), dtype=torch.uint8)  # never empty
     parts = all_gather(group, padded)
-    return [bytes(part[:size].numpy()).decode().strip() for part, size in zip(parts, sizes, strict=True)]
+    return [
+        bytes(part[:size].numpy()).decode(errors="surrogatepass") for part, size in zip(parts, sizes, strict=True)
+    ]
 
 
 def all_gather(group: Gloo, tensor: Tensor) -> list[Tensor]:
@@ -160,7 +137,10 @@ class ProcessGroupChannel:
     def late(self) -> list[int]:
         """See ``Channel.late``."""
         sequence = self._sequence
-        return [rank for rank in range(self.num_ranks) if rank != self.rank and not self._has_come(rank, sequence)]
+        others = [rank for rank in range(self.num_ranks) if rank != self.rank]
+        with contextlib.suppress(dist.DistError, RuntimeError):  # no store, no names: the wait ends all the same
+            return [rank for rank in others if not self._has_come(rank, sequence)]
+        return []
 
     def say_waiting(self) -> None:
         """Tells the others, through the store, in which exchange this rank waits. The watch calls this."""
@@ -173,7 +153,7 @@ class ProcessGroupChannel:
                 return
             self._dead = reason
         with contextlib.suppress(dist.DistError, RuntimeError):  # the store may be gone; the closing below still tells
-            self._store.set(f"left/{self.rank}", reason)
+            self._store.set(f"left/{self.rank}", reason.encode(errors="backslashreplace").decode())
         self._close_connections()
         self._finish(reusable=False)
 
@@ -297,7 +277,8 @@ class Watch:
     """Says at the store, once a second, in which exchange this rank waits. One thread while any channel is in use."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # Reentrant: the garbage collector may close a dropped iterator on a thread that is in here.
+        self._lock = threading.RLock()
         self._channels: set[ProcessGroupChannel] = set()
         self._stop: threading.Event | None = None
         self._thread: threading.Thread | None = None

@@ -5,8 +5,8 @@ Decisions.
   (``channels.py``). They are bare ``ProcessGroupGloo`` objects over a store prefix of their own, not ``new_group``: no
   rank outside the strategy takes part, they outlive a default group that is ended first, and a name is never used twice
   (``new_group(use_local_synchronization=True)`` reuses the name of a destroyed group and then dials its old addresses).
-- Before an agreement the ranks sign in at the store, so an absent rank is known by name and the wait stays
-  interruptible. That is two or three requests of each rank, once an epoch.
+- Before an agreement the ranks sign in at the store (``attendance.py``), so an absent rank is known by name and the
+  wait stays interruptible. That is two or three requests of each rank, once an epoch.
 - The store of the default group comes from a private function of torch (torch's own FSDP gets it so): there is no
   public way to it, and a second store would need a second address.
 """
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import datetime
 import hashlib
-import time
 import weakref
 from collections.abc import Sequence
 from typing import Any, Protocol, cast, final
@@ -24,9 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchdistinput.backends.channels import Gloo, ProcessGroupChannel, Store, Watch, all_gather, gather_texts
+from torchdistinput.backends.attendance import Attendance, Store, prefixed
+from torchdistinput.backends.channels import Gloo, ProcessGroupChannel, Watch, all_gather, gather_texts
 from torchdistinput.backends.launch import Members
-from torchdistinput.errors import CoordinationTimeout, RankLost
+from torchdistinput.errors import RankLost
 
 __all__ = ["Channel", "ProcessGroupRanks", "Ranks"]
 
@@ -95,17 +95,6 @@ class Ranks(Protocol):
         """Every worker's tensor, ``sizes[i]`` long along ``axis``. Collective: every rank calls this."""
 
 
-def _quiet_wait(store: Store, key: str, seconds: float) -> bool:
-    """Whether a key appears in time. A store that is gone raises."""
-    try:
-        store.wait([key], datetime.timedelta(seconds=seconds))
-    except dist.DistNetworkError:
-        raise
-    except (dist.DistStoreError, RuntimeError):
-        return bool(store.check([key]))
-    return True
-
-
 @final
 class ProcessGroupRanks:
     """The ranks of a process group or mesh.
@@ -133,13 +122,13 @@ class ProcessGroupRanks:
         place = f"torchdistinput/{hashlib.sha256(repr(self._ranks).encode()).hexdigest()[:16]}"
         # Each rank counts its own strategies over these ranks: the n-th one meets the n-th one of the others.
         count = root.add(f"{place}/strategies/{self.rank}", 1)
-        self._root = _prefixed(f"{place}/{count}", root)
+        self._root = prefixed(f"{place}/{count}", root)
         self._watch = Watch()
         self._channels: dict[int, ProcessGroupChannel] = {}
         self._free: set[int] = set()
         self._next_channel = 0
-        self._agreements = 0
-        self._arrive("Strategy()", timeout_seconds)
+        self._attendance = Attendance(self._root, self.rank, self._ranks)
+        self._attendance.wait_for_all("Strategy()", timeout_seconds)
         self._controls = [self._new_group("control")]
         weakref.finalize(self, _drop_groups, self._controls, self._channels)
 
@@ -154,7 +143,7 @@ class ProcessGroupRanks:
 
     def gather_texts(self, text: str, what: str) -> list[str]:
         """See ``Ranks.gather_texts``."""
-        self._arrive(what, self._timeout_seconds)
+        self._attendance.wait_for_all(what, self._timeout_seconds)
         try:
             return gather_texts(self._control(), text)
         except RuntimeError as error:
@@ -177,49 +166,31 @@ class ProcessGroupRanks:
         return self._channels[number]
 
     def _make_channel(self, number: int) -> ProcessGroupChannel:
+        free = self._free  # and not self, which must not be kept alive by its channels
+
         def give_back(*, reusable: bool) -> None:
             if reusable:
-                self._free.add(number)
+                free.add(number)
 
-        store = _prefixed(f"channel/{number}", self._root.clone())
+        store = prefixed(f"channel/{number}", self._root.clone())
         group = self._new_group(f"channel/{number}/group")
         return ProcessGroupChannel(group, store, self._watch, give_back, self._ranks)
 
     def _new_group(self, name: str) -> Gloo:
-        store = _prefixed(name, self._root)
+        store = prefixed(name, self._root)
         timeout = datetime.timedelta(seconds=self._timeout_seconds)
         return cast(Gloo, cast(Any, dist).ProcessGroupGloo(store, self.rank, self.num_ranks, timeout))
 
-    def _arrive(self, what: str, timeout_seconds: float) -> None:
-        """Signs in at the store and waits until all have: bounded, interruptible, absent ranks named."""
-        number = self._agreements = self._agreements + 1
-        self._root.set(f"at/{self.rank}", str(number))
-        if self._root.add("arrived", 1) == number * self.num_ranks:
-            self._root.set(f"all/{number}", "")
-            self._root.delete_key(f"all/{number - 1}")
-            return
-        deadline = time.monotonic() + timeout_seconds
-        while not _quiet_wait(self._root, f"all/{number}", max(0.01, min(1.0, deadline - time.monotonic()))):
-            if time.monotonic() < deadline:
-                continue
-            absent = [rank for rank in range(self.num_ranks) if not self._has_arrived(rank, number)]
-            self._root.add("arrived", -1)
-            self._agreements -= 1
-            names = ", ".join(str(self._ranks[rank]) for rank in absent)
-            raise CoordinationTimeout(
-                f"{what}: rank {names} did not come within {timeout_seconds:g} seconds. Every rank of the strategy "
-                "calls this, in the same order; if the rank is only slow, raise timeout_seconds."
-            )
-
-    def _has_arrived(self, rank: int, number: int) -> bool:
-        return bool(self._root.check([f"at/{rank}"])) and int(self._root.get(f"at/{rank}")) >= number
-
     def broadcast_from_first(self, tensor: Tensor) -> None:
         """See ``Ranks.broadcast_from_first``."""
-        if tensor.device.type == "cpu":
-            self._control().broadcast(tensor, 0).wait()
+        data = tensor.contiguous()
+        plain = data.flatten().view(torch.uint8)  # gloo does not know every dtype; bytes it does
+        if plain.device.type == "cpu":
+            self._control().broadcast(plain, 0).wait()
         else:
-            dist.broadcast(tensor, group=self._group, group_src=0)
+            dist.broadcast(plain, group=self._group, group_src=0)
+        if data is not tensor:
+            tensor.copy_(data)
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
         """See ``Ranks.all_reduce_sum``."""
@@ -251,7 +222,3 @@ def _drop_groups(controls: list[Gloo], channels: dict[int, ProcessGroupChannel])
     for channel in channels.values():
         channel.drop()
     channels.clear()
-
-
-def _prefixed(prefix: str, store: Store) -> Store:
-    return cast(Store, cast(Any, dist).PrefixStore(prefix, store))

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 import torch.distributed as dist
 
+from torchdistinput.backends.attendance import Attendance, Store, prefixed
+from torchdistinput.errors import CoordinationTimeout
+
 __all__ = [
     "Launch",
     "Members",
+    "default_group",
     "default_group_exists",
     "find_launch",
     "find_members",
@@ -111,6 +116,9 @@ class Launch:
         self.local_world_size = int(environment.get("LOCAL_WORLD_SIZE", "1"))
         self.node = int(environment.get("GROUP_RANK", "0"))
         self.address = environment.get("MASTER_ADDR")
+        self.port = int(environment.get("MASTER_PORT", "0"))
+        self.restarts = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        self.has_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self.launched = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys()
 
 
@@ -119,23 +127,59 @@ def find_launch() -> Launch:
     return Launch(os.environ)
 
 
-def join_default_group(accelerator: str | None) -> None:
-    """Makes the default group from the launcher's environment. Collective: every rank calls this.
+def join_default_group(launch: Launch, accelerator: str | None, timeout_seconds: float) -> None:
+    """Makes the default group from what the launcher said. Collective: every rank calls this.
+
+    The ranks sign in first: torch's own rendezvous would wait half an hour for one that never comes, and not name it.
+    The group's own timeout stays torch's.
 
     Args:
+      launch: what the launcher said.
       accelerator: the kind of accelerator that this machine has, if any; host tensors go over gloo in any case.
+      timeout_seconds: how long to wait for the other ranks.
+
+    Raises:
+      CoordinationTimeout: a rank did not come; it is named.
     """
-    if accelerator is None:
-        dist.init_process_group("gloo")
-        return
-    backend = dist.get_default_backend_for_device(accelerator)
-    dist.init_process_group(f"cpu:gloo,{accelerator}:{backend}")
+    backend = "gloo"
+    if accelerator is not None:
+        backend = f"cpu:gloo,{accelerator}:{dist.get_default_backend_for_device(accelerator)}"
+    store = _meeting_place(launch, timeout_seconds)
+    names = range(launch.world_size)
+    Attendance(prefixed("torchdistinput/launch", store), launch.rank, names).wait_for_all("Strategy()", timeout_seconds)
+    group_store = cast(Any, prefixed("default_pg", store))
+    dist.init_process_group(backend, store=group_store, rank=launch.rank, world_size=launch.world_size)
+
+
+def _meeting_place(launch: Launch, timeout_seconds: float) -> Store:
+    """The store that the launcher named: its own, or one that rank 0 hosts; new for each restart."""
+    try:
+        store = cast(Any, dist).TCPStore(
+            launch.address,
+            launch.port,
+            launch.world_size,
+            launch.rank == 0 and not launch.has_store,
+            datetime.timedelta(seconds=timeout_seconds),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except dist.DistError as error:
+        raise CoordinationTimeout(
+            f"Strategy(): no store at {launch.address}:{launch.port} within {timeout_seconds:g} seconds: rank 0, which "
+            "hosts it, did not come. Start every rank, and look at MASTER_ADDR and MASTER_PORT."
+        ) from error
+    return prefixed(f"torchdistinput/attempt/{launch.restarts}", store)
 
 
 def leave_default_group() -> None:
     """Ends the default group, if it is still there. Local."""
     if default_group_exists():
         dist.destroy_process_group()
+
+
+def default_group() -> Any:
+    """The default group, or ``None``. Local."""
+    return dist.group.WORLD if default_group_exists() else None
 
 
 def default_group_exists() -> bool:

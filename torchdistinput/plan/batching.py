@@ -149,6 +149,12 @@ class Cutter:
                 pieces += [(size, size)] * (-len(pieces) % local)
         return [tuple(pieces[start : start + local]) for start in range(0, len(pieces), local)]
 
+    @property
+    def largest_piece_size(self) -> int | None:
+        """``ceil(G / N)``, which no piece exceeds; ``None`` where the source yields ready batches."""
+        size = self.global_batch_size
+        return None if size is None else -(-size // self.topology.num_replicas)
+
     def certain_piece_size(self, *, drop_last: bool) -> int | None:
         """The size of every piece, where it is certain: full batches only, and N divides G."""
         if self.global_batch_size is None or not drop_last or self.global_batch_size % self.topology.num_replicas:

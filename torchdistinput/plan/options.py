@@ -37,10 +37,26 @@ class InputOptions:
         only its own non-empty steps (TensorFlow's asynchronous workers).
       timeout_seconds: how long a rank waits for another one; ``None`` takes the strategy's.
       replication_mode: for ``distribute_datasets_from_function`` only.
+      with_index: yields ``(index, element)``. The index is int64, ``(b,)``, one number of 0 or more for each sample,
+        whoever reads it, as ``Strategy.gather_ordered`` takes it:
+
+        - map-style datasets: the index that the sampler gave (or, where that is no int, the position in the epoch);
+        - ``FileDataset``: ``file * 2**40 + record``, by the places in the list of files and in the file, whatever the
+          shuffling;
+        - other iterables: the position in the epoch's order. Where workers have data of their own (OFF, HINT, a
+          dataset function), ``worker * 2**48`` plus the position in the worker's order; for map-style datasets under
+          HINT, plus the index in the shard;
+        - where an item or record is a whole batch: its number times ``2**20``, plus the row (file * 2**40 is added).
+      partial_batch: ``"keep"``: pieces have as many rows as they have samples. ``"pad"``: every piece is filled up to
+        ``ceil(G / N)`` rows with zeros (lists with empty strings, or ``None``), and ``(element, mask)`` is yielded,
+        with an index ``(index, element, mask)``: the mask is bool, ``(rows,)``, true for samples, and the index of a
+        padded row is -1. Padded rows are samples in no count; ``average_loss(..., weights=mask)`` leaves them out.
+        Needs a known global batch size.
 
     Raises:
       TypeError: a value of another type.
-      ValueError: ``prefetch`` is negative, ``timeout_seconds`` is not positive, or ``coordination`` is another word.
+      ValueError: ``prefetch`` is negative, ``timeout_seconds`` is not positive, or ``coordination`` or
+        ``partial_batch`` is another word.
     """
 
     auto_shard_policy: AutoShardPolicy = AutoShardPolicy.AUTO
@@ -49,6 +65,8 @@ class InputOptions:
     coordination: Literal["on", "off"] = "on"
     timeout_seconds: float | None = None
     replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER
+    with_index: bool = False
+    partial_batch: Literal["keep", "pad"] = "keep"
 
     def __post_init__(self) -> None:
         if not isinstance(self.auto_shard_policy, AutoShardPolicy):
@@ -63,6 +81,10 @@ class InputOptions:
             raise ValueError(f"timeout_seconds is {self.timeout_seconds}; it must be positive.")
         if self.coordination not in ("on", "off"):
             raise ValueError(f"coordination is {self.coordination!r}; it must be 'on' or 'off'.")
+        if not isinstance(self.with_index, bool):
+            raise TypeError(f"with_index is {self.with_index!r}; True or False is needed.")
+        if self.partial_batch not in ("keep", "pad"):
+            raise ValueError(f"partial_batch is {self.partial_batch!r}; it must be 'keep' or 'pad'.")
 
 
 @final

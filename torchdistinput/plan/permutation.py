@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     Indices: TypeAlias = npt.NDArray[np.int64]
     Words: TypeAlias = npt.NDArray[np.uint64]
 
-__all__ = ["Permutation", "shuffled"]
+__all__ = ["Permutation", "shuffled", "word"]
 
 _MAX_LENGTH: Final = 2**62
 _MAX_SORTED: Final = 2**12
@@ -166,6 +166,11 @@ class Permutation:
             left_bits, right_bits = right_bits, left_bits
         joined: Words = (left << np.uint64(right_bits)) | right
         return joined
+
+
+def word(*key: int) -> int:
+    """A 64-bit word that depends on every bit of the key's ints, of any size and sign; the same on every machine."""
+    return _digest(key)
 
 
 def shuffled(n: int, *key: int) -> list[int]:

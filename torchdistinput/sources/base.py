@@ -7,7 +7,8 @@ from typing import Any, Protocol, final, runtime_checkable
 
 from torchdistinput.flow import Row, Stream
 
-__all__ = ["RowStream", "SetsEpoch", "Shards", "Source"]
+__all__ = ["HasWorkers", "HoldsTorchLoader", "RowStream", "SetsEpoch", "Shards", "Source"]
+
 
 class Source(Protocol):
     """The data of one distributed dataset, as one worker reads it."""
@@ -16,6 +17,8 @@ class Source(Protocol):
     """Whether making a stream draws from torch's default random state (rank 0's then counts for all ranks)."""
     certain_piece_size: int | None
     """The size of every piece, where it is certain."""
+    largest_piece_size: int | None
+    """The size that no piece exceeds, where it is known."""
 
     def fingerprint(self) -> Mapping[str, Any]:
         """Plain facts that must be equal on all ranks."""
@@ -47,6 +50,23 @@ class SetsEpoch(Protocol):
 
     def set_epoch(self, epoch: int) -> None:
         """Takes the number of the coming epoch."""
+
+
+@runtime_checkable
+class HasWorkers(Protocol):
+    """A source that reads through loader workers."""
+
+    def lost_workers(self) -> str:
+        """Which of them died, in words; nothing where none did. Local."""
+
+
+@runtime_checkable
+class HoldsTorchLoader(Protocol):
+    """The drop-in ``DataLoader``, which stands on a higher floor."""
+
+    @property
+    def torch_loader(self) -> Any:
+        """The torch loader of one process."""
 
 
 @runtime_checkable

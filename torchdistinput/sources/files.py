@@ -21,6 +21,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torchdistinput.backends.filesystem import FileNames, check_compression, expand, open_file
 from torchdistinput.errors import SourceError
 from torchdistinput.plan.permutation import shuffled
+from torchdistinput.sources.seeds import Samples, epoch_key
 from torchdistinput.sources.walks import Lane, Read, RecordPlace, RecordWalk
 
 __all__ = ["FileDataset", "list_files"]
@@ -117,7 +118,7 @@ class FileDataset(IterableDataset[Any]):
         check_compression(compression)
         self.map_fn = map_fn
         self._read = read
-        self._seed = _checked_int("seed", seed)
+        self.seed = _checked_int("seed", seed)
         self._shuffle_files = shuffle_files
         self._shuffle_buffer = _checked_int("shuffle_buffer", shuffle_buffer, at_least=0)
         self._cycle_length = _checked_int("cycle_length", cycle_length, at_least=1)
@@ -131,7 +132,7 @@ class FileDataset(IterableDataset[Any]):
         """The indices of ``files`` in the order of an epoch; before they are dealt to workers."""
         if not self._shuffle_files:
             return list(range(len(self.files)))
-        return shuffled(len(self.files), self._seed, epoch)
+        return shuffled(len(self.files), self.seed, epoch)
 
     def walk(self, order: Sequence[int], epoch: int) -> RecordWalk:
         """Walks over the undecoded records of some files. Files are opened as the walk comes to them.
@@ -170,7 +171,7 @@ class FileDataset(IterableDataset[Any]):
             "first file": self.files[0],
             "shuffle_files": self._shuffle_files,
             "shuffle_buffer": self._shuffle_buffer,
-            "seed": self._seed,
+            "seed": self.seed,
             "cycle_length": self._cycle_length,
             "block_length": self._block_length,
         }
@@ -184,17 +185,19 @@ class FileDataset(IterableDataset[Any]):
         epoch = self._epochs.take()
         info = get_worker_info()
         worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
-        return self._share(self.walk(self.file_order(epoch), epoch), worker, num_workers)
+        return self._share(self.walk(self.file_order(epoch), epoch), epoch, worker, num_workers)
 
-    def _share(self, walk: RecordWalk, worker: int, num_workers: int) -> Iterator[Any]:
+    def _share(self, walk: RecordWalk, epoch: int, worker: int, num_workers: int) -> Iterator[Any]:
         with closing(walk):
             mine = islice(walk, worker, None, num_workers)
             if self.map_fn is None:
                 yield from mine
                 return
+            reading = Samples(epoch_key(self.seed, epoch), walk)
             for record in mine:
                 try:
-                    decoded = self.map_fn(record)
+                    with reading:
+                        decoded = self.map_fn(record)
                 except Exception as error:
                     raise _undecodable(walk.place, error) from error
                 yield decoded
@@ -202,7 +205,7 @@ class FileDataset(IterableDataset[Any]):
     def _lane(self, epoch: int, index: int) -> Lane:
         name = self.files[index]
         opened = open_file(name, self._compression, self._storage_options)
-        return Lane(name, opened, self._read, self._shuffle_buffer, (self._seed, epoch, index))
+        return Lane(name, index, opened, self._read, self._shuffle_buffer, (self.seed, epoch, index))
 
 
 @final

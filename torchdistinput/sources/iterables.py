@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, cast, final
 
+import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from torchdistinput import tree
@@ -25,6 +26,7 @@ from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.base import RowStream, SetsEpoch, Shards
 from torchdistinput.sources.files import FileDataset
+from torchdistinput.sources.index import Positions
 from torchdistinput.sources.worker_side import (
     CutReady,
     CutSamples,
@@ -33,6 +35,7 @@ from torchdistinput.sources.worker_side import (
     RecordRows,
     as_is,
     batched,
+    labels_by_position,
     rows_of,
 )
 
@@ -86,6 +89,7 @@ class IterableSource:
       global_batch_size: G, if samples are to be batched here.
       collate: makes a batch of samples; torch's ``default_collate`` if not given.
       first: what the function returned already, for the first epoch.
+      with_index: whether each piece comes with the numbers of its samples.
     """
 
     draws_from_default_generator = False
@@ -99,6 +103,7 @@ class IterableSource:
         collate: Collate | None,
         *,
         first: Any = None,
+        with_index: bool = False,
     ) -> None:
         if policy is AutoShardPolicy.HINT and topology.num_workers > 1:
             data = cast(Shards, data).shard(num_shards=topology.num_workers, index=topology.worker)
@@ -107,7 +112,9 @@ class IterableSource:
         self._shared = policy is AutoShardPolicy.DATA or topology.num_workers == 1
         self._cutter = Cutter(topology, self._shared, global_batch_size)
         self._collate = collate
+        self._with_index = with_index
         self.certain_piece_size: int | None = None
+        self.largest_piece_size = self._cutter.largest_piece_size
 
     def fingerprint(self) -> Mapping[str, Any]:
         """See ``Source.fingerprint``."""
@@ -140,11 +147,11 @@ class IterableSource:
         elements = Guarded(self._reopen())
         size = self._cutter.global_batch_size
         if size is None:
-            cut_ready = CutReady(self._collate or as_is, self._cutter)
-            rows = rows_of(cut_ready(element) for element in elements)
+            cuts = map(CutReady(self._collate or as_is, self._cutter), elements)
         else:
             cut_samples = CutSamples(self._collate or default_collate, self._cutter)
-            rows = rows_of(cut_samples(samples) for samples in batched(elements, size, drop_last=False))
+            cuts = map(cut_samples, batched(elements, size, drop_last=False))
+        rows = rows_of(cuts, labels_by_position(self._cutter) if self._with_index else None)
         return RowStream(rows, in_background=False, close=_nothing)
 
 
@@ -158,6 +165,7 @@ class RecordSource:
       topology: where this worker stands.
       global_batch_size: G, if records are to be batched here.
       collate: makes a batch of samples; torch's ``default_collate`` if not given.
+      with_index: whether each piece comes with the numbers of its samples.
     """
 
     draws_from_default_generator = False
@@ -170,13 +178,22 @@ class RecordSource:
         topology: Topology,
         global_batch_size: int | None,
         collate: Collate | None,
+        *,
+        with_index: bool = False,
     ) -> None:
         shared = policy is AutoShardPolicy.DATA or topology.num_workers == 1
         if collate is None:
             collate = as_is if global_batch_size is None else default_collate
         self._cutter = Cutter(topology, shared, global_batch_size)
+        self._with_index = with_index
+        self.largest_piece_size = self._cutter.largest_piece_size
         self._rows = RecordRows(
-            dataset, self._cutter, collate, by_file=policy is AutoShardPolicy.FILE, drop_last=False
+            dataset,
+            self._cutter,
+            collate,
+            by_file=policy is AutoShardPolicy.FILE,
+            drop_last=False,
+            with_index=with_index,
         )
 
     def fingerprint(self) -> Mapping[str, Any]:
@@ -200,8 +217,8 @@ class RecordSource:
     def open(self, epoch: int, draws: Draw) -> Stream:
         """See ``Source.open``."""
         self._rows.set_epoch(epoch)
-        items = iter(self._rows)
-        return RowStream(rows_of(items), in_background=False, close=_nothing)
+        rows = rows_of(iter(self._rows), self._rows.label if self._with_index else None)
+        return RowStream(rows, in_background=False, close=_nothing)
 
 
 @final
@@ -210,15 +227,18 @@ class FunctionSource:
 
     Args:
       datasets: the worker's dataset, or one for each local replica.
-      replicas_per_worker: L.
+      topology: where this worker stands.
+      with_index: whether each batch comes with the numbers of its samples.
     """
 
     draws_from_default_generator = False
     certain_piece_size: int | None = None
+    largest_piece_size: int | None = None
 
-    def __init__(self, datasets: Sequence[Any], replicas_per_worker: int) -> None:
+    def __init__(self, datasets: Sequence[Any], topology: Topology, *, with_index: bool = False) -> None:
         self._datasets = datasets
-        self._local = replicas_per_worker
+        self._topology = topology
+        self._with_index = with_index
         self._reopen = [_Reopened(dataset) for dataset in datasets]
         for dataset in datasets:
             if isinstance(dataset, Dataset) and not isinstance(dataset, IterableDataset):
@@ -255,10 +275,13 @@ class FunctionSource:
 
     def open(self, epoch: int, draws: Draw) -> Stream:
         """See ``Source.open``."""
-        per_replica = self._local // len(self._datasets)
+        per_replica = self._topology.replicas_per_worker // len(self._datasets)
         iterators = [_eager(reopen()) for reopen in self._reopen]
+        rows = _dealt_rows(iterators, per_replica)
+        if self._with_index:
+            rows = _numbered(rows, Positions(self._topology, shared=self._topology.num_workers == 1))
         return RowStream(
-            _dealt_rows(iterators, per_replica),
+            rows,
             in_background=all(isinstance(each, DataLoader) and each.num_workers > 0 for each in self._datasets),
             close=lambda: _close_all(iterators),
         )
@@ -284,6 +307,18 @@ def _dealt_rows(iterators: Sequence[Iterator[Any]], per_iterator: int) -> Iterat
         if all(batch is None for batch in row):
             return
         yield row
+
+
+def _numbered(rows: Iterator[Row], positions: Positions) -> Iterator[Row]:
+    """The rows with the index beside each batch, by the order in which this worker reads them."""
+    for row in rows:
+        yield [None if batch is None else _with_positions(batch, positions) for batch in row]
+
+
+def _with_positions(batch: Any, positions: Positions) -> tuple[torch.Tensor, Any]:
+    size = tree.batch_size(batch)
+    first = positions.take(size)
+    return torch.arange(first, first + size), batch
 
 
 @final

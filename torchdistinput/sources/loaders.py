@@ -8,7 +8,7 @@ death are torch's.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from typing import Any, cast, final
 
 import torch
@@ -26,14 +26,17 @@ from torch.utils.data import (
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from torchdistinput.errors import InputError, ShardingError
-from torchdistinput.flow import Row, Stream
+from torchdistinput.flow import ReadFailure, Row, Stream
 from torchdistinput.plan.batching import Cutter, check_batch_size
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.base import RowStream, SetsEpoch, Shards
 from torchdistinput.sources.files import FileDataset
+from torchdistinput.sources.index import SampleNumbers, labelled, labelled_batch
 from torchdistinput.sources.samplers import DistributedBatchSampler, DrawnRow, Draws, Feed
+from torchdistinput.sources.seeds import epoch_key
 from torchdistinput.sources.worker_side import (
+    Cut,
     CutReady,
     CutSamples,
     Failure,
@@ -41,6 +44,7 @@ from torchdistinput.sources.worker_side import (
     PieceDataset,
     RecordRows,
     as_is,
+    labels_by_position,
     rows_of,
 )
 
@@ -52,12 +56,12 @@ _TORCH_SAMPLERS = (RandomSampler, SequentialSampler, SubsetRandomSampler, Weight
 Draw = Callable[[Callable[[], Any]], Any]
 
 
-def check_loader(loader: DataLoader[Any]) -> None:
+def check_loader(loader: DataLoader[Any], policy: AutoShardPolicy) -> None:
     """Refuses a ``DataLoader`` that cannot be divided.
 
     Raises:
       InputError: ``in_order=False``: batches would pair up with the wrong steps.
-      ShardingError: a per-rank sampler is inside; its part would be divided again.
+      ShardingError: a per-rank sampler is inside; its part would be divided again. Policy OFF divides nothing.
     """
     if not getattr(loader, "in_order", True):  # an attribute since torch 2.7
         raise InputError(
@@ -66,10 +70,12 @@ def check_loader(loader: DataLoader[Any]) -> None:
         )
     sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     for inner in (sampler, loader.sampler):
-        if isinstance(inner, DistributedSampler | DistributedBatchSampler):
+        per_rank = isinstance(inner, DistributedSampler | DistributedBatchSampler)
+        if per_rank and policy is not AutoShardPolicy.OFF:
             raise ShardingError(
                 f"the DataLoader has a {type(inner).__name__}, which already takes one rank's part; it would be "
-                "divided twice. Give the sampler of one process (or shuffle=True) and the global batch size."
+                "divided twice. Give the sampler of one process (or shuffle=True) and the global batch size; or "
+                "AutoShardPolicy.OFF, which takes each rank's part as it is."
             )
 
 
@@ -103,10 +109,11 @@ class _WorkerInit:
 
 
 def _settings(loader: DataLoader[Any]) -> dict[str, Any]:
-    """The arguments of a ``DataLoader`` that stay as they are. Pinning is done later, where the device copy is."""
+    """The arguments of a ``DataLoader`` that stay as they are."""
     workers = {"prefetch_factor": loader.prefetch_factor} if loader.num_workers else {}
     return {
         "num_workers": loader.num_workers,
+        "pin_memory": loader.pin_memory,
         "timeout": loader.timeout,
         "worker_init_fn": _WorkerInit(loader.worker_init_fn) if loader.num_workers else loader.worker_init_fn,
         "multiprocessing_context": loader.multiprocessing_context,
@@ -128,6 +135,7 @@ class _Rebuilt:
         self._build = build
         self._loader: DataLoader[Any] | None = None
         self._lasting: Iterator[Any] | None = None
+        self._running: list[Iterator[Any]] = []
 
     def start(self) -> Iterator[Any]:
         """The iterator of an epoch."""
@@ -136,10 +144,16 @@ class _Rebuilt:
         iterator = iter(self._loader)
         if self._loader.persistent_workers:
             self._lasting = iterator
+        self._running.append(iterator)
         return iterator
+
+    def lost_workers(self) -> str:
+        """Which loader workers of the epochs in progress died."""
+        return ", ".join(filter(None, map(_dead_workers, self._running)))
 
     def finish(self, iterator: Iterator[Any]) -> None:
         """Ends the loader workers of an epoch, unless they are to live on."""
+        self._running = [each for each in self._running if each is not iterator]
         if iterator is not self._lasting:
             _stop_workers(iterator)
 
@@ -155,6 +169,38 @@ def _stop_workers(iterator: Iterator[Any] | None) -> None:
         iterator._shutdown_workers()  # noqa: SLF001 - torch has no public way
 
 
+def _take(iterator: Iterator[Any]) -> Any:
+    """The next item; the failure names the loader workers that died. Raises ``StopIteration`` at the end."""
+    try:
+        return next(iterator)
+    except RuntimeError as error:
+        dead = _dead_workers(iterator)
+        if not dead:
+            raise
+        raise ReadFailure(dead) from error
+
+
+def _items(iterator: Iterator[Any]) -> Iterator[Any]:
+    while True:
+        try:
+            item = _take(iterator)
+        except StopIteration:
+            return
+        yield item
+
+
+def _dead_workers(iterator: Iterator[Any]) -> str:
+    """Which loader workers ended on their own, and how; nothing where none did."""
+    if not isinstance(iterator, _MultiProcessingDataLoaderIter):
+        return ""
+    codes = [(number, process.exitcode) for number, process in enumerate(iterator._workers)]  # noqa: SLF001 - as above
+    return ", ".join(
+        f"loader worker {number} {f'was killed by signal {-code}' if code < 0 else f'exited with code {code}'}"
+        for number, code in codes
+        if code
+    )
+
+
 @final
 class MapLoaderSource:
     """A ``DataLoader`` over a map-style dataset: batches are cut before they are read.
@@ -165,10 +211,13 @@ class MapLoaderSource:
       topology: where this worker stands.
     """
 
-    def __init__(self, loader: DataLoader[Any], policy: AutoShardPolicy, topology: Topology) -> None:
-        check_loader(loader)
+    def __init__(
+        self, loader: DataLoader[Any], policy: AutoShardPolicy, topology: Topology, *, with_index: bool = False
+    ) -> None:
+        check_loader(loader, policy)
         self._loader = loader
         self._policy = policy
+        self._with_index = with_index
         self._collates = loader.batch_sampler is not None
         self._dataset: Any = loader.dataset
         self._batches: Any = loader.batch_sampler if self._collates else loader.sampler
@@ -184,6 +233,7 @@ class MapLoaderSource:
         self._rebuilt = _Rebuilt(lambda: DataLoader(pieces, **arguments))
         self.draws_from_default_generator = loader.generator is None
         self.certain_piece_size = self._cutter.certain_piece_size(drop_last=self._drop_last) if shared else None
+        self.largest_piece_size = self._cutter.largest_piece_size
 
     def _shard(self, topology: Topology) -> None:
         """Policy HINT: the dataset's own shard, with the user's kind of sampling over it."""
@@ -240,6 +290,10 @@ class MapLoaderSource:
         """See ``Source.close``."""
         self._rebuilt.close()
 
+    def lost_workers(self) -> str:
+        """See ``HasWorkers.lost_workers``."""
+        return self._rebuilt.lost_workers()
+
     def open(self, epoch: int, draws: Draw) -> Stream:
         """See ``Source.open``."""
         lead = self._loader.num_workers * (self._loader.prefetch_factor or 0)
@@ -251,9 +305,18 @@ class MapLoaderSource:
             collate=self._collates,
             lead=lead,
             draw=_once(draws) if plain else draws,
+            numbers=self._new_numbers() if self._with_index else None,
         )
         self._feed.draws = drawn
-        iterator = draws(self._rebuilt.start)
+
+        def start() -> Iterator[Any]:
+            generator = self._loader.generator
+            # Without a generator the default state counts that the sampler draws from: rank 0's, which is lent here.
+            seed = torch.initial_seed() if generator is None else generator.initial_seed()
+            drawn.key = epoch_key(seed, epoch)
+            return self._rebuilt.start()
+
+        iterator = draws(start)
         in_background = self._loader.num_workers > 0
         return _MapStream(
             drawn,
@@ -262,6 +325,11 @@ class MapLoaderSource:
             in_background=in_background,
             close=lambda: self._rebuilt.finish(iterator),
         )
+
+    def _new_numbers(self) -> SampleNumbers:
+        sharded = self._policy is AutoShardPolicy.HINT and self._cutter.topology.num_workers > 1
+        shared = self._cutter.shared
+        return SampleNumbers(self._cutter.topology, sharded=sharded, shared=shared)
 
 
 def _once(draw: Draw) -> Draw:
@@ -295,6 +363,7 @@ class _MapStream:
         self._draws = draws
         self._iterator = iterator
         self._close = close
+        self._cutter = cutter
         self._whole = CutReady(as_is, cutter)
         self._rows_of_whole: list[Row] = []
 
@@ -306,13 +375,16 @@ class _MapStream:
         """See ``Stream.fetch``."""
         pieces = [self._next() if wanted else None for wanted in drawn.pieces]
         if drawn.row_of_whole is None:
-            return pieces
+            return pieces if drawn.numbers is None else _labelled(pieces, drawn.numbers)
         if drawn.row_of_whole == 0:
-            self._rows_of_whole = self._whole.rows(pieces[0])
+            cut = self._whole.cut(pieces[0])
+            self._rows_of_whole = cut.rows
+            if drawn.numbers is not None:
+                self._rows_of_whole = labelled_batch(drawn.numbers[0], cut.rows, cut.size, self._cutter)
         return self._rows_of_whole[drawn.row_of_whole]
 
     def _next(self) -> Any:
-        piece = next(self._iterator)
+        piece = _take(self._iterator)
         if isinstance(piece, Failure):
             piece.reraise()
         return piece
@@ -320,6 +392,11 @@ class _MapStream:
     def close(self) -> None:
         """See ``Stream.close``."""
         self._close()
+
+
+def _labelled(pieces: Row, index: Sequence[torch.Tensor]) -> Row:
+    pairs = zip(pieces, index, strict=True)
+    return [None if piece is None else labelled(numbers, piece) for piece, numbers in pairs]
 
 
 @final
@@ -332,9 +409,12 @@ class IterableLoaderSource:
       topology: where this worker stands.
     """
 
-    def __init__(self, loader: DataLoader[Any], policy: AutoShardPolicy, topology: Topology) -> None:
-        check_loader(loader)
+    def __init__(
+        self, loader: DataLoader[Any], policy: AutoShardPolicy, topology: Topology, *, with_index: bool = False
+    ) -> None:
+        check_loader(loader, policy)
         self._loader = loader
+        self._with_index = with_index
         dataset: Any = loader.dataset
         if policy is AutoShardPolicy.HINT and topology.num_workers > 1:
             dataset = cast(Shards, dataset).shard(num_shards=topology.num_workers, index=topology.worker)
@@ -346,7 +426,12 @@ class IterableLoaderSource:
         self._records: RecordRows | None = None
         if isinstance(dataset, FileDataset):
             self._records = self._dataset = RecordRows(
-                dataset, cutter, collate, by_file=policy is AutoShardPolicy.FILE, drop_last=loader.drop_last
+                dataset,
+                cutter,
+                collate,
+                by_file=policy is AutoShardPolicy.FILE,
+                drop_last=loader.drop_last,
+                with_index=with_index,
             )
             arguments: dict[str, Any] = {"batch_size": None, "collate_fn": as_is}
         else:
@@ -361,6 +446,7 @@ class IterableLoaderSource:
         self._rebuilt = _Rebuilt(lambda: DataLoader(dataset_of_rank, **arguments, **_settings(loader)))
         self.draws_from_default_generator = loader.generator is None
         self.certain_piece_size = cutter.certain_piece_size(drop_last=loader.drop_last) if shared else None
+        self.largest_piece_size = cutter.largest_piece_size
 
     def fingerprint(self) -> Mapping[str, Any]:
         """See ``Source.fingerprint``."""
@@ -393,13 +479,20 @@ class IterableLoaderSource:
         """See ``Source.close``."""
         self._rebuilt.close()
 
+    def lost_workers(self) -> str:
+        """See ``HasWorkers.lost_workers``."""
+        return self._rebuilt.lost_workers()
+
     def open(self, epoch: int, draws: Draw) -> Stream:
         """See ``Source.open``."""
         if self._records is not None:
             self._records.set_epoch(epoch)
         iterator = draws(self._rebuilt.start)
         return RowStream(
-            rows_of(iterator),
+            rows_of(_items(iterator), self._new_label() if self._with_index else None),
             in_background=self._loader.num_workers > 0,
             close=lambda: self._rebuilt.finish(iterator),
         )
+
+    def _new_label(self) -> Callable[[Cut], list[Row]]:
+        return labels_by_position(self._cutter) if self._records is None else self._records.label

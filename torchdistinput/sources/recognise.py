@@ -12,7 +12,7 @@ from torchdistinput.errors import BatchingError, InputError
 from torchdistinput.plan.batching import check_batch_size
 from torchdistinput.plan.sharding import AutoShardPolicy, resolve_policy
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.base import Shards, Source
+from torchdistinput.sources.base import HoldsTorchLoader, Shards, Source
 from torchdistinput.sources.files import FileDataset
 from torchdistinput.sources.iterables import IterableSource, RecordSource
 from torchdistinput.sources.loaders import IterableLoaderSource, MapLoaderSource
@@ -36,6 +36,7 @@ def recognise(
     *,
     global_batch_size: int | None,
     collate_fn: Collate | None,
+    with_index: bool = False,
 ) -> tuple[Source, AutoShardPolicy]:
     """The source, and the policy in force. Local: no communication.
 
@@ -45,6 +46,7 @@ def recognise(
       topology: where this worker stands.
       global_batch_size: G, where batches are to be made here.
       collate_fn: makes a batch of samples.
+      with_index: whether each piece comes with the numbers of its samples.
 
     Raises:
       InputError: the data is not data, or of a kind that cannot be divided.
@@ -53,13 +55,22 @@ def recognise(
     """
     if global_batch_size is not None:
         check_batch_size(global_batch_size)
+    if isinstance(data, HoldsTorchLoader) and isinstance(data.torch_loader, DataLoader):
+        data = data.torch_loader
     _refuse(data)
     first = None
     if callable(data) and not isinstance(data, Iterable | Dataset | DataLoader):
         first = data()
         if isinstance(first, DataLoader | Dataset) or not isinstance(first, Iterable):
             try:
-                return recognise(first, policy, topology, global_batch_size=global_batch_size, collate_fn=collate_fn)
+                return recognise(
+                    first,
+                    policy,
+                    topology,
+                    global_batch_size=global_batch_size,
+                    collate_fn=collate_fn,
+                    with_index=with_index,
+                )
             except InputError as error:
                 kind = type(data).__name__
                 raise type(error)(f"the {kind} {data!r} was called for the data: {error}") from error
@@ -71,21 +82,27 @@ def recognise(
         can_shard=isinstance(inner, Shards),
         num_workers=topology.num_workers,
     )
+    place = (resolved, topology)
     if isinstance(data, DataLoader):
-        if global_batch_size is not None or collate_fn is not None:
-            given = "global_batch_size" if global_batch_size is not None else "collate_fn"
-            raise BatchingError(
-                f"{given} was given with a DataLoader, which has its own (batch_size={data.batch_size}). Its batch "
-                "size is the global one; leave the argument out, or give the dataset instead of the loader."
-            )
+        _refuse_second_batching(data, global_batch_size, collate_fn)
         if isinstance(inner, IterableDataset):
-            return IterableLoaderSource(data, resolved, topology), resolved
-        return MapLoaderSource(data, resolved, topology), resolved
+            return IterableLoaderSource(data, *place, with_index=with_index), resolved
+        return MapLoaderSource(data, *place, with_index=with_index), resolved
+    batching = (global_batch_size, collate_fn)
     if isinstance(data, FileDataset):
-        return RecordSource(data, resolved, topology, global_batch_size, collate_fn), resolved
+        return RecordSource(data, *place, *batching, with_index=with_index), resolved
     if _is_map_style(data):
-        return MapLoaderSource(_loader(data, global_batch_size, collate_fn), resolved, topology), resolved
-    return IterableSource(data, resolved, topology, global_batch_size, collate_fn, first=first), resolved
+        return MapLoaderSource(_loader(data, *batching), *place, with_index=with_index), resolved
+    return IterableSource(data, *place, *batching, first=first, with_index=with_index), resolved
+
+
+def _refuse_second_batching(loader: DataLoader[Any], global_batch_size: int | None, collate_fn: Collate | None) -> None:
+    if global_batch_size is not None or collate_fn is not None:
+        given = "global_batch_size" if global_batch_size is not None else "collate_fn"
+        raise BatchingError(
+            f"{given} was given with a DataLoader, which has its own (batch_size={loader.batch_size}). Its batch size "
+            "is the global one; leave the argument out, or give the dataset instead of the loader."
+        )
 
 
 def _is_map_style(data: Any) -> bool:

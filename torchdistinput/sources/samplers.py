@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, final
 from torch.utils.data import BatchSampler, Sampler
 
 from torchdistinput.plan.batching import Cutter, check_replica, distinct_steps, refuse_empty_pieces, split
+from torchdistinput.sources.index import SampleNumbers
 from torchdistinput.sources.worker_side import Request
 
 __all__ = ["DistributedBatchSampler", "DrawnRow", "Draws", "Feed"]
@@ -24,6 +25,8 @@ class DrawnRow(NamedTuple):
 
     pieces: tuple[bool, ...]
     row_of_whole: int | None
+    numbers: tuple[Any, ...] | None = None
+    """The numbers of the samples of each piece, if they are wanted; of a whole batch, the number of its first row."""
 
 
 @final
@@ -36,7 +39,11 @@ class Draws:
       collate: whether a batch is a list of sample indices to be collated; else its items are given to the dataset.
       lead: requests that torch's loader takes when its iterator is made.
       draw: calls user code that may draw from the default random state.
+      numbers: numbers the samples, if that is wanted.
     """
+
+    key = 0
+    """The word of the epoch, for ``sample_seed``; set before the first request is taken."""
 
     def __init__(
         self,
@@ -46,11 +53,13 @@ class Draws:
         collate: bool,
         lead: int,
         draw: Callable[[Callable[[], Any]], Any],
+        numbers: SampleNumbers | None = None,
     ) -> None:
         self._batches = iter(batches)
         self._cutter = cutter
         self._collate = collate
         self._draw = draw
+        self._numbers = numbers
         self._rows: deque[DrawnRow] = deque()
         self._requests: deque[Request] = deque()
         self._surplus = -lead  # requests made, less those that torch has taken or will take for the rows given out
@@ -87,20 +96,23 @@ class Draws:
             self._add_whole(batch)
             return True
         indices = batch if self._collate or isinstance(batch, list) else list(batch)
+        numbers = None if self._numbers is None else self._numbers.of_batch(indices)
         for row in self._cutter.rows(len(indices)):
-            self._rows.append(DrawnRow(tuple(lo < hi for lo, hi in row), None))
+            index = None if numbers is None else tuple(numbers[lo:hi] for lo, hi in row)
+            self._rows.append(DrawnRow(tuple(lo < hi for lo, hi in row), None, index))
             for lo, hi in row:
                 if lo < hi:
-                    self._request((self._collate, indices[lo:hi]))
+                    self._request((self._collate, indices[lo:hi], self.key))
         return True
 
-    def _add_whole(self, index: Any) -> None:
+    def _add_whole(self, item: Any) -> None:
         """One item of the dataset is a whole batch: it is asked for once, and cut when it is there."""
         topology = self._cutter.topology
         shared = self._cutter.shared or topology.num_workers == 1
-        self._request((False, index))
+        self._request((False, item, self.key))
+        index = None if self._numbers is None else (self._numbers.of_item(item),)
         for number in range(1 if shared else topology.num_workers):
-            self._rows.append(DrawnRow((number == 0,), number))
+            self._rows.append(DrawnRow((number == 0,), number, index))
 
     def _request(self, request: Request) -> None:
         self._requests.append(request)

@@ -34,6 +34,8 @@ class RecordPlace(NamedTuple):
     """The name of the file."""
     record: int
     """The index of the record inside its file, from 0, before any shuffling."""
+    file_number: int
+    """The place of the file in the dataset's list."""
 
 
 @final
@@ -77,6 +79,27 @@ class RecordWalk:
             raise RuntimeError("the walk has yielded no record yet, so there is no place")
         return self._cursor.lane.place()
 
+    def take(self, count: int) -> list[Any]:
+        """The next ``count`` records, fewer at the end; ``places`` tells where they came from."""
+        lane = self._cursor.lane
+        self._cursor.turns = [] if lane is None else [(lane, lane.count())]
+        return list(islice(self._records, count))
+
+    def places(self, lo: int, hi: int) -> list[RecordPlace]:
+        """Where the records ``[lo, hi)`` of the last ``take`` came from. Before the next record is taken."""
+        spans: list[tuple[Lane, int, int]] = []
+        later: dict[Lane, int] = {}
+        for lane, first in reversed(self._cursor.turns or ()):
+            spans.append((lane, first, later[lane] if lane in later else lane.count()))
+            later[lane] = first
+        found: list[RecordPlace] = []
+        start = 0  # the position of the span's first record among those taken
+        for lane, first, end in reversed(spans):
+            ordinals = range(first + max(lo - start, 0), min(end, first + hi - start))
+            found += [lane.place_at(ordinal) for ordinal in ordinals]
+            start += end - first
+        return found
+
     def close(self) -> None:
         """Closes the open files; the walk is at its end. More calls do nothing."""
         self._records.close()
@@ -84,23 +107,28 @@ class RecordWalk:
 
 @final
 class _Cursor:
-    """The lane of the last record. Apart from the walk: a generator that knew its walk would keep it alive."""
+    """The lane of the last record. Apart from the walk: a generator that knew its walk would keep it alive.
 
-    __slots__ = ("lane",)
+    With it, the turns since the last ``take``, in order: whose each was, and how many records it had yielded before.
+    """
+
+    __slots__ = ("lane", "turns")
 
     def __init__(self) -> None:
         self.lane: Lane | None = None
+        self.turns: list[tuple[Lane, int]] | None = None  # nobody asks unless records are taken
 
 
 @final
 class _Window:
-    """The window of a file that is being yielded: where it starts, and the order of its records."""
+    """The window of a file that is being yielded: its start, the order of its records, and that of the one before."""
 
-    __slots__ = ("order", "start")
+    __slots__ = ("order", "previous", "start")
 
     def __init__(self) -> None:
         self.start = 0
         self.order: list[int] = []
+        self.previous: list[int] = []
 
 
 @final
@@ -112,6 +140,7 @@ class Lane:
 
     Args:
       name: the name of the file.
+      number: its place in the dataset's list.
       opened: the file; the lane closes it.
       read: the reader.
       window_size: how many records are shuffled together; 0 for none.
@@ -129,10 +158,14 @@ class Lane:
         "_window",
         "_window_size",
         "name",
+        "number",
     )
 
-    def __init__(self, name: str, opened: OpenedFile, read: Read, window_size: int, key: tuple[int, ...]) -> None:
+    def __init__(
+        self, name: str, number: int, opened: OpenedFile, read: Read, window_size: int, key: tuple[int, ...]
+    ) -> None:
         self.name = name
+        self.number = number
         self._opened = opened
         self._read = read
         self._window_size = window_size
@@ -161,7 +194,23 @@ class Lane:
         last = next(self._ticks) - self._asked - 1
         if self._window_size:
             last = self._window.start + self._window.order[last - self._window.start]
-        return RecordPlace(self.name, last)
+        return RecordPlace(self.name, last, self.number)
+
+    def place_at(self, ordinal: int) -> RecordPlace:
+        """Where a record came from that was yielded before: the ``ordinal``-th, from 0."""
+        if not self._window_size:
+            return RecordPlace(self.name, ordinal, self.number)
+        start = ordinal - ordinal % self._window_size
+        return RecordPlace(self.name, start + self._order_from(start)[ordinal - start], self.number)
+
+    def _order_from(self, start: int) -> list[int]:
+        """The order of the window that starts there. All windows but the last one are full."""
+        window = self._window
+        if start == window.start:
+            return window.order
+        if start == window.start - self._window_size:
+            return window.previous
+        return shuffled(self._window_size, *self._key, start // self._window_size)
 
     def failure(self, error: Exception) -> SourceError:
         """What to raise for an exception of the reader."""
@@ -201,6 +250,7 @@ def _windows(
         if not held:
             return
         window.start = number * size
+        window.previous = window.order
         window.order = shuffled(len(held), *key, number)
         yield map(held.__getitem__, window.order)
         del held  # before the next window is read
@@ -237,6 +287,8 @@ def _turn(lane: Lane, length: int | None, cursor: _Cursor) -> Generator[Any, Non
     """Yields the records of one turn; returns how many they were."""
     before, previous = lane.count(), cursor.lane
     cursor.lane = lane
+    if cursor.turns is not None:
+        cursor.turns.append((lane, before))
     try:
         yield from lane.turn(length)
     except Exception as error:

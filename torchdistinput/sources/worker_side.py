@@ -9,9 +9,11 @@ from __future__ import annotations
 import pickle
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
-from typing import Any, Protocol, cast, final, runtime_checkable
+from itertools import count, islice
+from typing import Any, NamedTuple, Protocol, cast, final, runtime_checkable
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
@@ -21,8 +23,23 @@ from torchdistinput.flow import ReadFailure, Row
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.sharding import deal
 from torchdistinput.sources.files import FileDataset
+from torchdistinput.sources.index import Positions, labelled, labelled_batch, number_of, number_of_first_row
+from torchdistinput.sources.seeds import Samples, epoch_key
+from torchdistinput.sources.walks import RecordPlace
 
-__all__ = ["CutReady", "CutSamples", "Failure", "Guarded", "PieceDataset", "RecordRows", "as_is", "batched", "rows_of"]
+__all__ = [
+    "Cut",
+    "CutReady",
+    "CutSamples",
+    "Failure",
+    "Guarded",
+    "PieceDataset",
+    "RecordRows",
+    "as_is",
+    "batched",
+    "labels_by_position",
+    "rows_of",
+]
 
 
 class WorkerTraceback(Exception):
@@ -69,8 +86,21 @@ class _FetchesBatches(Protocol):
     def __getitems__(self, indices: list[Any]) -> list[Any]: ...
 
 
-Request = tuple[bool, Any]
-"""What torch's loader hands to a ``PieceDataset``: whether to collate a list of samples, and the index or indices."""
+_Places = Callable[[int, int], list[RecordPlace]]
+
+Request = tuple[bool, Any, int]
+"""What torch's loader hands to a ``PieceDataset``: whether to collate a list of samples, the index or indices, and the
+word of the epoch for ``sample_seed``."""
+
+
+class Cut(NamedTuple):
+    """A batch that was cut into rows."""
+
+    rows: list[Row]
+    size: int
+    """Samples in the whole batch."""
+    numbers: list[list[npt.NDArray[np.int64] | None]] | int | None = None
+    """The numbers of the samples of each piece, or that of the first row of a ready batch, where the reader knows."""
 
 
 @final
@@ -88,21 +118,24 @@ class PieceDataset(Dataset[Any]):
 
     def __getitem__(self, request: Request) -> Any:
         """The collated piece, or a ``Failure`` that names the indices."""
-        many, wanted = request
+        many, wanted, key = request
         try:
-            if not many:
-                return self._collate(self.dataset[wanted])
-            if isinstance(self.dataset, _FetchesBatches):
-                samples = self.dataset.__getitems__(wanted)
-            else:
-                samples = [self._sample(index) for index in wanted]
+            with Samples(key) as reading:
+                if not many:
+                    reading.index = wanted
+                    samples = self.dataset[wanted]
+                elif isinstance(self.dataset, _FetchesBatches):
+                    samples = self.dataset.__getitems__(wanted)
+                else:
+                    samples = [self._sample(index, reading) for index in wanted]
             return self._collate(samples)
         except ReadFailure as failure:
             return Failure(cast(Exception, failure.__cause__), failure.where)
         except Exception as error:
             return Failure(error, f"samples {_few(wanted)}")
 
-    def _sample(self, index: Any) -> Any:
+    def _sample(self, index: Any, reading: Samples) -> Any:
+        reading.index = index
         try:
             return self.dataset[index]
         except Exception as error:
@@ -127,13 +160,13 @@ class Guarded(IterableDataset[Any]):
         self.dataset = dataset
 
     def __iter__(self) -> Iterator[Any]:
-        count = 0
+        number = 0
         try:
             for element in self.dataset:
                 yield element
-                count += 1
+                number += 1
         except Exception as error:
-            yield Failure(error, f"element {count}")
+            yield Failure(error, f"element {number}")
 
 
 @final
@@ -149,16 +182,17 @@ class CutSamples:
         self._collate = collate
         self._cutter = cutter
 
-    def __call__(self, samples: list[Any]) -> list[Row] | Failure:
+    def __call__(self, samples: list[Any]) -> Cut | Failure:
         """The rows of a batch, or the failure that the reading met."""
         for sample in samples:
             if isinstance(sample, Failure):
                 return sample
         try:
-            return [
+            rows = [
                 [self._collate(samples[lo:hi]) if lo < hi else None for lo, hi in row]
                 for row in self._cutter.rows(len(samples))
             ]
+            return Cut(rows, len(samples))
         except Exception as error:
             return Failure(error, "collating")
 
@@ -176,20 +210,20 @@ class CutReady:
         self._convert = convert
         self._cutter = cutter
 
-    def __call__(self, batch: Any) -> list[Row] | Failure:
+    def __call__(self, batch: Any) -> Cut | Failure:
         """The rows of a batch, or the failure that the reading met."""
         if isinstance(batch, Failure):
             return batch
         try:
-            return self.rows(batch)
+            return self.cut(batch)
         except Exception as error:
             return Failure(error, "cutting a batch")
 
-    def rows(self, batch: Any) -> list[Row]:
+    def cut(self, batch: Any) -> Cut:
         """The rows of a batch. A piece that is the whole batch is the batch itself."""
         batch = self._convert(batch)
         size = tree.batch_size(batch)
-        return [[self._piece(batch, size, *limits) for limits in row] for row in self._cutter.rows(size)]
+        return Cut([[self._piece(batch, size, *limits) for limits in row] for row in self._cutter.rows(size)], size)
 
     @staticmethod
     def _piece(batch: Any, size: int, lo: int, hi: int) -> Any:
@@ -198,13 +232,19 @@ class CutReady:
         return tree.cut(batch, lo, hi)
 
 
-def rows_of(items: Iterable[list[Row] | Failure]) -> Iterator[Row]:
-    """The rows, one by one; a ``Failure`` is raised."""
+def rows_of(items: Iterable[Cut | Failure], label: Callable[[Cut], list[Row]] | None = None) -> Iterator[Row]:
+    """The rows, one by one, with the index beside each piece if ``label`` puts it there; a ``Failure`` is raised."""
     for item in items:
         if isinstance(item, Failure):
             item.reraise()
         else:
-            yield from item
+            yield from item.rows if label is None else label(item)
+
+
+def labels_by_position(cutter: Cutter) -> Callable[[Cut], list[Row]]:
+    """Puts the index beside the pieces of one epoch's batches, by their order."""
+    positions = Positions(cutter.topology, shared=cutter.shared)
+    return lambda cut: positions.label(cut.rows, cut.size, cutter)
 
 
 def as_is(value: Any) -> Any:
@@ -234,6 +274,7 @@ class RecordRows(IterableDataset[Any]):
       collate: makes a batch of a list of decoded samples; converts a decoded record where records are ready batches.
       by_file: whether the files are dealt out to the workers (policy FILE); else each worker walks them all.
       drop_last: whether a short last batch is dropped.
+      with_index: whether the numbers of the samples are wanted.
     """
 
     def __init__(
@@ -244,12 +285,14 @@ class RecordRows(IterableDataset[Any]):
         *,
         by_file: bool,
         drop_last: bool,
+        with_index: bool,
     ) -> None:
         self.dataset = dataset
         self._cutter = cutter
         self._collate = collate
         self._by_file = by_file
         self._drop_last = drop_last
+        self._with_index = with_index
         # In shared memory, so that persistent loader workers learn of it too.
         self._epoch: torch.Tensor = torch.zeros(1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
 
@@ -257,7 +300,7 @@ class RecordRows(IterableDataset[Any]):
         """Sets the epoch of the next iteration, in loader workers that live on as well."""
         self._epoch[0] = epoch
 
-    def __iter__(self) -> Iterator[list[Row] | Failure]:
+    def __iter__(self) -> Iterator[Cut | Failure]:
         epoch = int(self._epoch)
         info = get_worker_info()
         worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
@@ -265,33 +308,68 @@ class RecordRows(IterableDataset[Any]):
         if self._by_file:
             order = deal(order, self._cutter.topology.num_workers, self._cutter.topology.worker)
         walk = self.dataset.walk(order, epoch)
+        key = epoch_key(self.dataset.seed, epoch)
         size = self._cutter.global_batch_size or 1
         try:
-            for number, batch in enumerate(batched(_placed(walk), size, drop_last=self._drop_last)):
+            for number in count():
+                records = walk.take(size)
+                if not records or (len(records) < size and self._drop_last):
+                    return
                 if number % num_workers == worker:
-                    yield self._rows(batch)
+                    yield self._cut(records, walk.places, key)
         except SourceError as error:
             yield Failure(error, "")
         finally:
             walk.close()
 
-    def _rows(self, batch: list[Any]) -> list[Row] | Failure:
+    def _cut(self, records: list[Any], places: _Places, key: int) -> Cut | Failure:
         try:
             if self._cutter.global_batch_size is None:
-                return CutReady(self._collate, self._cutter).rows(self._decode(batch[0]))
-            return [
-                [self._collate([self._decode(each) for each in batch[lo:hi]]) if lo < hi else None for lo, hi in row]
-                for row in self._cutter.rows(len(batch))
-            ]
+                return self._cut_ready(records[0], places(0, 1)[0], key)
+            rows: list[Row] = []
+            numbers: list[list[Any]] = []
+            for limits in self._cutter.rows(len(records)):
+                # Places only for what is kept: they cost more than the walk itself.
+                placed = [places(lo, hi) for lo, hi in limits]
+                rows.append(
+                    [
+                        self._piece(records[lo:hi], each, key) if lo < hi else None
+                        for (lo, hi), each in zip(limits, placed, strict=True)
+                    ]
+                )
+                if self._with_index:
+                    numbers.append([np.array([number_of(place) for place in each], dtype=np.int64) for each in placed])
+            return Cut(rows, len(records), numbers or None)
         except Exception as error:
-            place = batch[0][1]
+            place = places(0, 1)[0]
             where = "" if isinstance(error, SourceError) else f"collating from record {place.record} of {place.file} on"
             return Failure(error, where)
 
-    def _decode(self, placed: tuple[Any, Any]) -> Any:
-        return self.dataset.decode(*placed)
+    def _cut_ready(self, record: Any, place: RecordPlace, key: int) -> Cut:
+        cut = CutReady(self._collate, self._cutter).cut(self._decode([record], [place], key)[0])
+        return cut._replace(numbers=number_of_first_row(place)) if self._with_index else cut
 
+    def _piece(self, records: list[Any], places: list[RecordPlace], key: int) -> Any:
+        return self._collate(self._decode(records, places, key))
 
-def _placed(walk: Any) -> Iterator[tuple[Any, Any]]:
-    for record in walk:
-        yield record, walk.place
+    def _decode(self, records: list[Any], places: list[RecordPlace], key: int) -> list[Any]:
+        if self.dataset.map_fn is None:
+            return records
+        decoded = []
+        with Samples(key) as reading:
+            for record, place in zip(records, places, strict=True):
+                reading.place = place
+                decoded.append(self.dataset.decode(record, place))
+        return decoded
+
+    def label(self, cut: Cut) -> list[Row]:
+        """The rows with the index beside each piece. Where the rows are delivered, not where they are read."""
+        if isinstance(cut.numbers, int):
+            return labelled_batch(cut.numbers, cut.rows, cut.size, self._cutter)
+        return [
+            [
+                None if piece is None else labelled(torch.from_numpy(number), piece)
+                for piece, number in zip(row, numbers, strict=True)
+            ]
+            for row, numbers in zip(cut.rows, cut.numbers or (), strict=True)
+        ]

@@ -11,7 +11,9 @@ The thread votes as soon as it holds a step, unless the source answered the last
 one: then the next step will ride on the same message.
 
 Closing: the thread says in its next vote that nobody reads here any more, which all ranks answer at once when all stop.
-If the others do not come within the grace time, the channel is aborted and they learn the reason.
+If the others do not come within the grace time, the channel is aborted and they learn the reason. The shares that nobody
+took are given up by whoever leaves last: the consumer as a rule; the thread, where the garbage collector drops the
+iterator on it, or where it still waits for its data after the grace time.
 """
 
 from __future__ import annotations
@@ -58,8 +60,8 @@ class Votes(Protocol):
     def vote(self) -> list[Outcome]:
         """One exchange: what the ranks agree on."""
 
-    def stop(self) -> list[Share]:
-        """Nobody reads here any more; returns the shares that were held."""
+    def stop(self, delivered: int) -> list[Share]:
+        """Nobody reads here any more, after so many steps; returns the shares that were held."""
 
     def waiting_since(self) -> float | None:
         """When the exchange in progress began, or ``None``. Any thread."""
@@ -83,6 +85,7 @@ class Walk:
       enter_thread: called first by the thread that produces.
       close_source: ends loader workers and open files.
       close_devices: lets go of the devices, once the thread has stopped.
+      lost_workers: which loader workers died, in words; nothing where none did.
     """
 
     draw: Callable[[], Drawn | Held]
@@ -91,6 +94,7 @@ class Walk:
     enter_thread: Callable[[], None]
     close_source: Callable[[], None]
     close_devices: Callable[[], None]
+    lost_workers: Callable[[], str] = str
 
 
 @final
@@ -129,6 +133,8 @@ class Buffer:
         self._final: End | Raised | None = None
         self._closed = False
         self._warned = False
+        self._lock = threading.Lock()
+        self._present = 2 if threaded else 1  # the consumer, and the thread
         self._thread: threading.Thread | None = None
         if threaded:
             self._thread = threading.Thread(target=self._run, name="torchdistinput-input", daemon=True)
@@ -160,6 +166,7 @@ class Buffer:
                 return outcome
             if isinstance(outcome, PassedOver):
                 self._in_flight -= 1
+                self._walk.discard([] if outcome.share is None else [outcome.share])
                 continue
             self._final = outcome
             self.close()
@@ -218,7 +225,7 @@ class Buffer:
                 break
             ticket = self._tickets.get()
             if ticket is _STOP:
-                self._walk.discard(self._votes.stop())
+                self._walk.discard(self._votes.stop(self._delivered))
                 break
             began = time.perf_counter()
             self._votes.hold(self._walk.produce(ticket))
@@ -233,8 +240,12 @@ class Buffer:
             while not self._votes.over:
                 self._work()
         except BaseException as error:  # whatever it is, the consumer and the other ranks must hear of it
-            self._votes.abort(f"failed: {type(error).__name__}: {error}")
-            self._ready.put(Raised(error))
+            try:
+                self._votes.abort(f"failed: {type(error).__name__}: {error}")
+            finally:
+                self._ready.put(Raised(error))
+        finally:
+            self._leave()
 
     def close(self) -> None:
         """Ends the iteration: thread, loader workers, parcels. Idempotent; takes a few milliseconds when all stop."""
@@ -243,22 +254,39 @@ class Buffer:
         self._closed = True
         if self._final is None:
             self._final = End()
-        thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            self._tickets.put(_STOP)
-            thread.join(0 if self._votes.alone else _GRACE_SECONDS)
-            if thread.is_alive():
-                self._votes.abort(f"stopped reading after {self._delivered} step(s)")
-                self._walk.close_source()  # a thread that waits for loader workers is released by their end
-                thread.join(_GRACE_SECONDS)
-        elif thread is None:
+        lost = "" if self._votes.over else self._walk.lost_workers()
+        if lost:  # torch told the training thread, wherever it was, before the thread could vote for a failure
+            self._votes.abort(f"stopped reading after {self._delivered} step(s), as its {lost}")
+        if self._thread is None:
             self._votes.abort(f"stopped reading after {self._delivered} step(s)")
+        else:
+            self._tickets.put(_STOP)
+            if self._thread is not threading.current_thread():
+                self._end_thread(self._thread)
+        self._leave()
+
+    def _end_thread(self, thread: threading.Thread) -> None:
+        thread.join(0 if self._votes.alone else _GRACE_SECONDS)
+        if thread.is_alive():
+            self._votes.abort(f"stopped reading after {self._delivered} step(s)")
+            self._walk.close_source()  # a thread that waits for loader workers is released by their end
+            thread.join(_GRACE_SECONDS)
+
+    def _leave(self) -> None:
+        """The last one to leave, consumer or thread, gives up what nobody took."""
+        with self._lock:
+            self._present -= 1
+            last = self._present == 0
+        if not last:
+            return
         self._walk.close_source()
-        left = [] if self._peeked is None else [self._peeked.share]
-        self._peeked = None
+        left = self._votes.stop(self._delivered)
+        if self._peeked is not None:
+            left.append(self._peeked.share)
+            self._peeked = None
         while not self._ready.empty():
             outcome = self._ready.get()
-            if isinstance(outcome, Delivered):
+            if isinstance(outcome, Delivered | PassedOver) and outcome.share is not None:
                 left.append(outcome.share)
         self._walk.discard(left)
         self._walk.close_devices()

@@ -41,7 +41,7 @@ class Coordinate:
       channel: the connection to the same iterator on the other ranks; ``None`` where nobody else votes.
       slots: how many steps one message covers, K.
       mould: knows the structure of the elements.
-      pad: makes the empty pieces of a share, once the structure is known.
+      complete: makes the empty pieces of a share, once the structure is known.
       name: this rank, as users know it; ``None`` where there is only one.
       epoch: for messages.
       counts: whether this rank's samples count (of several ranks that read the same, only one does).
@@ -53,7 +53,7 @@ class Coordinate:
         *,
         slots: int,
         mould: Mould,
-        pad: Callable[[Share], None],
+        complete: Callable[[Share], None],
         name: int | None,
         epoch: int,
         counts: bool = True,
@@ -61,13 +61,14 @@ class Coordinate:
         self._channel = channel
         self._slots = slots
         self._mould = mould
-        self._pad = pad
+        self._complete = complete
         self._name = name
         self._epoch = epoch
         self._counts = counts
         self._held: deque[Share | PastEnd] = deque()
         self._failure: Failed | None = None
         self._stopped = False
+        self._delivered = 0
         self._steps = 0
         self._over = False
 
@@ -95,13 +96,14 @@ class Coordinate:
         else:
             self._held.append(held)
 
-    def stop(self) -> list[Share]:
-        """Nobody reads here any more: offers no step from now on. Returns the shares that were held."""
+    def stop(self, delivered: int) -> list[Share]:
+        """Nobody reads here any more, after so many steps: offers none now. Returns the shares that were held."""
         dropped = [held for held in self._held if isinstance(held, Share)]
         ended = bool(self._held) and isinstance(self._held[0], PastEnd)
         self._held = deque([PastEnd()] if ended else [])
         self._failure = None
         self._stopped = True
+        self._delivered = delivered
         return dropped
 
     def vote(self) -> list[Outcome]:
@@ -124,12 +126,15 @@ class Coordinate:
 
     def _exchange(self) -> Verdict:
         sizes = tuple(self._size(held) for held in list(self._held)[: self._slots])
-        failed = self._failure is not None and not self._held
-        ballot = Ballot(sizes, failed=failed, stopped=self._stopped, digest=self._mould.digest)
+        ballot = Ballot(sizes, failed=self._next_failure() is not None, stopped=self._stopped, digest=self._mould.digest)
         words = ballot.words(self._slots)
         if self._channel is None:
             return decide(words, 1)
         return decide(self._channel.exchange(words), self._channel.num_ranks)
+
+    def _next_failure(self) -> Failed | None:
+        """The failure, once nothing is held before it."""
+        return None if self._held else self._failure
 
     def _size(self, held: Share | PastEnd) -> int | None:
         if isinstance(held, PastEnd):
@@ -140,9 +145,9 @@ class Coordinate:
         held = self._held[0]
         if global_size == 0:
             self._held.popleft()
-            return PassedOver()
+            return PassedOver(held if isinstance(held, Share) else None)
         share = Share([], ()) if isinstance(held, PastEnd) else held
-        self._pad(share)
+        self._complete(share)
         self._held.popleft()
         self._steps += 1
         return Delivered(share, global_size)
@@ -197,18 +202,19 @@ class Coordinate:
         )
 
     def _failure_of_all(self) -> BaseException:
-        mine = "" if self._failure is None else json.dumps(self._story(self._failure))
+        failure = self._next_failure()
+        mine = "" if failure is None else json.dumps(self._story(failure))
         texts = [mine] if self._channel is None else self._channel.gather(mine)
         stories = [json.loads(text) for text in texts if text]
-        message = "\n".join(_tell(story, with_traceback=self._failure is None) for story in stories)
+        message = "\n".join(_tell(story, with_traceback=failure is None) for story in stories)
         kinds = {story["kind"] for story in stories}
         cls = getattr(errors, kinds.pop()) if len(kinds) == 1 and kinds <= set(errors.__all__) else SourceError
         if issubclass(cls, SourceError):
             error: BaseException = SourceError(message, file=stories[0]["file"], offset=stories[0]["offset"])
         else:
             error = cls(message)
-        if self._failure is not None:
-            error.__cause__ = self._failure.error
+        if failure is not None:
+            error.__cause__ = failure.error
         return error
 
     def _story(self, failure: Failed) -> dict[str, Any]:
@@ -227,12 +233,12 @@ class Coordinate:
         }
 
     def _stop_of_some(self) -> BaseException:
-        mine = "" if not self._stopped else str(self._name)
+        mine = f"rank {self._name} after {self._delivered} step(s)" if self._stopped else ""
         texts = [mine] if self._channel is None else self._channel.gather(mine)
         stopped = ", ".join(text for text in texts if text)
         return RankLost(
-            f"rank {stopped} stopped reading after {self._steps} step(s) of epoch {self._epoch}, while rank "
-            f"{self._name} goes on. Every rank must leave its loop at the same step."
+            f"{stopped} of epoch {self._epoch} stopped reading, while rank {self._name} goes on. Every rank must leave "
+            "its loop at the same step."
         )
 
     def waiting_since(self) -> float | None:

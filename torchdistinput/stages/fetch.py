@@ -72,7 +72,7 @@ class Fetch:
                 tree.batch_size(piece)
                 if tree.holds_arrays(piece):
                     row[place] = tree.map_leaves(_itself, piece)
-                size = self._mould.measure(row[place])
+                row[place], size = self._mould.measure(row[place])
             sizes.append(size)
         return Share(row, tuple(sizes))
 

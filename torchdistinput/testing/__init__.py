@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from torchdistinput.testing.collectives import FakeCollectives
 from torchdistinput.testing.ranks import RankFailed, run_ranks
 
-__all__ = ["RankFailed", "run_ranks"]
+__all__ = ["FakeCollectives", "RankFailed", "run_ranks"]

@@ -1,0 +1,214 @@
+"""The migration tables: what a user has, and what to write instead, as code that the tests run.
+
+``python -m tests.migration`` prints the tables of the README. ``tests/ranks/test_migration.py`` runs each row; its
+names are ``N`` ranks, ``B`` samples per rank, ``G`` per global batch, and what earlier rows made.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a table.
+
+    Args:
+      before: the code as it was, a line each.
+      after: the code that takes its place; none if there is nothing to do.
+      why: what changes with it.
+    """
+
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+    why: str = ""
+
+    def markdown(self) -> str:
+        """The row of a table."""
+        cells = ("<br>".join(f"`{line}`" for line in code) or "nothing" for code in (self.before, self.after))
+        return f"| {' | '.join(cells)} | {self.why} |"
+
+
+def run(code: tuple[str, ...], scope: dict[str, Any]) -> dict[str, Any]:
+    """Executes a cell with the names it needs; what it assigns is added to them."""
+    exec("\n".join(code), scope)
+    return scope
+
+
+def result(code: tuple[str, ...], scope: dict[str, Any]) -> Any:
+    """The value of a cell's last line, an expression, after the others were executed."""
+    return eval(code[-1], run(code[:-1], scope))
+
+
+FROM_SAMPLER = {
+    "world": Row(
+        ("dist.get_rank(), dist.get_world_size()",),
+        ("strategy.input_pipeline_id, strategy.num_input_pipelines",),
+        "`strategy = tdi.Strategy()` also makes the group, if torchrun started the script and nobody made it",
+    ),
+    "divide": Row(
+        ("loader = DataLoader(dataset, batch_size=B, sampler=DistributedSampler(dataset))",),
+        ("loader = strategy.distribute_dataset(DataLoader(dataset, batch_size=B * N, shuffle=True))",),
+        "the batch size is the global one; no sample is repeated to fill up",
+    ),
+    "epochs": Row(
+        ("loader.sampler.set_epoch(epoch)",),
+        (),
+        "each `iter(loader)` is the next epoch and shuffles anew",
+    ),
+    "same steps": Row(
+        ("loader = DataLoader(dataset, batch_size=B, sampler=DistributedSampler(dataset, drop_last=True))",),
+        ("loader = strategy.distribute_dataset(DataLoader(dataset, batch_size=B * N, shuffle=True))",),
+        "`drop_last` is not needed for equal numbers of steps: a rank without samples gets a batch of size 0",
+    ),
+    "other samplers": Row(
+        ("loader = DataLoader(dataset, batch_size=B, sampler=WeightedRandomSampler(weights, 8))",),
+        (
+            "loader = strategy.distribute_dataset(DataLoader(dataset, batch_size=G, sampler=WeightedRandomSampler(weights, 8)))",
+        ),
+        "any sampler or batch sampler of one process; before, each rank drew 8 of its own",
+    ),
+    "device": Row(
+        ("x = x.to(device, non_blocking=True)",),
+        (),
+        "elements are on `strategy.device`, copied ahead; so no `pin_memory` either",
+    ),
+    "loss": Row(
+        ("loss = losses.mean()",),
+        ("loss = tdi.average_loss(losses, loader.step)",),
+        'exact for parts of different sizes; `losses` has one entry per sample (`reduction="none"`)',
+    ),
+    "metric": Row(
+        ("correct = hits.sum()", "dist.all_reduce(correct)", "correct / len(sampler) / N"),
+        ('strategy.reduce("MEAN", hits, axis=0)',),
+        "over each sample once, however uneven the parts",
+    ),
+}
+
+FROM_ACCELERATE = {
+    "world": Row(
+        ("accelerator.process_index, accelerator.num_processes, accelerator.is_main_process",),
+        ("strategy.input_pipeline_id, strategy.num_input_pipelines, strategy.input_pipeline_id == 0",),
+    ),
+    "divide": Row(
+        ("loader = accelerator.prepare(DataLoader(dataset, batch_size=B))",),
+        ("loader = strategy.distribute_dataset(DataLoader(dataset, batch_size=B * N))",),
+        "a step has the same samples as before",
+    ),
+    "split_batches": Row(
+        (
+            "config = DataLoaderConfiguration(split_batches=True)",
+            "loader = Accelerator(dataloader_config=config).prepare(DataLoader(dataset, batch_size=G))",
+        ),
+        ("loader = strategy.distribute_dataset(DataLoader(dataset, batch_size=G))",),
+        "the same parts while `N` divides `G`; it need not: any `G` will do",
+    ),
+    "even_batches": Row(
+        (
+            "config = DataLoaderConfiguration(even_batches=False)",
+            "loader = Accelerator(dataloader_config=config).prepare(DataLoader(dataset, batch_size=B))",
+        ),
+        ("loader = strategy.distribute_dataset(DataLoader(dataset, batch_size=B * N))",),
+        "no repeats as with `even_batches=True`, and no `join_uneven_inputs`: ranks make the same steps",
+    ),
+    "gather_for_metrics": Row(
+        ("accelerator.gather_for_metrics(x)",),
+        ("strategy.gather(x, axis=0)",),
+        "nothing to cut off, so it is right for any data, and at any place in the loop",
+    ),
+    "pad": Row(
+        ("accelerator.gather(accelerator.pad_across_processes(scores))",),
+        ("strategy.gather(scores, axis=0)",),
+        "sizes may differ; no padding in the result",
+    ),
+    "reduce": Row(
+        ('accelerator.reduce(losses.mean(), "mean")',),
+        ('strategy.reduce("MEAN", losses, axis=0)',),
+        "the mean over samples, not over ranks",
+    ),
+    "backward": Row(
+        ("accelerator.backward(losses.mean())",),
+        ("accelerator.backward(tdi.average_loss(losses, loader.step))",),
+        "or `.backward()`, without an accelerator",
+    ),
+    "prepare": Row(
+        ("model, optimizer, loader = accelerator.prepare(model, optimizer, loader)",),
+        ("model, optimizer = accelerator.prepare(model, optimizer)",),
+        "accelerate may keep the model and the optimizer",
+    ),
+}
+
+FROM_TENSORFLOW = {
+    "strategy": Row(('tf.distribute.MirroredStrategy(["cpu:0", "cpu:1"])',), ('tdi.Strategy(["cpu", "cpu"])',)),
+    "dataset": Row(
+        ("strategy.experimental_distribute_dataset(dataset.batch(G))",),
+        ("strategy.distribute_dataset(dataset, global_batch_size=G)",),
+        "a torch `DataLoader` is taken too, with its own batch size",
+    ),
+    "function": Row(
+        ("strategy.distribute_datasets_from_function(dataset_fn)",),
+        ("strategy.distribute_datasets_from_function(dataset_fn)",),
+    ),
+    "policy": Row(
+        (
+            "options = tf.data.Options()",
+            "options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA",
+            "dataset = dataset.with_options(options)",
+        ),
+        ("tdi.InputOptions(auto_shard_policy=tdi.AutoShardPolicy.DATA)",),
+        "given to `distribute_dataset`",
+    ),
+    "step": Row(
+        ("strategy.run(train_step, args=(element,))",),
+        ("strategy.run(train_step, args=(element,))",),
+        "not needed with one device per process",
+    ),
+    "loss": Row(
+        ("tf.nn.compute_average_loss(losses, global_batch_size=G)",),
+        ("tdi.average_loss(losses, loader.step)",),
+        "divides by the samples that the step has, also when it is short",
+    ),
+    "reduce": Row(
+        ("strategy.reduce(tf.distribute.ReduceOp.SUM, value, axis=None)",),
+        ("strategy.reduce(tdi.ReduceOp.SUM, value)",),
+    ),
+    "gather": Row(("strategy.gather(value, axis=0)",), ("strategy.gather(value, axis=0)",)),
+    "local": Row(("strategy.experimental_local_results(value)",), ("strategy.local_results(value)",)),
+    "values": Row(
+        ("strategy.experimental_distribute_values_from_function(value_fn)",),
+        ("strategy.distribute_values_from_function(value_fn)",),
+    ),
+    "context": Row(
+        ("tf.distribute.get_replica_context().replica_id_in_sync_group",),
+        ("tdi.get_replica_context().replica_id_in_sync_group",),
+    ),
+    "optional": Row(
+        ("iter(loader).get_next_as_optional().has_value()",), ("iter(loader).get_next_as_optional().has_value()",)
+    ),
+    "spec": Row(("loader.element_spec",), ("loader.element_spec",)),
+    "list_files": Row(
+        ("tf.data.Dataset.list_files(pattern, shuffle=False)",),
+        ("tdi.list_files(pattern)",),
+    ),
+    "records": Row(("tf.data.TextLineDataset(files)",), ("tdi.FileDataset(files, tdi.readers.text_lines)",)),
+}
+
+TABLES = {
+    "`DistributedSampler`": FROM_SAMPLER,
+    "accelerate": FROM_ACCELERATE,
+    "`tf.distribute`": FROM_TENSORFLOW,
+}
+
+
+def markdown() -> str:
+    """The tables as the README has them."""
+    lines = []
+    for name, rows in TABLES.items():
+        lines += [f"### From {name}", "", "| before | here | |", "| --- | --- | --- |"]
+        lines += [row.markdown() for row in rows.values()] + [""]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(markdown())

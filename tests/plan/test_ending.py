@@ -1,0 +1,150 @@
+"""Ballots are summed as one message; what follows from the sums is what a reader of all the ballots would say."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+from torchdistinput.plan.ending import MAX_RANKS, MAX_SAMPLES, Ballot, Verdict, count, decide
+
+MAX_DIGEST = 2**24 - 1
+MAX_WORD = 2**63 - 1
+
+
+def summed(ballots: list[Ballot], slots: int) -> list[int]:
+    return [sum(column) for column in zip(*(ballot.words(slots) for ballot in ballots), strict=True)]
+
+
+def read_all(ballots: list[Ballot], slots: int) -> Verdict:
+    """What follows from the ballots themselves, law by law."""
+    known = [ballot.digest for ballot in ballots if ballot.digest is not None]
+    differ = len(set(known)) > 1
+    steps: list[int] = []
+    end = False
+    for j in range(slots):
+        if differ or any(j >= len(ballot.sizes) for ballot in ballots):  # laws D and A: not held by every rank
+            break
+        sizes = [ballot.sizes[j] for ballot in ballots]
+        if all(size is None for size in sizes):  # law C
+            end = True
+            break
+        if any(ballot.stopped for ballot in ballots):  # law E: nobody makes a step with a rank that stopped
+            break
+        steps.append(sum(size or 0 for size in sizes))
+    return Verdict(
+        steps=tuple(steps),
+        end=end,
+        num_failed=sum(ballot.failed for ballot in ballots),
+        num_stopped=sum(ballot.stopped for ballot in ballots),
+        structure_wanted=bool(known) and len(known) < len(ballots),
+        structures_differ=differ,
+    )
+
+
+def random_ballot(rng: random.Random, slots: int, digests: list[int]) -> Ballot:
+    sizes: list[int | None] = [rng.choice([0, 0, 1, 2, 7]) for _ in range(rng.randint(0, slots + 1))]
+    if rng.random() < 0.4:
+        place = rng.randint(0, len(sizes))
+        sizes[place:] = [None] * (len(sizes) - place + rng.randint(0, 1))
+    stopped = rng.random() < 0.15
+    if stopped:
+        sizes = [None] if sizes[:1] == [None] else []
+    failed = not sizes and rng.random() < 0.5
+    digest = rng.choice(digests) if rng.random() < 0.7 else None
+    return Ballot(tuple(sizes), failed=failed, stopped=stopped, digest=digest)
+
+
+def test_the_sums_say_what_all_the_ballots_say() -> None:
+    rng = random.Random(0)
+    for _ in range(20_000):
+        slots = rng.randint(1, 4)
+        digests = [rng.randint(0, MAX_DIGEST)] if rng.random() < 0.8 else [rng.randint(0, 3) for _ in range(3)]
+        ballots = [random_ballot(rng, slots, digests) for _ in range(rng.randint(1, 6))]
+        assert decide(summed(ballots, slots), len(ballots)) == read_all(ballots, slots), ballots
+
+
+def test_law_a_a_step_is_agreed_when_all_hold_it_and_one_has_data() -> None:
+    for held in itertools.product([(), (None,), (0,), (3,)], repeat=3):
+        verdict = decide(summed([Ballot(sizes) for sizes in held], 1), 3)
+        all_hold = all(held)
+        some_live = any(sizes and sizes[0] is not None for sizes in held)
+        assert (len(verdict.steps) == 1) == (all_hold and some_live)
+
+
+def test_law_b_a_step_without_a_sample_is_agreed_with_size_zero() -> None:
+    verdict = decide(summed([Ballot((0, 2)), Ballot((0, 1)), Ballot((None, None))], 2), 3)
+    assert verdict.steps == (0, 3)
+    assert not verdict.end
+
+
+def test_law_c_the_end_is_past_the_end_of_every_rank() -> None:
+    assert decide(summed([Ballot((4, None)), Ballot((None, None))], 2), 2) == Verdict((4,), True, 0, 0, False, False)
+    assert not decide(summed([Ballot((4, None)), Ballot((None,))], 2), 2).end
+
+
+def test_law_d_where_structures_differ_no_step_is_agreed() -> None:
+    for digests in itertools.product([None, 0, 1, MAX_DIGEST], repeat=4):
+        ballots = [Ballot((1, None), digest=digest) for digest in digests]
+        verdict = decide(summed(ballots, 2), 4)
+        differ = len(set(digests) - {None}) > 1
+        assert verdict.structures_differ == differ
+        assert verdict.steps == (() if differ else (4,))
+
+
+def test_law_e_a_failure_is_told_when_it_is_next() -> None:
+    verdict = decide(summed([Ballot((), failed=True), Ballot((2, 2))], 2), 2)
+    assert (verdict.steps, verdict.num_failed, verdict.end) == ((), 1, False)
+
+
+def test_law_e_a_rank_that_stopped_makes_no_step_but_may_end_with_the_others() -> None:
+    stopped = Ballot((None,), stopped=True)
+    assert decide(summed([stopped, Ballot((None,))], 1), 2).end
+    on = decide(summed([stopped, Ballot((3,))], 1), 2)
+    assert (on.steps, on.end, on.num_stopped) == ((), False, 1)
+
+
+def test_a_ballot_has_one_length_whatever_it_says() -> None:
+    for slots in range(1, 5):
+        for sizes in ((), (1,), (1, 2, 3, 4, 5), (None,) * 7):
+            assert len(Ballot(sizes, failed=True, digest=5).words(slots)) == 3 + slots
+
+
+def test_steps_beyond_the_slots_wait_for_the_next_message() -> None:
+    assert Ballot((1, 2, 3)).words(2) == Ballot((1, 2)).words(2)
+
+
+def test_the_counters_of_the_largest_world_fit_their_words() -> None:
+    """The words of as many ranks as there may be are the words of one, so many times."""
+    full = Ballot((0, None, 0), failed=True, stopped=True, digest=MAX_DIGEST)
+    lacking = Ballot((0,), failed=True, stopped=True)
+    for ballot in (full, lacking):
+        words = [word * MAX_RANKS for word in ballot.words(3)]
+        assert all(0 <= word <= MAX_WORD for word in words)
+        verdict = decide(words, MAX_RANKS)
+        assert (verdict.num_failed, verdict.num_stopped) == (MAX_RANKS, MAX_RANKS)
+        assert not verdict.structures_differ
+    words = [word * MAX_RANKS for word in Ballot((0, None), digest=MAX_DIGEST).words(2)]
+    assert [count(word) for word in words[3:]] == [(MAX_RANKS, MAX_RANKS, 0), (MAX_RANKS, 0, 0)]
+    assert decide(words, MAX_RANKS).steps == (0,)
+
+
+def test_one_dissenter_is_found_in_the_largest_world() -> None:
+    alike, other = Ballot((), digest=MAX_DIGEST).words(1), Ballot((), digest=MAX_DIGEST - 1).words(1)
+    words = [a * (MAX_RANKS - 1) + b for a, b in zip(alike, other, strict=True)]
+    assert all(0 <= word <= MAX_WORD for word in words)
+    assert decide(words, MAX_RANKS).structures_differ
+
+
+def test_the_largest_step_keeps_its_size_apart_from_the_counters() -> None:
+    for ranks in (1, 2, 1000, MAX_RANKS):
+        share, rest = divmod(MAX_SAMPLES, ranks)
+        word = Ballot((share,)).words(1)[3] * (ranks - 1) + Ballot((share + rest,)).words(1)[3]
+        assert 0 <= word <= MAX_WORD
+        assert count(word) == (ranks, ranks, MAX_SAMPLES)
+
+
+def test_words_are_never_negative() -> None:
+    rng = random.Random(1)
+    for _ in range(2000):
+        slots = rng.randint(1, 4)
+        assert min(random_ballot(rng, slots, [rng.randint(0, MAX_DIGEST)]).words(slots)) >= 0

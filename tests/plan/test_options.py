@@ -1,0 +1,55 @@
+"""Options are checked where they are made, and each complaint has the value and what is needed."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from torchdistinput.plan.options import InputOptions, InputReplicationMode, Step
+from torchdistinput.plan.sharding import AutoShardPolicy
+
+
+def test_the_defaults_are_those_of_the_guide() -> None:
+    options = InputOptions()
+    assert options.auto_shard_policy is AutoShardPolicy.AUTO
+    assert options.prefetch == 2
+    assert options.fetch_to_device
+    assert options.coordination == "on"
+    assert options.timeout_seconds is None
+    assert options.replication_mode is InputReplicationMode.PER_WORKER
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind", "told"),
+    [
+        ({"auto_shard_policy": "DATA"}, TypeError, r"auto_shard_policy is 'DATA'; a member of AutoShardPolicy"),
+        ({"replication_mode": "PER_WORKER"}, TypeError, r"replication_mode is 'PER_WORKER'"),
+        ({"prefetch": True}, TypeError, r"prefetch is True; an int is needed"),
+        ({"prefetch": 1.5}, TypeError, r"prefetch is 1\.5; an int is needed"),
+        ({"prefetch": -1}, ValueError, r"prefetch is -1; it must be 0 or more"),
+        ({"timeout_seconds": 0}, ValueError, r"timeout_seconds is 0; it must be positive"),
+        ({"timeout_seconds": float("nan")}, ValueError, r"timeout_seconds is nan; it must be positive"),
+        ({"coordination": "maybe"}, ValueError, r"coordination is 'maybe'; it must be 'on' or 'off'"),
+    ],
+)
+def test_a_wrong_option_is_refused_with_its_value(wrong: dict[str, Any], kind: type[Exception], told: str) -> None:
+    with pytest.raises(kind, match=told):
+        InputOptions(**wrong)
+
+
+def test_the_smallest_and_unusual_options_are_allowed() -> None:
+    options = InputOptions(prefetch=0, timeout_seconds=0.1, coordination="off")
+    assert (options.prefetch, options.timeout_seconds, options.coordination) == (0, 0.1, "off")
+
+
+def test_options_and_steps_are_frozen_values() -> None:
+    assert InputOptions() == InputOptions()
+    assert InputOptions(prefetch=1) != InputOptions()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        InputOptions().prefetch = 3  # type: ignore[misc]
+    step = Step(0, 1, 4, (2, 2), 2, 1)
+    assert step == Step(epoch=0, index=1, global_size=4, local_sizes=(2, 2), num_replicas=2, num_workers=1)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        step.index = 2  # type: ignore[misc]

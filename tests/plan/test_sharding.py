@@ -1,0 +1,94 @@
+"""Which policy is in force, and how files are dealt out."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import itertools
+import pkgutil
+
+import pytest
+
+import torchdistinput.plan
+from torchdistinput.errors import ShardingError
+from torchdistinput.plan.sharding import AutoShardPolicy, deal, resolve_policy
+
+AUTO, FILE, DATA, HINT, OFF = (
+    AutoShardPolicy.AUTO,
+    AutoShardPolicy.FILE,
+    AutoShardPolicy.DATA,
+    AutoShardPolicy.HINT,
+    AutoShardPolicy.OFF,
+)
+
+
+def resolve(
+    policy: AutoShardPolicy, files: int | None, can_shard: bool, workers: int
+) -> AutoShardPolicy | type[ShardingError]:
+    try:
+        return resolve_policy(policy, num_files=files, can_shard=can_shard, num_workers=workers)
+    except ShardingError:
+        return ShardingError
+
+
+def expected(
+    policy: AutoShardPolicy, files: int | None, can_shard: bool, workers: int
+) -> AutoShardPolicy | type[ShardingError]:
+    """The laws of the policies, one a line."""
+    enough: AutoShardPolicy | type[ShardingError] = FILE if (files or 0) >= workers else ShardingError
+    return {
+        AUTO: DATA if files is None else enough,
+        FILE: ShardingError if files is None else enough,
+        DATA: DATA,
+        OFF: OFF,
+        HINT: HINT if can_shard else ShardingError,
+    }[policy]
+
+
+def test_every_policy_with_every_source_resolves_by_the_laws() -> None:
+    for case in itertools.product(AutoShardPolicy, [None, 0, 1, 2, 3, 4, 9], [False, True], range(1, 6)):
+        assert resolve(*case) == expected(*case), case
+
+
+def test_the_policy_in_force_is_never_auto() -> None:
+    for files, workers in itertools.product([None, 1, 5], range(1, 6)):
+        assert resolve(AUTO, files, True, workers) is not AUTO
+
+
+@pytest.mark.parametrize("policy", [AUTO, FILE])
+def test_too_few_files_is_told_with_both_numbers_and_the_way_out(policy: AutoShardPolicy) -> None:
+    with pytest.raises(
+        ShardingError, match=r"2 file\(s\).*not enough for 3 workers.*AutoShardPolicy\.DATA.*more files"
+    ):
+        resolve_policy(policy, num_files=2, can_shard=False, num_workers=3)
+
+
+def test_file_without_files_is_told_with_what_is_needed_even_in_one_process() -> None:
+    with pytest.raises(ShardingError, match=r"no files to deal out; a FileDataset is needed.*AutoShardPolicy\.DATA"):
+        resolve_policy(FILE, num_files=None, can_shard=True, num_workers=1)
+
+
+def test_hint_without_a_shard_method_is_told_with_its_signature() -> None:
+    with pytest.raises(ShardingError, match=r"no method shard\(num_shards=, index=\)"):
+        resolve_policy(HINT, num_files=4, can_shard=False, num_workers=2)
+
+
+def test_dealt_files_are_each_read_by_one_worker_in_the_order_of_the_list() -> None:
+    for count, workers in itertools.product(range(25), range(1, 6)):
+        hands = [deal(range(count), workers, worker) for worker in range(workers)]
+        assert sorted(itertools.chain(*hands)) == list(range(count))
+        assert all(
+            hand == [worker + workers * place for place in range(len(hand))] for worker, hand in enumerate(hands)
+        )
+        assert max(map(len, hands)) - min(map(len, hands)) <= 1
+
+
+def test_no_worker_is_without_a_file_when_there_are_enough() -> None:
+    for workers in range(1, 6):
+        for count in range(workers, 12):
+            assert all(deal(range(count), workers, worker) for worker in range(workers))
+
+
+@pytest.mark.parametrize("name", [each.name for each in pkgutil.iter_modules(torchdistinput.plan.__path__)])
+def test_the_examples_in_the_docstrings_are_true(name: str) -> None:
+    assert doctest.testmod(importlib.import_module(f"torchdistinput.plan.{name}")).failed == 0

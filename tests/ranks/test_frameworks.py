@@ -1,0 +1,178 @@
+"""The drop-in loader inside other people's training loops: each sample comes once, and nobody divides it again."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+import torchdistinput as tdi
+from torchdistinput.testing import run_ranks
+
+SAMPLES = 11
+BATCH = 4
+EPOCHS = 2
+
+Epochs = list[list[list[int]]]
+"""The samples of each step of each epoch."""
+Weights = list[list[float]]
+
+
+def data() -> TensorDataset:
+    features = torch.arange(2.0 * SAMPLES).reshape(SAMPLES, 2) / SAMPLES
+    return TensorDataset(torch.arange(SAMPLES), features, features.sum(dim=1))
+
+
+def loader_of(cls: Any) -> Any:
+    return cls(data(), batch_size=BATCH, shuffle=True, generator=torch.Generator().manual_seed(3))
+
+
+def one_process() -> tuple[Epochs, Weights]:
+    """The samples of each batch with torch's loader in one process, and the weights after training."""
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader: Any = loader_of(DataLoader)
+    epochs: Epochs = []
+    for _ in range(EPOCHS):
+        epochs.append([])
+        for number, x, y in loader:
+            optimizer.zero_grad()
+            (model(x).squeeze(1) - y).square().mean().backward()
+            optimizer.step()
+            epochs[-1].append(number.tolist())
+    return epochs, model.weight.tolist()
+
+
+def check(ranks: list[tuple[Epochs, Weights]], expected: tuple[Epochs, Weights]) -> None:
+    """The ranks' samples put together are the batches of one process; the weights are its weights."""
+    epochs, weight = expected
+    assert [
+        [[sample for part in parts for sample in part] for parts in zip(*steps, strict=True)]
+        for steps in zip(*(seen for seen, _ in ranks), strict=True)
+    ] == epochs
+    for _, found in ranks:
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(weight), rtol=0, atol=1e-6)
+
+
+def train(model: nn.Module, optimizer: Any, loader: Any, backward: Any = torch.Tensor.backward) -> list[Any]:
+    """A plain loop; the samples of each of this rank's batches."""
+    epochs: list[Any] = []
+    for _ in range(EPOCHS):
+        epochs.append([])
+        for number, x, y in loader:
+            optimizer.zero_grad()
+            losses = (model(x).squeeze(1) - y).square()
+            backward(tdi.average_loss(losses, loader.step))
+            optimizer.step()
+            epochs[-1].append(number.tolist())
+    return epochs
+
+
+def with_ddp() -> Any:
+    torch.manual_seed(0)
+    net = nn.Linear(2, 1)
+    model = DistributedDataParallel(net)
+    epochs = train(model, torch.optim.SGD(model.parameters(), lr=0.1), loader_of(tdi.DataLoader))
+    return epochs, net.weight.tolist()
+
+
+def with_fsdp2() -> Any:
+    torch.manual_seed(0)
+    model: Any = fully_shard(nn.Linear(2, 1), mesh=dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),)))
+    epochs = train(model, torch.optim.SGD(model.parameters(), lr=0.1), loader_of(tdi.DataLoader))
+    return epochs, model.weight.full_tensor().tolist()
+
+
+def test_a_plain_loop_with_ddp_is_the_training_of_one_process() -> None:
+    check(run_ranks(2, with_ddp), one_process())
+
+
+def test_a_plain_loop_with_fsdp2_is_the_training_of_one_process() -> None:
+    check(run_ranks(2, with_fsdp2), one_process())
+
+
+def with_accelerate() -> Any:
+    from accelerate import Accelerator
+
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True)
+    net = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    given = loader_of(tdi.DataLoader)
+    model, prepared, loader = accelerator.prepare(net, optimizer, given)
+    assert accelerator.num_processes == 2
+    assert loader is given
+    epochs = train(model, prepared, loader, accelerator.backward)
+    weight = accelerator.unwrap_model(model).weight.tolist()
+    accelerator.end_training()
+    return epochs, weight
+
+
+def test_accelerate_with_its_defaults_does_not_divide_the_loader_again() -> None:
+    check(run_ranks(2, with_accelerate, init_group=False, timeout_seconds=120), one_process())
+
+
+def with_lightning(folder: str, ours: bool) -> Any:
+    """One rank: two epochs by a Trainer, with the loader of this library or with torch's own."""
+    warnings.simplefilter("ignore")  # its own advice
+    import lightning
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(2, 1)
+            self.epochs: list[Any] = []
+            self.validated: list[int] = []
+
+        def on_train_epoch_start(self) -> None:
+            self.epochs.append([])
+
+        def training_step(self, batch: Any, _: int) -> torch.Tensor:
+            number, x, y = batch
+            self.epochs[-1].append(number.tolist())
+            losses = (self.net(x).squeeze(1) - y).square()
+            return tdi.average_loss(losses, training.step) if ours else losses.mean()
+
+        def validation_step(self, batch: Any, _: int) -> None:
+            self.validated.extend(batch[0].tolist())
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    torch.manual_seed(0)
+    module = Module()
+    cls: Any = tdi.DataLoader if ours else DataLoader
+    training, validation = loader_of(cls), cls(data(), batch_size=BATCH)
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=int(os.environ["WORLD_SIZE"]),
+        strategy="ddp",
+        max_epochs=EPOCHS,
+        num_sanity_val_steps=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
+    trainer.fit(module, training, validation)
+    return (module.epochs, module.net.weight.tolist()), module.validated
+
+
+def test_lightnings_trainer_with_its_defaults_does_not_divide_the_loader_again(tmp_path: Path) -> None:
+    # The Trainer tries iter() on a loader before it trains, which draws from the generator: torch's loader inside of it,
+    # in one process, is the reference.
+    (alone, _), *_ = run_ranks(1, with_lightning, str(tmp_path), False, init_group=False, timeout_seconds=120)
+    found = run_ranks(2, with_lightning, str(tmp_path), True, init_group=False, timeout_seconds=120)
+    check([training for training, _ in found], alone)
+    validated = [sample for _, samples in found for sample in samples]
+    assert sorted(validated) == sorted(list(range(SAMPLES)) * EPOCHS)

@@ -1,0 +1,252 @@
+"""Scripted streams, the stages composed over them without devices, and what each rank must then deliver."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, final
+
+import torch
+
+from torchdistinput.flow import Delivered, Drawn, Failed, Held, Share
+from torchdistinput.mould import Mould
+from torchdistinput.stages.buffer import Buffer, Walk
+from torchdistinput.stages.coordinate import Coordinate
+from torchdistinput.stages.fetch import Fetch
+from torchdistinput.testing import FakeCollectives
+
+Where = Literal["draw", "fetch", "transfer"]
+
+
+class ScriptedError(Exception):
+    """The data failed, as the script says."""
+
+
+@final
+@dataclass(frozen=True)
+class Script:
+    """What one rank does.
+
+    Args:
+      rows: samples in each row; 0 for a row without any.
+      fails: where reading fails after the rows; ``None`` for a stream that ends there.
+      leaves_after: steps after which the loop is left; ``None`` for never.
+      in_background: whether rows are fetched by the background thread.
+      finds_end: whether the end is found by drawing, or only by fetching.
+      slow: places of rows that take a moment.
+      pauses: steps after which the loop takes a moment.
+    """
+
+    rows: tuple[int, ...]
+    fails: Where | None = None
+    leaves_after: int | None = None
+    in_background: bool = False
+    finds_end: Literal["draw", "fetch"] = "draw"
+    slow: frozenset[int] = frozenset()
+    pauses: frozenset[int] = frozenset()
+
+
+@final
+class ScriptedStream:
+    """The stream of a script: row ``s`` of rank ``r`` is filled with ``100 * r + s``."""
+
+    def __init__(self, script: Script, rank: int) -> None:
+        self.in_background = script.in_background
+        self.draws: list[int] = []
+        self.fetches: list[int] = []
+        self.closed = 0
+        self._script = script
+        self._rank = rank
+        self._next = 0
+
+    def draw(self) -> int | None:
+        place, self._next = self._next, self._next + 1
+        self.draws.append(place)
+        if place == len(self._script.rows):
+            if self._script.fails == "draw":
+                raise ScriptedError(f"draw {place}")
+            if self._script.fails is None and self._script.finds_end == "draw":
+                return None
+        return place
+
+    def fetch(self, drawn: Any) -> list[Any] | None:
+        place: int = drawn
+        self.fetches.append(place)
+        if place in self._script.slow:
+            time.sleep(0.002)
+        if place >= len(self._script.rows):
+            if self._script.fails == "fetch":
+                raise ScriptedError(f"fetch {place}")
+            if self._script.fails == "transfer" and place == len(self._script.rows):
+                return [torch.full((1,), -1)]
+            return None
+        size = self._script.rows[place]
+        return [torch.full((size,), 100 * self._rank + place) if size else None]
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@final
+@dataclass
+class Party:
+    """One rank's stages over a script, and what became of them."""
+
+    buffer: Buffer
+    stream: ScriptedStream
+    coordinate: Coordinate
+    sent: list[Share] = field(default_factory=list)
+    discarded: list[Share] = field(default_factory=list)
+    devices_closed: int = 0
+
+
+@final
+@dataclass(frozen=True)
+class Seen:
+    """What one rank got.
+
+    Args:
+      steps: for each step the global size, and the values of this rank's piece.
+      error: what ended it, but the end of the data.
+      party: the stages.
+    """
+
+    steps: list[tuple[int | None, list[int]]]
+    error: BaseException | None
+    party: Party
+
+
+def compose(
+    world: FakeCollectives | None, rank: int, script: Script, *, depth: int, timeout_seconds: float = 20.0
+) -> Party:
+    """Fetch, a transfer to nowhere, coordinate, buffer: as the house composes them, with one local replica."""
+    mould = Mould()
+    stream = ScriptedStream(script, rank)
+    fetch = Fetch(stream, mould)
+
+    def send(share: Share) -> None:
+        if share.parcels or mould.structure is None:
+            return
+        pieces = share.pieces or [None]
+        share.parcels = [mould.structure.empty() if piece is None else piece for piece in pieces]
+        share.sizes = share.sizes or (0,)
+        share.pieces = []
+        party.sent.append(share)
+
+    def produce(drawn: Drawn | Held) -> Held:
+        held = fetch.finish(drawn)
+        if isinstance(held, Share):
+            if held.pieces[0] is not None and held.pieces[0][0] == -1:
+                return Failed(ScriptedError("transfer"), "copying")
+            send(held)
+        return held
+
+    def close_devices() -> None:
+        party.devices_closed += 1
+
+    coordinate = Coordinate(
+        None if world is None else world.ranks(rank).open_channel(0),
+        slots=max(1, depth),
+        mould=mould,
+        complete=send,
+        name=None if world is None else rank,
+        epoch=0,
+    )
+    walk = Walk(
+        fetch.draw, produce, lambda shares: party.discarded.extend(shares), _nothing, fetch.close, close_devices
+    )
+    threaded = world is not None or depth > 0
+    buffer = Buffer(
+        walk, coordinate, depth=depth, threaded=threaded, timeout_seconds=timeout_seconds, names=lambda rank: rank
+    )
+    party = Party(buffer, stream, coordinate)
+    return party
+
+
+def _nothing() -> None:
+    pass
+
+
+def values(delivered: Delivered) -> tuple[int | None, list[int]]:
+    """What a step brought this rank."""
+    return delivered.global_size, [value for parcel in delivered.share.parcels for value in parcel.tolist()]
+
+
+def read(party: Party, script: Script) -> Seen:
+    """The loop of one rank."""
+    steps: list[tuple[int | None, list[int]]] = []
+    error: BaseException | None = None
+    try:
+        while script.leaves_after is None or len(steps) < script.leaves_after:
+            delivered = party.buffer.take()
+            if delivered is None:
+                break
+            steps.append(values(delivered))
+            if len(steps) in script.pauses:
+                time.sleep(0.002)
+    except Exception as raised:
+        error = raised
+    party.buffer.close()
+    return Seen(steps, error, party)
+
+
+def play(world: FakeCollectives, scripts: Sequence[Script], *, depth: int, timeout_seconds: float = 20.0) -> list[Seen]:
+    """Every rank reads its script."""
+
+    def rank_reads(rank: int) -> Seen:
+        return read(compose(world, rank, scripts[rank], depth=depth, timeout_seconds=timeout_seconds), scripts[rank])
+
+    found = []
+    for result in world.run(rank_reads):
+        if isinstance(result, BaseException):
+            raise result
+        found.append(result)
+    return found
+
+
+@final
+@dataclass(frozen=True)
+class Law:
+    """What the laws say of a set of scripts that are read to the end.
+
+    Args:
+      steps: for each rank, what it delivers.
+      failing: the ranks that fail; empty at a common end.
+      num_rows: steps that are voted for, those without a sample included.
+    """
+
+    steps: list[list[tuple[int, list[int]]]]
+    failing: list[int]
+    num_rows: int
+
+
+def law(scripts: Sequence[Script]) -> Law:
+    """Row by row: a failure ends all, then the end of all; what has no sample is passed over."""
+    steps: list[list[tuple[int, list[int]]]] = [[] for _ in scripts]
+    place = 0
+    while True:
+        failing = [rank for rank, each in enumerate(scripts) if each.fails is not None and len(each.rows) == place]
+        if failing or all(place >= len(each.rows) for each in scripts):
+            return Law(steps, failing, place)
+        sizes = [each.rows[place] if place < len(each.rows) else 0 for each in scripts]
+        if sum(sizes):
+            for rank, size in enumerate(sizes):
+                steps[rank].append((sum(sizes), [100 * rank + place] * size))
+        place += 1
+
+
+def random_script(rng: random.Random, *, may_fail: bool = True) -> Script:
+    """Up to a dozen rows, some empty, some slow."""
+    rows = tuple(rng.choice([0, 1, 1, 2, 3]) for _ in range(rng.choice([0, 1, 2, 3, 5, 8, 12])))
+    fails: Where | None = rng.choice(["draw", "fetch", "transfer"]) if may_fail and rng.random() < 0.2 else None
+    places = range(len(rows) + 2)
+    return Script(
+        rows,
+        fails,
+        in_background=rng.random() < 0.5,
+        finds_end=rng.choice(["draw", "fetch"]),
+        slow=frozenset(place for place in places if rng.random() < 0.15),
+        pauses=frozenset(place for place in places if rng.random() < 0.15),
+    )

@@ -1,0 +1,133 @@
+"""The door to process groups, its porch: ranks sign in at the store before they do something together.
+
+A wait at the store is bounded and interruptible, and who has not signed is known by name; a collective has neither.
+"""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol, cast, final
+
+import torch.distributed as dist
+
+from torchdistinput.errors import CoordinationTimeout, RankLost
+
+__all__ = ["Attendance", "Store", "prefixed"]
+
+_LAST_MOMENT_SECONDS = 0.5  # from the last rank's signature to its word that all have signed
+
+
+class Store(Protocol):
+    """What is used of a torch store."""
+
+    def set(self, key: str, value: str) -> None:
+        """Writes."""
+
+    def get(self, key: str) -> bytes:
+        """Reads; waits for the key."""
+
+    def add(self, key: str, amount: int) -> int:
+        """Adds to a counter, and returns what it then is."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether the keys are there."""
+
+    def wait(self, keys: list[str], timeout: datetime.timedelta) -> None:
+        """Waits for the keys."""
+
+    def delete_key(self, key: str) -> bool:
+        """Deletes."""
+
+    def clone(self) -> Store:
+        """The same store over another connection."""
+
+
+def prefixed(prefix: str, store: Store) -> Store:
+    """A part of a store with names of its own. Local."""
+    return cast(Store, cast(Any, dist).PrefixStore(prefix, store))
+
+
+@final
+class Attendance:
+    """Signing in, again and again, in the same order on every rank.
+
+    Args:
+      store: a store, or a part of one, for nothing else.
+      rank: this rank.
+      names: the ranks as users know them, by rank.
+    """
+
+    def __init__(self, store: Store, rank: int, names: Sequence[int]) -> None:
+        self._store = store
+        self._rank = rank
+        self._names = names
+        self._times = 0
+
+    def wait_for_all(self, what: str, timeout_seconds: float) -> None:
+        """Signs in and waits until every rank has. Collective: every rank calls this.
+
+        Args:
+          what: the call that this serves, for messages.
+          timeout_seconds: how long to wait.
+
+        Raises:
+          CoordinationTimeout: a rank did not come; it is named. This rank's signature is taken back.
+          RankLost: the store is gone.
+        """
+        try:
+            self._sign_and_wait(what, timeout_seconds)
+        except dist.DistError as error:
+            raise RankLost(
+                f"{what}: the store is gone; the rank that hosts it (usually rank {self._names[0]}) ended or lost its "
+                "connection. Its own log tells why."
+            ) from error
+
+    def _sign_and_wait(self, what: str, timeout_seconds: float) -> None:
+        number, count = self._times + 1, len(self._names)
+        self._store.set(f"at/{self._rank}", str(number))
+        self._times = number
+        if self._store.add("signed", 1) == number * count:
+            self._store.set(f"all/{number}", "")
+            self._store.delete_key(f"all/{number - 1}")
+            return
+        deadline = time.monotonic() + timeout_seconds
+        all_signed = False
+        absent: list[int] = []
+        try:
+            while not all_signed and (left := deadline - time.monotonic()) > 0:
+                all_signed = self._appears(f"all/{number}", max(0.01, min(1.0, left)))
+            if not all_signed:
+                absent = [rank for rank in range(count) if not self._has_signed(rank, number)]
+        finally:  # also when interrupted: the call may be made again
+            all_signed = all_signed or not self._take_back(number)
+        if not all_signed:
+            names = ", ".join(str(self._names[rank]) for rank in absent) or "unknown"
+            raise CoordinationTimeout(
+                f"{what}: rank {names} did not come within {timeout_seconds:g} seconds. Every rank of the strategy "
+                "calls this, in the same order; if the rank is only slow, raise timeout_seconds."
+            )
+
+    def _take_back(self, number: int) -> bool:
+        """As if this rank had not signed; ``False`` if the last rank signed meanwhile: it counts on us, so we stay."""
+        self._store.add("signed", -1)
+        if self._appears(f"all/{number}", _LAST_MOMENT_SECONDS):
+            self._store.add("signed", 1)
+            return False
+        self._times = number - 1
+        self._store.set(f"at/{self._rank}", str(self._times))
+        return True
+
+    def _appears(self, key: str, seconds: float) -> bool:
+        """Whether a key appears in time. A store that is gone raises."""
+        try:
+            self._store.wait([key], datetime.timedelta(seconds=seconds))
+        except dist.DistNetworkError:
+            raise
+        except (dist.DistStoreError, RuntimeError):
+            return bool(self._store.check([key]))
+        return True
+
+    def _has_signed(self, rank: int, number: int) -> bool:
+        return bool(self._store.check([f"at/{rank}"])) and int(self._store.get(f"at/{rank}")) >= number

@@ -1,0 +1,509 @@
+"""The drop-in ``DataLoader``: torch's, but each rank of a run gets its part of the same batches.
+
+Problem. A script that was written for one process should run on many by a change of one import, and give the same
+training run. Frameworks build loaders before the ranks know each other, and some of them divide every
+``torch.utils.data.DataLoader`` that they see.
+
+Decisions.
+- It holds a torch loader, made of the same arguments (which torch itself checks), and is none: an instance would be
+  divided a second time by accelerate and Lightning.
+- Who takes part is found out at the first ``iter``. A process group that appears later is found at the next one.
+- All loaders of a run share one strategy for each device: a strategy holds connections, and loaders come and go.
+- In one process nothing is cut, so a batch may be anything, as in torch: it travels in a box that says how many
+  samples are inside. There an exception of the user's code comes as itself; with several ranks all of them raise the
+  same ``SourceError``, whose ``__cause__`` is the original on the rank that failed.
+- Batches stay on the CPU, as torch's do, unless a device or a strategy is given.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import warnings
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, TypeVar, final
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import (
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    default_collate,
+    default_convert,
+)
+from torch.utils.data._utils.pin_memory import pin_memory
+
+from torchdistinput import tree
+from torchdistinput.backends import launch
+from torchdistinput.dataset import DistributedDataset, DistributedIterator
+from torchdistinput.errors import BatchingError, InputError, SourceError
+from torchdistinput.plan.options import InputOptions, Step
+from torchdistinput.plan.sharding import AutoShardPolicy
+from torchdistinput.sources.files import FileDataset
+from torchdistinput.sources.loaders import check_loader
+from torchdistinput.strategy import Strategy
+
+__all__ = ["DataLoader", "LoaderIterator"]
+
+_LOG = logging.getLogger("torchdistinput")
+
+T_co = TypeVar("T_co", covariant=True)
+
+_OWN_DATASETS = (TensorDataset, torch.Tensor, np.ndarray, range)
+_OWN_SAMPLERS = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
+_OWN_COLLATES = (default_collate, default_convert)
+
+
+@final
+class DataLoader(Generic[T_co]):
+    """torch's ``DataLoader`` for any number of ranks: write it for one process, with the global batch size.
+
+    In one process it behaves as torch's: the same batches, random draws and exceptions. Under torchrun or in an
+    initialised process group each rank gets its part of the same global batches, on the CPU (pinned, if asked for)
+    unless ``device`` or ``strategy`` is given. Each ``iter()`` is collective there: every rank iterates, in the same
+    order. Construction, ``len`` and ``set_epoch`` are local.
+
+    The arguments up to ``in_order`` are those of ``torch.utils.data.DataLoader``, in its order, and torch checks them.
+
+    Args:
+      dataset: the data, map-style or iterable.
+      batch_size: samples of a batch over all ranks.
+      shuffle: see torch, as for all up to ``in_order``.
+      sampler: the sampler of one process; the user's own object runs on every rank.
+      batch_sampler: the batch sampler of one process; its batches are the global ones.
+      num_workers: loader workers of each rank.
+      collate_fn: makes a batch of a list of samples; it gets the samples of one part.
+      pin_memory: whether tensors are copied into pinned memory.
+      drop_last: whether a short last (global) batch is dropped.
+      timeout: seconds to wait for a loader worker.
+      worker_init_fn: is called in each loader worker.
+      multiprocessing_context: how loader workers are started.
+      generator: draws for the sampler and the seeds of loader workers.
+      prefetch_factor: batches that each loader worker reads ahead.
+      persistent_workers: whether loader workers outlive an epoch.
+      pin_memory_device: without effect, as in torch.
+      in_order: must be True: the ranks' parts of a step belong to the same batch.
+      prefetch: steps made ready ahead of the one in use. ``None``: 0 where the batch is made by user code in this
+        process (``num_workers=0``) or by torch's own loader workers in a single process, as torch does it; else 2.
+      policy: how the data is divided; DATA by default, also for files.
+      device: where this process's batches go; by default they stay on the CPU.
+      strategy: the replicas to divide the data among; their devices get the batches.
+
+    Raises:
+      ValueError: what torch raises for its arguments; both ``device`` and ``strategy``; a negative ``prefetch``.
+      TypeError: what torch raises; a ``prefetch`` or ``policy`` of another type.
+      InputError: ``in_order=False``.
+      ShardingError: a ``DistributedSampler`` or another sampler for one rank is inside; it would be divided again. With
+        ``policy=AutoShardPolicy.OFF`` it is taken as it is: each rank's own data, in steps of ``batch_size`` over all.
+    """
+
+    def __init__(  # noqa: PLR0913, PLR0917 - torch's signature
+        self,
+        dataset: Dataset[T_co],
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,  # noqa: FBT001
+        sampler: Iterable[Any] | None = None,
+        batch_sampler: Iterable[list[Any]] | None = None,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool = False,  # noqa: FBT001, FBT002
+        drop_last: bool = False,  # noqa: FBT001, FBT002
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: Any = None,
+        generator: torch.Generator | None = None,
+        *,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        pin_memory_device: str = "",
+        in_order: bool = True,
+        prefetch: int | None = None,
+        policy: AutoShardPolicy = AutoShardPolicy.DATA,
+        device: str | torch.device | None = None,
+        strategy: Strategy | None = None,
+    ) -> None:
+        if device is not None and strategy is not None:
+            raise ValueError("both device and strategy were given; a strategy has its devices. Give one of them.")
+        self._loader: TorchDataLoader[T_co] = TorchDataLoader(
+            dataset,
+            batch_size,
+            shuffle,
+            sampler,
+            batch_sampler,
+            num_workers,
+            collate_fn,
+            pin_memory,
+            drop_last,
+            timeout,
+            worker_init_fn,
+            multiprocessing_context,
+            generator,
+            prefetch_factor=prefetch_factor,
+            persistent_workers=persistent_workers,
+            pin_memory_device=pin_memory_device,
+            in_order=in_order,
+        )
+        InputOptions(auto_shard_policy=policy, prefetch=0 if prefetch is None else prefetch)  # refuses what is none
+        check_loader(self._loader, policy)
+        self._prefetch = prefetch
+        self._policy = policy
+        self._device = device
+        self._given_strategy = strategy
+        self._divided: _Divided | None = None
+        self._wanted_epoch: int | None = None
+
+    @property
+    def torch_loader(self) -> TorchDataLoader[T_co]:
+        """The torch loader of one process that this one holds. Iterating it reads everything on every rank."""
+        return self._loader
+
+    @property
+    def dataset(self) -> Any:
+        """As in torch."""
+        return self._loader.dataset
+
+    @property
+    def batch_size(self) -> int | None:
+        """As in torch: of the global batch."""
+        return self._loader.batch_size
+
+    @property
+    def sampler(self) -> Any:
+        """As in torch."""
+        return self._loader.sampler
+
+    @property
+    def batch_sampler(self) -> Any:
+        """As in torch."""
+        return self._loader.batch_sampler
+
+    @property
+    def num_workers(self) -> int:
+        """As in torch: loader workers of this process."""
+        return self._loader.num_workers
+
+    @property
+    def drop_last(self) -> bool:
+        """As in torch."""
+        return self._loader.drop_last
+
+    @property
+    def collate_fn(self) -> Any:
+        """As in torch."""
+        return self._loader.collate_fn
+
+    @property
+    def pin_memory(self) -> bool:
+        """As in torch."""
+        return self._loader.pin_memory
+
+    @property
+    def pin_memory_device(self) -> str:
+        """As in torch."""
+        return self._loader.pin_memory_device
+
+    @property
+    def timeout(self) -> float:
+        """As in torch."""
+        return self._loader.timeout
+
+    @property
+    def worker_init_fn(self) -> Any:
+        """As in torch."""
+        return self._loader.worker_init_fn
+
+    @property
+    def generator(self) -> torch.Generator | None:
+        """As in torch."""
+        generator: torch.Generator | None = self._loader.generator
+        return generator
+
+    @property
+    def prefetch_factor(self) -> int | None:
+        """As in torch."""
+        return self._loader.prefetch_factor
+
+    @property
+    def persistent_workers(self) -> bool:
+        """As in torch."""
+        return self._loader.persistent_workers
+
+    @property
+    def multiprocessing_context(self) -> Any:
+        """As in torch."""
+        return self._loader.multiprocessing_context
+
+    @property
+    def in_order(self) -> bool:
+        """As in torch; always True."""
+        return True
+
+    def __iter__(self) -> LoaderIterator:
+        divided = self._divided
+        if divided is None or (self._given_strategy is None and divided.group is not launch.default_group()):
+            divided = self._divided = self._divide()
+        if self._wanted_epoch is not None:
+            divided.dataset.set_epoch(self._wanted_epoch)
+            self._wanted_epoch = None
+        return LoaderIterator(iter(divided.dataset), alone=divided.alone, boxed=divided.boxed)
+
+    def __len__(self) -> int:
+        """The steps of an epoch, as torch counts them: by the length of the sampler. Local.
+
+        Raises:
+          TypeError: the dataset has no length; or several ranks read different data (policies OFF, HINT, FILE).
+        """
+        if self._policy is AutoShardPolicy.DATA or (self._divided is not None and self._divided.alone):
+            return len(self._loader)
+        if self._divided is None:
+            raise TypeError(
+                f"under policy {self._policy.name} the number of steps depends on the ranks, which are known from the "
+                "first iter() on."
+            )
+        return len(self._divided.dataset)
+
+    @property
+    def step(self) -> Step:
+        """The step of the batch delivered last: its epoch, index and sizes. Local.
+
+        Raises:
+          InputError: none was delivered yet.
+        """
+        if self._divided is None:
+            raise InputError("there is no step yet: no batch was delivered. Ask for it inside the loop over the data.")
+        return self._divided.dataset.step
+
+    def stats(self) -> dict[str, float]:
+        """What this process got in the epoch begun last; see ``DistributedDataset.stats``. Local."""
+        if self._divided is None:
+            return {"epoch": 0, "steps": 0, "samples": 0, "seconds": 0.0, "seconds_waiting": 0.0}
+        return self._divided.dataset.stats()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Sets the number of the next epoch, and tells the sampler or dataset if it has ``set_epoch``.
+
+        Local; the same on every rank. Nothing needs this: each ``iter()`` is the next epoch.
+
+        Raises:
+          ValueError: not an int of 0 or more.
+        """
+        if type(epoch) is not int or epoch < 0:
+            raise ValueError(f"epoch is {epoch!r}; an int of 0 or more is needed.")
+        self._wanted_epoch = epoch
+
+    def close(self) -> None:
+        """Ends every iteration and all loader workers. Local, idempotent; a later ``iter`` begins anew."""
+        if self._divided is not None:
+            self._divided.dataset.close()
+
+    def __enter__(self) -> DataLoader[T_co]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _divide(self) -> _Divided:
+        """Finds out who takes part, and divides the data among them. Collective."""
+        if self._divided is not None:
+            self._divided.dataset.close()
+        strategy = self._given_strategy or _shared_strategy(self._device)
+        alone = strategy.num_input_pipelines == 1
+        on_host = strategy.device.type == "cpu"
+        boxed = strategy.num_replicas_in_sync == 1 and on_host
+        loader = copy.copy(self._loader)
+        if boxed:
+            loader.collate_fn = _Boxing(self.collate_fn, counts=loader.batch_sampler is not None)
+        if not on_host:
+            loader.pin_memory = False  # the copy to the device pins by itself, in the background
+        if strategy.input_pipeline_id == 0:
+            self._tell(strategy)
+        options = InputOptions(auto_shard_policy=self._policy, prefetch=self._steps_ahead(strategy))
+        dataset = strategy.distribute_dataset(loader, options)
+        return _Divided(dataset, launch.default_group(), alone=alone, boxed=boxed)
+
+    def _steps_ahead(self, strategy: Strategy) -> int:
+        if self._prefetch is not None:
+            return self._prefetch
+        if strategy.num_input_pipelines == 1 and strategy.device.type == "cpu":
+            return 0
+        return 0 if self.num_workers == 0 and not _fetch_is_ours(self._loader) else 2
+
+    def _tell(self, strategy: Strategy) -> None:
+        """What users should know when the loader is divided, once."""
+        workers = strategy.num_input_pipelines
+        size = "as the dataset or batch sampler makes it" if self.batch_size is None else str(self.batch_size)
+        _LOG.info(
+            "DataLoader over %s: policy=%s over %d worker(s), global batch size %s",
+            type(self.dataset).__name__,
+            self._policy.name,
+            workers,
+            size,
+        )
+        opaque = isinstance(self.dataset, IterableDataset) and not isinstance(self.dataset, FileDataset)
+        if workers == 1 or not opaque or self._policy not in (AutoShardPolicy.DATA, AutoShardPolicy.AUTO):
+            return
+        repeats = (
+            f" Each of the {self.num_workers} loader workers iterates all of it too, so a dataset that does not divide "
+            "itself by get_worker_info() comes repeated, as with torch in one process."
+            if self.num_workers > 1
+            else ""
+        )
+        warnings.warn(
+            f"{type(self.dataset).__name__} is an iterable that only it can divide: under policy=DATA each of the "
+            f"{workers} ranks reads and decodes all of it, and keeps its part of each batch.{repeats} Use a map-style "
+            "dataset or a FileDataset, which read their part only; policy=AutoShardPolicy.HINT with a dataset that has "
+            "shard(num_shards, index); or policy=AutoShardPolicy.OFF with one that divides itself by rank.",
+            UserWarning,
+            stacklevel=4,
+        )
+
+
+@final
+class LoaderIterator:
+    """One epoch of a ``DataLoader``. Made by ``iter(loader)``; ends when the loop is left, or at ``close``.
+
+    Args:
+      iterator: delivers the parts.
+      alone: whether this is the only process that reads.
+      boxed: whether the batches travel in boxes.
+    """
+
+    def __init__(self, iterator: DistributedIterator, *, alone: bool, boxed: bool) -> None:
+        self._iterator = iterator
+        self._alone = alone
+        self._boxed = boxed
+
+    def __iter__(self) -> LoaderIterator:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            element = next(self._iterator)
+        except SourceError as error:
+            failure = _as_torch_raises(error) if self._alone else error
+        else:
+            return element[0].content if self._boxed else element
+        raise failure
+
+    @property
+    def step(self) -> Step:
+        """See ``DistributedIterator.step``."""
+        return self._iterator.step
+
+    def close(self) -> None:
+        """See ``DistributedIterator.close``."""
+        self._iterator.close()
+
+    def __enter__(self) -> LoaderIterator:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@final
+class _Divided:
+    """The data as it was divided.
+
+    Args:
+      dataset: gives this process's parts.
+      group: the default process group then.
+      alone: whether this is the only process that reads.
+      boxed: whether the batches travel in boxes.
+    """
+
+    def __init__(self, dataset: DistributedDataset, group: Any, *, alone: bool, boxed: bool) -> None:
+        self.dataset = dataset
+        self.group = group
+        self.alone = alone
+        self.boxed = boxed
+
+
+_shared: weakref.WeakKeyDictionary[Any, dict[str, Strategy]] = weakref.WeakKeyDictionary()
+"""The strategies of loaders that were given none, for each process group and device, as long as the group lives."""
+
+
+def _shared_strategy(device: str | torch.device | None) -> Strategy:
+    """One strategy for all loaders of a run, or one of this process alone. Collective."""
+    wanted = torch.device("cpu" if device is None else device)
+    group = launch.default_group()
+    found = _shared.get(group, {}).get(str(wanted)) if group is not None else None
+    if found is not None:
+        return found
+    strategy = Strategy([wanted])
+    group = launch.default_group()  # under torchrun the strategy has made it
+    if group is not None:
+        _shared.setdefault(group, {})[str(wanted)] = strategy
+    return strategy
+
+
+def _as_torch_raises(error: SourceError) -> BaseException:
+    """The exception of the user's code; the error itself where it comes from this library's own readers."""
+    cause = error.__cause__
+    return error if cause is None or isinstance(cause, InputError) else cause
+
+
+def _fetch_is_ours(loader: TorchDataLoader[Any]) -> bool:
+    """Whether making a batch runs no code of the user: tensors and arrays, torch's samplers and collate functions."""
+    batches = loader.batch_sampler
+    return (
+        type(loader.dataset) in _OWN_DATASETS
+        and type(loader.sampler) in _OWN_SAMPLERS
+        and (batches is None or type(batches) is torch.utils.data.BatchSampler)
+        and loader.collate_fn in _OWN_COLLATES
+    )
+
+
+@final
+class _Box:
+    """A batch of any kind on its way through one process.
+
+    Args:
+      content: the batch.
+    """
+
+    def __init__(self, content: Any) -> None:
+        self.content = content
+        self._pinned = False
+
+    def pin_memory(self) -> _Box:
+        """Pins the batch in place. torch's loader calls this for each entry of the list that the box fills."""
+        if not self._pinned:
+            self.content = pin_memory(self.content)  # type: ignore[no-untyped-call]
+            self._pinned = True
+        return self
+
+
+@final
+class _Boxing:
+    """A collate function whose batch is one list of as many entries as samples, all of them the box.
+
+    Such a list is a leaf like any other: it has a size, and nobody looks inside.
+
+    Args:
+      collate: makes the batch.
+      counts: whether it is given a list of samples; else it converts a batch, which is then measured.
+    """
+
+    def __init__(self, collate: Callable[[Any], Any], *, counts: bool) -> None:
+        self._collate = collate
+        self._counts = counts
+
+    def __call__(self, samples: Any) -> list[_Box]:
+        """The box, once for each sample."""
+        batch = self._collate(samples)
+        return [_Box(batch)] * (len(samples) if self._counts else _size(batch))
+
+
+def _size(batch: Any) -> int:
+    try:
+        return tree.batch_size(batch)
+    except BatchingError:  # a single sample (torch's batch_size=None), or a thing that cannot be measured: it is one
+        return 1

@@ -1,0 +1,86 @@
+"""The stage that gives every piece the same number of rows, for programs that are compiled for one shape.
+
+Nothing is counted here: the sizes of a share stay those of its samples, and a mask tells them from the rows that were
+added. Those rows are zeros in tensors, and in lists empty strings, or ``None`` where a list holds other things.
+"""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import torch
+
+from torchdistinput import tree
+from torchdistinput.errors import BatchingError
+from torchdistinput.flow import Share
+from torchdistinput.tree import Structure
+
+__all__ = ["Pad"]
+
+
+@final
+class Pad:
+    """Pads the pieces of a share to one size and puts the mask beside them.
+
+    Local: no communication. They become ``(element, mask)``, with an index ``(index, element, mask)``; the mask is
+    bool, ``(rows,)``, and true for samples; the index of a padded row is -1.
+
+    Args:
+      rows: the rows of each piece: ``ceil(G / N)``, which no piece exceeds.
+      with_index: whether the pieces are ``(index, element)``.
+    """
+
+    def __init__(self, rows: int, *, with_index: bool) -> None:
+        self._rows = rows
+        self._with_index = with_index
+
+    @property
+    def rows(self) -> int:
+        """The rows of each piece."""
+        return self._rows
+
+    def __call__(self, share: Share, structure: Structure) -> None:
+        """Pads in place.
+
+        Args:
+          share: a share without missing pieces.
+          structure: that of its pieces.
+
+        Raises:
+          BatchingError: a piece has more rows than it may have.
+        """
+        share.pieces = [self._padded(*each, structure) for each in zip(share.pieces, share.sizes, strict=True)]
+
+    def _padded(self, piece: Any, size: int, structure: Structure) -> tuple[Any, ...]:
+        if size > self._rows:
+            raise BatchingError(
+                f"a piece has {size} rows, and partial_batch='pad' makes pieces of {self._rows}: the collate function "
+                "made more rows than it was given samples. Let it make one row for each sample, or do without padding."
+            )
+        mask = torch.arange(self._rows) < size
+        if self._with_index:
+            index, element = piece
+            filled = index.new_full((self._rows,), -1)
+            filled[:size] = index
+            return filled, self._filled(element, size, structure.children[1]), mask
+        return self._filled(piece, size, structure), mask
+
+    def _filled(self, element: Any, size: int, structure: Structure) -> Any:
+        if size == self._rows:
+            return element
+        leaves = iter(structure.leaves())
+        return tree.map_leaves(lambda leaf: self._fill(leaf, size, next(leaves)), element)
+
+    def _fill(self, leaf: Any, size: int, structure: Structure) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            filled = leaf.new_zeros((self._rows, *leaf.shape[1:]))
+            filled[:size] = leaf
+            return filled
+        blank = "" if all(isinstance(item, str) for item in leaf) and structure.dtype is str else None
+        return type(leaf)([*leaf, *[blank] * (self._rows - size)])
+
+    def structure(self, structure: Structure) -> Structure:
+        """The structure of the padded pieces, from that of the pieces."""
+        mask = Structure("tensor", dtype=torch.bool)
+        children = (*structure.children, mask) if self._with_index else (structure, mask)
+        return Structure("tuple", tuple(range(len(children))), children, cls=tuple)
