@@ -1,7 +1,7 @@
 """The migration tables: what a user has, and what to write instead, as code that the tests run.
 
-``python -m tests.migration`` prints the tables of the README. ``tests/ranks/test_migration.py`` runs each row; its
-names are ``N`` ranks, ``B`` samples per rank, ``G`` per global batch, and what earlier rows made.
+``markdown()`` makes the tables of the README. ``test_migration.py``, here and in ``ranks/``, run each row; its names are
+``N`` ranks, ``B`` samples per rank, ``G`` per global batch, and what earlier rows made.
 """
 
 from __future__ import annotations
@@ -52,6 +52,11 @@ FROM_SAMPLER = {
         ("loader = strategy.distribute_dataset(DataLoader(dataset, batch_size=B * N, shuffle=True))",),
         "the batch size is the global one; no sample is repeated to fill up",
     ),
+    "drop-in": Row(
+        ("loader = DataLoader(dataset, batch_size=B, sampler=DistributedSampler(dataset))",),
+        ("loader = tdi.DataLoader(dataset, batch_size=B * N, shuffle=True)",),
+        "the same without a strategy; batches stay on the CPU",
+    ),
     "epochs": Row(
         ("loader.sampler.set_epoch(epoch)",),
         (),
@@ -63,9 +68,13 @@ FROM_SAMPLER = {
         "`drop_last` is not needed for equal numbers of steps: a rank without samples gets a batch of size 0",
     ),
     "other samplers": Row(
-        ("loader = DataLoader(dataset, batch_size=B, sampler=WeightedRandomSampler(weights, 8))",),
         (
-            "loader = strategy.distribute_dataset(DataLoader(dataset, batch_size=G, sampler=WeightedRandomSampler(weights, 8)))",
+            "sampler = WeightedRandomSampler(weights, 8)",
+            "loader = DataLoader(dataset, batch_size=B, sampler=sampler)",
+        ),
+        (
+            "sampler = WeightedRandomSampler(weights, 8)",
+            "loader = strategy.distribute_dataset(DataLoader(dataset, batch_size=G, sampler=sampler))",
         ),
         "any sampler or batch sampler of one process; before, each rank drew 8 of its own",
     ),
@@ -116,6 +125,11 @@ FROM_ACCELERATE = {
         ("accelerator.gather_for_metrics(x)",),
         ("strategy.gather(x, axis=0)",),
         "nothing to cut off, so it is right for any data, and at any place in the loop",
+    ),
+    "ordered": Row(
+        ("index, scores = accelerator.gather_for_metrics((index, scores))", "scores[index.argsort()]"),
+        ("strategy.gather_ordered(index, scores)",),
+        "`InputOptions(with_index=True)` yields `(index, element)`; outputs may be nested, and lists of strings",
     ),
     "pad": Row(
         ("accelerator.gather(accelerator.pad_across_processes(scores))",),
@@ -208,7 +222,3 @@ def markdown() -> str:
         lines += [f"### From {name}", "", "| before | here | |", "| --- | --- | --- |"]
         lines += [row.markdown() for row in rows.values()] + [""]
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    print(markdown())

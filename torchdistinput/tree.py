@@ -316,7 +316,8 @@ def _as_leaf(value: Any) -> Any | None:
     if isinstance(value, np.ndarray):
         if value.dtype.kind in "biufc":
             native = value if value.dtype.isnative else value.astype(value.dtype.newbyteorder("="))
-            return torch.from_numpy(native if native.flags.writeable else native.copy())
+            plain = native.flags.writeable and all(stride >= 0 for stride in native.strides)
+            return torch.from_numpy(native if plain else native.copy())
         return value.tolist()
     return value if _is_rows(value) else None
 

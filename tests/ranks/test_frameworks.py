@@ -155,7 +155,7 @@ def with_lightning(folder: str, ours: bool) -> Any:
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=int(os.environ["WORLD_SIZE"]),
-        strategy="ddp",
+        strategy="ddp" if ours else "auto",  # "ddp" would put a DistributedSampler into torch's loader
         max_epochs=EPOCHS,
         num_sanity_val_steps=0,
         logger=False,

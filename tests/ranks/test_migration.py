@@ -5,6 +5,8 @@ The data are the numbers 0 to 9, which neither 3 ranks nor batches of 6 divide.
 
 from __future__ import annotations
 
+import importlib
+import itertools
 import math
 import warnings
 from collections.abc import Iterable
@@ -48,7 +50,7 @@ def both_results(row: Row, **scope: Any) -> tuple[Any, Any]:
 
 def in_step(ranks: list[list[list[int]]]) -> list[list[int]]:
     """What the ranks had together at each step."""
-    return [sum(parts, []) for parts in zip(*ranks, strict=True)]
+    return [[*itertools.chain(*parts)] for parts in zip(*ranks, strict=True)]
 
 
 # ------------------------------------------------------------------------------------------------ DistributedSampler
@@ -58,7 +60,7 @@ def sampler_rows() -> dict[str, Any]:
     rows, scope = FROM_SAMPLER, names()
     strategy = scope["strategy"]
     found: dict[str, Any] = {"world": both_results(rows["world"], **scope)}
-    for name in ("divide", "same steps"):
+    for name in ("divide", "drop-in", "same steps"):
         before, after = both(rows[name], **scope)
         found[name] = steps(before["loader"]), steps(after["loader"])
         found[f"{name}, again"] = steps(before["loader"]), steps(after["loader"])
@@ -66,8 +68,7 @@ def sampler_rows() -> dict[str, Any]:
         found[f"{name}, set_epoch"] = steps(before["loader"])
     before, after = both(rows["other samplers"], **scope, weights=[1.0] * 5 + [0.0] * 5)
     found["other samplers"] = steps(before["loader"]), steps(after["loader"])
-    numbers = DataLoader(NUMBERS, batch_size=G)  # type: ignore[arg-type]
-    loader = strategy.distribute_dataset(numbers)
+    loader = strategy.distribute_dataset(NUMBERS, global_batch_size=G)
     found["device"] = [x.device == strategy.device for x in loader]
     for x in loader:
         made = both(rows["loss"], **scope, losses=x.double(), loader=loader)
@@ -92,12 +93,13 @@ def test_from_the_distributed_sampler() -> None:
         return [found[name][side] for found in ranks]
 
     def epoch(name: str, side: int) -> list[int]:
-        return sorted(sum(in_step(column(name, side)), []))
+        return sorted(itertools.chain(*in_step(column(name, side))))
 
     assert [found["world"] for found in ranks] == [((rank, N), (rank, N)) for rank in range(N)]
-    assert len(epoch("divide", 0)) == 12  # two of the numbers came twice
-    assert epoch("divide", 1) == [*NUMBERS]
-    assert [len(step) for step in in_step(column("divide", 1))] == [6, 4]
+    for name in ("divide", "drop-in"):
+        assert len(epoch(name, 0)) == 12  # two of the numbers came twice
+        assert epoch(name, 1) == [*NUMBERS]
+        assert [len(step) for step in in_step(column(name, 1))] == [6, 4]
     assert column("divide, again", 0) == column("divide", 0) != [found["divide, set_epoch"] for found in ranks]
     assert column("divide, again", 1) != column("divide", 1)  # with nothing called
     assert len(epoch("same steps", 0)) == 9  # one was left out
@@ -120,18 +122,17 @@ def test_from_the_distributed_sampler() -> None:
 def accelerate_rows() -> dict[str, Any]:
     with warnings.catch_warnings():  # about the environment variables of its own launcher
         warnings.simplefilter("ignore")
-        from accelerate import Accelerator
-        from accelerate.utils import DataLoaderConfiguration
-
-        accelerator = Accelerator(cpu=True)
-    rows, scope = FROM_ACCELERATE, names(accelerator=accelerator, Accelerator=Accelerator)
-    scope["DataLoaderConfiguration"] = DataLoaderConfiguration
+        accelerate = importlib.import_module("accelerate")  # it is in an extra of its own, and has no types
+        accelerator = accelerate.Accelerator(cpu=True)
+    rows, scope = FROM_ACCELERATE, names(accelerator=accelerator, Accelerator=accelerate.Accelerator)
+    scope["DataLoaderConfiguration"] = importlib.import_module("accelerate.utils").DataLoaderConfiguration
     found: dict[str, Any] = {"world": both_results(rows["world"], **scope)}
     for name in ("divide", "split_batches", "even_batches"):
         before, after = both(rows[name], **scope)
         found[name] = steps(before["loader"]), steps(after["loader"])
     found["any size"] = any_size(rows["split_batches"], scope)
-    found["gather_for_metrics"] = gathered(scope)
+    for name in ("gather_for_metrics", "ordered"):
+        found[name] = gathered(rows[name], scope)
     uneven = torch.arange(accelerator.process_index + 1)
     found["pad"] = tuple(x.tolist() for x in both_results(rows["pad"], **scope, scores=uneven))
     found["reduce"] = tuple(x.item() for x in both_results(rows["reduce"], **scope, losses=uneven.double()))
@@ -149,13 +150,12 @@ def any_size(row: Row, scope: dict[str, Any]) -> tuple[str, list[list[int]]]:
     return message, steps(run(row.after, {**scope, "G": 4})["loader"])
 
 
-def gathered(scope: dict[str, Any]) -> tuple[list[list[int]], list[list[int]]]:
+def gathered(row: Row, scope: dict[str, Any]) -> tuple[list[list[int]], list[list[int]]]:
     """What all ranks get of each step."""
-    row = FROM_ACCELERATE["gather_for_metrics"]
     before, after = both(FROM_ACCELERATE["divide"], **scope)
     return (
-        [result(row.before, {**before, "x": x}).tolist() for x in before["loader"]],
-        [result(row.after, {**after, "x": x}).tolist() for x in after["loader"]],
+        [result(row.before, {**before, "x": x, "index": x, "scores": 10 * x}).tolist() for x in before["loader"]],
+        [result(row.after, {**after, "x": x, "index": x, "scores": 10 * x}).tolist() for x in after["loader"]],
     )
 
 
@@ -198,6 +198,8 @@ def test_from_accelerate() -> None:
     assert in_step(column("any size", 1)) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     for before, after in (found["gather_for_metrics"] for found in ranks):
         assert before == after == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9]]
+    for before, after in (found["ordered"] for found in ranks):
+        assert before == after == [[0, 10, 20, 30, 40, 50], [60, 70, 80, 90]]
     for before, after in (found["pad"] for found in ranks):
         assert before == [0, 0, 0, 0, 1, 0, 0, 1, 2]
         assert after == [0, 0, 1, 0, 1, 2]
@@ -205,6 +207,6 @@ def test_from_accelerate() -> None:
         assert before == 0.5
         assert after == 4 / 6
     for before, after in (found["backward"] for found in ranks):
-        assert before == pytest.approx(26 / 6)  # of the numbers 6, 7, 8, 9, 0, 1 that the last step had
-        assert after == pytest.approx(7.5)
+        assert before == pytest.approx((6 + 7 + 8 + 9 + 0 + 1) / 6)  # with what was filled up
+        assert after == pytest.approx((6 + 7 + 8 + 9) / 4)
     assert [found["prepare"] for found in ranks] == [(False, True)] * N

@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 from torchdistinput import errors
@@ -126,7 +126,8 @@ class Coordinate:
 
     def _exchange(self) -> Verdict:
         sizes = tuple(self._size(held) for held in list(self._held)[: self._slots])
-        ballot = Ballot(sizes, failed=self._next_failure() is not None, stopped=self._stopped, digest=self._mould.digest)
+        failed = self._next_failure() is not None
+        ballot = Ballot(sizes, failed=failed, stopped=self._stopped, digest=self._mould.digest)
         words = ballot.words(self._slots)
         if self._channel is None:
             return decide(words, 1)
@@ -206,7 +207,7 @@ class Coordinate:
         mine = "" if failure is None else json.dumps(self._story(failure))
         texts = [mine] if self._channel is None else self._channel.gather(mine)
         stories = [json.loads(text) for text in texts if text]
-        message = "\n".join(_tell(story, with_traceback=failure is None) for story in stories)
+        message = _tell_all(stories, with_traceback=failure is None)
         kinds = {story["kind"] for story in stories}
         cls = getattr(errors, kinds.pop()) if len(kinds) == 1 and kinds <= set(errors.__all__) else SourceError
         if issubclass(cls, SourceError):
@@ -226,7 +227,7 @@ class Coordinate:
             "step": self._steps,
             "where": failure.where,
             "kind": type(failure.error).__name__,
-            "text": "".join(told.format_exception_only()).strip(),
+            "text": "".join(told.format_exception_only()).strip().removeprefix(f"{errors.__name__}."),
             "traceback": "".join(told.format()),
             "file": source.file,
             "offset": source.offset,
@@ -255,11 +256,20 @@ class Coordinate:
             self._channel.abort(reason)
 
 
-def _tell(story: dict[str, Any], *, with_traceback: bool) -> str:
-    """One rank's failure in words."""
-    who = "the input" if story["rank"] is None else f"the input of rank {story['rank']}"
-    where = f" ({story['where']})" if story["where"] else ""
-    text = f"{who} failed at step {story['step']} of epoch {story['epoch']}{where}: {story['text']}"
+def _tell_all(stories: Sequence[dict[str, Any]], *, with_traceback: bool) -> str:
+    """The failures of all ranks in words; what happened alike on several ranks is told once."""
+    alike: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for story in stories:
+        alike.setdefault((story["step"], story["epoch"], story["where"], story["text"]), []).append(story)
+    return "\n".join(_tell(group, with_traceback=with_traceback) for group in alike.values())
+
+
+def _tell(alike: Sequence[dict[str, Any]], *, with_traceback: bool) -> str:
+    first = alike[0]
+    ranks = ", ".join(str(story["rank"]) for story in alike)
+    who = "the input" if first["rank"] is None else f"the input of rank {ranks}"
+    where = f" ({first['where']})" if first["where"] else ""
+    text = f"{who} failed at step {first['step']} of epoch {first['epoch']}{where}: {first['text']}"
     if with_traceback:
-        text += f"\n\nThe traceback of rank {story['rank']}:\n{story['traceback']}"
+        text += f"\n\nThe traceback of rank {first['rank']}:\n{first['traceback']}"
     return text
