@@ -1,7 +1,7 @@
 """The migration tables: what a user has, and what to write instead, as code that the tests run.
 
-``markdown()`` makes the tables of the README. ``test_migration.py``, here and in ``ranks/``, run each row; its names are
-``N`` ranks, ``B`` samples per rank, ``G`` per global batch, and what earlier rows made.
+``markdown()`` makes the tables of the README. ``test_migration.py``, here and in ``ranks/``, run each row; its names
+are ``N`` ranks, ``B`` samples per rank, ``G`` per global batch, and what earlier rows made.
 """
 
 from __future__ import annotations

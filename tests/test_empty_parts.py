@@ -59,7 +59,9 @@ def test_a_mean_loss_of_an_empty_part_is_nan_but_its_gradients_are_zero(loss: st
 
 def test_the_mean_of_the_parts_means_is_not_the_mean_but_average_loss_is() -> None:
     strategy = tdi.Strategy(devices=["cpu"] * 2)
-    loader = strategy.distribute_dataset(DataLoader(TensorDataset(torch.tensor([1.0, 1.0, 4.0]).double()), batch_size=3))
+    loader = strategy.distribute_dataset(
+        DataLoader(TensorDataset(torch.tensor([1.0, 1.0, 4.0]).double()), batch_size=3)
+    )
     ((losses,),) = loader
     parts = strategy.local_results(losses)
     assert [part.tolist() for part in parts] == [[1.0, 1.0], [4.0]]

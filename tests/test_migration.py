@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -77,3 +78,17 @@ def test_every_row_of_every_table_is_run() -> None:
     tests = Path(__file__).read_text() + (Path(__file__).parent / "ranks" / "test_migration.py").read_text()
     missing = [name for rows in TABLES.values() for name in rows if f'"{name}"' not in tests]
     assert not missing
+
+
+def test_the_names_that_the_readme_gives_for_tensorflows_exist() -> None:
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    (table,) = re.findall(r"^## Names from TensorFlow\n\n((?:\|.*\n)+)", readme, re.MULTILINE)
+    holders = (tdi, tdi.Strategy, tdi.DistributedDataset, tdi.DistributedIterator, tdi.InputOptions)
+    known = {name for holder in holders for name in dir(holder)}
+    for row in table.splitlines()[2:]:
+        theirs, ours = row.strip("| ").split(" | ", 1)
+        cells = theirs + ours if "the same" in ours else ours
+        names = [re.match(r"(?:strategy\.|tf\.distribute\.)?(\w+)", code) for code in re.findall(r"`([^`]+)`", cells)]
+        assert names, row
+        missing = {name[1] for name in names if name is not None} - known
+        assert not missing, row

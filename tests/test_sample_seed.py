@@ -107,6 +107,12 @@ def test_plain_torch_gives_the_records_of_files_the_same_seeds(
         assert {key: [value] for key, value in files} == expected[4 + number]
 
 
+def read(data: Any) -> None:
+    """One epoch in this process."""
+    strategy = tdi.Strategy(devices=["cpu"])
+    epoch(strategy, strategy.distribute_dataset(data))
+
+
 def test_seeds_fill_63_bits_and_no_random_number_is_drawn() -> None:
     seeds: list[int] = []
 
@@ -119,8 +125,11 @@ def test_seeds_fill_63_bits_and_no_random_number_is_drawn() -> None:
             assert tdi.sample_seed() == seeds[-1]
             return index
 
+    start = torch.get_rng_state()
+    list(DataLoader(range(200), batch_size=50, shuffle=True))  # type: ignore[arg-type]
     state = torch.get_rng_state(), random.getstate()
-    epoch(tdi.Strategy(devices=["cpu"]), tdi.Strategy(devices=["cpu"]).distribute_dataset(Asks(), global_batch_size=50))
+    torch.set_rng_state(start)
+    read(DataLoader(Asks(), batch_size=50, shuffle=True))
     assert len(set(seeds)) == 200
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert max(seeds) > 2**62
@@ -207,7 +216,7 @@ NO_SAMPLE: dict[str, tuple[Any, str]] = {
 def test_where_no_numbered_sample_is_read_it_says_so_and_the_way_out(name: str) -> None:
     data, words = NO_SAMPLE[name]
     with pytest.raises(tdi.SourceError, match=words):
-        epoch(tdi.Strategy(devices=["cpu"]), tdi.Strategy(devices=["cpu"]).distribute_dataset(data))
+        read(data)
 
 
 def test_outside_of_any_dataset_and_after_a_failure_in_one_it_says_so(tmp_path: Path) -> None:

@@ -49,12 +49,15 @@ def agree(
     problem = None if error is None else [type(error).__name__, str(error)]
     text = json.dumps({"what": what, "facts": dict(facts), "problem": problem, "extra": extra}, default=str)
     told = [json.loads(each) for each in ranks.gather_texts(text, what)]
+    try:
+        _compare(ranks, "calls", [each["what"] for each in told])
+    except RankDisagreement as disagreement:
+        raise disagreement from error
     problems = {ranks.name(rank): each["problem"] for rank, each in enumerate(told) if each["problem"]}
     if error is not None and len(problems) == len(told) and len({tuple(each) for each in problems.values()}) == 1:
         raise error  # the same on all ranks: as it is
     if problems:
         raise _like(what, problems) from error
-    _compare(ranks, "calls", [each["what"] for each in told])
     for fact in sorted(set().union(*(each["facts"] for each in told))):
         _compare(ranks, fact, [each["facts"].get(fact) for each in told])
     return [each["extra"] for each in told]
@@ -63,7 +66,7 @@ def agree(
 def _like(what: str, problems: Mapping[int, tuple[str, str]]) -> Exception:
     """One error for all ranks: of the class that the failing ranks have in common, if it is one of ours."""
     kinds = {kind for kind, _ in problems.values()}
-    kind = kinds.pop() if len(kinds) == 1 else "InputError"
+    kind = kinds.pop() if len(kinds) == 1 else ""
     ours = kind in _BUILTIN or kind in errors.__all__
     told = (f"rank {rank}: {text if ours else f'{name}: {text}'}" for rank, (name, text) in problems.items())
     message = f"{what}: " + "\n".join(told)

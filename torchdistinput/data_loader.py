@@ -250,9 +250,10 @@ class DataLoader(Generic[T_co]):
         if divided is None or (self._given_strategy is None and divided.group is not launch.default_group()):
             divided = self._divided = self._divide()
         if self._wanted_epoch is not None:
+            divided.drop_unused()
             divided.dataset.set_epoch(self._wanted_epoch)
             self._wanted_epoch = None
-        return LoaderIterator(iter(divided.dataset), alone=divided.alone, boxed=divided.boxed)
+        return LoaderIterator(divided)
 
     def __len__(self) -> int:
         """The steps of an epoch, as torch counts them: by the length of the sampler. Local.
@@ -301,6 +302,7 @@ class DataLoader(Generic[T_co]):
     def close(self) -> None:
         """Ends every iteration and all loader workers. Local, idempotent; a later ``iter`` begins anew."""
         if self._divided is not None:
+            self._divided.drop_unused()
             self._divided.dataset.close()
 
     def __enter__(self) -> DataLoader[T_co]:
@@ -311,9 +313,8 @@ class DataLoader(Generic[T_co]):
 
     def _divide(self) -> _Divided:
         """Finds out who takes part, and divides the data among them. Collective."""
-        if self._divided is not None:
-            self._divided.dataset.close()
-        strategy = self._given_strategy or _shared_strategy(self._device)
+        self.close()
+        strategy = self._given_strategy or _SHARED.get(self._device)
         alone = strategy.num_input_pipelines == 1
         on_host = strategy.device.type == "cpu"
         boxed = strategy.num_replicas_in_sync == 1 and on_host
@@ -366,49 +367,6 @@ class DataLoader(Generic[T_co]):
 
 
 @final
-class LoaderIterator:
-    """One epoch of a ``DataLoader``. Made by ``iter(loader)``; ends when the loop is left, or at ``close``.
-
-    Args:
-      iterator: delivers the parts.
-      alone: whether this is the only process that reads.
-      boxed: whether the batches travel in boxes.
-    """
-
-    def __init__(self, iterator: DistributedIterator, *, alone: bool, boxed: bool) -> None:
-        self._iterator = iterator
-        self._alone = alone
-        self._boxed = boxed
-
-    def __iter__(self) -> LoaderIterator:
-        return self
-
-    def __next__(self) -> Any:
-        try:
-            element = next(self._iterator)
-        except SourceError as error:
-            failure = _as_torch_raises(error) if self._alone else error
-        else:
-            return element[0].content if self._boxed else element
-        raise failure
-
-    @property
-    def step(self) -> Step:
-        """See ``DistributedIterator.step``."""
-        return self._iterator.step
-
-    def close(self) -> None:
-        """See ``DistributedIterator.close``."""
-        self._iterator.close()
-
-    def __enter__(self) -> LoaderIterator:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-@final
 class _Divided:
     """The data as it was divided.
 
@@ -424,24 +382,97 @@ class _Divided:
         self.group = group
         self.alone = alone
         self.boxed = boxed
+        self._unused: DistributedIterator | None = None
+
+    def open(self) -> DistributedIterator:
+        """The next epoch; one that was begun, and given back before its first batch, is begun only once."""
+        iterator, self._unused = self._unused, None
+        return iter(self.dataset) if iterator is None else iterator
+
+    def give_back(self, iterator: DistributedIterator) -> None:
+        """Takes back an iterator that nobody asked for a batch."""
+        self.drop_unused()
+        self._unused = iterator
+
+    def drop_unused(self) -> None:
+        """Ends it."""
+        if self._unused is not None:
+            self._unused.close()
+            self._unused = None
 
 
-_shared: weakref.WeakKeyDictionary[Any, dict[str, Strategy]] = weakref.WeakKeyDictionary()
-"""The strategies of loaders that were given none, for each process group and device, as long as the group lives."""
+@final
+class LoaderIterator:
+    """One epoch of a ``DataLoader``. Made by ``iter(loader)``; ends when the loop is left, or at ``close``.
+
+    One that is dropped before its first batch leaves the epoch to the next one: Lightning calls ``iter`` once more, to
+    see whether it can, on loaders that are not torch's, and that must not change the order of the samples.
+
+    Args:
+      divided: the data.
+    """
+
+    def __init__(self, divided: _Divided) -> None:
+        self._alone = divided.alone
+        self._boxed = divided.boxed
+        self._iterator = divided.open()
+        self._return = weakref.finalize(self, divided.give_back, self._iterator)
+        self._return.atexit = False
+
+    def __iter__(self) -> LoaderIterator:
+        return self
+
+    def __next__(self) -> Any:
+        self._return.detach()
+        try:
+            element = next(self._iterator)
+        except SourceError as error:
+            failure = _as_torch_raises(error) if self._alone else error
+        else:
+            return element[0].content if self._boxed else element
+        raise failure
+
+    @property
+    def step(self) -> Step:
+        """See ``DistributedIterator.step``."""
+        return self._iterator.step
+
+    def close(self) -> None:
+        """See ``DistributedIterator.close``."""
+        self._return.detach()
+        self._iterator.close()
+
+    def __enter__(self) -> LoaderIterator:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
-def _shared_strategy(device: str | torch.device | None) -> Strategy:
-    """One strategy for all loaders of a run, or one of this process alone. Collective."""
-    wanted = torch.device("cpu" if device is None else device)
-    group = launch.default_group()
-    found = _shared.get(group, {}).get(str(wanted)) if group is not None else None
-    if found is not None:
-        return found
-    strategy = Strategy([wanted])
-    group = launch.default_group()  # under torchrun the strategy has made it
-    if group is not None:
-        _shared.setdefault(group, {})[str(wanted)] = strategy
-    return strategy
+@final
+class _SharedStrategies:
+    """The strategies of loaders that were given none: one for each device, for the default group as it is now."""
+
+    def __init__(self) -> None:
+        self._group: Any = None
+        self._by_device: dict[torch.device, Strategy] = {}
+
+    def get(self, device: str | torch.device | None) -> Strategy:
+        """The strategy of all loaders with this device; outside of any group one of this process alone. Collective."""
+        wanted = torch.device("cpu" if device is None else device)
+        found = self._by_device.get(wanted)
+        if found is not None and self._group is launch.default_group():
+            return found
+        strategy = Strategy([wanted])
+        group = launch.default_group()  # under torchrun the strategy has made it
+        if group is not self._group:
+            self._group, self._by_device = group, {}
+        if group is not None:
+            self._by_device[wanted] = strategy
+        return strategy
+
+
+_SHARED = _SharedStrategies()
 
 
 def _as_torch_raises(error: SourceError) -> BaseException:

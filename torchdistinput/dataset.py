@@ -167,7 +167,8 @@ class DistributedIterator:
         try:
             return self.__next__()
         except StopIteration:
-            raise OutOfRangeError(f"end of the data after {self._index} step(s) of epoch {self._epoch}.") from None
+            told = f"no element after step {self._index} of epoch {self._epoch}: the data ended, or was closed."
+            raise OutOfRangeError(told) from None
 
     def get_next_as_optional(self) -> Optional[Any]:
         """The next element, or an optional without value at the end, and again on each further call."""

@@ -7,7 +7,7 @@ which dtypes and shapes, or the error that keeps it from taking part. All now kn
 laws to it and raise the same error, or go on. Only then do tensors travel. The laws need no further communication: the
 divisor of a mean and the sizes of a gather follow from the shapes.
 
-Laws (DESIGN "Reduce"; N replicas in replica order, v_k the value of replica k):
+Laws (N replicas in replica order, v_k the value of replica k):
   (A) without an axis, SUM is v_0 + … + v_{N-1}, all of one shape; MEAN is that, divided by N.
   (B) over axes, SUM is the sum of v_k.sum(axes), the other dims agree; MEAN is that, divided by the sum over k of the
       product of v_k's sizes along the axes. So it is the mean of the rows: empty parts do no harm; no row is nan.

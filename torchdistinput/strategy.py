@@ -21,6 +21,7 @@ from torchdistinput.backends.collectives import ProcessGroupRanks
 from torchdistinput.backends.devices import Accelerators, resolve_devices, set_current
 from torchdistinput.dataset import DistributedDataset, Setting, check_partial_batch, facts_of
 from torchdistinput.ordering import gather_ordered
+from torchdistinput.plan.ending import MAX_RANKS
 from torchdistinput.plan.options import InputOptions, InputReplicationMode
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import InputContext, Topology, ValueContext
@@ -88,14 +89,12 @@ class Strategy:
         data_dims: Sequence[str] | None = None,
         timeout_seconds: float = 600.0,
     ) -> None:
-        if not timeout_seconds > 0:
-            raise ValueError(f"timeout_seconds is {timeout_seconds}; it must be positive.")
-        if process_group is not None and mesh is not None:
-            raise ValueError("both process_group and mesh were given; a mesh has its own groups. Give one of them.")
-        if data_dims is not None and mesh is None:
-            raise ValueError("data_dims was given without a mesh; it names dims of one.")
         launch = launcher.find_launch()
-        found, problem = _try_devices(devices, launch.local_rank)
+        problem = _misuse(timeout_seconds, process_group, mesh, data_dims)
+        if problem is not None:
+            timeout_seconds = 600.0  # the other ranks must hear of it, whatever was given here
+        found, no_devices = _try_devices(devices, launch.local_rank)
+        problem = problem or no_devices
         if launch.launched and not launcher.default_group_exists():
             launcher.join_default_group(launch, Accelerators.detect().kind, timeout_seconds)
             atexit.register(launcher.leave_default_group)
@@ -107,6 +106,8 @@ class Strategy:
             self._settle(_only_worker(found), found, None, timeout_seconds)
             return
         members = launcher.find_members(process_group, mesh, data_dims)
+        if len(members.ranks) > MAX_RANKS:
+            raise ValueError(f"{len(members.ranks)} ranks are more than the {MAX_RANKS} that a vote can count.")
         ranks = None if len(members.ranks) == 1 else ProcessGroupRanks(process_group, members, timeout_seconds)
         facts = {"replicas in a process": len(found), "timeout_seconds": timeout_seconds}
         agree(ranks, "Strategy()", facts, error=problem)
@@ -202,9 +203,11 @@ class Strategy:
           ShardingError: the policy does not fit the data or the number of workers.
           RankDisagreement: the ranks were given different data or options.
         """
-        chosen = self._check_options(options)
+        require_no_replica("distribute_dataset")
+        chosen = options if isinstance(options, InputOptions) else InputOptions()
 
         def make() -> tuple[Source, AutoShardPolicy]:
+            _check_options(options)
             if chosen.replication_mode is not InputReplicationMode.PER_WORKER:
                 raise ValueError(
                     "replication_mode PER_REPLICA belongs to distribute_datasets_from_function; distribute_dataset "
@@ -237,10 +240,12 @@ class Strategy:
           BatchingError: the function returned a dataset of single samples.
           InputError: it returned something that is not data.
         """
-        chosen = self._check_options(options)
+        require_no_replica("distribute_datasets_from_function")
+        chosen = options if isinstance(options, InputOptions) else InputOptions()
         topology = self._topology
 
         def make() -> tuple[Source, AutoShardPolicy]:
+            _check_options(options)
             if chosen.replication_mode is InputReplicationMode.PER_REPLICA:
                 pipelines, ids = topology.num_replicas, topology.replica_ids
             else:
@@ -250,12 +255,6 @@ class Strategy:
             return FunctionSource(datasets, topology, with_index=chosen.with_index), AutoShardPolicy.OFF
 
         return self._distribute("distribute_datasets_from_function()", make, chosen)
-
-    def _check_options(self, options: InputOptions | None) -> InputOptions:
-        require_no_replica("distribute_dataset")
-        if options is not None and not isinstance(options, InputOptions):
-            raise TypeError(f"options is a {type(options).__name__}; an InputOptions is needed.")
-        return options or InputOptions()
 
     def _distribute(
         self, what: str, make: Callable[[], tuple[Source, AutoShardPolicy]], options: InputOptions
@@ -425,6 +424,22 @@ class Strategy:
             f"Strategy({self.num_replicas_in_sync} replicas in sync: {self.num_input_pipelines} worker(s) x "
             f"{len(self.devices)}; this is worker {self.input_pipeline_id} on {', '.join(map(str, self.devices))})"
         )
+
+
+def _check_options(options: object) -> None:
+    if not isinstance(options, InputOptions | None):
+        raise TypeError(f"options is a {type(options).__name__}; an InputOptions is needed.")
+
+
+def _misuse(timeout_seconds: float, process_group: Any, mesh: Any, data_dims: Sequence[str] | None) -> Exception | None:
+    """What is wrong with the arguments, if anything."""
+    if not timeout_seconds > 0:
+        return ValueError(f"timeout_seconds is {timeout_seconds}; it must be positive.")
+    if process_group is not None and mesh is not None:
+        return ValueError("both process_group and mesh were given; a mesh has its own groups. Give one of them.")
+    if data_dims is not None and mesh is None:
+        return ValueError("data_dims was given without a mesh; it names dims of one.")
+    return None
 
 
 def _try_devices(

@@ -1,6 +1,6 @@
 """Nested batches: what is a leaf, what is structure, and how a batch is cut.
 
-The law (DESIGN: "Leaves"): tensors and arrays are leaves and are cut along dim 0. A list or tuple that holds no tensor,
+The law of leaves: tensors and arrays are leaves and are cut along dim 0. A list or tuple that holds no tensor,
 array or container is one leaf, cut as a list (strings, objects). Everything else is structure: dicts, lists, tuples,
 named tuples and dataclasses are containers, and any other object (a number, ``None``, a string) is a constant that
 goes to every replica as it is. All leaves of a batch have the same batch size.
@@ -126,7 +126,7 @@ class Structure:
             return "constant"
         if not self.children and self.kind in ("tensor", "rows"):
             return (self.kind, str(self.dtype), len(self.inner_dims)) if self.kind == "tensor" else self.kind
-        pairs = [(str(key), child.signature()) for key, child in zip(self.keys, self.children, strict=True)]
+        pairs = [(_key_name(key), child.signature()) for key, child in zip(self.keys, self.children, strict=True)]
         if self.kind == "dict":  # the order of its keys is no part of it
             pairs.sort(key=lambda pair: pair[0])
         return (self.kind, *pairs)
@@ -267,6 +267,11 @@ class Structure:
             return Structure("constant", constant=data["value"])
         children = tuple(Structure.from_json(child) for child in data["children"])
         return Structure(kind, tuple(data["keys"]), children, cls=_find_class(kind, data["class"]))
+
+
+def _key_name(key: Any) -> str:
+    """The same in every process, but not the same for 1 and "1"."""
+    return repr(key) if isinstance(key, str) else str(key)
 
 
 def _find_class(kind: str, name: str | None) -> type | None:

@@ -7,9 +7,11 @@ import multiprocessing
 import os
 import random
 import signal
+import threading
 import time
 import warnings
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, get_worker_info
+from torch.utils.data import Dataset, DistributedSampler, IterableDataset, get_worker_info
 
 import torchdistinput as tdi
 from tests import inputs
@@ -88,15 +90,14 @@ def test_the_ranks_parts_put_together_are_the_batches_of_torchs_loader(all_cells
         for number, job in enumerate(of_world):
             epochs, state, of_random = expected(tmp_path, world, job)
             found = [rank[number] for rank in ranks]
-            together = [[list(pieces) for pieces in zip(*epoch, strict=True)] for epoch in zip(*(r[0] for r in found))]
+            by_epoch = zip(*(each[0] for each in found), strict=True)
+            together = [[list(pieces) for pieces in zip(*of_ranks, strict=True)] for of_ranks in by_epoch]
             assert together == epochs, (world, job)
             assert all(each[1] == state for each in found) or state is None, (world, job, "default random state")
             assert all(each[2] == of_random for each in found), (world, job, "state of random")
 
 
 # --------------------------------------------------------------------------------------------- when ranks are found
-
-
 
 
 def read_without_rank() -> tuple[list[Any], list[Any], int]:
@@ -133,6 +134,38 @@ def test_a_launch_by_torchrun_is_enough() -> None:
     assert second == (False, [[2, 3], []], [[2], [4]])
 
 
+# ------------------------------------------------------------------------------------- scenes, all in one launch
+
+
+Scenes = Callable[[str], list[Any]]
+"""What the two ranks returned in the scene of that name."""
+
+
+def play() -> dict[str, Any]:
+    return {
+        "many loaders": many_loaders(20),
+        "iterables": iterables_with_workers(),
+        "already divided, DATA": already_divided(tdi.AutoShardPolicy.DATA),
+        "already divided, OFF": already_divided(tdi.AutoShardPolicy.OFF),
+        "collate function fails, 0 workers": collate_fails_on_one_rank(0),
+        "collate function fails, 1 workers": collate_fails_on_one_rank(1),
+        "no samples": no_samples(),
+        "broken promises, 0 workers": broken_promises(0),
+        "broken promises, 2 workers": broken_promises(2),
+        "marks": marks(),
+        "deals": deals(),
+        "asked, as usual": asked_for(None),
+        "asked, 2 ahead": asked_for(2),
+    }
+
+
+@pytest.fixture(scope="module")
+def scenes() -> Scenes:
+    """A launch takes longer than a scene."""
+    ranks = run_ranks(2, play, timeout_seconds=120)
+    return lambda name: [rank[name] for rank in ranks]
+
+
 def many_loaders(count: int) -> tuple[int, int]:
     """One rank: file descriptors after a first loader, and after many more."""
     data: Any = list(range(5))
@@ -144,8 +177,8 @@ def many_loaders(count: int) -> tuple[int, int]:
     return open_files[0], open_files[-1]
 
 
-def test_loaders_come_and_go_and_leave_nothing_open() -> None:
-    for early, late in run_ranks(2, many_loaders, 20):
+def test_loaders_come_and_go_and_leave_nothing_open(scenes: Scenes) -> None:
+    for early, late in scenes("many loaders"):
         assert late <= early
 
 
@@ -173,8 +206,8 @@ def iterables_with_workers() -> list[Any]:
     return found
 
 
-def test_an_iterable_that_every_rank_and_loader_worker_reads_is_warned_of_once() -> None:
-    first, second = run_ranks(2, iterables_with_workers)
+def test_an_iterable_that_every_rank_and_loader_worker_reads_is_warned_of_once(scenes: Scenes) -> None:
+    first, second = scenes("iterables")
     ((several, place),), ((one, _),), none = first
     assert place == "test_data_loader.py"
     assert "2 ranks" in several
@@ -200,16 +233,16 @@ def already_divided(policy: tdi.AutoShardPolicy) -> tuple[Any, list[Any]]:
     return None, [(lists(batch), loader.step.global_size) for batch in loader]
 
 
-def test_a_sampler_for_one_rank_is_refused_as_it_would_be_divided_twice() -> None:
-    for (kind, message), _ in run_ranks(2, already_divided, tdi.AutoShardPolicy.DATA):
+def test_a_sampler_for_one_rank_is_refused_as_it_would_be_divided_twice(scenes: Scenes) -> None:
+    for (kind, message), _ in scenes("already divided, DATA"):
         assert kind == "ShardingError"
         assert "DistributedSampler" in message
         assert "divided twice" in message
         assert "OFF" in message
 
 
-def test_a_sampler_for_one_rank_is_taken_as_it_is_under_off() -> None:
-    assert run_ranks(2, already_divided, tdi.AutoShardPolicy.OFF) == [
+def test_a_sampler_for_one_rank_is_taken_as_it_is_under_off(scenes: Scenes) -> None:
+    assert scenes("already divided, OFF") == [
         (None, [([0, 2], 4), ([4, 6], 4)]),
         (None, [([1, 3], 4), ([5, 7], 4)]),
     ]
@@ -241,8 +274,8 @@ def collate_fails_on_one_rank(workers: int) -> Any:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_collate_function_that_fails_on_one_rank_fails_on_all_at_the_same_step(workers: int) -> None:
-    first, second = run_ranks(2, collate_fails_on_one_rank, workers)
+def test_a_collate_function_that_fails_on_one_rank_fails_on_all_at_the_same_step(workers: int, scenes: Scenes) -> None:
+    first, second = scenes(f"collate function fails, {workers} workers")
     assert (first[0], second[0]) == ([[0]], [[1]])
     for error in (first[1], second[1]):
         assert error.kind == "SourceError"
@@ -257,8 +290,8 @@ def no_samples() -> tuple[list[Any], int]:
     return list(loader), len(loader)
 
 
-def test_a_dataset_of_length_0_gives_no_step() -> None:
-    assert run_ranks(3, no_samples) == [([], 0)] * 3
+def test_a_dataset_of_length_0_gives_no_step(scenes: Scenes) -> None:
+    assert scenes("no samples") == [([], 0)] * 2
 
 
 class Promises:
@@ -285,8 +318,8 @@ def broken_promises(workers: int) -> Any:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_sampler_yields_what_it_yields_whatever_its_length_says(workers: int) -> None:
-    first, second = run_ranks(2, broken_promises, workers)
+def test_a_sampler_yields_what_it_yields_whatever_its_length_says(workers: int, scenes: Scenes) -> None:
+    first, second = scenes(f"broken promises, {workers} workers")
     assert first == [(3, [[[0], [2]]] * 2), (3, [[[0], [2], [4], [6]]] * 2)]
     assert second == [(3, [[[1], []]] * 2), (3, [[[1], [3], [5], [7]]] * 2)]
 
@@ -294,40 +327,99 @@ def test_a_sampler_yields_what_it_yields_whatever_its_length_says(workers: int) 
 # ------------------------------------------------------------------------------------------------------ loader workers
 
 
-class WorkerFacts(Dataset[tuple[int, int, int]]):
-    """What a loader worker knows when it reads."""
+class Marked(Dataset[int]):
+    """Its samples are what ``worker_init_fn`` put there."""
 
     mark = 0
 
     def __len__(self) -> int:
         return 4
 
-    def __getitem__(self, index: int) -> tuple[int, int, int]:
-        info = get_worker_info()
-        assert info is not None
-        return self.mark, info.num_workers, int(multiprocessing.get_start_method(allow_none=True) == "forkserver")
+    def __getitem__(self, index: int) -> int:
+        return self.mark
 
 
 def mark_the_dataset(worker: int) -> None:
     info: Any = get_worker_info()
-    assert isinstance(info.dataset, WorkerFacts)
+    assert isinstance(info.dataset, Marked)
     info.dataset.mark = 10 + worker
 
 
-def worker_settings(context: str) -> Any:
-    loader = tdi.DataLoader(
-        WorkerFacts(),
-        batch_size=2,
-        num_workers=2,
-        worker_init_fn=mark_the_dataset,
-        multiprocessing_context=context,
-    )
-    return [lists(batch)[0] for batch in loader], loader.multiprocessing_context.get_start_method()
+def marks() -> list[list[int]]:
+    loader = tdi.DataLoader(Marked(), batch_size=2, num_workers=2, worker_init_fn=mark_the_dataset)
+    return [batch.tolist() for batch in loader]
 
 
-@pytest.mark.parametrize("context", ["fork", "forkserver"])
-def test_worker_init_fn_and_multiprocessing_context_are_honoured(context: str) -> None:
-    assert run_ranks(2, worker_settings, context) == [([[10], [11]], context)] * 2
+def test_worker_init_fn_finds_the_dataset_in_each_loader_worker(scenes: Scenes) -> None:
+    assert scenes("marks") == [[[10], [11]]] * 2
+
+
+# ------------------------------------------------------------------------------------------------------- little things
+
+
+class Asked(Dataset[int]):
+    """Notes what it was asked for, and whether on the main thread."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, bool]] = []
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> int:
+        self.asked.append((index, threading.current_thread() is threading.main_thread()))
+        return index
+
+
+def asked_for(prefetch: int | None) -> tuple[int, bool]:
+    """One rank: samples that it asked for before it got its first batch of two, and whether all on the main thread."""
+    data = Asked()
+    loader = tdi.DataLoader(data, batch_size=4, prefetch=prefetch)
+    iterator = iter(loader)
+    next(iterator)
+    first = len(data.asked)
+    for _ in iterator:
+        pass
+    return first, all(main for _, main in data.asked)
+
+
+def test_code_of_the_user_runs_on_the_callers_thread_and_not_ahead_unless_asked(scenes: Scenes) -> None:
+    assert scenes("asked, as usual") == [(2, True)] * 2
+    assert all(2 < first <= 6 and main for first, main in scenes("asked, 2 ahead"))
+
+
+def deals() -> Any:
+    """One rank: epochs, steps and figures; a loader that is handed to the strategy."""
+    data: Any = np.arange(7)
+    loader = tdi.DataLoader(data, batch_size=4)
+    found: list[Any] = [[] for _ in range(2)]
+    for epoch in range(2):
+        for _ in loader:
+            found[epoch].append(
+                (loader.step.epoch, loader.step.index, loader.step.global_size, loader.step.local_sizes)
+            )
+    loader.set_epoch(7)
+    iterator = iter(loader)
+    next(iterator)
+    found.append((iterator.step.epoch, len(loader), loader.stats()["samples"]))
+    loader.close()
+    strategy = tdi.Strategy(devices=["cpu"] * 2)
+    found.append([lists(strategy.local_results(each)) for each in strategy.distribute_dataset(loader)])
+    with tdi.DataLoader(data, batch_size=4, strategy=strategy) as given:
+        found.append([lists(strategy.local_results(each)) for each in given])
+    return found
+
+
+def test_steps_epochs_and_figures_and_the_loader_given_to_a_strategy(scenes: Scenes) -> None:
+    first, second = scenes("deals")
+    assert first[0] == [(0, 0, 4, (2,)), (0, 1, 3, (2,))]
+    assert second[1] == [(1, 0, 4, (2,)), (1, 1, 3, (1,))]
+    assert first[2] == second[2] == (7, 2, 2)
+    assert first[3] == first[4] == [([0], [1]), ([4], [5])]
+    assert second[3] == second[4] == [([2], [3]), ([6], [])]
+
+
+# --------------------------------------------------------------------------------------------- a death
 
 
 class Suicidal(Dataset[int]):
@@ -406,34 +498,3 @@ def test_a_loader_worker_that_is_killed_is_named_on_every_rank_within_10_seconds
     assert own["kind"] in ("SourceError", "RuntimeError")  # torch's own, where its signal handler was first
     assert "worker" in own["message"]
     assert own["waited"] < 10
-
-
-# ------------------------------------------------------------------------------------------------------- little things
-
-
-def deals() -> Any:
-    """One rank: epochs, steps and figures; a loader that is handed to the strategy."""
-    loader = tdi.DataLoader(np.arange(7), batch_size=4)  # type: ignore[arg-type]
-    found: list[Any] = [[] for _ in range(2)]
-    for epoch in range(2):
-        for _ in loader:
-            found[epoch].append((loader.step.epoch, loader.step.index, loader.step.global_size, loader.step.local_sizes))
-    loader.set_epoch(7)
-    iterator = iter(loader)
-    next(iterator)
-    found.append((iterator.step.epoch, len(loader), loader.stats()["samples"]))
-    loader.close()
-    strategy = tdi.Strategy(devices=["cpu"] * 2)
-    found.append([lists(strategy.local_results(each)) for each in strategy.distribute_dataset(loader)])
-    with tdi.DataLoader(np.arange(7), batch_size=4, strategy=strategy) as given:  # type: ignore[arg-type]
-        found.append([lists(strategy.local_results(each)) for each in given])
-    return found
-
-
-def test_steps_epochs_and_figures_and_the_loader_given_to_a_strategy() -> None:
-    first, second = run_ranks(2, deals)
-    assert first[0] == [(0, 0, 4, (2,)), (0, 1, 3, (2,))]
-    assert second[1] == [(1, 0, 4, (2,)), (1, 1, 3, (1,))]
-    assert first[2] == second[2] == (7, 2, 2)
-    assert first[3] == first[4] == [([0], [1]), ([4], [5])]
-    assert second[3] == second[4] == [([2], [3]), ([6], [])]

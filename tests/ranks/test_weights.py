@@ -174,7 +174,7 @@ def size_of(step: tdi.Step) -> int:
 
 @contextlib.contextmanager
 def exchanging_gradients(model: nn.Module, wanted: bool) -> Iterator[None]:
-    """Gradients that are accumulated need to travel only once. (DDP with a static graph cannot wait with its first.)"""
+    """Gradients that are added up need to travel only once; with a static graph each time, by pytorch#143580."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(wanted)
         yield

@@ -1,4 +1,4 @@
-"""Which files or batches a worker reads, under each policy (DESIGN 3: FILE, DATA, AUTO, OFF, HINT).
+"""Which files or batches a worker reads, under each policy.
 
 Source of the rules: TensorFlow's distributed input guide, "Autosharding"; where a file list is too short TensorFlow
 fails on some workers at the first read, here it is an error on all of them before the first read.

@@ -21,7 +21,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torchdistinput.backends.filesystem import FileNames, check_compression, expand, open_file
 from torchdistinput.errors import SourceError
 from torchdistinput.plan.permutation import shuffled
-from torchdistinput.sources.seeds import Samples, epoch_key
+from torchdistinput.sources.seeds import calls_on, epoch_key
 from torchdistinput.sources.walks import Lane, Read, RecordPlace, RecordWalk
 
 __all__ = ["FileDataset", "list_files"]
@@ -193,11 +193,10 @@ class FileDataset(IterableDataset[Any]):
             if self.map_fn is None:
                 yield from mine
                 return
-            reading = Samples(epoch_key(self.seed, epoch), walk)
+            read = calls_on(walk, epoch_key(self.seed, epoch))
             for record in mine:
                 try:
-                    with reading:
-                        decoded = self.map_fn(record)
+                    decoded = read(self.map_fn, record)
                 except Exception as error:
                     raise _undecodable(walk.place, error) from error
                 yield decoded

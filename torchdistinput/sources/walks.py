@@ -81,23 +81,25 @@ class RecordWalk:
 
     def take(self, count: int) -> list[Any]:
         """The next ``count`` records, fewer at the end; ``places`` tells where they came from."""
-        lane = self._cursor.lane
-        self._cursor.turns = [] if lane is None else [(lane, lane.count())]
+        cursor = self._cursor
+        cursor.turns = []
+        if cursor.first is not None and cursor.lane is not None:
+            cursor.first = cursor.lane.count()
         return list(islice(self._records, count))
 
     def places(self, lo: int, hi: int) -> list[RecordPlace]:
         """Where the records ``[lo, hi)`` of the last ``take`` came from. Before the next record is taken."""
-        spans: list[tuple[Lane, int, int]] = []
-        later: dict[Lane, int] = {}
-        for lane, first in reversed(self._cursor.turns or ()):
-            spans.append((lane, first, later[lane] if lane in later else lane.count()))
-            later[lane] = first
+        cursor = self._cursor
+        turns = list(cursor.turns or ())
+        if cursor.first is not None and cursor.lane is not None:
+            turns.append((cursor.lane, cursor.first, cursor.lane.count()))
         found: list[RecordPlace] = []
-        start = 0  # the position of the span's first record among those taken
-        for lane, first, end in reversed(spans):
-            ordinals = range(first + max(lo - start, 0), min(end, first + hi - start))
-            found += [lane.place_at(ordinal) for ordinal in ordinals]
-            start += end - first
+        start = 0  # the position of the turn's first record among those taken
+        for lane, first, end in turns:
+            stop = start + end - first
+            if lo < stop and start < hi:
+                found += lane.places(first + max(lo - start, 0), min(end, first + hi - start))
+            start = stop
         return found
 
     def close(self) -> None:
@@ -109,14 +111,16 @@ class RecordWalk:
 class _Cursor:
     """The lane of the last record. Apart from the walk: a generator that knew its walk would keep it alive.
 
-    With it, the turns since the last ``take``, in order: whose each was, and how many records it had yielded before.
+    With it, what came since the last ``take``: the turns that ended, each with its range of the lane's records, and where
+    the turn in progress began.
     """
 
-    __slots__ = ("lane", "turns")
+    __slots__ = ("first", "lane", "turns")
 
     def __init__(self) -> None:
         self.lane: Lane | None = None
-        self.turns: list[tuple[Lane, int]] | None = None  # nobody asks unless records are taken
+        self.first: int | None = None
+        self.turns: list[tuple[Lane, int, int]] | None = None  # nobody asks unless records are taken
 
 
 @final
@@ -196,12 +200,19 @@ class Lane:
             last = self._window.start + self._window.order[last - self._window.start]
         return RecordPlace(self.name, last, self.number)
 
-    def place_at(self, ordinal: int) -> RecordPlace:
-        """Where a record came from that was yielded before: the ``ordinal``-th, from 0."""
-        if not self._window_size:
-            return RecordPlace(self.name, ordinal, self.number)
-        start = ordinal - ordinal % self._window_size
-        return RecordPlace(self.name, start + self._order_from(start)[ordinal - start], self.number)
+    def places(self, first: int, end: int) -> list[RecordPlace]:
+        """Where records came from that were yielded before: those in ``[first, end)``, counted as they were yielded."""
+        name, number, size = self.name, self.number, self._window_size
+        if not size:
+            return [RecordPlace(name, record, number) for record in range(first, end)]
+        found: list[RecordPlace] = []
+        while first < end:
+            start = first - first % size
+            stop = min(end, start + size)
+            order = self._order_from(start)[first - start : stop - start]
+            found += [RecordPlace(name, start + record, number) for record in order]
+            first = stop
+        return found
 
     def _order_from(self, start: int) -> list[int]:
         """The order of the window that starts there. All windows but the last one are full."""
@@ -286,15 +297,17 @@ def _take_turns(
 def _turn(lane: Lane, length: int | None, cursor: _Cursor) -> Generator[Any, None, int]:
     """Yields the records of one turn; returns how many they were."""
     before, previous = lane.count(), cursor.lane
-    cursor.lane = lane
-    if cursor.turns is not None:
-        cursor.turns.append((lane, before))
+    cursor.lane, cursor.first = lane, before
     try:
         yield from lane.turn(length)
     except Exception as error:
         raise lane.failure(error) from error
     finally:
-        taken = lane.count() - before
+        end = lane.count()
+        taken = end - before
+        if cursor.turns is not None:
+            cursor.turns.append((lane, cursor.first, end))
+        cursor.first = None
         if not taken:
             cursor.lane = previous
     return taken

@@ -11,14 +11,13 @@ The thread votes as soon as it holds a step, unless the source answered the last
 one: then the next step will ride on the same message.
 
 Closing: the thread says in its next vote that nobody reads here any more, which all ranks answer at once when all stop.
-If the others do not come within the grace time, the channel is aborted and they learn the reason. The shares that nobody
-took are given up by whoever leaves last: the consumer as a rule; the thread, where the garbage collector drops the
-iterator on it, or where it still waits for its data after the grace time.
+If the others do not come within the grace time, the channel is aborted and they learn the reason. The shares that
+nobody took are given up by whoever leaves last: the consumer as a rule; the thread, where the garbage collector drops
+the iterator on it, or where it still waits for its data after the grace time.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import queue
 import threading
@@ -175,13 +174,15 @@ class Buffer:
         return None
 
     def _top_up(self) -> None:
-        """Draws at least one step if there is room, and more while nothing is ready."""
+        """Draws as far ahead as there is room.
+
+        Never less when something is ready already: how often user code was called at the k-th step must not depend on
+        timing, or seeded runs would not repeat, and generators would differ between ranks.
+        """
         while self._in_flight <= self._depth:
             ticket = self._walk.draw()
             self._in_flight += 1
             self._tickets.put(ticket)
-            if not self._ready.empty():
-                return
 
     def _wait(self) -> Outcome:
         if self._thread is None:
@@ -190,8 +191,16 @@ class Buffer:
             return self._ready.get()
         began = time.monotonic()
         while True:
-            with contextlib.suppress(queue.Empty):
+            try:
                 return self._ready.get(timeout=min(1.0, self._timeout_seconds / 4))
+            except queue.Empty:
+                pass
+            except RuntimeError as error:
+                # torch's signal handler, which tells of a dead loader worker wherever the main thread happens to be.
+                # The background thread meets the same worker, and its vote tells all ranks at the same step.
+                _LOG.debug("while waiting: %s", error)
+            if self._final is not None:  # closed by another thread meanwhile
+                return self._final
             self._look_at_clock(began)
 
     def _look_at_clock(self, began: float) -> None:

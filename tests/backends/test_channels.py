@@ -1,0 +1,285 @@
+"""Over real ranks: sums, texts, aborts, deaths, late ranks; the messages of live iterators on gloo."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from torchdistinput.backends.collectives import Channel, ProcessGroupRanks
+from torchdistinput.backends.launch import find_members
+from torchdistinput.errors import CoordinationTimeout, RankLost
+from torchdistinput.testing import run_ranks
+
+HANG_SECONDS = 20.0
+RELEASE_SECONDS = 5.0
+WORLDS = [2, 3, 5]
+
+
+def make_ranks(timeout_seconds: float = 30.0) -> ProcessGroupRanks:
+    return ProcessGroupRanks(None, find_members(None, None, None), timeout_seconds)
+
+
+def loses(channel: Channel) -> str:
+    """The message with which an exchange ends."""
+    try:
+        channel.exchange([1])
+    except RankLost as error:
+        return str(error)
+    return "nothing was lost"
+
+
+def words_of(rank: int, number: int, length: int) -> list[int]:
+    return [(rank + 1) * 1000**k % 10**9 + number for k in range(length)]
+
+
+def sums() -> bool:
+    channel = make_ranks().open_channel(0)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    good = (channel.rank, channel.num_ranks) == (rank, world)
+    for number in range(20):
+        for length in (4, 34, 1):
+            expected = [
+                sum(column) for column in zip(*(words_of(r, number, length) for r in range(world)), strict=True)
+            ]
+            good = good and channel.exchange(words_of(rank, number, length)) == expected
+    largest = 2**62 // world
+    good = good and channel.exchange([largest, 0]) == [largest * world, 0]
+    channel.release()
+    return good
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_sums_are_right_at_every_world_size(world: int) -> None:
+    assert run_ranks(world, sums) == [True] * world
+
+
+TEXTS = ["", "  two blanks, a line\n", "naïve ☃ 𝄞", "\udcff", "x" * 100_000]
+
+
+def texts() -> tuple[list[list[str]], list[list[str]]]:
+    """The ranks bring one of the texts each, by turns; on a channel, and outside."""
+    ranks = make_ranks()
+    channel = ranks.open_channel(0)
+    mine = [TEXTS[(dist.get_rank() + turn) % len(TEXTS)] for turn in range(len(TEXTS))]
+    inside = [channel.gather(text) for text in mine] + [channel.gather("")]
+    outside = [ranks.gather_texts(text, "a test") for text in mine] + [ranks.gather_texts("", "a test")]
+    channel.release()
+    return inside, outside
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_texts_of_any_length_come_through_untouched(world: int) -> None:
+    expected = [[TEXTS[(rank + turn) % len(TEXTS)] for rank in range(world)] for turn in range(len(TEXTS))]
+    expected.append([""] * world)
+    for inside, outside in run_ranks(world, texts):
+        assert inside == expected
+        assert outside == expected
+
+
+def aborted(quitter: int) -> tuple[str, float]:
+    """All but one rank wait in an exchange in the background; that one aborts from its main thread, after a while."""
+    channel = make_ranks().open_channel(0)
+    channel.exchange([1])
+    told: list[str] = []
+    if dist.get_rank() == quitter:
+        time.sleep(0.3)
+        began = time.time()
+        channel.abort("stopped reading after 4 step(s)")
+        told.append(loses(channel))
+    else:
+        waiting = threading.Thread(target=lambda: told.append(loses(channel)))
+        waiting.start()
+        waiting.join(HANG_SECONDS)
+        began = 0.0
+    ended = time.time()
+    channel.abort("again")
+    dist.barrier()
+    return told[0], ended if not began else began
+
+
+@pytest.mark.parametrize(("world", "quitter"), [(2, 0), (2, 1), (3, 2), (5, 1), (5, 4)])
+def test_an_abort_releases_every_waiting_rank_and_tells_the_reason(world: int, quitter: int) -> None:
+    found = run_ranks(world, aborted, quitter)
+    began = found[quitter][1]
+    for rank, (message, ended) in enumerate(found):
+        if rank == quitter:
+            assert message == f"rank {quitter} cannot go on: stopped reading after 4 step(s)."
+            continue
+        assert f"rank {quitter} stopped reading after 4 step(s)" in message
+        assert ended - began < RELEASE_SECONDS
+
+
+def late(latecomer: int) -> list[int]:
+    """One rank comes 3 seconds late; the others ask meanwhile who is late."""
+    channel = make_ranks().open_channel(0)
+    channel.exchange([1])
+    if dist.get_rank() == latecomer:
+        time.sleep(3.0)
+        channel.exchange([1])
+        return [latecomer]
+    waiting = threading.Thread(target=channel.exchange, args=([1],))
+    waiting.start()
+    time.sleep(2.5)
+    found = channel.late()
+    since = channel.waiting_since()
+    assert since is not None
+    assert time.monotonic() - since > 1
+    waiting.join(HANG_SECONDS)
+    assert channel.waiting_since() is None
+    return found
+
+
+@pytest.mark.parametrize(("world", "latecomer"), [(2, 1), (3, 0), (5, 4)])
+def test_a_late_rank_is_told_from_those_that_wait_with_us(world: int, latecomer: int) -> None:
+    assert run_ranks(world, late, latecomer) == [[latecomer]] * world
+
+
+def reused() -> list[tuple[list[int], list[int], int]]:
+    """Three iterators, one after the other, with another one alive through the first two."""
+    ranks = make_ranks()
+    other = ranks.open_channel(ranks.free_channels()[0])
+    found = []
+    for turn in range(3):
+        free = ranks.free_channels()
+        channel = ranks.open_channel(free[0])
+        total = channel.exchange([turn, dist.get_rank()])
+        found.append((free, total, other.exchange([10 * turn])[0]))
+        channel.release()
+        channel.release()
+        if turn == 1:
+            other.release()
+            other = ranks.open_channel(2)
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_released_channel_is_used_again_and_keeps_in_step(world: int) -> None:
+    ids = sum(range(world))
+    expected = [([1], [0, ids], 0), ([1, 2], [world, ids], 10 * world), ([0, 1, 3], [2 * world, ids], 20 * world)]
+    assert run_ranks(world, reused) == [expected] * world
+
+
+def after_abort() -> list[int]:
+    ranks = make_ranks()
+    dead = ranks.open_channel(0)
+    dead.exchange([1])
+    dead.abort("had enough")
+    dead.release()
+    free = ranks.free_channels()
+    ranks.gather_texts("", "a test")
+    return [*free, *ranks.open_channel(free[-1]).exchange([5])]
+
+
+def test_an_aborted_channel_is_not_used_again() -> None:
+    assert run_ranks(2, after_abort) == [[1, 10]] * 2
+
+
+def absent_once() -> tuple[str, list[str]]:
+    """Rank 1 comes when the others have given up once; then all meet."""
+    ranks = make_ranks(timeout_seconds=1.0)
+    message = ""
+    if dist.get_rank() == 1:
+        dist.barrier()
+    else:
+        try:
+            ranks.gather_texts("first", "a test")
+        except CoordinationTimeout as error:
+            message = str(error)
+        dist.barrier()
+    told = ranks.gather_texts(f"rank {dist.get_rank()}", "a test")
+    assert ranks.gather_texts("once more", "a test") == ["once more"] * dist.get_world_size()
+    return message, told
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_an_absent_rank_is_named_and_the_agreement_can_be_repeated(world: int) -> None:
+    for rank, (message, told) in enumerate(run_ranks(world, absent_once)):
+        if rank != 1:
+            assert "a test: rank 1 did not come within 1 seconds" in message
+        assert told == [f"rank {each}" for each in range(world)]
+
+
+def taking_turns() -> str:
+    """Rank 1 comes when rank 0 has given up, and then waits in vain itself."""
+    ranks = make_ranks(timeout_seconds=1.0)
+    message = ""
+    if dist.get_rank() == 1:
+        dist.barrier()
+    try:
+        ranks.gather_texts("", "a test")
+    except CoordinationTimeout as error:
+        message = str(error)
+    if dist.get_rank() == 0:
+        dist.barrier()
+    dist.barrier()
+    return message
+
+
+def test_a_rank_that_gave_up_counts_as_absent() -> None:
+    first, second = run_ranks(2, taking_turns)
+    assert "rank 1 did not come" in first
+    assert "rank 0 did not come" in second
+
+
+def crossing() -> int:
+    """Ranks 0 and 1 come again and again, each with little patience and at odd times, until they have met thrice."""
+    ranks = make_ranks(timeout_seconds=0.3)
+    met = 0
+    for turn in range(60):
+        time.sleep(0.02 * ((7 * turn + 5 * dist.get_rank() * turn) % 11))
+        try:
+            met += ranks.gather_texts(str(met), "a test") == [str(met)] * 2
+        except CoordinationTimeout:
+            continue
+        if met == 3:
+            break
+    return met
+
+
+def test_ranks_that_give_up_and_come_back_at_odd_times_meet_in_the_end() -> None:
+    assert run_ranks(2, crossing) == [3, 3]
+
+
+def dies(rank: int, world: int, folder: str, victim: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    channel = make_ranks().open_channel(0)
+    channel.exchange([1])
+    if rank == victim:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    started = time.monotonic()
+    told: dict[str, Any] = {"message": loses(channel), "waited": time.monotonic() - started}
+    Path(folder, f"{rank}.json").write_text(json.dumps(told))
+    os._exit(0)  # the default group has lost a member: what its own teardown does is not the matter here
+
+
+@pytest.mark.parametrize(("world", "victim"), [(2, 1), (3, 2), (5, 1)])
+def test_a_rank_that_is_killed_is_named_by_all_survivors(world: int, victim: int, tmp_path: Path) -> None:
+    context = multiprocessing.get_context("forkserver")
+    ranks = [context.Process(target=dies, args=(rank, world, str(tmp_path), victim)) for rank in range(world)]
+    for process in ranks:
+        process.start()
+    deadline = time.monotonic() + 60
+    try:
+        for process in ranks:
+            process.join(max(0.0, deadline - time.monotonic()))
+        assert [process.is_alive() for process in ranks] == [False] * world, "a rank hangs"
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+    for rank in set(range(world)) - {victim}:
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert f"rank {victim} died or lost its connection" in found["message"]
+        assert found["waited"] < HANG_SECONDS

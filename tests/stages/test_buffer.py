@@ -1,0 +1,385 @@
+"""The stages together over fake ranks: random data, ends, failures and departures, against what the laws say."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import logging
+import random
+import threading
+import time
+import weakref
+
+import pytest
+
+from tests.stages.scripted import Law, Party, Script, Seen, compose, law, play, random_script, read, values
+from torchdistinput.errors import CoordinationTimeout, RankLost, SourceError
+from torchdistinput.flow import Delivered, Drawn, End, Held, Outcome, Share
+from torchdistinput.stages import buffer as buffer_module
+from torchdistinput.stages.buffer import Buffer, Walk
+from torchdistinput.testing import FakeCollectives
+
+SEEDS = range(60)
+
+
+def world_of(seed: int, *, may_fail: bool) -> tuple[FakeCollectives, list[Script], int, random.Random]:
+    """1 to 4 ranks with random scripts, and a random depth of 0 to 3."""
+    rng = random.Random(seed)
+    scripts = [random_script(rng, may_fail=may_fail) for _ in range(rng.randint(1, 4))]
+    return FakeCollectives(len(scripts)), scripts, rng.randint(0, 3), rng
+
+
+def check_tidy(seen: list[Seen]) -> None:
+    """Nothing is left: the stream closed, the devices let go of once, each share handed over or given up."""
+    for each in seen:
+        party = each.party
+        assert party.stream.closed >= 1
+        assert party.devices_closed == 1
+        given_up = {id(share) for share in party.discarded}
+        kept = [share for share in party.sent if id(share) not in given_up]
+        assert len(kept) == len(each.steps)
+
+
+def check_messages(world: FakeCollectives, laws: Law) -> None:
+    """One size for all, and no more of them than steps, the end, and a farewell."""
+    exchanges = [each for each in world.messages if each.kind == "exchange"]
+    assert len({len(each.content) for each in exchanges}) <= 1
+    assert world.num_exchanges() <= laws.num_rows + 2
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_every_rank_delivers_what_the_laws_say_up_to_the_common_end_or_failure(seed: int) -> None:
+    world, scripts, depth, _ = world_of(seed, may_fail=True)
+    laws = law(scripts)
+    seen = play(world, scripts, depth=depth)
+    for rank, each in enumerate(seen):
+        assert each.steps == laws.steps[rank]
+        if not laws.failing:
+            assert each.error is None
+            continue
+        assert isinstance(each.error, SourceError)
+        assert [f"rank {other} failed" in str(each.error) for other in range(len(scripts))] == [
+            other in laws.failing for other in range(len(scripts))
+        ]
+        assert (each.error.__cause__ is not None) == (rank in laws.failing)
+    check_tidy(seen)
+    check_messages(world, laws)
+
+
+@pytest.mark.parametrize("seed", SEEDS[::2])
+def test_when_all_leave_at_one_step_nobody_sees_an_error(seed: int) -> None:
+    world, scripts, depth, rng = world_of(seed, may_fail=False)
+    laws = law(scripts)
+    leaves = rng.randint(0, len(laws.steps[0]))
+    seen = play(world, [dataclasses.replace(each, leaves_after=leaves) for each in scripts], depth=depth)
+    for rank, each in enumerate(seen):
+        assert each.error is None
+        assert each.steps == laws.steps[rank][:leaves]
+    check_tidy(seen)
+    check_messages(world, laws)
+
+
+@pytest.mark.parametrize("seed", SEEDS[::2])
+def test_when_some_leave_the_others_are_told_who(seed: int) -> None:
+    world, scripts, depth, rng = world_of(seed, may_fail=False)
+    laws = law(scripts)
+    total = len(laws.steps[0])
+    leaves = rng.randint(0, total)
+    who = [rank for rank in range(len(scripts)) if rng.random() < 0.5]
+    parts = [dataclasses.replace(each, leaves_after=leaves) if r in who else each for r, each in enumerate(scripts)]
+    seen = play(world, parts, depth=depth)
+    for rank, each in enumerate(seen):
+        assert each.steps == laws.steps[rank][: len(each.steps)]
+        if rank in who:
+            assert (len(each.steps), each.error) == (leaves, None)
+        elif each.error is None:
+            assert len(each.steps) == total
+        else:
+            assert isinstance(each.error, RankLost)
+            assert any(f"rank {other}" in str(each.error) for other in who)
+            assert leaves <= len(each.steps) <= leaves + depth + 1
+    check_tidy(seen)
+
+
+@pytest.mark.parametrize("seed", SEEDS[::2])
+def test_a_broken_connection_ends_all_ranks_after_the_same_steps(seed: int) -> None:
+    world, scripts, depth, rng = world_of(seed, may_fail=False)
+    laws = law(scripts)
+    victim, step = rng.randrange(len(scripts)), rng.randint(0, 4)
+    seen = play(world.fail_at(rank=victim, step=step), scripts, depth=depth)
+    assert len({len(each.steps) for each in seen}) == 1
+    for rank, each in enumerate(seen):
+        assert each.steps == laws.steps[rank][: len(each.steps)]
+        if world.num_exchanges() > step or each.error is not None:
+            assert isinstance(each.error, RankLost)
+            assert f"rank {victim}" in str(each.error)
+        else:
+            assert each.steps == laws.steps[rank]
+    check_tidy(seen)
+
+
+def test_without_prefetch_there_is_one_exchange_for_each_step_and_one_for_the_end() -> None:
+    world = FakeCollectives(3)
+    play(world, [Script((1,) * 10)] * 3, depth=0)
+    assert world.num_exchanges() == 11
+
+
+def test_with_prefetch_a_fast_source_needs_fewer_exchanges_than_steps() -> None:
+    world = FakeCollectives(2)
+    script = Script((1,) * 60, pauses=frozenset(range(61)))
+    play(world, [script] * 2, depth=3)
+    assert world.num_exchanges() < 61
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 3])
+def test_reading_ahead_stays_within_the_depth(depth: int) -> None:
+    world = FakeCollectives(1)
+    party = compose(world, 0, Script((1,) * 20), depth=depth)
+    for step in range(10):
+        assert party.buffer.take() is not None
+        assert len(party.stream.draws) <= step + 1 + depth
+    party.buffer.close()
+
+
+def test_the_end_comes_again_and_again() -> None:
+    party = compose(FakeCollectives(1), 0, Script((1,)), depth=2)
+    taken = [party.buffer.take() for _ in range(4)]
+    assert isinstance(taken[0], Delivered)
+    assert taken[1:] == [None] * 3
+
+
+def test_an_error_comes_again_and_again() -> None:
+    party = compose(FakeCollectives(1), 0, Script((), "draw"), depth=1)
+    for _ in range(3):
+        with pytest.raises(SourceError, match="failed at step 0"):
+            party.buffer.take()
+
+
+def test_peek_shows_the_step_that_take_returns_and_close_gives_it_up() -> None:
+    party = compose(FakeCollectives(1), 0, Script((2, 3)), depth=0)
+    first = party.buffer.peek()
+    assert first is party.buffer.peek()
+    assert first is party.buffer.take()
+    second = party.buffer.peek()
+    assert second is not None
+    party.buffer.close()
+    assert second.share in party.discarded
+    assert party.buffer.take() is None
+
+
+def test_close_is_idempotent_and_leaves_no_thread() -> None:
+    before = set(threading.enumerate())
+    parties = [compose(FakeCollectives(1), 0, Script((1,) * 9), depth=depth) for depth in range(4)]
+    for party in parties:
+        assert party.buffer.take() is not None
+    for party in parties:
+        party.buffer.close()
+        party.buffer.close()
+        assert party.devices_closed == 1
+        assert party.buffer.take() is None
+    assert set(threading.enumerate()) <= before
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("in_background", [False, True])
+def test_one_process_without_ranks_reads_its_rows(depth: int, in_background: bool) -> None:
+    script = Script((2, 0, 1), in_background=in_background)
+    seen = read(compose(None, 0, script, depth=depth), script)
+    assert seen.error is None
+    assert seen.steps == [(2, [0, 0]), (1, [2])]
+    check_tidy([seen])
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_a_late_rank_is_named_within_the_timeout_and_learns_that_it_was_given_up(late: int) -> None:
+    world = FakeCollectives(3).delay(rank=late, step=2, seconds=8.0)
+    started = time.monotonic()
+
+    def rank_reads(rank: int) -> Seen:
+        script = Script((1,) * 6)
+        timeout_seconds = 30.0 if rank == late else 0.3
+        return read(compose(world, rank, script, depth=0, timeout_seconds=timeout_seconds), script)
+
+    for rank, seen in enumerate(world.run(rank_reads)):
+        assert not isinstance(seen, BaseException)
+        assert len(seen.steps) == 2
+        if rank == late:
+            assert isinstance(seen.error, RankLost)
+            assert f"gave up waiting for rank {late}" in str(seen.error)
+        elif isinstance(seen.error, RankLost):  # another rank's clock was first
+            assert f"gave up waiting for rank {late}" in str(seen.error)
+        else:
+            assert isinstance(seen.error, CoordinationTimeout)
+            assert f"rank {late} did not come to the exchange at step 2 within 0.3 seconds" in str(seen.error)
+    assert time.monotonic() - started < 8.0
+
+
+def test_a_long_wait_is_told_once_in_a_warning_that_names_the_rank(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(buffer_module, "_WARN_SECONDS", 0.1)
+    world = FakeCollectives(2).delay(rank=1, step=1, seconds=0.7)
+    with caplog.at_level(logging.WARNING, "torchdistinput"):
+        seen = play(world, [Script((1,) * 3)] * 2, depth=0, timeout_seconds=1.6)
+    assert [each.error for each in seen] == [None, None]
+    waits = [record.getMessage() for record in caplog.records]
+    assert len(waits) == 1
+    assert waits[0].startswith("waiting for rank 1 at step 1")
+
+
+def test_time_spent_on_its_own_data_is_no_reason_to_give_up() -> None:
+    script = Script((1,) * 3)
+    party = compose(FakeCollectives(1), 0, script, depth=0, timeout_seconds=0.1)
+    walk = party.buffer._walk
+
+    def takes_long(drawn: Drawn | Held) -> Held:
+        time.sleep(0.3)
+        return walk.produce(drawn)
+
+    party.buffer._walk = dataclasses.replace(walk, produce=takes_long)
+    assert len(read(party, script).steps) == 3
+
+
+def test_a_bug_in_a_stage_reaches_the_consumer_and_the_other_ranks() -> None:
+    world = FakeCollectives(2)
+
+    def rank_reads(rank: int) -> Seen:
+        script = Script((1,) * 5)
+        party = compose(world, rank, script, depth=0)
+        if rank == 1:
+            party.buffer._walk = dataclasses.replace(party.buffer._walk, produce=broken)
+        return read(party, script)
+
+    def broken(drawn: object) -> Held:
+        raise ZeroDivisionError("oh")
+
+    first, second = world.run(rank_reads)
+    assert isinstance(first, Seen)
+    assert isinstance(first.error, RankLost)
+    assert "rank 1 failed: ZeroDivisionError: oh" in str(first.error)
+    assert isinstance(second, Seen)
+    assert isinstance(second.error, ZeroDivisionError)
+
+
+class Hearing:
+    """Votes that agree to everything, for a buffer alone; ``abort`` may itself fail."""
+
+    over = False
+    alone = True
+
+    def __init__(self, *, abort_fails: bool = False) -> None:
+        self.held: list[Held] = []
+        self.stopped = threading.Event()
+        self._abort_fails = abort_fails
+
+    @property
+    def holds(self) -> bool:
+        return bool(self.held)
+
+    def hold(self, held: Held) -> None:
+        self.held.append(held)
+
+    def vote(self) -> list[Outcome]:
+        if self.stopped.is_set():
+            self.over = True
+            return [End()]
+        shares = [held for held in self.held if isinstance(held, Share)]
+        self.held.clear()
+        return [Delivered(share, 1) for share in shares]
+
+    def stop(self, delivered: int) -> list[Share]:
+        self.stopped.set()
+        held, self.held = self.held, []
+        return [each for each in held if isinstance(each, Share)]
+
+    def waiting_since(self) -> float | None:
+        return None
+
+    def late(self) -> list[int]:
+        return []
+
+    def abort(self, reason: str) -> None:
+        if self._abort_fails:
+            raise OSError("no way out")
+
+
+def bare_walk(party: list[str], **others: object) -> Walk:
+    walk = Walk(
+        draw=lambda: Share([], (1,)),
+        produce=lambda drawn: Share([], (1,)),
+        discard=lambda shares: None,
+        enter_thread=lambda: None,
+        close_source=lambda: party.append("source"),
+        close_devices=lambda: party.append("devices"),
+    )
+    return dataclasses.replace(walk, **others)  # type: ignore[arg-type]
+
+
+def bare_buffer(walk: Walk, votes: Hearing) -> Buffer:
+    return Buffer(walk, votes, depth=0, threaded=True, timeout_seconds=5.0, names=lambda rank: rank)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_the_consumer_hears_of_a_failure_even_if_the_abort_fails_too() -> None:
+    def fails(drawn: object) -> Held:
+        raise ZeroDivisionError("oh")
+
+    buffer = bare_buffer(bare_walk([], produce=fails), Hearing(abort_fails=True))
+    with pytest.raises((ZeroDivisionError, OSError)):
+        buffer.take()
+
+
+def test_a_buffer_that_is_closed_by_its_own_thread_ends_and_cleans_up() -> None:
+    """The garbage collector may find a dropped iterator on any thread, this one too."""
+    done: list[str] = []
+    cell: list[Buffer] = []
+
+    def closes(drawn: object) -> Held:
+        if len(done) == 0:
+            cell[0].close()
+            done.append("closed")
+        return Share([], (1,))
+
+    cell.append(bare_buffer(bare_walk(done, produce=closes), Hearing()))
+    thread = cell[0]._thread
+    assert thread is not None
+    assert cell[0].take() is None
+    thread.join(5)
+    assert not thread.is_alive()
+    assert done == ["closed", "source", "devices"]
+
+
+def test_devices_are_let_go_of_only_when_the_thread_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buffer_module, "_GRACE_SECONDS", 0.05)
+    log: list[str] = []
+    reading, go_on = threading.Event(), threading.Event()
+
+    def waits(drawn: object) -> Held:
+        reading.set()
+        go_on.wait(10)
+        log.append("read")
+        return Share([], (1,))
+
+    buffer = bare_buffer(bare_walk(log, produce=waits), Hearing())
+    buffer._top_up()
+    assert reading.wait(10)
+    buffer.close()
+    assert "devices" not in log
+    thread = buffer._thread
+    assert thread is not None
+    go_on.set()
+    thread.join(10)
+    assert log[-3:] == ["read", "source", "devices"]
+
+
+def test_a_buffer_that_nobody_holds_is_not_kept_alive_by_its_end() -> None:
+    party: Party | None = compose(FakeCollectives(1), 0, Script((1,)), depth=1)
+    assert party is not None
+    steps = []
+    while (delivered := party.buffer.take()) is not None:
+        steps.append(values(delivered))
+    gone = weakref.ref(party.buffer)
+    del party, delivered
+    gc.collect()
+    assert gone() is None
+    assert steps == [(1, [0])]

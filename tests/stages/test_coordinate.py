@@ -1,0 +1,281 @@
+"""All ranks take the same steps: one message a vote, of one size; the end, failures, stops and structures ride on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from torchdistinput.backends.collectives import Channel
+from torchdistinput.errors import BatchingError, RankLost, SourceError
+from torchdistinput.flow import Delivered, End, Failed, Held, Outcome, PassedOver, PastEnd, Raised, Share
+from torchdistinput.mould import Mould
+from torchdistinput.stages.coordinate import Coordinate
+from torchdistinput.testing import FakeCollectives
+
+Turn = Callable[[Coordinate], list[Outcome]]
+
+
+class Odd:
+    """No plain value."""
+
+
+def share(size: int) -> Share:
+    return Share([torch.zeros(size)], (size,))
+
+
+def make(channel: Channel | None, rank: int, *, slots: int = 4, piece: Any = None, **more: Any) -> Coordinate:
+    """A stage of one rank, which has seen ``piece`` if it is given."""
+    mould = Mould()
+    if piece is not None:
+        mould.measure(piece)
+
+    def complete(of_step: Share) -> None:
+        assert mould.structure is not None
+        pieces = of_step.pieces or [None]
+        of_step.pieces = [mould.structure.empty() if each is None else each for each in pieces]
+        of_step.sizes = of_step.sizes or (0,)
+
+    return Coordinate(channel, slots=slots, mould=mould, complete=complete, name=rank, epoch=3, **more)
+
+
+def vote(*held: Held) -> Turn:
+    """Holds these steps and votes once."""
+
+    def turn(coordinate: Coordinate) -> list[Outcome]:
+        for each in held:
+            coordinate.hold(each)
+        return coordinate.vote()
+
+    return turn
+
+
+def stop(coordinate: Coordinate) -> list[Outcome]:
+    """Stops after two steps, and votes."""
+    coordinate.stop(2)
+    return coordinate.vote()
+
+
+def together(turns: list[Turn], pieces: list[Any] | None = None, *, slots: int = 4) -> list[list[Outcome]]:
+    """Every rank takes its turn."""
+    world = FakeCollectives(len(turns))
+    found = pieces or [torch.zeros(1)] * len(turns)
+
+    def rank_votes(rank: int) -> list[Outcome]:
+        return turns[rank](make(world.ranks(rank).open_channel(0), rank, slots=slots, piece=found[rank]))
+
+    results = []
+    for result in world.run(rank_votes):
+        if isinstance(result, BaseException):
+            raise result
+        results.append(result)
+    return results
+
+
+def sizes(outcomes: list[Outcome]) -> list[Any]:
+    """What was agreed, in short."""
+    return [
+        (each.global_size, *each.share.sizes) if isinstance(each, Delivered) else type(each).__name__
+        for each in outcomes
+    ]
+
+
+def error(outcomes: list[Outcome]) -> BaseException:
+    """The one error in them."""
+    (raised,) = outcomes
+    assert isinstance(raised, Raised)
+    return raised.error
+
+
+def test_a_step_is_agreed_when_every_rank_holds_it() -> None:
+    first, second = together([vote(share(2), share(2), share(2)), vote(share(1))])
+    assert sizes(first) == [(3, 2)]
+    assert sizes(second) == [(3, 1)]
+
+
+def test_one_message_covers_as_many_steps_as_there_are_slots() -> None:
+    for outcomes in together([vote(*[share(1)] * 5), vote(*[share(1)] * 4)], slots=3):
+        assert sizes(outcomes) == [(2, 1)] * 3
+
+
+def test_a_rank_past_its_end_gets_empty_shares_until_all_are() -> None:
+    first, second = together([vote(share(3), share(2), PastEnd()), vote(share(1), PastEnd(), PastEnd())])
+    assert sizes(first) == [(4, 3), (2, 2), "End"]
+    assert sizes(second) == [(4, 1), (2, 0), "End"]
+    padded = second[1]
+    assert isinstance(padded, Delivered)
+    assert padded.share.pieces[0].shape == (0,)
+
+
+def test_a_step_without_a_sample_is_passed_over_and_is_not_the_end() -> None:
+    empty = share(0)
+    first, second = together([vote(empty, share(1)), vote(PastEnd(), PastEnd())])
+    assert sizes(first) == ["PassedOver", (1, 1)]
+    assert sizes(second) == ["PassedOver", (1, 0)]
+    assert first[0] == PassedOver(empty)
+    assert second[0] == PassedOver(None)
+
+
+def test_a_failure_waits_until_what_was_held_before_it_is_delivered() -> None:
+    def fails_third(coordinate: Coordinate) -> list[Outcome]:
+        first = vote(share(1), share(1), Failed(ValueError("bad"), "file x"))(coordinate)
+        return [*first, *coordinate.vote()]
+
+    def goes_on(coordinate: Coordinate) -> list[Outcome]:
+        first = vote(share(1), share(1), share(1))(coordinate)
+        return [*first, *coordinate.vote()]
+
+    failing, other = together([fails_third, goes_on])
+    assert sizes(failing) == sizes(other) == [(2, 1), (2, 1), "Raised"]
+    own, told = error(failing[2:]), error(other[2:])
+    assert isinstance(own, SourceError)
+    assert isinstance(own.__cause__, ValueError)
+    assert isinstance(told, SourceError)
+    assert told.__cause__ is None
+    assert "rank 0 failed at step 2 of epoch 3 (file x): ValueError: bad" in str(told)
+    assert "traceback of rank 0" in str(told)
+    assert "traceback" not in str(own)
+
+
+def test_a_later_failure_that_was_read_ahead_is_not_told() -> None:
+    later = vote(share(1), Failed(KeyError("later"), ""))
+    for outcomes in together([vote(Failed(ValueError("now"), "")), later]):
+        assert "rank 0 failed" in str(error(outcomes))
+        assert "later" not in str(error(outcomes))
+
+
+def test_all_ranks_that_fail_at_one_step_are_named() -> None:
+    turns = [vote(Failed(ValueError("a"), "")), vote(Failed(KeyError("b"), "")), vote(share(1))]
+    for outcomes in together(turns):
+        assert isinstance(error(outcomes), SourceError)
+        assert "rank 0 failed" in str(error(outcomes))
+        assert "rank 1 failed" in str(error(outcomes))
+
+
+def test_an_error_of_ours_keeps_its_class_on_all_ranks() -> None:
+    for outcomes in together([vote(Failed(BatchingError("no size"), "")), vote(share(1))]):
+        assert type(error(outcomes)) is BatchingError
+    source = SourceError("broken", file="a.txt", offset=7)
+    for outcomes in together([vote(Failed(source, "")), vote(share(1))]):
+        found = error(outcomes)
+        assert isinstance(found, SourceError)
+        assert (found.file, found.offset) == ("a.txt", 7)
+
+
+def test_what_is_held_after_a_failure_does_not_count() -> None:
+    for outcomes in together([vote(Failed(ValueError("bad"), ""), share(1)), vote(share(1))]):
+        assert isinstance(error(outcomes), SourceError)
+
+
+def test_a_rank_that_stops_is_named_to_those_that_go_on() -> None:
+    for outcomes in together([vote(share(1)), stop, vote(share(1))]):
+        found = error(outcomes)
+        assert isinstance(found, RankLost)
+        assert "rank 1 after 2 step(s)" in str(found)
+
+
+def test_all_stopping_is_one_last_vote() -> None:
+    for outcomes in together([stop, stop]):
+        assert isinstance(error(outcomes), RankLost)
+
+
+def test_a_rank_that_stops_past_its_end_does_not_spoil_the_common_end() -> None:
+    def stops_at_end(coordinate: Coordinate) -> list[Outcome]:
+        coordinate.hold(PastEnd())
+        return stop(coordinate)
+
+    for outcomes in together([vote(PastEnd()), stops_at_end]):
+        assert sizes(outcomes) == ["End"]
+    for outcomes in together([vote(share(1)), stops_at_end]):
+        assert isinstance(error(outcomes), RankLost)
+
+
+def test_stop_returns_what_was_held_and_offers_nothing_more() -> None:
+    held = [share(1), share(2)]
+    coordinate = make(None, 0, piece=torch.zeros(1))
+    for each in held:
+        coordinate.hold(each)
+    assert coordinate.stop(0) == held
+    assert coordinate.stop(0) == []
+    assert coordinate.holds
+
+
+def test_a_rank_that_saw_no_sample_learns_the_structure_from_the_others() -> None:
+    known = {"x": torch.zeros(2, 5, dtype=torch.float64), "s": ["a", "b"], "n": 3}
+    turns: list[Turn] = [vote(PastEnd()), vote(Share([known], (2,)))]
+    first, second = together(turns, [None, known])
+    assert sizes(first) == [(2, 0)]
+    assert sizes(second) == [(2, 2)]
+    told = first[0]
+    assert isinstance(told, Delivered)
+    (empty,) = told.share.pieces
+    assert empty["x"].shape == (0, 5)
+    assert empty["x"].dtype == torch.float64
+    assert (empty["s"], empty["n"]) == ([], 3)
+
+
+def test_a_structure_that_cannot_be_told_is_an_error_on_all_ranks() -> None:
+    for outcomes in together([vote(PastEnd()), vote(share(1))], [None, {"x": torch.zeros(1), "odd": Odd()}]):
+        assert isinstance(error(outcomes), BatchingError)
+        assert "rank 1: a batch holds a constant of type Odd" in str(error(outcomes))
+
+
+def test_structures_that_differ_are_told_before_any_step_is_delivered() -> None:
+    pieces = [torch.zeros(1), torch.zeros(1), torch.zeros(1, dtype=torch.int64)]
+    for outcomes in together([vote(share(1), PastEnd())] * 3, pieces):
+        found = error(outcomes)
+        assert isinstance(found, BatchingError)
+        assert "rank 0: float32[batch]; rank 1: float32[batch]; rank 2: int64[batch]" in str(found)
+
+
+def test_ranks_that_read_the_same_count_once() -> None:
+    world = FakeCollectives(2)
+
+    def rank_votes(rank: int) -> list[Outcome]:
+        stage = make(world.ranks(rank).open_channel(0), rank, piece=torch.zeros(1), counts=rank == 0)
+        return vote(share(4), PastEnd())(stage)
+
+    for outcomes in world.run(rank_votes):
+        assert not isinstance(outcomes, BaseException)
+        assert sizes(outcomes) == [(4, 4), "End"]
+
+
+def test_one_rank_alone_votes_without_a_message() -> None:
+    coordinate = make(None, 0, piece=torch.zeros(1))
+    assert coordinate.alone
+    assert sizes(vote(share(2), share(0), PastEnd())(coordinate)) == [(2, 2), "PassedOver", "End"]
+    assert coordinate.over
+    assert coordinate.waiting_since() is None
+    assert coordinate.late() == []
+
+
+def test_the_channel_is_given_back_after_the_last_vote() -> None:
+    world = FakeCollectives(2)
+
+    def rank_votes(rank: int) -> tuple[list[int], list[int]]:
+        ranks = world.ranks(rank)
+        stage = make(ranks.open_channel(0), rank, piece=torch.zeros(1))
+        before = ranks.free_channels()
+        vote(PastEnd())(stage)
+        return before, ranks.free_channels()
+
+    assert world.run(rank_votes) == [([1], [0, 1])] * 2
+
+
+@pytest.mark.parametrize("slots", [1, 2, 5])
+def test_every_message_has_the_same_length(slots: int) -> None:
+    world = FakeCollectives(2)
+
+    def rank_votes(rank: int) -> None:
+        stage = make(world.ranks(rank).open_channel(0), rank, slots=slots, piece=torch.zeros(1) if rank else None)
+        for held in [share(rank), share(1), PastEnd()]:
+            stage.hold(held)
+            if not stage.over:
+                stage.vote()
+
+    assert world.run(rank_votes) == [None, None]
+    exchanges = [each for each in world.messages if each.kind == "exchange"]
+    assert {len(each.content) for each in exchanges} == {3 + slots}
+    assert all(word >= 0 for each in exchanges for word in each.content)

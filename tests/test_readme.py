@@ -1,0 +1,54 @@
+"""The first lines that a newcomer reads run as they stand, in one process and under torchrun."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+BEFORE = """
+import torch
+torch.set_num_threads(1)
+torch.manual_seed(0)
+from torch.utils.data import TensorDataset
+train = TensorDataset(torch.randn(600, 4), torch.randint(0, 3, (600,)))
+model = torch.nn.Linear(4, 3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+
+AFTER = """
+weights = [round(value, 5) for value in torch.cat([each.detach().flatten() for each in model.parameters()]).tolist()]
+print("steps", loader.step.index + 1, "weights", weights)
+"""
+
+
+def first_snippet() -> str:
+    found = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+def run(*launcher: str, script: Path) -> list[str]:
+    command = [sys.executable, *launcher, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=script.parent, check=False)
+    assert done.returncode == 0, done.stderr
+    return sorted({line for line in done.stdout.splitlines() if line.startswith("steps")})
+
+
+def test_the_first_snippet_gives_the_same_weights_in_one_process_and_in_two(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(BEFORE + first_snippet() + AFTER)
+    alone = run(script=script)
+    assert len(alone) == 1
+    assert alone[0].startswith("steps 3")
+    assert run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script=script) == alone
+
+
+@pytest.mark.parametrize("word", ["session", "sandbox"])
+def test_the_readme_speaks_of_the_project_only(word: str) -> None:
+    assert word not in (ROOT / "README.md").read_text()
