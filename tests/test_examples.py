@@ -137,3 +137,11 @@ def test_preprocessing_is_the_same_in_one_process_and_in_two() -> None:
     assert len(losses) == 5
     assert losses[-1] < 0.5 * losses[0]
     assert output_of(*TORCHRUN, "examples/preprocessing.py") == alone
+
+
+def test_the_evaluation_gives_exactly_the_metrics_of_one_process_in_any_number() -> None:
+    alone = output_of(*PYTHON, "examples/evaluate.py")
+    assert "1003 points, each once" in alone
+    assert re.search(r"accuracy    9\d\d of 1003\nmedian loss 0\.\d+\nmean loss   0\.\d+\n", alone), alone
+    for count in ("2", "3"):
+        assert output_of(*TORCHRUN[:-1], count, "examples/evaluate.py") == alone

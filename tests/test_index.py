@@ -35,7 +35,7 @@ def flat(steps: list[list[Any]]) -> list[tuple[int, Any]]:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_of_a_map_style_dataset_the_index_is_what_the_sampler_gave(workers: int) -> None:
-    data = DataLoader(
+    data: Any = DataLoader(
         range(100, 123),  # type: ignore[arg-type]
         batch_size=5,
         shuffle=True,
@@ -119,7 +119,9 @@ def test_of_an_iterable_the_index_is_the_position_in_the_epoch(workers: int | No
     size = 4 if workers is None else None
     if workers is not None:
         data = DataLoader(data, batch_size=4, num_workers=workers)
-        expected = [row for batch in DataLoader(inputs.Count(13), batch_size=4, num_workers=workers) for row in batch.tolist()]
+        expected = [
+            row for batch in DataLoader(inputs.Count(13), batch_size=4, num_workers=workers) for row in batch.tolist()
+        ]
     else:
         expected = list(range(13))
     assert flat(indexed(data, size=size)) == list(enumerate(expected))
@@ -150,7 +152,7 @@ def test_every_epoch_has_the_same_indices() -> None:
 
 
 def test_a_batch_of_strings_keeps_its_shape_beside_the_index() -> None:
-    data = DataLoader(["a", "b", "c"], batch_size=2, collate_fn=list)  # type: ignore[arg-type]
+    data: Any = DataLoader(["a", "b", "c"], batch_size=2, collate_fn=list)  # type: ignore[arg-type]
     assert indexed(data, replicas=1) == [[([0, 1], ["a", "b"])], [([2], ["c"])]]
 
 
@@ -158,20 +160,18 @@ def test_a_batch_of_strings_keeps_its_shape_beside_the_index() -> None:
 
 
 def test_a_collate_function_that_leaves_rows_out_is_refused_with_an_index() -> None:
-    data = DataLoader(range(6), batch_size=3, collate_fn=lambda rows: torch.tensor(rows[1:]))  # type: ignore[arg-type]
+    data: Any = DataLoader(range(6), batch_size=3, collate_fn=lambda rows: torch.tensor(rows[1:]))  # type: ignore[arg-type]
     with pytest.raises(tdi.BatchingError, match=r"3 sample\(s\) came out of the collate function with 2 row"):
         indexed(data, replicas=1)
 
 
 def test_negative_indices_are_refused_as_minus_one_means_padding() -> None:
-    data = DataLoader(range(6), batch_size=3, sampler=[0, -1, 2])  # type: ignore[arg-type]
+    data: Any = DataLoader(range(6), batch_size=3, sampler=[0, -1, 2])  # type: ignore[arg-type]
     with pytest.raises(tdi.BatchingError, match="the sampler gave the index -1"):
         indexed(data, replicas=1)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "error"), [({"with_index": 1}, TypeError), ({"partial_batch": "drop"}, ValueError)]
-)
+@pytest.mark.parametrize(("wrong", "error"), [({"with_index": 1}, TypeError), ({"partial_batch": "drop"}, ValueError)])
 def test_options_of_other_values_are_refused(wrong: dict[str, Any], error: type[Exception]) -> None:
     with pytest.raises(error, match=f"{next(iter(wrong))} is"):
         tdi.InputOptions(**wrong)
@@ -242,8 +242,18 @@ def test_no_rows_at_all_give_the_outputs_back() -> None:
 
 BAD: dict[str, tuple[Any, Any, type[Exception], str]] = {
     "an index that comes twice": (torch.tensor([3, 5, 3]), torch.ones(3), ValueError, r"1 index.* 3 \(replica 0\)"),
-    "other lengths": (torch.tensor([0, 1]), {"a": {"b": torch.ones(3)}}, ValueError, r"2 entries, and outputs\['a'\]\['b'\] has 3"),
-    "rows without an index": (torch.tensor([], dtype=torch.int64), torch.ones(3), ValueError, "0 entries, and outputs has 3"),
+    "other lengths": (
+        torch.tensor([0, 1]),
+        {"a": {"b": torch.ones(3)}},
+        ValueError,
+        r"2 entries, and outputs\['a'\]\['b'\] has 3",
+    ),
+    "rows without an index": (
+        torch.tensor([], dtype=torch.int64),
+        torch.ones(3),
+        ValueError,
+        "0 entries, and outputs has 3",
+    ),
     "a list of another length": (torch.tensor([0, 1]), ["a"], ValueError, "2 entries, and outputs has 1"),
     "a scalar": (torch.tensor([0]), torch.tensor(1.0), ValueError, "outputs is a scalar"),
     "nothing with rows": (torch.tensor([0]), 3.0, ValueError, "outputs is a float"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,7 +67,7 @@ def test_a_piece_that_is_too_large_is_refused() -> None:
 
 def test_elements_have_one_size_a_mask_and_the_index_and_steps_count_samples_only() -> None:
     strategy = tdi.Strategy(devices=["cpu"] * 3)
-    data = DataLoader(range(7), batch_size=5)  # type: ignore[arg-type]
+    data: Any = DataLoader(range(7), batch_size=5)  # type: ignore[arg-type]
     dataset = strategy.distribute_dataset(data, tdi.InputOptions(partial_batch="pad", with_index=True))
     spec = [strategy.local_results(part)[0] for part in dataset.element_spec]
     assert [(each.shape, each.dtype) for each in spec] == [((2,), torch.int64), ((2,), torch.int64), ((2,), torch.bool)]
@@ -82,6 +83,7 @@ def test_elements_have_one_size_a_mask_and_the_index_and_steps_count_samples_onl
 def test_without_a_mask_the_loss_of_padded_rows_is_refused_and_with_it_may_be_nan() -> None:
     strategy = tdi.Strategy(devices=["cpu"])
     dataset = strategy.distribute_dataset(DataLoader(range(1, 4), batch_size=2), PAD)  # type: ignore[arg-type]
+    losses = torch.zeros(0)
     for numbers, mask in dataset:
         losses = numbers.double().log()  # of a padded row: -inf
         loss = tdi.average_loss(losses, dataset.step, mask)
@@ -138,9 +140,35 @@ def test_padded_gradients_are_those_of_one_process(world: int) -> None:
             assert max((one - other).abs().max().item() for one, other in zip(found, want, strict=True)) < 1e-12
 
 
+def padded_files(folder: str, policy: str) -> list[Any]:
+    """One rank: all row counts of the pieces, whether step sizes fit the masks, and the numbers that were samples."""
+    strategy = tdi.Strategy(devices=["cpu"] * 2)
+    options = tdi.InputOptions(partial_batch="pad", auto_shard_policy=tdi.AutoShardPolicy[policy])
+    loader = DataLoader(inputs.numbers_of(Path(folder)), batch_size=7, num_workers=2 if policy == "FILE" else 0)
+    dataset = strategy.distribute_dataset(loader, options)
+    rows, fits, numbers = set(), True, []
+    for element in dataset:
+        parts = strategy.local_results(element)
+        fits &= dataset.step.local_sizes == tuple(int(mask.sum()) for _, mask in parts)
+        for part, mask in parts:
+            rows.add((len(part), len(mask)))
+            numbers += part[mask].tolist()
+    return [rows, fits, numbers]
+
+
+@pytest.mark.parametrize("policy", ["FILE", "DATA", "OFF"])
+def test_pieces_have_one_size_under_every_policy(policy: str, tmp_path: Path) -> None:
+    """Also of a rank that has come to its end, under FILE: 8 numbers and 4."""
+    inputs.write_numbers(tmp_path)
+    ranks = run_ranks(2, padded_files, str(tmp_path), policy)
+    assert [(rank[0], rank[1]) for rank in ranks] == [({(2, 2)}, True)] * 2
+    delivered = sorted(number for rank in ranks for number in rank[2])
+    assert delivered == sorted([*range(12)] * (2 if policy == "OFF" else 1))
+
+
 def sources_without_a_size() -> list[Raised | None]:
     strategy = tdi.Strategy(devices=["cpu"])
-    own = DataLoader(range(11), batch_sampler=inputs.UnevenBatches())  # type: ignore[arg-type]
+    own: Any = DataLoader(range(11), batch_sampler=inputs.UnevenBatches())  # type: ignore[arg-type]
     whole = DataLoader(inputs.ReadyBatches(), batch_size=None)
     return [
         raised(lambda: strategy.distribute_dataset(own, PAD)),

@@ -64,9 +64,7 @@ def augmented(folder: str, workers: dict[str, Any]) -> list[dict[int, list[float
 
 
 def put_together(ranks: list[list[dict[int, list[float]]]]) -> list[dict[int, list[float]]]:
-    return [
-        {key: rank[each][key] for rank in ranks for key in rank[each]} for each in range(len(ranks[0]))
-    ]
+    return [{key: rank[each][key] for rank in ranks for key in rank[each]} for each in range(len(ranks[0]))]
 
 
 @pytest.fixture(scope="module")

@@ -481,6 +481,10 @@ class _BrokenStream:
     def fetch(self, drawn: Any) -> None:
         """See ``Stream.fetch``."""
 
+    def digest_of(self, drawn: Any) -> int:
+        """See ``Stream.digest_of``."""
+        return 0
+
     def close(self) -> None:
         """See ``Stream.close``."""
 

@@ -51,6 +51,9 @@ class Stream(Protocol):
     def fetch(self, drawn: Any) -> Row | None:
         """The row; ``None`` past the end, where only the reading itself finds the end."""
 
+    def digest_of(self, drawn: Any) -> int:
+        """A number of what the user's sampler drew for the row, equal on all ranks; 0 where none is to compare."""
+
     def close(self) -> None:
         """Ends loader workers and open files. Idempotent."""
 
@@ -64,11 +67,13 @@ class Share:
       pieces: the batches; ``None`` for an empty one that could not be made yet.
       sizes: samples in each.
       parcels: the pieces on their way to the devices.
+      digest: a number of what the sampler drew, equal on all ranks; 0 where there is none to compare.
     """
 
     pieces: list[Any]
     sizes: tuple[int, ...]
     parcels: Sequence[Any] = field(default_factory=tuple)
+    digest: int = 0
 
 
 @final

@@ -5,14 +5,18 @@ from __future__ import annotations
 import itertools
 import random
 
-from torchdistinput.plan.ending import MAX_RANKS, MAX_SAMPLES, Ballot, Verdict, count, decide
+import pytest
+
+from torchdistinput.plan.ending import MAX_RANKS, MAX_SAMPLES, Ballot, Verdict, count, decide, weight_of
 
 MAX_DIGEST = 2**24 - 1
 MAX_WORD = 2**63 - 1
 
 
 def summed(ballots: list[Ballot], slots: int) -> list[int]:
-    return [sum(column) for column in zip(*(ballot.words(slots) for ballot in ballots), strict=True)]
+    words = [ballot.words(slots, weight_of(rank, len(ballots))) for rank, ballot in enumerate(ballots)]
+    assert all(-(2**63) <= word < 2**63 for each in words for word in each)
+    return [sum(column) for column in zip(*words, strict=True)]
 
 
 def read_all(ballots: list[Ballot], slots: int) -> Verdict:
@@ -20,7 +24,7 @@ def read_all(ballots: list[Ballot], slots: int) -> Verdict:
     known = [ballot.digest for ballot in ballots if ballot.digest is not None]
     differ = len(set(known)) > 1
     steps: list[int] = []
-    end = False
+    end = draws_differ = False
     for j in range(slots):
         if differ or any(j >= len(ballot.sizes) for ballot in ballots):  # laws D and A: not held by every rank
             break
@@ -28,7 +32,10 @@ def read_all(ballots: list[Ballot], slots: int) -> Verdict:
         if all(size is None for size in sizes):  # law C
             end = True
             break
-        if any(ballot.stopped for ballot in ballots):  # law E: nobody makes a step with a rank that stopped
+        if any(ballot.stopped for ballot in ballots):  # law F: nobody makes a step with a rank that stopped
+            break
+        if len({ballot.drawn[j] if j < len(ballot.drawn) else 0 for ballot in ballots}) > 1:  # law E
+            draws_differ = True
             break
         steps.append(sum(size or 0 for size in sizes))
     return Verdict(
@@ -38,6 +45,7 @@ def read_all(ballots: list[Ballot], slots: int) -> Verdict:
         num_stopped=sum(ballot.stopped for ballot in ballots),
         structure_wanted=bool(known) and len(known) < len(ballots),
         structures_differ=differ,
+        draws_differ=draws_differ,
     )
 
 
@@ -51,7 +59,10 @@ def random_ballot(rng: random.Random, slots: int, digests: list[int]) -> Ballot:
         sizes = [None] if sizes[:1] == [None] else []
     failed = not sizes and rng.random() < 0.5
     digest = rng.choice(digests) if rng.random() < 0.7 else None
-    return Ballot(tuple(sizes), failed=failed, stopped=stopped, digest=digest)
+    # What the sampler drew is a function of the step, but for a rank that draws something of its own now and then.
+    drawn = tuple(0 if size is None else 2**63 - 1 - j - (rng.random() < 0.05) for j, size in enumerate(sizes))
+    drawn = drawn if rng.random() < 0.9 else ()
+    return Ballot(tuple(sizes), failed=failed, stopped=stopped, digest=digest, drawn=drawn)
 
 
 def test_the_sums_say_what_all_the_ballots_say() -> None:
@@ -78,7 +89,9 @@ def test_law_b_a_step_without_a_sample_is_agreed_with_size_zero() -> None:
 
 
 def test_law_c_the_end_is_past_the_end_of_every_rank() -> None:
-    assert decide(summed([Ballot((4, None)), Ballot((None, None))], 2), 2) == Verdict((4,), True, 0, 0, False, False)
+    assert decide(summed([Ballot((4, None)), Ballot((None, None))], 2), 2) == Verdict(
+        (4,), True, 0, 0, False, False, False
+    )
     assert not decide(summed([Ballot((4, None)), Ballot((None,))], 2), 2).end
 
 
@@ -91,12 +104,18 @@ def test_law_d_where_structures_differ_no_step_is_agreed() -> None:
         assert verdict.steps == (() if differ else (4,))
 
 
-def test_law_e_a_failure_is_told_when_it_is_next() -> None:
+def test_law_e_a_step_that_was_drawn_differently_is_not_agreed_nor_any_after_it() -> None:
+    alike, other = Ballot((1, 1, 1), drawn=(5, 6, 7)), Ballot((1, 1, 1), drawn=(5, 9, 7))
+    verdict = decide(summed([alike, other, alike], 3), 3)
+    assert (verdict.steps, verdict.draws_differ, verdict.end) == ((3,), True, False)
+
+
+def test_law_f_a_failure_is_told_when_it_is_next() -> None:
     verdict = decide(summed([Ballot((), failed=True), Ballot((2, 2))], 2), 2)
     assert (verdict.steps, verdict.num_failed, verdict.end) == ((), 1, False)
 
 
-def test_law_e_a_rank_that_stopped_makes_no_step_but_may_end_with_the_others() -> None:
+def test_law_f_a_rank_that_stopped_makes_no_step_but_may_end_with_the_others() -> None:
     stopped = Ballot((None,), stopped=True)
     assert decide(summed([stopped, Ballot((None,))], 1), 2).end
     on = decide(summed([stopped, Ballot((3,))], 1), 2)
@@ -106,7 +125,7 @@ def test_law_e_a_rank_that_stopped_makes_no_step_but_may_end_with_the_others() -
 def test_a_ballot_has_one_length_whatever_it_says() -> None:
     for slots in range(1, 5):
         for sizes in ((), (1,), (1, 2, 3, 4, 5), (None,) * 7):
-            assert len(Ballot(sizes, failed=True, digest=5).words(slots)) == 3 + slots
+            assert len(Ballot(sizes, failed=True, digest=5).words(slots)) == 3 + 2 * slots
 
 
 def test_steps_beyond_the_slots_wait_for_the_next_message() -> None:
@@ -124,7 +143,7 @@ def test_the_counters_of_the_largest_world_fit_their_words() -> None:
         assert (verdict.num_failed, verdict.num_stopped) == (MAX_RANKS, MAX_RANKS)
         assert not verdict.structures_differ
     words = [word * MAX_RANKS for word in Ballot((0, None), digest=MAX_DIGEST).words(2)]
-    assert [count(word) for word in words[3:]] == [(MAX_RANKS, MAX_RANKS, 0), (MAX_RANKS, 0, 0)]
+    assert [count(word) for word in words[3:5]] == [(MAX_RANKS, MAX_RANKS, 0), (MAX_RANKS, 0, 0)]
     assert decide(words, MAX_RANKS).steps == (0,)
 
 
@@ -143,8 +162,29 @@ def test_the_largest_step_keeps_its_size_apart_from_the_counters() -> None:
         assert count(word) == (ranks, ranks, MAX_SAMPLES)
 
 
-def test_words_are_never_negative() -> None:
+def test_words_of_counters_are_never_negative() -> None:
     rng = random.Random(1)
     for _ in range(2000):
         slots = rng.randint(1, 4)
-        assert min(random_ballot(rng, slots, [rng.randint(0, MAX_DIGEST)]).words(slots)) >= 0
+        assert min(random_ballot(rng, slots, [rng.randint(0, MAX_DIGEST)]).words(slots)[: 3 + slots]) >= 0
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 64, 1000])
+def test_weights_cancel_out_equal_draws_and_no_others(num_ranks: int) -> None:
+    weights = [weight_of(rank, num_ranks) for rank in range(num_ranks)]
+    assert sum(weights) % 2**64 == 0
+    alike = [Ballot((1,), drawn=(12345,))] * num_ranks
+    assert decide(summed(alike, 1), num_ranks).steps == (num_ranks,)
+    for rank in range(num_ranks if num_ranks > 1 else 0):
+        other = [*alike[:rank], Ballot((1,), drawn=(12346,)), *alike[rank + 1 :]]
+        verdict = decide(summed(other, 1), num_ranks)
+        assert verdict.draws_differ
+        assert verdict.steps == ()
+
+
+def test_sums_that_wrap_around_as_tensors_do_say_the_same() -> None:
+    ballots = [Ballot((1, 1), drawn=(2**63 - 1, second)) for second in (7, 7, 8)]
+    wrapped = [(word + 2**63) % 2**64 - 2**63 for word in summed(ballots, 2)]
+    assert decide(wrapped, 3) == decide(summed(ballots, 2), 3)
+    assert decide(wrapped, 3).steps == (3,)
+    assert decide(wrapped, 3).draws_differ

@@ -14,7 +14,7 @@ from torchdistinput.testing import RankFailed, run_ranks
 
 SAMPLES = 5
 OVER_TWO_RANKS = {4: ["2 + 2", "1 + 0"], 1: ["1 + 0"] * 5}  # the parts by global batch size
-WAIT_SECONDS = 2.0
+PATIENCE_SECONDS = 60.0
 
 
 class Net(nn.Module):
@@ -37,11 +37,13 @@ def data() -> TensorDataset:
     return TensorDataset(torch.randn(SAMPLES, 3, dtype=torch.float64, generator=made), torch.arange(SAMPLES) % 2)
 
 
-def gradients(global_batch: int, skips: bool, finds: bool, passes_over: bool = False) -> list[float]:
+def gradients(
+    global_batch: int, skips: bool, finds: bool, passes_over: bool = False, timeout_seconds: float = PATIENCE_SECONDS
+) -> list[float]:
     """Those of an epoch, added up."""
     net = Net(skips=skips)
     model = DistributedDataParallel(net, find_unused_parameters=finds)
-    strategy = tdi.Strategy(devices=["cpu"], timeout_seconds=WAIT_SECONDS)
+    strategy = tdi.Strategy(devices=["cpu"], timeout_seconds=timeout_seconds)
     loader = strategy.distribute_dataset(DataLoader(data(), global_batch))
     for x, y in loader:
         if passes_over and len(x) == 0:
@@ -80,5 +82,5 @@ def test_a_layer_that_is_skipped_where_the_part_is_empty_breaks_the_next_step() 
 
 def test_passing_over_an_empty_part_leaves_the_others_waiting_for_its_gradients() -> None:
     with pytest.raises(RankFailed) as failure:
-        run_ranks(2, gradients, 1, False, False, True)
+        run_ranks(2, gradients, 1, False, False, True, 2.0)
     assert isinstance(failure.value.__cause__, tdi.CoordinationTimeout)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
@@ -81,7 +82,8 @@ def predict_all(folder: str) -> dict[str, Any]:
     strategy = tdi.Strategy(devices=["cpu"])
     data = tdi.AutoShardPolicy.DATA
     rank, world = dist.get_rank(), dist.get_world_size()
-    shuffled = DataLoader(range(23), batch_size=4, shuffle=True, generator=inputs.generator(), num_workers=world % 2)  # type: ignore[arg-type]
+    numbers: Any = range(23)
+    shuffled = DataLoader(numbers, batch_size=4, shuffle=True, generator=inputs.generator(), num_workers=world % 2)
     cases: dict[str, tuple[Any, Any, int | None]] = {
         "map-style": (shuffled, data, None),
         "files under FILE": (DataLoader(records(folder), batch_size=4, num_workers=2), tdi.AutoShardPolicy.FILE, None),
@@ -150,6 +152,49 @@ def test_where_workers_have_data_of_their_own_the_index_names_the_worker(replica
     hinted = run_ranks(2, index_under, "HINT", replicas)
     assert hinted == [[(2**48 * w + k, 2 * k + w) for k in range(len(range(w, 7, 2)))] for w in range(2)]
     assert run_ranks(2, index_under, "OFF", replicas) == [[(2**48 * w + k, k) for k in range(17)] for w in range(2)]
+
+
+@dataclasses.dataclass
+class ShardedTable(torch.utils.data.Dataset[int]):
+    """A map-style dataset that shards itself."""
+
+    numbers: range
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, index: int) -> int:
+        return self.numbers[index]
+
+    def shard(self, num_shards: int, index: int) -> ShardedTable:
+        return ShardedTable(self.numbers[index::num_shards])
+
+
+def index_in_shards() -> list[tuple[int, int]]:
+    strategy = tdi.Strategy(devices=["cpu"])
+    options = tdi.InputOptions(with_index=True, auto_shard_policy=tdi.AutoShardPolicy.HINT)
+    loader = DataLoader(ShardedTable(range(9)), batch_size=2, shuffle=True, generator=inputs.generator())
+    parts = list(strategy.distribute_dataset(loader, options))
+    return [pair for index, part in parts for pair in zip(index.tolist(), part.tolist(), strict=True)]
+
+
+def test_under_hint_the_index_of_a_map_style_dataset_counts_in_the_workers_shard() -> None:
+    for worker, pairs in enumerate(run_ranks(2, index_in_shards)):
+        assert sorted(pairs) == [(2**48 * worker + k, 2 * k + worker) for k in range(len(range(worker, 9, 2)))]
+
+
+def gathered_on_a_mesh() -> list[int]:
+    """Two workers of two ranks each, which get the same batches."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    strategy = tdi.Strategy(devices=["cpu"], mesh=mesh)
+    data: Any = DataLoader(range(7), batch_size=3, shuffle=True, generator=inputs.generator())  # type: ignore[arg-type]
+    elements = list(strategy.distribute_dataset(data, tdi.InputOptions(with_index=True)))
+    index, numbers = (torch.cat(each) for each in zip(*elements, strict=True))
+    return strategy.gather_ordered(index, numbers * 2).tolist()  # type: ignore[no-any-return]
+
+
+def test_ranks_that_share_a_worker_bring_its_rows_once() -> None:
+    assert run_ranks(4, gathered_on_a_mesh) == [[2 * number for number in range(7)]] * 4
 
 
 # gather_ordered by itself

@@ -311,7 +311,7 @@ def cells_of(world: int, all_cells: bool) -> Iterable[list[Cell]]:
 @pytest.mark.parametrize("world", SETTINGS["world"])
 def test_the_trained_weights_are_those_of_one_process(world: int, all_cells: bool) -> None:
     for chosen in cells_of(world, all_cells):
-        for rank, trained in enumerate(run_ranks(world, train_all, chosen, timeout_seconds=120.0)):
+        for rank, trained in enumerate(run_ranks(world, train_all, chosen, timeout_seconds=240.0)):
             for cell, found in zip(chosen, trained, strict=True):
                 difference = largest_difference(found, weights_of_one_process(cell.feature, cell.dtype))
                 assert difference <= BOUNDS[cell.dtype], f"{cell} on rank {rank}: {difference}"

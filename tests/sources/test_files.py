@@ -245,9 +245,9 @@ def test_map_fn_is_called_for_the_records_that_are_decoded_only(tmp_path: Path) 
     walk = dataset.walk([0], 0)
     assert list(walk) == ["a0", "a1", "a2"]
     assert seen == []
-    assert dataset.decode("a7", walk.place) == 7
+    assert dataset.decode(["a7"], lambda: [walk.place], 0) == [7]
     assert list(dataset) == [0, 1, 2]
-    assert text(write(tmp_path, 1)).decode("x", walk.place) == "x"
+    assert text(write(tmp_path, 1)).decode(["x"], lambda: [walk.place], 0) == ["x"]
 
 
 def test_a_record_that_cannot_be_decoded_is_named(tmp_path: Path) -> None:
@@ -257,7 +257,7 @@ def test_a_record_that_cannot_be_decoded_is_named(tmp_path: Path) -> None:
         list(dataset)
     assert (caught.value.file, type(caught.value.__cause__)) == (b, ZeroDivisionError)
     with pytest.raises(SourceError, match="record 17") as caught:
-        dataset.decode("b3", RecordPlace(b, 17, 1))
+        dataset.decode(["3", "b3"], lambda: [RecordPlace(b, 16, 1), RecordPlace(b, 17, 1)], 0)
     assert (caught.value.file, type(caught.value.__cause__)) == (b, ZeroDivisionError)
 
 

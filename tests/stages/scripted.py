@@ -71,6 +71,9 @@ class ScriptedStream:
                 return None
         return place
 
+    def digest_of(self, drawn: Any) -> int:
+        return 0
+
     def fetch(self, drawn: Any) -> list[Any] | None:
         place: int = drawn
         self.fetches.append(place)
@@ -146,6 +149,9 @@ def compose(
     def close_devices() -> None:
         party.devices_closed += 1
 
+    def discard(shares: Sequence[Share]) -> None:
+        party.discarded.extend(shares)
+
     coordinate = Coordinate(
         None if world is None else world.ranks(rank).open_channel(0),
         slots=max(1, depth),
@@ -154,9 +160,7 @@ def compose(
         name=None if world is None else rank,
         epoch=0,
     )
-    walk = Walk(
-        fetch.draw, produce, lambda shares: party.discarded.extend(shares), _nothing, fetch.close, close_devices
-    )
+    walk = Walk(fetch.draw, produce, discard, _nothing, fetch.close, close_devices)
     threaded = world is not None or depth > 0
     buffer = Buffer(
         walk, coordinate, depth=depth, threaded=threaded, timeout_seconds=timeout_seconds, names=lambda rank: rank

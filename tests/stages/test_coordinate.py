@@ -1,4 +1,4 @@
-"""All ranks take the same steps: one message a vote, of one size; the end, failures, stops and structures ride on it."""
+"""All ranks take the same steps: one message of one size carries ends, failures, stops and structures."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from torchdistinput.backends.collectives import Channel
-from torchdistinput.errors import BatchingError, RankLost, SourceError
-from torchdistinput.flow import Delivered, End, Failed, Held, Outcome, PassedOver, PastEnd, Raised, Share
+from torchdistinput.errors import BatchingError, RankDisagreement, RankLost, SourceError
+from torchdistinput.flow import Delivered, Failed, Held, Outcome, PassedOver, PastEnd, Raised, Share
 from torchdistinput.mould import Mould
 from torchdistinput.stages.coordinate import Coordinate
 from torchdistinput.testing import FakeCollectives
@@ -270,12 +270,25 @@ def test_every_message_has_the_same_length(slots: int) -> None:
 
     def rank_votes(rank: int) -> None:
         stage = make(world.ranks(rank).open_channel(0), rank, slots=slots, piece=torch.zeros(1) if rank else None)
-        for held in [share(rank), share(1), PastEnd()]:
+        steps: list[Held] = [share(rank), share(1), PastEnd()]
+        for held in steps:
             stage.hold(held)
             if not stage.over:
                 stage.vote()
 
     assert world.run(rank_votes) == [None, None]
     exchanges = [each for each in world.messages if each.kind == "exchange"]
-    assert {len(each.content) for each in exchanges} == {3 + slots}
-    assert all(word >= 0 for each in exchanges for word in each.content)
+    assert {len(each.content) for each in exchanges} == {3 + 2 * slots}
+    assert all(word >= 0 for each in exchanges for word in each.content[: 3 + slots])
+
+
+def test_samplers_that_draw_differently_are_told_after_the_steps_before() -> None:
+    def drawn(*digests: int) -> Turn:
+        return vote(*(Share([torch.zeros(1)], (1,), digest=digest) for digest in digests))
+
+    for outcomes in together([drawn(7, 8, 9), drawn(7, 5, 9), drawn(7, 8, 9)]):
+        assert sizes(outcomes) == [(3, 1), "Raised"]
+        found = error(outcomes[1:])
+        assert isinstance(found, RankDisagreement)
+        assert "samplers of the ranks differ at step 1 of epoch 3" in str(found)
+        assert "rank 0: 8; rank 1: 5; rank 2: 8" in str(found)

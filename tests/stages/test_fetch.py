@@ -34,6 +34,9 @@ class Rows:
         self._left -= 1
         return True if self._left >= 0 else None
 
+    def digest_of(self, drawn: Any) -> int:
+        return 0
+
     def fetch(self, drawn: Any) -> Row | None:
         assert drawn is True
         self.log.append("fetch")
@@ -132,6 +135,9 @@ def test_an_interrupt_is_no_failed_step() -> None:
 
         def draw(self) -> Any:
             raise KeyboardInterrupt
+
+        def digest_of(self, drawn: Any) -> int:
+            return 0
 
         def fetch(self, drawn: Any) -> Row | None:
             raise AssertionError

@@ -73,9 +73,7 @@ def gather_texts(group: Gloo, text: str) -> list[str]:
     sizes = [int(size) for size in all_gather(group, torch.tensor([len(data)]))]
     padded = torch.frombuffer(bytearray(data.ljust(max(*sizes, 1))), dtype=torch.uint8)  # never empty
     parts = all_gather(group, padded)
-    return [
-        bytes(part[:size].numpy()).decode(errors="surrogatepass") for part, size in zip(parts, sizes, strict=True)
-    ]
+    return [bytes(part[:size].numpy()).decode(errors="surrogatepass") for part, size in zip(parts, sizes, strict=True)]
 
 
 def all_gather(group: Gloo, tensor: Tensor) -> list[Tensor]:
@@ -233,9 +231,12 @@ class ProcessGroupChannel:
         return bool(self._store.check([key])) and int(self._store.get(key)) >= sequence
 
     def _close_connections(self) -> None:
-        peer = (self.rank + 1) % self.num_ranks
-        with contextlib.suppress(RuntimeError):  # it expires: that is its purpose
-            self._group().recv([torch.empty(1, dtype=torch.int64)], peer, 1).wait(datetime.timedelta(milliseconds=1))
+        # A receive from a rank that has gone fails at once and closes nothing, so every other rank is tried.
+        for step in range(1, self.num_ranks):
+            peer = (self.rank + step) % self.num_ranks
+            with contextlib.suppress(RuntimeError):  # it expires: that is its purpose
+                closing = self._group().recv([torch.empty(1, dtype=torch.int64)], peer, 1)
+                closing.wait(datetime.timedelta(milliseconds=1))
 
     def _lost(self, error: RuntimeError) -> RankLost:
         """Closes the channel, waits until the survivors have signed, and names the rest."""

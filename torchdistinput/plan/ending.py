@@ -1,13 +1,15 @@
 """The step that all ranks agree on: what a rank says, how it is added up, what follows.
 
 Each rank casts a *ballot*: the sizes of the next steps that it holds (``None`` for a step past its end), and flags.
-A ballot is ``3 + K`` 64-bit words, and the words of all ranks are summed, so one exchange of fixed size carries all:
+A ballot is ``3 + 2K`` 64-bit words, and the words of all ranks are summed, so one exchange of fixed size carries all:
 
 - word 0: four counters of 15 bits: ranks that failed, stopped, lack the structure, know the structure.
 - words 1 and 2: the sums of ``d`` and of ``d * d`` over the ranks that know a structure with digest ``d`` (24 bits).
   The structures are equal if and only if ``count * sum(d * d) == sum(d) ** 2`` (Cauchy and Schwarz).
 - word 3 + j, for the j-th step not yet agreed: ranks that hold it (15 bits), ranks for which it is not past their end
   (15 bits), samples in it (33 bits).
+- word 3 + K + j: what the samplers drew for that step, as a number times the rank's *weight*, modulo 2**64. The weights
+  of all ranks sum to 0, so equal numbers cancel out, and unequal ones hardly ever do (about once in 2**63).
 
 The laws, decided alike on every rank from the same sums:
 
@@ -15,7 +17,8 @@ The laws, decided alike on every rank from the same sums:
 (B) An agreed step without a sample on any rank is passed over: not delivered, not counted, not the end.
 (C) The end is the first step that is past the end of every rank.
 (D) Where structures differ, no step is agreed: all ranks stop there.
-(E) A rank that failed holds no step from its failure on, so all ranks deliver the same steps before it; it says so
+(E) A step for which the samplers drew differently is not agreed, nor is any after it.
+(F) A rank that failed holds no step from its failure on, so all ranks deliver the same steps before it; it says so
     when the failure is next. A rank that stopped reading offers no step either, only the fact that it is past its end.
 """
 
@@ -25,13 +28,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
-__all__ = ["MAX_RANKS", "MAX_SAMPLES", "Ballot", "Verdict", "count", "decide"]
+__all__ = ["MAX_RANKS", "MAX_SAMPLES", "Ballot", "Verdict", "count", "decide", "weight_of"]
 
 _COUNTER_BITS = 15
 _SAMPLE_BITS = 33
 _COUNTER = (1 << _COUNTER_BITS) - 1
 MAX_RANKS = _COUNTER
 MAX_SAMPLES = (1 << _SAMPLE_BITS) - 1
+_WORD = 1 << 64
 
 
 @final
@@ -44,15 +48,22 @@ class Ballot:
       failed: its data failed, and the failure is the next step.
       stopped: nobody reads here any more.
       digest: the number of the structure that it knows, or ``None`` if it never saw an element.
+      drawn: a number of what its sampler drew for each step in ``sizes``; 0, or missing, where none is to compare.
     """
 
     sizes: tuple[int | None, ...]
     failed: bool = False
     stopped: bool = False
     digest: int | None = None
+    drawn: tuple[int, ...] = ()
 
-    def words(self, num_slots: int) -> list[int]:
-        """The ballot as ``3 + num_slots`` summable words. More steps than slots wait for the next exchange."""
+    def words(self, num_slots: int, weight: int = 0) -> list[int]:
+        """The ballot as ``3 + 2 * num_slots`` summable words. More steps than slots wait for the next exchange.
+
+        Args:
+          num_slots: steps that a message has room for, K.
+          weight: this rank's, from ``weight_of``; 0 for a single rank.
+        """
         flags = (self.failed, self.stopped, self.digest is None, self.digest is not None)
         digest = self.digest or 0
         words = [sum(1 << (place * _COUNTER_BITS) for place, flag in enumerate(flags) if flag), digest, digest * digest]
@@ -60,6 +71,8 @@ class Ballot:
             held, live = 1 << (_SAMPLE_BITS + _COUNTER_BITS), 1 << _SAMPLE_BITS
             words.append(held if size is None else held + live + size)
         words.extend([0] * (3 + num_slots - len(words)))
+        words.extend(_signed(number * weight) for number in self.drawn[:num_slots])
+        words.extend([0] * (3 + 2 * num_slots - len(words)))
         return words
 
 
@@ -75,6 +88,7 @@ class Verdict:
       num_stopped: how many ranks stopped reading.
       structure_wanted: some rank lacks the structure and some rank knows it.
       structures_differ: the ranks know different structures.
+      draws_differ: after the agreed steps, the samplers drew differently.
     """
 
     steps: tuple[int, ...]
@@ -83,6 +97,7 @@ class Verdict:
     num_stopped: int
     structure_wanted: bool
     structures_differ: bool
+    draws_differ: bool
 
 
 def count(word: int) -> tuple[int, int, int]:
@@ -91,12 +106,13 @@ def count(word: int) -> tuple[int, int, int]:
 
 
 def decide(words: Sequence[int], num_ranks: int) -> Verdict:
-    """What follows from the summed ballots of ``num_ranks`` ranks. Laws A to E."""
+    """What follows from the summed ballots of ``num_ranks`` ranks. Laws A to F."""
     failed, stopped, lacking, knowing = (words[0] >> place * _COUNTER_BITS & _COUNTER for place in range(4))
     steps: list[int] = []
-    end = False
+    end = draws_differ = False
     differ = knowing * words[2] != words[1] ** 2
-    for word in () if differ else words[3:]:
+    slots = (len(words) - 3) // 2
+    for word, drawn in () if differ else zip(words[3 : 3 + slots], words[3 + slots :], strict=True):
         holding, live, samples = count(word)
         if holding < num_ranks:
             break
@@ -104,6 +120,9 @@ def decide(words: Sequence[int], num_ranks: int) -> Verdict:
             end = True
             break
         if stopped:  # a stopped rank that is past its end says so, but will take no step with the others
+            break
+        if drawn % _WORD:
+            draws_differ = True
             break
         steps.append(samples)
     return Verdict(
@@ -113,4 +132,32 @@ def decide(words: Sequence[int], num_ranks: int) -> Verdict:
         num_stopped=stopped,
         structure_wanted=lacking > 0 and knowing > 0,
         structures_differ=differ,
+        draws_differ=draws_differ,
     )
+
+
+def weight_of(rank: int, num_ranks: int) -> int:
+    """The weight of a rank's draws: the weights of all ranks sum to 0 modulo 2**64, so that equal draws cancel out.
+
+    >>> sum(weight_of(rank, 5) for rank in range(5)) % 2**64
+    0
+    """
+    if num_ranks == 1:
+        return 0
+    if rank < num_ranks - 1:
+        return _mix(rank)
+    return -sum(map(_mix, range(num_ranks - 1))) % _WORD
+
+
+def _mix(number: int) -> int:
+    """An odd 64-bit word that looks random: the finisher of splitmix64 (Steele, Lea, Flood, 2014)."""
+    word = (number + 1) * 0x9E3779B97F4A7C15 % _WORD
+    word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 % _WORD
+    word = (word ^ word >> 27) * 0x94D049BB133111EB % _WORD
+    return word ^ word >> 31 | 1
+
+
+def _signed(number: int) -> int:
+    """The number modulo 2**64 as a signed word, which sums of tensors wrap around in the same way."""
+    word = number % _WORD
+    return word - _WORD if word >> 63 else word

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, Protocol, final, runtime_checkable
+
+from torch.utils.data import DataLoader
 
 from torchdistinput.flow import Row, Stream
 
-__all__ = ["HasWorkers", "HoldsTorchLoader", "RowStream", "SetsEpoch", "Shards", "Source"]
+__all__ = ["HasWorkers", "HoldsTorchLoader", "RowStream", "SetsEpoch", "Shards", "Source", "tell_epoch"]
 
 
 class Source(Protocol):
@@ -77,17 +79,27 @@ class Shards(Protocol):
         """The ``index``-th of ``num_shards`` parts."""
 
 
+def tell_epoch(loader: DataLoader[Any], epoch: int) -> None:
+    """Tells a loader's sampler, batch sampler and dataset the epoch that comes, as far as they want to know. Local."""
+    told: tuple[Any, ...] = (loader.sampler, loader.batch_sampler, loader.dataset)
+    for each in told:
+        if isinstance(each, SetsEpoch):
+            each.set_epoch(epoch)
+
+
 @final
 class RowStream:
-    """The stream over an iterator of rows.
+    """The stream over a generator of rows.
 
     Args:
       rows: the rows.
-      in_background: whether reading the iterator runs no user code in this process.
-      close: ends what the iterator holds.
+      in_background: whether reading them runs no user code in this process.
+      close: ends what else there is to end.
     """
 
-    def __init__(self, rows: Iterator[Row], *, in_background: bool, close: Callable[[], None]) -> None:
+    def __init__(
+        self, rows: Generator[Row, None, None], *, in_background: bool, close: Callable[[], None] | None = None
+    ) -> None:
         self.in_background = in_background
         self._rows = rows
         self._close = close
@@ -101,6 +113,14 @@ class RowStream:
         row: Row | None = next(self._rows, None) if self.in_background else drawn
         return row
 
+    def digest_of(self, drawn: Any) -> int:
+        """See ``Stream.digest_of``."""
+        return 0
+
     def close(self) -> None:
-        """See ``Stream.close``."""
-        self._close()
+        """See ``Stream.close``. Closes the user's files and generators too, unless a thread may still read them."""
+        close, self._close = self._close, None
+        if close is not None:
+            close()
+        if not self.in_background:
+            self._rows.close()

@@ -21,7 +21,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torchdistinput.backends.filesystem import FileNames, check_compression, expand, open_file
 from torchdistinput.errors import SourceError
 from torchdistinput.plan.permutation import shuffled
-from torchdistinput.sources.seeds import calls_on, epoch_key
+from torchdistinput.sources.seeds import Samples, calls_on, epoch_key
 from torchdistinput.sources.walks import Lane, Read, RecordPlace, RecordWalk
 
 __all__ = ["FileDataset", "list_files"]
@@ -149,18 +149,30 @@ class FileDataset(IterableDataset[Any]):
                 raise IndexError(f"there is no file {index}: the dataset has {len(self.files)} files")
         return RecordWalk(order, partial(self._lane, epoch), self._cycle_length, self._block_length)
 
-    def decode(self, record: Any, place: RecordPlace) -> Any:
-        """Applies ``map_fn`` to a record.
+    def decode(self, records: list[Any], places: Callable[[], Sequence[RecordPlace]], key: int) -> list[Any]:
+        """Applies ``map_fn`` to records.
+
+        Args:
+          records: undecoded records.
+          places: tells where they come from; called only if that is asked for.
+          key: the word of the epoch, for ``sample_seed``.
 
         Raises:
           SourceError: naming the place, if ``map_fn`` fails; the original is its ``__cause__``.
         """
-        if self.map_fn is None:
-            return record
-        try:
-            return self.map_fn(record)
-        except Exception as error:
-            raise _undecodable(place, error) from error
+        map_fn = self.map_fn
+        if map_fn is None:
+            return records
+        decoded: list[Any] = []
+        with Samples(key) as reading:
+            reading.places, reading.index = places, 0
+            try:
+                for record in records:
+                    decoded.append(map_fn(record))
+                    reading.index += 1
+            except Exception as error:
+                raise _undecodable(places()[reading.index], error) from error
+        return decoded
 
     def fingerprint(self) -> dict[str, Any]:
         """Plain facts that decide which records come in which order; ranks compare them."""

@@ -6,7 +6,7 @@ Also ``ShardedIterableDataset``, the wrapper for a plain torch ``DataLoader``.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, cast, final
 
 import torch
@@ -24,14 +24,16 @@ from torchdistinput.plan.batching import (
 )
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.base import RowStream, SetsEpoch, Shards
+from torchdistinput.sources.base import RowStream, SetsEpoch, Shards, tell_epoch
 from torchdistinput.sources.files import FileDataset
 from torchdistinput.sources.index import Positions
+from torchdistinput.sources.runs import LoaderRun
 from torchdistinput.sources.worker_side import (
     CutReady,
     CutSamples,
     Failure,
     Guarded,
+    GuardedIterator,
     RecordRows,
     as_is,
     batched,
@@ -43,10 +45,6 @@ __all__ = ["FunctionSource", "IterableSource", "RecordSource", "ShardedIterableD
 
 Draw = Callable[[Callable[[], Any]], Any]
 Collate = Callable[[Any], Any]
-
-
-def _nothing() -> None:
-    """Closes nothing."""
 
 
 @final
@@ -152,7 +150,7 @@ class IterableSource:
             cut_samples = CutSamples(self._collate or default_collate, self._cutter)
             cuts = map(cut_samples, batched(elements, size, drop_last=False))
         rows = rows_of(cuts, labels_by_position(self._cutter) if self._with_index else None)
-        return RowStream(rows, in_background=False, close=_nothing)
+        return RowStream(rows, in_background=False)
 
 
 @final
@@ -216,9 +214,8 @@ class RecordSource:
 
     def open(self, epoch: int, draws: Draw) -> Stream:
         """See ``Source.open``."""
-        self._rows.set_epoch(epoch)
-        rows = rows_of(iter(self._rows), self._rows.label if self._with_index else None)
-        return RowStream(rows, in_background=False, close=_nothing)
+        rows = rows_of(iter(self._rows.of_epoch(epoch)), self._rows.label if self._with_index else None)
+        return RowStream(rows, in_background=False)
 
 
 @final
@@ -267,7 +264,9 @@ class FunctionSource:
     def set_epoch(self, epoch: int) -> None:
         """See ``Source.set_epoch``."""
         for dataset in self._datasets:
-            if isinstance(dataset, SetsEpoch):
+            if isinstance(dataset, DataLoader):
+                tell_epoch(dataset, epoch)
+            elif isinstance(dataset, SetsEpoch):
                 dataset.set_epoch(epoch)
 
     def close(self) -> None:
@@ -276,28 +275,31 @@ class FunctionSource:
     def open(self, epoch: int, draws: Draw) -> Stream:
         """See ``Source.open``."""
         per_replica = self._topology.replicas_per_worker // len(self._datasets)
-        iterators = [_eager(reopen()) for reopen in self._reopen]
-        rows = _dealt_rows(iterators, per_replica)
+        # Made now: loader workers are started from the thread that asks for them.
+        opened = [_opened(reopen()) for reopen in self._reopen]
+        rows = _dealt_rows([GuardedIterator(each) for each in opened], per_replica)
         if self._with_index:
             rows = _numbered(rows, Positions(self._topology, shared=self._topology.num_workers == 1))
         return RowStream(
             rows,
             in_background=all(isinstance(each, DataLoader) and each.num_workers > 0 for each in self._datasets),
-            close=lambda: _close_all(iterators),
+            close=lambda: _close_all(opened),
         )
 
 
-def _eager(data: Iterable[Any]) -> Iterator[Any]:
-    """A guarded iterator whose own is made now: loader workers are started from the thread that asks for them."""
-    return iter(Guarded(iter(data)))
+def _opened(data: Iterable[Any]) -> Iterator[Any]:
+    if isinstance(data, DataLoader) and not data.persistent_workers:
+        return LoaderRun(iter(data))
+    return iter(data)
 
 
-def _close_all(iterators: Iterable[Any]) -> None:
-    for iterator in iterators:
-        iterator.close()  # a generator: closing it drops the user's iterator with its loader workers
+def _close_all(opened: Iterable[Iterator[Any]]) -> None:
+    for iterator in opened:
+        if isinstance(iterator, LoaderRun):
+            iterator.close()
 
 
-def _dealt_rows(iterators: Sequence[Iterator[Any]], per_iterator: int) -> Iterator[Row]:
+def _dealt_rows(iterators: Sequence[Iterator[Any]], per_iterator: int) -> Generator[Row, None, None]:
     """Rows of the next batches of each iterator, ``None`` where one has ended, until all have."""
     while True:
         row = [next(iterator, None) for iterator in iterators for _ in range(per_iterator)]
@@ -309,7 +311,7 @@ def _dealt_rows(iterators: Sequence[Iterator[Any]], per_iterator: int) -> Iterat
         yield row
 
 
-def _numbered(rows: Iterator[Row], positions: Positions) -> Iterator[Row]:
+def _numbered(rows: Iterator[Row], positions: Positions) -> Generator[Row, None, None]:
     """The rows with the index beside each batch, by the order in which this worker reads them."""
     for row in rows:
         yield [None if batch is None else _with_positions(batch, positions) for batch in row]

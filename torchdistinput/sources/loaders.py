@@ -8,7 +8,7 @@ death are torch's.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any, cast, final
 
 import torch
@@ -23,16 +23,16 @@ from torch.utils.data import (
     WeightedRandomSampler,
     get_worker_info,
 )
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from torchdistinput.errors import InputError, ShardingError
-from torchdistinput.flow import ReadFailure, Row, Stream
+from torchdistinput.flow import Row, Stream
 from torchdistinput.plan.batching import Cutter, check_batch_size
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.base import RowStream, SetsEpoch, Shards
+from torchdistinput.sources.base import RowStream, Shards, tell_epoch
 from torchdistinput.sources.files import FileDataset
 from torchdistinput.sources.index import SampleNumbers, labelled, labelled_batch
+from torchdistinput.sources.runs import LoaderRun, LoaderRuns
 from torchdistinput.sources.samplers import DistributedBatchSampler, DrawnRow, Draws, Feed
 from torchdistinput.sources.seeds import epoch_key
 from torchdistinput.sources.worker_side import (
@@ -124,84 +124,6 @@ def _settings(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 @final
-class _Rebuilt:
-    """The loader of this worker, built when it is needed; with persistent workers it keeps its iterator.
-
-    Args:
-      build: makes it.
-    """
-
-    def __init__(self, build: Callable[[], DataLoader[Any]]) -> None:
-        self._build = build
-        self._loader: DataLoader[Any] | None = None
-        self._lasting: Iterator[Any] | None = None
-        self._running: list[Iterator[Any]] = []
-
-    def start(self) -> Iterator[Any]:
-        """The iterator of an epoch."""
-        if self._loader is None:
-            self._loader = self._build()
-        iterator = iter(self._loader)
-        if self._loader.persistent_workers:
-            self._lasting = iterator
-        self._running.append(iterator)
-        return iterator
-
-    def lost_workers(self) -> str:
-        """Which loader workers of the epochs in progress died."""
-        return ", ".join(filter(None, map(_dead_workers, self._running)))
-
-    def finish(self, iterator: Iterator[Any]) -> None:
-        """Ends the loader workers of an epoch, unless they are to live on."""
-        self._running = [each for each in self._running if each is not iterator]
-        if iterator is not self._lasting:
-            _stop_workers(iterator)
-
-    def close(self) -> None:
-        """Ends the loader workers that live on."""
-        iterator, self._lasting, self._loader = self._lasting, None, None
-        _stop_workers(iterator)
-
-
-def _stop_workers(iterator: Iterator[Any] | None) -> None:
-    """Ends loader workers now; the garbage collector would take seconds a worker."""
-    if isinstance(iterator, _MultiProcessingDataLoaderIter):
-        iterator._shutdown_workers()  # noqa: SLF001 - torch has no public way
-
-
-def _take(iterator: Iterator[Any]) -> Any:
-    """The next item; the failure names the loader workers that died. Raises ``StopIteration`` at the end."""
-    try:
-        return next(iterator)
-    except RuntimeError as error:
-        dead = _dead_workers(iterator)
-        if not dead:
-            raise
-        raise ReadFailure(dead) from error
-
-
-def _items(iterator: Iterator[Any]) -> Iterator[Any]:
-    while True:
-        try:
-            item = _take(iterator)
-        except StopIteration:
-            return
-        yield item
-
-
-def _dead_workers(iterator: Iterator[Any]) -> str:
-    """Which loader workers ended on their own, and how; nothing where none did."""
-    if not isinstance(iterator, _MultiProcessingDataLoaderIter):
-        return ""
-    codes = [(number, process.exitcode) for number, process in enumerate(iterator._workers)]  # noqa: SLF001 - as above
-    return ", ".join(
-        f"loader worker {number} {f'was killed by signal {-code}' if code < 0 else f'exited with code {code}'}"
-        for number, code in codes
-        if code
-    )
-
-
-@final
 class MapLoaderSource:
     """A ``DataLoader`` over a map-style dataset: batches are cut before they are read.
 
@@ -230,7 +152,10 @@ class MapLoaderSource:
         self._feed = Feed()
         pieces = PieceDataset(self._dataset, cast(Callable[[Any], Any], loader.collate_fn))
         arguments = {"batch_size": None, "sampler": self._feed, "collate_fn": as_is, **_settings(loader)}
-        self._rebuilt = _Rebuilt(lambda: DataLoader(pieces, **arguments))
+        self._pieces = pieces
+        self._runs = LoaderRuns(
+            lambda dataset: DataLoader(dataset, **arguments), lasting=loader.persistent_workers
+        )
         self.draws_from_default_generator = loader.generator is None
         self.certain_piece_size = self._cutter.certain_piece_size(drop_last=self._drop_last) if shared else None
         self.largest_piece_size = self._cutter.largest_piece_size
@@ -282,17 +207,15 @@ class MapLoaderSource:
 
     def set_epoch(self, epoch: int) -> None:
         """See ``Source.set_epoch``."""
-        for each in (self._loader.sampler, self._loader.batch_sampler, self._dataset):
-            if isinstance(each, SetsEpoch):
-                each.set_epoch(epoch)
+        tell_epoch(self._loader, epoch)
 
     def close(self) -> None:
         """See ``Source.close``."""
-        self._rebuilt.close()
+        self._runs.close()
 
     def lost_workers(self) -> str:
         """See ``HasWorkers.lost_workers``."""
-        return self._rebuilt.lost_workers()
+        return self._runs.lost_workers()
 
     def open(self, epoch: int, draws: Draw) -> Stream:
         """See ``Source.open``."""
@@ -309,21 +232,21 @@ class MapLoaderSource:
         )
         self._feed.draws = drawn
 
-        def start() -> Iterator[Any]:
+        def start() -> LoaderRun:
             generator = self._loader.generator
             # Without a generator the default state counts that the sampler draws from: rank 0's, which is lent here.
             seed = torch.initial_seed() if generator is None else generator.initial_seed()
             drawn.key = epoch_key(seed, epoch)
-            return self._rebuilt.start()
+            return self._runs.start(self._pieces)
 
-        iterator = draws(start)
+        run = draws(start)
         in_background = self._loader.num_workers > 0
         return _MapStream(
             drawn,
-            iterator,
+            run,
             self._cutter,
             in_background=in_background,
-            close=lambda: self._rebuilt.finish(iterator),
+            close=lambda: self._runs.finish(run),
         )
 
     def _new_numbers(self) -> SampleNumbers:
@@ -353,7 +276,7 @@ class _MapStream:
     def __init__(
         self,
         draws: Draws,
-        iterator: Iterator[Any],
+        run: LoaderRun,
         cutter: Cutter,
         *,
         in_background: bool,
@@ -361,7 +284,7 @@ class _MapStream:
     ) -> None:
         self.in_background = in_background
         self._draws = draws
-        self._iterator = iterator
+        self._run = run
         self._close = close
         self._cutter = cutter
         self._whole = CutReady(as_is, cutter)
@@ -384,10 +307,14 @@ class _MapStream:
         return self._rows_of_whole[drawn.row_of_whole]
 
     def _next(self) -> Any:
-        piece = _take(self._iterator)
+        piece = next(self._run)
         if isinstance(piece, Failure):
             piece.reraise()
         return piece
+
+    def digest_of(self, drawn: DrawnRow) -> int:
+        """See ``Stream.digest_of``."""
+        return drawn.digest
 
     def close(self) -> None:
         """See ``Stream.close``."""
@@ -442,8 +369,9 @@ class IterableLoaderSource:
                 arguments["drop_last"] = loader.drop_last
         self._cutter = cutter
         self._shared = shared
-        dataset_of_rank = self._dataset
-        self._rebuilt = _Rebuilt(lambda: DataLoader(dataset_of_rank, **arguments, **_settings(loader)))
+        self._runs = LoaderRuns(
+            lambda dataset: DataLoader(dataset, **arguments, **_settings(loader)), lasting=loader.persistent_workers
+        )
         self.draws_from_default_generator = loader.generator is None
         self.certain_piece_size = cutter.certain_piece_size(drop_last=loader.drop_last) if shared else None
         self.largest_piece_size = cutter.largest_piece_size
@@ -472,26 +400,27 @@ class IterableLoaderSource:
 
     def set_epoch(self, epoch: int) -> None:
         """See ``Source.set_epoch``."""
-        if isinstance(self._loader.dataset, SetsEpoch):
-            self._loader.dataset.set_epoch(epoch)
+        tell_epoch(self._loader, epoch)
 
     def close(self) -> None:
         """See ``Source.close``."""
-        self._rebuilt.close()
+        self._runs.close()
 
     def lost_workers(self) -> str:
         """See ``HasWorkers.lost_workers``."""
-        return self._rebuilt.lost_workers()
+        return self._runs.lost_workers()
 
     def open(self, epoch: int, draws: Draw) -> Stream:
         """See ``Source.open``."""
+        dataset = self._dataset
         if self._records is not None:
             self._records.set_epoch(epoch)
-        iterator = draws(self._rebuilt.start)
+            dataset = self._records if self._runs.can_last() else self._records.of_epoch(epoch)
+        run = draws(lambda: self._runs.start(dataset))
         return RowStream(
-            rows_of(_items(iterator), self._new_label() if self._with_index else None),
+            rows_of(run, self._new_label() if self._with_index else None),
             in_background=self._loader.num_workers > 0,
-            close=lambda: self._rebuilt.finish(iterator),
+            close=lambda: self._runs.finish(run),
         )
 
     def _new_label(self) -> Callable[[Cut], list[Row]]:

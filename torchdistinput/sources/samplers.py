@@ -7,8 +7,9 @@ steps that are read ahead here), so that random state in user code stays repeata
 
 from __future__ import annotations
 
+import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import Any, NamedTuple, final
 
 from torch.utils.data import BatchSampler, Sampler
@@ -25,6 +26,8 @@ class DrawnRow(NamedTuple):
 
     pieces: tuple[bool, ...]
     row_of_whole: int | None
+    digest: int = 0
+    """A number of the batch that was drawn, for comparing ranks; 0 where each worker draws its own."""
     numbers: tuple[Any, ...] | None = None
     """The numbers of the samples of each piece, if they are wanted; of a whole batch, the number of its first row."""
 
@@ -97,9 +100,10 @@ class Draws:
             return True
         indices = batch if self._collate or isinstance(batch, list) else list(batch)
         numbers = None if self._numbers is None else self._numbers.of_batch(indices)
+        digest = _digest(indices) if self._cutter.shared else 0
         for row in self._cutter.rows(len(indices)):
             index = None if numbers is None else tuple(numbers[lo:hi] for lo, hi in row)
-            self._rows.append(DrawnRow(tuple(lo < hi for lo, hi in row), None, index))
+            self._rows.append(DrawnRow(tuple(lo < hi for lo, hi in row), None, digest, index))
             for lo, hi in row:
                 if lo < hi:
                     self._request((self._collate, indices[lo:hi], self.key))
@@ -111,12 +115,20 @@ class Draws:
         shared = self._cutter.shared or topology.num_workers == 1
         self._request((False, item, self.key))
         index = None if self._numbers is None else (self._numbers.of_item(item),)
+        digest = _digest([item]) if self._cutter.shared else 0
         for number in range(1 if shared else topology.num_workers):
-            self._rows.append(DrawnRow((number == 0,), number, index))
+            self._rows.append(DrawnRow((number == 0,), number, digest, index))
 
     def _request(self, request: Request) -> None:
         self._requests.append(request)
         self._surplus += 1
+
+
+def _digest(indices: Sequence[Any]) -> int:
+    """63 bits of a drawn batch, the same in every process: tuples of ints hash alike everywhere, strings do not."""
+    if indices and isinstance(indices[0], int):
+        return hash(tuple(indices)) & (2**63 - 1)
+    return zlib.crc32(repr(indices).encode()) + 1
 
 
 @final

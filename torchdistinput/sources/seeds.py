@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextvars
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 from torchdistinput.plan.permutation import word
@@ -27,7 +27,7 @@ _WAY_OUT = (
 )
 
 
-_current: contextvars.ContextVar[Samples | None] = contextvars.ContextVar("samples", default=None)
+_current: contextvars.ContextVar[Samples | _LastOf | None] = contextvars.ContextVar("samples", default=None)
 
 
 @final
@@ -38,16 +38,15 @@ class Samples:
       key: the word of the epoch.
     """
 
-    __slots__ = ("_token", "index", "key", "place", "walk")
+    __slots__ = ("_found", "_token", "index", "key", "places")
 
     def __init__(self, key: int) -> None:
         self.key = key
         self.index: Any = None
-        """The index of the sample that is read now, set before each; or"""
-        self.place: RecordPlace | None = None
-        """the place of the record; or"""
-        self.walk: RecordWalk | None = None
-        """the walk whose last record it is."""
+        """The index of the sample that is read now, set before each; of records, which of ``places`` is its own."""
+        self.places: Callable[[], Sequence[RecordPlace]] | None = None
+        """Tells where the records come from that are read now."""
+        self._found: Sequence[RecordPlace] | None = None
 
     def __enter__(self) -> Samples:
         self._token = _current.set(self)
@@ -58,8 +57,24 @@ class Samples:
 
     def number(self) -> Any:
         """What was said of the sample: its number, or what is none."""
-        place = self.place if self.walk is None else self.walk.place
-        return self.index if place is None else number_of(place)
+        if self.places is None:
+            return self.index
+        if self._found is None:
+            self._found = self.places()
+        return number_of(self._found[self.index])
+
+
+@final
+class _LastOf:
+    """The last record of a walk, as the sample that is read."""
+
+    def __init__(self, walk: RecordWalk, key: int) -> None:
+        self.key = key
+        self._walk = walk
+
+    def number(self) -> int:
+        """See ``Samples.number``."""
+        return number_of(self._walk.place)
 
 
 def calls_on(walk: RecordWalk, key: int) -> Callable[..., Any]:
@@ -67,10 +82,8 @@ def calls_on(walk: RecordWalk, key: int) -> Callable[..., Any]:
 
     In a context of its own, as of now: entering it costs next to nothing, setting a variable for every record more.
     """
-    samples = Samples(key)
-    samples.walk = walk
     context = contextvars.copy_context()
-    context.run(_current.set, samples)
+    context.run(_current.set, _LastOf(walk, key))
     return context.run
 
 

@@ -111,8 +111,8 @@ class RecordWalk:
 class _Cursor:
     """The lane of the last record. Apart from the walk: a generator that knew its walk would keep it alive.
 
-    With it, what came since the last ``take``: the turns that ended, each with its range of the lane's records, and where
-    the turn in progress began.
+    With it, what came since the last ``take``: the turns that ended, each with its range of the lane's records, and
+    where the turn in progress began.
     """
 
     __slots__ = ("first", "lane", "turns")

@@ -6,9 +6,11 @@ would otherwise hang the worker's queue, and the indices or the file would be lo
 
 from __future__ import annotations
 
+import copy
 import pickle
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import count, islice
 from typing import Any, NamedTuple, Protocol, cast, final, runtime_checkable
 
@@ -33,6 +35,7 @@ __all__ = [
     "CutSamples",
     "Failure",
     "Guarded",
+    "GuardedIterator",
     "PieceDataset",
     "RecordRows",
     "as_is",
@@ -170,6 +173,36 @@ class Guarded(IterableDataset[Any]):
 
 
 @final
+class GuardedIterator(Iterator[Any]):
+    """An iterator whose exception is its last element, as a ``Failure``. May be dropped while another thread is in it.
+
+    Args:
+      iterator: the user's.
+    """
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._iterator = iterator
+        self._number = 0
+        self._failed = False
+
+    def __next__(self) -> Any:
+        if self._failed:
+            raise StopIteration
+        try:
+            element = next(self._iterator)
+        except StopIteration:
+            raise
+        except ReadFailure as failure:
+            self._failed = True
+            return Failure(cast(Exception, failure.__cause__), failure.where)
+        except Exception as error:
+            self._failed = True
+            return Failure(error, f"element {self._number}")
+        self._number += 1
+        return element
+
+
+@final
 class CutSamples:
     """Collates a list of samples into rows: each local piece by itself, nothing for the pieces of other workers.
 
@@ -232,7 +265,9 @@ class CutReady:
         return tree.cut(batch, lo, hi)
 
 
-def rows_of(items: Iterable[Cut | Failure], label: Callable[[Cut], list[Row]] | None = None) -> Iterator[Row]:
+def rows_of(
+    items: Iterable[Cut | Failure], label: Callable[[Cut], list[Row]] | None = None
+) -> Generator[Row, None, None]:
     """The rows, one by one, with the index beside each piece if ``label`` puts it there; a ``Failure`` is raised."""
     for item in items:
         if isinstance(item, Failure):
@@ -300,6 +335,12 @@ class RecordRows(IterableDataset[Any]):
         """Sets the epoch of the next iteration, in loader workers that live on as well."""
         self._epoch[0] = epoch
 
+    def of_epoch(self, epoch: int) -> RecordRows:
+        """The rows of one epoch, whatever this one is told later."""
+        rows = copy.copy(self)
+        rows._epoch = torch.tensor([epoch])  # noqa: SLF001 - its own copy
+        return rows
+
     def __iter__(self) -> Iterator[Cut | Failure]:
         epoch = int(self._epoch)
         info = get_worker_info()
@@ -325,42 +366,30 @@ class RecordRows(IterableDataset[Any]):
     def _cut(self, records: list[Any], places: _Places, key: int) -> Cut | Failure:
         try:
             if self._cutter.global_batch_size is None:
-                return self._cut_ready(records[0], places(0, 1)[0], key)
+                return self._cut_ready(records, partial(places, 0, 1), key)
             rows: list[Row] = []
             numbers: list[list[Any]] = []
             for limits in self._cutter.rows(len(records)):
-                # Places only for what is kept: they cost more than the walk itself.
-                placed = [places(lo, hi) for lo, hi in limits]
                 rows.append(
                     [
-                        self._piece(records[lo:hi], each, key) if lo < hi else None
-                        for (lo, hi), each in zip(limits, placed, strict=True)
+                        self._collate(self.dataset.decode(records[lo:hi], partial(places, lo, hi), key))
+                        if lo < hi
+                        else None
+                        for lo, hi in limits
                     ]
                 )
                 if self._with_index:
-                    numbers.append([np.array([number_of(place) for place in each], dtype=np.int64) for each in placed])
+                    numbers.append([np.array([*map(number_of, places(lo, hi))], dtype=np.int64) for lo, hi in limits])
             return Cut(rows, len(records), numbers or None)
         except Exception as error:
             place = places(0, 1)[0]
             where = "" if isinstance(error, SourceError) else f"collating from record {place.record} of {place.file} on"
             return Failure(error, where)
 
-    def _cut_ready(self, record: Any, place: RecordPlace, key: int) -> Cut:
-        cut = CutReady(self._collate, self._cutter).cut(self._decode([record], [place], key)[0])
-        return cut._replace(numbers=number_of_first_row(place)) if self._with_index else cut
-
-    def _piece(self, records: list[Any], places: list[RecordPlace], key: int) -> Any:
-        return self._collate(self._decode(records, places, key))
-
-    def _decode(self, records: list[Any], places: list[RecordPlace], key: int) -> list[Any]:
-        if self.dataset.map_fn is None:
-            return records
-        decoded = []
-        with Samples(key) as reading:
-            for record, place in zip(records, places, strict=True):
-                reading.place = place
-                decoded.append(self.dataset.decode(record, place))
-        return decoded
+    def _cut_ready(self, records: list[Any], places: Callable[[], list[RecordPlace]], key: int) -> Cut:
+        batch = self.dataset.decode(records, places, key)[0]
+        cut = CutReady(self._collate, self._cutter).cut(batch)
+        return cut._replace(numbers=number_of_first_row(places()[0])) if self._with_index else cut
 
     def label(self, cut: Cut) -> list[Row]:
         """The rows with the index beside each piece. Where the rows are delivered, not where they are read."""

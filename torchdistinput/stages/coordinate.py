@@ -20,6 +20,7 @@ import json
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any, final
 
 from torchdistinput import errors
@@ -27,7 +28,7 @@ from torchdistinput.backends.collectives import Channel
 from torchdistinput.errors import InputError, RankLost, SourceError
 from torchdistinput.flow import Delivered, End, Failed, Held, Outcome, PassedOver, PastEnd, Raised, Share
 from torchdistinput.mould import Mould
-from torchdistinput.plan.ending import Ballot, Verdict, decide
+from torchdistinput.plan.ending import Ballot, Verdict, decide, weight_of
 from torchdistinput.tree import Structure
 
 __all__ = ["Coordinate"]
@@ -64,6 +65,7 @@ class Coordinate:
         self._complete = complete
         self._name = name
         self._epoch = epoch
+        self._weight = 0 if channel is None else weight_of(channel.rank, channel.num_ranks)
         self._counts = counts
         self._held: deque[Share | PastEnd] = deque()
         self._failure: Failed | None = None
@@ -116,7 +118,9 @@ class Coordinate:
             if problem is not None:
                 return [self._finish(Raised(problem))]
         outcomes = [self._agreed(global_size) for global_size in verdict.steps]
-        if verdict.end:
+        if verdict.draws_differ:
+            outcomes.append(self._finish(Raised(self._difference_of_draws())))
+        elif verdict.end:
             outcomes.append(self._finish(End()))
         elif verdict.num_failed:
             outcomes.append(self._finish(Raised(self._failure_of_all())))
@@ -125,10 +129,12 @@ class Coordinate:
         return outcomes
 
     def _exchange(self) -> Verdict:
-        sizes = tuple(self._size(held) for held in list(self._held)[: self._slots])
+        next_steps = list(islice(self._held, self._slots))
+        sizes = tuple(self._size(held) for held in next_steps)
+        drawn = tuple(held.digest if isinstance(held, Share) else 0 for held in next_steps)
         failed = self._next_failure() is not None
-        ballot = Ballot(sizes, failed=failed, stopped=self._stopped, digest=self._mould.digest)
-        words = ballot.words(self._slots)
+        ballot = Ballot(sizes, failed=failed, stopped=self._stopped, digest=self._mould.digest, drawn=drawn)
+        words = ballot.words(self._slots, self._weight)
         if self._channel is None:
             return decide(words, 1)
         return decide(self._channel.exchange(words), self._channel.num_ranks)
@@ -200,6 +206,17 @@ class Coordinate:
         return errors.BatchingError(
             f"the elements of the ranks differ in structure after step {self._steps}: {told}. Nesting, names and "
             "dtypes must be the same on every rank."
+        )
+
+    def _difference_of_draws(self) -> BaseException:
+        """The samplers of the ranks drew differently. Collective, as every rank saw the same sums."""
+        held = self._held[0] if self._held else PastEnd()
+        mine = f"{held.digest:x}" if isinstance(held, Share) else "ended"
+        texts = [mine] if self._channel is None else self._channel.gather(f"rank {self._name}: {mine}")
+        return errors.RankDisagreement(
+            f"the samplers of the ranks differ at step {self._steps} of epoch {self._epoch}; as checksums of the batch "
+            f"that each drew: {'; '.join(texts)}. Every rank's sampler must draw the same: seed it alike on all ranks, "
+            "not by the rank; the library takes each rank's part."
         )
 
     def _failure_of_all(self) -> BaseException:

@@ -54,7 +54,9 @@ class Fetch:
         try:
             row = self._stream.fetch(drawn.content)
             if row is not None:
-                return self._share(row)
+                share = self._share(row)
+                share.digest = self._stream.digest_of(drawn.content)
+                return share
         except Exception as error:
             self._read_out = True
             return _failed(error)

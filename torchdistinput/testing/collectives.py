@@ -262,7 +262,7 @@ class FakeChannel:
         if (self.rank, step) in self._failures:
             self._room.close(self.rank, "died or lost its connection")
         told = self._meet("exchange", tuple(words))
-        return [sum(column) for column in zip(*told, strict=True)]
+        return [_wrapped(sum(column)) for column in zip(*told, strict=True)]
 
     def gather(self, text: str) -> list[str]:
         """See ``Channel.gather``."""
@@ -298,6 +298,11 @@ class FakeChannel:
     def is_dead(self) -> bool:
         """Whether a rank aborted it, or its connection broke."""
         return self._room.is_closed
+
+
+def _wrapped(number: int) -> int:
+    """As sums of int64 tensors wrap around."""
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 @final
