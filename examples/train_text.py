@@ -146,7 +146,7 @@ def main() -> None:
     """Trains, evaluates and checks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--accelerator", action="store_true", help="use each process's accelerator, not the CPU")
-    parser.add_argument("--files", type=int, help="use only the first so many files")
+    parser.add_argument("--files", type=int, default=400, help="use only the first so many files")
     parser.add_argument("--report-every", type=int, default=100, metavar="STEPS")
     arguments = parser.parse_args()
 

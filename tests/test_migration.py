@@ -92,3 +92,10 @@ def test_the_names_that_the_readme_gives_for_tensorflows_exist() -> None:
         assert names, row
         missing = {name[1] for name in names if name is not None} - known
         assert not missing, row
+
+
+def test_the_readme_has_the_tables() -> None:
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    for rows in TABLES.values():
+        for row in rows.values():
+            assert row.markdown() in readme

@@ -66,7 +66,7 @@ class ScriptedStream:
         self.draws.append(place)
         if place == len(self._script.rows):
             if self._script.fails == "draw":
-                raise ScriptedError(f"draw {place}")
+                raise ScriptedError(f"draw {place} of {self._rank}")
             if self._script.fails is None and self._script.finds_end == "draw":
                 return None
         return place
@@ -81,7 +81,7 @@ class ScriptedStream:
             time.sleep(0.002)
         if place >= len(self._script.rows):
             if self._script.fails == "fetch":
-                raise ScriptedError(f"fetch {place}")
+                raise ScriptedError(f"fetch {place} of {self._rank}")
             if self._script.fails == "transfer" and place == len(self._script.rows):
                 return [torch.full((1,), -1)]
             return None
@@ -142,7 +142,7 @@ def compose(
         held = fetch.finish(drawn)
         if isinstance(held, Share):
             if held.pieces[0] is not None and held.pieces[0][0] == -1:
-                return Failed(ScriptedError("transfer"), "copying")
+                return Failed(ScriptedError(f"transfer of {rank}"), "copying")
             send(held)
         return held
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast, final
 
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torchdistinput.errors import CoordinationTimeout, RankLost
 
 __all__ = ["Attendance", "Store", "prefixed"]
 
+_ASK_SECONDS = 1.0
 _LAST_MOMENT_SECONDS = 0.5  # from the last rank's signature to its word that all have signed
 
 
@@ -92,12 +93,10 @@ class Attendance:
             self._store.set(f"all/{number}", "")
             self._store.delete_key(f"all/{number - 1}")
             return
-        deadline = time.monotonic() + timeout_seconds
         all_signed = False
         absent: list[int] = []
         try:
-            while not all_signed and (left := deadline - time.monotonic()) > 0:
-                all_signed = self._appears(f"all/{number}", max(0.01, min(1.0, left)))
+            all_signed = self._appears(f"all/{number}", timeout_seconds, lambda: self._look_for_gone(what, number))
             if not all_signed:
                 absent = [rank for rank in range(count) if not self._has_signed(rank, number)]
         finally:  # also when interrupted: the call may be made again
@@ -119,14 +118,38 @@ class Attendance:
         self._store.set(f"at/{self._rank}", str(self._times))
         return True
 
-    def _appears(self, key: str, seconds: float) -> bool:
-        """Whether a key appears in time. A store that is gone raises."""
-        try:
-            self._store.wait([key], datetime.timedelta(seconds=seconds))
-        except dist.DistNetworkError:
-            raise
-        except (dist.DistStoreError, RuntimeError):
-            return bool(self._store.check([key]))
+    def leave(self) -> None:
+        """Tells the others that this rank's process ends: nobody needs to wait for it. Local."""
+        self._store.set(f"gone/{self._rank}", "")
+        self._store.add("gone", 1)
+
+    def _look_for_gone(self, what: str, number: int) -> None:
+        if not self._store.check(["gone"]):
+            return
+        gone = [rank for rank in range(len(self._names)) if self._store.check([f"gone/{rank}"])]
+        missing = [str(self._names[rank]) for rank in gone if not self._has_signed(rank, number)]
+        if missing:
+            raise RankLost(
+                f"{what}: rank {', '.join(missing)} ended before it came here. Every rank of the strategy makes "
+                "the same calls; its own log tells why it ended."
+            )
+
+    def _appears(self, key: str, seconds: float, meanwhile: Callable[[], None] | None = None) -> bool:
+        """Whether a key appears in time; ``meanwhile`` is called now and then. A store that is gone raises.
+
+        It asks again and again, ever more slowly: a wait at the store would hold its client, and torch prints a warning
+        for each that expires.
+        """
+        began = time.monotonic()
+        asked = began
+        while not self._store.check([key]):
+            now = time.monotonic()
+            if now - began > seconds:
+                return False
+            if meanwhile is not None and now - asked > _ASK_SECONDS:
+                asked = now
+                meanwhile()
+            time.sleep(min(0.0002 + (now - began) / 10, 0.25))
         return True
 
     def _has_signed(self, rank: int, number: int) -> bool:

@@ -13,6 +13,7 @@ Decisions.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 import weakref
@@ -130,7 +131,7 @@ class ProcessGroupRanks:
         self._attendance = Attendance(self._root, self.rank, self._ranks)
         self._attendance.wait_for_all("Strategy()", timeout_seconds)
         self._controls = [self._new_group("control")]
-        weakref.finalize(self, _drop_groups, self._controls, self._channels)
+        weakref.finalize(self, _drop_groups, self._attendance, self._controls, self._channels)
 
     def _control(self) -> Gloo:
         if not self._controls:
@@ -183,6 +184,9 @@ class ProcessGroupRanks:
 
     def broadcast_from_first(self, tensor: Tensor) -> None:
         """See ``Ranks.broadcast_from_first``."""
+        for dim, stride in enumerate(tensor.stride()):
+            if stride == 0 and tensor.shape[dim] > 1:  # an expanded tensor: its rows are one and the same
+                tensor = tensor.narrow(dim, 0, 1)
         data = tensor.contiguous()
         plain = data.flatten().view(torch.uint8)  # gloo does not know every dtype; bytes it does
         if plain.device.type == "cpu":
@@ -216,8 +220,12 @@ class ProcessGroupRanks:
         return [part.narrow(axis, 0, size) for part, size in zip(firsts, sizes, strict=True)]
 
 
-def _drop_groups(controls: list[Gloo], channels: dict[int, ProcessGroupChannel]) -> None:
+def _drop_groups(
+    attendance: Attendance, controls: list[Gloo], channels: dict[int, ProcessGroupChannel]
+) -> None:
     """Runs at exit, after the iterators were closed: a gloo thread that outlives the interpreter aborts the process."""
+    with contextlib.suppress(dist.DistError, RuntimeError):  # the store may have ended first: then nobody waits at it
+        attendance.leave()
     controls.clear()
     for channel in channels.values():
         channel.drop()

@@ -32,6 +32,7 @@ __all__ = [
     "check_replica",
     "cycle_sizes",
     "distinct_steps",
+    "num_batches",
     "refuse_empty_pieces",
     "split",
 ]
@@ -85,6 +86,15 @@ def distinct_steps(num_samples: int, batch_size: int, *, drop_last: bool) -> lis
     num_full, last = divmod(num_samples, batch_size)
     full = [(0, batch_size)] if num_full else []
     return full + ([(num_full, last)] if last and not drop_last else [])
+
+
+def num_batches(num_samples: int, batch_size: int) -> int:
+    """How many batches there are, the short last one included.
+
+    >>> num_batches(10, 4)
+    3
+    """
+    return -(-num_samples // batch_size)
 
 
 def check_replica(num_replicas: object, replica: int) -> None:

@@ -95,18 +95,30 @@ class RowStream:
       rows: the rows.
       in_background: whether reading them runs no user code in this process.
       close: ends what else there is to end.
+      draws: calls user code that may draw from the default random state, where all ranks must draw the same.
     """
 
     def __init__(
-        self, rows: Generator[Row, None, None], *, in_background: bool, close: Callable[[], None] | None = None
+        self,
+        rows: Generator[Row, None, None],
+        *,
+        in_background: bool,
+        close: Callable[[], None] | None = None,
+        draws: Callable[[Callable[[], Any]], Any] | None = None,
     ) -> None:
         self.in_background = in_background
         self._rows = rows
         self._close = close
+        self._draws = draws
 
     def draw(self) -> Row | bool | None:
         """See ``Stream.draw``."""
-        return True if self.in_background else next(self._rows, None)
+        if self.in_background:
+            return True
+        if self._draws is None:
+            return next(self._rows, None)
+        row: Row | None = self._draws(lambda: next(self._rows, None))
+        return row
 
     def fetch(self, drawn: Any) -> Row | None:
         """See ``Stream.fetch``."""

@@ -20,6 +20,7 @@ from torchdistinput.plan.batching import (
     check_batch_size,
     check_replica,
     distinct_steps,
+    num_batches,
     refuse_empty_pieces,
 )
 from torchdistinput.plan.sharding import AutoShardPolicy
@@ -72,6 +73,13 @@ class _Reopened:
         return data
 
 
+def _shard_of(data: Any, topology: Topology) -> Any:
+    """Policy HINT: the worker's own part of the data, or a function that makes it."""
+    if _is_function(data):
+        return lambda: data().shard(num_shards=topology.num_workers, index=topology.worker)
+    return cast(Shards, data).shard(num_shards=topology.num_workers, index=topology.worker)
+
+
 def _is_function(data: Any) -> bool:
     return callable(data) and not isinstance(data, Iterable)
 
@@ -104,7 +112,7 @@ class IterableSource:
         with_index: bool = False,
     ) -> None:
         if policy is AutoShardPolicy.HINT and topology.num_workers > 1:
-            data = cast(Shards, data).shard(num_shards=topology.num_workers, index=topology.worker)
+            data, first = _shard_of(data, topology), None
         self._data = data
         self._reopen = _Reopened(data, first)
         self._shared = policy is AutoShardPolicy.DATA or topology.num_workers == 1
@@ -130,7 +138,7 @@ class IterableSource:
         """See ``Source.num_steps``."""
         if not self._shared or not isinstance(self._data, Sized):
             return None
-        return -(-len(self._data) // (self._cutter.global_batch_size or 1))
+        return num_batches(len(self._data), self._cutter.global_batch_size or 1)
 
     def set_epoch(self, epoch: int) -> None:
         """See ``Source.set_epoch``."""

@@ -421,6 +421,8 @@ class IterableLoaderSource:
             rows_of(run, self._new_label() if self._with_index else None),
             in_background=self._loader.num_workers > 0,
             close=lambda: self._runs.finish(run),
+            # Every rank reads an opaque iterable under DATA: it must make the same of it everywhere.
+            draws=draws if self._shared and self._records is None else None,
         )
 
     def _new_label(self) -> Callable[[Cut], list[Row]]:

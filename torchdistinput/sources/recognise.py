@@ -79,7 +79,7 @@ def recognise(
     resolved = resolve_policy(
         policy,
         num_files=None if files is None else len(files),
-        can_shard=isinstance(inner, Shards),
+        can_shard=isinstance(inner if first is None else first, Shards),
         num_workers=topology.num_workers,
     )
     place = (resolved, topology)

@@ -196,6 +196,8 @@ class Buffer:
             except queue.Empty:
                 pass
             except RuntimeError as error:
+                if not str(error).startswith("DataLoader worker"):
+                    raise
                 # torch's signal handler, which tells of a dead loader worker wherever the main thread happens to be.
                 # The background thread meets the same worker, and its vote tells all ranks at the same step.
                 _LOG.debug("while waiting: %s", error)

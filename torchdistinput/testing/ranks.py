@@ -47,7 +47,16 @@ __all__ = ["RankFailed", "run_ranks"]
 
 T = TypeVar("T")
 
-_PRELOADED = ["torch", "torch.distributed", "torch.utils.data", "numpy", "fsspec"]
+_PRELOADED = [
+    "torch",
+    "torch.distributed",
+    "torch.distributed.fsdp",
+    "torch.utils.data",
+    "torch._dynamo",  # which the constructor of an optimizer imports
+    "numpy",
+    "fsspec",
+    "torchdistinput",
+]
 _AFTERMATH_SECONDS = 0.1  # after a failure, how long the word of an earlier one may still be on its way
 _STACKS_SECONDS = 2.0  # how long a hanging rank gets to write down where it stands
 _EXIT_SECONDS = 10.0  # how long a killed process may take to go
