@@ -36,7 +36,7 @@ from torchdistinput.errors import RankLost
 
 __all__ = ["Gloo", "ProcessGroupChannel", "Watch", "all_gather", "gather_texts"]
 
-_WATCH_SECONDS = 1.0
+_WATCH_SECONDS = 0.5
 _SIGN_SECONDS = 1.5
 _FOREVER = datetime.timedelta(days=365)
 _DISCONNECTED = "lost the connection"
