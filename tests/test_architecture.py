@@ -30,6 +30,7 @@ FLOORS = {
     "ordering": 5,
     "stages": 4,
     "dataset": 5,
+    "iterator": 5,
     "data_loader": 6,
     "losses": 6,
     "replica": 6,
@@ -40,7 +41,11 @@ FLOORS = {
 }
 
 # Floors whose modules know each other (never in a circle); everywhere else neighbours are strangers.
-NEIGHBOURS_MAY_MEET = {"errors", "tree", "plan", "backends", "sources", "data_loader", "losses", "replica", "strategy"}
+NEIGHBOURS_MAY_MEET = {
+    *("errors", "tree", "plan", "backends", "sources", "testing"),
+    *("dataset", "iterator"),
+    *("data_loader", "losses", "replica", "strategy"),
+}
 NEIGHBOURS_MAY_MEET |= {"testing"}
 
 # Floors that leave out some of the floors below.

@@ -7,7 +7,7 @@ time, until every replica is done: each sample once, at any world size. The READ
 from __future__ import annotations
 
 from torchdistinput.data_loader import DataLoader
-from torchdistinput.dataset import DistributedDataset, DistributedIterator
+from torchdistinput.dataset import DistributedDataset
 from torchdistinput.errors import (
     BatchingError,
     CoordinationTimeout,
@@ -19,6 +19,7 @@ from torchdistinput.errors import (
     SourceError,
     StateMismatch,
 )
+from torchdistinput.iterator import DistributedIterator
 from torchdistinput.losses import average_loss
 from torchdistinput.plan.options import InputOptions, InputReplicationMode, Step
 from torchdistinput.plan.sharding import AutoShardPolicy

@@ -42,8 +42,9 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from torchdistinput import tree
 from torchdistinput.backends import launch
-from torchdistinput.dataset import DistributedDataset, DistributedIterator
+from torchdistinput.dataset import DistributedDataset
 from torchdistinput.errors import BatchingError, InputError, SourceError
+from torchdistinput.iterator import DistributedIterator
 from torchdistinput.plan.options import InputOptions, Step
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.sources.files import FileDataset

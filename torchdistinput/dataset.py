@@ -1,4 +1,4 @@
-"""Distributed datasets and iterators; ``_compose`` is the one place where the walk of the data is put together."""
+"""Distributed datasets; ``_compose`` is the one place where the walk of the data is put together."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, final
+from typing import Any, final
 
 import torch
 
 from torchdistinput.agreement import agree
 from torchdistinput.backends.collectives import Channel, Ranks
 from torchdistinput.backends.devices import make_copier
-from torchdistinput.errors import BatchingError, InputError, OutOfRangeError
+from torchdistinput.errors import BatchingError, InputError
 from torchdistinput.flow import Drawn, Failed, Held, Share, Stream
+from torchdistinput.iterator import DistributedIterator, Progress, delivered
 from torchdistinput.mould import Mould
 from torchdistinput.plan.options import InputOptions, Step
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.base import HasWorkers, Source
+from torchdistinput.sources.random_state import BorrowedRandomState, plainly, state_of_epoch
 from torchdistinput.stages.buffer import Buffer, Walk
 from torchdistinput.stages.coordinate import Coordinate
 from torchdistinput.stages.fetch import Fetch
 from torchdistinput.stages.pad import Pad
 from torchdistinput.stages.transfer import Transfer
 from torchdistinput.tree import TensorSpec
-from torchdistinput.values import PerReplica, regroup_batches
+from torchdistinput.values import PerReplica
 
-__all__ = ["DistributedDataset", "DistributedIterator", "Optional", "Setting"]
-
-T = TypeVar("T")
+__all__ = ["DistributedDataset", "Setting", "check_partial_batch", "facts_of"]
 
 
 @final
@@ -53,163 +53,6 @@ class Setting:
 
 
 @final
-class Optional(Generic[T]):
-    """An element, or none at the end, as ``tf.experimental.Optional``."""
-
-    def __init__(self, value: T | None, *, has_value: bool) -> None:
-        self._value = value
-        self._has_value = has_value
-
-    def has_value(self) -> bool:
-        """Whether there is an element."""
-        return self._has_value
-
-    def get_value(self) -> Any:
-        """The element.
-
-        Raises:
-          ValueError: there is none.
-        """
-        if not self._has_value:
-            raise ValueError("this optional has no value: the data has ended. Ask has_value() first.")
-        return self._value
-
-
-@final
-class _Progress:
-    """What was delivered in the epoch begun last, as the dataset and its iterators share it."""
-
-    def __init__(self) -> None:
-        self.step: Step | None = None
-        self.begin(0)
-
-    def begin(self, epoch: int) -> None:
-        """A new epoch."""
-        self.epoch = epoch
-        self.began = time.perf_counter()
-        self.steps = self.samples = 0
-        self.waited = 0.0
-
-    def add(self, step: Step, waited: float) -> None:
-        """A step was delivered after so many seconds of waiting."""
-        self.step = step
-        self.steps += 1
-        self.samples += sum(step.local_sizes)
-        self.waited += waited
-
-
-@final
-class DistributedIterator:
-    """One epoch. Made by ``iter(dataset)``; ends its thread and workers when the loop is left, or at ``close``.
-
-    Args:
-      buffer: delivers the agreed steps.
-      transfer: hands their pieces over on their devices.
-      setting: where the dataset lives.
-      epoch: its number.
-      spec: the element spec, once an element is known.
-      progress: where the dataset finds what was delivered.
-      knows_all: whether the sizes of all workers are known (not with ``coordination="off"``).
-    """
-
-    def __init__(
-        self,
-        buffer: Buffer,
-        transfer: Transfer,
-        setting: Setting,
-        epoch: int,
-        spec: Callable[[], Any],
-        progress: _Progress,
-        *,
-        knows_all: bool,
-    ) -> None:
-        self._buffer = buffer
-        self._transfer = transfer
-        self._setting = setting
-        self._epoch = epoch
-        self._spec = spec
-        self._progress = progress
-        self._knows_all = knows_all
-        self._index = 0
-        self._step: Step | None = None
-        # Runs when the iterator is dropped (a loop that was left), and at exit, whichever comes first.
-        self._finalizer = weakref.finalize(self, buffer.close)
-
-    def __iter__(self) -> DistributedIterator:
-        return self
-
-    def __next__(self) -> Any:
-        began = time.perf_counter()
-        self._transfer.begin_step()
-        delivered = self._buffer.take()
-        if delivered is None:
-            raise StopIteration
-        share, topology = delivered.share, self._setting.topology
-        pieces = self._transfer.hand_over(share.parcels)
-        self._step = Step(
-            self._epoch,
-            self._index,
-            delivered.global_size if self._knows_all else None,
-            share.sizes,
-            topology.num_replicas,
-            topology.num_workers,
-        )
-        self._index += 1
-        self._progress.add(self._step, time.perf_counter() - began)
-        return regroup_batches(pieces)
-
-    def get_next(self) -> Any:
-        """The next element, as TensorFlow's ``get_next``.
-
-        Raises:
-          OutOfRangeError: at the end of the data, and again on each further call.
-        """
-        try:
-            return self.__next__()
-        except StopIteration:
-            told = f"no element after step {self._index} of epoch {self._epoch}: the data ended, or was closed."
-            raise OutOfRangeError(told) from None
-
-    def get_next_as_optional(self) -> Optional[Any]:
-        """The next element, or an optional without value at the end, and again on each further call."""
-        try:
-            return Optional(self.__next__(), has_value=True)
-        except StopIteration:
-            return Optional(None, has_value=False)
-
-    @property
-    def element_spec(self) -> Any:
-        """The structure of the elements with a ``TensorSpec`` at each leaf. Collective: every rank asks for it.
-
-        Dim 0 is the size of a piece where that is certain, else ``None``; the other dims are those of an element seen.
-
-        Raises:
-          InputError: the data ended before the first element.
-        """
-        self._buffer.peek()
-        return self._spec()
-
-    @property
-    def step(self) -> Step:
-        """The step of the element delivered last. Local.
-
-        Raises:
-          InputError: none was delivered yet.
-        """
-        return _delivered(self._step)
-
-    def close(self) -> None:
-        """Ends the iteration. Idempotent; every rank should leave its loop at the same step."""
-        self._finalizer()
-
-    def __enter__(self) -> DistributedIterator:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-@final
 class DistributedDataset:
     """A dataset divided among the replicas of a strategy. Made by ``Strategy.distribute_dataset`` and its siblings.
 
@@ -230,7 +73,7 @@ class DistributedDataset:
         self._options = options
         self._name = name
         self._epoch = 0
-        self._progress = _Progress()
+        self._progress = Progress()
         self._opened: DistributedIterator | None = None
         self._iterators: weakref.WeakSet[DistributedIterator] = weakref.WeakSet()
         # Streams and their memory are kept for the life of the dataset, one set for each iterator alive at a time.
@@ -260,7 +103,7 @@ class DistributedDataset:
         Raises:
           InputError: none was delivered yet.
         """
-        return _delivered(self._progress.step)
+        return delivered(self._progress.step)
 
     def stats(self) -> dict[str, float]:
         """What this worker got in the epoch begun last. Local.
@@ -306,7 +149,7 @@ class DistributedDataset:
     def _open(self) -> DistributedIterator:
         epoch, ranks = self._epoch, self._setting.ranks
         channel: Channel | None = None
-        draws: Callable[[Callable[[], Any]], Any] = _call
+        draws: Callable[[Callable[[], Any]], Any] = plainly
         if ranks is not None and self._options.coordination == "on":
             told = self._agree_on_epoch(ranks, epoch)
             number = min(set.intersection(*(set(each["channels"]) for each in told)), default=None)
@@ -316,9 +159,9 @@ class DistributedDataset:
             if self._source.draws_from_default_generator:
                 state = torch.get_rng_state()
                 ranks.broadcast_from_first(state)
-                draws = _BorrowedRandomState(state)
+                draws = BorrowedRandomState(state)
         elif ranks is not None and self._source.draws_from_default_generator:
-            draws = _BorrowedRandomState(_state_of_epoch(self._seed, epoch))
+            draws = BorrowedRandomState(state_of_epoch(self._seed, epoch))
         self._epoch += 1
         self._progress.begin(epoch)
         iterator = self._compose(channel, epoch, self._source_stream(epoch, draws))
@@ -404,13 +247,7 @@ class DistributedDataset:
         )
         spec = _SpecMaker(mould, self._source.certain_piece_size, setting.topology.replicas_per_worker, pad)
         knows_all = channel is not None or ranks is None
-        return DistributedIterator(buffer, transfer, setting, epoch, spec, self._progress, knows_all=knows_all)
-
-
-def _delivered(step: Step | None) -> Step:
-    if step is None:
-        raise InputError("there is no step yet: no element was delivered. Ask for it inside the loop over the data.")
-    return step
+        return DistributedIterator(buffer, transfer, setting.topology, epoch, spec, self._progress, knows_all=knows_all)
 
 
 def check_partial_batch(source: Source, options: InputOptions) -> None:
@@ -487,42 +324,6 @@ class _BrokenStream:
 
     def close(self) -> None:
         """See ``Stream.close``."""
-
-
-@final
-class _BorrowedRandomState:
-    """Calls user code with rank 0's default random state in place of this rank's own.
-
-    Without a generator, torch's samplers draw from the default one, and all ranks must draw the same. A rank whose own
-    state was that of rank 0 goes on with it as the draws left it, as in one process; the others get their own back.
-    """
-
-    def __init__(self, state: torch.Tensor) -> None:
-        self._state = state
-        self._inside = False
-
-    def __call__(self, call: Callable[[], Any]) -> Any:
-        if self._inside:
-            return call()
-        own = torch.get_rng_state()
-        keeps = torch.equal(own, self._state)
-        torch.set_rng_state(self._state)
-        self._inside = True
-        try:
-            return call()
-        finally:
-            self._inside = False
-            self._state = torch.get_rng_state()
-            if not keeps:
-                torch.set_rng_state(own)
-
-
-def _state_of_epoch(seed: int, epoch: int) -> torch.Tensor:
-    return torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63).get_state()
-
-
-def _call(call: Callable[[], Any]) -> Any:
-    return call()
 
 
 def _itself(rank: int) -> int:

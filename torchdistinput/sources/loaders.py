@@ -32,6 +32,7 @@ from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.base import RowStream, Shards, tell_epoch
 from torchdistinput.sources.files import FileDataset
 from torchdistinput.sources.index import SampleNumbers, labelled, labelled_batch
+from torchdistinput.sources.random_state import plainly
 from torchdistinput.sources.runs import LoaderRun, LoaderRuns
 from torchdistinput.sources.samplers import DistributedBatchSampler, DrawnRow, Draws, Feed
 from torchdistinput.sources.seeds import epoch_key
@@ -260,13 +261,9 @@ def _once(draw: Draw) -> Draw:
     drawers = iter([draw])
 
     def drawing(call: Callable[[], Any]) -> Any:
-        return next(drawers, _plainly)(call)
+        return next(drawers, plainly)(call)
 
     return drawing
-
-
-def _plainly(call: Callable[[], Any]) -> Any:
-    return call()
 
 
 @final

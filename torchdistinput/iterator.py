@@ -1,0 +1,187 @@
+"""One epoch, element by element: what ``iter(dataset)`` returns."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar, final
+
+from torchdistinput.errors import InputError, OutOfRangeError
+from torchdistinput.plan.options import Step
+from torchdistinput.plan.topology import Topology
+from torchdistinput.stages.buffer import Buffer
+from torchdistinput.stages.transfer import Transfer
+from torchdistinput.values import regroup_batches
+
+__all__ = ["DistributedIterator", "Optional", "Progress", "delivered"]
+
+T = TypeVar("T")
+
+
+@final
+class Optional(Generic[T]):
+    """An element, or none at the end, as ``tf.experimental.Optional``."""
+
+    def __init__(self, value: T | None, *, has_value: bool) -> None:
+        self._value = value
+        self._has_value = has_value
+
+    def has_value(self) -> bool:
+        """Whether there is an element."""
+        return self._has_value
+
+    def get_value(self) -> Any:
+        """The element.
+
+        Raises:
+          ValueError: there is none.
+        """
+        if not self._has_value:
+            raise ValueError("this optional has no value: the data has ended. Ask has_value() first.")
+        return self._value
+
+
+@final
+class Progress:
+    """What was delivered in the epoch begun last, as the dataset and its iterators share it."""
+
+    def __init__(self) -> None:
+        self.step: Step | None = None
+        self.begin(0)
+
+    def begin(self, epoch: int) -> None:
+        """A new epoch."""
+        self.epoch = epoch
+        self.began = time.perf_counter()
+        self.steps = self.samples = 0
+        self.waited = 0.0
+
+    def add(self, step: Step, waited: float) -> None:
+        """A step was delivered after so many seconds of waiting."""
+        self.step = step
+        self.steps += 1
+        self.samples += sum(step.local_sizes)
+        self.waited += waited
+
+
+@final
+class DistributedIterator:
+    """One epoch. Made by ``iter(dataset)``; ends its thread and workers when the loop is left, or at ``close``.
+
+    Args:
+      buffer: delivers the agreed steps.
+      transfer: hands their pieces over on their devices.
+      topology: where this worker stands.
+      epoch: its number.
+      spec: the element spec, once an element is known.
+      progress: where the dataset finds what was delivered.
+      knows_all: whether the sizes of all workers are known (not with ``coordination="off"``).
+    """
+
+    def __init__(
+        self,
+        buffer: Buffer,
+        transfer: Transfer,
+        topology: Topology,
+        epoch: int,
+        spec: Callable[[], Any],
+        progress: Progress,
+        *,
+        knows_all: bool,
+    ) -> None:
+        self._buffer = buffer
+        self._transfer = transfer
+        self._topology = topology
+        self._epoch = epoch
+        self._spec = spec
+        self._progress = progress
+        self._knows_all = knows_all
+        self._index = 0
+        self._step: Step | None = None
+        # Runs when the iterator is dropped (a loop that was left), and at exit, whichever comes first.
+        self._finalizer = weakref.finalize(self, buffer.close)
+
+    def __iter__(self) -> DistributedIterator:
+        return self
+
+    def __next__(self) -> Any:
+        began = time.perf_counter()
+        self._transfer.begin_step()
+        taken = self._buffer.take()
+        if taken is None:
+            raise StopIteration
+        share, topology = taken.share, self._topology
+        pieces = self._transfer.hand_over(share.parcels)
+        self._step = Step(
+            self._epoch,
+            self._index,
+            taken.global_size if self._knows_all else None,
+            share.sizes,
+            topology.num_replicas,
+            topology.num_workers,
+        )
+        self._index += 1
+        self._progress.add(self._step, time.perf_counter() - began)
+        return regroup_batches(pieces)
+
+    def get_next(self) -> Any:
+        """The next element, as TensorFlow's ``get_next``.
+
+        Raises:
+          OutOfRangeError: at the end of the data, and again on each further call.
+        """
+        try:
+            return self.__next__()
+        except StopIteration:
+            told = f"no element after step {self._index} of epoch {self._epoch}: the data ended, or was closed."
+            raise OutOfRangeError(told) from None
+
+    def get_next_as_optional(self) -> Optional[Any]:
+        """The next element, or an optional without value at the end, and again on each further call."""
+        try:
+            return Optional(self.__next__(), has_value=True)
+        except StopIteration:
+            return Optional(None, has_value=False)
+
+    @property
+    def element_spec(self) -> Any:
+        """The structure of the elements with a ``TensorSpec`` at each leaf. Collective: every rank asks for it.
+
+        Dim 0 is the size of a piece where that is certain, else ``None``; the other dims are those of an element seen.
+
+        Raises:
+          InputError: the data ended before the first element.
+        """
+        self._buffer.peek()
+        return self._spec()
+
+    @property
+    def step(self) -> Step:
+        """The step of the element delivered last. Local.
+
+        Raises:
+          InputError: none was delivered yet.
+        """
+        return delivered(self._step)
+
+    def close(self) -> None:
+        """Ends the iteration. Idempotent; every rank should leave its loop at the same step."""
+        self._finalizer()
+
+    def __enter__(self) -> DistributedIterator:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def delivered(step: Step | None) -> Step:
+    """The step, if there is one. Local.
+
+    Raises:
+      InputError: there is none yet.
+    """
+    if step is None:
+        raise InputError("there is no step yet: no element was delivered. Ask for it inside the loop over the data.")
+    return step
