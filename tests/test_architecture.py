@@ -46,7 +46,6 @@ NEIGHBOURS_MAY_MEET = {
     *("dataset", "iterator"),
     *("data_loader", "losses", "replica", "strategy"),
 }
-NEIGHBOURS_MAY_MEET |= {"testing"}
 
 # Floors that leave out some of the floors below.
 NARROWER = {
