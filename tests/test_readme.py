@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[1]
 
 BEFORE = """
@@ -49,8 +47,3 @@ def test_the_first_snippet_gives_the_same_weights_in_one_process_and_in_two(tmp_
     alone, *together = [(tmp_path / f"{name}.txt").read_text() for name in ("1-0", "2-0", "2-1")]
     assert alone.startswith("steps 3 ")
     assert together == [alone, alone]
-
-
-@pytest.mark.parametrize("word", ["session", "sandbox"])
-def test_the_readme_speaks_of_the_project_only(word: str) -> None:
-    assert word not in (ROOT / "README.md").read_text()
