@@ -250,6 +250,10 @@ def test_the_size_of_a_batch_of_the_same_structure_is_found_at_once_or_not_at_al
         assert structure.size_of_same(other) is None
 
 
+def test_a_scalar_is_not_taken_for_a_batch_of_numbers() -> None:
+    assert tree.structure_of(torch.zeros(3)).size_of_same(torch.tensor(1.0)) is None
+
+
 def test_a_batch_as_a_dataclass_keeps_its_class() -> None:
     piece = tree.cut(Batch(torch.arange(3), ["a", "b", "c"]), 1, 3)
     assert isinstance(piece, Batch)

@@ -508,7 +508,7 @@ class _Box:
     def pin_memory(self) -> _Box:
         """Pins the batch in place. torch's loader calls this for each entry of the list that the box fills."""
         if not self._pinned:
-            self.content = pin_memory(self.content)  # type: ignore[no-untyped-call]
+            self.content = pin_memory(self.content)  # type: ignore[no-untyped-call] # torch's
             self._pinned = True
         return self
 

@@ -42,14 +42,12 @@ class Setting:
       devices: one for each local replica.
       ranks: the ranks that must agree; ``None`` where there is one only.
       timeout_seconds: the strategy's bound of a wait for another rank.
-      counts: whether this rank's samples count (of several ranks that read the same, only one does).
     """
 
     topology: Topology
     devices: Sequence[torch.device]
     ranks: Ranks | None
     timeout_seconds: float
-    counts: bool = True
 
 
 @final
@@ -148,14 +146,12 @@ class DistributedDataset:
 
     def _open(self) -> DistributedIterator:
         epoch, ranks = self._epoch, self._setting.ranks
-        channel: Channel | None = None
+        number: int | None = None
         draws: Callable[[Callable[[], Any]], Any] = plainly
         if ranks is not None and self._options.coordination == "on":
             told = self._agree_on_epoch(ranks, epoch)
-            number = min(set.intersection(*(set(each["channels"]) for each in told)), default=None)
-            if number is None:
-                number = max(each["channels"][-1] for each in told)
-            channel = ranks.open_channel(number)
+            # The next unused number is the same everywhere, so there is always one that is free on all ranks.
+            number = min(set.intersection(*(set(each["channels"]) for each in told)))
             if self._source.draws_from_default_generator:
                 state = torch.get_rng_state()
                 ranks.broadcast_from_first(state)
@@ -164,7 +160,15 @@ class DistributedDataset:
             draws = BorrowedRandomState(state_of_epoch(self._seed, epoch))
         self._epoch += 1
         self._progress.begin(epoch)
-        iterator = self._compose(channel, epoch, self._source_stream(epoch, draws))
+        # Loader workers are forked before the channel starts its threads: a fork while the C library starts a thread
+        # can leave the child with a lock that nobody will release, and a loader worker that never answers.
+        stream = self._source_stream(epoch, draws)
+        try:
+            channel = None if ranks is None or number is None else ranks.open_channel(number)
+        except BaseException:
+            stream.close()
+            raise
+        iterator = self._compose(channel, epoch, stream)
         self._iterators.add(iterator)
         return iterator
 
@@ -192,7 +196,7 @@ class DistributedDataset:
         idle = self._idle_transfers
         mould = Mould()
         fetch = Fetch(stream, mould)
-        pad = _new_pad(self._source, self._options)
+        pad = _new_pad(source, self._options)
         transfer = idle.pop() if idle else Transfer([make_copier(device) for device in devices])
 
         def send(share: Share) -> None:
@@ -226,7 +230,7 @@ class DistributedDataset:
             complete=complete,
             name=None if ranks is None else ranks.name(ranks.rank),
             epoch=epoch,
-            counts=setting.counts,
+            counts=ranks is None or ranks.rank in ranks.firsts,
         )
         threaded = channel is not None or (depth > 0 and (stream.in_background or copies))
         buffer = Buffer(
@@ -245,7 +249,7 @@ class DistributedDataset:
             timeout_seconds=self._timeout_seconds,
             names=_itself if ranks is None else ranks.name,
         )
-        spec = _SpecMaker(mould, self._source.certain_piece_size, setting.topology.replicas_per_worker, pad)
+        spec = _SpecMaker(mould, source.certain_piece_size, setting.topology.replicas_per_worker, pad)
         knows_all = channel is not None or ranks is None
         return DistributedIterator(buffer, transfer, setting.topology, epoch, spec, self._progress, knows_all=knows_all)
 

@@ -323,7 +323,7 @@ def _order(parts: Sequence[_Part], said: Sequence[Sequence[_Said]], workers: Wor
     """
     numbers = concatenate(torch.cat([part.index for part in parts]), 0, _sizes(said), workers)
     in_order, order = torch.sort(numbers)
-    repeated = in_order[1:][in_order[1:] == in_order[:-1]].unique()  # type: ignore[no-untyped-call]
+    repeated = in_order[1:][in_order[1:] == in_order[:-1]].unique()  # type: ignore[no-untyped-call] # torch's
     if len(repeated) == 0:
         return order
     replicas = [replica for replica, one in enumerate(one for each in said for one in each) for _ in range(one.size)]

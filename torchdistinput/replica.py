@@ -142,7 +142,7 @@ class ReplicaContext:
         if linked:
             # All replicas link if one needs it: otherwise backward would be a collective for some of them only.
             own = [_in_graph(as_tensor(request.leaves[path], request.name, path)) for path in linked]
-            outputs = _Linked.apply(  # type: ignore[no-untyped-call]
+            outputs = _Linked.apply(  # type: ignore[no-untyped-call] # torch's
                 lambda grads: gradient(request, outcomes, dict(zip(linked, grads, strict=True))),
                 [results[path] for path in linked],
                 *own,

@@ -135,7 +135,6 @@ class Strategy:
             devices=devices,
             ranks=ranks,
             timeout_seconds=timeout_seconds,
-            counts=ranks is None or ranks.counts,
         )
         self._workers: Workers | None = None if topology.num_workers == 1 else ranks
         self._resolver = resolver

@@ -150,8 +150,9 @@ class Structure:
         It knows the common cases only: tensors of these inner dims in dicts, lists and tuples.
         """
         if self.kind == "tensor":
-            if isinstance(batch, torch.Tensor) and batch.dtype is self.dtype and batch.shape[1:] == self.inner_dims:
-                return batch.shape[0]
+            alike = isinstance(batch, torch.Tensor) and batch.dtype is self.dtype
+            if alike and batch.dim() > 0 and batch.shape[1:] == self.inner_dims:
+                return int(batch.shape[0])
             return None
         found: type = type(batch)
         if self.kind not in ("dict", "tuple", "list", "namedtuple") or found is not self.cls:

@@ -11,7 +11,7 @@ Decisions.
   numbers to a partner and get the result back.
 - A receive cannot be cancelled, but a second receive on the same group that expires closes all its connections, which
   releases the first and, through closed connections, every other rank. That is ``abort``.
-- A rank that waits long says so at the store once a second (the *watch*), so that the one that is late can be told
+- A rank that waits long says so at the store every half second (the *watch*), so that the one that is late can be told
   from those that wait with us. When a connection breaks, every survivor signs the store: who has not signed is dead.
 
 References: gloo ``UnboundBuffer::waitRecv`` (an expired wait signals the context); Thakur, Rabenseifner, Gropp,
@@ -275,7 +275,7 @@ class ProcessGroupChannel:
 
 @final
 class Watch:
-    """Says at the store, once a second, in which exchange this rank waits. One thread while any channel is in use."""
+    """Says at the store, twice a second, in which exchange this rank waits. One thread while any channel is in use."""
 
     def __init__(self) -> None:
         # Reentrant: the garbage collector may close a dropped iterator on a thread that is in here.

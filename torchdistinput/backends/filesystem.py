@@ -185,7 +185,7 @@ def _as_written(path: str, asked: str, pattern: str, filesystem: Any) -> str:
     links = pattern.split("::")
     position = next(k for k, link in enumerate(links) if _WILDCARD.search(link))
     link = links[position]
-    cut = link.rfind("/", 0, _WILDCARD.search(link).start()) + 1  # type: ignore[union-attr]
+    cut = link.rfind("/", 0, _WILDCARD.search(link).start()) + 1  # type: ignore[union-attr] # it has one
     folder = asked.removesuffix(link[cut:])
     if asked.endswith(link[cut:]) and path.startswith(folder):
         links[position] = link[:cut] + path.removeprefix(folder)

@@ -55,7 +55,7 @@ class LoaderRun(Iterator[Any]):
         """Which loader workers ended on their own, and how; nothing where none did. Local: any thread."""
         if self._workers is None or self._closed:
             return ""
-        codes = [(number, process.exitcode) for number, process in enumerate(self._workers._workers)]  # noqa: SLF001
+        codes = [(number, process.exitcode) for number, process in enumerate(self._workers._workers)]  # noqa: SLF001 - top
         return ", ".join(
             f"loader worker {number} {f'was killed by signal {-code}' if code < 0 else f'exited with code {code}'}"
             for number, code in codes

@@ -163,13 +163,12 @@ class Guarded(IterableDataset[Any]):
         self.dataset = dataset
 
     def __iter__(self) -> Iterator[Any]:
-        number = 0
         try:
-            for element in self.dataset:
-                yield element
-                number += 1
+            elements = iter(self.dataset)
         except Exception as error:
-            yield Failure(error, f"element {number}")
+            yield Failure(error, "element 0")
+            return
+        yield from GuardedIterator(elements)
 
 
 @final
@@ -242,6 +241,7 @@ class CutReady:
     def __init__(self, convert: Callable[[Any], Any], cutter: Cutter) -> None:
         self._convert = convert
         self._cutter = cutter
+        self._like: tree.Structure | None = None  # of the batch before, which most batches are like
 
     def __call__(self, batch: Any) -> Cut | Failure:
         """The rows of a batch, or the failure that the reading met."""
@@ -255,7 +255,10 @@ class CutReady:
     def cut(self, batch: Any) -> Cut:
         """The rows of a batch. A piece that is the whole batch is the batch itself."""
         batch = self._convert(batch)
-        size = tree.batch_size(batch)
+        size = None if self._like is None else self._like.size_of_same(batch)
+        if size is None:
+            size = tree.batch_size(batch)
+            self._like = tree.structure_of(batch)
         return Cut([[self._piece(batch, size, *limits) for limits in row] for row in self._cutter.rows(size)], size)
 
     @staticmethod
@@ -329,7 +332,7 @@ class RecordRows(IterableDataset[Any]):
         self._drop_last = drop_last
         self._with_index = with_index
         # In shared memory, so that persistent loader workers learn of it too.
-        self._epoch: torch.Tensor = torch.zeros(1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        self._epoch: torch.Tensor = torch.zeros(1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call] # torch's
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch of the next iteration, in loader workers that live on as well."""

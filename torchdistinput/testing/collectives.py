@@ -337,8 +337,8 @@ class FakeRanks:
         return FakeChannel(
             world._room(number),  # noqa: SLF001 - one module, one world
             self.rank,
-            world._failures,  # noqa: SLF001
-            world._delays,  # noqa: SLF001
+            world._failures,  # noqa: SLF001 - as above
+            world._delays,  # noqa: SLF001 - as above
             lambda: self._free.add(number),
         )
 
@@ -364,4 +364,4 @@ class FakeRanks:
         return [told[first].narrow(axis, 0, size) for first, size in zip(self.firsts, sizes, strict=True)]
 
     def _room(self) -> _Room:
-        return self._world._room(None)  # noqa: SLF001
+        return self._world._room(None)  # noqa: SLF001 - as above
