@@ -29,7 +29,9 @@ FLOORS = {
     "reductions": 4,
     "ordering": 5,
     "stages": 4,
+    "bookmark": 5,
     "dataset": 5,
+    "walk": 5,
     "iterator": 5,
     "data_loader": 6,
     "losses": 6,
@@ -43,7 +45,7 @@ FLOORS = {
 # Floors whose modules know each other (never in a circle); everywhere else neighbours are strangers.
 NEIGHBOURS_MAY_MEET = {
     *("errors", "tree", "plan", "backends", "sources", "testing"),
-    *("dataset", "iterator"),
+    *("bookmark", "dataset", "iterator", "walk"),
     *("data_loader", "losses", "replica", "strategy"),
 }
 

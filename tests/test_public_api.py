@@ -28,6 +28,7 @@ PUBLIC_NAMES = [
     "ReduceOp",
     "ShardedIterableDataset",
     "ShardingError",
+    "ShuffleSampler",
     "SourceError",
     "StateMismatch",
     "Step",
@@ -62,9 +63,20 @@ STRATEGY_NAMES = [
     "scope",
 ]
 
-DATASET_NAMES = ["close", "element_spec", "set_epoch", "stats", "step"]
+DATASET_NAMES = [
+    "close",
+    "element_spec",
+    "load_state_dict",
+    "put_back",
+    "seek",
+    "set_epoch",
+    "skip_to",
+    "state_dict",
+    "stats",
+    "step",
+]
 
-ITERATOR_NAMES = ["close", "element_spec", "get_next", "get_next_as_optional", "step"]
+ITERATOR_NAMES = ["close", "element_spec", "get_next", "get_next_as_optional", "is_live", "step"]
 
 STEP_FIELDS = ["epoch", "index", "global_size", "local_sizes", "num_replicas", "num_workers"]
 
@@ -77,6 +89,7 @@ OPTION_FIELDS = [
     "replication_mode",
     "with_index",
     "partial_batch",
+    "snapshot_every",
 ]
 
 

@@ -30,6 +30,7 @@ from torchdistinput.sources.files import FileDataset, list_files
 from torchdistinput.sources.iterables import ShardedIterableDataset
 from torchdistinput.sources.samplers import DistributedBatchSampler
 from torchdistinput.sources.seeds import sample_seed
+from torchdistinput.sources.shuffle import ShuffleSampler
 from torchdistinput.strategy import Strategy, get_strategy
 from torchdistinput.tree import TensorSpec
 from torchdistinput.values import PerReplica, ReduceOp
@@ -54,6 +55,7 @@ __all__ = [
     "ReduceOp",
     "ShardedIterableDataset",
     "ShardingError",
+    "ShuffleSampler",
     "SourceError",
     "StateMismatch",
     "Step",

@@ -21,7 +21,7 @@ import copy
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Generic, TypeVar, final
 
 import numpy as np
@@ -44,11 +44,10 @@ from torchdistinput import tree
 from torchdistinput.backends import launch
 from torchdistinput.dataset import DistributedDataset
 from torchdistinput.errors import BatchingError, InputError, SourceError
-from torchdistinput.iterator import DistributedIterator
 from torchdistinput.plan.options import InputOptions, Step
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.sources.files import FileDataset
-from torchdistinput.sources.loaders import check_loader
+from torchdistinput.sources.torch_loaders import check_loader
 from torchdistinput.strategy import Strategy
 
 __all__ = ["DataLoader", "LoaderIterator"]
@@ -247,14 +246,17 @@ class DataLoader(Generic[T_co]):
         return True
 
     def __iter__(self) -> LoaderIterator:
+        return LoaderIterator(self._ready())
+
+    def _ready(self) -> _Divided:
+        """The data divided among those who take part. Collective when the ranks are found out."""
         divided = self._divided
         if divided is None or (self._given_strategy is None and divided.group is not launch.default_group()):
             divided = self._divided = self._divide()
         if self._wanted_epoch is not None:
-            divided.drop_unused()
             divided.dataset.set_epoch(self._wanted_epoch)
             self._wanted_epoch = None
-        return LoaderIterator(divided)
+        return divided
 
     def __len__(self) -> int:
         """The steps of an epoch, as torch counts them: by the length of the sampler. Local.
@@ -300,10 +302,43 @@ class DataLoader(Generic[T_co]):
             raise ValueError(f"epoch is {epoch!r}; an int of 0 or more is needed.")
         self._wanted_epoch = epoch
 
+    def state_dict(self) -> dict[str, Any]:
+        """What was delivered so far; see ``DistributedDataset.state_dict``, also for when it is collective.
+
+        Collective too if it is the first thing that is asked of the loader: the ranks are found out then.
+        """
+        return self._ready().dataset.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's
+        """Lets the next ``iter()`` go on where the state was taken; see ``DistributedDataset.load_state_dict``.
+
+        On every rank, with the same state. Collective if it is the first thing that is asked of the loader.
+
+        Raises:
+          StateMismatch: the state does not fit; the field and both values are named.
+          InputError: an iterator of this loader is alive.
+        """
+        self._ready().dataset.load_state_dict(state, strict)
+
+    def skip_to(self, step: int) -> None:
+        """Lets the next ``iter()`` begin at a step of its epoch, without reading what comes before.
+
+        On every rank, with the same number; see ``DistributedDataset.seek``. Collective if it is the first thing that
+        is asked of the loader.
+
+        Raises:
+          ValueError: a negative number, or a step after the end.
+          InputError: an iterator of this loader is alive.
+        """
+        self._ready().dataset.skip_to(step)
+
+    def seek(self, epoch: int, step: int = 0) -> None:
+        """Lets the next ``iter()`` begin at a step of an epoch; see ``DistributedDataset.seek`` and ``skip_to``."""
+        self._ready().dataset.seek(epoch, step)
+
     def close(self) -> None:
         """Ends every iteration and all loader workers. Local, idempotent; a later ``iter`` begins anew."""
         if self._divided is not None:
-            self._divided.drop_unused()
             self._divided.dataset.close()
 
     def __enter__(self) -> DataLoader[T_co]:
@@ -363,7 +398,7 @@ class DataLoader(Generic[T_co]):
             "dataset or a FileDataset, which read their part only; policy=AutoShardPolicy.HINT with a dataset that has "
             "shard(num_shards, index); or policy=AutoShardPolicy.OFF with one that divides itself by rank.",
             UserWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
 
 
@@ -383,23 +418,6 @@ class _Divided:
         self.group = group
         self.alone = alone
         self.boxed = boxed
-        self._unused: DistributedIterator | None = None
-
-    def open(self) -> DistributedIterator:
-        """The next epoch; one that was begun, and given back before its first batch, is begun only once."""
-        iterator, self._unused = self._unused, None
-        return iter(self.dataset) if iterator is None else iterator
-
-    def give_back(self, iterator: DistributedIterator) -> None:
-        """Takes back an iterator that nobody asked for a batch."""
-        self.drop_unused()
-        self._unused = iterator
-
-    def drop_unused(self) -> None:
-        """Ends it."""
-        if self._unused is not None:
-            self._unused.close()
-            self._unused = None
 
 
 @final
@@ -416,8 +434,8 @@ class LoaderIterator:
     def __init__(self, divided: _Divided) -> None:
         self._alone = divided.alone
         self._boxed = divided.boxed
-        self._iterator = divided.open()
-        self._return = weakref.finalize(self, divided.give_back, self._iterator)
+        self._iterator = iter(divided.dataset)
+        self._return = weakref.finalize(self, divided.dataset.put_back, self._iterator)
         self._return.atexit = False
 
     def __iter__(self) -> LoaderIterator:

@@ -1,53 +1,27 @@
-"""Distributed datasets; ``_compose`` is the one place where the walk of the data is put together."""
+"""Distributed datasets: their epochs, and where they stand in them."""
 
 from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any, final
 
 import torch
 
 from torchdistinput.agreement import agree
-from torchdistinput.backends.collectives import Channel, Ranks
-from torchdistinput.backends.devices import make_copier
+from torchdistinput.backends.collectives import Ranks
+from torchdistinput.bookmark import Bookmark, Entry
 from torchdistinput.errors import BatchingError, InputError
-from torchdistinput.flow import Drawn, Failed, Held, Share, Stream
-from torchdistinput.iterator import DistributedIterator, Progress, delivered
-from torchdistinput.mould import Mould
+from torchdistinput.iterator import DistributedIterator, LastStep, Progress, delivered
 from torchdistinput.plan.options import InputOptions, Step
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.base import HasWorkers, Source
+from torchdistinput.sources.base import Source
 from torchdistinput.sources.random_state import BorrowedRandomState, plainly, state_of_epoch
-from torchdistinput.stages.buffer import Buffer, Walk
-from torchdistinput.stages.coordinate import Coordinate
-from torchdistinput.stages.fetch import Fetch
-from torchdistinput.stages.pad import Pad
 from torchdistinput.stages.transfer import Transfer
-from torchdistinput.tree import TensorSpec
-from torchdistinput.values import PerReplica
+from torchdistinput.walk import Opened, Setting, compose, open_stream
 
-__all__ = ["DistributedDataset", "Setting", "check_partial_batch", "facts_of"]
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """Where a distributed dataset lives: what its strategy knows.
-
-    Args:
-      topology: where this worker stands.
-      devices: one for each local replica.
-      ranks: the ranks that must agree; ``None`` where there is one only.
-      timeout_seconds: the strategy's bound of a wait for another rank.
-    """
-
-    topology: Topology
-    devices: Sequence[torch.device]
-    ranks: Ranks | None
-    timeout_seconds: float
+__all__ = ["DistributedDataset", "check_partial_batch", "facts_of"]
 
 
 @final
@@ -61,17 +35,23 @@ class DistributedDataset:
       setting: where the dataset lives.
       options: what the user asked for.
       name: tells this dataset from the strategy's others, the same on every rank.
+      policy: the name of the policy in force.
       seed: the same on every rank; for random draws of ranks that do not meet before an epoch.
     """
 
-    def __init__(self, source: Source, setting: Setting, options: InputOptions, name: str, *, seed: int) -> None:
+    def __init__(
+        self, source: Source, setting: Setting, options: InputOptions, name: str, *, policy: str, seed: int
+    ) -> None:
         self._seed = seed
         self._source = source
         self._setting = setting
         self._options = options
         self._name = name
-        self._epoch = 0
-        self._progress = Progress()
+        self._bookmark = Bookmark(
+            source, _identity_of(source, policy, setting.topology), setting.ranks, setting.topology.worker, name
+        )
+        self._progress: Progress | None = None
+        self._last = LastStep()
         self._opened: DistributedIterator | None = None
         self._iterators: weakref.WeakSet[DistributedIterator] = weakref.WeakSet()
         # Streams and their memory are kept for the life of the dataset, one set for each iterator alive at a time.
@@ -101,7 +81,7 @@ class DistributedDataset:
         Raises:
           InputError: none was delivered yet.
         """
-        return delivered(self._progress.step)
+        return delivered(self._last.step)
 
     def stats(self) -> dict[str, float]:
         """What this worker got in the epoch begun last. Local.
@@ -111,23 +91,125 @@ class DistributedDataset:
           ``seconds_waiting`` for data in ``next``.
         """
         progress = self._progress
+        if progress is None:
+            return {"epoch": 0, "steps": 0, "samples": 0, "seconds": 0.0, "seconds_waiting": 0.0}
         return {
             "epoch": progress.epoch,
-            "steps": progress.steps,
-            "samples": progress.samples,
+            "steps": progress.steps_here,
+            "samples": progress.samples_here,
             "seconds": time.perf_counter() - progress.began,
             "seconds_waiting": progress.waited,
         }
 
     def set_epoch(self, epoch: int) -> None:
-        """Sets the number of the next epoch, and tells the user's sampler or dataset. Local; the same on every rank."""
-        if type(epoch) is not int or epoch < 0:
-            raise ValueError(f"epoch is {epoch!r}; an int of 0 or more is needed.")
+        """Sets the number of the next epoch, and tells the user's sampler or dataset. Local; the same on every rank.
+
+        If a state of that epoch was loaded, or a step of it sought, the next ``iter()`` still begins there.
+        """
+        _check_number("epoch", epoch)
+        self._drop_opened()
+        self._bookmark.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was delivered so far, to go on from there: in another process, at any number of ranks.
+
+        Local and equal on every rank for map-style data, for files, and for iterables under DATA without a state of
+        their own. **Collective**, so that every rank calls it, also where only one saves: for
+        ``distribute_datasets_from_function``, for policy HINT (and OFF, but for map-style data), and for datasets or
+        iterators with ``state_dict`` of their own. In doubt: call it on every rank, then save on one.
+
+        While an epoch is read, and after a loop that was left: the steps delivered in that epoch. After its end: the
+        start of the next one.
+
+        Returns:
+          Plain ints, strings and lists with the same keys always; see ``torchdistinput.plan.state``. Under 8 KiB for
+          map-style data, and under 64 bytes more for each file in progress.
+
+        Raises:
+          StateMismatch: a state of the user's own is not plain JSON; the key is named.
+          InputError: with ``coordination="off"`` each of several workers is at a step of its own.
+        """
+        self._refuse_uncoordinated("state_dict()")
+        return self._bookmark.state().to_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's
+        """Lets the next ``iter()`` go on where the state was taken. Local, on every rank, with the same state.
+
+        The number of ranks may be another one, as may be ``prefetch`` and, but for opaque iterables, the number of
+        loader workers. What was delivered is not read again: map-style data is passed over by its indices, files are
+        entered where they were left. Opaque iterables without a state of their own are read up to there, with a
+        warning.
+
+        Without a generator, torch draws the order from its default random state: loading sets that one on rank 0.
+        Restore it yourself (for dropout) after this call.
+
+        Args:
+          state: what ``state_dict()`` returned, perhaps through JSON, ``torch.save`` or a distributed checkpoint.
+          strict: whether the state of an input that looks different is refused; else the differences are logged.
+
+        Raises:
+          StateMismatch: the state is of a newer version, was cut or changed, or is of another dataset, seed, batch
+            size, policy or list of files; or a file in progress has changed. The field and both values are named.
+          InputError: an iterator of this dataset is alive.
+        """
+        self._refuse_uncoordinated("load_state_dict()")
+        self._refuse_live("load_state_dict()")
+        self._drop_opened()
+        self._bookmark.load(state, strict=strict)
+
+    def seek(self, epoch: int, step: int = 0) -> None:
+        """Lets the next ``iter()`` begin at a step of an epoch, to see again what was trained on there.
+
+        Local, on every rank, with the same numbers. Map-style data that is passed over is not read. Files are read up
+        to there, but not decoded; opaque iterables are read. Where the order follows from a random generator, the
+        draws of the epochs between are made again, from the earliest epoch that this dataset knows; without a
+        generator that is right only if nothing else draws from torch's default random state between them.
+
+        Args:
+          epoch: its number.
+          step: the first step to deliver.
+
+        Raises:
+          ValueError: a negative number, or a step after the end.
+          InputError: an iterator of this dataset is alive, or the epoch is before the earliest one known.
+        """
+        _check_number("epoch", epoch)
+        _check_number("step", step)
+        self._refuse_uncoordinated("seek()")
+        self._refuse_live("seek()")
+        self._drop_opened()
+        self._bookmark.seek(epoch, step)
+
+    def skip_to(self, step: int) -> None:
+        """Lets the next ``iter()`` begin at a step of its epoch; see ``seek``. Local, on every rank alike."""
+        self.seek(self._bookmark.next_epoch, step)
+
+    def put_back(self, iterator: DistributedIterator) -> None:
+        """Takes back an iterator that nobody asked for an element: the next ``iter()`` returns it. Local."""
+        if iterator.is_live:
+            self._drop_opened()
+            self._opened = iterator
+
+    def _drop_opened(self) -> None:
+        """Closes the iterator that the next ``iter()`` would return: that one begins the same epoch again."""
         if self._opened is not None:
             self._opened.close()
             self._opened = None
-        self._epoch = epoch
-        self._source.set_epoch(epoch)
+            self._bookmark.reenter()
+
+    def _refuse_live(self, what: str) -> None:
+        if any(iterator.is_live and iterator is not self._opened for iterator in self._iterators):
+            raise InputError(
+                f"{what} was called while an iterator of this dataset is alive, which would go on elsewhere. Leave the "
+                "loop, or close() the iterator, first."
+            )
+
+    def _refuse_uncoordinated(self, what: str) -> None:
+        if self._options.coordination == "off" and self._setting.ranks is not None:
+            raise InputError(
+                f'{what} was called with coordination="off" and several workers, each of which is at a step of its '
+                'own. Use coordination="on", or save what each worker needs by yourself.'
+            )
 
     def close(self) -> None:
         """Ends every iterator of this dataset. Local, idempotent."""
@@ -145,113 +227,59 @@ class DistributedDataset:
         self.close()
 
     def _open(self) -> DistributedIterator:
-        epoch, ranks = self._epoch, self._setting.ranks
+        ranks = self._setting.ranks
+        entry = self._bookmark.enter()
         number: int | None = None
-        draws: Callable[[Callable[[], Any]], Any] = plainly
         if ranks is not None and self._options.coordination == "on":
-            told = self._agree_on_epoch(ranks, epoch)
+            told = self._agree_on_epoch(ranks, entry)
             # The next unused number is the same everywhere, so there is always one that is free on all ranks.
             number = min(set.intersection(*(set(each["channels"]) for each in told)))
-            if self._source.draws_from_default_generator:
-                state = torch.get_rng_state()
-                ranks.broadcast_from_first(state)
-                draws = BorrowedRandomState(state)
-        elif ranks is not None and self._source.draws_from_default_generator:
-            draws = BorrowedRandomState(state_of_epoch(self._seed, epoch))
-        self._epoch += 1
-        self._progress.begin(epoch)
+        start = entry.start
+        if start.steps:
+            start = self._source.resume(entry.epoch, start, self._share_at_start)
+        draws = self._draws_of(entry)
+        random = self._bookmark.record(draws)
         # Loader workers are forked before the channel starts its threads: a fork while the C library starts a thread
         # can leave the child with a lock that nobody will release, and a loader worker that never answers.
-        stream = self._source_stream(epoch, draws)
+        stream = open_stream(self._source, entry.epoch, draws, start)
         try:
             channel = None if ranks is None or number is None else ranks.open_channel(number)
         except BaseException:
             stream.close()
             raise
-        iterator = self._compose(channel, epoch, stream)
+        self._progress = Progress(entry.epoch, start, random)
+        self._bookmark.begun(entry, self._progress, stream)
+        opened = Opened(channel, stream, self._progress, self._last)
+        iterator = compose(self._source, self._setting, self._options, opened, self._idle_transfers)
         self._iterators.add(iterator)
         return iterator
 
-    def _agree_on_epoch(self, ranks: Ranks, epoch: int) -> list[Any]:
+    def _agree_on_epoch(self, ranks: Ranks, entry: Entry) -> list[Any]:
         extra = {"channels": ranks.free_channels()}
-        facts = {"dataset": self._name, "epoch": epoch, **self._source.epoch_fingerprint()}
+        facts = {"dataset": self._name, "start": entry.mark, **self._source.epoch_fingerprint()}
         return agree(ranks, f"iter() of dataset {self._name}", facts, extra=extra)
 
-    def _source_stream(self, epoch: int, draws: Callable[[Callable[[], Any]], Any]) -> Stream:
+    def _share_at_start(self, make: Callable[[], Any]) -> list[Any]:
+        """See ``sources.base.Exchange``. Collective: every rank comes here, as all agreed on where to start."""
+        made, problem = None, None
         try:
-            return self._source.open(epoch, draws)
-        except Exception as error:  # raised by all ranks at the first step
-            return _BrokenStream(error)
+            made = make()
+        except Exception as error:  # every rank must hear of it, or the others would wait
+            problem = error
+        return agree(self._setting.ranks, f"iter() of dataset {self._name}", {}, error=problem, extra=made)
 
-    @property
-    def _timeout_seconds(self) -> float:
-        own = self._options.timeout_seconds
-        return self._setting.timeout_seconds if own is None else own
-
-    def _compose(self, channel: Channel | None, epoch: int, stream: Stream) -> DistributedIterator:
-        """The walk: fetch -> pad, if asked for -> transfer -> coordinate -> buffer."""
-        source, setting, depth = self._source, self._setting, self._options.prefetch
-        devices = setting.devices if self._options.fetch_to_device else [torch.device("cpu")] * len(setting.devices)
-        copies = any(device.type != "cpu" for device in devices)
-        idle = self._idle_transfers
-        mould = Mould()
-        fetch = Fetch(stream, mould)
-        pad = _new_pad(source, self._options)
-        transfer = idle.pop() if idle else Transfer([make_copier(device) for device in devices])
-
-        def send(share: Share) -> None:
-            share.parcels = transfer.send(share.pieces)
-            share.pieces = []
-
-        def complete(share: Share) -> None:
-            if not share.parcels:
-                _fill(share, mould, setting.topology.replicas_per_worker, pad)
-                send(share)
-
-        def produce(drawn: Drawn | Held) -> Held:
-            held = fetch.finish(drawn)
-            if isinstance(held, Share) and mould.structure is not None:
-                try:
-                    complete(held)
-                except Exception as error:  # out of memory, say: a failed step like any other
-                    return Failed(error, "" if isinstance(error, InputError) else "copying to the devices")
-            return held
-
-        def discard(shares: Sequence[Share]) -> None:
-            for share in shares:
-                if share.parcels:
-                    transfer.discard(share.parcels)
-
-        ranks = setting.ranks
-        coordinate = Coordinate(
-            channel,
-            slots=max(1, depth),
-            mould=mould,
-            complete=complete,
-            name=None if ranks is None else ranks.name(ranks.rank),
-            epoch=epoch,
-            counts=ranks is None or ranks.rank in ranks.firsts,
-        )
-        threaded = channel is not None or (depth > 0 and (stream.in_background or copies))
-        buffer = Buffer(
-            Walk(
-                fetch.draw,
-                produce,
-                discard,
-                transfer.enter_thread,
-                fetch.close,
-                lambda: idle.append(transfer),
-                source.lost_workers if isinstance(source, HasWorkers) else str,
-            ),
-            coordinate,
-            depth=depth if threaded else 0,
-            threaded=threaded,
-            timeout_seconds=self._timeout_seconds,
-            names=_itself if ranks is None else ranks.name,
-        )
-        spec = _SpecMaker(mould, source.certain_piece_size, setting.topology.replicas_per_worker, pad)
-        knows_all = channel is not None or ranks is None
-        return DistributedIterator(buffer, transfer, setting.topology, epoch, spec, self._progress, knows_all=knows_all)
+    def _draws_of(self, entry: Entry) -> Callable[[Callable[[], Any]], Any]:
+        """What calls user code that may draw from the default random state: all ranks must draw the same."""
+        ranks = self._setting.ranks
+        if not self._source.draws_from_default_generator:
+            return plainly
+        if ranks is None:
+            return plainly if entry.default is None else BorrowedRandomState(entry.default)
+        if self._options.coordination == "off":
+            return BorrowedRandomState(state_of_epoch(self._seed, entry.epoch))
+        state = torch.get_rng_state() if entry.default is None else entry.default
+        ranks.broadcast_from_first(state)
+        return BorrowedRandomState(state)
 
 
 def check_partial_batch(source: Source, options: InputOptions) -> None:
@@ -268,70 +296,15 @@ def check_partial_batch(source: Source, options: InputOptions) -> None:
         )
 
 
-def _new_pad(source: Source, options: InputOptions) -> Pad | None:
-    rows = source.largest_piece_size
-    return None if options.partial_batch == "keep" or rows is None else Pad(rows, with_index=options.with_index)
+def _check_number(name: str, value: object) -> None:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{name} is {value!r}; an int of 0 or more is needed.")
 
 
-def _fill(share: Share, mould: Mould, replicas_per_worker: int, pad: Pad | None) -> None:
-    """Puts empty batches where a replica has no sample, and pads."""
-    if mould.structure is None:
-        return
-    pieces = share.pieces or [None] * replicas_per_worker
-    share.pieces = [mould.structure.empty() if piece is None else piece for piece in pieces]
-    share.sizes = share.sizes or (0,) * replicas_per_worker
-    if pad is not None:
-        pad(share, mould.structure)
-
-
-@final
-class _SpecMaker:
-    """Makes the element spec from the structure that the mould knows."""
-
-    def __init__(self, mould: Mould, piece_size: int | None, replicas_per_worker: int, pad: Pad | None) -> None:
-        self._mould = mould
-        self._piece_size = piece_size
-        self._local = replicas_per_worker
-        self._pad = pad
-
-    def __call__(self) -> Any:
-        structure = self._mould.structure
-        if structure is None:
-            raise InputError("the data ended before the first element, so there is no element spec.")
-        if self._pad is not None:
-            return self._pad.structure(structure).spec(self._pad.rows, self._for_each_replica)
-        return structure.spec(self._piece_size, self._for_each_replica)
-
-    def _for_each_replica(self, spec: TensorSpec) -> Any:
-        return spec if self._local == 1 else PerReplica([spec] * self._local)
-
-
-@final
-class _BrokenStream:
-    """The stream of a source that could not be opened: its first step fails."""
-
-    in_background = False
-
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def draw(self) -> Any:
-        """See ``Stream.draw``."""
-        raise self._error
-
-    def fetch(self, drawn: Any) -> None:
-        """See ``Stream.fetch``."""
-
-    def digest_of(self, drawn: Any) -> int:
-        """See ``Stream.digest_of``."""
-        return 0
-
-    def close(self) -> None:
-        """See ``Stream.close``."""
-
-
-def _itself(rank: int) -> int:
-    return rank
+def _identity_of(source: Source, policy: str, topology: Topology) -> Mapping[str, Any]:
+    """What tells this input from others when a state is loaded; with the number of workers, if it is bound to it."""
+    facts = {**source.fingerprint(), "policy": policy}
+    return {**facts, "number of workers": topology.num_workers} if source.bound_to_world else facts
 
 
 def facts_of(source: Source, policy: str, options: InputOptions) -> Mapping[str, Any]:

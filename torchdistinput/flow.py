@@ -17,13 +17,16 @@ __all__ = [
     "End",
     "Failed",
     "Held",
+    "Landmarks",
     "Outcome",
     "PassedOver",
     "PastEnd",
     "Raised",
     "ReadFailure",
     "Row",
+    "Rows",
     "Share",
+    "Start",
     "Stream",
 ]
 
@@ -39,8 +42,43 @@ class ReadFailure(Exception):
         self.where = where
 
 
-class Stream(Protocol):
-    """One epoch of one worker's rows."""
+@final
+@dataclass(frozen=True)
+class Start:
+    """Where an epoch begins, if not at its first row.
+
+    Args:
+      steps: steps that were delivered before.
+      samples: samples in them, over all replicas.
+      drawn: the digest of what the sampler drew for the last of them; 0 where there is none to compare.
+      position: what the stream's ``position`` said then; ``None``: where so many steps end, counted from the front.
+      replay: whole epochs whose random draws come before this one.
+      base_seed: when a loader draws the seed of its workers; see ``sources.base.Source``.
+    """
+
+    steps: int = 0
+    samples: int = 0
+    drawn: int = 0
+    position: Sequence[Any] | None = None
+    replay: int = 0
+    base_seed: str = ""
+
+
+class Landmarks(Protocol):
+    """What a worker tells the others from time to time of where it stands, so that each knows all positions."""
+
+    every: int
+    """Rows from one landmark to the next, the same on every rank."""
+
+    def mine(self, rows: int) -> str:
+        """Where this worker stands after so many rows. Any thread."""
+
+    def learn(self, rows: int, texts: Sequence[str]) -> None:
+        """Takes what all ranks said, by rank. Any thread."""
+
+
+class Rows(Protocol):
+    """Rows that are read in two halves."""
 
     in_background: bool
     """Whether ``fetch`` may run on the background thread; else it runs on the caller's, right after ``draw``."""
@@ -56,6 +94,24 @@ class Stream(Protocol):
 
     def close(self) -> None:
         """Ends loader workers and open files. Idempotent."""
+
+
+class Stream(Rows, Protocol):
+    """One epoch of one worker's rows, which knows where it stands."""
+
+    @property
+    def owns_state(self) -> bool:
+        """Whether the position holds a state of the user's own, which may differ from worker to worker."""
+
+    @property
+    def landmarks(self) -> Landmarks | None:
+        """What the workers tell each other, where a position depends on what others read."""
+
+    def position(self, rows: int) -> list[Any]:
+        """Where the stream stands after so many rows since it was opened, in plain ints, strings and lists.
+
+        Caller's thread, never for fewer rows than before. What is given back as ``Start.position`` goes on there.
+        """
 
 
 @final
@@ -120,10 +176,12 @@ class Delivered:
     Args:
       share: this worker's part.
       global_size: samples over all replicas, or ``None`` where that is not known.
+      rows: rows of the stream up to this one, those passed over included.
     """
 
     share: Share
     global_size: int | None
+    rows: int
 
 
 @final

@@ -8,13 +8,14 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar, final
 
 from torchdistinput.errors import InputError, OutOfRangeError
+from torchdistinput.flow import Delivered, Start
 from torchdistinput.plan.options import Step
 from torchdistinput.plan.topology import Topology
 from torchdistinput.stages.buffer import Buffer
 from torchdistinput.stages.transfer import Transfer
 from torchdistinput.values import regroup_batches
 
-__all__ = ["DistributedIterator", "Optional", "Progress", "delivered"]
+__all__ = ["DistributedIterator", "LastStep", "Optional", "Progress", "delivered"]
 
 T = TypeVar("T")
 
@@ -43,25 +44,45 @@ class Optional(Generic[T]):
 
 
 @final
-class Progress:
-    """What was delivered in the epoch begun last, as the dataset and its iterators share it."""
+class LastStep:
+    """The step that was delivered last by any iterator of a dataset."""
 
     def __init__(self) -> None:
         self.step: Step | None = None
-        self.begin(0)
 
-    def begin(self, epoch: int) -> None:
-        """A new epoch."""
+
+@final
+class Progress:
+    """What was delivered in one epoch.
+
+    Args:
+      epoch: its number.
+      start: where in it the iterator began.
+      random: how the order of the epoch is drawn, as a saved state has it.
+    """
+
+    def __init__(self, epoch: int, start: Start, random: Callable[[], tuple[str, ...]]) -> None:
         self.epoch = epoch
+        self.random = random
+        self.start = start
         self.began = time.perf_counter()
-        self.steps = self.samples = 0
+        self.steps = start.steps
+        self.samples = start.samples
+        self.drawn = start.drawn
+        self.rows = 0
+        self.steps_here = self.samples_here = 0
         self.waited = 0.0
+        self.ended = False
 
-    def add(self, step: Step, waited: float) -> None:
+    def add(self, taken: Delivered, waited: float) -> None:
         """A step was delivered after so many seconds of waiting."""
-        self.step = step
+        local = sum(taken.share.sizes)
         self.steps += 1
-        self.samples += sum(step.local_sizes)
+        self.steps_here += 1
+        self.samples += local if taken.global_size is None else taken.global_size
+        self.samples_here += local
+        self.drawn = taken.share.digest
+        self.rows = taken.rows
         self.waited += waited
 
 
@@ -73,9 +94,9 @@ class DistributedIterator:
       buffer: delivers the agreed steps.
       transfer: hands their pieces over on their devices.
       topology: where this worker stands.
-      epoch: its number.
       spec: the element spec, once an element is known.
-      progress: where the dataset finds what was delivered.
+      progress: where the dataset finds what was delivered in this epoch.
+      last: where it finds the last step.
       knows_all: whether the sizes of all workers are known (not with ``coordination="off"``).
     """
 
@@ -84,20 +105,19 @@ class DistributedIterator:
         buffer: Buffer,
         transfer: Transfer,
         topology: Topology,
-        epoch: int,
         spec: Callable[[], Any],
         progress: Progress,
+        last: LastStep,
         *,
         knows_all: bool,
     ) -> None:
         self._buffer = buffer
         self._transfer = transfer
         self._topology = topology
-        self._epoch = epoch
         self._spec = spec
         self._progress = progress
+        self._last = last
         self._knows_all = knows_all
-        self._index = 0
         self._step: Step | None = None
         # Runs when the iterator is dropped (a loop that was left), and at exit, whichever comes first.
         self._finalizer = weakref.finalize(self, buffer.close)
@@ -109,20 +129,21 @@ class DistributedIterator:
         began = time.perf_counter()
         self._transfer.begin_step()
         taken = self._buffer.take()
+        progress = self._progress
         if taken is None:
+            progress.ended = self._finalizer.alive  # else it was closed before its end
             raise StopIteration
         share, topology = taken.share, self._topology
         pieces = self._transfer.hand_over(share.parcels)
-        self._step = Step(
-            self._epoch,
-            self._index,
+        self._step = self._last.step = Step(
+            progress.epoch,
+            progress.steps,
             taken.global_size if self._knows_all else None,
             share.sizes,
             topology.num_replicas,
             topology.num_workers,
         )
-        self._index += 1
-        self._progress.add(self._step, time.perf_counter() - began)
+        progress.add(taken, time.perf_counter() - began)
         return regroup_batches(pieces)
 
     def get_next(self) -> Any:
@@ -134,7 +155,8 @@ class DistributedIterator:
         try:
             return self.__next__()
         except StopIteration:
-            told = f"no element after step {self._index} of epoch {self._epoch}: the data ended, or was closed."
+            reached = f"step {self._progress.steps} of epoch {self._progress.epoch}"
+            told = f"no element after {reached}: the data ended, or was closed."
             raise OutOfRangeError(told) from None
 
     def get_next_as_optional(self) -> Optional[Any]:
@@ -164,6 +186,11 @@ class DistributedIterator:
           InputError: none was delivered yet.
         """
         return delivered(self._step)
+
+    @property
+    def is_live(self) -> bool:
+        """Whether more may come: it has not ended, failed, or been closed. Local."""
+        return self._finalizer.alive and not self._buffer.closed
 
     def close(self) -> None:
         """Ends the iteration. Idempotent; every rank should leave its loop at the same step."""

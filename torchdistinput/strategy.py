@@ -19,7 +19,7 @@ from torchdistinput.agreement import agree
 from torchdistinput.backends import launch as launcher
 from torchdistinput.backends.collectives import ProcessGroupRanks
 from torchdistinput.backends.devices import Accelerators, resolve_devices, set_current
-from torchdistinput.dataset import DistributedDataset, Setting, check_partial_batch, facts_of
+from torchdistinput.dataset import DistributedDataset, check_partial_batch, facts_of
 from torchdistinput.ordering import gather_ordered
 from torchdistinput.plan.ending import MAX_RANKS
 from torchdistinput.plan.options import InputOptions, InputReplicationMode
@@ -28,9 +28,10 @@ from torchdistinput.plan.topology import InputContext, Topology, ValueContext
 from torchdistinput.reductions import Workers
 from torchdistinput.replica import require_no_replica, run_replicas
 from torchdistinput.sources.base import Source
-from torchdistinput.sources.iterables import FunctionSource
+from torchdistinput.sources.functions import FunctionSource
 from torchdistinput.sources.recognise import recognise
 from torchdistinput.values import PerReplica, ReduceOp, local_results
+from torchdistinput.walk import Setting
 
 __all__ = ["ClusterResolver", "Strategy", "get_strategy"]
 
@@ -212,14 +213,7 @@ class Strategy:
                     "replication_mode PER_REPLICA belongs to distribute_datasets_from_function; distribute_dataset "
                     "cuts one dataset for all replicas."
                 )
-            return recognise(
-                data,
-                chosen.auto_shard_policy,
-                self._topology,
-                global_batch_size=global_batch_size,
-                collate_fn=collate_fn,
-                with_index=chosen.with_index,
-            )
+            return recognise(data, chosen, self._topology, global_batch_size=global_batch_size, collate_fn=collate_fn)
 
         return self._distribute("distribute_dataset()", make, chosen)
 
@@ -251,7 +245,14 @@ class Strategy:
                 pipelines, ids = topology.num_workers, (topology.worker,)
             contexts = [InputContext(pipelines, each, topology.num_replicas) for each in ids]
             datasets = [dataset_fn(context) for context in contexts]
-            return FunctionSource(datasets, topology, with_index=chosen.with_index), AutoShardPolicy.OFF
+            source = FunctionSource(
+                datasets,
+                topology,
+                with_index=chosen.with_index,
+                snapshot_every=chosen.snapshot_every,
+                read_ahead=chosen.prefetch,
+            )
+            return source, AutoShardPolicy.OFF
 
         return self._distribute("distribute_datasets_from_function()", make, chosen)
 
@@ -275,7 +276,7 @@ class Strategy:
         if options.auto_shard_policy is AutoShardPolicy.AUTO and self._topology.worker == 0:
             workers = self.num_input_pipelines
             _LOG.info("dataset %d: auto-shard policy %s over %d worker(s)", self._datasets, policy.name, workers)
-        return DistributedDataset(source, self._setting, options, str(self._datasets), seed=told[0])
+        return DistributedDataset(source, self._setting, options, str(self._datasets), policy=policy.name, seed=told[0])
 
     def distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> PerReplica[Any]:
         """Calls a function once per local replica and keeps what it returns. Local.

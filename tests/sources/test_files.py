@@ -17,7 +17,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 from torch.utils.data import DataLoader, IterableDataset
 
 from torchdistinput.backends.filesystem import FileNames
-from torchdistinput.errors import SourceError
+from torchdistinput.errors import SourceError, StateMismatch
+from torchdistinput.plan.lanes import LanePlace
 from torchdistinput.plan.permutation import shuffled
 from torchdistinput.sources import files, readers
 from torchdistinput.sources.files import FileDataset, list_files
@@ -558,6 +559,54 @@ def test_every_reader_reads_through_a_dataset(tmp_path: Path) -> None:
         ("bin", readers.fixed_length_records(2), [b"ab", b"cd"]),
     ):
         assert list(FileDataset(f"{tmp_path}/*.{ending}", reader)) == records
+
+
+# Files that changed
+
+
+def lanes(*sizes: int) -> list[LanePlace]:
+    return [LanePlace(file, size=size) for file, size in enumerate(sizes)]
+
+
+def test_files_that_have_the_size_that_they_had_are_unchanged(tmp_path: Path) -> None:
+    (tmp_path / "z.gz").write_bytes(gzip.compress(b"z0\nz1\n"))
+    names = [*write(tmp_path, *[2] * 10), f"{tmp_path}/z.gz"]
+    try:
+        with fsspec.open("memory://folder/m.txt", "wb") as file:
+            file.write(b"m0\nm1\n")
+        dataset = text([*names, "memory://folder/m.txt"], cycle_length=12)
+        walk = dataset.walk(range(12), 0)
+        walk.take(12)
+        places = walk.position().lanes
+        assert [lane.size for lane in places] == [*[6] * 10, (tmp_path / "z.gz").stat().st_size, 6]
+        dataset.check_unchanged(places)
+        dataset.check_unchanged(lanes(-1, 6))
+        dataset.check_unchanged([])
+    finally:
+        MemoryFileSystem.store.clear()
+
+
+def test_a_file_that_changed_its_size_or_is_gone_is_named(tmp_path: Path) -> None:
+    dataset = text(write(tmp_path, 2, 2, 2))
+    with pytest.raises(StateMismatch, match=r"b\.txt: the file has 6 bytes, but had 7 when the state was saved"):
+        dataset.check_unchanged(lanes(6, 7, 6))
+    (tmp_path / "c.txt").unlink()
+    dataset.check_unchanged(lanes(6, 6))
+    for size in (6, -1):
+        with pytest.raises(StateMismatch, match=r"c\.txt: the file is gone"):
+            dataset.check_unchanged(lanes(6, 6, size))
+    with pytest.raises(StateMismatch, match="the saved state is in file 3, but the dataset has 3 files"):
+        dataset.check_unchanged(lanes(6, 6, 6, 6))
+
+
+def test_a_file_that_cannot_be_asked_is_no_mismatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    dataset = text(write(tmp_path, 2))
+    monkeypatch.setattr("fsspec.implementations.local.LocalFileSystem.size", refuse)
+    with pytest.raises(SourceError, match=r"a\.txt: cannot be read: PermissionError"):
+        dataset.check_unchanged(lanes(6))
 
 
 # Arguments

@@ -158,7 +158,7 @@ def compose(
         mould=mould,
         complete=send,
         name=None if world is None else rank,
-        epoch=0,
+        begins_at=(0, 0),
     )
     walk = Walk(fetch.draw, produce, discard, _nothing, fetch.close, close_devices)
     threaded = world is not None or depth > 0

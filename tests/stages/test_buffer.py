@@ -285,7 +285,7 @@ class Hearing:
             return [End()]
         shares = [held for held in self.held if isinstance(held, Share)]
         self.held.clear()
-        return [Delivered(share, 1) for share in shares]
+        return [Delivered(share, 1, 1) for share in shares]
 
     def stop(self, delivered: int) -> list[Share]:
         self.stopped.set()

@@ -38,7 +38,7 @@ def make(channel: Channel | None, rank: int, *, slots: int = 4, piece: Any = Non
         of_step.pieces = [mould.structure.empty() if each is None else each for each in pieces]
         of_step.sizes = of_step.sizes or (0,)
 
-    return Coordinate(channel, slots=slots, mould=mould, complete=complete, name=rank, epoch=3, **more)
+    return Coordinate(channel, slots=slots, mould=mould, complete=complete, name=rank, begins_at=(3, 0), **more)
 
 
 def vote(*held: Held) -> Turn:

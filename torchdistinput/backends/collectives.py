@@ -220,9 +220,7 @@ class ProcessGroupRanks:
         return [part.narrow(axis, 0, size) for part, size in zip(firsts, sizes, strict=True)]
 
 
-def _drop_groups(
-    attendance: Attendance, controls: list[Gloo], channels: dict[int, ProcessGroupChannel]
-) -> None:
+def _drop_groups(attendance: Attendance, controls: list[Gloo], channels: dict[int, ProcessGroupChannel]) -> None:
     """Runs at exit, after the iterators were closed: a gloo thread that outlives the interpreter aborts the process."""
     with contextlib.suppress(dist.DistError, RuntimeError):  # the store may have ended first: then nobody waits at it
         attendance.leave()

@@ -13,7 +13,8 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO, TypeAlias, final
+from functools import cached_property
+from typing import Any, BinaryIO, Protocol, TypeAlias, final, runtime_checkable
 
 from fsspec.compression import compr as _decompressors
 from fsspec.core import url_to_fs
@@ -21,12 +22,20 @@ from fsspec.utils import infer_compression
 
 from torchdistinput.errors import SourceError
 
-__all__ = ["FileNames", "OpenedFile", "check_compression", "expand", "file_size", "open_file"]
+__all__ = ["FileNames", "OpenedFile", "check_compression", "expand", "file_size", "open_file", "skip_to"]
 
 FileNames: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
 
 _WILDCARD = re.compile(r"[*?\[]")
 _BUFFER_BYTES = 1 << 17
+_DROPPED_BYTES = 1 << 20
+
+
+@runtime_checkable
+class _Sized(Protocol):
+    """A file object that learned its size when it was opened, as those of local files and object stores do."""
+
+    size: int | None
 
 
 @final
@@ -38,11 +47,27 @@ class OpenedFile:
       stream: its uncompressed content: binary, buffered.
       stored: the file under it, as the filesystem opened it; a decompressor leaves it open.
       filesystem: kept as long as the file: an archive closes its members when it goes.
+      name: the name that it was opened by.
+      path: what the filesystem calls it.
     """
 
     stream: BinaryIO
     stored: Any
     filesystem: Any
+    name: str
+    path: str
+
+    @cached_property
+    def size(self) -> int:
+        """The stored size in bytes (compressed, if it is), -1 where the filesystem does not know it. Asked once.
+
+        Raises:
+          SourceError: naming the file, if it cannot be asked.
+        """
+        known = self.stored.size if isinstance(self.stored, _Sized) else None
+        if known is None:
+            known = _size_of(self.name, self.filesystem, self.path)
+        return -1 if known is None else int(known)
 
     def close(self) -> None:
         """Closes the stream and everything under it; more calls do nothing."""
@@ -97,7 +122,42 @@ def open_file(name: str, compression: str | None, storage_options: Mapping[str, 
         if stored is not None:
             stored.close()
         raise SourceError(f"{name}: cannot be opened: {_reason(error)}", file=name) from error
-    return OpenedFile(stream, stored, filesystem)
+    return OpenedFile(stream, stored, filesystem, name, path)
+
+
+def skip_to(file: BinaryIO, offset: int, at: int = 0) -> None:
+    """Goes forward in a binary file. Where it cannot seek, what is between is read and dropped in bounded pieces.
+
+    Args:
+      file: the content.
+      offset: where to go, in bytes from its front.
+      at: where the file is now.
+
+    Raises:
+      SourceError: if the content ends before, as far as that shows without reading.
+    """
+    if offset == at:
+        return
+    try:
+        reached = file.seek(offset)
+    except (OSError, ValueError, NotImplementedError):  # some, as those of web servers, say that they can, and cannot
+        if offset < at:
+            raise
+        reached = at + _drop(file, offset - at)
+    if reached < offset:
+        raise SourceError(
+            f"the content ends at byte {reached}, but is to be read from byte {offset} on: the file is cut off, or not "
+            "the one that was read before",
+            offset=reached,
+        )
+
+
+def _drop(file: BinaryIO, count: int) -> int:
+    """Reads bytes and forgets them; how many there were."""
+    missing = count
+    while missing and (piece := file.read(min(missing, _DROPPED_BYTES))):
+        missing -= len(piece)
+    return count - missing
 
 
 def file_size(name: str, storage_options: Mapping[str, Any] | None = None) -> int | None:
@@ -108,9 +168,16 @@ def file_size(name: str, storage_options: Mapping[str, Any] | None = None) -> in
     """
     try:
         filesystem, path = url_to_fs(name, **(storage_options or {}))
+    except Exception as error:
+        raise _unreadable(name, error) from error
+    return _size_of(name, filesystem, path)
+
+
+def _size_of(name: str, filesystem: Any, path: str) -> int | None:
+    try:
         size = filesystem.size(path)
     except Exception as error:
-        raise SourceError(f"{name}: cannot be read: {_reason(error)}", file=name) from error
+        raise _unreadable(name, error) from error
     return None if size is None else int(size)
 
 
@@ -192,6 +259,10 @@ def _as_written(path: str, asked: str, pattern: str, filesystem: Any) -> str:
     else:
         links[position] = str(filesystem.unstrip_protocol(path)).removeprefix("file://")
     return "::".join(links)
+
+
+def _unreadable(name: str, error: Exception) -> SourceError:
+    return SourceError(f"{name}: cannot be read: {_reason(error)}", file=name)
 
 
 def _reason(error: Exception) -> str:

@@ -160,6 +160,11 @@ class Cutter:
         return [tuple(pieces[start : start + local]) for start in range(0, len(pieces), local)]
 
     @property
+    def rows_of_ready_batch(self) -> int:
+        """Into how many rows a batch is cut whose size was never promised; also a full one of G."""
+        return 1 if self.shared else self.topology.num_workers
+
+    @property
     def largest_piece_size(self) -> int | None:
         """``ceil(G / N)``, which no piece exceeds; ``None`` where the source yields ready batches."""
         size = self.global_batch_size

@@ -52,11 +52,13 @@ class InputOptions:
         with an index ``(index, element, mask)``: the mask is bool, ``(rows,)``, true for samples, and the index of a
         padded row is -1. Padded rows are samples in no count; ``average_loss(..., weights=mask)`` leaves them out.
         Needs a known global batch size.
+      snapshot_every: for datasets and iterators with ``state_dict`` of their own: after how many steps each it is
+        called, to have a place to resume from. Between two of them, steps are read again on a resume.
 
     Raises:
       TypeError: a value of another type.
-      ValueError: ``prefetch`` is negative, ``timeout_seconds`` is not positive, or ``coordination`` or
-        ``partial_batch`` is another word.
+      ValueError: ``prefetch`` is negative, ``snapshot_every`` or ``timeout_seconds`` is not positive, or
+        ``coordination`` or ``partial_batch`` is another word.
     """
 
     auto_shard_policy: AutoShardPolicy = AutoShardPolicy.AUTO
@@ -67,16 +69,15 @@ class InputOptions:
     replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER
     with_index: bool = False
     partial_batch: Literal["keep", "pad"] = "keep"
+    snapshot_every: int = 16
 
     def __post_init__(self) -> None:
         if not isinstance(self.auto_shard_policy, AutoShardPolicy):
             raise TypeError(f"auto_shard_policy is {self.auto_shard_policy!r}; a member of AutoShardPolicy is needed.")
         if not isinstance(self.replication_mode, InputReplicationMode):
             raise TypeError(f"replication_mode is {self.replication_mode!r}; an InputReplicationMode is needed.")
-        if isinstance(self.prefetch, bool) or not isinstance(self.prefetch, int):
-            raise TypeError(f"prefetch is {self.prefetch!r}; an int is needed, the number of steps ahead.")
-        if self.prefetch < 0:
-            raise ValueError(f"prefetch is {self.prefetch}; it must be 0 or more.")
+        _check_count("prefetch", self.prefetch, 0)
+        _check_count("snapshot_every", self.snapshot_every, 1)
         if self.timeout_seconds is not None and not self.timeout_seconds > 0:
             raise ValueError(f"timeout_seconds is {self.timeout_seconds}; it must be positive.")
         if self.coordination not in ("on", "off"):
@@ -85,6 +86,13 @@ class InputOptions:
             raise TypeError(f"with_index is {self.with_index!r}; True or False is needed.")
         if self.partial_batch not in ("keep", "pad"):
             raise ValueError(f"partial_batch is {self.partial_batch!r}; it must be 'keep' or 'pad'.")
+
+
+def _check_count(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} is {value!r}; an int is needed, a number of steps.")
+    if value < least:
+        raise ValueError(f"{name} is {value}; it must be {least} or more.")
 
 
 @final

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Protocol, final, runtime_checkable
 
+import torch
 from torch.utils.data import DataLoader
 
-from torchdistinput.flow import Row, Stream
+from torchdistinput.flow import Landmarks, Row, Start, Stream
 
-__all__ = ["HasWorkers", "HoldsTorchLoader", "RowStream", "SetsEpoch", "Shards", "Source", "tell_epoch"]
+__all__ = [
+    "Exchange",
+    "HasWorkers",
+    "HoldsTorchLoader",
+    "RowStream",
+    "SetsEpoch",
+    "Shards",
+    "Source",
+    "Track",
+    "tell_epoch",
+]
+
+
+Exchange = Callable[[Callable[[], Any]], list[Any]]
+"""Makes a plain value on every rank, or fails there; returns those of all ranks, or fails alike on all."""
 
 
 class Source(Protocol):
@@ -21,6 +36,19 @@ class Source(Protocol):
     """The size of every piece, where it is certain."""
     largest_piece_size: int | None
     """The size that no piece exceeds, where it is known."""
+    needs_default_state: bool
+    """Whether the order of an epoch may follow from torch's default random state."""
+    bound_to_world: bool
+    """Whether a saved position fits the same number of workers only."""
+    collective_state: bool
+    """Whether each worker has a position of its own, so that all must meet for a state."""
+
+    @property
+    def base_seed(self) -> str:
+        """When torch's loader draws a seed for its workers: "every" epoch, the "first" one only, or "never" again.
+
+        It draws from the random state that the order of the data may follow from.
+        """
 
     def fingerprint(self) -> Mapping[str, Any]:
         """Plain facts that must be equal on all ranks."""
@@ -37,12 +65,38 @@ class Source(Protocol):
     def close(self) -> None:
         """Ends loader workers that outlive an epoch. Idempotent; an ``open`` starts new ones."""
 
-    def open(self, epoch: int, draws: Callable[[Callable[[], Any]], Any]) -> Stream:
+    def generators(self) -> Sequence[torch.Generator]:
+        """The generators from which the order of an epoch follows, each once."""
+
+    def check(self, position: Sequence[Any]) -> None:
+        """Refuses a position that cannot be entered. Local.
+
+        Raises:
+          StateMismatch: it is malformed, or what it speaks of has changed since.
+        """
+
+    def resume(self, epoch: int, start: Start, share: Exchange) -> Start:
+        """Makes ready for an ``open`` that does not begin at the front. Caller's thread.
+
+        Args:
+          epoch: its number.
+          start: where the epoch is to begin.
+          share: makes something on every rank and returns what all have made, by rank; raises alike on all.
+
+        Returns:
+          where it is to begin, as ``open`` takes it.
+
+        Raises:
+          StateMismatch: the position cannot be entered.
+        """
+
+    def open(self, epoch: int, draws: Callable[[Callable[[], Any]], Any], start: Start) -> Stream:
         """A stream of one epoch. Caller's thread.
 
         Args:
           epoch: its number.
           draws: calls user code that may draw from the default random state.
+          start: where in the epoch it begins.
         """
 
 
@@ -87,6 +141,19 @@ def tell_epoch(loader: DataLoader[Any], epoch: int) -> None:
             each.set_epoch(epoch)
 
 
+class Track(Protocol):
+    """Knows where a stream of rows stands."""
+
+    owns_state: bool
+    """See ``Stream.owns_state``."""
+
+    def drawn(self) -> None:
+        """Another row was asked for. Caller's thread."""
+
+    def position(self, rows: int) -> list[Any]:
+        """See ``Stream.position``."""
+
+
 @final
 class RowStream:
     """The stream over a generator of rows.
@@ -95,7 +162,9 @@ class RowStream:
       rows: the rows.
       in_background: whether reading them runs no user code in this process.
       close: ends what else there is to end.
+      track: knows where the stream stands.
       draws: calls user code that may draw from the default random state, where all ranks must draw the same.
+      landmarks: see ``Stream.landmarks``.
     """
 
     def __init__(
@@ -103,16 +172,26 @@ class RowStream:
         rows: Generator[Row, None, None],
         *,
         in_background: bool,
+        track: Track,
         close: Callable[[], None] | None = None,
         draws: Callable[[Callable[[], Any]], Any] | None = None,
+        landmarks: Landmarks | None = None,
     ) -> None:
         self.in_background = in_background
+        self.landmarks = landmarks
         self._rows = rows
+        self._track = track
         self._close = close
         self._draws = draws
 
+    @property
+    def owns_state(self) -> bool:
+        """See ``Stream.owns_state``. As of the last position."""
+        return self._track.owns_state
+
     def draw(self) -> Row | bool | None:
         """See ``Stream.draw``."""
+        self._track.drawn()
         if self.in_background:
             return True
         if self._draws is None:
@@ -128,6 +207,10 @@ class RowStream:
     def digest_of(self, drawn: Any) -> int:
         """See ``Stream.digest_of``."""
         return 0
+
+    def position(self, rows: int) -> list[Any]:
+        """See ``Stream.position``."""
+        return self._track.position(rows)
 
     def close(self) -> None:
         """See ``Stream.close``. Closes the user's files and generators too, unless a thread may still read them."""

@@ -9,22 +9,27 @@ from __future__ import annotations
 
 import hashlib
 import mmap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
 from itertools import islice
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from torchdistinput.backends.filesystem import FileNames, check_compression, expand, open_file
-from torchdistinput.errors import SourceError
+from torchdistinput.backends.filesystem import FileNames, check_compression, expand, file_size, open_file
+from torchdistinput.errors import SourceError, StateMismatch
+from torchdistinput.plan.lanes import LanePlace, WalkPlace
 from torchdistinput.plan.permutation import shuffled
+from torchdistinput.sources.lanes import Lane, Read, RecordPlace
 from torchdistinput.sources.seeds import Samples, calls_on, epoch_key
-from torchdistinput.sources.walks import Lane, Read, RecordPlace, RecordWalk
+from torchdistinput.sources.walks import RecordWalk
 
 __all__ = ["FileDataset", "list_files"]
+
+_MAX_ASKED_AT_ONCE: Final = 8
 
 
 def list_files(
@@ -77,7 +82,8 @@ class FileDataset(IterableDataset[Any]):
     Args:
       files: a pattern, or a list of names and patterns, as for ``list_files``. A name that stands in a list twice is
         read twice. Names are opened only when they are read.
-      read: takes a binary file object and yields the records in it; see ``readers``.
+      read: takes a binary file object and yields the records in it; see ``readers``. A resumed run seeks where it was
+        left, if the reader can be entered again (``readers.in_blocks``), and else reads its open files from the front.
       map_fn: decodes a record, for example into tensors; called only for records that are kept. ``None`` keeps them.
       shuffle_files: whether each epoch has its own order of the files.
       shuffle_buffer: records of a file that are shuffled together, and so held in memory, for each open file; 0: none.
@@ -134,20 +140,47 @@ class FileDataset(IterableDataset[Any]):
             return list(range(len(self.files)))
         return shuffled(len(self.files), self.seed, epoch)
 
-    def walk(self, order: Sequence[int], epoch: int) -> RecordWalk:
+    def walk(self, order: Sequence[int], epoch: int, place: WalkPlace | None = None) -> RecordWalk:
         """Walks over the undecoded records of some files. Files are opened as the walk comes to them.
 
         Args:
-          order: indices of ``files``, in the order in which they are to be opened.
+          order: indices of ``files``, in the order in which they are to be opened: the fresh ones, see ``plan.lanes``.
           epoch: which epoch's shuffle the records are in.
+          place: where an earlier walk over the same fresh files was left, or what was dealt of an earlier world.
 
         Raises:
           IndexError: if there is no such file.
+          StateMismatch: if the place is in a file that the dataset does not have.
         """
         for index in order:
             if not 0 <= index < len(self.files):
                 raise IndexError(f"there is no file {index}: the dataset has {len(self.files)} files")
-        return RecordWalk(order, partial(self._lane, epoch), self._cycle_length, self._block_length)
+        if place is not None:
+            self._check_place(place, len(order))
+        return RecordWalk(order, partial(self._lane, epoch), self._cycle_length, self._block_length, place)
+
+    def check_unchanged(self, places: Iterable[LanePlace]) -> None:
+        """Asks whether files that are to be entered again are there, in the size that they had. Local.
+
+        Args:
+          places: where they were left.
+
+        Raises:
+          StateMismatch: naming the file and both sizes, or the file that is gone.
+          SourceError: naming the file, if it cannot be asked.
+        """
+        lanes = {lane.file: lane for lane in places}
+        for lane in lanes.values():
+            self._check_lane(lane)
+        if not lanes:
+            return
+        with ThreadPoolExecutor(min(_MAX_ASKED_AT_ONCE, len(lanes))) as pool:
+            for lane, size in zip(lanes.values(), pool.map(self._stored_size, lanes), strict=True):
+                if size is not None and lane.size not in {-1, size}:
+                    raise StateMismatch(
+                        f"{self.files[lane.file]}: the file has {size} bytes, but had {lane.size} when the state was "
+                        "saved, in the middle of it; put the file back as it was, or start the epoch anew"
+                    )
 
     def decode(self, records: list[Any], places: Callable[[], Sequence[RecordPlace]], key: int) -> list[Any]:
         """Applies ``map_fn`` to records.
@@ -213,10 +246,38 @@ class FileDataset(IterableDataset[Any]):
                     raise _undecodable(walk.place, error) from error
                 yield decoded
 
-    def _lane(self, epoch: int, index: int) -> Lane:
-        name = self.files[index]
+    def _lane(self, epoch: int, start: LanePlace) -> Lane:
+        name = self.files[start.file]
         opened = open_file(name, self._compression, self._storage_options)
-        return Lane(name, index, opened, self._read, self._shuffle_buffer, (self.seed, epoch, index))
+        return Lane(name, opened, self._read, self._shuffle_buffer, (self.seed, epoch, start.file), start)
+
+    def _stored_size(self, index: int) -> int | None:
+        name = self.files[index]
+        try:
+            return file_size(name, self._storage_options)
+        except SourceError as error:
+            if not isinstance(error.__cause__, FileNotFoundError):
+                raise
+            raise StateMismatch(
+                f"{name}: the file is gone, but the saved state is in the middle of it; put it back, or start the "
+                "epoch anew"
+            ) from error
+
+    def _check_place(self, place: WalkPlace, dealt: int) -> None:
+        for lane in place.lanes:
+            self._check_lane(lane)
+        if place.opened > dealt:
+            raise StateMismatch(
+                f"the saved state has opened {place.opened} fresh files of a walk that is dealt {dealt}: it belongs to "
+                "another list of files, or is damaged; load a state of this dataset"
+            )
+
+    def _check_lane(self, lane: LanePlace) -> None:
+        if not 0 <= lane.file < len(self.files):
+            raise StateMismatch(
+                f"the saved state is in file {lane.file}, but the dataset has {len(self.files)} files; load a state "
+                "of this dataset"
+            )
 
 
 @final

@@ -84,16 +84,28 @@ class Positions:
     Args:
       topology: where this worker stands.
       shared: whether every worker has the same order.
+      taken: samples before the first that is numbered here.
     """
 
-    def __init__(self, topology: Topology, *, shared: bool) -> None:
-        self._next = 0 if shared else topology.worker * _WORKER
+    def __init__(self, topology: Topology, *, shared: bool, taken: int = 0) -> None:
+        self._next = taken if shared else topology.worker * _WORKER + taken
 
     def take(self, count: int) -> int:
         """The number of the first of the next ``count`` samples."""
         first = self._next
         self._next += count
         return first
+
+    def beside(self, batches: Row) -> tuple[Row, int]:
+        """The next batches with the index beside each, and how many samples they have; ``None`` is no batch."""
+        first, numbered = self._next, []
+        for batch in batches:
+            if batch is not None:
+                size = tree.batch_size(batch)
+                start = self.take(size)
+                batch = torch.arange(start, start + size), batch  # noqa: PLW2901 - the pair takes its place
+            numbered.append(batch)
+        return numbered, self._next - first
 
     def label(self, rows: Sequence[Row], size: int, cutter: Cutter) -> list[Row]:
         """The rows of the next batch, each piece with its index."""
@@ -112,13 +124,14 @@ def labelled_batch(first: int, rows: Sequence[Row], size: int, cutter: Cutter) -
 
 
 def labelled_from(first: int, rows: Sequence[Row], size: int, cutter: Cutter) -> list[Row]:
-    """The rows of a batch of ``size`` samples, numbered from ``first`` on."""
+    """The rows of a batch of ``size`` samples, the last ones if some were passed over, numbered from ``first`` on."""
+    all_limits = cutter.rows(size)
     return [
         [
             None if piece is None else labelled(torch.arange(first + lo, first + hi), piece)
             for piece, (lo, hi) in zip(row, limits, strict=True)
         ]
-        for row, limits in zip(rows, cutter.rows(size), strict=True)
+        for row, limits in zip(rows, all_limits[len(all_limits) - len(rows) :], strict=True)
     ]
 
 
@@ -137,6 +150,10 @@ class SampleNumbers:
         self._base = of_worker if sharded else 0
         self._base_of_positions = 0 if shared else of_worker
         self._taken = 0
+
+    def pass_over(self, samples: int) -> None:
+        """Counts samples, or items that are whole batches, that nobody will ask for."""
+        self._taken += samples
 
     def of_batch(self, indices: Sequence[Any]) -> torch.Tensor:
         """The numbers of a batch of samples, ``(len(indices),)``."""

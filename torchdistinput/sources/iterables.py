@@ -1,20 +1,18 @@
-"""Data that is read in this process: iterables, functions that return one, files without a ``DataLoader``.
+"""Data that is read in this process: iterables, and functions that return one.
 
 Also ``ShardedIterableDataset``, the wrapper for a plain torch ``DataLoader``.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, cast, final
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import IterableDataset, default_collate
 
 from torchdistinput import tree
-from torchdistinput.errors import BatchingError, InputError
-from torchdistinput.flow import Row, Stream
+from torchdistinput.flow import Start, Stream
 from torchdistinput.plan.batching import (
     Cutter,
     check_batch_size,
@@ -25,63 +23,24 @@ from torchdistinput.plan.batching import (
 )
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.base import RowStream, SetsEpoch, Shards, tell_epoch
-from torchdistinput.sources.files import FileDataset
-from torchdistinput.sources.index import Positions
-from torchdistinput.sources.runs import LoaderRun
-from torchdistinput.sources.worker_side import (
-    CutReady,
-    CutSamples,
-    Failure,
-    Guarded,
-    GuardedIterator,
-    RecordRows,
-    as_is,
-    batched,
-    labels_by_position,
-    rows_of,
-)
+from torchdistinput.sources.base import Exchange, RowStream, SetsEpoch, Shards
+from torchdistinput.sources.guarded import Guarded, entrances_at, labels_by_position, rows_logged
+from torchdistinput.sources.opaque import Place, ReadLog, place_of, warn_of_reading_again
+from torchdistinput.sources.own_state import HasState
+from torchdistinput.sources.reopening import Reopened, is_function
+from torchdistinput.sources.worker_side import CutReady, CutSamples, as_is, batched, rows_of
 
-__all__ = ["FunctionSource", "IterableSource", "RecordSource", "ShardedIterableDataset"]
+__all__ = ["IterableSource", "ShardedIterableDataset"]
 
 Draw = Callable[[Callable[[], Any]], Any]
 Collate = Callable[[Any], Any]
 
 
-@final
-class _Reopened:
-    """Gives fresh data for each epoch: calls a function again, or refuses an iterator that was used up."""
-
-    def __init__(self, data: Any, first: Any = None) -> None:
-        self._data = data
-        self._first = first
-        self._used = False
-
-    def __call__(self) -> Iterable[Any]:
-        data, self._first = self._first, None
-        if data is None:
-            data = self._data() if _is_function(self._data) else self._data
-        if not isinstance(data, Iterator):
-            return cast(Iterable[Any], data)
-        spent = inspect.isgenerator(data) and inspect.getgeneratorstate(data) == inspect.GEN_CLOSED
-        if spent or (self._used and data is self._data):
-            raise InputError(
-                f"the data is a {type(data).__name__} that was already read; it cannot start again for another epoch. "
-                "Give the function that makes it (distribute_dataset(make_batches), not make_batches())."
-            )
-        self._used = True
-        return data
-
-
 def _shard_of(data: Any, topology: Topology) -> Any:
     """Policy HINT: the worker's own part of the data, or a function that makes it."""
-    if _is_function(data):
+    if is_function(data):
         return lambda: data().shard(num_shards=topology.num_workers, index=topology.worker)
     return cast(Shards, data).shard(num_shards=topology.num_workers, index=topology.worker)
-
-
-def _is_function(data: Any) -> bool:
-    return callable(data) and not isinstance(data, Iterable)
 
 
 @final
@@ -96,11 +55,13 @@ class IterableSource:
       collate: makes a batch of samples; torch's ``default_collate`` if not given.
       first: what the function returned already, for the first epoch.
       with_index: whether each piece comes with the numbers of its samples.
+      snapshot_every: batches from one taking of a state of the user's own to the next.
+      read_ahead: steps that are made ready ahead of the one in use, at most.
     """
 
-    draws_from_default_generator = False
+    base_seed = "every"
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one dataset is one call
         self,
         data: Any,
         policy: AutoShardPolicy,
@@ -110,15 +71,24 @@ class IterableSource:
         *,
         first: Any = None,
         with_index: bool = False,
+        snapshot_every: int = 16,
+        read_ahead: int = 4096,
     ) -> None:
+        self._owns_state = isinstance(data if first is None else first, HasState)
         if policy is AutoShardPolicy.HINT and topology.num_workers > 1:
             data, first = _shard_of(data, topology), None
         self._data = data
-        self._reopen = _Reopened(data, first)
+        self._reopen = Reopened(data, first)
         self._shared = policy is AutoShardPolicy.DATA or topology.num_workers == 1
         self._cutter = Cutter(topology, self._shared, global_batch_size)
         self._collate = collate
         self._with_index = with_index
+        self._snapshot_every = snapshot_every
+        self._read_ahead = read_ahead
+        # In-process data may draw from it. Of several workers each has its own, and none counts for all.
+        self.needs_default_state = self.draws_from_default_generator = topology.num_workers == 1
+        self.bound_to_world = not self._shared
+        self.collective_state = not self._shared or self._owns_state
         self.certain_piece_size: int | None = None
         self.largest_piece_size = self._cutter.largest_piece_size
 
@@ -148,187 +118,32 @@ class IterableSource:
     def close(self) -> None:
         """See ``Source.close``. Nothing outlives an epoch."""
 
-    def open(self, epoch: int, draws: Draw) -> Stream:
+    def generators(self) -> Sequence[torch.Generator]:
+        """See ``Source.generators``. What the user's code draws from is not known."""
+        return ()
+
+    def check(self, position: Sequence[Any]) -> None:
+        """See ``Source.check``."""
+        Place.from_json(position, 1)
+
+    def resume(self, epoch: int, start: Start, share: Exchange) -> Start:
+        """See ``Source.resume``."""
+        return start
+
+    def open(self, epoch: int, draws: Draw, start: Start) -> Stream:
         """See ``Source.open``."""
-        elements = Guarded(self._reopen())
-        size = self._cutter.global_batch_size
+        data, place, size = self._reopen(), place_of(start, 1), self._cutter.global_batch_size
+        warn_of_reading_again(start, place, size or 1, self._data)
+        elements = Guarded(data, size or 1, self._snapshot_every, entrances_at(place))
         if size is None:
             cuts = map(CutReady(self._collate or as_is, self._cutter), elements)
         else:
             cut_samples = CutSamples(self._collate or default_collate, self._cutter)
             cuts = map(cut_samples, batched(elements, size, drop_last=False))
-        rows = rows_of(cuts, labels_by_position(self._cutter) if self._with_index else None)
-        return RowStream(rows, in_background=False)
-
-
-@final
-class RecordSource:
-    """A ``FileDataset`` without a ``DataLoader``: records are batched here, or are ready batches.
-
-    Args:
-      dataset: the files.
-      policy: the policy in force.
-      topology: where this worker stands.
-      global_batch_size: G, if records are to be batched here.
-      collate: makes a batch of samples; torch's ``default_collate`` if not given.
-      with_index: whether each piece comes with the numbers of its samples.
-    """
-
-    draws_from_default_generator = False
-    certain_piece_size: int | None = None
-
-    def __init__(
-        self,
-        dataset: FileDataset,
-        policy: AutoShardPolicy,
-        topology: Topology,
-        global_batch_size: int | None,
-        collate: Collate | None,
-        *,
-        with_index: bool = False,
-    ) -> None:
-        shared = policy is AutoShardPolicy.DATA or topology.num_workers == 1
-        if collate is None:
-            collate = as_is if global_batch_size is None else default_collate
-        self._cutter = Cutter(topology, shared, global_batch_size)
-        self._with_index = with_index
-        self.largest_piece_size = self._cutter.largest_piece_size
-        self._rows = RecordRows(
-            dataset,
-            self._cutter,
-            collate,
-            by_file=policy is AutoShardPolicy.FILE,
-            drop_last=False,
-            with_index=with_index,
-        )
-
-    def fingerprint(self) -> Mapping[str, Any]:
-        """See ``Source.fingerprint``."""
-        return {"kind": "files", "batch size": self._cutter.global_batch_size, **self._rows.dataset.fingerprint()}
-
-    def epoch_fingerprint(self) -> Mapping[str, Any]:
-        """See ``Source.epoch_fingerprint``."""
-        return {}
-
-    def num_steps(self) -> int | None:
-        """See ``Source.num_steps``."""
-        return None
-
-    def set_epoch(self, epoch: int) -> None:
-        """See ``Source.set_epoch``. The epoch comes with ``open``."""
-
-    def close(self) -> None:
-        """See ``Source.close``. Nothing outlives an epoch."""
-
-    def open(self, epoch: int, draws: Draw) -> Stream:
-        """See ``Source.open``."""
-        rows = rows_of(iter(self._rows.of_epoch(epoch)), self._rows.label if self._with_index else None)
-        return RowStream(rows, in_background=False)
-
-
-@final
-class FunctionSource:
-    """What a dataset function returned: taken as it is, one of its batches for each local replica and step.
-
-    Args:
-      datasets: the worker's dataset, or one for each local replica.
-      topology: where this worker stands.
-      with_index: whether each batch comes with the numbers of its samples.
-    """
-
-    draws_from_default_generator = False
-    certain_piece_size: int | None = None
-    largest_piece_size: int | None = None
-
-    def __init__(self, datasets: Sequence[Any], topology: Topology, *, with_index: bool = False) -> None:
-        self._datasets = datasets
-        self._topology = topology
-        self._with_index = with_index
-        self._reopen = [_Reopened(dataset) for dataset in datasets]
-        for dataset in datasets:
-            if isinstance(dataset, Dataset) and not isinstance(dataset, IterableDataset):
-                raise BatchingError(
-                    f"the dataset function returned a {type(dataset).__name__}, a map-style dataset of single samples; "
-                    "batches are needed. Return DataLoader(dataset, batch_size=context.get_per_replica_batch_size(G))."
-                )
-            if not isinstance(dataset, Iterable) and not callable(dataset):
-                raise InputError(
-                    f"the dataset function returned a {type(dataset).__name__}; a DataLoader or another iterable of "
-                    "batches is needed."
-                )
-
-    def fingerprint(self) -> Mapping[str, Any]:
-        """See ``Source.fingerprint``. Lengths may differ from worker to worker."""
-        return {"kind": "from function", "datasets": len(self._datasets)}
-
-    def epoch_fingerprint(self) -> Mapping[str, Any]:
-        """See ``Source.epoch_fingerprint``."""
-        return {}
-
-    def num_steps(self) -> int | None:
-        """See ``Source.num_steps``."""
-        return None
-
-    def set_epoch(self, epoch: int) -> None:
-        """See ``Source.set_epoch``."""
-        for dataset in self._datasets:
-            if isinstance(dataset, DataLoader):
-                tell_epoch(dataset, epoch)
-            elif isinstance(dataset, SetsEpoch):
-                dataset.set_epoch(epoch)
-
-    def close(self) -> None:
-        """See ``Source.close``. Nothing outlives an epoch."""
-
-    def open(self, epoch: int, draws: Draw) -> Stream:
-        """See ``Source.open``."""
-        per_replica = self._topology.replicas_per_worker // len(self._datasets)
-        # Made now: loader workers are started from the thread that asks for them.
-        opened = [_opened(reopen()) for reopen in self._reopen]
-        rows = _dealt_rows([GuardedIterator(each) for each in opened], per_replica)
-        if self._with_index:
-            rows = _numbered(rows, Positions(self._topology, shared=self._topology.num_workers == 1))
-        return RowStream(
-            rows,
-            in_background=all(isinstance(each, DataLoader) and each.num_workers > 0 for each in self._datasets),
-            close=lambda: _close_all(opened),
-        )
-
-
-def _opened(data: Iterable[Any]) -> Iterator[Any]:
-    if isinstance(data, DataLoader) and not data.persistent_workers:
-        return LoaderRun(iter(data))
-    return iter(data)
-
-
-def _close_all(opened: Iterable[Iterator[Any]]) -> None:
-    for iterator in opened:
-        if isinstance(iterator, LoaderRun):
-            iterator.close()
-
-
-def _dealt_rows(iterators: Sequence[Iterator[Any]], per_iterator: int) -> Generator[Row, None, None]:
-    """Rows of the next batches of each iterator, ``None`` where one has ended, until all have."""
-    while True:
-        row = [next(iterator, None) for iterator in iterators for _ in range(per_iterator)]
-        for batch in row:
-            if isinstance(batch, Failure):
-                batch.reraise()
-        if all(batch is None for batch in row):
-            return
-        yield row
-
-
-def _numbered(rows: Iterator[Row], positions: Positions) -> Generator[Row, None, None]:
-    """The rows with the index beside each batch, by the order in which this worker reads them."""
-    for row in rows:
-        yield [None if batch is None else _with_positions(batch, positions) for batch in row]
-
-
-def _with_positions(batch: Any, positions: Positions) -> tuple[torch.Tensor, Any]:
-    size = tree.batch_size(batch)
-    first = positions.take(size)
-    return torch.arange(first, first + size), batch
+        log = ReadLog(place, self._read_ahead, owns_state=self._owns_state)
+        label = labels_by_position(self._cutter, place.samples) if self._with_index else None
+        own_draws = draws if self.draws_from_default_generator else None
+        return RowStream(rows_logged(cuts, log, place, label), in_background=False, track=log, draws=own_draws)
 
 
 @final

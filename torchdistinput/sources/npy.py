@@ -12,7 +12,9 @@ from typing import Any, BinaryIO, Final, final
 
 import numpy as np
 
+from torchdistinput.backends.filesystem import skip_to
 from torchdistinput.errors import SourceError
+from torchdistinput.sources.blocks import Block, in_blocks
 from torchdistinput.sources.pieces import read_pieces
 
 __all__ = ["npy_rows"]
@@ -40,7 +42,8 @@ class _Header:
     size: int
 
 
-def npy_rows(file: BinaryIO) -> Iterator[Any]:
+@in_blocks
+def npy_rows(file: BinaryIO, offset: int) -> Iterator[Block[Any]]:
     """Yields the rows of a ``.npy`` file: ``array[0], array[1], …``, in the byte order of this machine.
 
     Rows are arrays with memory of their own; those of an array of one dimension are NumPy scalars. The array is read in
@@ -52,10 +55,13 @@ def npy_rows(file: BinaryIO) -> Iterator[Any]:
         followed by something else.
     """
     header = _read_header(file)
+    row_bytes = math.prod(header.shape[1:]) * header.dtype.itemsize
     if header.fortran_order and len(header.shape) > 1:
-        yield from _rows_of_columns(file, header)
+        yield 0, _rows_of_columns(file, header)
+    elif row_bytes:
+        yield from _blocks_in_order(file, header, row_bytes, offset)
     else:
-        yield from _rows_in_order(file, header)
+        yield 0, _Rows(np.zeros((0, *header.shape[1:]), header.dtype), header.shape[0])
     if file.read(1):
         end = header.size + math.prod(header.shape) * header.dtype.itemsize
         raise SourceError(
@@ -65,29 +71,27 @@ def npy_rows(file: BinaryIO) -> Iterator[Any]:
         )
 
 
-def _rows_in_order(file: BinaryIO, header: _Header) -> Iterator[Any]:
+def _blocks_in_order(file: BinaryIO, header: _Header, row_bytes: int, offset: int) -> Iterator[Block[Any]]:
     count, inner = header.shape[0], header.shape[1:]
-    row_bytes = math.prod(inner) * header.dtype.itemsize
-    if not row_bytes:
-        for _ in range(count):
-            yield np.zeros(inner, header.dtype)
-        return
     per_block = max(1, _BLOCK_BYTES // row_bytes)
-    for start in range(0, count, per_block):
+    first = max(0, offset - header.size) // row_bytes
+    skip_to(file, header.size + first * row_bytes, header.size)
+    for start in range(first, count, per_block):
         wanted = min(per_block, count - start)
+        place = header.size + start * row_bytes
         data = read_pieces(file, wanted * row_bytes)
         whole = len(data) // row_bytes
-        yield from _copies(np.frombuffer(data, header.dtype, whole * math.prod(inner)).reshape(whole, *inner))
+        yield place, _Rows(np.frombuffer(data, header.dtype, whole * math.prod(inner)).reshape(whole, *inner), whole)
         if whole < wanted:
-            offset = header.size + (start + whole) * row_bytes
+            place += whole * row_bytes
             raise SourceError(
-                f"the file is cut off: row {start + whole} of {count} at byte {offset} needs {row_bytes} bytes, "
+                f"the file is cut off: row {start + whole} of {count} at byte {place} needs {row_bytes} bytes, "
                 f"{len(data) - whole * row_bytes} are left",
-                offset=offset,
+                offset=place,
             )
 
 
-def _rows_of_columns(file: BinaryIO, header: _Header) -> Iterator[Any]:
+def _rows_of_columns(file: BinaryIO, header: _Header) -> _Rows:
     size = math.prod(header.shape) * header.dtype.itemsize
     data = read_pieces(file, size)
     if len(data) < size:
@@ -96,17 +100,32 @@ def _rows_of_columns(file: BinaryIO, header: _Header) -> Iterator[Any]:
             f"{header.size} on, {len(data)} are left",
             offset=header.size,
         )
-    yield from _copies(np.frombuffer(data, header.dtype).reshape(header.shape, order="F"))
+    return _Rows(np.frombuffer(data, header.dtype).reshape(header.shape, order="F"), header.shape[0])
 
 
-def _copies(rows: np.ndarray[Any, Any]) -> Iterator[Any]:
-    """Rows that can be written to and that keep no other row alive."""
-    native = rows.dtype.newbyteorder("=")
-    if rows.ndim == 1 and rows.dtype.names is None:
-        yield from rows.astype(native)
-    else:
-        for row in rows:
-            yield row.astype(native, order="C")
+@final
+@dataclass(frozen=True)
+class _Rows:
+    """Rows that can be written to and that keep no other row alive, made as they are asked for.
+
+    Args:
+      rows: the array that has them, or no row of it where they are empty.
+      count: how many they are.
+    """
+
+    rows: np.ndarray[Any, Any]
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[Any]:
+        native = self.rows.dtype.newbyteorder("=")
+        if not len(self.rows):
+            return (np.zeros(self.rows.shape[1:], native) for _ in range(self.count))
+        if self.rows.ndim == 1 and self.rows.dtype.names is None:
+            return iter(self.rows.astype(native))
+        return (row.astype(native, order="C") for row in self.rows)
 
 
 def _read_header(file: BinaryIO) -> _Header:

@@ -1,13 +1,21 @@
-"""Random draws that all ranks must make alike, though each has a default random state of its own."""
+"""Random draws that all ranks must make alike, though each has a default random state of its own; states as text."""
 
 from __future__ import annotations
 
+import base64
+import struct
+import zlib
 from collections.abc import Callable
-from typing import Any, final
+from typing import Any, Final, NoReturn, Protocol, final, runtime_checkable
 
+import numpy as np
 import torch
 
-__all__ = ["BorrowedRandomState", "plainly", "state_of_epoch"]
+from torchdistinput.errors import StateMismatch
+
+__all__ = ["BorrowedRandomState", "generators_of", "packed", "plainly", "state_of_epoch", "unpacked"]
+
+_HEADER: Final = struct.Struct("<III")  # bytes of the state, their checksum, bytes of the compressed bitmap
 
 
 @final
@@ -21,6 +29,11 @@ class BorrowedRandomState:
     def __init__(self, state: torch.Tensor) -> None:
         self._state = state
         self._inside = False
+
+    @property
+    def state(self) -> torch.Tensor:
+        """The lent state as the last call left it, or within a call as it is now: uint8, a copy. Local."""
+        return torch.get_rng_state() if self._inside else self._state.clone()
 
     def __call__(self, call: Callable[[], Any]) -> Any:
         """What the call returns."""
@@ -47,3 +60,99 @@ def state_of_epoch(seed: int, epoch: int) -> torch.Tensor:
 def plainly(call: Callable[[], Any]) -> Any:
     """Calls user code with the random state as it is."""
     return call()
+
+
+@runtime_checkable
+class HoldsGenerator(Protocol):
+    """A sampler or loader with a generator of its own, or none."""
+
+    generator: Any
+
+
+@runtime_checkable
+class HoldsSampler(Protocol):
+    """A batch sampler or loader, or whatever else is made of a sampler as ``BatchSampler`` is."""
+
+    sampler: Any
+
+
+def generators_of(*holders: object) -> list[torch.Generator]:
+    """The torch generators that these objects, or the samplers inside of them, hold as ``generator``. Local.
+
+    Args:
+      *holders: samplers, loaders, or anything else; what holds none is passed over.
+
+    Returns:
+      each once, in the order of the holders, from the outside in.
+    """
+    found: dict[int, torch.Generator] = {}
+    seen: set[int] = set()
+    for holder in holders:
+        inner = holder
+        while id(inner) not in seen:
+            seen.add(id(inner))
+            if isinstance(inner, HoldsGenerator) and isinstance(inner.generator, torch.Generator):
+                found.setdefault(id(inner.generator), inner.generator)
+            if isinstance(inner, HoldsSampler):
+                inner = inner.sampler
+    return list(found.values())
+
+
+def packed(state: torch.Tensor) -> str:
+    """A generator's state as a short text: base64 of its 32-bit words that are not 0, and of which those are. Local.
+
+    torch keeps the 32-bit words of its CPU generator in 64 bits each, so half of the 5056 bytes are zeros; the text
+    has about 3400 characters.
+
+    Args:
+      state: of ``Generator.get_state()``, for any device: uint8, ``(bytes,)``.
+
+    Raises:
+      TypeError: it is not of this kind.
+    """
+    if state.dtype != torch.uint8 or state.dim() != 1:
+        raise TypeError(f"a random state is a tensor of uint8 in one dimension, got {state.dtype} {tuple(state.shape)}")
+    content = state.cpu().numpy().tobytes()
+    words = np.frombuffer(content + bytes(-len(content) % 4), dtype="<u4")
+    there = words != 0
+    bitmap = zlib.compress(np.packbits(there).tobytes())
+    header = _HEADER.pack(len(content), zlib.crc32(content), len(bitmap))
+    return base64.b64encode(header + bitmap + words[there].tobytes()).decode("ascii")
+
+
+def unpacked(text: str) -> torch.Tensor:
+    """The state that ``packed`` made a text of: uint8, on the CPU. Local.
+
+    Raises:
+      StateMismatch: the text is damaged.
+    """
+    if not isinstance(text, str):
+        _refuse(f"it is {text!r:.40}, not a text")
+    try:
+        content = base64.b64decode(text, validate=True)
+        length, checksum, size = _HEADER.unpack_from(content)
+        there = _bits(content[_HEADER.size : _HEADER.size + size], -(-length // 4))
+        words = np.zeros(len(there), dtype="<u4")
+        words[there] = np.frombuffer(content[_HEADER.size + size :], dtype="<u4")
+    except (ValueError, struct.error, zlib.error) as error:
+        _refuse(str(error), error)
+    state = words.tobytes()[:length]
+    if zlib.crc32(state) != checksum:
+        _refuse("its checksum is wrong")
+    return torch.from_numpy(np.frombuffer(state, dtype=np.uint8).copy())
+
+
+def _bits(compressed: bytes, count: int) -> Any:
+    """The bitmap: bool, ``(count,)``."""
+    size = -(-count // 8)
+    stream = zlib.decompressobj()
+    bits = stream.decompress(compressed, size + 1)  # never more than expected
+    if len(bits) != size or not stream.eof:
+        raise ValueError(f"a bitmap of {len(bits)} byte(s) in place of {size}")
+    return np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=count).astype(bool)
+
+
+def _refuse(found: str, cause: Exception | None = None) -> NoReturn:
+    raise StateMismatch(
+        f"a saved random state cannot be read: {found}. Load the state as state_dict() gave it, or an older one."
+    ) from cause

@@ -5,6 +5,10 @@
 uncompressed content, reads it once from front to back in bounded pieces (also if the file lies about its lengths), and
 delivers the good records in front of a bad one. Content that is corrupt or cut off is a ``SourceError`` with the
 ``offset`` at which the bad record starts; ``FileDataset`` adds the name of the file.
+
+All of these can be entered again in the middle of a file, so that a resumed run seeks there; ``in_blocks`` makes a
+reader of your own that can. The functions below yield the blocks of such a reader, from an ``offset`` that they yielded
+before; what their names stand for takes the file alone, and yields the records.
 """
 
 from __future__ import annotations
@@ -14,23 +18,32 @@ import csv
 import json
 import struct
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import lru_cache
-from itertools import chain
+from functools import lru_cache, partial
 from typing import Any, BinaryIO, Final, final
 
+from torchdistinput.backends.filesystem import skip_to
 from torchdistinput.errors import SourceError
+from torchdistinput.sources.blocks import BLOCK_BYTES, Block, grouped, in_blocks
 from torchdistinput.sources.crc32c import masked_crc32c
 from torchdistinput.sources.npy import npy_rows
 from torchdistinput.sources.pieces import read_pieces
 
-__all__ = ["csv_rows", "fixed_length_records", "json_lines", "npy_rows", "text_lines", "tfrecords"]
+__all__ = [
+    "csv_rows",
+    "fixed_length_records",
+    "in_blocks",
+    "json_lines",
+    "npy_rows",
+    "skip_to",
+    "text_lines",
+    "tfrecords",
+]
 
-_CHUNK: Final = 1 << 16
 _BOM: Final = codecs.BOM_UTF8.decode()
 
 
-def text_lines(file: BinaryIO) -> Iterator[str]:
+@in_blocks
+def text_lines(file: BinaryIO, offset: int) -> Iterator[Block[str]]:
     r"""Yields the lines of a UTF-8 text, without their ends (``\n`` or ``\r\n``) and without a byte order mark.
 
     The last line needs no end. Only these two ends separate lines: a lone ``\r`` and other separators of Unicode stay.
@@ -38,25 +51,28 @@ def text_lines(file: BinaryIO) -> Iterator[str]:
     Raises:
       SourceError: at a line that is not UTF-8, naming the byte.
     """
-    return chain.from_iterable(_blocks_of_lines(file))
+    for start, block in _blocks_of_lines(file, offset):
+        yield from _decoded(block, start)
 
 
-def _blocks_of_lines(file: BinaryIO) -> Iterator[list[str]]:
-    """The lines of one chunk of the file at a time: decoding many at once costs a fraction of one by one."""
-    offset, rest = 0, []
-    while chunk := file.read(_CHUNK):
+def _blocks_of_lines(file: BinaryIO, offset: int) -> Iterator[tuple[int, bytes]]:
+    """The whole lines in one chunk of the file at a time: handling many at once costs a fraction of one by one."""
+    skip_to(file, offset)
+    rest: list[bytes] = []
+    while chunk := file.read(BLOCK_BYTES):
         cut = chunk.rfind(b"\n") + 1
         if not cut:
             rest.append(chunk)
             continue
         block = b"".join((*rest, chunk[:cut]))
-        yield from _decoded(block, offset)
+        yield offset, block
         offset += len(block)
         rest = [chunk[cut:]]
-    yield from _decoded(b"".join(rest), offset)
+    if last := b"".join(rest):
+        yield offset, last
 
 
-def _decoded(block: bytes, offset: int) -> Iterator[list[str]]:
+def _decoded(block: bytes, offset: int) -> Iterator[Block[str]]:
     """The lines of a block, up to the first that is not UTF-8."""
     good, problem = len(block), None
     try:
@@ -72,7 +88,7 @@ def _decoded(block: bytes, offset: int) -> Iterator[list[str]]:
     lines = text.split("\n")
     if not lines[-1]:
         lines.pop()
-    yield lines
+    yield offset, lines
     if problem is not None:
         raise _not_utf8(block[good:], offset + good, problem.start - good) from problem
 
@@ -85,14 +101,21 @@ def _not_utf8(line: bytes, offset: int, position: int) -> SourceError:
     )
 
 
-def json_lines(file: BinaryIO) -> Iterator[Any]:
+@in_blocks
+def json_lines(file: BinaryIO, offset: int) -> Iterator[Block[Any]]:
     """Yields the value of each line of a JSON Lines file; blank lines are passed over.
 
     Raises:
       SourceError: at a line that is not one JSON value in UTF-8.
     """
-    offset = 0
-    for line in file:
+    for start, block in _blocks_of_lines(file, offset):
+        yield from grouped(_json_values(block, start), start)
+
+
+def _json_values(block: bytes, offset: int) -> Iterator[tuple[int, Any]]:
+    """The values of the lines of a block, each with the offset at which its line ends."""
+    for line in block.split(b"\n"):
+        end = offset + len(line) + 1
         if line.strip():
             try:
                 text = line.decode()
@@ -101,17 +124,17 @@ def json_lines(file: BinaryIO) -> Iterator[Any]:
                 raise _not_utf8(line, offset, error.start) from error
             except (ValueError, RecursionError) as error:
                 raise SourceError(f"the line at byte {offset} is not JSON: {error}", offset=offset) from error
-            yield value
-        offset += len(line)
+            yield end, value
+        offset = end
 
 
 @final
 class _DecodedLines:
     """The lines of a text with their ends, as ``csv.reader`` wants them, and where the next one starts."""
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: BinaryIO, offset: int) -> None:
         self._lines = iter(file)
-        self.offset = 0
+        self.offset = offset
 
     def __iter__(self) -> Iterator[str]:
         return self
@@ -124,22 +147,34 @@ class _DecodedLines:
         return text
 
 
-def csv_rows(file: BinaryIO, *, delimiter: str = ",") -> Iterator[dict[str, str]]:
+@in_blocks
+def csv_rows(file: BinaryIO, offset: int, *, delimiter: str = ",") -> Iterator[Block[dict[str, str]]]:
     r"""Yields the rows of a CSV file (RFC 4180, UTF-8) as dicts; the first row has the names of the columns.
 
     Fields may be quoted and then hold delimiters and line ends. Blank lines are passed over; an empty file has no rows.
 
     Args:
       file: the content.
+      offset: see the top; not an argument of the reader.
       delimiter: what separates fields; ``functools.partial(csv_rows, delimiter="\t")`` reads TSV.
 
     Raises:
       SourceError: at a row with more or fewer fields than the header, a quote that does not end, a line that is not
         UTF-8, or a header that has a name twice.
     """
-    lines = _DecodedLines(file)
+    lines = _DecodedLines(file, 0)
+    start, header = next(_fields(lines, delimiter), (0, []))
+    if len(set(header)) < len(header):
+        raise SourceError(f"the header has a column name twice: {header}", offset=start)
+    if offset > lines.offset:
+        skip_to(file, offset, lines.offset)
+        lines = _DecodedLines(file, offset)
+    yield from grouped(_dicts(lines, delimiter, header), lines.offset)
+
+
+def _fields(lines: _DecodedLines, delimiter: str) -> Iterator[tuple[int, list[str]]]:
+    """The fields of each row that is not blank, and the offset at which it starts."""
     rows = csv.reader(lines, delimiter=delimiter, strict=True)
-    header: list[str] = []
     while True:
         offset = lines.offset
         try:
@@ -148,18 +183,18 @@ def csv_rows(file: BinaryIO, *, delimiter: str = ",") -> Iterator[dict[str, str]
             raise SourceError(f"the row at byte {offset} is not CSV in UTF-8: {error}", offset=offset) from error
         if row is None:
             return
-        if not row:
-            continue
-        if not header:
-            header = row
-            if len(set(header)) < len(header):
-                raise SourceError(f"the header has a column name twice: {header}", offset=offset)
-        elif len(row) != len(header):
+        if row:
+            yield offset, row
+
+
+def _dicts(lines: _DecodedLines, delimiter: str, header: list[str]) -> Iterator[tuple[int, dict[str, str]]]:
+    """Each row by the names of the header, and the offset at which it ends."""
+    for offset, row in _fields(lines, delimiter):
+        if len(row) != len(header):
             raise SourceError(
                 f"the row at byte {offset} has {len(row)} fields, the header has {len(header)}: {header}", offset=offset
             )
-        else:
-            yield dict(zip(header, row, strict=True))
+        yield lines.offset, dict(zip(header, row, strict=True))
 
 
 @lru_cache(maxsize=4096)
@@ -167,7 +202,8 @@ def _checksum_of_length(length: bytes) -> int:
     return masked_crc32c(length)  # files repeat few lengths
 
 
-def tfrecords(file: BinaryIO) -> Iterator[bytes]:
+@in_blocks
+def tfrecords(file: BinaryIO, offset: int) -> Iterator[Block[bytes]]:
     """Yields the payloads of a TFRecord file, as bytes; both checksums of every record are verified.
 
     A record is its length (uint64, little endian), the masked CRC-32C of the length, the payload and its masked CRC-32C
@@ -176,7 +212,12 @@ def tfrecords(file: BinaryIO) -> Iterator[bytes]:
     Raises:
       SourceError: at a record that is cut off or whose checksums do not fit.
     """
-    offset = 0
+    skip_to(file, offset)
+    yield from grouped(_payloads(file, offset), offset)
+
+
+def _payloads(file: BinaryIO, offset: int) -> Iterator[tuple[int, bytes]]:
+    """The payload of each record, and the offset at which the record ends."""
     while head := file.read(12):
         if len(head) < 12:
             raise _cut_off(offset, 12, len(head), "header")
@@ -196,8 +237,8 @@ def tfrecords(file: BinaryIO) -> Iterator[bytes]:
                 f"the record at byte {offset} is corrupt: the checksum of its {length} bytes does not fit",
                 offset=offset,
             )
-        yield payload
         offset += 16 + length
+        yield offset, payload
 
 
 def fixed_length_records(num_bytes: int) -> Callable[[BinaryIO], Iterator[bytes]]:
@@ -214,28 +255,19 @@ def fixed_length_records(num_bytes: int) -> Callable[[BinaryIO], Iterator[bytes]
         raise TypeError(f"num_bytes must be an int, got {num_bytes!r}")
     if num_bytes < 1:
         raise ValueError(f"num_bytes must be at least 1, got {num_bytes}")
-    return _FixedLengthRecords(num_bytes)
+    return partial(_fixed_length, num_bytes=num_bytes)
 
 
-@final
-@dataclass(frozen=True)
-class _FixedLengthRecords:
-    num_bytes: int
-
-    def __call__(self, file: BinaryIO) -> Iterator[bytes]:
-        return chain.from_iterable(self._blocks(file))
-
-    def _blocks(self, file: BinaryIO) -> Iterator[list[bytes]]:
-        size = self.num_bytes
-        wanted = max(1, _CHUNK // size) * size
-        offset, block = 0, b""
-        while len(block := read_pieces(file, wanted)) == wanted:
-            yield [block[start : start + size] for start in range(0, wanted, size)]
-            offset += wanted
-        whole = len(block) // size * size
-        yield [block[start : start + size] for start in range(0, whole, size)]
+@in_blocks
+def _fixed_length(file: BinaryIO, offset: int, *, num_bytes: int) -> Iterator[Block[bytes]]:
+    skip_to(file, offset)
+    wanted = max(1, BLOCK_BYTES // num_bytes) * num_bytes
+    while block := read_pieces(file, wanted):
+        whole = len(block) // num_bytes * num_bytes
+        yield offset, [block[start : start + num_bytes] for start in range(0, whole, num_bytes)]
         if whole < len(block):
-            raise _cut_off(offset + whole, size, len(block) - whole, "record")
+            raise _cut_off(offset + whole, num_bytes, len(block) - whole, "record")
+        offset += whole
 
 
 def _cut_off(offset: int, needed: int, found: int, what: str) -> SourceError:

@@ -10,12 +10,15 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from torchdistinput.errors import BatchingError, InputError
 from torchdistinput.plan.batching import check_batch_size
+from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.sharding import AutoShardPolicy, resolve_policy
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.base import HoldsTorchLoader, Shards, Source
 from torchdistinput.sources.files import FileDataset
-from torchdistinput.sources.iterables import IterableSource, RecordSource
-from torchdistinput.sources.loaders import IterableLoaderSource, MapLoaderSource
+from torchdistinput.sources.iterable_loaders import IterableLoaderSource
+from torchdistinput.sources.iterables import IterableSource
+from torchdistinput.sources.loaders import MapLoaderSource
+from torchdistinput.sources.records import RecordSource
 
 __all__ = ["recognise"]
 
@@ -31,22 +34,20 @@ class _MapStyle(Protocol):
 
 def recognise(
     data: Any,
-    policy: AutoShardPolicy,
+    options: InputOptions,
     topology: Topology,
     *,
     global_batch_size: int | None,
     collate_fn: Collate | None,
-    with_index: bool = False,
 ) -> tuple[Source, AutoShardPolicy]:
     """The source, and the policy in force. Local: no communication.
 
     Args:
       data: what the user gave.
-      policy: what was asked for.
+      options: what was asked for.
       topology: where this worker stands.
       global_batch_size: G, where batches are to be made here.
       collate_fn: makes a batch of samples.
-      with_index: whether each piece comes with the numbers of its samples.
 
     Raises:
       InputError: the data is not data, or of a kind that cannot be divided.
@@ -63,37 +64,55 @@ def recognise(
         first = data()
         if isinstance(first, DataLoader | Dataset) or not isinstance(first, Iterable):
             try:
-                return recognise(
-                    first,
-                    policy,
-                    topology,
-                    global_batch_size=global_batch_size,
-                    collate_fn=collate_fn,
-                    with_index=with_index,
-                )
+                return recognise(first, options, topology, global_batch_size=global_batch_size, collate_fn=collate_fn)
             except InputError as error:
                 kind = type(data).__name__
                 raise type(error)(f"the {kind} {data!r} was called for the data: {error}") from error
     inner = data.dataset if isinstance(data, DataLoader) else data
     files = inner.files if isinstance(inner, FileDataset) else None
     resolved = resolve_policy(
-        policy,
+        options.auto_shard_policy,
         num_files=None if files is None else len(files),
         can_shard=isinstance(inner if first is None else first, Shards),
         num_workers=topology.num_workers,
     )
-    place = (resolved, topology)
     if isinstance(data, DataLoader):
         _refuse_second_batching(data, global_batch_size, collate_fn)
-        if isinstance(inner, IterableDataset):
-            return IterableLoaderSource(data, *place, with_index=with_index), resolved
-        return MapLoaderSource(data, *place, with_index=with_index), resolved
-    batching = (global_batch_size, collate_fn)
+        return _source_of_loader(data, resolved, topology, options), resolved
+    place, batching = (resolved, topology), (global_batch_size, collate_fn)
+    with_index, read_ahead = options.with_index, options.prefetch
     if isinstance(data, FileDataset):
-        return RecordSource(data, *place, *batching, with_index=with_index), resolved
+        return RecordSource(data, *place, *batching, with_index=with_index, read_ahead=read_ahead), resolved
     if _is_map_style(data):
         return MapLoaderSource(_loader(data, *batching), *place, with_index=with_index), resolved
-    return IterableSource(data, *place, *batching, first=first, with_index=with_index), resolved
+    source = IterableSource(
+        data,
+        *place,
+        *batching,
+        first=first,
+        with_index=with_index,
+        snapshot_every=options.snapshot_every,
+        read_ahead=read_ahead,
+    )
+    return source, resolved
+
+
+def _source_of_loader(
+    loader: DataLoader[Any], policy: AutoShardPolicy, topology: Topology, options: InputOptions
+) -> Source:
+    with_index, read_ahead = options.with_index, options.prefetch
+    if isinstance(loader.dataset, FileDataset):
+        return RecordSource(loader, policy, topology, with_index=with_index, read_ahead=read_ahead)
+    if isinstance(loader.dataset, IterableDataset):
+        return IterableLoaderSource(
+            loader,
+            policy,
+            topology,
+            with_index=with_index,
+            snapshot_every=options.snapshot_every,
+            read_ahead=read_ahead,
+        )
+    return MapLoaderSource(loader, policy, topology, with_index=with_index)
 
 
 def _refuse_second_batching(loader: DataLoader[Any], global_batch_size: int | None, collate_fn: Collate | None) -> None:

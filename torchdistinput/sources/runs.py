@@ -98,9 +98,14 @@ class LoaderRuns:
         """Whether the next run will use workers that live on: not while an earlier one uses them."""
         return self._wants_to_last and self._user is None
 
-    def start(self, dataset: Any) -> LoaderRun:
-        """A run over a dataset; over the first one, where workers that live on have it already."""
-        if self.can_last():
+    def start(self, dataset: Any, *, once: bool = False) -> LoaderRun:
+        """A run over a dataset; over the first one, where workers that live on have it already.
+
+        Args:
+          dataset: what is read.
+          once: whether the run has workers of its own, because the dataset is for this epoch only.
+        """
+        if self.can_last() and not once:
             if self._lasting is None:
                 self._lasting = self._build(dataset)
             run = self._user = self._last = LoaderRun(iter(self._lasting))

@@ -14,7 +14,9 @@ from typing import Any, NamedTuple, final
 
 from torch.utils.data import BatchSampler, Sampler
 
+from torchdistinput.errors import StateMismatch
 from torchdistinput.plan.batching import Cutter, check_replica, distinct_steps, refuse_empty_pieces, split
+from torchdistinput.sources.batches import batches_of, size_of
 from torchdistinput.sources.index import SampleNumbers
 from torchdistinput.sources.worker_side import Request
 
@@ -58,8 +60,9 @@ class Draws:
         draw: Callable[[Callable[[], Any]], Any],
         numbers: SampleNumbers | None = None,
     ) -> None:
-        self._batches = iter(batches)
+        self._batches = batches_of(batches, len if collate else size_of)
         self._cutter = cutter
+        self._rows_a_batch = 1 if cutter.shared else cutter.topology.num_workers
         self._collate = collate
         self._draw = draw
         self._numbers = numbers
@@ -67,6 +70,24 @@ class Draws:
         self._requests: deque[Request] = deque()
         self._surplus = -lead  # requests made, less those that torch has taken or will take for the rows given out
         self._exhausted = False
+        self._rows_to_skip = 0
+        self._drawn_before = 0
+
+    def skip(self, rows: int, drawn: int = 0) -> None:
+        """Lets the epoch begin after its first ``rows`` rows, of which nothing is read but the random draws are made.
+
+        To be called before anything is taken. The user's sampler is advanced when torch would ask for the first batch:
+        torch's loader may draw from the same generator before that.
+
+        Args:
+          rows: how many; a batch is one row where the workers share it, else a row for each worker.
+          drawn: the digest that the last of them had; 0: not to be compared.
+
+        Raises:
+          StateMismatch: by the first ``take_request`` or ``take_row``: the sampler drew other samples, or (where the
+            workers share its batches) ended before.
+        """
+        self._rows_to_skip, self._drawn_before = rows, drawn
 
     def take_request(self) -> Request:
         """The next request for torch's loader. Raises ``StopIteration`` when none is left."""
@@ -91,33 +112,65 @@ class Draws:
         """Draws one batch of the user's sampler."""
         if self._exhausted:
             return False
+        if self._rows_to_skip:
+            return self._start_after(self._rows_to_skip)
         batch = self._draw(lambda: next(self._batches, self))
         if batch is self:
             self._exhausted = True
             return False
-        if not self._collate and not isinstance(batch, list | tuple):
-            self._add_whole(batch)
-            return True
-        indices = batch if self._collate or isinstance(batch, list) else list(batch)
+        self._add(batch, 0)
+        return True
+
+    def _start_after(self, rows: int) -> bool:
+        """Draws the batch that the last row to be passed over is in; what is left of it comes next."""
+        before, row = divmod(rows - 1, self._rows_a_batch)
+        self._exhausted = True  # unless the batch is found
+        passed, batch = self._draw(lambda: (self._batches.skip(before), next(self._batches, self)))
+        self._rows_to_skip = 0
+        if batch is self:
+            if self._cutter.shared:  # else other workers may have gone on for longer
+                raise _ended_early(rows, passed.batches)
+            return False
+        if self._drawn_before:
+            _check_drawn(rows, self._drawn_before, _digest([batch] if self._is_whole(batch) else self._listed(batch)))
+        if self._numbers is not None:
+            self._numbers.pass_over(passed.samples)
+        self._exhausted = False
+        self._add(batch, row + 1)
+        return True
+
+    def _is_whole(self, batch: Any) -> bool:
+        """Whether it is one item of the dataset that is a whole batch."""
+        return not self._collate and not isinstance(batch, list | tuple)
+
+    def _listed(self, batch: Any) -> Sequence[Any]:
+        indices: Sequence[Any] = batch if self._collate or isinstance(batch, list) else list(batch)
+        return indices
+
+    def _add(self, batch: Any, first: int) -> None:
+        """The rows of a batch from the ``first`` on, and the requests for their pieces."""
+        if self._is_whole(batch):
+            self._add_whole(batch, first)
+            return
+        indices = self._listed(batch)
         numbers = None if self._numbers is None else self._numbers.of_batch(indices)
         digest = _digest(indices) if self._cutter.shared else 0
-        for row in self._cutter.rows(len(indices)):
+        for row in self._cutter.rows(len(indices))[first:]:
             index = None if numbers is None else tuple(numbers[lo:hi] for lo, hi in row)
             self._rows.append(DrawnRow(tuple(lo < hi for lo, hi in row), None, digest, index))
             for lo, hi in row:
                 if lo < hi:
                     self._request((self._collate, indices[lo:hi], self.key))
-        return True
 
-    def _add_whole(self, item: Any) -> None:
+    def _add_whole(self, item: Any, first: int) -> None:
         """One item of the dataset is a whole batch: it is asked for once, and cut when it is there."""
-        topology = self._cutter.topology
-        shared = self._cutter.shared or topology.num_workers == 1
-        self._request((False, item, self.key))
         index = None if self._numbers is None else (self._numbers.of_item(item),)
+        if first == self._rows_a_batch:
+            return
+        self._request((False, item, self.key))
         digest = _digest([item]) if self._cutter.shared else 0
-        for number in range(1 if shared else topology.num_workers):
-            self._rows.append(DrawnRow((number == 0,), number, digest, index))
+        for number in range(first, self._rows_a_batch):
+            self._rows.append(DrawnRow((number == first,), number, digest, index))
 
     def _request(self, request: Request) -> None:
         self._requests.append(request)
@@ -129,6 +182,22 @@ def _digest(indices: Sequence[Any]) -> int:
     if indices and isinstance(indices[0], int):
         return hash(tuple(indices)) & (2**63 - 1)
     return zlib.crc32(repr(indices).encode()) + 1
+
+
+def _ended_early(rows: int, batches: int) -> StateMismatch:
+    return StateMismatch(
+        f"the sampler ended after {batches} batch(es), but the epoch is to go on after step {rows}, so at least {rows} "
+        "are needed. Give the dataset and the sampler the length that they had, or start at an earlier step."
+    )
+
+
+def _check_drawn(rows: int, saved: int, found: int) -> None:
+    if found != saved:
+        raise StateMismatch(
+            f"the sampler drew other samples for batch {rows} of the epoch (digest {found}) than when the state was "
+            f"saved (digest {saved}), so the rest of the epoch would differ, too. Give the sampler the seed or state "
+            "that it had then; a torch generator of its own and set_epoch are restored with the state."
+        )
 
 
 @final

@@ -6,27 +6,22 @@ would otherwise hang the worker's queue, and the indices or the file would be lo
 
 from __future__ import annotations
 
-import copy
 import pickle
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from functools import partial
-from itertools import count, islice
+from itertools import islice
 from typing import Any, NamedTuple, Protocol, cast, final, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data import Dataset, get_worker_info
 
 from torchdistinput import tree
-from torchdistinput.errors import SourceError
 from torchdistinput.flow import ReadFailure, Row
 from torchdistinput.plan.batching import Cutter
-from torchdistinput.plan.sharding import deal
-from torchdistinput.sources.files import FileDataset
-from torchdistinput.sources.index import Positions, labelled, labelled_batch, number_of, number_of_first_row
-from torchdistinput.sources.seeds import Samples, epoch_key
+from torchdistinput.sources.opaque import Marked, Wait, worker_number
+from torchdistinput.sources.own_state import Snapshot
+from torchdistinput.sources.seeds import Samples
 from torchdistinput.sources.walks import RecordPlace
 
 __all__ = [
@@ -34,13 +29,9 @@ __all__ = [
     "CutReady",
     "CutSamples",
     "Failure",
-    "Guarded",
-    "GuardedIterator",
     "PieceDataset",
-    "RecordRows",
     "as_is",
     "batched",
-    "labels_by_position",
     "rows_of",
 ]
 
@@ -104,6 +95,12 @@ class Cut(NamedTuple):
     """Samples in the whole batch."""
     numbers: list[list[npt.NDArray[np.int64] | None]] | int | None = None
     """The numbers of the samples of each piece, or that of the first row of a ready batch, where the reader knows."""
+    worker: int = 0
+    """The loader worker that read it; 0 in this process."""
+    snapshot: Snapshot | None = None
+    """The state of the user's own after this batch, where it was taken."""
+    place: str | None = None
+    """Where the walk over files stood after this batch, where it was told."""
 
 
 @final
@@ -152,56 +149,6 @@ def _few(indices: Any) -> str:
 
 
 @final
-class Guarded(IterableDataset[Any]):
-    """An iterable dataset whose exception is its last element, as a ``Failure``.
-
-    Args:
-      dataset: the user's dataset.
-    """
-
-    def __init__(self, dataset: Iterable[Any]) -> None:
-        self.dataset = dataset
-
-    def __iter__(self) -> Iterator[Any]:
-        try:
-            elements = iter(self.dataset)
-        except Exception as error:
-            yield Failure(error, "element 0")
-            return
-        yield from GuardedIterator(elements)
-
-
-@final
-class GuardedIterator(Iterator[Any]):
-    """An iterator whose exception is its last element, as a ``Failure``. May be dropped while another thread is in it.
-
-    Args:
-      iterator: the user's.
-    """
-
-    def __init__(self, iterator: Iterator[Any]) -> None:
-        self._iterator = iterator
-        self._number = 0
-        self._failed = False
-
-    def __next__(self) -> Any:
-        if self._failed:
-            raise StopIteration
-        try:
-            element = next(self._iterator)
-        except StopIteration:
-            raise
-        except ReadFailure as failure:
-            self._failed = True
-            return Failure(cast(Exception, failure.__cause__), failure.where)
-        except Exception as error:
-            self._failed = True
-            return Failure(error, f"element {self._number}")
-        self._number += 1
-        return element
-
-
-@final
 class CutSamples:
     """Collates a list of samples into rows: each local piece by itself, nothing for the pieces of other workers.
 
@@ -216,15 +163,19 @@ class CutSamples:
 
     def __call__(self, samples: list[Any]) -> Cut | Failure:
         """The rows of a batch, or the failure that the reading met."""
-        for sample in samples:
-            if isinstance(sample, Failure):
-                return sample
+        last, snapshot = samples[-1], None
+        if isinstance(last, Failure):
+            return last
+        if isinstance(last, Wait):
+            return Cut([], 0)
+        if isinstance(last, Marked):
+            samples[-1], snapshot = last
         try:
             rows = [
                 [self._collate(samples[lo:hi]) if lo < hi else None for lo, hi in row]
                 for row in self._cutter.rows(len(samples))
             ]
-            return Cut(rows, len(samples))
+            return Cut(rows, len(samples), None, worker_number(), snapshot)
         except Exception as error:
             return Failure(error, "collating")
 
@@ -247,8 +198,14 @@ class CutReady:
         """The rows of a batch, or the failure that the reading met."""
         if isinstance(batch, Failure):
             return batch
+        if isinstance(batch, Wait):
+            return Cut([], 0)
+        snapshot = None
+        if isinstance(batch, Marked):
+            batch, snapshot = batch
         try:
-            return self.cut(batch)
+            rows, size, *_ = self.cut(batch)
+            return Cut(rows, size, None, worker_number(), snapshot)
         except Exception as error:
             return Failure(error, "cutting a batch")
 
@@ -279,12 +236,6 @@ def rows_of(
             yield from item.rows if label is None else label(item)
 
 
-def labels_by_position(cutter: Cutter) -> Callable[[Cut], list[Row]]:
-    """Puts the index beside the pieces of one epoch's batches, by their order."""
-    positions = Positions(cutter.topology, shared=cutter.shared)
-    return lambda cut: positions.label(cut.rows, cut.size, cutter)
-
-
 def as_is(value: Any) -> Any:
     """The value."""
     return value
@@ -297,111 +248,3 @@ def batched(samples: Iterable[Any], size: int, *, drop_last: bool) -> Iterator[l
         if len(batch) < size and drop_last:
             return
         yield batch
-
-
-@final
-class RecordRows(IterableDataset[Any]):
-    """The rows of a ``FileDataset``.
-
-    Every loader worker walks the undecoded records of this rank's files, and batch ``j`` is decoded and collated by
-    worker ``j mod k``, so nothing depends on the number of loader workers.
-
-    Args:
-      dataset: the files.
-      cutter: the laws of the cut.
-      collate: makes a batch of a list of decoded samples; converts a decoded record where records are ready batches.
-      by_file: whether the files are dealt out to the workers (policy FILE); else each worker walks them all.
-      drop_last: whether a short last batch is dropped.
-      with_index: whether the numbers of the samples are wanted.
-    """
-
-    def __init__(
-        self,
-        dataset: FileDataset,
-        cutter: Cutter,
-        collate: Callable[[Any], Any],
-        *,
-        by_file: bool,
-        drop_last: bool,
-        with_index: bool,
-    ) -> None:
-        self.dataset = dataset
-        self._cutter = cutter
-        self._collate = collate
-        self._by_file = by_file
-        self._drop_last = drop_last
-        self._with_index = with_index
-        # In shared memory, so that persistent loader workers learn of it too.
-        self._epoch: torch.Tensor = torch.zeros(1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call] # torch's
-
-    def set_epoch(self, epoch: int) -> None:
-        """Sets the epoch of the next iteration, in loader workers that live on as well."""
-        self._epoch[0] = epoch
-
-    def of_epoch(self, epoch: int) -> RecordRows:
-        """The rows of one epoch, whatever this one is told later."""
-        rows = copy.copy(self)
-        rows._epoch = torch.tensor([epoch])  # noqa: SLF001 - its own copy
-        return rows
-
-    def __iter__(self) -> Iterator[Cut | Failure]:
-        epoch = int(self._epoch)
-        info = get_worker_info()
-        worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
-        order: Sequence[int] = self.dataset.file_order(epoch)
-        if self._by_file:
-            order = deal(order, self._cutter.topology.num_workers, self._cutter.topology.worker)
-        walk = self.dataset.walk(order, epoch)
-        key = epoch_key(self.dataset.seed, epoch)
-        size = self._cutter.global_batch_size or 1
-        try:
-            for number in count():
-                records = walk.take(size)
-                if not records or (len(records) < size and self._drop_last):
-                    return
-                if number % num_workers == worker:
-                    yield self._cut(records, walk.places, key)
-        except SourceError as error:
-            yield Failure(error, "")
-        finally:
-            walk.close()
-
-    def _cut(self, records: list[Any], places: _Places, key: int) -> Cut | Failure:
-        try:
-            if self._cutter.global_batch_size is None:
-                return self._cut_ready(records, partial(places, 0, 1), key)
-            rows: list[Row] = []
-            numbers: list[list[Any]] = []
-            for limits in self._cutter.rows(len(records)):
-                rows.append(
-                    [
-                        self._collate(self.dataset.decode(records[lo:hi], partial(places, lo, hi), key))
-                        if lo < hi
-                        else None
-                        for lo, hi in limits
-                    ]
-                )
-                if self._with_index:
-                    numbers.append([np.array([*map(number_of, places(lo, hi))], dtype=np.int64) for lo, hi in limits])
-            return Cut(rows, len(records), numbers or None)
-        except Exception as error:
-            place = places(0, 1)[0]
-            where = "" if isinstance(error, SourceError) else f"collating from record {place.record} of {place.file} on"
-            return Failure(error, where)
-
-    def _cut_ready(self, records: list[Any], places: Callable[[], list[RecordPlace]], key: int) -> Cut:
-        batch = self.dataset.decode(records, places, key)[0]
-        cut = CutReady(self._collate, self._cutter).cut(batch)
-        return cut._replace(numbers=number_of_first_row(places()[0])) if self._with_index else cut
-
-    def label(self, cut: Cut) -> list[Row]:
-        """The rows with the index beside each piece. Where the rows are delivered, not where they are read."""
-        if isinstance(cut.numbers, int):
-            return labelled_batch(cut.numbers, cut.rows, cut.size, self._cutter)
-        return [
-            [
-                None if piece is None else labelled(torch.from_numpy(number), piece)
-                for piece, number in zip(row, numbers, strict=True)
-            ]
-            for row, numbers in zip(cut.rows, cut.numbers or (), strict=True)
-        ]

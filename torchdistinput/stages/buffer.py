@@ -107,6 +107,7 @@ class Buffer:
       threaded: whether a background thread does the work.
       timeout_seconds: how long the consumer waits for another rank.
       names: the ranks, as users know them.
+      first_step: the number of the first step, for messages.
     """
 
     def __init__(
@@ -118,6 +119,7 @@ class Buffer:
         threaded: bool,
         timeout_seconds: float,
         names: Callable[[int], int],
+        first_step: int = 0,
     ) -> None:
         self._walk = walk
         self._votes = votes
@@ -128,7 +130,7 @@ class Buffer:
         self._ready: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._peeked: Delivered | None = None
         self._in_flight = 0
-        self._delivered = 0
+        self._delivered = first_step
         self._final: End | Raised | None = None
         self._closed = False
         self._warned = False
@@ -138,6 +140,11 @@ class Buffer:
         if threaded:
             self._thread = threading.Thread(target=self._run, name="torchdistinput-input", daemon=True)
             self._thread.start()
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing more will be delivered: it ended, failed, or was closed."""
+        return self._closed
 
     def take(self) -> Delivered | None:
         """The next step; ``None`` at the end, and again on each further call. Caller's thread.

@@ -7,7 +7,9 @@ Decision. A rank votes for a step when it holds it: fetched, padded, its device 
 fixed size (``plan.ending``), summed over the ranks, that covers up to K steps; what is agreed is held everywhere. A
 failure, the end and a stop are flags of the same message, so nothing travels beside it. Only two flags are followed by
 a second message, which all ranks send as all saw the same sums: a failure (its story) and a wish for the structure
-(a rank without a sample must make empty batches). With one rank, the same sums are formed without a message.
+(a rank without a sample must make empty batches). A third one goes round every so many steps where workers read files
+of their own: their positions, so that each rank can save the state of all. With one rank, the same sums are formed
+without a message.
 
 Considered and refused. Steps counted from lengths without any vote: errors and stops would need a second way. A leader
 that decides: its death would be a special case, and its load grows with the ranks. Pickled objects: data from another
@@ -26,7 +28,18 @@ from typing import Any, final
 from torchdistinput import errors
 from torchdistinput.backends.collectives import Channel
 from torchdistinput.errors import InputError, RankLost, SourceError
-from torchdistinput.flow import Delivered, End, Failed, Held, Outcome, PassedOver, PastEnd, Raised, Share
+from torchdistinput.flow import (
+    Delivered,
+    End,
+    Failed,
+    Held,
+    Landmarks,
+    Outcome,
+    PassedOver,
+    PastEnd,
+    Raised,
+    Share,
+)
 from torchdistinput.mould import Mould
 from torchdistinput.plan.ending import Ballot, Verdict, decide, weight_of
 from torchdistinput.tree import Structure
@@ -44,8 +57,9 @@ class Coordinate:
       mould: knows the structure of the elements.
       complete: makes the empty pieces of a share, once the structure is known.
       name: this rank, as users know it; ``None`` where there is only one.
-      epoch: for messages.
+      begins_at: the epoch, and the number of its first step here; for messages.
       counts: whether this rank's samples count (of several ranks that read the same, only one does).
+      landmarks: what the workers tell each other from time to time, if they do.
     """
 
     def __init__(
@@ -56,22 +70,24 @@ class Coordinate:
         mould: Mould,
         complete: Callable[[Share], None],
         name: int | None,
-        epoch: int,
+        begins_at: tuple[int, int],
         counts: bool = True,
+        landmarks: Landmarks | None = None,
     ) -> None:
         self._channel = channel
         self._slots = slots
         self._mould = mould
         self._complete = complete
         self._name = name
-        self._epoch = epoch
         self._weight = 0 if channel is None else weight_of(channel.rank, channel.num_ranks)
         self._counts = counts
         self._held: deque[Share | PastEnd] = deque()
         self._failure: Failed | None = None
         self._stopped = False
         self._delivered = 0
-        self._steps = 0
+        self._epoch, self._steps = begins_at
+        self._rows = 0
+        self._landmarks = landmarks
         self._over = False
 
     @property
@@ -117,7 +133,9 @@ class Coordinate:
             problem = self._share_structure()
             if problem is not None:
                 return [self._finish(Raised(problem))]
+        before = self._rows
         outcomes = [self._agreed(global_size) for global_size in verdict.steps]
+        self._pass_landmarks(before)
         if verdict.draws_differ:
             outcomes.append(self._finish(Raised(self._difference_of_draws())))
         elif verdict.end:
@@ -150,6 +168,7 @@ class Coordinate:
 
     def _agreed(self, global_size: int) -> Outcome:
         held = self._held[0]
+        self._rows += 1
         if global_size == 0:
             self._held.popleft()
             return PassedOver(held if isinstance(held, Share) else None)
@@ -157,7 +176,18 @@ class Coordinate:
         self._complete(share)
         self._held.popleft()
         self._steps += 1
-        return Delivered(share, global_size)
+        return Delivered(share, global_size, self._rows)
+
+    def _pass_landmarks(self, before: int) -> None:
+        """Where a landmark was passed, all workers say where they stood there. Collective, as every rank counts alike.
+
+        What they say grows with the number of workers, and is told once in ``every`` steps.
+        """
+        landmarks, channel = self._landmarks, self._channel
+        if landmarks is None or channel is None or self._rows // landmarks.every == before // landmarks.every:
+            return
+        rows = self._rows - self._rows % landmarks.every
+        landmarks.learn(rows, channel.gather(landmarks.mine(rows)))
 
     def _finish(self, outcome: Outcome) -> Outcome:
         self._over = True

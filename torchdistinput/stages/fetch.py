@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, final
 
 from torchdistinput import tree
-from torchdistinput.flow import Drawn, Failed, Held, PastEnd, ReadFailure, Row, Share, Stream
+from torchdistinput.flow import Drawn, Failed, Held, PastEnd, ReadFailure, Row, Rows, Share
 from torchdistinput.mould import Mould
 
 __all__ = ["Fetch"]
@@ -24,7 +24,7 @@ class Fetch:
       mould: learns the structure of the elements.
     """
 
-    def __init__(self, stream: Stream, mould: Mould) -> None:
+    def __init__(self, stream: Rows, mould: Mould) -> None:
         self._stream = stream
         self._mould = mould
         self._drawn_out = False

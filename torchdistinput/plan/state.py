@@ -1,0 +1,176 @@
+"""What a saved state looks like, and whether it fits the input that it is loaded into.
+
+A state is plain JSON with the same keys always, so that ``json``, ``torch.save`` and ``torch.distributed.checkpoint``
+all carry it, the last one at any world size:
+
+- ``version``: of this layout.
+- ``epoch``, ``step``, ``samples``: the steps that were delivered in that epoch, and the samples in them.
+- ``drawn``: a digest of what the sampler drew for the last of these steps; 0 where there is none.
+- ``told_epoch``: what the user's ``set_epoch`` said last; ``None`` if it was not called.
+- ``random``: when a loader draws the seed of its workers, torch's default random state and the generators of the input,
+  all as they were when the epoch began.
+- ``position``: where the source stands; ``None`` at the start of an epoch.
+- ``fingerprint``: pairs of a name and a value that tell one input from another.
+- ``checksum``: of all the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+from torchdistinput.errors import StateMismatch
+
+__all__ = ["VERSION", "SavedState", "differences"]
+
+VERSION: Final = 1
+_FIELDS: Final = (
+    "version",
+    "epoch",
+    "step",
+    "samples",
+    "drawn",
+    "told_epoch",
+    "random",
+    "position",
+    "fingerprint",
+    "checksum",
+)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class SavedState:
+    """A state, as it is saved.
+
+    Args:
+      epoch: its number.
+      step: steps delivered in it.
+      samples: samples in them, over all replicas.
+      drawn: a digest of what the sampler drew for the last step; 0 where there is none.
+      told_epoch: what the user's ``set_epoch`` said last.
+      random: how the order of the epoch is drawn; see the top.
+      position: what the source says of its position; ``None`` at the start of an epoch.
+      fingerprint: what tells this input from others.
+    """
+
+    epoch: int
+    step: int
+    samples: int
+    drawn: int
+    told_epoch: int | None
+    random: tuple[str, ...]
+    position: list[Any] | None
+    fingerprint: Mapping[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The state as plain JSON."""
+        state: dict[str, Any] = {
+            "version": VERSION,
+            "epoch": self.epoch,
+            "step": self.step,
+            "samples": self.samples,
+            "drawn": self.drawn,
+            "told_epoch": self.told_epoch,
+            "random": list(self.random),
+            "position": self.position,
+            "fingerprint": [[name, value] for name, value in self.fingerprint.items()],
+        }
+        return {**state, "checksum": _checksum(state)}
+
+    @property
+    def mark(self) -> str:
+        """A short text that is equal for equal places in the data."""
+        return f"epoch {self.epoch}, step {self.step}, {zlib.crc32(_plain([self.random, self.position])):08x}"
+
+    @classmethod
+    def from_dict(cls, state: object, *, strict: bool = True) -> SavedState:
+        """A state that was saved, checked.
+
+        Args:
+          state: what ``state_dict()`` gave.
+          strict: whether a state is refused that was changed since.
+
+        Raises:
+          StateMismatch: it is no state, of a newer version, or was cut or changed since.
+        """
+        fields = _checked_fields(state)
+        if strict and fields["checksum"] != _checksum(fields):
+            raise StateMismatch(
+                f"the state of epoch {fields['epoch']}, step {fields['step']} was changed since it was saved: its "
+                f"checksum is {fields['checksum']}, its content has {_checksum(fields)}. Load it as it was saved, use "
+                "seek(epoch, step) to go elsewhere, or strict=False to take it all the same."
+            )
+        return cls(
+            epoch=fields["epoch"],
+            step=fields["step"],
+            samples=fields["samples"],
+            drawn=fields["drawn"],
+            told_epoch=fields["told_epoch"],
+            random=tuple(fields["random"]),
+            position=fields["position"],
+            fingerprint=dict(fields["fingerprint"]),
+        )
+
+
+def differences(saved: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+    """What tells two fingerprints apart, in words, one text for each field."""
+    missing = "nothing"
+    names = sorted({*saved, *found})
+    pairs = [(name, saved.get(name, missing), found.get(name, missing)) for name in names]
+    return [f"{name}: {was!r} in the state, {now!r} here" for name, was, now in pairs if _plain(was) != _plain(now)]
+
+
+def _plain(value: Any) -> bytes:
+    return json.dumps(value, default=str).encode()
+
+
+def _checksum(state: Mapping[str, Any]) -> int:
+    return zlib.crc32(_plain([state[name] for name in _FIELDS[:-1]]))
+
+
+def _checked_fields(state: object) -> Mapping[str, Any]:
+    if not isinstance(state, Mapping):
+        raise StateMismatch(f"found a {type(state).__name__} as a state; what state_dict() returned is needed.")
+    version = state.get("version")
+    if isinstance(version, int) and not 1 <= version <= VERSION:
+        raise StateMismatch(
+            f"version: the state has {version}, this version of torchdistinput reads 1 to {VERSION}. Update "
+            "torchdistinput, or start the epoch anew."
+        )
+    missing = [name for name in _FIELDS if name not in state]
+    if missing:
+        raise StateMismatch(
+            f"{', '.join(missing)}: missing in the state, which has {', '.join(map(str, state)) or 'nothing'}. It was "
+            "cut off, or is the state of something else."
+        )
+    for name in ("version", "epoch", "step", "samples", "drawn", "checksum"):
+        _check(name, state[name], "an int of 0 or more", _is_count(state[name]))
+    told = state["told_epoch"]
+    _check("told_epoch", told, "an int of 0 or more, or None", told is None or _is_count(told))
+    random = state["random"]
+    _check("random", random, "a list of texts", _is_list(random) and all(isinstance(each, str) for each in random))
+    position = state["position"]
+    _check("position", position, "a list or None", position is None or _is_list(position))
+    pairs = state["fingerprint"]
+    named = _is_list(pairs) and all(_is_list(pair) and len(pair) == 2 and isinstance(pair[0], str) for pair in pairs)
+    _check("fingerprint", pairs, "a list of pairs of a name and a value", named)
+    return state
+
+
+def _check(name: str, found: object, needed: str, is_good: object) -> None:
+    if not is_good:
+        raise StateMismatch(
+            f"{name}: found {found!r:.200} in the state; {needed} is needed. Load the state as it was saved."
+        )
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)

@@ -1,0 +1,337 @@
+"""The batches of the user's sampler, one after the other or passed over.
+
+Where the sampler is exactly one of torch's own (or a ``ShuffleSampler``), what it will yield is known, and batches are
+passed over without being made: the cost is that of the random draws. The values are torch's, and so are the draws: the
+same calls on the same generators, at the same ``next()``, the extra permutation that a ``RandomSampler`` draws when it
+runs dry included. A subclass may do anything, so it is iterated as it is, and passed over by iterating.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from itertools import count as counting
+from itertools import islice
+from typing import Any, Final, NamedTuple, Protocol, cast, final
+
+import torch
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+
+from torchdistinput.plan.permutation import Permutation
+from torchdistinput.sources.shuffle import ShuffleSampler
+
+__all__ = ["Batches", "Passed", "batches_of", "size_of"]
+
+_BLOCK: Final = 16_384  # indices that are made into Python ints together
+_DRAWN_TOGETHER: Final = 32  # by a RandomSampler with replacement
+_MOST_GROUPS: Final = 2**12
+
+
+class Passed(NamedTuple):
+    """What was passed over."""
+
+    batches: int
+    samples: int
+
+
+class Batches(Protocol):
+    """The batches of one epoch."""
+
+    def __next__(self) -> Any:
+        """The next batch, as torch gives it."""
+
+    def skip(self, count: int) -> Passed:
+        """Passes over ``count`` batches, with the draws that making them would have cost; ``sys.maxsize``: over all."""
+
+
+def size_of(batch: Any) -> int:
+    """Samples in what a sampler yields: indices in a list or tuple, else one that stands by itself."""
+    return len(batch) if isinstance(batch, list | tuple) else 1
+
+
+def batches_of(batches: Iterable[Any], size: Callable[[Any], int] = size_of) -> Batches:
+    """Begins an epoch of a batch sampler, or of a sampler that yields single indices or ready lists. Local.
+
+    Args:
+      batches: the user's; an iterable of any kind.
+      size: how many samples a batch has, where that is counted by looking at each.
+    """
+    if type(batches) is BatchSampler:
+        return _CutBatches(batches)
+    known = _known(batches)
+    return _IteratedBatches(iter(batches), size) if known is None else _Singles(known)
+
+
+class _Indices(Protocol):
+    """The indices of one epoch, in order."""
+
+    def take(self, count: int) -> list[Any]:
+        """The next ``count``; fewer at the end, which is looked for only then."""
+
+    def skip(self, count: int) -> int:
+        """Passes over ``count``; how many there were."""
+
+
+@final
+class _CutBatches:
+    """What ``BatchSampler`` makes of its sampler."""
+
+    def __init__(self, batches: BatchSampler) -> None:
+        self._batches = batches
+        self._drop_last = False
+        self._first_size = 0
+        self._indices: _Indices | None = None
+        self._ended = False
+
+    def __next__(self) -> list[Any]:
+        if self._ended:
+            raise StopIteration
+        self._ended = True  # also after an error, as torch's generator does
+        indices = self._opened()
+        size = self._size()
+        batch = indices.take(size)
+        if not batch or (self._drop_last and len(batch) < size):
+            raise StopIteration
+        self._ended = False
+        return batch
+
+    def skip(self, count: int) -> Passed:
+        """See ``Batches.skip``."""
+        if self._ended or not count:
+            return Passed(0, 0)
+        self._ended = True
+        indices = self._opened()
+        size = self._size()
+        samples = indices.skip(count * size)
+        if samples == count * size:
+            self._ended = False
+            return Passed(count, samples)
+        full, rest = divmod(samples, size)
+        return Passed(full, full * size) if self._drop_last else Passed(full + bool(rest), samples)
+
+    def _opened(self) -> _Indices:
+        """The indices; torch's generator asks its sampler for them at its first ``next()``."""
+        if self._indices is None:
+            self._drop_last, self._first_size = self._batches.drop_last, self._batches.batch_size
+            sampler = self._batches.sampler
+            known = _known(sampler)
+            self._indices = _IteratedIndices(iter(sampler)) if known is None else known
+        return self._indices
+
+    def _size(self) -> int:
+        # A batch size that is set while an epoch runs counts at once; with drop_last torch has read it at the start.
+        return self._first_size if self._drop_last else self._batches.batch_size
+
+
+@final
+class _Singles:
+    """Indices that are batches by themselves."""
+
+    def __init__(self, indices: _Indices) -> None:
+        self._indices = indices
+        self._ended = False
+
+    def __next__(self) -> Any:
+        if self._ended:
+            raise StopIteration
+        self._ended = True  # also after an error, as torch's generator does
+        taken = self._indices.take(1)
+        if not taken:
+            raise StopIteration
+        self._ended = False
+        return taken[0]
+
+    def skip(self, count: int) -> Passed:
+        """See ``Batches.skip``."""
+        if self._ended or not count:
+            return Passed(0, 0)
+        self._ended = True
+        passed = self._indices.skip(count)
+        self._ended = passed < count
+        return Passed(passed, passed)
+
+
+@final
+class _IteratedBatches:
+    """Batches that nobody can foretell."""
+
+    def __init__(self, batches: Iterator[Any], size: Callable[[Any], int]) -> None:
+        self._batches = batches
+        self._size = size
+
+    def __next__(self) -> Any:
+        return next(self._batches)
+
+    def skip(self, count: int) -> Passed:
+        """See ``Batches.skip``."""
+        passed = counting()
+        samples = sum(self._size(batch) for batch, _ in zip(islice(self._batches, count), passed, strict=False))
+        return Passed(next(passed), samples)
+
+
+@final
+class _IteratedIndices:
+    """Indices that nobody can foretell."""
+
+    def __init__(self, indices: Iterator[Any]) -> None:
+        self._indices = indices
+
+    def take(self, count: int) -> list[Any]:
+        """See ``_Indices.take``."""
+        return [*islice(self._indices, count)]
+
+    def skip(self, count: int) -> int:
+        """See ``_Indices.skip``."""
+        passed = counting()
+        deque(zip(islice(self._indices, min(count, sys.maxsize)), passed, strict=False), maxlen=0)
+        return next(passed)
+
+
+class _Chunk(NamedTuple):
+    """Indices that stand fixed: how many, and the ones at places ``lo`` to ``hi - 1`` as Python ints."""
+
+    length: int
+    between: Callable[[int, int], list[int]]
+
+
+_Chunks = Callable[[int], "_Chunk | None"]
+"""Gives the next chunk, ``None`` at the end, when so many more indices are to be taken; that is when it is drawn."""
+
+
+def _known(sampler: object) -> _Indices | None:
+    """The indices of an epoch that begins now, if they can be addressed; else ``None``, and nothing has begun."""
+    if type(sampler) is SequentialSampler:
+        numbers = range(len(sampler.data_source))
+        return _ChunkedIndices(_chunks_of(iter([_chunk_of_range(numbers)])))
+    if type(sampler) is ShuffleSampler:
+        return _ChunkedIndices(_chunks_of(iter([_chunk_of_order(sampler.next_order())])))
+    if type(sampler) is RandomSampler:
+        return _ChunkedIndices(_Replaced(sampler) if sampler.replacement else _chunks_of(_permutations(sampler)))
+    return None
+
+
+@final
+class _ChunkedIndices:
+    """Indices that come in chunks; inside of a chunk, passing over costs nothing.
+
+    Args:
+      chunks: gives the chunks.
+    """
+
+    def __init__(self, chunks: _Chunks) -> None:
+        self._chunks = chunks
+        self._chunk = _NOTHING
+        self._place = 0  # in the chunk: what comes after the ready ones
+        self._ready: list[int] = []
+        self._used = 0  # of the ready ones
+
+    def take(self, count: int) -> list[int]:
+        """See ``_Indices.take``."""
+        taken = self._ready[self._used : self._used + count]
+        self._used += len(taken)
+        while len(taken) < count and self._reach(count - len(taken)):
+            wanted = count - len(taken)
+            stop = min(self._place + max(wanted, _BLOCK), self._chunk.length)
+            self._ready = self._chunk.between(self._place, stop)
+            self._place, self._used = stop, min(wanted, len(self._ready))
+            taken += self._ready[: self._used]
+        return taken
+
+    def skip(self, count: int) -> int:
+        """See ``_Indices.skip``."""
+        step = min(count, len(self._ready) - self._used)
+        self._used += step
+        left = count - step
+        while left and self._reach(left):
+            step = min(left, self._chunk.length - self._place)
+            self._place += step
+            left -= step
+        return count - left
+
+    def _reach(self, wanted: int) -> bool:
+        """Whether there is another index; draws the chunk that it is in."""
+        while self._place == self._chunk.length:
+            self._chunk, self._place = _NOTHING, 0  # frees a permutation before the next one is drawn
+            chunk = self._chunks(wanted)
+            if chunk is None:
+                return False
+            self._chunk = chunk
+        return True
+
+
+_NOTHING: Final = _Chunk(0, lambda _lo, _hi: [])
+
+
+def _chunks_of(chunks: Iterator[_Chunk]) -> _Chunks:
+    return lambda _wanted: next(chunks, None)
+
+
+def _chunk_of_range(numbers: range) -> _Chunk:
+    return _Chunk(len(numbers), lambda lo, hi: list(numbers[lo:hi]))
+
+
+def _chunk_of_order(order: Permutation) -> _Chunk:
+    def between(lo: int, hi: int) -> list[int]:
+        numbers: list[int] = order.block(lo, hi).tolist()
+        return numbers
+
+    return _Chunk(len(order), between)
+
+
+def _chunk_of_tensor(numbers: torch.Tensor) -> _Chunk:
+    return _Chunk(len(numbers), lambda lo, hi: cast("list[int]", numbers[lo:hi].tolist()))
+
+
+def _generator_of(sampler: RandomSampler) -> torch.Generator:
+    """The generator that an epoch draws from: the sampler's, or a new one with a seed from the default state."""
+    if sampler.generator is not None:
+        return cast(torch.Generator, sampler.generator)
+    seed = int(torch.empty((), dtype=torch.int64).random_().item())
+    return torch.Generator().manual_seed(seed)
+
+
+def _permutations(sampler: RandomSampler) -> Iterator[_Chunk]:
+    """What ``RandomSampler`` draws without replacement: permutations, and the start of one more, empty as a rule."""
+    n = len(sampler.data_source)
+    generator = _generator_of(sampler)
+    for _ in range(sampler.num_samples // n):
+        yield _chunk_of_tensor(torch.randperm(n, generator=generator))
+    # A copy, so that the rest of the permutation is freed.
+    yield _chunk_of_tensor(torch.randperm(n, generator=generator)[: sampler.num_samples % n].clone())
+
+
+@final
+class _Replaced:
+    """What ``RandomSampler`` draws with replacement: groups of 32, and a last one of the rest.
+
+    The groups that will be taken for certain are drawn together, which gives the same numbers as one by one.
+    """
+
+    def __init__(self, sampler: RandomSampler) -> None:
+        self._sampler = sampler
+        self._draw: Callable[[int], _Chunk] | None = None
+        self._groups = 0
+        self._ended = False
+
+    def __call__(self, wanted: int) -> _Chunk | None:
+        if self._ended:
+            return None
+        draw = self._draw or self._begin()
+        if self._groups:
+            groups = min(-(-wanted // _DRAWN_TOGETHER), self._groups, _MOST_GROUPS)
+            self._groups -= groups
+            return draw(groups * _DRAWN_TOGETHER)
+        self._ended = True
+        return draw(self._sampler.num_samples % _DRAWN_TOGETHER)
+
+    def _begin(self) -> Callable[[int], _Chunk]:
+        n = len(self._sampler.data_source)
+        generator = _generator_of(self._sampler)
+        self._groups = self._sampler.num_samples // _DRAWN_TOGETHER
+
+        def draw(size: int) -> _Chunk:
+            return _chunk_of_tensor(torch.randint(high=n, size=(size,), dtype=torch.int64, generator=generator))
+
+        self._draw = draw
+        return draw

@@ -1,0 +1,134 @@
+"""Readers that can be entered again: they know where their blocks start.
+
+Counting bytes for every record would make reading slow, and many formats can be read only in larger pieces anyway. So a
+reader tells where it stands once for each *block* of records, and whoever goes on in the middle of a file starts at the
+last block before the record that he wants, and passes over a few.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial, update_wrapper
+from itertools import chain
+from operator import itemgetter
+from typing import Any, BinaryIO, Concatenate, Final, Generic, ParamSpec, Protocol, TypeAlias, TypeVar, final
+
+__all__ = ["BLOCK_BYTES", "Block", "BlockReader", "Records", "blocks_of", "grouped", "in_blocks"]
+
+BLOCK_BYTES: Final = 1 << 16
+"""How much of a file a block should be about, where the format leaves the choice."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+_records_of: Callable[[Any], Any] = itemgetter(1)
+
+
+class Records(Protocol[T_co]):
+    """The records of a block: a list, or what makes them one by one and knows how many there are."""
+
+    def __len__(self) -> int:
+        """How many they are."""
+        ...
+
+    def __iter__(self) -> Iterator[T_co]:
+        """The records, in order."""
+        ...
+
+
+Block: TypeAlias = tuple[int, Records[T]]
+"""Where a block can be entered, in bytes of the content, and its records."""
+
+
+@final
+class BlockReader(Generic[P, T]):
+    """A reader made of a function that yields blocks; see ``in_blocks``. It has the name and the text of the function.
+
+    Args:
+      blocks: the function.
+    """
+
+    __name__: str
+    __qualname__: str
+
+    def __init__(self, blocks: Callable[Concatenate[BinaryIO, int, P], Iterator[Block[T]]]) -> None:
+        update_wrapper(self, blocks)
+        signature = inspect.signature(blocks)
+        first, _, *others = signature.parameters.values()
+        self.__signature__ = signature.replace(parameters=[first, *others])
+        self.blocks = blocks
+
+    def __call__(self, file: BinaryIO, /, *args: P.args, **options: P.kwargs) -> Iterator[T]:
+        """All records of a file, from its front."""
+        return chain.from_iterable(map(_records_of, self.blocks(file, 0, *args, **options)))
+
+    def __repr__(self) -> str:
+        return f"<reader {self.__module__}.{self.__qualname__}>"
+
+    def __reduce__(self) -> str:
+        return self.__qualname__  # by its name, as a function
+
+
+def in_blocks(blocks: Callable[Concatenate[BinaryIO, int, P], Iterator[Block[T]]]) -> BlockReader[P, T]:
+    """Makes a reader that can be entered again, so that a resumed run need not read a file from its front.
+
+    A plain function is a reader too, and resumes as exactly; it reads again what it had read of the files in progress.
+
+    Example:
+      >>> @readers.in_blocks
+      ... def lines(file, offset):
+      ...     readers.skip_to(file, offset)
+      ...     while block := file.readlines(1 << 16):
+      ...         yield offset, block
+      ...         offset += sum(map(len, block))
+
+    Args:
+      blocks: a function of a binary file object, which is at its front, and an offset in bytes: 0, or one that it
+        yielded for the same content. It goes there, and yields for each block of records where the block can be entered
+        (an int that grows) and its records (a list). What else it takes are keyword arguments, for
+        ``functools.partial``.
+
+    Returns:
+      A function of a binary file object, and the same keyword arguments, that yields the records. It pickles if it is
+      at the top of its module.
+    """
+    return BlockReader(blocks)
+
+
+def blocks_of(read: Callable[..., Iterable[Any]]) -> Callable[[BinaryIO, int], Iterator[Block[Any]]] | None:
+    """The blocks of a reader, or of a ``functools.partial`` of one; nothing where it is a plain function."""
+    if isinstance(read, BlockReader):
+        blocks: Callable[[BinaryIO, int], Iterator[Block[Any]]] = read.blocks
+        return blocks
+    if isinstance(read, partial) and not read.args:
+        inner = blocks_of(read.func)
+        return None if inner is None else partial(inner, **read.keywords)
+    return None
+
+
+def grouped(records: Iterator[tuple[int, T]], start: int) -> Iterator[Block[T]]:
+    """Gathers records that come one by one to blocks. Those in front of a failure are yielded before it is raised.
+
+    Args:
+      records: each with the offset at which it ends, in bytes.
+      start: the offset at which the first one starts.
+    """
+    end, failure, more = start, None, True
+    while more:
+        block: list[T] = []
+        more = False
+        try:
+            for end, record in records:
+                block.append(record)
+                if end - start >= BLOCK_BYTES:
+                    more = True
+                    break
+        except Exception as error:  # the block comes first
+            failure = error
+        if block:
+            yield start, block
+        start = end
+    if failure is not None:
+        raise failure

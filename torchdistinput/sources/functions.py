@@ -1,0 +1,335 @@
+"""What a dataset function returned: one dataset for the worker, or one for each local replica."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from torchdistinput.errors import BatchingError, InputError, StateMismatch
+from torchdistinput.flow import Row, Start, Stream
+from torchdistinput.plan.topology import Topology
+from torchdistinput.sources.base import Exchange, RowStream, SetsEpoch, tell_epoch
+from torchdistinput.sources.guarded import GuardedIterator
+from torchdistinput.sources.index import Positions
+from torchdistinput.sources.opaque import Marked, Place, Reader, ReadLog, Taken, place_of, warn_of_reading_again
+from torchdistinput.sources.own_state import Snapshot, entered
+from torchdistinput.sources.random_state import BorrowedRandomState, generators_of, packed, unpacked
+from torchdistinput.sources.reentry import can_pass_over, passing_over, tell_shuffler
+from torchdistinput.sources.reopening import Reopened
+from torchdistinput.sources.runs import LoaderRun
+from torchdistinput.sources.worker_side import Failure
+
+__all__ = ["FunctionSource"]
+
+Draw = Callable[[Callable[[], Any]], Any]
+
+
+@final
+class FunctionSource:
+    """What a dataset function returned: taken as it is, one of its batches for each local replica and step.
+
+    Args:
+      datasets: the worker's dataset, or one for each local replica.
+      topology: where this worker stands.
+      with_index: whether each batch comes with the numbers of its samples.
+      snapshot_every: steps from one taking of a state of the user's own to the next.
+      read_ahead: steps that are made ready ahead of the one in use, at most.
+    """
+
+    bound_to_world = True
+    collective_state = True
+    certain_piece_size: int | None = None
+    largest_piece_size: int | None = None
+
+    def __init__(
+        self,
+        datasets: Sequence[Any],
+        topology: Topology,
+        *,
+        with_index: bool = False,
+        snapshot_every: int = 16,
+        read_ahead: int = 4096,
+    ) -> None:
+        self._datasets = datasets
+        self._topology = topology
+        self._with_index = with_index
+        self._snapshot_every = snapshot_every
+        self._read_ahead = read_ahead
+        self._reopen: list[Callable[[], Iterable[Any]]] = [Reopened(dataset) for dataset in datasets]
+        self._has_begun = False
+        self._lasting: dict[int, LoaderRun] = {}
+        # Of several workers each has a random state of its own, which is part of its position.
+        self.needs_default_state = self.draws_from_default_generator = topology.num_workers == 1
+        for dataset in datasets:
+            _check(dataset)
+
+    @property
+    def base_seed(self) -> str:
+        """See ``Source.base_seed``."""
+        lasting = any(isinstance(each, DataLoader) and each.persistent_workers for each in self._datasets)
+        return ("never" if self._has_begun else "first") if lasting else "every"
+
+    def fingerprint(self) -> Mapping[str, Any]:
+        """See ``Source.fingerprint``. Lengths may differ from worker to worker."""
+        return {"kind": "from function", "datasets": len(self._datasets)}
+
+    def epoch_fingerprint(self) -> Mapping[str, Any]:
+        """See ``Source.epoch_fingerprint``."""
+        return {}
+
+    def num_steps(self) -> int | None:
+        """See ``Source.num_steps``."""
+        return None
+
+    def set_epoch(self, epoch: int) -> None:
+        """See ``Source.set_epoch``."""
+        for dataset in self._datasets:
+            if isinstance(dataset, DataLoader):
+                tell_epoch(dataset, epoch)
+            elif isinstance(dataset, SetsEpoch):
+                dataset.set_epoch(epoch)
+
+    def close(self) -> None:
+        """See ``Source.close``."""
+        while self._lasting:
+            number, run = self._lasting.popitem()
+            run.close()
+            self._reopen[number] = Reopened(self._datasets[number])
+
+    def generators(self) -> Sequence[torch.Generator]:
+        """See ``Source.generators``."""
+        loaders = [each for each in self._datasets if isinstance(each, DataLoader)]
+        return generators_of(*(part for each in loaders for part in (each, each.sampler, each.batch_sampler)))
+
+    def check(self, position: Sequence[Any]) -> None:
+        """See ``Source.check``."""
+        self._split(position)
+
+    def resume(self, epoch: int, start: Start, share: Exchange) -> Start:
+        """See ``Source.resume``."""
+        return start
+
+    def _split(self, position: Sequence[Any]) -> tuple[Place, list[torch.Tensor]]:
+        """The place, and the random states of this worker's own."""
+        if len(position) != 2 or not isinstance(position[1], Sequence) or not isinstance(position[0], Sequence):
+            raise StateMismatch(f"position: found {position!r:.200}. Load the state as it was saved.")
+        place = Place.from_json(position[0], len(self._datasets))
+        states = [unpacked(text) for text in position[1]]
+        if states and len(states) != 1 + len(self.generators()):
+            raise StateMismatch(
+                f"position: {len(states) - 1} generator(s) in the state, the DataLoaders that the dataset function "
+                f"returned here have {len(self.generators())}. Return them with the same generators."
+            )
+        return place, states
+
+    @property
+    def _per_dataset(self) -> int:
+        """Batches of each dataset in a row."""
+        return self._topology.replicas_per_worker // len(self._datasets)
+
+    def open(self, epoch: int, draws: Draw, start: Start) -> Stream:
+        """See ``Source.open``."""
+        for each in self._datasets:
+            if isinstance(each, DataLoader):
+                tell_shuffler(each, epoch)
+        place, states = self._place_of(start)
+        if states:
+            draws = BorrowedRandomState(states[0])
+        for generator, state in zip(self.generators(), states[1:], strict=False):
+            generator.set_state(state)
+        if self._topology.num_workers > 1 and not states:
+            states = [torch.get_rng_state(), *(generator.get_state() for generator in self.generators())]
+        # Made now: loader workers are started from the thread that asks for them.
+        opened = draws(lambda: self._enter_all(place, start))
+        self._has_begun = True
+        log = ReadLog(place, self._read_ahead, owns_state=True)
+        positions = Positions(self._topology, shared=self._topology.num_workers == 1, taken=place.samples)
+        rows = _dealt_rows(opened, self._per_dataset, log, place.rows, positions if self._with_index else None)
+        return RowStream(
+            rows,
+            in_background=all(isinstance(each, DataLoader) and each.num_workers > 0 for each in self._datasets),
+            track=_Track(log, states, self._datasets),
+            close=lambda: _close_all(opened),
+            draws=draws,
+        )
+
+    def _place_of(self, start: Start) -> tuple[Place, list[torch.Tensor]]:
+        """Where to begin, and the random states of this worker's own, if it had any."""
+        count = len(self._datasets)
+        if start.position is not None:
+            return self._split(start.position)
+        if self._with_index:  # the sizes of the batches before count, so they are read
+            return place_of(start, count), []
+        passed = start.steps * self._per_dataset
+        return Place((Reader(passed, passed),) * count), []
+
+    def _enter_all(self, place: Place, start: Start) -> list[_Opened]:
+        return [self._enter(number, reader, start) for number, reader in enumerate(place.readers)]
+
+    def _enter(self, number: int, reader: Reader, start: Start) -> _Opened:
+        data = self._reopen[number]()
+        # Of several datasets, one may have ended while the steps of the others were counted.
+        at_least = reader.since if len(self._datasets) == 1 else 0
+        marks = (self._per_dataset, self._snapshot_every)
+        if can_pass_over(data):
+            loader = self._passing_over(number, data, reader, at_least, start)
+            later = LoaderRun(iter(loader))
+            if loader is not data and loader.persistent_workers:
+                self._lasting[number] = later
+            return _Opened(GuardedIterator(later, None, *marks, number=reader.batches), _ending(loader, later))
+        warn_of_reading_again(start, Place((reader,)), 1, data)
+        iterator, keeper = entered(data, reader.text)
+        run = LoaderRun(iterator) if isinstance(data, DataLoader) else None
+        batches = iterator if run is None else run
+        guarded = GuardedIterator(batches, keeper, *marks, number=reader.batches - reader.since)
+        return _Opened(guarded, _ending(data, run), reader.since, at_least)
+
+    def _passing_over(
+        self, number: int, loader: DataLoader[Any], reader: Reader, at_least: int, start: Start
+    ) -> DataLoader[Any]:
+        """The loader, or one that begins later; in place of it for good where its workers live on."""
+        begun = loader.persistent_workers and self._has_begun
+        if not (reader.since or start.replay or (start.base_seed == "never" and not begun)):
+            return loader
+        if number in self._lasting:  # of a resume before
+            self._lasting.pop(number).close()
+        later = passing_over(loader, reader.since, at_least, start)
+        if later.persistent_workers:
+            self._reopen[number] = lambda: later
+        return later
+
+
+@final
+@dataclass(frozen=True)
+class _Opened:
+    """A dataset that is read.
+
+    Args:
+      batches: its batches.
+      run: what is to be ended with the epoch.
+      pass_over: batches to read first, and forget.
+      at_least: so many of them there must be.
+    """
+
+    batches: GuardedIterator
+    run: LoaderRun | None
+    pass_over: int = 0
+    at_least: int = 0
+
+
+@final
+class _Track:
+    """See ``sources.base.Track``: the place, and the random states of this worker's own as the epoch began.
+
+    Args:
+      log: knows the place.
+      states: the default random state and those of the generators; none where every worker's are the same.
+      datasets: the worker's.
+    """
+
+    owns_state = True
+
+    def __init__(self, log: ReadLog, states: Sequence[torch.Tensor], datasets: Sequence[Any]) -> None:
+        self._log = log
+        self._states = states
+        self._datasets = datasets
+        self._texts: list[str] | None = None
+
+    def drawn(self) -> None:
+        """See ``Track.drawn``."""
+        self._log.drawn()
+
+    def position(self, rows: int) -> list[Any]:
+        """See ``Stream.position``.
+
+        Raises:
+          StateMismatch: the dataset's own state cannot be saved, or nobody knows which batches came.
+        """
+        for each in self._datasets:
+            if isinstance(each, DataLoader) and each.num_workers > 1 and not each.in_order:
+                raise StateMismatch(
+                    "the dataset function returned a DataLoader with in_order=False, whose batches come in any order: "
+                    "nobody knows which of them were delivered. Build it with in_order=True to save its state."
+                )
+        if self._texts is None:
+            self._texts = [packed(state) for state in self._states]
+        return [self._log.position(rows), self._texts]
+
+
+def _check(dataset: Any) -> None:
+    if isinstance(dataset, Dataset) and not isinstance(dataset, IterableDataset):
+        raise BatchingError(
+            f"the dataset function returned a {type(dataset).__name__}, a map-style dataset of single samples; "
+            "batches are needed. Return DataLoader(dataset, batch_size=context.get_per_replica_batch_size(G))."
+        )
+    if not isinstance(dataset, Iterable) and not callable(dataset):
+        raise InputError(
+            f"the dataset function returned a {type(dataset).__name__}; a DataLoader or another iterable of "
+            "batches is needed."
+        )
+
+
+def _ending(data: Iterable[Any], run: LoaderRun | None) -> LoaderRun | None:
+    """The run, if it is to end with its epoch: loader workers that live on go on."""
+    return None if isinstance(data, DataLoader) and data.persistent_workers else run
+
+
+def _close_all(opened: Iterable[_Opened]) -> None:
+    for each in opened:
+        if each.run is not None:
+            each.run.close()
+
+
+def _dealt_rows(
+    opened: Sequence[_Opened], per_dataset: int, log: ReadLog, left: int, positions: Positions | None
+) -> Generator[Row, None, None]:
+    """Rows of the next batches of each dataset, ``None`` where one has ended, until all have.
+
+    Args:
+      opened: the datasets.
+      per_dataset: batches of each in a row.
+      log: learns of every row.
+      left: rows to pass over first.
+      positions: numbers the samples by the order in which this worker reads them; ``None`` without an index.
+    """
+    for each in opened:
+        problem = each.batches.pass_over(each.pass_over, each.at_least)
+        if problem is not None:
+            problem.reraise()
+    while True:
+        row: Row = []
+        taken: list[Taken] = []
+        for number, each in enumerate(opened):
+            taken.append(_take(number, each.batches, per_dataset, row))
+        if all(batch is None for batch in row):
+            break
+        samples = 0
+        if positions is not None:
+            row, samples = positions.beside(row)
+        log.add(1, samples, taken)
+        if left:
+            left -= 1
+        else:
+            yield row
+    log.end()
+    if left:
+        raise StateMismatch(f"the data ended {left} step(s) before the one where the epoch was to begin.")
+
+
+def _take(number: int, batches: Iterator[Any], count: int, row: Row) -> Taken:
+    """Puts the next batches of a dataset into the row; a ``Failure`` is raised."""
+    snapshot: Snapshot | None = None
+    found = 0
+    for _ in range(count):
+        batch = next(batches, None)
+        if isinstance(batch, Failure):
+            batch.reraise()
+        if isinstance(batch, Marked):
+            batch, snapshot = batch
+        row.append(batch)
+        found += batch is not None
+    return Taken(number, found, snapshot)

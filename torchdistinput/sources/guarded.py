@@ -1,0 +1,190 @@
+"""Reading an opaque iterable from a place on, in a loader worker or in this process; see ``opaque``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast, final
+
+from torch.utils.data import IterableDataset
+
+from torchdistinput.errors import StateMismatch
+from torchdistinput.flow import ReadFailure, Row
+from torchdistinput.plan.batching import Cutter
+from torchdistinput.sources.index import Positions
+from torchdistinput.sources.opaque import Marked, Place, Reader, ReadLog, Taken, Wait, worker_number
+from torchdistinput.sources.own_state import HasState, entered, snapshot_of
+from torchdistinput.sources.worker_side import Cut, Failure
+
+__all__ = ["Guarded", "GuardedIterator", "entrances_at", "labels_by_position", "rows_logged"]
+
+_END = object()
+
+
+@final
+@dataclass(frozen=True)
+class Entrance:
+    """Where one reader of an iterable begins.
+
+    Args:
+      reader: where it stands.
+      waits: whether its first turn passes, as another reader's batch comes first.
+    """
+
+    reader: Reader
+    waits: bool
+
+
+def entrances_at(place: Place) -> list[Entrance]:
+    """Where each loader worker begins, so that torch's turns go on at a place."""
+    return [Entrance(reader, waits=number < place.turn) for number, reader in enumerate(place.readers)]
+
+
+@final
+class Guarded(IterableDataset[Any]):
+    """An iterable dataset whose exception is its last element, as a ``Failure``.
+
+    Loader workers take turns, and torch begins with the first of them. Where it is another one's turn, the workers
+    before it answer with an empty batch once, so that seeds and numbers of the workers stay what they were.
+
+    Args:
+      dataset: the user's dataset.
+      per_batch: elements that make a batch.
+      snapshot_every: batches from one taking of the own state to the next; the first is taken after the first batch.
+      entrances: where each loader worker begins, the first time; without, at the front.
+    """
+
+    def __init__(
+        self, dataset: Iterable[Any], per_batch: int, snapshot_every: int, entrances: Sequence[Entrance] = ()
+    ) -> None:
+        self.dataset = dataset
+        self._per_batch = per_batch
+        self._snapshot_every = snapshot_every
+        self._entrances = entrances
+
+    def __iter__(self) -> Iterator[Any]:
+        # Of loader workers that live on, each process has an object of its own, and enters it again in the next epoch.
+        entrances, self._entrances = self._entrances, ()
+        entrance = entrances[worker_number()] if entrances else Entrance(Reader(), waits=False)
+        reader, per_batch = entrance.reader, self._per_batch
+        if entrance.waits:
+            yield from [Wait()] * per_batch
+        try:
+            elements, keeper = entered(self.dataset, reader.text)
+        except Exception as error:
+            yield Failure(error, "element 0" if reader.text is None else "restoring the dataset's own state")
+            return
+        passed = reader.batches - reader.since
+        guarded = GuardedIterator(elements, keeper, per_batch, self._snapshot_every, number=passed * per_batch)
+        # The last of the batches may have been a short one.
+        problem = guarded.pass_over(reader.since * per_batch, (reader.since - 1) * per_batch + 1 if reader.since else 0)
+        if problem is None:
+            yield from guarded
+        else:
+            yield problem
+
+
+@final
+class GuardedIterator(Iterator[Any]):
+    """An iterator whose exception is its last element, as a ``Failure``. May be dropped while another thread is in it.
+
+    Args:
+      iterator: the user's.
+      keeper: who keeps the user's own state, if there is one; the last elements of some batches are then ``Marked``.
+      per_batch: elements that make a batch.
+      snapshot_every: batches from one marked element to the next.
+      number: the number of the first element.
+    """
+
+    def __init__(
+        self,
+        iterator: Iterator[Any],
+        keeper: HasState | None = None,
+        per_batch: int = 1,
+        snapshot_every: int = 1,
+        *,
+        number: int = 0,
+    ) -> None:
+        self._iterator = iterator
+        self._keeper = keeper
+        self._interval = per_batch * snapshot_every
+        self._per_batch = per_batch
+        self._number = number
+        self._due = -1 if keeper is None else number + per_batch
+        self._failed = False
+
+    def __next__(self) -> Any:
+        if self._failed:
+            raise StopIteration
+        try:
+            element = next(self._iterator)
+        except StopIteration:
+            raise
+        except ReadFailure as failure:
+            self._failed = True
+            return Failure(cast(Exception, failure.__cause__), failure.where)
+        except Exception as error:
+            self._failed = True
+            return Failure(error, f"element {self._number}")
+        self._number += 1
+        if self._number == self._due and self._keeper is not None:
+            self._due = self._number + self._interval
+            return Marked(element, snapshot_of(self._keeper))
+        return element
+
+    def pass_over(self, elements: int, at_least: int) -> Failure | None:
+        """Reads elements and forgets them.
+
+        Args:
+          elements: how many, unless the data ends before.
+          at_least: how many there must be.
+
+        Returns:
+          What went wrong, or ``None``.
+        """
+        first, marks, self._due = self._number, self._due >= 0, -1
+        for _ in range(elements):
+            element = next(self, _END)
+            if isinstance(element, Failure):
+                return element
+            if element is _END:
+                break
+        if self._number - first < at_least:
+            problem = StateMismatch(
+                f"the data ended after {self._number} element(s), but the state says that {first + at_least} or more "
+                "were delivered. It must be the same data in the same order as when the state was saved."
+            )
+            return Failure(problem, "")
+        self._due = self._number + self._per_batch if marks else -1
+        return None
+
+
+def rows_logged(
+    items: Iterable[Cut | Failure], log: ReadLog, place: Place, label: Callable[[Cut], list[Row]] | None = None
+) -> Generator[Row, None, None]:
+    """The rows of opaque batches from a place on, as ``rows_of``, with a note of each batch in the log.
+
+    Raises:
+      StateMismatch: the data has fewer rows than come before the place.
+    """
+    left = place.rows
+    for item in items:
+        if isinstance(item, Failure):
+            item.reraise()
+        elif item.rows:  # else a turn that passed
+            rows = item.rows if label is None else label(item)
+            log.add(len(rows), item.size, (Taken(item.worker, 1, item.snapshot),))
+            yield from rows[left:] if left else rows
+            left = max(0, left - len(rows))
+    log.end()
+    if left:
+        raise StateMismatch(
+            f"the data ended {left} step(s) before the one where the epoch was to begin. It must be the same data in "
+            "the same order, and have that step."
+        )
+
+
+def labels_by_position(cutter: Cutter, samples: int = 0) -> Callable[[Cut], list[Row]]:
+    """Puts the index beside the pieces of one epoch's batches, by their order, after so many samples."""
+    positions = Positions(cutter.topology, shared=cutter.shared, taken=samples)
+    return lambda cut: positions.label(cut.rows, cut.size, cutter)

@@ -1,0 +1,165 @@
+"""A torch ``DataLoader`` over an opaque iterable dataset, as the loader of a worker; see ``loaders`` and ``opaque``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence, Sized
+from typing import Any, cast, final
+
+import torch
+from torch.utils.data import DataLoader
+
+from torchdistinput.flow import Start, Stream
+from torchdistinput.plan.batching import Cutter, check_batch_size
+from torchdistinput.plan.sharding import AutoShardPolicy
+from torchdistinput.plan.topology import Topology
+from torchdistinput.sources.base import Exchange, RowStream, Shards, tell_epoch
+from torchdistinput.sources.base_seeds import BaseSeeds
+from torchdistinput.sources.guarded import Guarded, entrances_at, labels_by_position, rows_logged
+from torchdistinput.sources.opaque import Place, ReadLog, place_of, warn_of_reading_again
+from torchdistinput.sources.own_state import HasState
+from torchdistinput.sources.random_state import generators_of
+from torchdistinput.sources.runs import LoaderRun, LoaderRuns
+from torchdistinput.sources.torch_loaders import check_loader, generator_digest, settings_of
+from torchdistinput.sources.worker_side import CutReady, CutSamples
+
+__all__ = ["IterableLoaderSource"]
+
+Draw = Callable[[Callable[[], Any]], Any]
+
+
+@final
+class IterableLoaderSource:
+    """A ``DataLoader`` over an opaque iterable dataset: batches are cut where they are read.
+
+    Args:
+      loader: the user's.
+      policy: the policy in force.
+      topology: where this worker stands.
+      with_index: whether each piece comes with the numbers of its samples.
+      snapshot_every: batches of a loader worker from one taking of a state of the user's own to the next.
+      read_ahead: steps that are made ready ahead of the one in use, at most.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        policy: AutoShardPolicy,
+        topology: Topology,
+        *,
+        with_index: bool = False,
+        snapshot_every: int = 16,
+        read_ahead: int = 4096,
+    ) -> None:
+        check_loader(loader, policy)
+        self._loader = loader
+        self._with_index = with_index
+        dataset: Any = loader.dataset
+        if policy is AutoShardPolicy.HINT and topology.num_workers > 1:
+            dataset = cast(Shards, dataset).shard(num_shards=topology.num_workers, index=topology.worker)
+        size = None if loader.batch_size is None else check_batch_size(loader.batch_size, "batch_size")
+        shared = policy is AutoShardPolicy.DATA or topology.num_workers == 1
+        cutter = Cutter(topology, shared, size)
+        collate = cast(Callable[[Any], Any], loader.collate_fn)
+        self._dataset: Any = dataset
+        self._whole = Guarded(dataset, size or 1, snapshot_every)
+        self._cutter = cutter
+        self._shared = shared
+        self._snapshot_every = snapshot_every
+        self._read_ahead = read_ahead
+        self._owns_state = isinstance(dataset, HasState)
+        self._seeds = BaseSeeds(loader.generator, lasting=loader.persistent_workers)
+        cut = CutReady(collate, cutter) if size is None else CutSamples(collate, cutter)
+        arguments: dict[str, Any] = {"batch_size": size, "collate_fn": cut, **settings_of(loader)}
+        arguments["generator"] = self._seeds.generator
+        if size is not None:
+            arguments["drop_last"] = loader.drop_last
+        self._runs = LoaderRuns(lambda dataset: DataLoader(dataset, **arguments), lasting=loader.persistent_workers)
+        self.needs_default_state = loader.generator is None and shared
+        self.bound_to_world = not shared
+        self.collective_state = not shared or self._owns_state
+        self.draws_from_default_generator = loader.generator is None
+        self.certain_piece_size = cutter.certain_piece_size(drop_last=loader.drop_last) if shared else None
+        self.largest_piece_size = cutter.largest_piece_size
+
+    def fingerprint(self) -> Mapping[str, Any]:
+        """See ``Source.fingerprint``."""
+        return {
+            "kind": f"iterable {type(self._loader.dataset).__name__}",
+            "batch size": self._cutter.global_batch_size,
+            "drop_last": self._loader.drop_last,
+            # torch repeats or divides an opaque iterable among its loader workers: their number is part of the data.
+            "num_workers": self._loader.num_workers,
+        }
+
+    def epoch_fingerprint(self) -> Mapping[str, Any]:
+        """See ``Source.epoch_fingerprint``."""
+        return {"generator state": generator_digest(self._loader.generator)}
+
+    def num_steps(self) -> int | None:
+        """See ``Source.num_steps``."""
+        if not self._shared or not isinstance(self._loader.dataset, Sized):
+            return None
+        return len(self._loader)
+
+    def set_epoch(self, epoch: int) -> None:
+        """See ``Source.set_epoch``."""
+        tell_epoch(self._loader, epoch)
+
+    def close(self) -> None:
+        """See ``Source.close``."""
+        self._runs.close()
+
+    def lost_workers(self) -> str:
+        """See ``HasWorkers.lost_workers``."""
+        return self._runs.lost_workers()
+
+    @property
+    def base_seed(self) -> str:
+        """See ``Source.base_seed``."""
+        return self._seeds.when
+
+    def generators(self) -> Sequence[torch.Generator]:
+        """See ``Source.generators``."""
+        return generators_of(self._loader)
+
+    def check(self, position: Sequence[Any]) -> None:
+        """See ``Source.check``."""
+        Place.from_json(position, self._num_readers)
+
+    def resume(self, epoch: int, start: Start, share: Exchange) -> Start:
+        """See ``Source.resume``. Nothing needs to be known of the other workers."""
+        return start
+
+    @property
+    def _num_readers(self) -> int:
+        return max(1, self._loader.num_workers)
+
+    def open(self, epoch: int, draws: Draw, start: Start) -> Stream:
+        """See ``Source.open``."""
+        place = place_of(start, self._num_readers)
+        dataset = self._whole if place.is_front else self._from(place, start)
+        run = draws(lambda: self._start(dataset, start))
+        log = ReadLog(place, self._read_ahead, owns_state=self._owns_state)
+        label = labels_by_position(self._cutter, place.samples) if self._with_index else None
+        return RowStream(
+            rows_logged(run, log, place, label),
+            in_background=self._loader.num_workers > 0,
+            track=log,
+            close=lambda: self._runs.finish(run),
+            # Every rank reads an opaque iterable under DATA: it must make the same of it everywhere.
+            draws=draws if self._shared else None,
+        )
+
+    def _from(self, place: Place, start: Start) -> Guarded:
+        """The user's dataset from a place on. Loader workers that live on are ended, as they stand elsewhere."""
+        per_batch = self._cutter.global_batch_size or 1
+        warn_of_reading_again(start, place, per_batch, self._dataset)
+        self._runs.close()
+        return Guarded(self._dataset, per_batch, self._snapshot_every, entrances_at(place))
+
+    def _start(self, dataset: Guarded, start: Start) -> LoaderRun:
+        """Starts the loader workers, after the draws that torch would have made by now."""
+        self._seeds.when = start.base_seed or self._seeds.when
+        for _ in range(start.replay + 1):
+            self._seeds.draw()
+        return self._runs.start(dataset)

@@ -1,0 +1,245 @@
+"""Where the reading of opaque iterables stands: how it is saved, found out, and entered again.
+
+An opaque iterable is read by one or more *readers*: the loader workers of a ``DataLoader`` or this process, or, of a
+dataset function, the iterators of its datasets. Nothing is known of it but how many batches each reader has given, and
+the state of its own, if it has one, which is taken from time to time. To enter it again, each reader restores that
+state and passes over the batches since; without one it passes over all of them.
+
+Each batch is written to a log when it is fetched, which is ahead of its delivery. What was delivered is worked off
+on the caller's thread: all of it where a position is asked for, and what must have been delivered, as steps are read
+ahead by so many only, at each draw. So the log stays short also where nobody ever asks.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, final
+
+from torch.utils.data import get_worker_info
+
+from torchdistinput.errors import StateMismatch
+from torchdistinput.flow import Start
+from torchdistinput.sources.own_state import Snapshot
+
+__all__ = [
+    "Marked",
+    "Place",
+    "ReadLog",
+    "Reader",
+    "Taken",
+    "Wait",
+    "place_of",
+    "warn_of_reading_again",
+    "worker_number",
+]
+
+_TAG: Final = "iterable"
+
+
+class Reader(NamedTuple):
+    """Where one reader stands."""
+
+    batches: int = 0
+    """Batches that it gave, from the front."""
+    since: int = 0
+    """Those of them after ``text``; all of them where there is none."""
+    text: str | None = None
+    """The own state, as JSON."""
+
+
+class Taken(NamedTuple):
+    """Batches that one reader gave."""
+
+    reader: int
+    batches: int
+    snapshot: Snapshot | None
+
+
+class Marked(NamedTuple):
+    """An element of an iterable, and the user's own state after it."""
+
+    element: Any
+    snapshot: Snapshot
+
+
+@final
+class Wait:
+    """Stands for an element of a batch without rows: the turn of a loader worker that passes."""
+
+
+def worker_number() -> int:
+    """The number of this loader worker; 0 in a process that is none."""
+    info = get_worker_info()
+    return 0 if info is None else info.id
+
+
+@final
+@dataclass(frozen=True)
+class Place:
+    """A place between two rows.
+
+    Args:
+      readers: where each reader stands.
+      turn: whose batch comes next.
+      rows: rows to pass over from there on.
+      samples: samples in all batches before.
+    """
+
+    readers: tuple[Reader, ...]
+    turn: int = 0
+    rows: int = 0
+    samples: int = 0
+
+    @property
+    def is_front(self) -> bool:
+        """Whether nothing was read before it."""
+        return self.rows == 0 and self == Place((Reader(),) * len(self.readers))
+
+    def to_json(self) -> list[Any]:
+        """As plain lists, ints and strings."""
+        return [_TAG, self.turn, self.rows, self.samples, [list(reader) for reader in self.readers]]
+
+    @classmethod
+    def from_json(cls, value: Sequence[Any], num_readers: int) -> Place:
+        """What ``to_json`` gave.
+
+        Args:
+          value: that.
+          num_readers: how many readers there are now.
+
+        Raises:
+          StateMismatch: it is malformed, or of another number of readers.
+        """
+        if not (len(value) == 5 and value[0] == _TAG and all(map(_is_count, value[1:4])) and _are_readers(value[4])):
+            raise StateMismatch(
+                f"position: found {value!r:.200}; {[_TAG, 0, 0, 0, [[0, 0, None]]]!r} with other numbers is needed. "
+                "Load the state as it was saved."
+            )
+        if len(value[4]) != num_readers:
+            raise StateMismatch(
+                f"position: {len(value[4])} reader(s) (loader workers, or datasets of a function) in the state, "
+                f"{num_readers} here. Which of them reads what is known to the dataset only: use the same number."
+            )
+        if value[1] >= num_readers:
+            raise StateMismatch(f"position: the turn of reader {value[1]} of {num_readers}. Load the state as saved.")
+        return cls(tuple(Reader(*each) for each in value[4]), *value[1:4])
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _are_readers(value: object) -> bool:
+    return isinstance(value, list | tuple) and all(
+        isinstance(each, list | tuple)
+        and len(each) == 3
+        and _is_count(each[0])
+        and _is_count(each[1])
+        and each[1] <= each[0]
+        and (each[2] is None or isinstance(each[2], str))
+        for each in value
+    )
+
+
+def place_of(start: Start, num_readers: int) -> Place:
+    """Where an epoch begins; without a position so many rows after the front.
+
+    Raises:
+      StateMismatch: see ``Place.from_json``.
+    """
+    if start.position is not None:
+        return Place.from_json(start.position, num_readers)
+    return Place((Reader(),) * num_readers, rows=start.steps)
+
+
+@final
+class ReadLog:
+    """What was read, until it is known to be delivered. One for each stream.
+
+    Args:
+      place: where the stream begins.
+      read_ahead: how many rows may be drawn beyond the one that the consumer waits for.
+      owns_state: whether it is known that the dataset has a state of its own.
+    """
+
+    def __init__(self, place: Place, read_ahead: int, *, owns_state: bool) -> None:
+        self.owns_state = owns_state
+        self._readers = list(place.readers)
+        self._turn = place.turn
+        self._samples = place.samples
+        self._rows = -place.rows  # where the first batch in the log begins, as rows since the stream was opened
+        self._behind = read_ahead + 2  # one that the consumer waits for, one that was looked at
+        self._drawn = 0
+        self._ended = False
+        self._refusal = ""
+        # Written by the thread that fetches, read by the caller's.
+        self._read: deque[tuple[int, int, Sequence[Taken]]] = deque()
+
+    def add(self, rows: int, samples: int, taken: Sequence[Taken]) -> None:
+        """Batches were fetched, which make so many rows. The thread that fetches."""
+        self._read.append((rows, samples, taken))
+
+    def end(self) -> None:
+        """There are no more. The thread that fetches."""
+        self._ended = True
+
+    def drawn(self) -> None:
+        """Another row was asked for, so those that cannot be read ahead any more were delivered. Caller's thread."""
+        self._drawn += 1
+        self._pass(self._drawn - self._behind)
+
+    def position(self, rows: int) -> list[Any]:
+        """See ``Stream.position``.
+
+        Raises:
+          StateMismatch: the dataset's own state cannot be saved.
+        """
+        self._pass(rows)
+        if self._refusal:
+            raise StateMismatch(self._refusal)
+        # Past its end a worker counts rows that others have.
+        left = 0 if self._ended and not self._read else rows - self._rows
+        return Place(tuple(self._readers), self._turn, left, self._samples).to_json()
+
+    def _pass(self, rows: int) -> None:
+        read = self._read
+        while read and self._rows + read[0][0] <= rows:
+            passed, samples, taken = read.popleft()
+            self._rows += passed
+            self._samples += samples
+            for reader, batches, snapshot in taken:
+                self._take(reader, batches, snapshot)
+            self._turn = (taken[-1].reader + 1) % len(self._readers)
+
+    def _take(self, number: int, batches: int, snapshot: Snapshot | None) -> None:
+        was = self._readers[number]
+        if snapshot is None:
+            self._readers[number] = Reader(was.batches + batches, was.since + batches, was.text)
+            return
+        self.owns_state = True
+        self._refusal = snapshot.refusal
+        self._readers[number] = Reader(was.batches + batches, 0, snapshot.text)
+
+
+def warn_of_reading_again(start: Start, place: Place, per_batch: int, data: object) -> None:
+    """Says what it costs to enter an iterable that has no state of its own. Once for each time that one is entered.
+
+    Args:
+      start: where the epoch begins.
+      place: the same as a place.
+      per_batch: elements of the iterable that make a batch.
+      data: the iterable.
+    """
+    batches = sum(reader.since for reader in place.readers if reader.text is None)
+    sought = start.position is None
+    again = "" if sought else f": {batches * per_batch} element(s)"
+    if batches or (sought and start.steps):
+        warnings.warn(
+            f"the iterable {type(data).__name__} is read again from its front, to go on after {start.steps} steps"
+            f"{again}. To avoid that, give the dataset or its iterator state_dict() and load_state_dict(), or use a "
+            "map-style dataset or a FileDataset.",
+            stacklevel=3,
+        )

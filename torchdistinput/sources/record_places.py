@@ -1,0 +1,145 @@
+"""Where the reading of files stands, as a saved state has it, and how it is known.
+
+**The position** is ``["files", replicas, deals, walks, rows]``: how many replicas there were; the changes of the world
+so far (``plan.lanes``); for each worker ``[row, place]``: where its walk stood after that many rows; and the rows
+delivered. Rows count from the last change of the world. From the place of a walk, ``rows - row`` rows are read again,
+undecoded.
+
+**Who knows what.** Where all workers read the same (DATA, or one worker) each knows the place. Under FILE each has a
+walk of its own; every 64 rows all tell where theirs stands, so a state is local, and the same on every rank.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any, Final, NamedTuple, final
+
+from torchdistinput.errors import StateMismatch
+from torchdistinput.flow import Row
+from torchdistinput.plan.lanes import Deals, WalkPlace, checked_deals
+from torchdistinput.sources.worker_side import Cut, Failure
+
+__all__ = ["CommonPlaces", "FilesPosition", "Places"]
+
+_ROWS_BETWEEN_LANDMARKS: Final = 64
+
+
+class FilesPosition(NamedTuple):
+    """A position, taken apart."""
+
+    num_replicas: int
+    deals: Deals
+    walks: Sequence[tuple[int, WalkPlace]]
+    rows: int
+
+    @classmethod
+    def from_json(cls, value: Sequence[Any]) -> FilesPosition:
+        """The position of a saved state.
+
+        Raises:
+          StateMismatch: it is none.
+        """
+        match value:
+            case ["files", int(num_replicas), list() as deals, list() as walks, int(rows)] if walks:
+                places = [(row, WalkPlace.from_json(place)) for row, place in map(_walk, walks)]
+                return cls(num_replicas, checked_deals(deals), places, rows)
+            case _:
+                raise StateMismatch(f"position: found {value!r:.100} in the state, not one of files.")
+
+    def to_json(self) -> list[Any]:
+        """The position as a saved state has it."""
+        walks = [[row, place.to_json()] for row, place in self.walks]
+        return ["files", self.num_replicas, list(map(list, self.deals)), walks, self.rows]
+
+
+def _walk(value: object) -> tuple[int, object]:
+    match value:
+        case [int(row), place]:
+            return row, place
+        case _:
+            raise StateMismatch(f"position: found {value!r:.100} in the state as a walk; [row, place] is needed.")
+
+
+@final
+class Places:
+    """Where one walk stood after some of its rows; the latest only, as many as may be asked for.
+
+    Args:
+      begun: a row, and where the walk stood after it.
+      row: the row at which the stream begins, after the place where the walk is entered.
+      read_ahead: rows that may be read before they are delivered.
+    """
+
+    def __init__(self, begun: tuple[int, WalkPlace], row: int, read_ahead: int) -> None:
+        self._known: deque[tuple[int, Any]] = deque([(begun[0], begun[1].to_json())])
+        self._row = row
+        self._read_ahead = read_ahead
+        self._lock = threading.Lock()  # rows are read on one thread, places asked for on another
+
+    def rows_of(
+        self, cuts: Iterator[Cut | Failure], label: Callable[[Cut], list[Row]] | None
+    ) -> Generator[Row, None, None]:
+        """The rows, one by one; a ``Failure`` is raised."""
+        for cut in cuts:
+            if isinstance(cut, Failure):
+                cut.reraise()
+                return
+            self._row += len(cut.rows)
+            if cut.place is not None:
+                self._note(self._row, cut.place)
+            yield from cut.rows if label is None else label(cut)
+
+    def _note(self, row: int, place: str) -> None:
+        with self._lock:
+            self._known.append((row, place))
+            # Nobody will ask for a row before this one: what is drawn ahead is bounded.
+            oldest = row - self._read_ahead - 2
+            while len(self._known) > 1 and self._known[1][0] <= oldest:
+                self._known.popleft()
+
+    def at(self, row: int) -> tuple[int, Any]:
+        """The last row up to this one after which the place is known, and the place."""
+        with self._lock:
+            at, place = next(known for known in reversed(self._known) if known[0] <= row)
+        return at, json.loads(place) if isinstance(place, str) else place
+
+
+@final
+class CommonPlaces:
+    """Where the walks of all workers stood after some rows, as they told each other.
+
+    Args:
+      own: this worker's.
+      begun: where the epoch begins.
+      worker: which one this is.
+      read_ahead: rows that may be read before they are delivered.
+    """
+
+    every = _ROWS_BETWEEN_LANDMARKS
+
+    def __init__(self, own: Places, begun: FilesPosition, worker: int, read_ahead: int) -> None:
+        self._own = own
+        self._worker = worker
+        self._first_row = begun.rows
+        self._keep = 2 + read_ahead // self.every
+        walks = {number: (row, place.to_json()) for number, (row, place) in enumerate(begun.walks)}
+        self._known: deque[tuple[int, dict[int, tuple[int, Any]]]] = deque([(begun.rows, walks)])
+
+    def mine(self, rows: int) -> str:
+        """See ``Landmarks.mine``."""
+        return json.dumps([self._worker, *self._own.at(self._first_row + rows)])
+
+    def learn(self, rows: int, texts: Sequence[str]) -> None:
+        """See ``Landmarks.learn``."""
+        told = map(json.loads, texts)
+        self._known.append((self._first_row + rows, {worker: (row, place) for worker, row, place in told}))
+        while len(self._known) > self._keep:
+            self._known.popleft()
+
+    def at(self, row: int) -> list[tuple[int, Any]]:
+        """For each worker, a row up to this one and the place of its walk after it."""
+        known = next(walks for at, walks in reversed(list(self._known)) if at <= row)
+        return [known[worker] for worker in range(len(known))]

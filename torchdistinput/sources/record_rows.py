@@ -1,0 +1,202 @@
+"""The rows of files: who decodes which records, and the cut of their batches. Runs where the data is read."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from typing import Any, Final, final
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from torchdistinput.errors import SourceError, StateMismatch
+from torchdistinput.flow import Row
+from torchdistinput.plan.batching import Cutter
+from torchdistinput.plan.lanes import Deals, WalkPlace, fresh_files
+from torchdistinput.plan.sharding import deal
+from torchdistinput.sources.files import FileDataset
+from torchdistinput.sources.index import labelled, labelled_batch, number_of, number_of_first_row
+from torchdistinput.sources.seeds import epoch_key
+from torchdistinput.sources.walks import RecordPlace, RecordWalk
+from torchdistinput.sources.worker_side import Cut, CutReady, Failure
+
+__all__ = ["Entrance", "Passed", "RecordRows", "pass_over"]
+
+_RECORDS_BETWEEN_PLACES: Final = 64  # for each open file: telling a place costs some microseconds a file
+
+_Places = Callable[[int, int], list[RecordPlace]]
+
+
+@final
+@dataclass(frozen=True)
+class Entrance:
+    """Where a walk is entered.
+
+    Args:
+      deals: the changes of the world so far; see ``plan.lanes``.
+      place: where the walk stood.
+      rows: rows of the walk from there on that are not wanted.
+    """
+
+    deals: Deals = ()
+    place: WalkPlace = field(default_factory=WalkPlace)
+    rows: int = 0
+
+
+@final
+@dataclass(frozen=True)
+class Passed:
+    """Where passing over ended.
+
+    Args:
+      records: the batch that the last row to be passed over is in, if rows of it are left.
+      rows_left: how many of its rows were to be passed over; 0 where none of it is left.
+      place: where the walk stood before that batch.
+    """
+
+    records: list[Any]
+    rows_left: int
+    place: WalkPlace
+
+
+def pass_over(walk: RecordWalk, cutter: Cutter, rows: int, *, drop_last: bool) -> Passed:
+    """Reads the batches of so many rows, undecoded; stops at the end of the walk."""
+    size = cutter.global_batch_size or 1
+    while rows > 0:
+        place = walk.position()
+        records = walk.take(size)
+        if not records or (len(records) < size and drop_last):
+            break
+        count = len(cutter.rows(len(records))) if cutter.global_batch_size else cutter.rows_of_ready_batch
+        if count > rows:
+            return Passed(records, rows, place)
+        rows -= count
+    return Passed([], 0, walk.position())
+
+
+@final
+class RecordRows(IterableDataset[Any]):
+    """The rows of a ``FileDataset``.
+
+    Every loader worker walks the undecoded records of this rank's files, and batch ``j`` is decoded and collated by
+    worker ``j mod k``, so nothing depends on the number of loader workers.
+
+    Args:
+      dataset: the files.
+      cutter: the laws of the cut.
+      collate: makes a batch of a list of decoded samples; converts a decoded record where records are ready batches.
+      by_file: whether the files are dealt out to the workers (policy FILE); else each worker walks them all.
+      drop_last: whether a short last batch is dropped.
+      with_index: whether the numbers of the samples are wanted.
+    """
+
+    def __init__(
+        self,
+        dataset: FileDataset,
+        cutter: Cutter,
+        collate: Callable[[Any], Any],
+        *,
+        by_file: bool,
+        drop_last: bool,
+        with_index: bool,
+    ) -> None:
+        self.dataset = dataset
+        self._cutter = cutter
+        self._collate = collate
+        self._by_file = by_file
+        self._drop_last = drop_last
+        self._with_index = with_index
+        self._entrance = Entrance()
+        # In shared memory, so that persistent loader workers learn of it too.
+        self._epoch: torch.Tensor = torch.zeros(1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call] # torch's
+
+    def set_epoch(self, epoch: int) -> None:
+        """Sets the epoch of the next iteration, in loader workers that live on as well."""
+        self._epoch[0] = epoch
+
+    def of_epoch(self, epoch: int, entrance: Entrance | None = None) -> RecordRows:
+        """The rows of one epoch, whatever this one is told later; from an entrance on, if one is given."""
+        rows = copy.copy(self)
+        rows._epoch = torch.tensor([epoch])  # noqa: SLF001 - its own copy
+        rows._entrance = entrance or Entrance()  # noqa: SLF001 - its own copy
+        return rows
+
+    def __iter__(self) -> Iterator[Cut | Failure]:
+        epoch, entrance = int(self._epoch), self._entrance
+        order: Sequence[int] = fresh_files(self.dataset.file_order(epoch), entrance.deals)
+        if self._by_file:
+            order = deal(order, self._cutter.topology.num_workers, self._cutter.topology.worker)
+        try:
+            with closing(self.dataset.walk(order, epoch, entrance.place)) as walk:
+                yield from self._cuts(walk, entrance.rows, epoch_key(self.dataset.seed, epoch))
+        except (SourceError, StateMismatch) as error:
+            yield Failure(error, "")
+
+    def _cuts(self, walk: RecordWalk, rows: int, key: int) -> Iterator[Cut | Failure]:
+        """This loader worker's share of the batches after so many rows."""
+        info = get_worker_info()
+        worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
+        size = self._cutter.global_batch_size or 1
+        untold = 0  # records since a place was told
+        passed = pass_over(walk, self._cutter, rows, drop_last=self._drop_last)
+        first, records = passed.rows_left, passed.records
+        for number in count():
+            records = records or walk.take(size)
+            if not records or (len(records) < size and self._drop_last):
+                return
+            if number % num_workers == worker:
+                cut = self._cut(records, walk.places, key, first)
+                untold -= len(records)
+                if isinstance(cut, Cut) and untold <= 0:
+                    place = walk.position()
+                    untold = _RECORDS_BETWEEN_PLACES * max(1, len(place.slots))
+                    cut = cut._replace(place=json.dumps(place.to_json()))
+                yield cut
+            first, records = 0, []
+
+    def _cut(self, records: list[Any], places: _Places, key: int, first: int) -> Cut | Failure:
+        try:
+            if self._cutter.global_batch_size is None:
+                return self._cut_ready(records, partial(places, 0, 1), key, first)
+            rows: list[Row] = []
+            numbers: list[list[Any]] = []
+            for limits in self._cutter.rows(len(records))[first:]:
+                rows.append(
+                    [
+                        self._collate(self.dataset.decode(records[lo:hi], partial(places, lo, hi), key))
+                        if lo < hi
+                        else None
+                        for lo, hi in limits
+                    ]
+                )
+                if self._with_index:
+                    numbers.append([np.array([*map(number_of, places(lo, hi))], dtype=np.int64) for lo, hi in limits])
+            return Cut(rows, len(records), numbers or None)
+        except Exception as error:
+            place = places(0, 1)[0]
+            where = "" if isinstance(error, SourceError) else f"collating from record {place.record} of {place.file} on"
+            return Failure(error, where)
+
+    def _cut_ready(self, records: list[Any], places: Callable[[], list[RecordPlace]], key: int, first: int) -> Cut:
+        batch = self.dataset.decode(records, places, key)[0]
+        cut = CutReady(self._collate, self._cutter).cut(batch)
+        cut = cut._replace(rows=cut.rows[first:])
+        return cut._replace(numbers=number_of_first_row(places()[0])) if self._with_index else cut
+
+    def label(self, cut: Cut) -> list[Row]:
+        """The rows with the index beside each piece. Where the rows are delivered, not where they are read."""
+        if isinstance(cut.numbers, int):
+            return labelled_batch(cut.numbers, cut.rows, cut.size, self._cutter)
+        return [
+            [
+                None if piece is None else labelled(torch.from_numpy(number), piece)
+                for piece, number in zip(row, numbers, strict=True)
+            ]
+            for row, numbers in zip(cut.rows, cut.numbers or (), strict=True)
+        ]

@@ -1,0 +1,276 @@
+"""``FileDataset``s as sources, alone or in a ``DataLoader``; how their reading is left and entered again.
+
+In another world, the places of the old walks are brought forward to the row that was delivered last, by the new ranks
+together; then what was begun, and what nobody opened, is dealt anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast, final
+
+import torch
+from torch.utils.data import DataLoader, default_collate
+
+from torchdistinput.errors import StateMismatch
+from torchdistinput.flow import Landmarks, Row, Start, Stream
+from torchdistinput.plan.batching import Cutter, check_batch_size
+from torchdistinput.plan.lanes import WalkPlace, fresh_files, redeal
+from torchdistinput.plan.sharding import AutoShardPolicy
+from torchdistinput.plan.topology import Topology
+from torchdistinput.sources.base import Exchange
+from torchdistinput.sources.files import FileDataset
+from torchdistinput.sources.record_places import CommonPlaces, FilesPosition, Places
+from torchdistinput.sources.record_rows import Entrance, RecordRows, pass_over
+from torchdistinput.sources.runs import LoaderRuns
+from torchdistinput.sources.torch_loaders import check_loader, generator_digest, settings_of
+from torchdistinput.sources.worker_side import Cut, Failure, as_is
+
+__all__ = ["RecordSource"]
+
+Draw = Callable[[Callable[[], Any]], Any]
+Collate = Callable[[Any], Any]
+
+
+@final
+class RecordSource:
+    """A ``FileDataset``: its records are batched here, or are ready batches.
+
+    Args:
+      data: the files, or a ``DataLoader`` over them.
+      policy: the policy in force.
+      topology: where this worker stands.
+      global_batch_size: G, if records are to be batched; a ``DataLoader`` has its own.
+      collate: makes a batch of samples; torch's ``default_collate`` if not given.
+      with_index: whether each piece comes with the numbers of its samples.
+      read_ahead: steps that may be read before they are delivered.
+    """
+
+    base_seed = "every"
+    needs_default_state = False
+    bound_to_world = False
+    collective_state = False
+
+    def __init__(
+        self,
+        data: FileDataset | DataLoader[Any],
+        policy: AutoShardPolicy,
+        topology: Topology,
+        global_batch_size: int | None = None,
+        collate: Collate | None = None,
+        *,
+        with_index: bool = False,
+        read_ahead: int = 0,
+    ) -> None:
+        shared = policy is AutoShardPolicy.DATA or topology.num_workers == 1
+        self._loader = data if isinstance(data, DataLoader) else None
+        self._drop_last = False
+        if self._loader is not None:
+            check_loader(self._loader, policy)
+            size = self._loader.batch_size
+            global_batch_size = None if size is None else check_batch_size(size, "batch_size")
+            collate = cast(Collate, self._loader.collate_fn)
+            self._drop_last = self._loader.drop_last
+        elif collate is None:
+            collate = as_is if global_batch_size is None else default_collate
+        self._dataset = cast(FileDataset, data.dataset if isinstance(data, DataLoader) else data)
+        self._cutter = Cutter(topology, shared, global_batch_size)
+        self._by_file = policy is AutoShardPolicy.FILE
+        self._with_index = with_index
+        self._read_ahead = read_ahead
+        self._rows = RecordRows(
+            self._dataset,
+            self._cutter,
+            collate,
+            by_file=self._by_file,
+            drop_last=self._drop_last,
+            with_index=with_index,
+        )
+        self._runs = None if self._loader is None else _runs_of(self._loader)
+        self.draws_from_default_generator = self._loader is not None and self._loader.generator is None
+        self.certain_piece_size = self._cutter.certain_piece_size(drop_last=self._drop_last) if shared else None
+        self.largest_piece_size = self._cutter.largest_piece_size
+
+    def fingerprint(self) -> Mapping[str, Any]:
+        """See ``Source.fingerprint``."""
+        facts = {"kind": "files", "batch size": self._cutter.global_batch_size, "drop_last": self._drop_last}
+        return {**facts, **self._dataset.fingerprint()}
+
+    def epoch_fingerprint(self) -> Mapping[str, Any]:
+        """See ``Source.epoch_fingerprint``."""
+        return {"generator state": None if self._loader is None else generator_digest(self._loader.generator)}
+
+    def num_steps(self) -> int | None:
+        """See ``Source.num_steps``."""
+        return None
+
+    def set_epoch(self, epoch: int) -> None:
+        """See ``Source.set_epoch``. The epoch comes with ``open``."""
+
+    def close(self) -> None:
+        """See ``Source.close``."""
+        if self._runs is not None:
+            self._runs.close()
+
+    def lost_workers(self) -> str:
+        """See ``HasWorkers.lost_workers``."""
+        return "" if self._runs is None else self._runs.lost_workers()
+
+    def generators(self) -> Sequence[torch.Generator]:
+        """See ``Source.generators``. The order follows from the dataset's seed."""
+        return ()
+
+    def check(self, position: Sequence[Any]) -> None:
+        """See ``Source.check``."""
+        walks = FilesPosition.from_json(position).walks
+        self._dataset.check_unchanged(lane for _, place in walks for lane in place.lanes)
+
+    def resume(self, epoch: int, start: Start, share: Exchange) -> Start:
+        """See ``Source.resume``. Deals anew what another world has begun."""
+        if start.position is None:
+            return start
+        found = FilesPosition.from_json(start.position)
+        topology = self._cutter.topology
+        num_walks = 1 if self._cutter.shared else topology.num_workers
+        if len(found.walks) == num_walks and (self._cutter.shared or found.num_replicas == topology.num_replicas):
+            return start
+        mine = range(topology.worker, len(found.walks), topology.num_workers)
+        told = share(lambda: [[worker, self._forward(epoch, found, worker).to_json()] for worker in mine])
+        places = {worker: WalkPlace.from_json(place) for each in told for worker, place in each}
+        dealt, deals = redeal([places[worker] for worker in range(len(found.walks))], found.deals, num_walks)
+        position = FilesPosition(topology.num_replicas, deals, [(0, place) for place in dealt], 0)
+        return Start(start.steps, start.samples, start.drawn, position.to_json(), start.replay, start.base_seed)
+
+    def _forward(self, epoch: int, found: FilesPosition, worker: int) -> WalkPlace:
+        """Where a worker of the other world stood after the last row that was delivered there."""
+        workers, (row, place) = len(found.walks), found.walks[worker]
+        there = Topology(num_workers=workers, replicas_per_worker=found.num_replicas // workers, worker=worker)
+        cutter = Cutter(there, workers == 1, self._cutter.global_batch_size)
+        files = fresh_files(self._dataset.file_order(epoch), found.deals)[worker::workers]
+        walk = self._dataset.walk(files, epoch, place)
+        try:
+            passed = pass_over(walk, cutter, found.rows - row, drop_last=self._drop_last)
+            if not passed.rows_left:
+                return walk.position()
+        finally:
+            walk.close()
+        if self._cutter.global_batch_size is None:
+            raise StateMismatch(
+                f"step: the state was saved in the middle of ready batches, of which {passed.rows_left} of {workers} "
+                f"parts were delivered. Save after a multiple of {workers} steps, or resume with {workers} workers."
+            )
+        again = self._dataset.walk(files, epoch, passed.place)
+        try:
+            again.take(cutter.rows(len(passed.records))[passed.rows_left - 1][-1][1])
+            return again.position()
+        finally:
+            again.close()
+
+    def open(self, epoch: int, draws: Draw, start: Start) -> Stream:
+        """See ``Source.open``."""
+        position = self._position_of(start)
+        rows = self._rows
+        if position.rows or start.position is not None:
+            worker = 0 if self._cutter.shared else self._cutter.topology.worker
+            row, place = position.walks[worker]
+            rows = rows.of_epoch(epoch, Entrance(position.deals, place, position.rows - row))
+        elif self._runs is None or not self._runs.can_last():
+            rows = rows.of_epoch(epoch)
+        else:
+            rows.set_epoch(epoch)
+        cuts: Iterator[Cut | Failure] = iter(())
+        close: Callable[[], None] | None = None
+        runs = self._runs
+        if runs is None:
+            cuts = iter(rows)
+        else:
+            run = draws(lambda: runs.start(rows, once=rows is not self._rows))
+            cuts, close = run, lambda: runs.finish(run)
+        return _RecordStream(
+            cuts,
+            self._rows.label if self._with_index else None,
+            position,
+            own=None if self._cutter.shared else self._cutter.topology.worker,
+            read_ahead=self._read_ahead,
+            in_background=self._loader is not None and self._loader.num_workers > 0,
+            close=close,
+        )
+
+    def _position_of(self, start: Start) -> FilesPosition:
+        if start.position is not None:
+            return FilesPosition.from_json(start.position)
+        topology = self._cutter.topology
+        walks = 1 if self._cutter.shared else topology.num_workers
+        return FilesPosition(topology.num_replicas, [], [(0, WalkPlace())] * walks, start.steps)
+
+
+def _runs_of(loader: DataLoader[Any]) -> LoaderRuns:
+    settings = settings_of(loader)
+    return LoaderRuns(
+        lambda dataset: DataLoader(dataset, batch_size=None, collate_fn=as_is, **settings),
+        lasting=loader.persistent_workers,
+    )
+
+
+@final
+class _RecordStream:
+    """The rows of one epoch of files, and where the walk stood after some of them.
+
+    Args:
+      cuts: the batches, cut.
+      label: puts the index beside the pieces of a batch, if that is wanted.
+      position: where the epoch begins.
+      own: which of the walks is this worker's; ``None`` where all have the same.
+      read_ahead: rows that may be read before they are delivered.
+      in_background: whether reading runs no user code in this process.
+      close: ends what else there is to end.
+    """
+
+    owns_state = False
+
+    def __init__(
+        self,
+        cuts: Iterator[Cut | Failure],
+        label: Callable[[Cut], list[Row]] | None,
+        position: FilesPosition,
+        *,
+        own: int | None,
+        read_ahead: int,
+        in_background: bool,
+        close: Callable[[], None] | None,
+    ) -> None:
+        self.in_background = in_background
+        self._begun = position
+        self._close = close
+        self._places = Places(position.walks[own or 0], position.rows, read_ahead)
+        self._common = None if own is None else CommonPlaces(self._places, position, own, read_ahead)
+        self.landmarks: Landmarks | None = self._common
+        self._rows = self._places.rows_of(cuts, label)
+
+    def draw(self) -> Row | bool | None:
+        """See ``Stream.draw``."""
+        return True if self.in_background else next(self._rows, None)
+
+    def fetch(self, drawn: Any) -> Row | None:
+        """See ``Stream.fetch``."""
+        row: Row | None = next(self._rows, None) if self.in_background else drawn
+        return row
+
+    def digest_of(self, drawn: Any) -> int:
+        """See ``Stream.digest_of``."""
+        return 0
+
+    def position(self, rows: int) -> list[Any]:
+        """See ``Stream.position``."""
+        row = self._begun.rows + rows
+        walks = [self._places.at(row)] if self._common is None else self._common.at(row)
+        begun = self._begun
+        return ["files", begun.num_replicas, list(map(list, begun.deals)), [[at, place] for at, place in walks], row]
+
+    def close(self) -> None:
+        """See ``Stream.close``. Closes the files too, unless a thread may still read them."""
+        close, self._close = self._close, None
+        if close is not None:
+            close()
+        if not self.in_background:
+            self._rows.close()

@@ -1,0 +1,91 @@
+"""Entering a torch ``DataLoader`` over map-style data within an epoch, without reading what is passed over."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeGuard, final
+
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from torchdistinput.errors import StateMismatch
+from torchdistinput.flow import Start
+from torchdistinput.sources.base_seeds import BaseSeeds
+from torchdistinput.sources.batches import batches_of
+from torchdistinput.sources.shuffle import ShuffleSampler
+from torchdistinput.sources.torch_loaders import settings_of
+
+__all__ = ["can_pass_over", "passing_over", "tell_shuffler"]
+
+
+def can_pass_over(data: object) -> TypeGuard[DataLoader[Any]]:
+    """Whether it is a plain torch loader, whose batches follow from indices."""
+    return type(data) is DataLoader and not isinstance(data.dataset, IterableDataset)
+
+
+def passing_over(loader: DataLoader[Any], batches: int, at_least: int, start: Start) -> DataLoader[Any]:
+    """The same loader, the first epoch of which begins some batches later; the others are whole.
+
+    The loader's generators, or torch's default random state, are expected to be as they were when the epoch began.
+
+    Args:
+      loader: the user's.
+      batches: how many to pass over, if there are so many.
+      at_least: how many there must be.
+      start: tells of whole epochs whose draws come first, and whether this epoch draws a seed for the loader workers.
+    """
+    own: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    seeds = BaseSeeds(loader.generator, lasting=loader.persistent_workers)
+    seeds.when = start.base_seed or seeds.when
+    for _ in range(start.replay):
+        epoch = batches_of(own)
+        seeds.draw()
+        epoch.skip(sys.maxsize)
+    seeds.draw()
+    later = _Later(own, batches, at_least)
+    arguments: dict[str, Any] = {"batch_sampler": later}
+    if loader.batch_sampler is None:
+        arguments = {"batch_size": None, "sampler": later}
+    settings = {**settings_of(loader), "worker_init_fn": loader.worker_init_fn, "generator": seeds.generator}
+    return DataLoader(loader.dataset, collate_fn=loader.collate_fn, **arguments, **settings)
+
+
+def tell_shuffler(loader: DataLoader[Any], epoch: int) -> None:
+    """A ``ShuffleSampler`` counts its epochs by itself; in a new process it is told."""
+    sampler = loader.batch_sampler.sampler if isinstance(loader.batch_sampler, BatchSampler) else loader.sampler
+    if isinstance(sampler, ShuffleSampler):
+        sampler.set_epoch(epoch)
+
+
+@final
+class _Later:
+    """A sampler or batch sampler whose first epoch begins some batches later.
+
+    Args:
+      batches: the user's.
+      skip: how many to pass over.
+      at_least: how many there must be.
+    """
+
+    def __init__(self, batches: Iterable[Any], skip: int, at_least: int) -> None:
+        self._batches = batches
+        self._skip = skip
+        self._at_least = at_least
+
+    def __iter__(self) -> Iterator[Any]:
+        # Torch asks for two iterators where it has loader workers, and uses the second.
+        skip, self._skip = self._skip, 0
+        batches = batches_of(self._batches)
+        if skip:
+            passed = batches.skip(skip)
+            if passed.batches < self._at_least:
+                raise StateMismatch(
+                    f"the sampler of the dataset function's DataLoader ended after {passed.batches} batch(es), but "
+                    f"the state says that {self._at_least} were delivered. It must be the same data and sampler."
+                )
+        while True:
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            yield batch

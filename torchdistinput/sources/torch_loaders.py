@@ -1,0 +1,77 @@
+"""What all sources over a torch ``DataLoader`` have in common: which are refused, and what is kept of the user's."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any, cast, final
+
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, get_worker_info
+
+from torchdistinput.errors import InputError, ShardingError
+from torchdistinput.plan.sharding import AutoShardPolicy
+from torchdistinput.sources.samplers import DistributedBatchSampler
+
+__all__ = ["check_loader", "generator_digest", "settings_of"]
+
+
+def check_loader(loader: DataLoader[Any], policy: AutoShardPolicy) -> None:
+    """Refuses a ``DataLoader`` that cannot be divided.
+
+    Raises:
+      InputError: ``in_order=False``: batches would pair up with the wrong steps.
+      ShardingError: a per-rank sampler is inside; its part would be divided again. Policy OFF divides nothing.
+    """
+    if not getattr(loader, "in_order", True):  # an attribute since torch 2.7
+        raise InputError(
+            "the DataLoader has in_order=False, so its batches come in any order and the ranks' parts of a step would "
+            "belong to different batches. Build it with in_order=True."
+        )
+    sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    for inner in (sampler, loader.sampler):
+        per_rank = isinstance(inner, DistributedSampler | DistributedBatchSampler)
+        if per_rank and policy is not AutoShardPolicy.OFF:
+            raise ShardingError(
+                f"the DataLoader has a {type(inner).__name__}, which already takes one rank's part; it would be "
+                "divided twice. Give the sampler of one process (or shuffle=True) and the global batch size; or "
+                "AutoShardPolicy.OFF, which takes each rank's part as it is."
+            )
+
+
+def generator_digest(generator: torch.Generator | None) -> str | None:
+    """A short text that is equal for equal generator states."""
+    if generator is None:
+        return None
+    return hashlib.sha256(bytes(generator.get_state().numpy())).hexdigest()[:16]
+
+
+@final
+class _WorkerInit:
+    """The user's ``worker_init_fn``, which finds the user's dataset in ``get_worker_info()``, not the wrapped one."""
+
+    def __init__(self, init: Callable[[int], None] | None) -> None:
+        self._init = init
+
+    def __call__(self, worker: int) -> None:
+        info = get_worker_info()
+        if info is not None:
+            # WorkerInfo refuses a plain assignment.
+            object.__setattr__(info, "dataset", cast(Any, info.dataset).dataset)
+        if self._init is not None:
+            self._init(worker)
+
+
+def settings_of(loader: DataLoader[Any]) -> dict[str, Any]:
+    """The arguments of a ``DataLoader`` that stay as they are."""
+    workers = {"prefetch_factor": loader.prefetch_factor} if loader.num_workers else {}
+    return {
+        "num_workers": loader.num_workers,
+        "pin_memory": loader.pin_memory,
+        "timeout": loader.timeout,
+        "worker_init_fn": _WorkerInit(loader.worker_init_fn) if loader.num_workers else loader.worker_init_fn,
+        "multiprocessing_context": loader.multiprocessing_context,
+        "generator": loader.generator,
+        "persistent_workers": loader.persistent_workers,
+        **workers,
+    }

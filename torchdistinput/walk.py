@@ -1,0 +1,215 @@
+"""The walk of the data; ``compose`` is the one place where it is put together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, final
+
+import torch
+
+from torchdistinput.backends.collectives import Channel, Ranks
+from torchdistinput.backends.devices import make_copier
+from torchdistinput.errors import InputError
+from torchdistinput.flow import Drawn, Failed, Held, Share, Start, Stream
+from torchdistinput.iterator import DistributedIterator, LastStep, Progress
+from torchdistinput.mould import Mould
+from torchdistinput.plan.options import InputOptions
+from torchdistinput.plan.topology import Topology
+from torchdistinput.sources.base import HasWorkers, Source
+from torchdistinput.stages.buffer import Buffer, Walk
+from torchdistinput.stages.coordinate import Coordinate
+from torchdistinput.stages.fetch import Fetch
+from torchdistinput.stages.pad import Pad
+from torchdistinput.stages.transfer import Transfer
+from torchdistinput.tree import TensorSpec
+from torchdistinput.values import PerReplica
+
+__all__ = ["Opened", "Setting", "compose", "open_stream"]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Where a distributed dataset lives: what its strategy knows.
+
+    Args:
+      topology: where this worker stands.
+      devices: one for each local replica.
+      ranks: the ranks that must agree; ``None`` where there is one only.
+      timeout_seconds: the strategy's bound of a wait for another rank.
+    """
+
+    topology: Topology
+    devices: Sequence[torch.device]
+    ranks: Ranks | None
+    timeout_seconds: float
+
+
+class Opened(NamedTuple):
+    """An epoch that has begun."""
+
+    channel: Channel | None
+    """The connection to the same iterator on the other ranks; none where nobody else votes."""
+    stream: Stream
+    progress: Progress
+    last: LastStep
+
+
+def open_stream(source: Source, epoch: int, draws: Callable[[Callable[[], Any]], Any], start: Start) -> Stream:
+    """The rows of an epoch; where the source cannot be opened, all ranks raise that at the first step."""
+    try:
+        return source.open(epoch, draws, start)
+    except Exception as error:
+        return _BrokenStream(error)
+
+
+def compose(
+    source: Source, setting: Setting, options: InputOptions, opened: Opened, idle: list[Transfer]
+) -> DistributedIterator:
+    """The walk: fetch -> pad, if asked for -> transfer -> coordinate -> buffer.
+
+    Args:
+      source: the data.
+      setting: where the dataset lives.
+      options: what the user asked for.
+      opened: the epoch that has begun.
+      idle: streams and their memory, kept for the life of the dataset; one is taken, and given back at the end.
+    """
+    channel, stream, progress, last = opened
+    depth = options.prefetch
+    devices = setting.devices if options.fetch_to_device else [torch.device("cpu")] * len(setting.devices)
+    copies = any(device.type != "cpu" for device in devices)
+    mould = Mould()
+    fetch = Fetch(stream, mould)
+    pad = _new_pad(source, options)
+    transfer = idle.pop() if idle else Transfer([make_copier(device) for device in devices])
+
+    def send(share: Share) -> None:
+        share.parcels = transfer.send(share.pieces)
+        share.pieces = []
+
+    def complete(share: Share) -> None:
+        if not share.parcels:
+            _fill(share, mould, setting.topology.replicas_per_worker, pad)
+            send(share)
+
+    def produce(drawn: Drawn | Held) -> Held:
+        held = fetch.finish(drawn)
+        if isinstance(held, Share) and mould.structure is not None:
+            try:
+                complete(held)
+            except Exception as error:  # out of memory, say: a failed step like any other
+                return Failed(error, "" if isinstance(error, InputError) else "copying to the devices")
+        return held
+
+    def discard(shares: Sequence[Share]) -> None:
+        for share in shares:
+            if share.parcels:
+                transfer.discard(share.parcels)
+
+    ranks = setting.ranks
+    coordinate = Coordinate(
+        channel,
+        slots=max(1, depth),
+        mould=mould,
+        complete=complete,
+        name=None if ranks is None else ranks.name(ranks.rank),
+        begins_at=(progress.epoch, progress.steps),
+        counts=ranks is None or ranks.rank in ranks.firsts,
+        landmarks=stream.landmarks,
+    )
+    threaded = channel is not None or (depth > 0 and (stream.in_background or copies))
+    buffer = Buffer(
+        Walk(
+            fetch.draw,
+            produce,
+            discard,
+            transfer.enter_thread,
+            fetch.close,
+            lambda: idle.append(transfer),
+            source.lost_workers if isinstance(source, HasWorkers) else str,
+        ),
+        coordinate,
+        depth=depth if threaded else 0,
+        threaded=threaded,
+        timeout_seconds=setting.timeout_seconds if options.timeout_seconds is None else options.timeout_seconds,
+        names=_itself if ranks is None else ranks.name,
+        first_step=progress.steps,
+    )
+    spec = _SpecMaker(mould, source.certain_piece_size, setting.topology.replicas_per_worker, pad)
+    knows_all = channel is not None or ranks is None
+    place = (setting.topology, spec, progress, last)
+    return DistributedIterator(buffer, transfer, *place, knows_all=knows_all)
+
+
+def _new_pad(source: Source, options: InputOptions) -> Pad | None:
+    rows = source.largest_piece_size
+    return None if options.partial_batch == "keep" or rows is None else Pad(rows, with_index=options.with_index)
+
+
+def _fill(share: Share, mould: Mould, replicas_per_worker: int, pad: Pad | None) -> None:
+    """Puts empty batches where a replica has no sample, and pads."""
+    if mould.structure is None:
+        return
+    pieces = share.pieces or [None] * replicas_per_worker
+    share.pieces = [mould.structure.empty() if piece is None else piece for piece in pieces]
+    share.sizes = share.sizes or (0,) * replicas_per_worker
+    if pad is not None:
+        pad(share, mould.structure)
+
+
+@final
+class _SpecMaker:
+    """Makes the element spec from the structure that the mould knows."""
+
+    def __init__(self, mould: Mould, piece_size: int | None, replicas_per_worker: int, pad: Pad | None) -> None:
+        self._mould = mould
+        self._piece_size = piece_size
+        self._local = replicas_per_worker
+        self._pad = pad
+
+    def __call__(self) -> Any:
+        structure = self._mould.structure
+        if structure is None:
+            raise InputError("the data ended before the first element, so there is no element spec.")
+        if self._pad is not None:
+            return self._pad.structure(structure).spec(self._pad.rows, self._for_each_replica)
+        return structure.spec(self._piece_size, self._for_each_replica)
+
+    def _for_each_replica(self, spec: TensorSpec) -> Any:
+        return spec if self._local == 1 else PerReplica([spec] * self._local)
+
+
+@final
+class _BrokenStream:
+    """The stream of a source that could not be opened: its first step fails."""
+
+    in_background = False
+    owns_state = False
+    landmarks = None
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def draw(self) -> Any:
+        """See ``Stream.draw``."""
+        raise self._error
+
+    def fetch(self, drawn: Any) -> None:
+        """See ``Stream.fetch``."""
+
+    def digest_of(self, drawn: Any) -> int:
+        """See ``Stream.digest_of``."""
+        return 0
+
+    def position(self, rows: int) -> list[Any]:
+        """See ``Stream.position``. Nobody asks: no step was delivered."""
+        raise self._error
+
+    def close(self) -> None:
+        """See ``Stream.close``."""
+
+
+def _itself(rank: int) -> int:
+    return rank
