@@ -90,6 +90,9 @@ OPTION_FIELDS = [
     "with_index",
     "partial_batch",
     "snapshot_every",
+    "on_error",
+    "max_errors",
+    "log_every",
 ]
 
 

@@ -54,11 +54,15 @@ class InputOptions:
         Needs a known global batch size.
       snapshot_every: for datasets and iterators with ``state_dict`` of their own: after how many steps each it is
         called, to have a place to resume from. Between two of them, steps are read again on a resume.
+      on_error: ``"raise"``: a sample that cannot be read is an error on every rank. ``"skip"``: it is left out of its
+        step, counted and logged; nothing takes its place. For map-style data and files.
+      max_errors: samples that may be left out in an epoch, over all ranks; one more is an error on every rank.
+      log_every: after how many steps each the first rank logs where the time goes; 0 for never.
 
     Raises:
       TypeError: a value of another type.
-      ValueError: ``prefetch`` is negative, ``snapshot_every`` or ``timeout_seconds`` is not positive, or
-        ``coordination`` or ``partial_batch`` is another word.
+      ValueError: ``prefetch``, ``max_errors`` or ``log_every`` is negative, ``snapshot_every`` or ``timeout_seconds``
+        is not positive, or ``coordination``, ``partial_batch`` or ``on_error`` is another word.
     """
 
     auto_shard_policy: AutoShardPolicy = AutoShardPolicy.AUTO
@@ -70,6 +74,9 @@ class InputOptions:
     with_index: bool = False
     partial_batch: Literal["keep", "pad"] = "keep"
     snapshot_every: int = 16
+    on_error: Literal["raise", "skip"] = "raise"
+    max_errors: int = 100
+    log_every: int = 0
 
     def __post_init__(self) -> None:
         if not isinstance(self.auto_shard_policy, AutoShardPolicy):
@@ -78,14 +85,15 @@ class InputOptions:
             raise TypeError(f"replication_mode is {self.replication_mode!r}; an InputReplicationMode is needed.")
         _check_count("prefetch", self.prefetch, 0)
         _check_count("snapshot_every", self.snapshot_every, 1)
+        _check_count("max_errors", self.max_errors, 0)
+        _check_count("log_every", self.log_every, 0)
         if self.timeout_seconds is not None and not self.timeout_seconds > 0:
             raise ValueError(f"timeout_seconds is {self.timeout_seconds}; it must be positive.")
-        if self.coordination not in ("on", "off"):
-            raise ValueError(f"coordination is {self.coordination!r}; it must be 'on' or 'off'.")
+        _check_word("coordination", self.coordination, "on", "off")
+        _check_word("partial_batch", self.partial_batch, "keep", "pad")
+        _check_word("on_error", self.on_error, "raise", "skip")
         if not isinstance(self.with_index, bool):
             raise TypeError(f"with_index is {self.with_index!r}; True or False is needed.")
-        if self.partial_batch not in ("keep", "pad"):
-            raise ValueError(f"partial_batch is {self.partial_batch!r}; it must be 'keep' or 'pad'.")
 
 
 def _check_count(name: str, value: object, least: int) -> None:
@@ -93,6 +101,11 @@ def _check_count(name: str, value: object, least: int) -> None:
         raise TypeError(f"{name} is {value!r}; an int is needed, a number of steps.")
     if value < least:
         raise ValueError(f"{name} is {value}; it must be {least} or more.")
+
+
+def _check_word(name: str, value: object, first: str, second: str) -> None:
+    if value not in (first, second):
+        raise ValueError(f"{name} is {value!r}; it must be {first!r} or {second!r}.")
 
 
 @final
