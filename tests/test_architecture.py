@@ -22,6 +22,8 @@ FLOORS = {
     "plan": 1,
     "backends": 2,
     "flow": 1,
+    "failures": 2,
+    "stats": 2,
     "mould": 2,
     "values": 2,
     "agreement": 3,
@@ -54,7 +56,7 @@ NARROWER = {
     "plan": {"errors"},
     "backends": {"errors", "tree"},
     "values": {"errors", "tree"},
-    "stages": {"errors", "tree", "flow", "mould", "plan", "backends", "values"},
+    "stages": {"errors", "tree", "failures", "flow", "mould", "plan", "backends", "stats", "values"},
 }
 
 RUN_TIME_PACKAGES = {"torch", "numpy", "fsspec"}

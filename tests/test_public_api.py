@@ -66,7 +66,9 @@ STRATEGY_NAMES = [
 DATASET_NAMES = [
     "close",
     "element_spec",
+    "gather_stats",
     "load_state_dict",
+    "next_state_dict",
     "put_back",
     "seek",
     "set_epoch",
@@ -76,7 +78,7 @@ DATASET_NAMES = [
     "step",
 ]
 
-ITERATOR_NAMES = ["close", "element_spec", "get_next", "get_next_as_optional", "is_live", "step"]
+ITERATOR_NAMES = ["close", "element_spec", "get_next", "get_next_as_optional", "is_live", "reads", "step"]
 
 STEP_FIELDS = ["epoch", "index", "global_size", "local_sizes", "num_replicas", "num_workers"]
 

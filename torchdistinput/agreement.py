@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchdistinput import errors
+from torchdistinput.backends.channels import plain_message
 from torchdistinput.backends.collectives import Ranks
 from torchdistinput.errors import InputError, RankDisagreement
 
@@ -48,7 +49,7 @@ def agree(
         return [extra]
     problem = None if error is None else [type(error).__name__, str(error)]
     text = json.dumps({"what": what, "facts": dict(facts), "problem": problem, "extra": extra}, default=str)
-    told = [json.loads(each) for each in ranks.gather_texts(text, what)]
+    told = [_message(each) for each in ranks.gather_texts(text, what)]
     try:
         _compare(ranks, "calls", [each["what"] for each in told])
     except RankDisagreement as disagreement:
@@ -61,6 +62,14 @@ def agree(
     for fact in sorted(set().union(*(each["facts"] for each in told))):
         _compare(ranks, fact, [each["facts"].get(fact) for each in told])
     return [each["extra"] for each in told]
+
+
+def _message(text: str) -> dict[str, Any]:
+    match told := plain_message(text):
+        case {"what": str(), "facts": dict(), "problem": None | [str(), str()], "extra": _}:
+            return told
+        case _:
+            raise InputError(f"another rank sent {text!r:.100}, which is no message of torchdistinput's.")
 
 
 def _like(what: str, problems: Mapping[int, tuple[str, str]]) -> Exception:

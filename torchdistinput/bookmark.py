@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 
@@ -25,12 +26,13 @@ from torchdistinput.errors import InputError, StateMismatch
 from torchdistinput.flow import Start, Stream
 from torchdistinput.iterator import Progress
 from torchdistinput.plan.state import SavedState, differences
-from torchdistinput.sources.base import Source
-from torchdistinput.sources.random_state import BorrowedRandomState, packed, plainly, unpacked
+from torchdistinput.sources.base import DrawsAlone, SeedsSamples, Source
+from torchdistinput.sources.random_state import BorrowedRandomState, LentState, packed, unpacked
 
 __all__ = ["Bookmark", "Entry"]
 
 _LOG = logging.getLogger("torchdistinput")
+_REMEMBERED_EPOCHS: Final = 64  # some KiB each
 
 
 @final
@@ -78,6 +80,11 @@ class _Random:
         default = unpacked(texts[1]) if texts[1] else None
         return cls(base_seed, int(replay), default, [unpacked(text) for text in texts[2:]])
 
+    def restore(self, source: Source) -> None:
+        """Sets the input's generators to what they were."""
+        for generator, state in zip(source.generators(), self.generators, strict=True):
+            generator.set_state(state)
+
     def texts(self) -> tuple[str, ...]:
         """As a state has it."""
         if self._texts is None:
@@ -107,11 +114,19 @@ class Entry:
 @final
 @dataclass(frozen=True)
 class _Pending:
-    """A place to begin at that was loaded or sought, and not entered yet."""
+    """A place to begin at that was loaded or sought, and not entered yet.
+
+    Args:
+      saved: the place.
+      random: how the order of its epoch is drawn; ``None`` where that follows from no random state.
+      restores: whether the random states are put back once more when it is entered, whatever drew from them since.
+      unread: whether it is an epoch that was begun, and given back before its first step.
+    """
 
     saved: SavedState
     random: _Random | None
-    enters_default: bool
+    restores: bool
+    unread: bool = False
 
 
 @final
@@ -124,16 +139,25 @@ class Bookmark:
       ranks: the ranks that must agree; ``None`` where there is one only.
       worker: which worker this is.
       name: the dataset's, for messages.
+      lent: the default random state that the ranks draw from together.
     """
 
     def __init__(
-        self, source: Source, fingerprint: Mapping[str, Any], ranks: Ranks | None, worker: int, name: str
+        self,
+        source: Source,
+        fingerprint: Mapping[str, Any],
+        ranks: Ranks | None,
+        worker: int,
+        name: str,
+        *,
+        lent: LentState,
     ) -> None:
         self._source = source
         self._fingerprint = fingerprint
         self._ranks = ranks
         self._worker = worker
         self._name = name
+        self._lent = lent
         self._epoch = 0
         self._told: int | None = None
         self._pending: _Pending | None = None
@@ -141,19 +165,31 @@ class Bookmark:
         self._progress: Progress | None = None
         self._stream: Stream | None = None
         self._random: _Random | None = None
-        self._first: tuple[int, _Random] | None = None
-        self._draws: Callable[[Callable[[], Any]], Any] = plainly
+        self._told_then: int | None = None
+        self._known: deque[tuple[int, _Random]] = deque(maxlen=_REMEMBERED_EPOCHS)
 
     @property
     def next_epoch(self) -> int:
         """The number of the next epoch."""
         return self._epoch
 
-    def set_epoch(self, epoch: int) -> None:
-        """Sets the number of the next epoch. A place in that epoch that was loaded or sought stays."""
+    def set_epoch(self, epoch: int, *, running: bool = False) -> None:
+        """Sets the number of the next epoch. A place in that epoch that was loaded or sought stays.
+
+        Args:
+          epoch: its number.
+          running: whether the epoch that was begun last is still read; a state tells of that one then.
+        """
         self._told = epoch
-        if self._pending is None or self._pending.saved.epoch != epoch:
+        pending = self._pending
+        if pending is None or pending.saved.epoch != epoch:
+            progress, stream = self._progress, self._stream
             self._leave()
+            if running:
+                self._progress, self._stream = progress, stream
+            if pending is not None and pending.unread:  # what was drawn for it is drawn again for this one
+                saved = self._saved(epoch, pending.saved.random, Start(), None)
+                self._pending = _Pending(saved, pending.random, restores=True, unread=True)
         self._epoch = epoch
         self._source.set_epoch(epoch)
 
@@ -173,15 +209,23 @@ class Bookmark:
         start = Start(saved.step, saved.samples, saved.drawn, self._own(saved.position))
         if random is None:
             return Entry(epoch, start, saved.mark, None)
-        for generator, state in zip(self._source.generators(), random.generators, strict=True):
-            generator.set_state(state)
         start = replace(start, replay=random.replay, base_seed=random.base_seed)
-        return Entry(epoch, start, saved.mark, random.default if pending.enters_default else None)
+        if not pending.restores:
+            return Entry(epoch, start, saved.mark, None)
+        random.restore(self._source)
+        return Entry(epoch, start, saved.mark, random.default)
+
+    def leave(self, entry: Entry) -> None:
+        """The epoch was not begun after all: what was to be entered is the next one again."""
+        self._epoch = entry.epoch
+        self._pending = self._entered
 
     def record(self, draws: Callable[[Callable[[], Any]], Any]) -> Callable[[], tuple[str, ...]]:
         """Takes down the random states, right before the stream of the epoch is opened."""
-        self._draws = draws
-        self._random = _Random.of(self._source, self._default_now())
+        default = draws.state if isinstance(draws, BorrowedRandomState) else None
+        if default is None and self._ranks is None:
+            default = torch.get_rng_state()
+        self._random = _Random.of(self._source, default)
         return self._random.texts
 
     def begun(self, entry: Entry, progress: Progress, stream: Stream) -> None:
@@ -190,36 +234,48 @@ class Bookmark:
         if random is not None:
             random.replay = entry.start.replay
             random.base_seed = entry.start.base_seed or random.base_seed
-            if self._first is None:
-                self._first = (entry.epoch, random)
+            self._known.append((entry.epoch, random))
+        self._told_then = self._told
         self._progress, self._stream = progress, stream
 
     def reenter(self) -> None:
         """The epoch that was begun last was not read: the next one is the same again, drawn from the same states."""
         progress, random = self._progress, self._random
-        if progress is None or random is None or progress.steps_here:
+        if progress is None or random is None or progress.rows:
             return
         self._epoch = progress.epoch
         begun = self._saved(progress.epoch, random.texts(), Start(), None)
-        self._pending = self._entered or _Pending(begun, random, enters_default=True)
+        saved = begun if self._entered is None else self._entered.saved
+        self._pending = _Pending(saved, random, restores=True, unread=True)
 
     def _default_now(self) -> torch.Tensor | None:
-        """The default state from which the next draws of all ranks come, as far as it is known here."""
-        if self._ranks is None and not isinstance(self._draws, BorrowedRandomState):
-            return torch.get_rng_state()
-        return self._draws.state if isinstance(self._draws, BorrowedRandomState) else None
+        """The default state from which the next draws of all ranks come, as far as it is known on every rank."""
+        return torch.get_rng_state() if self._ranks is None else self._lent.state
+
+    def next_state(self) -> SavedState:
+        """Where the next epoch begins, as it is saved. Local."""
+        if self._pending is not None:
+            return replace(self._pending.saved, told_epoch=self._told, fingerprint=self._fingerprint)
+        return self._saved(self._epoch, _Random.of(self._source, self._default_now()).texts(), Start(), None)
+
+    @property
+    def _draws_alone(self) -> bool:
+        return isinstance(self._source, DrawsAlone) and self._source.draws_alone
 
     def state(self) -> SavedState:
         """What was delivered, as it is saved. Collective where the workers' positions differ."""
-        if self._pending is not None:
-            return replace(self._pending.saved, fingerprint=self._fingerprint)
         progress = self._progress
-        if progress is None or progress.ended:
-            random = _Random.of(self._source, torch.get_rng_state() if self._ranks is None else self._default_now())
-            return self._saved(self._epoch, random.texts(), Start(), None)
+        if self._pending is not None or progress is None or progress.ended:
+            source, saved = self._source, self.next_state()
+            if self._pending is None and isinstance(source, DrawsAlone) and source.draws_alone:
+                return self._with_position(saved, source.first_position)
+            return saved
         reached = Start(progress.steps, progress.samples, progress.drawn)
-        position = self._gathered(progress) if progress.steps else None
-        return self._saved(progress.epoch, progress.random(), reached, position)
+        saved = replace(self._saved(progress.epoch, progress.random(), reached, None), told_epoch=self._told_then)
+        stream = self._stream
+        if stream is None or (not progress.steps and not self._draws_alone):
+            return saved
+        return self._with_position(saved, lambda: stream.position(progress.rows))
 
     def _saved(self, epoch: int, random: tuple[str, ...], reached: Start, position: list[Any] | None) -> SavedState:
         return SavedState(
@@ -228,30 +284,33 @@ class Bookmark:
             samples=reached.samples,
             drawn=reached.drawn,
             told_epoch=self._told,
+            sample_seed=self._source.sample_seed if isinstance(self._source, SeedsSamples) else None,
             random=random,
             position=position,
             fingerprint=self._fingerprint,
         )
 
-    def _gathered(self, progress: Progress) -> list[Any]:
-        """The position of all workers: one if they have the same, else each one's."""
-        stream, source, ranks = self._stream, self._source, self._ranks
-        if stream is None:
-            raise AssertionError("steps were delivered without a stream")
+    def _with_position(self, saved: SavedState, tell: Callable[[], list[Any]]) -> SavedState:
+        """With the position of all workers: one if they have the same, else each one's."""
+        source, ranks = self._source, self._ranks
         own, problem = None, None
         try:
-            own = stream.position(progress.rows)
+            own = tell()
         except Exception as error:  # where all ranks meet, each must hear of it, or the others would wait
             problem = error
-        if ranks is None or not (source.collective_state or stream.owns_state):
+        owns_state = self._stream is not None and self._stream.owns_state  # known once a position was told
+        if ranks is None or not (source.collective_state or owns_state):
             if problem is not None:
                 raise problem
-            return ["all", own]
-        facts = {"dataset": self._name, "epoch": progress.epoch, "step": progress.steps}
-        told = agree(ranks, f"state_dict() of dataset {self._name}", facts, error=problem, extra=own)
-        positions = [told[first] for first in ranks.firsts]
-        alike = all(position == positions[0] for position in positions)
-        return ["all", positions[0]] if alike and not source.bound_to_world else ["each", *positions]
+            return replace(saved, position=["all", own])
+        facts = {"dataset": self._name, "epoch": saved.epoch, "step": saved.step}
+        what = f"state_dict() of dataset {self._name}"
+        told = agree(ranks, what, facts, error=problem, extra=[own, saved.random])
+        positions = [told[first][0] for first in ranks.firsts]
+        random = tuple(told[0][1])  # where there are random states in common, the first rank's count
+        if all(position == positions[0] for position in positions) and not source.bound_to_world:
+            return replace(saved, position=["all", positions[0]], random=random)
+        return replace(saved, position=["each", *positions], random=random)
 
     def _own(self, position: list[Any] | None) -> list[Any] | None:
         """This worker's part of a saved position."""
@@ -267,21 +326,30 @@ class Bookmark:
           StateMismatch: the state does not fit.
         """
         saved = SavedState.from_dict(state, strict=strict)
-        self._compare(saved, strict=strict)
+        saved = self._compared(saved, strict=strict)
         random = _Random.from_texts(saved.random, self._source)
         self._check_position(saved)
         self._leave()
         self._epoch = saved.epoch
         self._told = saved.told_epoch
+        if isinstance(self._source, SeedsSamples):
+            self._source.give_sample_seed(saved.sample_seed)
         if saved.told_epoch is not None:
             self._source.set_epoch(saved.told_epoch)
-        self._pending = _Pending(saved, random, enters_default=saved.step > 0 or random.replay > 0)
-        self._first = (saved.epoch, random)
+        self._pending = _Pending(saved, random, restores=saved.step > 0 or random.replay > 0)
+        self._known.append((saved.epoch, random))
+        random.restore(self._source)
         if random.default is not None and (self._ranks is None or self._ranks.rank == 0):
             torch.set_rng_state(random.default)
+        own = self._own(saved.position)
+        if own is not None and isinstance(self._source, DrawsAlone) and self._source.draws_alone:
+            self._source.restore(own)
 
-    def _compare(self, saved: SavedState, *, strict: bool) -> None:
+    def _compared(self, saved: SavedState, *, strict: bool) -> SavedState:
+        """The state, of which what differs is not compared once more where it is to be taken all the same."""
         found = differences(saved.fingerprint, self._fingerprint)
+        if saved.was_changed:
+            found.append("checksum: the state was changed since it was saved")
         if found and strict:
             raise StateMismatch(
                 f"the state is of another input: {'; '.join(found)}. Load it into the input that it was saved from; if "
@@ -289,6 +357,8 @@ class Bookmark:
             )
         if found:
             _LOG.warning("dataset %s: loading a state in spite of differences: %s", self._name, "; ".join(found))
+            return replace(saved, drawn=0)
+        return saved
 
     def _check_position(self, saved: SavedState) -> None:
         steps, position = self._source.num_steps(), saved.position
@@ -298,7 +368,8 @@ class Bookmark:
             return
         workers = 1 if self._ranks is None else self._ranks.num_workers
         kind, parts = position[0] if position else None, position[1:]
-        if not ((kind == "all" and len(parts) == 1) or (kind == "each" and parts)):
+        are_parts = all(isinstance(part, list | tuple) for part in parts)
+        if not are_parts or not ((kind == "all" and len(parts) == 1) or (kind == "each" and parts)):
             raise StateMismatch(f"position: found {json.dumps(position)[:100]}. Load the state as it was saved.")
         if kind == "each" and len(parts) != workers:
             raise StateMismatch(
@@ -330,20 +401,23 @@ class Bookmark:
         samples = step * size if isinstance(size, int) else 0
         texts = _Random.of(self._source, None).texts() if random is None else random.texts()
         saved = self._saved(epoch, texts, Start(step, samples), None)
-        self._pending = _Pending(saved, random, enters_default=True)
+        self._pending = _Pending(saved, random, restores=True)
 
     def _random_of(self, epoch: int) -> _Random | None:
         """From which random states to draw for an epoch, with how many epochs before it; ``None`` for none."""
+        if self._draws_alone and epoch != self._epoch:
+            raise InputError(
+                f"epoch {epoch} was sought, but each worker draws the order of its own data (policy HINT, or a dataset "
+                f"function), which is known for the next epoch only, {self._epoch}. Load a state of that epoch."
+            )
         if not self._source.needs_default_state and not self._source.generators():
             return None
-        known = [] if self._first is None else [self._first]
-        if self._pending is not None and self._pending.random is not None:
-            known.append((self._pending.saved.epoch, self._pending.random))
-        elif self._pending is None:
-            default = torch.get_rng_state() if self._ranks is None else self._default_now()
-            known.append((self._epoch, _Random.of(self._source, default)))
-            if self._progress is not None and self._random is not None:
-                known.append((self._progress.epoch, self._random))
+        known = list(self._known)
+        pending = self._pending
+        if pending is None:
+            known.append((self._epoch, _Random.of(self._source, self._default_now())))
+        elif pending.random is not None:
+            known.append((pending.saved.epoch, pending.random))
         by_base = {base - random.replay: random for base, random in known}
         before = [base for base in by_base if base <= epoch]
         if not before:

@@ -48,6 +48,7 @@ from torchdistinput.plan.options import InputOptions, Step
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.sources.files import FileDataset
 from torchdistinput.sources.torch_loaders import check_loader
+from torchdistinput.stats import Meter
 from torchdistinput.strategy import Strategy
 
 __all__ = ["DataLoader", "LoaderIterator"]
@@ -252,7 +253,10 @@ class DataLoader(Generic[T_co]):
         """The data divided among those who take part. Collective when the ranks are found out."""
         divided = self._divided
         if divided is None or (self._given_strategy is None and divided.group is not launch.default_group()):
+            place = None if divided is None else divided.dataset.next_state_dict()
             divided = self._divided = self._divide()
+            if place is not None:  # the world changed, which is no reason to begin anew
+                divided.dataset.load_state_dict(place)
         if self._wanted_epoch is not None:
             divided.dataset.set_epoch(self._wanted_epoch)
             self._wanted_epoch = None
@@ -284,11 +288,13 @@ class DataLoader(Generic[T_co]):
             raise InputError("there is no step yet: no batch was delivered. Ask for it inside the loop over the data.")
         return self._divided.dataset.step
 
-    def stats(self) -> dict[str, float]:
+    def stats(self) -> dict[str, Any]:
         """What this process got in the epoch begun last; see ``DistributedDataset.stats``. Local."""
-        if self._divided is None:
-            return {"epoch": 0, "steps": 0, "samples": 0, "seconds": 0.0, "seconds_waiting": 0.0}
-        return self._divided.dataset.stats()
+        return Meter().stats(epoch=0) if self._divided is None else self._divided.dataset.stats()
+
+    def gather_stats(self) -> dict[str, Any]:
+        """Lets the ranks tell each other where their time goes; see ``DistributedDataset.gather_stats``. Collective."""
+        return self._ready().dataset.gather_stats()
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the number of the next epoch, and tells the sampler or dataset if it has ``set_epoch``.
@@ -307,7 +313,7 @@ class DataLoader(Generic[T_co]):
 
         Collective too if it is the first thing that is asked of the loader: the ranks are found out then.
         """
-        return self._ready().dataset.state_dict()
+        return (self._divided or self._ready()).dataset.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's
         """Lets the next ``iter()`` go on where the state was taken; see ``DistributedDataset.load_state_dict``.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
+import dataclasses
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -19,6 +19,7 @@ from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.base import Source
 from torchdistinput.sources.random_state import BorrowedRandomState, plainly, state_of_epoch
 from torchdistinput.stages.transfer import Transfer
+from torchdistinput.stats import Meter
 from torchdistinput.walk import Opened, Setting, compose, open_stream
 
 __all__ = ["DistributedDataset", "check_partial_batch", "facts_of"]
@@ -48,9 +49,15 @@ class DistributedDataset:
         self._options = options
         self._name = name
         self._bookmark = Bookmark(
-            source, _identity_of(source, policy, setting.topology), setting.ranks, setting.topology.worker, name
+            source,
+            _identity_of(source, policy, setting.topology),
+            setting.ranks,
+            setting.topology.worker,
+            name,
+            lent=setting.lent,
         )
         self._progress: Progress | None = None
+        self._meter = self._new_meter()
         self._last = LastStep()
         self._opened: DistributedIterator | None = None
         self._iterators: weakref.WeakSet[DistributedIterator] = weakref.WeakSet()
@@ -83,23 +90,36 @@ class DistributedDataset:
         """
         return delivered(self._last.step)
 
-    def stats(self) -> dict[str, float]:
-        """What this worker got in the epoch begun last. Local.
+    def stats(self) -> dict[str, Any]:
+        """What this worker got in the epoch begun last, and where the time went. Local.
 
         Returns:
-          ``epoch``, ``steps``, ``samples`` of this worker's replicas, ``seconds`` since the epoch began,
-          ``seconds_waiting`` for data in ``next``.
+          - ``epoch``; ``steps`` that were delivered here, ``samples`` of this worker's replicas, ``bytes`` of their
+            tensors and arrays (lists count nothing, nor does what the drop-in passes through in one process), and
+            samples ``skipped`` as they could not be read;
+          - ``seconds`` since the epoch began; ``seconds_waiting`` in ``next``; ``seconds_reading`` and decoding in
+            this process, or waiting for its loader workers; ``seconds_copying``: making empty and padded pieces and
+            starting copies to the devices; ``seconds_coordinating``: in exchanges, where a rank mostly waits for
+            those that are not yet there. What is done ahead takes seconds too, without any waiting for it;
+          - ``window``: the same for the last 64 to 71 steps, with ``seconds`` up to the last one;
+          - ``ranks``: the window of each rank, by rank, with its ``rank``. They tell each other every 64 steps, and in
+            ``gather_stats``; until then the list is empty. An epoch of less than 64 steps leaves it as it was.
         """
-        progress = self._progress
-        if progress is None:
-            return {"epoch": 0, "steps": 0, "samples": 0, "seconds": 0.0, "seconds_waiting": 0.0}
-        return {
-            "epoch": progress.epoch,
-            "steps": progress.steps_here,
-            "samples": progress.samples_here,
-            "seconds": time.perf_counter() - progress.began,
-            "seconds_waiting": progress.waited,
-        }
+        return self._meter.stats(0 if self._progress is None else self._progress.epoch)
+
+    def gather_stats(self) -> dict[str, Any]:
+        """Lets the ranks tell each other their windows now. Collective: every rank calls this, at any step.
+
+        Returns:
+          What ``stats`` returns then.
+
+        Raises:
+          CoordinationTimeout: a rank did not call it in time; it is named.
+          RankDisagreement: a rank made another call.
+        """
+        meter, what = self._meter, f"gather_stats() of dataset {self._name}"
+        meter.ranks = agree(self._setting.ranks, what, {}, extra=meter.own())
+        return self.stats()
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the number of the next epoch, and tells the user's sampler or dataset. Local; the same on every rank.
@@ -108,7 +128,8 @@ class DistributedDataset:
         """
         _check_number("epoch", epoch)
         self._drop_opened()
-        self._bookmark.set_epoch(epoch)
+        running = any(iterator.is_live and iterator.reads(self._progress) for iterator in self._iterators)
+        self._bookmark.set_epoch(epoch, running=running)
 
     def state_dict(self) -> dict[str, Any]:
         """What was delivered so far, to go on from there: in another process, at any number of ranks.
@@ -156,6 +177,10 @@ class DistributedDataset:
         self._refuse_live("load_state_dict()")
         self._drop_opened()
         self._bookmark.load(state, strict=strict)
+
+    def next_state_dict(self) -> dict[str, Any]:
+        """Where the next ``iter()`` begins, as a state: a place loaded or sought, else the start of an epoch. Local."""
+        return self._bookmark.next_state().to_dict()
 
     def seek(self, epoch: int, step: int = 0) -> None:
         """Lets the next ``iter()`` begin at a step of an epoch, to see again what was trained on there.
@@ -213,9 +238,9 @@ class DistributedDataset:
 
     def close(self) -> None:
         """Ends every iterator of this dataset. Local, idempotent."""
+        self._drop_opened()
         for iterator in list(self._iterators):
             iterator.close()
-        self._opened = None
         self._source.close()
         while self._idle_transfers:
             self._idle_transfers.pop().close()
@@ -227,8 +252,15 @@ class DistributedDataset:
         self.close()
 
     def _open(self) -> DistributedIterator:
-        ranks = self._setting.ranks
         entry = self._bookmark.enter()
+        try:
+            return self._begin(entry)
+        except BaseException:
+            self._bookmark.leave(entry)  # the epoch was not begun
+            raise
+
+    def _begin(self, entry: Entry) -> DistributedIterator:
+        ranks = self._setting.ranks
         number: int | None = None
         if ranks is not None and self._options.coordination == "on":
             told = self._agree_on_epoch(ranks, entry)
@@ -247,12 +279,18 @@ class DistributedDataset:
         except BaseException:
             stream.close()
             raise
-        self._progress = Progress(entry.epoch, start, random)
+        self._meter = self._new_meter(self._meter.ranks)
+        log_every = self._options.log_every if ranks is None or ranks.rank == 0 else 0
+        self._progress = Progress(entry.epoch, start, random, self._meter, log_every=log_every)
         self._bookmark.begun(entry, self._progress, stream)
         opened = Opened(channel, stream, self._progress, self._last)
         iterator = compose(self._source, self._setting, self._options, opened, self._idle_transfers)
         self._iterators.add(iterator)
         return iterator
+
+    def _new_meter(self, told: Sequence[dict[str, Any]] = ()) -> Meter:
+        ranks = self._setting.ranks
+        return Meter(0 if ranks is None else ranks.name(ranks.rank), told)
 
     def _agree_on_epoch(self, ranks: Ranks, entry: Entry) -> list[Any]:
         extra = {"channels": ranks.free_channels()}
@@ -275,11 +313,12 @@ class DistributedDataset:
             return plainly
         if ranks is None:
             return plainly if entry.default is None else BorrowedRandomState(entry.default)
+        lent = self._setting.lent
         if self._options.coordination == "off":
-            return BorrowedRandomState(state_of_epoch(self._seed, entry.epoch))
+            return BorrowedRandomState(state_of_epoch(self._seed, entry.epoch), lent)
         state = torch.get_rng_state() if entry.default is None else entry.default
         ranks.broadcast_from_first(state)
-        return BorrowedRandomState(state)
+        return BorrowedRandomState(state, lent)
 
 
 def check_partial_batch(source: Source, options: InputOptions) -> None:
@@ -302,21 +341,17 @@ def _check_number(name: str, value: object) -> None:
 
 
 def _identity_of(source: Source, policy: str, topology: Topology) -> Mapping[str, Any]:
-    """What tells this input from others when a state is loaded; with the number of workers, if it is bound to it."""
+    """What tells this input from others when a state is loaded; with the world, if it is bound to that."""
     facts = {**source.fingerprint(), "policy": policy}
-    return {**facts, "number of workers": topology.num_workers} if source.bound_to_world else facts
+    if not source.bound_to_world:
+        return facts
+    return {**facts, "number of workers": topology.num_workers, "number of replicas": topology.num_replicas}
 
 
 def facts_of(source: Source, policy: str, options: InputOptions) -> Mapping[str, Any]:
     """What the ranks must have in common when a dataset is distributed."""
     alone = source.epoch_fingerprint() if options.coordination == "off" else {}  # ranks do not meet at each epoch
-    return {
-        **source.fingerprint(),
-        **alone,
-        "policy": policy,
-        "prefetch": options.prefetch,
-        "coordination": options.coordination,
-        "timeout_seconds": options.timeout_seconds,
-        "with_index": options.with_index,
-        "partial_batch": options.partial_batch,
-    }
+    asked = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
+    del asked["auto_shard_policy"]  # the policy in force counts
+    asked["replication_mode"] = options.replication_mode.name
+    return {**source.fingerprint(), **alone, **asked, "policy": policy}

@@ -57,16 +57,51 @@ class RankLost(InputError):
 class SourceError(InputError):
     """Raised on every rank when the data of one rank failed; the failing rank has the original as ``__cause__``.
 
+    All arguments are attributes too. What is not known, or was not reached, is ``None``; where several ranks failed at
+    the same step, they are those of the first.
+
     Args:
       message: the whole story, as printed.
       file: the file that was read, if the data came from one.
       offset: where in that file the record starts, in bytes of the uncompressed content.
+      resume_at: where the next record starts, in bytes, given by a reader that is certain of it, and that can be
+        entered there and at ``offset``. With ``on_error="skip"`` reading goes on from there.
+      rank: the rank that failed; ``None`` in a program of one process.
+      epoch: the epoch.
+      step: the step that it would have been.
+      indices: the samples, as the sampler gave them; the first 1024 at most. An index that is neither int nor text
+        comes as its ``repr``.
+      worker: the number of the loader worker that read them.
+      kind: the name of the original exception's type.
+      traceback: the original's traceback, as text; the middle of a long one is left out.
     """
 
-    def __init__(self, message: str, *, file: str | None = None, offset: int | None = None) -> None:
+    def __init__(  # noqa: PLR0913 - what is known of a failure is many things, each optional
+        self,
+        message: str,
+        *,
+        file: str | None = None,
+        offset: int | None = None,
+        resume_at: int | None = None,
+        rank: int | None = None,
+        epoch: int | None = None,
+        step: int | None = None,
+        indices: tuple[int | str, ...] | None = None,
+        worker: int | None = None,
+        kind: str | None = None,
+        traceback: str | None = None,
+    ) -> None:
         super().__init__(message)
         self.file = file
         self.offset = offset
+        self.resume_at = resume_at
+        self.rank = rank
+        self.epoch = epoch
+        self.step = step
+        self.indices = indices
+        self.worker = worker
+        self.kind = kind
+        self.traceback = traceback
 
 
 class StateMismatch(InputError):

@@ -9,15 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, final
+from typing import Any, Final, NamedTuple, Protocol, final
 
 __all__ = [
+    "MOST_TOLD",
+    "NOTHING_SKIPPED",
+    "NOWHERE",
     "Delivered",
     "Drawn",
     "End",
     "Failed",
     "Held",
     "Landmarks",
+    "Origin",
     "Outcome",
     "PassedOver",
     "PastEnd",
@@ -26,20 +30,72 @@ __all__ = [
     "Row",
     "Rows",
     "Share",
+    "Skipped",
     "Start",
     "Stream",
+    "Thinned",
 ]
 
+MOST_TOLD: Final = 10
+"""How many of the samples that were left out are told of, by each worker in each epoch."""
+
 Row = list[Any]
-"""One piece for each local replica; ``None`` for an empty one."""
+"""One piece for each local replica; ``None`` for an empty one, ``Thinned`` around one that lost samples."""
+
+
+class Origin(NamedTuple):
+    """Where data failed, and how, as far as the place of the failure knew it. Plain values, of bounded size."""
+
+    indices: tuple[int | str, ...] | None = None
+    """The samples."""
+    file: str | None = None
+    offset: int | None = None
+    """The start of the record in the file, in bytes."""
+    worker: int | None = None
+    """The loader worker."""
+    kind: str | None = None
+    """The name of the exception's type; where the exception itself could not come along, it has another one."""
+    text: str | None = None
+    """The exception as Python prints it."""
+    traceback: str | None = None
+
+
+NOWHERE: Final = Origin()
 
 
 class ReadFailure(Exception):
-    """The data failed. The original is the ``__cause__``; ``where`` tells which samples, file or worker it was."""
+    """The data failed. The original is the ``__cause__``; ``where`` tells in words which samples, file or worker."""
 
-    def __init__(self, where: str) -> None:
+    def __init__(self, where: str, origin: Origin = NOWHERE) -> None:
         super().__init__(where)
         self.where = where
+        self.origin = origin
+
+
+class Skipped(NamedTuple):
+    """Samples that were left out, as they could not be read."""
+
+    samples: int = 0
+    """How many."""
+    first: tuple[str, ...] = ()
+    """The first few, each in a line: the file and record or offset, or the index, and the error."""
+
+    def plus(self, other: Skipped) -> Skipped:
+        """Both."""
+        return Skipped(self.samples + other.samples, (*self.first, *other.first)[:MOST_TOLD])  # torch pins to lists
+
+
+class Thinned(NamedTuple):
+    """A piece from which samples were left out. A named tuple, so that torch pins what is in it."""
+
+    piece: Any
+    """What is left; ``None`` where nothing is."""
+    skipped: Skipped
+    left_out: tuple[int, ...] = ()
+    """Their positions among the samples that the piece was to have."""
+
+
+NOTHING_SKIPPED: Final = Skipped()
 
 
 @final
@@ -69,6 +125,8 @@ class Landmarks(Protocol):
 
     every: int
     """Rows from one landmark to the next, the same on every rank."""
+    early: bool
+    """Whether there are some before the first of these, after 1, 2, 4, ... rows."""
 
     def mine(self, rows: int) -> str:
         """Where this worker stands after so many rows. Any thread."""
@@ -124,12 +182,14 @@ class Share:
       sizes: samples in each.
       parcels: the pieces on their way to the devices.
       digest: a number of what the sampler drew, equal on all ranks; 0 where there is none to compare.
+      skipped: samples that are missing in the pieces.
     """
 
     pieces: list[Any]
     sizes: tuple[int, ...]
     parcels: Sequence[Any] = field(default_factory=tuple)
     digest: int = 0
+    skipped: Skipped = NOTHING_SKIPPED
 
 
 @final
@@ -157,11 +217,13 @@ class Failed:
 
     Args:
       error: what was raised.
-      where: the samples, file or loader worker.
+      where: the samples, file or loader worker, in words.
+      origin: the same as values.
     """
 
     error: Exception
     where: str
+    origin: Origin = NOWHERE
 
 
 Held = Share | PastEnd | Failed

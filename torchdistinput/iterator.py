@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import weakref
-from collections.abc import Callable
-from typing import Any, Generic, TypeVar, final
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, Protocol, TypeVar, final
 
 from torchdistinput.errors import InputError, OutOfRangeError
 from torchdistinput.flow import Delivered, Start
@@ -13,9 +14,12 @@ from torchdistinput.plan.options import Step
 from torchdistinput.plan.topology import Topology
 from torchdistinput.stages.buffer import Buffer
 from torchdistinput.stages.transfer import Transfer
+from torchdistinput.stats import WAIT, Meter, in_range, summary
 from torchdistinput.values import regroup_batches
 
-__all__ = ["DistributedIterator", "LastStep", "Optional", "Progress", "delivered"]
+__all__ = ["DistributedIterator", "Elements", "LastStep", "Optional", "Progress", "delivered"]
+
+_LOG = logging.getLogger("torchdistinput")
 
 T = TypeVar("T")
 
@@ -59,31 +63,49 @@ class Progress:
       epoch: its number.
       start: where in it the iterator began.
       random: how the order of the epoch is drawn, as a saved state has it.
+      meter: what is measured in it.
+      log_every: after how many steps each a line is logged; 0 for never.
     """
 
-    def __init__(self, epoch: int, start: Start, random: Callable[[], tuple[str, ...]]) -> None:
+    def __init__(
+        self, epoch: int, start: Start, random: Callable[[], tuple[str, ...]], meter: Meter, *, log_every: int
+    ) -> None:
         self.epoch = epoch
         self.random = random
         self.start = start
-        self.began = time.perf_counter()
+        self.meter = meter
         self.steps = start.steps
         self.samples = start.samples
         self.drawn = start.drawn
         self.rows = 0
-        self.steps_here = self.samples_here = 0
-        self.waited = 0.0
         self.ended = False
+        self._log_every = log_every
 
-    def add(self, taken: Delivered, waited: float) -> None:
-        """A step was delivered after so many seconds of waiting."""
-        local = sum(taken.share.sizes)
+    @property
+    def steps_here(self) -> int:
+        """Steps delivered by this iterator."""
+        return self.meter.steps
+
+    def add(self, taken: Delivered, local: int, num_bytes: int, began: float) -> None:
+        """A step with so many samples and bytes here was delivered by a ``next`` that was called at ``began``."""
+        share = taken.share
         self.steps += 1
-        self.steps_here += 1
         self.samples += local if taken.global_size is None else taken.global_size
-        self.samples_here += local
-        self.drawn = taken.share.digest
+        self.drawn = share.digest
         self.rows = taken.rows
-        self.waited += waited
+        self.meter.deliver(local, num_bytes, share.skipped.samples, began)
+        if self._log_every and not self.steps % self._log_every:
+            _LOG.info(summary(self.epoch, self.steps, self.meter))
+
+
+class Elements(Protocol):
+    """What is known of the elements, once one was seen."""
+
+    def spec(self) -> Any:
+        """The element spec."""
+
+    def num_bytes(self, samples: int, pieces: Sequence[Any]) -> int:
+        """Bytes of the tensors in the pieces of a step, which have so many samples together. For every step."""
 
 
 @final
@@ -94,7 +116,7 @@ class DistributedIterator:
       buffer: delivers the agreed steps.
       transfer: hands their pieces over on their devices.
       topology: where this worker stands.
-      spec: the element spec, once an element is known.
+      elements: what is known of the elements.
       progress: where the dataset finds what was delivered in this epoch.
       last: where it finds the last step.
       knows_all: whether the sizes of all workers are known (not with ``coordination="off"``).
@@ -105,7 +127,7 @@ class DistributedIterator:
         buffer: Buffer,
         transfer: Transfer,
         topology: Topology,
-        spec: Callable[[], Any],
+        elements: Elements,
         progress: Progress,
         last: LastStep,
         *,
@@ -114,7 +136,7 @@ class DistributedIterator:
         self._buffer = buffer
         self._transfer = transfer
         self._topology = topology
-        self._spec = spec
+        self._elements = elements
         self._progress = progress
         self._last = last
         self._knows_all = knows_all
@@ -128,7 +150,7 @@ class DistributedIterator:
     def __next__(self) -> Any:
         began = time.perf_counter()
         self._transfer.begin_step()
-        taken = self._buffer.take()
+        taken = in_range(WAIT, self._buffer.take)
         progress = self._progress
         if taken is None:
             progress.ended = self._finalizer.alive  # else it was closed before its end
@@ -143,7 +165,8 @@ class DistributedIterator:
             topology.num_replicas,
             topology.num_workers,
         )
-        progress.add(taken, time.perf_counter() - began)
+        local = sum(share.sizes)
+        progress.add(taken, local, self._elements.num_bytes(local, pieces), began)
         return regroup_batches(pieces)
 
     def get_next(self) -> Any:
@@ -176,7 +199,7 @@ class DistributedIterator:
           InputError: the data ended before the first element.
         """
         self._buffer.peek()
-        return self._spec()
+        return self._elements.spec()
 
     @property
     def step(self) -> Step:
@@ -186,6 +209,10 @@ class DistributedIterator:
           InputError: none was delivered yet.
         """
         return delivered(self._step)
+
+    def reads(self, progress: Progress | None) -> bool:
+        """Whether this is the iterator of that epoch. Local."""
+        return self._progress is progress
 
     @property
     def is_live(self) -> bool:

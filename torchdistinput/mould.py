@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, final
+
+import torch
 
 from torchdistinput.errors import BatchingError
 from torchdistinput.tree import Structure, flatten, structure_of
@@ -18,6 +21,7 @@ class Mould:
         self._structure: Structure | None = None
         self._signature: Any = None
         self._digest: int | None = None
+        self._row_bytes: int | None = None
 
     @property
     def structure(self) -> Structure | None:
@@ -28,6 +32,11 @@ class Mould:
     def digest(self) -> int | None:
         """Its number, for comparing ranks."""
         return self._digest
+
+    @property
+    def row_bytes(self) -> int | None:
+        """Bytes of one sample in the tensors of an element; ``None`` before the first, or if elements differ in it."""
+        return self._row_bytes
 
     def known_size(self, piece: Any) -> int | None:
         """The batch size of a piece that is plainly like the last one; else ``None``: measure it. For every step."""
@@ -51,9 +60,18 @@ class Mould:
         if self._structure is None:
             self._signature = signature
             self._digest = structure.digest()
+            self._row_bytes = _bytes_of_row(structure)
         elif signature != self._signature:
             raise BatchingError(
                 f"the structure of the elements changed: before {self._structure}, now {structure}. Nesting, names and "
                 "dtypes must be the same for every element; only sizes may differ."
             )
+        elif self._row_bytes is not None and self._row_bytes != _bytes_of_row(structure):
+            self._row_bytes = None
         self._structure = structure
+
+
+def _bytes_of_row(structure: Structure) -> int:
+    """Bytes of one sample in the tensors of an element of this structure. Local."""
+    kinds = [(leaf.dtype, leaf.inner_dims) for leaf in structure.leaves()]
+    return sum(dtype.itemsize * math.prod(dims) for dtype, dims in kinds if isinstance(dtype, torch.dtype))

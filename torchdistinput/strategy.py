@@ -251,6 +251,7 @@ class Strategy:
                 with_index=chosen.with_index,
                 snapshot_every=chosen.snapshot_every,
                 read_ahead=chosen.prefetch,
+                skip=chosen.on_error == "skip",
             )
             return source, AutoShardPolicy.OFF
 

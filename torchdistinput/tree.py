@@ -254,20 +254,43 @@ class Structure:
 
     @staticmethod
     def from_json(data: Any) -> Structure:
-        """The structure that another rank described. Classes are looked up only among modules already imported."""
+        """The structure that another rank described. Classes are looked up only among modules already imported.
+
+        Raises:
+          BatchingError: it is no structure, or of a class or dtype that is not known here.
+        """
+        try:
+            return Structure._from_json(data)
+        except BatchingError:
+            raise
+        except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:  # a RecursionError is one too
+            raise BatchingError(
+                "another rank described the structure of its batches in a way that is not understood here "
+                f"({type(error).__name__}: {error!s:.200}); every rank must run the same version of torchdistinput."
+            ) from error
+
+    @staticmethod
+    def _from_json(data: Any) -> Structure:
         kind = data["kind"]
         if kind == "tensor":
             dtype = getattr(torch, data["dtype"], None)
             if not isinstance(dtype, torch.dtype):
                 raise BatchingError(f"another rank has a leaf of dtype {data['dtype']!r}, unknown to torch here.")
-            return Structure("tensor", dtype=dtype, inner_dims=tuple(int(size) for size in data["dims"]))
+            dims = tuple(int(size) for size in data["dims"])
+            torch.empty((0, *dims), dtype=dtype, device="meta")  # refuses what no tensor can have
+            return Structure("tensor", dtype=dtype, inner_dims=dims)
         if kind == "rows":
             dtype = str if data["dtype"] == "str" else object
             return Structure("rows", dtype=dtype, cls=tuple if data["tuple"] else list)
         if kind == "constant":
             return Structure("constant", constant=data["value"])
-        children = tuple(Structure.from_json(child) for child in data["children"])
-        return Structure(kind, tuple(data["keys"]), children, cls=_find_class(kind, data["class"]))
+        children = tuple(Structure._from_json(child) for child in data["children"])
+        keys, cls = tuple(data["keys"]), _find_class(kind, data["class"])
+        if kind not in ("dict", "list", "tuple") and cls is None:
+            raise ValueError(f"{kind!r:.40} without a class")
+        if len(keys) != len(children) or not all(isinstance(key, str | int) for key in keys):
+            raise ValueError(f"{len(keys)} keys for {len(children)} children")
+        return Structure(kind, keys, children, cls=cls)
 
 
 def _key_name(key: Any) -> str:

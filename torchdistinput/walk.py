@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
 
 import torch
@@ -17,12 +18,14 @@ from torchdistinput.mould import Mould
 from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.base import HasWorkers, Source
+from torchdistinput.sources.random_state import LentState
 from torchdistinput.stages.buffer import Buffer, Walk
 from torchdistinput.stages.coordinate import Coordinate
 from torchdistinput.stages.fetch import Fetch
 from torchdistinput.stages.pad import Pad
 from torchdistinput.stages.transfer import Transfer
-from torchdistinput.tree import TensorSpec
+from torchdistinput.stats import COPY, FETCH, Meter, StatsLandmarks, in_range
+from torchdistinput.tree import TensorSpec, flatten
 from torchdistinput.values import PerReplica
 
 __all__ = ["Opened", "Setting", "compose", "open_stream"]
@@ -38,12 +41,14 @@ class Setting:
       devices: one for each local replica.
       ranks: the ranks that must agree; ``None`` where there is one only.
       timeout_seconds: the strategy's bound of a wait for another rank.
+      lent: the default random state that the ranks draw from together, as they left it.
     """
 
     topology: Topology
     devices: Sequence[torch.device]
     ranks: Ranks | None
     timeout_seconds: float
+    lent: LentState = field(default_factory=LentState)
 
 
 class Opened(NamedTuple):
@@ -84,47 +89,25 @@ def compose(
     fetch = Fetch(stream, mould)
     pad = _new_pad(source, options)
     transfer = idle.pop() if idle else Transfer([make_copier(device) for device in devices])
-
-    def send(share: Share) -> None:
-        share.parcels = transfer.send(share.pieces)
-        share.pieces = []
-
-    def complete(share: Share) -> None:
-        if not share.parcels:
-            _fill(share, mould, setting.topology.replicas_per_worker, pad)
-            send(share)
-
-    def produce(drawn: Drawn | Held) -> Held:
-        held = fetch.finish(drawn)
-        if isinstance(held, Share) and mould.structure is not None:
-            try:
-                complete(held)
-            except Exception as error:  # out of memory, say: a failed step like any other
-                return Failed(error, "" if isinstance(error, InputError) else "copying to the devices")
-        return held
-
-    def discard(shares: Sequence[Share]) -> None:
-        for share in shares:
-            if share.parcels:
-                transfer.discard(share.parcels)
-
+    own = _OwnStages(fetch, mould, pad, transfer, setting.topology.replicas_per_worker, progress.meter)
     ranks = setting.ranks
     coordinate = Coordinate(
         channel,
         slots=max(1, depth),
         mould=mould,
-        complete=complete,
+        complete=own.complete,
         name=None if ranks is None else ranks.name(ranks.rank),
         begins_at=(progress.epoch, progress.steps),
         counts=ranks is None or ranks.rank in ranks.firsts,
-        landmarks=stream.landmarks,
+        landmarks=StatsLandmarks(progress.meter, stream.landmarks),
+        max_errors=options.max_errors if options.on_error == "skip" else None,
     )
     threaded = channel is not None or (depth > 0 and (stream.in_background or copies))
     buffer = Buffer(
         Walk(
-            fetch.draw,
-            produce,
-            discard,
+            own.draw,
+            own.produce,
+            own.discard,
             transfer.enter_thread,
             fetch.close,
             lambda: idle.append(transfer),
@@ -136,10 +119,11 @@ def compose(
         timeout_seconds=setting.timeout_seconds if options.timeout_seconds is None else options.timeout_seconds,
         names=_itself if ranks is None else ranks.name,
         first_step=progress.steps,
+        meter=progress.meter,
     )
-    spec = _SpecMaker(mould, source.certain_piece_size, setting.topology.replicas_per_worker, pad)
+    elements = _Elements(mould, source.certain_piece_size, setting.topology.replicas_per_worker, pad)
     knows_all = channel is not None or ranks is None
-    place = (setting.topology, spec, progress, last)
+    place = (setting.topology, elements, progress, last)
     return DistributedIterator(buffer, transfer, *place, knows_all=knows_all)
 
 
@@ -160,8 +144,73 @@ def _fill(share: Share, mould: Mould, replicas_per_worker: int, pad: Pad | None)
 
 
 @final
-class _SpecMaker:
-    """Makes the element spec from the structure that the mould knows."""
+class _OwnStages:
+    """The stages that no other rank takes part in, put together and timed.
+
+    Args:
+      fetch: reads the rows.
+      mould: knows the structure of the elements.
+      pad: gives the pieces one size, if asked for.
+      transfer: brings them onto the devices.
+      replicas_per_worker: pieces of a step.
+      meter: takes down how long they take.
+    """
+
+    def __init__(
+        self, fetch: Fetch, mould: Mould, pad: Pad | None, transfer: Transfer, replicas_per_worker: int, meter: Meter
+    ) -> None:
+        self._fetch = fetch
+        self._mould = mould
+        self._pad = pad
+        self._transfer = transfer
+        self._local = replicas_per_worker
+        self._meter = meter
+
+    def draw(self) -> Drawn | Held:
+        """See ``stages.buffer.Walk``."""
+        began = time.perf_counter()
+        drawn = in_range(FETCH, self._fetch.draw)
+        self._meter.drawing += time.perf_counter() - began
+        return drawn
+
+    def produce(self, drawn: Drawn | Held) -> Held:
+        """See ``stages.buffer.Walk``."""
+        held = self._finish(drawn) if isinstance(drawn, Drawn) else drawn
+        if isinstance(held, Share) and self._mould.structure is not None:
+            try:
+                self.complete(held)
+            except Exception as error:  # out of memory, say: a failed step like any other
+                return Failed(error, "" if isinstance(error, InputError) else "copying to the devices")
+        return held
+
+    def _finish(self, drawn: Drawn) -> Held:
+        began = time.perf_counter()
+        held = in_range(FETCH, self._fetch.finish, drawn)
+        self._meter.fetching += time.perf_counter() - began
+        return held
+
+    def complete(self, share: Share) -> None:
+        """Makes the empty pieces of a share, pads it and sends it, unless that was done."""
+        if not share.parcels:
+            began = time.perf_counter()
+            in_range(COPY, self._send, share)
+            self._meter.copying += time.perf_counter() - began
+
+    def _send(self, share: Share) -> None:
+        _fill(share, self._mould, self._local, self._pad)
+        share.parcels = self._transfer.send(share.pieces)
+        share.pieces = []
+
+    def discard(self, shares: Sequence[Share]) -> None:
+        """See ``stages.buffer.Walk``."""
+        for share in shares:
+            if share.parcels:
+                self._transfer.discard(share.parcels)
+
+
+@final
+class _Elements:
+    """What the mould knows of the elements; see ``iterator.Elements``."""
 
     def __init__(self, mould: Mould, piece_size: int | None, replicas_per_worker: int, pad: Pad | None) -> None:
         self._mould = mould
@@ -169,7 +218,8 @@ class _SpecMaker:
         self._local = replicas_per_worker
         self._pad = pad
 
-    def __call__(self) -> Any:
+    def spec(self) -> Any:
+        """See ``iterator.Elements``."""
         structure = self._mould.structure
         if structure is None:
             raise InputError("the data ended before the first element, so there is no element spec.")
@@ -179,6 +229,16 @@ class _SpecMaker:
 
     def _for_each_replica(self, spec: TensorSpec) -> Any:
         return spec if self._local == 1 else PerReplica([spec] * self._local)
+
+    def num_bytes(self, samples: int, pieces: Sequence[Any]) -> int:
+        """See ``iterator.Elements``. Only elements that differ in shape are looked into, one by one."""
+        of_row = self._mould.row_bytes
+        if of_row is None:
+            leaves = (leaf for piece in pieces for leaf in flatten(piece)[0] if isinstance(leaf, torch.Tensor))
+            return sum(leaf.numel() * leaf.element_size() for leaf in leaves)
+        if self._pad is not None:
+            return self._local * self._pad.rows * (of_row + 1)  # a mask has a byte for each row
+        return of_row * samples
 
 
 @final

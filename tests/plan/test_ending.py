@@ -19,13 +19,17 @@ def summed(ballots: list[Ballot], slots: int) -> list[int]:
     return [sum(column) for column in zip(*words, strict=True)]
 
 
-def read_all(ballots: list[Ballot], slots: int) -> Verdict:
+def read_all(ballots: list[Ballot], slots: int, max_skipped: int | None = None) -> Verdict:
     """What follows from the ballots themselves, law by law."""
     known = [ballot.digest for ballot in ballots if ballot.digest is not None]
     differ = len(set(known)) > 1
     steps: list[int] = []
     end = draws_differ = False
+    skipped = sum(ballot.skipped for ballot in ballots)
+    too_many = max_skipped is not None and skipped > max_skipped
     for j in range(slots):
+        if too_many:  # law G
+            break
         if differ or any(j >= len(ballot.sizes) for ballot in ballots):  # laws D and A: not held by every rank
             break
         sizes = [ballot.sizes[j] for ballot in ballots]
@@ -46,6 +50,8 @@ def read_all(ballots: list[Ballot], slots: int) -> Verdict:
         structure_wanted=bool(known) and len(known) < len(ballots),
         structures_differ=differ,
         draws_differ=draws_differ,
+        skipped=skipped,
+        too_many_skipped=too_many,
     )
 
 
@@ -62,7 +68,8 @@ def random_ballot(rng: random.Random, slots: int, digests: list[int]) -> Ballot:
     # What the sampler drew is a function of the step, but for a rank that draws something of its own now and then.
     drawn = tuple(0 if size is None else 2**63 - 1 - j - (rng.random() < 0.05) for j, size in enumerate(sizes))
     drawn = drawn if rng.random() < 0.9 else ()
-    return Ballot(tuple(sizes), failed=failed, stopped=stopped, digest=digest, drawn=drawn)
+    skipped = rng.choice([0, 0, 1, 5])
+    return Ballot(tuple(sizes), failed=failed, stopped=stopped, digest=digest, drawn=drawn, skipped=skipped)
 
 
 def test_the_sums_say_what_all_the_ballots_say() -> None:
@@ -71,7 +78,8 @@ def test_the_sums_say_what_all_the_ballots_say() -> None:
         slots = rng.randint(1, 4)
         digests = [rng.randint(0, MAX_DIGEST)] if rng.random() < 0.8 else [rng.randint(0, 3) for _ in range(3)]
         ballots = [random_ballot(rng, slots, digests) for _ in range(rng.randint(1, 6))]
-        assert decide(summed(ballots, slots), len(ballots)) == read_all(ballots, slots), ballots
+        most = rng.choice([None, None, 0, 3, 10])
+        assert decide(summed(ballots, slots), len(ballots), most) == read_all(ballots, slots, most), ballots
 
 
 def test_law_a_a_step_is_agreed_when_all_hold_it_and_one_has_data() -> None:
@@ -122,10 +130,17 @@ def test_law_f_a_rank_that_stopped_makes_no_step_but_may_end_with_the_others() -
     assert (on.steps, on.end, on.num_stopped) == ((), False, 1)
 
 
+def test_law_g_where_more_samples_were_left_out_than_may_be_no_step_is_agreed() -> None:
+    ballots = [Ballot((2, 2), skipped=3), Ballot((1, 1), skipped=1)]
+    within, beyond = decide(summed(ballots, 2), 2, 4), decide(summed(ballots, 2), 2, 3)
+    assert (within.steps, within.skipped, within.too_many_skipped) == ((3, 3), 4, False)
+    assert (beyond.steps, beyond.skipped, beyond.too_many_skipped) == ((), 4, True)
+
+
 def test_a_ballot_has_one_length_whatever_it_says() -> None:
     for slots in range(1, 5):
         for sizes in ((), (1,), (1, 2, 3, 4, 5), (None,) * 7):
-            assert len(Ballot(sizes, failed=True, digest=5).words(slots)) == 3 + 2 * slots
+            assert len(Ballot(sizes, failed=True, digest=5).words(slots)) == 4 + 2 * slots
 
 
 def test_steps_beyond_the_slots_wait_for_the_next_message() -> None:
@@ -143,7 +158,7 @@ def test_the_counters_of_the_largest_world_fit_their_words() -> None:
         assert (verdict.num_failed, verdict.num_stopped) == (MAX_RANKS, MAX_RANKS)
         assert not verdict.structures_differ
     words = [word * MAX_RANKS for word in Ballot((0, None), digest=MAX_DIGEST).words(2)]
-    assert [count(word) for word in words[3:5]] == [(MAX_RANKS, MAX_RANKS, 0), (MAX_RANKS, 0, 0)]
+    assert [count(word) for word in words[4:6]] == [(MAX_RANKS, MAX_RANKS, 0), (MAX_RANKS, 0, 0)]
     assert decide(words, MAX_RANKS).steps == (0,)
 
 
@@ -157,7 +172,7 @@ def test_one_dissenter_is_found_in_the_largest_world() -> None:
 def test_the_largest_step_keeps_its_size_apart_from_the_counters() -> None:
     for ranks in (1, 2, 1000, MAX_RANKS):
         share, rest = divmod(MAX_SAMPLES, ranks)
-        word = Ballot((share,)).words(1)[3] * (ranks - 1) + Ballot((share + rest,)).words(1)[3]
+        word = Ballot((share,)).words(1)[4] * (ranks - 1) + Ballot((share + rest,)).words(1)[4]
         assert 0 <= word <= MAX_WORD
         assert count(word) == (ranks, ranks, MAX_SAMPLES)
 
@@ -166,7 +181,7 @@ def test_words_of_counters_are_never_negative() -> None:
     rng = random.Random(1)
     for _ in range(2000):
         slots = rng.randint(1, 4)
-        assert min(random_ballot(rng, slots, [rng.randint(0, MAX_DIGEST)]).words(slots)[: 3 + slots]) >= 0
+        assert min(random_ballot(rng, slots, [rng.randint(0, MAX_DIGEST)]).words(slots)[: 4 + slots]) >= 0
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 64, 1000])

@@ -12,6 +12,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
+from tests.epochs import Raised, raised
 from tests.resume import Delivered, Run, Saved, steps
 from torchdistinput import readers
 from torchdistinput.testing import run_ranks
@@ -171,7 +172,7 @@ def test_the_states_are_equal_on_every_rank_and_the_epochs_complete(recorded: li
 def test_at_the_same_world_every_state_goes_on_batch_by_batch(folder: str, recorded: list[dict[str, Recorded]]) -> None:
     """Other read-ahead, other numbers of loader workers; the epochs after are equal too."""
     states = {name: chosen(name, of_case) for name, (_, of_case) in recorded[0].items()}
-    for rank, found in enumerate(run_ranks(2, go_on, folder, states, None)):
+    for rank, found in enumerate(run_ranks(2, go_on, folder, states, None, timeout_seconds=180)):
         for name, (delivered, _) in recorded[rank].items():
             for number, (saved, (after, _)) in enumerate(zip(states[name], found[name], strict=True)):
                 end = last_epoch(number, saved)
@@ -186,13 +187,15 @@ def test_at_other_worlds_each_record_comes_once_and_the_next_epoch_is_that_of_it
     for place, (name, (_, of_case)) in enumerate(recorded[0].items()):
         first_epoch = [saved for saved in of_case if saved.state["epoch"] == 0]
         states[name] = chosen(name, first_epoch)[place % 2 :: 1 if CASES[name].workers else 2]
-    three = run_ranks(3, go_on, folder, states, 2)
+    three = run_ranks(3, go_on, folder, states, 2, timeout_seconds=180)
     later = {name: [saved for _, saved in found] for name, found in three[0].items()}
     for rank in three[1:]:
         assert {name: [saved for _, saved in found] for name, found in rank.items()} == later
     for place, world in enumerate((1, 4)):
         names = list(CASES)[place::2]
-        ranks = run_ranks(world, undisturbed_and_resumed, folder, {name: later[name] for name in names})
+        ranks = run_ranks(
+            world, undisturbed_and_resumed, folder, {name: later[name] for name in names}, timeout_seconds=180
+        )
         undisturbed, last = ([rank[part] for rank in ranks] for part in range(2))
         for name in names:
             check_records(name, states[name], later[name], [recorded, three, last], undisturbed)
@@ -247,3 +250,76 @@ def test_a_state_grows_little_with_the_files_in_progress(recorded: list[dict[str
         sizes = [len(saved.text) for saved in recorded[0][name][1]]
         in_progress = 2 * case.order.get("cycle_length", 1)
         assert max(sizes) - sizes[0] < 64 * in_progress + 64, (name, sizes)
+
+
+LONG_SIZES = (300, 17, 410, 0, 256, 333)
+
+
+def open_long(folder: str, prefetch: int) -> Run:
+    """One rank: enough steps for every kind of bookkeeping that is not done at each of them."""
+    order = {"shuffle_files": True, "shuffle_buffer": 50, "cycle_length": 2, "block_length": 3}
+    files = tdi.FileDataset(folder + "/?.txt", readers.text_lines, map_fn=int, seed=2, **order)  # type: ignore[arg-type]
+    strategy = tdi.Strategy(devices=["cpu"])
+    options = tdi.InputOptions(prefetch=prefetch, with_index=True)
+    dataset = strategy.distribute_dataset(files, options, global_batch_size=4)
+    return Run(dataset, lambda element: [[leaf.tolist() for leaf in element]])
+
+
+def read_long(
+    folder: str, saved: Saved | None, until: int | None, prefetch: int
+) -> list[tuple[list[Delivered], Saved]]:
+    """One rank: a part of the first epoch, and the state then; without a place to begin, also every 7th state."""
+    with (run := open_long(folder, prefetch)).loader:
+        if saved is not None:
+            run.load(saved)
+            found = list(steps(run, until, epochs=1))
+            return [(found, run.save(saved.done + len(found)))]
+        marks, delivered = [], []
+        for step, element in enumerate(run.loader, 1):
+            delivered.append((0, step - 1, run.parts(element)))
+            if step % 7 == 0 or step in (63, 64, 65, 128, 129):
+                marks.append((list(delivered), run.save(step)))
+        return [*marks, (delivered, run.save(len(delivered)))]
+
+
+def go_on_long(folder: str, states: Sequence[Saved], until: int | None) -> list[tuple[list[Delivered], Saved]]:
+    """One rank: what comes after each state."""
+    return [read_long(folder, saved, until, prefetch)[0] for prefetch, saved in zip(range(5), states, strict=False)]
+
+
+def refused(folder: str, saved: Saved) -> tuple[Raised | None, Raised | None]:
+    """One rank: what is raised when the state is loaded, and at the next ``iter``."""
+    with (run := open_long(folder, 1)).loader:
+        return raised(lambda: run.load(saved)), raised(lambda: next(iter(run.loader)))
+
+
+def test_long_epochs_go_on_from_world_to_world(tmp_path: Path) -> None:
+    for file, size in enumerate(LONG_SIZES):
+        (tmp_path / f"{file}.txt").write_text("".join(f"{1000 * file + record}\n" for record in range(size)))
+    everything = Counter(1000 * file + record for file, size in enumerate(LONG_SIZES) for record in range(size))
+    folder = str(tmp_path)
+    recorded = run_ranks(2, read_long, folder, None, None, 2)
+    assert [saved for _, saved in recorded[0]] == [saved for _, saved in recorded[1]]
+    wholes = [rank[-1][0] for rank in recorded]
+    assert len(wholes[0]) > 150
+    states = [recorded[0][place][1] for place in (8, 9, 10, 13, 22)]
+    assert {63, 64} < {saved.done for saved in states}
+
+    for whole, found in zip(wholes, run_ranks(2, go_on_long, folder, states, None), strict=True):
+        assert [after for after, _ in found] == [whole[saved.done :] for saved in states]
+    three = run_ranks(3, go_on_long, folder, states, 70)
+    again = run_ranks(2, go_on_long, folder, [saved for _, saved in three[0]], None)
+    for number, saved in enumerate(states):
+        parts = [whole[: saved.done] for whole in wholes]
+        parts += [rank[number][0] for rank in (*three, *again)]
+        pairs = [pair for part in parts for _, _, [pieces] in part for pair in zip(*pieces, strict=True)]
+        assert Counter(value for _, value in pairs) == everything, saved
+        assert all(index == value // 1000 * 2**40 + value % 1000 for index, value in pairs)
+
+    with (tmp_path / "2.txt").open("a") as grown:
+        grown.write("7\n")
+    for at_load, at_iter in run_ranks(2, refused, folder, states[3]):
+        told = at_load or at_iter
+        assert told is not None
+        assert told.kind == "StateMismatch", told
+        assert "2.txt" in told.message

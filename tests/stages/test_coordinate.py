@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from torchdistinput.backends.collectives import Channel
 from torchdistinput.errors import BatchingError, RankDisagreement, RankLost, SourceError
-from torchdistinput.flow import Delivered, Failed, Held, Outcome, PassedOver, PastEnd, Raised, Share
+from torchdistinput.flow import Delivered, Failed, Held, Outcome, PassedOver, PastEnd, Raised, Share, Skipped
 from torchdistinput.mould import Mould
 from torchdistinput.stages.coordinate import Coordinate
 from torchdistinput.testing import FakeCollectives
@@ -284,8 +285,8 @@ def test_every_message_has_the_same_length(slots: int) -> None:
 
     assert world.run(rank_votes) == [None, None]
     exchanges = [each for each in world.messages if each.kind == "exchange"]
-    assert {len(each.content) for each in exchanges} == {3 + 2 * slots}
-    assert all(word >= 0 for each in exchanges for word in each.content[: 3 + slots])
+    assert {len(each.content) for each in exchanges} == {4 + 2 * slots}
+    assert all(word >= 0 for each in exchanges for word in each.content[: 4 + slots])
 
 
 def test_samplers_that_draw_differently_are_told_after_the_steps_before() -> None:
@@ -298,3 +299,84 @@ def test_samplers_that_draw_differently_are_told_after_the_steps_before() -> Non
         assert isinstance(found, RankDisagreement)
         assert "samplers of the ranks differ at step 1 of epoch 3" in str(found)
         assert "rank 0: 8; rank 1: 5; rank 2: 8" in str(found)
+
+
+def lossy(size: int, *left_out: str) -> Share:
+    return Share([torch.zeros(size)], (size,), skipped=Skipped(len(left_out), left_out))
+
+
+def lossy_votes(
+    *of_ranks: list[Held], max_errors: int, counting: tuple[bool, ...] = (True, True)
+) -> list[list[Outcome]]:
+    """Each rank holds its steps, and all vote until it is over."""
+    world = FakeCollectives(len(of_ranks))
+
+    def rank_votes(rank: int) -> list[Outcome]:
+        channel = world.ranks(rank).open_channel(0)
+        stage = make(channel, rank, piece=torch.zeros(1), max_errors=max_errors, counts=counting[rank])
+        for held in of_ranks[rank]:
+            stage.hold(held)
+        outcomes: list[Outcome] = []
+        while not stage.over:
+            outcomes += stage.vote()
+        return outcomes
+
+    results = []
+    for result in world.run(rank_votes):
+        assert not isinstance(result, BaseException), result
+        results.append(result)
+    return results
+
+
+def test_samples_that_are_left_out_are_counted_over_all_ranks_and_steps() -> None:
+    steps: tuple[list[Held], list[Held]] = (
+        [share(2), lossy(1, "a"), share(2), lossy(0, "b", "c"), share(2), PastEnd()],
+        [share(2), lossy(1, "d"), share(2), share(2), lossy(1, "e"), PastEnd()],
+    )
+    for max_errors, before in ((0, 1), (1, 1), (2, 3), (3, 3), (4, 4)):
+        first, second = lossy_votes(*steps, max_errors=max_errors)
+        assert [type(each).__name__ for each in first] == ["Delivered"] * before + ["Raised"]
+        found = error(first[before:])
+        assert isinstance(found, SourceError)
+        assert str(found) == str(error(second[before:]))
+        assert (found.epoch, found.step, found.rank) == (3, before, None)
+        assert f"up to step {before} of epoch 3, and max_errors={max_errors}" in str(found)
+        assert "\nrank 0: a" in str(found)
+        assert "\nrank 1: d" in str(found)
+    for outcomes in lossy_votes(*steps, max_errors=5):
+        assert [type(each).__name__ for each in outcomes] == ["Delivered"] * 5 + ["End"]
+
+
+def test_a_failure_at_the_same_step_comes_before_too_many_that_are_left_out() -> None:
+    for outcomes in lossy_votes([lossy(1, "a")], [Failed(ValueError("bad"), "")], max_errors=0):
+        assert "rank 1 failed at step 0" in str(error(outcomes))
+
+
+def test_of_ranks_that_read_the_same_one_counts_what_is_left_out() -> None:
+    steps: tuple[list[Held], list[Held]] = ([lossy(1, "a"), PastEnd()], [lossy(1, "a"), PastEnd()])
+    for outcomes in lossy_votes(*steps, max_errors=1, counting=(True, False)):
+        assert [type(each).__name__ for each in outcomes] == ["Delivered", "End"]
+    for outcomes in lossy_votes(*steps, max_errors=0, counting=(True, False)):
+        found = error(outcomes)
+        assert isinstance(found, SourceError)
+        assert found.rank == 0
+        assert "rank 1" not in str(found)
+
+
+def test_one_rank_alone_stops_at_the_same_place() -> None:
+    coordinate = make(None, 0, piece=torch.zeros(1), max_errors=1)
+    assert sizes(vote(share(2), lossy(1, "a"), lossy(1, "b"))(coordinate)) == [(2, 2)]
+    assert sizes(coordinate.vote()) == [(1, 1)]
+    assert isinstance(error(coordinate.vote()), SourceError)
+
+
+def test_plain_values_are_told_whatever_an_error_of_the_user_holds() -> None:
+    odd: Any = {"file": Path("a.txt"), "offset": "near the end", "indices": [torch.tensor(3), (1, 2), Odd()]}
+    for outcomes in together([vote(Failed(SourceError("odd", **odd), "")), vote(share(1))]):
+        found = error(outcomes)
+        assert isinstance(found, SourceError)
+        assert found.file == "a.txt"
+        assert found.offset is None
+        assert found.indices is not None
+        assert found.indices[:2] == (3, "(1, 2)")
+        assert "Odd" in str(found.indices[2])

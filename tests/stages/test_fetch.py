@@ -7,9 +7,10 @@ from typing import Any, final
 import numpy as np
 import pytest
 import torch
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from torchdistinput.errors import BatchingError
-from torchdistinput.flow import Drawn, Failed, Held, PastEnd, ReadFailure, Row, Share
+from torchdistinput.flow import Drawn, Failed, Held, Origin, PastEnd, ReadFailure, Row, Share, Skipped, Thinned
 from torchdistinput.mould import Mould
 from torchdistinput.stages.fetch import Fetch
 
@@ -127,6 +128,35 @@ def test_a_read_failure_is_unwrapped_and_its_place_kept() -> None:
     found = failure(read(Rows([wrapped]), 1)[0])
     assert found.error is original
     assert found.where == "file a.txt"
+
+
+def test_a_read_failure_keeps_what_is_known_of_its_place() -> None:
+    wrapped = ReadFailure("sample 3", Origin(indices=(3,), worker=1))
+    wrapped.__cause__ = ValueError("bad")
+    assert failure(read(Rows([wrapped]), 1)[0]).origin == Origin(indices=(3,), worker=1)
+
+
+def test_what_is_left_of_a_piece_is_the_piece_and_what_is_missing_is_counted() -> None:
+    row = [
+        Thinned(torch.zeros(2), Skipped(3, ("a", "b"))),
+        torch.zeros(1),
+        Thinned(None, Skipped(9, ("c",) * 9), (0,)),
+        None,
+    ]
+    whole, thin = read(Rows([[torch.zeros(1)] * 4, row]), 2)
+    assert isinstance(whole, Share)
+    assert whole.skipped == Skipped(0, ())
+    assert isinstance(thin, Share)
+    assert thin.sizes == (2, 1, 0, 0)
+    assert [None if piece is None else len(piece) for piece in thin.pieces] == [2, 1, None, None]
+    assert thin.skipped == Skipped(12, ("a", "b", *["c"] * 8))
+
+
+def test_a_thinned_piece_is_the_same_after_torch_has_pinned_what_is_in_it() -> None:
+    pinned = pin_memory(Thinned(None, Skipped(2, ("a", "b")), (0, 1)))  # type: ignore[no-untyped-call] # torch's
+    (share,) = read(Rows([[pinned, Thinned(None, Skipped(1, ("c",)), (0,))]]), 1)
+    assert isinstance(share, Share)
+    assert share.skipped == Skipped(3, ("a", "b", "c"))
 
 
 def test_an_interrupt_is_no_failed_step() -> None:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import json
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -32,13 +33,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchdistinput.backends.attendance import Store
-from torchdistinput.errors import RankLost
+from torchdistinput.errors import InputError, RankLost
 
-__all__ = ["Gloo", "ProcessGroupChannel", "Watch", "all_gather", "gather_texts"]
+__all__ = ["Gloo", "ProcessGroupChannel", "Watch", "all_gather", "gather_texts", "plain_message"]
 
 _WATCH_SECONDS = 0.5
 _SIGN_SECONDS = 1.5
 _FOREVER = datetime.timedelta(days=365)
+_MAX_TEXT = 1 << 30  # of one rank in one exchange, in bytes
 _DISCONNECTED = "lost the connection"
 
 
@@ -68,12 +70,44 @@ class Gloo(Protocol):
 
 
 def gather_texts(group: Gloo, text: str) -> list[str]:
-    """Every rank's text, by rank. Collective: every rank of the group calls this."""
+    """Every rank's text, by rank. Collective: every rank of the group calls this.
+
+    Raises:
+      InputError: a rank sent what is no text, or too long.
+    """
     data = text.encode(errors="surrogatepass")  # names of files may hold what is no proper unicode
     sizes = [int(size) for size in all_gather(group, torch.tensor([len(data)]))]
+    for rank, size in enumerate(sizes):
+        if not 0 <= size <= _MAX_TEXT:
+            raise InputError(f"rank {rank} of the group wants to send {size} bytes; {_SAME_LIBRARY}")
     padded = torch.frombuffer(bytearray(data.ljust(max(*sizes, 1))), dtype=torch.uint8)  # never empty
     parts = all_gather(group, padded)
-    return [bytes(part[:size].numpy()).decode(errors="surrogatepass") for part, size in zip(parts, sizes, strict=True)]
+    return [_text_of(part, size, rank) for rank, (part, size) in enumerate(zip(parts, sizes, strict=True))]
+
+
+def _text_of(part: Tensor, size: int, rank: int) -> str:
+    try:
+        return bytes(part[:size].numpy()).decode(errors="surrogatepass")
+    except UnicodeDecodeError as error:
+        raise InputError(f"rank {rank} of the group sent no text ({error.reason}); {_SAME_LIBRARY}") from error
+
+
+_SAME_LIBRARY = "every rank must run the same version of torchdistinput, on a network that loses nothing"
+
+
+def plain_message(text: str) -> dict[str, Any]:
+    """What a rank said, as the mapping that it is. Local.
+
+    Raises:
+      InputError: it is none.
+    """
+    try:
+        told = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"another rank sent {text!r:.100}, which is no message ({error}); {_SAME_LIBRARY}") from error
+    if not isinstance(told, dict):
+        raise InputError(f"another rank sent {text!r:.100}, which is no message; {_SAME_LIBRARY}")
+    return told
 
 
 def all_gather(group: Gloo, tensor: Tensor) -> list[Tensor]:

@@ -4,38 +4,56 @@ A file is a *name*: what the user wrote, or the user's pattern with its wildcard
 relative names, ``s3://bucket/*.txt`` gives ``s3://bucket/a.txt``, and each name can be given back to ``expand`` and
 ``open_file``, in this process or another. Filesystem objects are made where they are used: nothing here is held between
 calls, so that descriptions of files pickle and forked DataLoader workers make their own connections.
+
+Whatever is asked of a filesystem is asked again if it fails in passing, and a remote file is read on where it failed:
+see ``retrying``, also for how to bound the time that a filesystem may take to answer. Local files have nothing between
+them and the reader.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import io
+import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, BinaryIO, Protocol, TypeAlias, final, runtime_checkable
+from functools import cached_property, partial
+from typing import Any, BinaryIO, Final, TypeAlias, final
 
 from fsspec.compression import compr as _decompressors
 from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileOpener
 from fsspec.utils import infer_compression
 
+from torchdistinput.backends.retrying import (
+    BACKOFF,
+    Backoff,
+    RetryingFile,
+    is_passing,
+    known_size,
+    one_line,
+    reason,
+    retried,
+)
 from torchdistinput.errors import SourceError
 
 __all__ = ["FileNames", "OpenedFile", "check_compression", "expand", "file_size", "open_file", "skip_to"]
 
 FileNames: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
 
+_LOG = logging.getLogger("torchdistinput")
+
 _WILDCARD = re.compile(r"[*?\[]")
 _BUFFER_BYTES = 1 << 17
 _DROPPED_BYTES = 1 << 20
 
+# What reads from this machine's disks or memory: there is nothing to try again.
+_LOCAL: Final = (LocalFileOpener, io.BufferedReader, io.FileIO, io.BytesIO)
 
-@runtime_checkable
-class _Sized(Protocol):
-    """A file object that learned its size when it was opened, as those of local files and object stores do."""
-
-    size: int | None
+# Stores that list a whole tree at once, where a folder is a prefix; the others are asked for folder after folder.
+_LIST_TREES: Final = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl"}
 
 
 @final
@@ -49,6 +67,7 @@ class OpenedFile:
       filesystem: kept as long as the file: an archive closes its members when it goes.
       name: the name that it was opened by.
       path: what the filesystem calls it.
+      backoff: how often to ask for its size.
     """
 
     stream: BinaryIO
@@ -56,6 +75,7 @@ class OpenedFile:
     filesystem: Any
     name: str
     path: str
+    backoff: Backoff
 
     @cached_property
     def size(self) -> int:
@@ -64,9 +84,10 @@ class OpenedFile:
         Raises:
           SourceError: naming the file, if it cannot be asked.
         """
-        known = self.stored.size if isinstance(self.stored, _Sized) else None
+        known = known_size(self.stored)
         if known is None:
-            known = _size_of(self.name, self.filesystem, self.path)
+            ask = partial(self.filesystem.size, self.path)
+            known = retried(ask, self.name, "cannot be read", self.backoff, named=True)
         return -1 if known is None else int(known)
 
     def close(self) -> None:
@@ -75,28 +96,37 @@ class OpenedFile:
         self.stored.close()
 
 
-def expand(files: FileNames, storage_options: Mapping[str, Any] | None = None) -> list[str]:
+def expand(files: FileNames, storage_options: Mapping[str, Any] | None = None, backoff: Backoff = BACKOFF) -> list[str]:
     """Turns a pattern, a name, or a list of both into names of files. Local: no communication.
 
     A pattern (``*``, ``**``, ``?``, ``[ab]``) becomes the files that it matches, without directories, sorted by name. A
     name stays as it is and is not looked up, unless it contains one of these characters and may be a pattern. A list
-    keeps its order and its repetitions. ``~`` is the home directory; ``file://`` is dropped.
+    keeps its order and its repetitions. ``~`` is the home directory; ``file://`` is dropped. A folder that cannot be
+    listed is an error, so that no file is left out; one that may not be listed is passed over, as in a shell, with a
+    warning.
 
     Args:
       files: what to expand, local or with the protocol of any fsspec filesystem (``memory://``, ``s3://``), also
         chained (``simplecache::s3://bucket/*.txt``).
       storage_options: arguments of the filesystem.
+      backoff: how often to ask it.
 
     Raises:
       TypeError: if ``files`` is neither a name nor a list of names.
       ValueError: if the list is empty, or a name in it.
       SourceError: if a pattern matches no file, or its filesystem cannot be asked.
     """
-    entries = _entries(files)
-    return [name for position, entry in enumerate(entries) for name in _expand_entry(position, entry, storage_options)]
+    options = storage_options or {}
+    entries = enumerate(_entries(files))
+    return [name for position, entry in entries for name in _expand_entry(position, entry, options, backoff)]
 
 
-def open_file(name: str, compression: str | None, storage_options: Mapping[str, Any] | None = None) -> OpenedFile:
+def open_file(
+    name: str,
+    compression: str | None,
+    storage_options: Mapping[str, Any] | None = None,
+    backoff: Backoff = BACKOFF,
+) -> OpenedFile:
     """Opens a file for reading its uncompressed bytes. Local: no communication.
 
     Args:
@@ -104,25 +134,38 @@ def open_file(name: str, compression: str | None, storage_options: Mapping[str, 
       compression: ``"infer"`` by the end of the name (``.gz``, ``.bz2``, ``.xz``, …), a name that fsspec knows, or
         ``None`` to read the bytes as they are.
       storage_options: arguments of the filesystem.
+      backoff: how often to open the file, and to read on from each of its bytes, and after which waits.
 
     Raises:
-      SourceError: naming the file, if it is missing or cannot be read; the original is its ``__cause__``.
+      SourceError: naming the file, if it is missing or cannot be read; the original is its ``__cause__``. Reading
+        raises one too, whose text leaves the name to the caller, when a remote file cannot be read any more.
     """
-    stored: Any = None
+    ask = partial(_open_stored, name, storage_options or {})
+    filesystem, path, stored = retried(ask, name, "cannot be opened", backoff, named=True)
     try:
-        filesystem, path = url_to_fs(name, **(storage_options or {}))
-        stored = filesystem.open(path, "rb")
+        method = infer_compression(path) if compression == "infer" else compression
+        content = stored
         if isinstance(stored, io.BytesIO):
             # The memory filesystem gives every reader the one object that it stores, with one position for all.
-            stored = io.BytesIO(stored.getvalue())
-        method = infer_compression(path) if compression == "infer" else compression
-        content = stored if method is None else _decompressors[method](stored, mode="r")
+            content = stored = io.BytesIO(stored.getvalue())
+        elif not isinstance(stored, _LOCAL):
+            reopen, ask_size = partial(filesystem.open, path, "rb"), partial(filesystem.size, path)
+            content = stored = RetryingFile(name, stored, reopen, ask_size, backoff, plain=method is None)
+        if method is not None:
+            # Some decompressors believe that a read which gives less than was asked for is the last one.
+            whole = io.BufferedReader(stored, _BUFFER_BYTES) if isinstance(stored, RetryingFile) else stored
+            content = _decompressors[method](whole, mode="r")
         stream = io.BufferedReader(content, _BUFFER_BYTES)
     except Exception as error:
-        if stored is not None:
-            stored.close()
-        raise SourceError(f"{name}: cannot be opened: {_reason(error)}", file=name) from error
-    return OpenedFile(stream, stored, filesystem, name, path)
+        stored.close()
+        raise _failed(name, "cannot be opened", error) from error
+    return OpenedFile(stream, stored, filesystem, name, path, backoff)
+
+
+def _open_stored(name: str, storage_options: Mapping[str, Any]) -> tuple[Any, str, Any]:
+    """The filesystem, what it calls the file, and the file as it opens it."""
+    filesystem, path = url_to_fs(name, **storage_options)
+    return filesystem, path, filesystem.open(path, "rb")
 
 
 def skip_to(file: BinaryIO, offset: int, at: int = 0) -> None:
@@ -160,25 +203,19 @@ def _drop(file: BinaryIO, count: int) -> int:
     return count - missing
 
 
-def file_size(name: str, storage_options: Mapping[str, Any] | None = None) -> int | None:
+def file_size(name: str, storage_options: Mapping[str, Any] | None = None, backoff: Backoff = BACKOFF) -> int | None:
     """The stored size of a file in bytes (compressed, if it is), ``None`` where the filesystem does not know it.
 
     Raises:
       SourceError: naming the file, if it is missing or cannot be asked.
     """
-    try:
-        filesystem, path = url_to_fs(name, **(storage_options or {}))
-    except Exception as error:
-        raise _unreadable(name, error) from error
-    return _size_of(name, filesystem, path)
-
-
-def _size_of(name: str, filesystem: Any, path: str) -> int | None:
-    try:
-        size = filesystem.size(path)
-    except Exception as error:
-        raise _unreadable(name, error) from error
+    size = retried(partial(_ask_size, name, storage_options or {}), name, "cannot be read", backoff, named=True)
     return None if size is None else int(size)
+
+
+def _ask_size(name: str, storage_options: Mapping[str, Any]) -> Any:
+    filesystem, path = url_to_fs(name, **storage_options)
+    return filesystem.size(path)
 
 
 def check_compression(compression: str | None) -> None:
@@ -205,7 +242,7 @@ def _entries(files: object) -> Sequence[object]:
     return files
 
 
-def _expand_entry(position: int, entry: object, storage_options: Mapping[str, Any] | None) -> list[str]:
+def _expand_entry(position: int, entry: object, options: Mapping[str, Any], backoff: Backoff) -> list[str]:
     name = os.fspath(entry) if isinstance(entry, os.PathLike) else entry
     if not isinstance(name, str):
         raise TypeError(f"file {position} of the list must be a str or a path, got {type(entry).__name__}: {entry!r}")
@@ -218,14 +255,11 @@ def _expand_entry(position: int, entry: object, storage_options: Mapping[str, An
         return [name]
     if "://" not in name and "::" not in name:
         name = re.sub("//+", "/", name)  # fsspec's glob finds nothing behind an empty folder name
-    try:
-        names = _glob(name, storage_options or {})
-    except Exception as error:
-        raise SourceError(f"{name}: the pattern cannot be expanded: {_reason(error)}", file=name) from error
+    names = retried(partial(_glob, name, options), name, "the pattern cannot be expanded", backoff, named=True)
     if not names:
         raise SourceError(
-            f"{name}: the pattern matches no file (seen from {os.getcwd()!r}); at least one is needed: check the "
-            "path, and that this machine sees the files",
+            f"{one_line(name)}: the pattern matches no file (seen from {os.getcwd()!r}); at least one is needed: check "
+            "the path, and that this machine sees the files",
             file=name,
         )
     return names
@@ -233,11 +267,68 @@ def _expand_entry(position: int, entry: object, storage_options: Mapping[str, An
 
 def _glob(pattern: str, storage_options: Mapping[str, Any]) -> list[str]:
     filesystem, asked = url_to_fs(pattern, **storage_options)
-    if filesystem.isfile(asked):  # a wildcard character in the name of a real file, or a url with a query
+    if _is_file(filesystem, asked):  # a wildcard character in the name of a real file, or a url with a query
         return [pattern]
-    found = filesystem.glob(asked, detail=True)
-    paths = [str(path) for path, about in found.items() if about.get("type") != "directory"]
+    if "**" in asked and _LIST_TREES & set(_protocols(filesystem)):
+        found = filesystem.glob(asked, detail=True)
+        paths = [str(path) for path, about in found.items() if about.get("type") != "directory"]
+    else:
+        cut = asked.rfind("/", 0, _WILDCARD.search(asked).start())  # type: ignore[union-attr] # it has one
+        folder = asked[: max(cut, 0)] or ("/" if cut == 0 else "")
+        paths = list(dict.fromkeys(_matching(filesystem, folder, asked[cut + 1 :].split("/"))))
     return sorted(_as_written(path, asked, pattern, filesystem) for path in paths)
+
+
+def _protocols(filesystem: Any) -> Sequence[str]:
+    return [filesystem.protocol] if isinstance(filesystem.protocol, str) else filesystem.protocol
+
+
+def _is_file(filesystem: Any, path: str) -> bool:
+    try:
+        return bool(filesystem.info(path)["type"] == "file")
+    except Exception as error:
+        # Whatever a filesystem raises for a name that it cannot have; but one that did not answer is asked again.
+        if is_passing(error):
+            raise
+        return False
+
+
+def _matching(filesystem: Any, folder: str, pattern: Sequence[str]) -> Iterator[str]:
+    """The files under a folder that match, part by part.
+
+    fsspec's own ``glob`` takes a folder that it cannot list for an empty one, so that files would be missing without a
+    word.
+    """
+    part, *rest = pattern
+    if part == "**":
+        yield from _matching(filesystem, folder, rest or ["*"])
+        for path, kind in _entries_of(filesystem, folder):
+            if kind == "directory":
+                yield from _matching(filesystem, path, pattern)
+    elif rest and not _WILDCARD.search(part):
+        yield from _matching(filesystem, f"{folder.rstrip('/')}/{part}" if folder else part, rest)
+    else:
+        fits = re.compile(fnmatch.translate(part)).match
+        for path, kind in _entries_of(filesystem, folder):
+            if fits(path.rpartition("/")[2]):
+                if not rest and kind != "directory":
+                    yield path
+                elif rest and kind == "directory":
+                    yield from _matching(filesystem, path, rest)
+
+
+def _entries_of(filesystem: Any, folder: str) -> list[tuple[str, str]]:
+    """What is in a folder, each with its type; nothing if there is no such folder."""
+    try:
+        listed = filesystem.ls(folder, detail=True)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except PermissionError as error:
+        _LOG.warning("%s: the folder is left out of the pattern: %s", one_line(folder), reason(error))
+        return []
+    found = [(str(about["name"]).rstrip("/"), str(about["type"])) for about in listed]
+    # Some list the folder itself, or a file that is asked for as a folder; a web page links to other places.
+    return [(path, kind) for path, kind in found if path.rpartition("/")[0].strip("/") == folder.strip("/")]
 
 
 def _as_written(path: str, asked: str, pattern: str, filesystem: Any) -> str:
@@ -261,10 +352,5 @@ def _as_written(path: str, asked: str, pattern: str, filesystem: Any) -> str:
     return "::".join(links)
 
 
-def _unreadable(name: str, error: Exception) -> SourceError:
-    return SourceError(f"{name}: cannot be read: {_reason(error)}", file=name)
-
-
-def _reason(error: Exception) -> str:
-    """An exception in one line: its kind, and what it says."""
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+def _failed(name: str, problem: str, error: Exception) -> SourceError:
+    return SourceError(f"{one_line(name)}: {problem}: {reason(error)}", file=name)

@@ -1,14 +1,15 @@
 """The step that all ranks agree on: what a rank says, how it is added up, what follows.
 
 Each rank casts a *ballot*: the sizes of the next steps that it holds (``None`` for a step past its end), and flags.
-A ballot is ``3 + 2K`` 64-bit words, and the words of all ranks are summed, so one exchange of fixed size carries all:
+A ballot is ``4 + 2K`` 64-bit words, and the words of all ranks are summed, so one exchange of fixed size carries all:
 
 - word 0: four counters of 15 bits: ranks that failed, stopped, lack the structure, know the structure.
 - words 1 and 2: the sums of ``d`` and of ``d * d`` over the ranks that know a structure with digest ``d`` (24 bits).
   The structures are equal if and only if ``count * sum(d * d) == sum(d) ** 2`` (Cauchy and Schwarz).
-- word 3 + j, for the j-th step not yet agreed: ranks that hold it (15 bits), ranks for which it is not past their end
+- word 3: samples that were left out as they could not be read, up to and including the first of those steps.
+- word 4 + j, for the j-th step not yet agreed: ranks that hold it (15 bits), ranks for which it is not past their end
   (15 bits), samples in it (33 bits).
-- word 3 + K + j: what the samplers drew for that step, as a number times the rank's *weight*, modulo 2**64. The weights
+- word 4 + K + j: what the samplers drew for that step, as a number times the rank's *weight*, modulo 2**64. The weights
   of all ranks sum to 0, so equal numbers cancel out, and unequal ones hardly ever do (about once in 2**63).
 
 The laws, decided alike on every rank from the same sums:
@@ -20,6 +21,9 @@ The laws, decided alike on every rank from the same sums:
 (E) A step for which the samplers drew differently is not agreed, nor is any after it.
 (F) A rank that failed holds no step from its failure on, so all ranks deliver the same steps before it; it says so
     when the failure is next. A rank that stopped reading offers no step either, only the fact that it is past its end.
+(G) Where more samples were left out than may be, no step is agreed. A rank offers a step that lost samples as the first
+    of a message only: so word 3 is right for every step that is offered, and all stop before the same one, whatever
+    was read ahead.
 """
 
 from __future__ import annotations
@@ -36,6 +40,7 @@ _COUNTER = (1 << _COUNTER_BITS) - 1
 MAX_RANKS = _COUNTER
 MAX_SAMPLES = (1 << _SAMPLE_BITS) - 1
 _WORD = 1 << 64
+_HEAD = 4  # words before those of the steps
 
 
 @final
@@ -49,6 +54,7 @@ class Ballot:
       stopped: nobody reads here any more.
       digest: the number of the structure that it knows, or ``None`` if it never saw an element.
       drawn: a number of what its sampler drew for each step in ``sizes``; 0, or missing, where none is to compare.
+      skipped: samples that it left out in this epoch, up to and including the first of ``sizes``.
     """
 
     sizes: tuple[int | None, ...]
@@ -56,9 +62,10 @@ class Ballot:
     stopped: bool = False
     digest: int | None = None
     drawn: tuple[int, ...] = ()
+    skipped: int = 0
 
     def words(self, num_slots: int, weight: int = 0) -> list[int]:
-        """The ballot as ``3 + 2 * num_slots`` summable words. More steps than slots wait for the next exchange.
+        """The ballot as ``4 + 2 * num_slots`` summable words. More steps than slots wait for the next exchange.
 
         Args:
           num_slots: steps that a message has room for, K.
@@ -67,12 +74,13 @@ class Ballot:
         flags = (self.failed, self.stopped, self.digest is None, self.digest is not None)
         digest = self.digest or 0
         words = [sum(1 << (place * _COUNTER_BITS) for place, flag in enumerate(flags) if flag), digest, digest * digest]
+        words.append(self.skipped)
         for size in self.sizes[:num_slots]:
             held, live = 1 << (_SAMPLE_BITS + _COUNTER_BITS), 1 << _SAMPLE_BITS
             words.append(held if size is None else held + live + size)
-        words.extend([0] * (3 + num_slots - len(words)))
+        words.extend([0] * (_HEAD + num_slots - len(words)))
         words.extend(_signed(number * weight) for number in self.drawn[:num_slots])
-        words.extend([0] * (3 + 2 * num_slots - len(words)))
+        words.extend([0] * (_HEAD + 2 * num_slots - len(words)))
         return words
 
 
@@ -89,6 +97,8 @@ class Verdict:
       structure_wanted: some rank lacks the structure and some rank knows it.
       structures_differ: the ranks know different structures.
       draws_differ: after the agreed steps, the samplers drew differently.
+      skipped: samples that all ranks left out, up to and including the next step of each.
+      too_many_skipped: they are more than may be.
     """
 
     steps: tuple[int, ...]
@@ -98,6 +108,8 @@ class Verdict:
     structure_wanted: bool
     structures_differ: bool
     draws_differ: bool
+    skipped: int = 0
+    too_many_skipped: bool = False
 
 
 def count(word: int) -> tuple[int, int, int]:
@@ -105,14 +117,22 @@ def count(word: int) -> tuple[int, int, int]:
     return word >> (_SAMPLE_BITS + _COUNTER_BITS), word >> _SAMPLE_BITS & _COUNTER, word & MAX_SAMPLES
 
 
-def decide(words: Sequence[int], num_ranks: int) -> Verdict:
-    """What follows from the summed ballots of ``num_ranks`` ranks. Laws A to F."""
+def decide(words: Sequence[int], num_ranks: int, max_skipped: int | None = None) -> Verdict:
+    """What follows from the summed ballots of ``num_ranks`` ranks. Laws A to G.
+
+    Args:
+      words: the sums.
+      num_ranks: how many ballots they are of.
+      max_skipped: how many samples may be left out; ``None`` for any number.
+    """
     failed, stopped, lacking, knowing = (words[0] >> place * _COUNTER_BITS & _COUNTER for place in range(4))
     steps: list[int] = []
     end = draws_differ = False
     differ = knowing * words[2] != words[1] ** 2
-    slots = (len(words) - 3) // 2
-    for word, drawn in () if differ else zip(words[3 : 3 + slots], words[3 + slots :], strict=True):
+    too_many = max_skipped is not None and words[3] > max_skipped
+    slots = (len(words) - _HEAD) // 2
+    pairs = zip(words[_HEAD : _HEAD + slots], words[_HEAD + slots :], strict=True)
+    for word, drawn in () if differ or too_many else pairs:
         holding, live, samples = count(word)
         if holding < num_ranks:
             break
@@ -133,6 +153,8 @@ def decide(words: Sequence[int], num_ranks: int) -> Verdict:
         structure_wanted=lacking > 0 and knowing > 0,
         structures_differ=differ,
         draws_differ=draws_differ,
+        skipped=words[3],
+        too_many_skipped=too_many,
     )
 
 

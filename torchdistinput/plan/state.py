@@ -7,6 +7,7 @@ all carry it, the last one at any world size:
 - ``epoch``, ``step``, ``samples``: the steps that were delivered in that epoch, and the samples in them.
 - ``drawn``: a digest of what the sampler drew for the last of these steps; 0 where there is none.
 - ``told_epoch``: what the user's ``set_epoch`` said last; ``None`` if it was not called.
+- ``sample_seed``: the base of ``sample_seed()`` in map-style data; ``None`` where there is none, or none yet.
 - ``random``: when a loader draws the seed of its workers, torch's default random state and the generators of the input,
   all as they were when the epoch began.
 - ``position``: where the source stands; ``None`` at the start of an epoch.
@@ -17,6 +18,7 @@ all carry it, the last one at any world size:
 from __future__ import annotations
 
 import json
+import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +29,8 @@ from torchdistinput.errors import StateMismatch
 __all__ = ["VERSION", "SavedState", "differences"]
 
 VERSION: Final = 1
+_MAX_DEPTH: Final = 32
+_MAX_BITS: Final = 1024
 _FIELDS: Final = (
     "version",
     "epoch",
@@ -34,6 +38,7 @@ _FIELDS: Final = (
     "samples",
     "drawn",
     "told_epoch",
+    "sample_seed",
     "random",
     "position",
     "fingerprint",
@@ -52,9 +57,11 @@ class SavedState:
       samples: samples in them, over all replicas.
       drawn: a digest of what the sampler drew for the last step; 0 where there is none.
       told_epoch: what the user's ``set_epoch`` said last.
+      sample_seed: the base of ``sample_seed()``, where it is known.
       random: how the order of the epoch is drawn; see the top.
       position: what the source says of its position; ``None`` at the start of an epoch.
       fingerprint: what tells this input from others.
+      was_changed: whether it was edited since it was saved.
     """
 
     epoch: int
@@ -62,9 +69,11 @@ class SavedState:
     samples: int
     drawn: int
     told_epoch: int | None
+    sample_seed: int | None
     random: tuple[str, ...]
     position: list[Any] | None
     fingerprint: Mapping[str, Any]
+    was_changed: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """The state as plain JSON."""
@@ -75,6 +84,7 @@ class SavedState:
             "samples": self.samples,
             "drawn": self.drawn,
             "told_epoch": self.told_epoch,
+            "sample_seed": self.sample_seed,
             "random": list(self.random),
             "position": self.position,
             "fingerprint": [[name, value] for name, value in self.fingerprint.items()],
@@ -98,7 +108,8 @@ class SavedState:
           StateMismatch: it is no state, of a newer version, or was cut or changed since.
         """
         fields = _checked_fields(state)
-        if strict and fields["checksum"] != _checksum(fields):
+        was_changed = fields["checksum"] != _checksum(fields)
+        if strict and was_changed:
             raise StateMismatch(
                 f"the state of epoch {fields['epoch']}, step {fields['step']} was changed since it was saved: its "
                 f"checksum is {fields['checksum']}, its content has {_checksum(fields)}. Load it as it was saved, use "
@@ -110,18 +121,24 @@ class SavedState:
             samples=fields["samples"],
             drawn=fields["drawn"],
             told_epoch=fields["told_epoch"],
+            sample_seed=fields["sample_seed"],
             random=tuple(fields["random"]),
             position=fields["position"],
             fingerprint=dict(fields["fingerprint"]),
+            was_changed=was_changed,
         )
 
 
 def differences(saved: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
     """What tells two fingerprints apart, in words, one text for each field."""
-    missing = "nothing"
-    names = sorted({*saved, *found})
-    pairs = [(name, saved.get(name, missing), found.get(name, missing)) for name in names]
-    return [f"{name}: {was!r} in the state, {now!r} here" for name, was, now in pairs if _plain(was) != _plain(now)]
+    if saved.get("kind") != found.get("kind"):
+        return [f"kind: {saved.get('kind')!r:.200} in the state, {found.get('kind')!r:.200} here"]
+    pairs = [(name, saved.get(name), found.get(name)) for name in sorted({*saved, *found})]
+    return [
+        f"{name}: {was!r:.200} in the state, {now!r:.200} here"
+        for name, was, now in pairs
+        if _plain(was) != _plain(now)
+    ]
 
 
 def _plain(value: Any) -> bytes:
@@ -135,6 +152,7 @@ def _checksum(state: Mapping[str, Any]) -> int:
 def _checked_fields(state: object) -> Mapping[str, Any]:
     if not isinstance(state, Mapping):
         raise StateMismatch(f"found a {type(state).__name__} as a state; what state_dict() returned is needed.")
+    _check_plain(state)
     version = state.get("version")
     if isinstance(version, int) and not 1 <= version <= VERSION:
         raise StateMismatch(
@@ -144,13 +162,15 @@ def _checked_fields(state: object) -> Mapping[str, Any]:
     missing = [name for name in _FIELDS if name not in state]
     if missing:
         raise StateMismatch(
-            f"{', '.join(missing)}: missing in the state, which has {', '.join(map(str, state)) or 'nothing'}. It was "
+            f"{', '.join(missing)}: missing in the state, which has {', '.join(state) or 'nothing':.200}. It was "
             "cut off, or is the state of something else."
         )
     for name in ("version", "epoch", "step", "samples", "drawn", "checksum"):
         _check(name, state[name], "an int of 0 or more", _is_count(state[name]))
     told = state["told_epoch"]
     _check("told_epoch", told, "an int of 0 or more, or None", told is None or _is_count(told))
+    seed = state["sample_seed"]
+    _check("sample_seed", seed, "an int, or None", seed is None or type(seed) is int)
     random = state["random"]
     _check("random", random, "a list of texts", _is_list(random) and all(isinstance(each, str) for each in random))
     position = state["position"]
@@ -159,6 +179,27 @@ def _checked_fields(state: object) -> Mapping[str, Any]:
     named = _is_list(pairs) and all(_is_list(pair) and len(pair) == 2 and isinstance(pair[0], str) for pair in pairs)
     _check("fingerprint", pairs, "a list of pairs of a name and a value", named)
     return state
+
+
+def _check_plain(state: object) -> None:
+    """Refuses what no JSON of ours holds, before it is compared or printed: that alone can fail, or take for ever."""
+    left: list[tuple[object, int]] = [(state, 0)]
+    while left:
+        value, depth = left.pop()
+        is_plain = isinstance(value, str | bool | None)
+        if isinstance(value, Mapping):
+            is_plain = all(isinstance(key, str) for key in value)
+            left += [(each, depth + 1) for each in value.values()]
+        elif isinstance(value, list | tuple):
+            is_plain = True
+            left += [(each, depth + 1) for each in value]
+        elif isinstance(value, int):
+            is_plain = value.bit_length() <= _MAX_BITS
+        elif isinstance(value, float):
+            is_plain = math.isfinite(value)
+        if not is_plain or depth > _MAX_DEPTH:
+            what = f"nested more than {_MAX_DEPTH} deep" if is_plain else f"no plain value (a {type(value).__name__})"
+            raise StateMismatch(f"the state has something in it that is {what}. Load the state as it was saved.")
 
 
 def _check(name: str, found: object, needed: str, is_good: object) -> None:

@@ -11,10 +11,12 @@ from torch.utils.data import DataLoader
 from torchdistinput.flow import Landmarks, Row, Start, Stream
 
 __all__ = [
+    "DrawsAlone",
     "Exchange",
     "HasWorkers",
     "HoldsTorchLoader",
     "RowStream",
+    "SeedsSamples",
     "SetsEpoch",
     "Shards",
     "Source",
@@ -114,6 +116,33 @@ class HasWorkers(Protocol):
 
     def lost_workers(self) -> str:
         """Which of them died, in words; nothing where none did. Local."""
+
+
+@runtime_checkable
+class DrawsAlone(Protocol):
+    """A source whose workers may each draw from random states of their own, which are then part of their positions."""
+
+    @property
+    def draws_alone(self) -> bool:
+        """Whether they do."""
+
+    def first_position(self) -> list[Any]:
+        """The position at the start of an epoch that begins now. Caller's thread."""
+
+    def restore(self, position: Sequence[Any]) -> None:
+        """Sets this worker's random states to those of a position. Caller's thread."""
+
+
+@runtime_checkable
+class SeedsSamples(Protocol):
+    """A source in whose samples ``sample_seed()`` follows from a base that a state carries."""
+
+    @property
+    def sample_seed(self) -> int | None:
+        """The base of the epoch begun last, or of the state that was loaded; ``None`` before."""
+
+    def give_sample_seed(self, seed: int | None) -> None:
+        """Sets the base of this and later epochs; ``None`` leaves it to the random state."""
 
 
 @runtime_checkable

@@ -88,7 +88,8 @@ def in_blocks(blocks: Callable[Concatenate[BinaryIO, int, P], Iterator[Block[T]]
       blocks: a function of a binary file object, which is at its front, and an offset in bytes: 0, or one that it
         yielded for the same content. It goes there, and yields for each block of records where the block can be entered
         (an int that grows) and its records (a list). What else it takes are keyword arguments, for
-        ``functools.partial``.
+        ``functools.partial``. A ``SourceError`` with ``resume_at``, after the blocks in front of the bad record, says
+        that it can be entered at the error's ``offset``, to raise the same again, and there.
 
     Returns:
       A function of a binary file object, and the same keyword arguments, that yields the records. It pickles if it is

@@ -8,6 +8,7 @@ does not depend on who walks or on how many processes do, so every rank and ever
 from __future__ import annotations
 
 import hashlib
+import json
 import mmap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,10 +21,12 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from torchdistinput.backends.filesystem import FileNames, check_compression, expand, file_size, open_file
+from torchdistinput.backends.retrying import one_line
 from torchdistinput.errors import SourceError, StateMismatch
+from torchdistinput.failures import in_one_line
 from torchdistinput.plan.lanes import LanePlace, WalkPlace
 from torchdistinput.plan.permutation import shuffled
-from torchdistinput.sources.lanes import Lane, Read, RecordPlace
+from torchdistinput.sources.lanes import Lane, Read, RecordPlace, Spoiled
 from torchdistinput.sources.seeds import Samples, calls_on, epoch_key
 from torchdistinput.sources.walks import RecordWalk
 
@@ -140,13 +143,16 @@ class FileDataset(IterableDataset[Any]):
             return list(range(len(self.files)))
         return shuffled(len(self.files), self.seed, epoch)
 
-    def walk(self, order: Sequence[int], epoch: int, place: WalkPlace | None = None) -> RecordWalk:
+    def walk(
+        self, order: Sequence[int], epoch: int, place: WalkPlace | None = None, *, skip: bool = False
+    ) -> RecordWalk:
         """Walks over the undecoded records of some files. Files are opened as the walk comes to them.
 
         Args:
           order: indices of ``files``, in the order in which they are to be opened: the fresh ones, see ``plan.lanes``.
           epoch: which epoch's shuffle the records are in.
           place: where an earlier walk over the same fresh files was left, or what was dealt of an earlier world.
+          skip: whether a ``lanes.Spoiled`` stands for a record that cannot be read, where it is certain how to go on.
 
         Raises:
           IndexError: if there is no such file.
@@ -157,7 +163,7 @@ class FileDataset(IterableDataset[Any]):
                 raise IndexError(f"there is no file {index}: the dataset has {len(self.files)} files")
         if place is not None:
             self._check_place(place, len(order))
-        return RecordWalk(order, partial(self._lane, epoch), self._cycle_length, self._block_length, place)
+        return RecordWalk(order, partial(self._lane, epoch, skip), self._cycle_length, self._block_length, place)
 
     def check_unchanged(self, places: Iterable[LanePlace]) -> None:
         """Asks whether files that are to be entered again are there, in the size that they had. Local.
@@ -178,8 +184,8 @@ class FileDataset(IterableDataset[Any]):
             for lane, size in zip(lanes.values(), pool.map(self._stored_size, lanes), strict=True):
                 if size is not None and lane.size not in {-1, size}:
                     raise StateMismatch(
-                        f"{self.files[lane.file]}: the file has {size} bytes, but had {lane.size} when the state was "
-                        "saved, in the middle of it; put the file back as it was, or start the epoch anew"
+                        f"{one_line(self.files[lane.file])}: the file has {size} bytes, but had {lane.size} when the "
+                        "state was saved, in the middle of it; put the file back as it was, or start the epoch anew"
                     )
 
     def decode(self, records: list[Any], places: Callable[[], Sequence[RecordPlace]], key: int) -> list[Any]:
@@ -207,12 +213,43 @@ class FileDataset(IterableDataset[Any]):
                 raise _undecodable(places()[reading.index], error) from error
         return decoded
 
+    def decode_readable(
+        self, records: list[Any], places: Callable[[], Sequence[RecordPlace]], key: int
+    ) -> tuple[list[Any], dict[int, str]]:
+        """Applies ``map_fn`` to the records that can be read, and leaves out those for which it fails.
+
+        Args:
+          records: undecoded records, or ``Spoiled`` in their place.
+          places: tells where they come from; called only if that is asked for, and where one is left out.
+          key: the word of the epoch, for ``sample_seed``.
+
+        Returns:
+          The decoded ones; and, by their positions, what is to be told of the others.
+        """
+        decoded: list[Any] = []
+        left_out: dict[int, str] = {}
+        with Samples(key) as reading:
+            reading.places = places
+            for position, record in enumerate(records):
+                reading.index = position
+                if isinstance(record, Spoiled):
+                    left_out[position] = record.reason
+                    continue
+                try:
+                    decoded.append(record if self.map_fn is None else self.map_fn(record))
+                except Exception as error:
+                    place = places()[position]
+                    left_out[position] = (
+                        f"{one_line(place.file)}, record {place.record}: map_fn failed: {in_one_line(error)}"
+                    )
+        return decoded, left_out
+
     def fingerprint(self) -> dict[str, Any]:
         """Plain facts that decide which records come in which order; ranks compare them."""
-        names = "\n".join(self.files)
+        names = json.dumps(self.files)  # a name may hold whatever else could separate them
         return {
             "number of files": len(self.files),
-            "file list": hashlib.sha256(names.encode(errors="surrogatepass")).hexdigest()[:16],
+            "file list": hashlib.sha256(names.encode()).hexdigest()[:16],
             "first file": self.files[0],
             "shuffle_files": self._shuffle_files,
             "shuffle_buffer": self._shuffle_buffer,
@@ -246,10 +283,10 @@ class FileDataset(IterableDataset[Any]):
                     raise _undecodable(walk.place, error) from error
                 yield decoded
 
-    def _lane(self, epoch: int, start: LanePlace) -> Lane:
+    def _lane(self, epoch: int, skip: bool, start: LanePlace) -> Lane:  # noqa: FBT001 - for partial
         name = self.files[start.file]
         opened = open_file(name, self._compression, self._storage_options)
-        return Lane(name, opened, self._read, self._shuffle_buffer, (self.seed, epoch, start.file), start)
+        return Lane(name, opened, self._read, self._shuffle_buffer, (self.seed, epoch, start.file), start, skip=skip)
 
     def _stored_size(self, index: int) -> int | None:
         name = self.files[index]
@@ -259,8 +296,8 @@ class FileDataset(IterableDataset[Any]):
             if not isinstance(error.__cause__, FileNotFoundError):
                 raise
             raise StateMismatch(
-                f"{name}: the file is gone, but the saved state is in the middle of it; put it back, or start the "
-                "epoch anew"
+                f"{one_line(name)}: the file is gone, but the saved state is in the middle of it; put it back, or "
+                "start the epoch anew"
             ) from error
 
     def _check_place(self, place: WalkPlace, dealt: int) -> None:
@@ -315,7 +352,7 @@ class _Epochs:
 
 def _undecodable(place: RecordPlace, error: Exception) -> SourceError:
     return SourceError(
-        f"{place.file}: map_fn failed on record {place.record}: {type(error).__name__}: {error}", file=place.file
+        f"{one_line(place.file)}: map_fn failed on record {place.record}: {in_one_line(error)}", file=place.file
     )
 
 

@@ -21,7 +21,7 @@ from torchdistinput.sources.random_state import BorrowedRandomState, generators_
 from torchdistinput.sources.reentry import can_pass_over, passing_over, tell_shuffler
 from torchdistinput.sources.reopening import Reopened
 from torchdistinput.sources.runs import LoaderRun
-from torchdistinput.sources.worker_side import Failure
+from torchdistinput.sources.worker_side import Failure, cannot_skip
 
 __all__ = ["FunctionSource"]
 
@@ -38,6 +38,11 @@ class FunctionSource:
       with_index: whether each batch comes with the numbers of its samples.
       snapshot_every: steps from one taking of a state of the user's own to the next.
       read_ahead: steps that are made ready ahead of the one in use, at most.
+      skip: whether data that fails is to be left out, which is refused.
+
+    Raises:
+      InputError: what the function returned is no data, or cannot leave out what fails.
+      BatchingError: it is a dataset of single samples.
     """
 
     bound_to_world = True
@@ -53,7 +58,10 @@ class FunctionSource:
         with_index: bool = False,
         snapshot_every: int = 16,
         read_ahead: int = 4096,
+        skip: bool = False,
     ) -> None:
+        if skip:
+            raise cannot_skip("a dataset function")
         self._datasets = datasets
         self._topology = topology
         self._with_index = with_index
@@ -101,7 +109,30 @@ class FunctionSource:
             self._reopen[number] = Reopened(self._datasets[number])
 
     def generators(self) -> Sequence[torch.Generator]:
-        """See ``Source.generators``."""
+        """See ``Source.generators``. Of several workers each has its own, see ``DrawsAlone``."""
+        return () if self.draws_alone else self._own_generators()
+
+    @property
+    def draws_alone(self) -> bool:
+        """See ``DrawsAlone.draws_alone``."""
+        return self._topology.num_workers > 1
+
+    def first_position(self) -> list[Any]:
+        """See ``DrawsAlone.first_position``."""
+        return [place_of(Start(), len(self._datasets)).to_json(), [packed(state) for state in self._states_now()]]
+
+    def restore(self, position: Sequence[Any]) -> None:
+        """See ``DrawsAlone.restore``."""
+        states = self._split(position)[1]
+        if states:
+            torch.set_rng_state(states[0])
+        for generator, state in zip(self._own_generators(), states[1:], strict=False):
+            generator.set_state(state)
+
+    def _states_now(self) -> list[torch.Tensor]:
+        return [torch.get_rng_state(), *(generator.get_state() for generator in self._own_generators())]
+
+    def _own_generators(self) -> Sequence[torch.Generator]:
         loaders = [each for each in self._datasets if isinstance(each, DataLoader)]
         return generators_of(*(part for each in loaders for part in (each, each.sampler, each.batch_sampler)))
 
@@ -119,10 +150,10 @@ class FunctionSource:
             raise StateMismatch(f"position: found {position!r:.200}. Load the state as it was saved.")
         place = Place.from_json(position[0], len(self._datasets))
         states = [unpacked(text) for text in position[1]]
-        if states and len(states) != 1 + len(self.generators()):
+        if states and len(states) != 1 + len(self._own_generators()):
             raise StateMismatch(
                 f"position: {len(states) - 1} generator(s) in the state, the DataLoaders that the dataset function "
-                f"returned here have {len(self.generators())}. Return them with the same generators."
+                f"returned here have {len(self._own_generators())}. Return them with the same generators."
             )
         return place, states
 
@@ -137,12 +168,12 @@ class FunctionSource:
             if isinstance(each, DataLoader):
                 tell_shuffler(each, epoch)
         place, states = self._place_of(start)
-        if states:
+        if start.steps and states:  # in the middle of an epoch: whatever was drawn since the state was loaded
             draws = BorrowedRandomState(states[0])
-        for generator, state in zip(self.generators(), states[1:], strict=False):
-            generator.set_state(state)
-        if self._topology.num_workers > 1 and not states:
-            states = [torch.get_rng_state(), *(generator.get_state() for generator in self.generators())]
+            for generator, state in zip(self._own_generators(), states[1:], strict=True):
+                generator.set_state(state)
+        elif self.draws_alone:
+            states = self._states_now()
         # Made now: loader workers are started from the thread that asks for them.
         opened = draws(lambda: self._enter_all(place, start))
         self._has_begun = True

@@ -72,7 +72,8 @@ class Guarded(IterableDataset[Any]):
         try:
             elements, keeper = entered(self.dataset, reader.text)
         except Exception as error:
-            yield Failure(error, "element 0" if reader.text is None else "restoring the dataset's own state")
+            where = "element 0" if reader.text is None else "restoring the dataset's own state"
+            yield from [Failure(error, where)] * per_batch
             return
         passed = reader.batches - reader.since
         guarded = GuardedIterator(elements, keeper, per_batch, self._snapshot_every, number=passed * per_batch)
@@ -81,12 +82,12 @@ class Guarded(IterableDataset[Any]):
         if problem is None:
             yield from guarded
         else:
-            yield problem
+            yield from [problem] * per_batch
 
 
 @final
 class GuardedIterator(Iterator[Any]):
-    """An iterator whose exception is its last element, as a ``Failure``. May be dropped while another thread is in it.
+    """An iterator whose exception is its last batch, as ``Failure``s. May be dropped while another thread is in it.
 
     Args:
       iterator: the user's.
@@ -111,26 +112,34 @@ class GuardedIterator(Iterator[Any]):
         self._per_batch = per_batch
         self._number = number
         self._due = -1 if keeper is None else number + per_batch
-        self._failed = False
+        self._failure: Failure | None = None
+        self._repeated = 1
 
     def __next__(self) -> Any:
-        if self._failed:
-            raise StopIteration
+        if self._failure is not None:
+            return self._fill_batch(self._failure)
         try:
             element = next(self._iterator)
         except StopIteration:
             raise
         except ReadFailure as failure:
-            self._failed = True
-            return Failure(cast(Exception, failure.__cause__), failure.where)
+            self._failure = Failure(cast(Exception, failure.__cause__), failure.where, failure.origin)
+            return self._failure
         except Exception as error:
-            self._failed = True
-            return Failure(error, f"element {self._number}")
+            self._failure = Failure(error, f"element {self._number}")
+            return self._failure
         self._number += 1
         if self._number == self._due and self._keeper is not None:
             self._due = self._number + self._interval
             return Marked(element, snapshot_of(self._keeper))
         return element
+
+    def _fill_batch(self, failure: Failure) -> Failure:
+        """The failure again, for a whole batch: torch drops one that is not full, under ``drop_last``."""
+        if self._repeated == self._per_batch:
+            raise StopIteration
+        self._repeated += 1
+        return failure
 
     def pass_over(self, elements: int, at_least: int) -> Failure | None:
         """Reads elements and forgets them.

@@ -69,17 +69,20 @@ class IterableLoaderSource:
         self._owns_state = isinstance(dataset, HasState)
         self._seeds = BaseSeeds(loader.generator, lasting=loader.persistent_workers)
         cut = CutReady(collate, cutter) if size is None else CutSamples(collate, cutter)
-        arguments: dict[str, Any] = {"batch_size": size, "collate_fn": cut, **settings_of(loader)}
-        arguments["generator"] = self._seeds.generator
-        if size is not None:
-            arguments["drop_last"] = loader.drop_last
-        self._runs = LoaderRuns(lambda dataset: DataLoader(dataset, **arguments), lasting=loader.persistent_workers)
+        self._cut = cut
+        self._runs = LoaderRuns(self._build, lasting=loader.persistent_workers)
         self.needs_default_state = loader.generator is None and shared
         self.bound_to_world = not shared
         self.collective_state = not shared or self._owns_state
         self.draws_from_default_generator = loader.generator is None
         self.certain_piece_size = cutter.certain_piece_size(drop_last=loader.drop_last) if shared else None
         self.largest_piece_size = cutter.largest_piece_size
+
+    def _build(self, dataset: Guarded) -> DataLoader[Any]:
+        size = self._cutter.global_batch_size
+        batching: dict[str, Any] = {} if size is None else {"drop_last": self._loader.drop_last}
+        settings = {**settings_of(self._loader), "generator": self._seeds.generator}
+        return DataLoader(dataset, batch_size=size, collate_fn=self._cut, **batching, **settings)
 
     def fingerprint(self) -> Mapping[str, Any]:
         """See ``Source.fingerprint``."""
@@ -153,7 +156,8 @@ class IterableLoaderSource:
     def _from(self, place: Place, start: Start) -> Guarded:
         """The user's dataset from a place on. Loader workers that live on are ended, as they stand elsewhere."""
         per_batch = self._cutter.global_batch_size or 1
-        warn_of_reading_again(start, place, per_batch, self._dataset)
+        lived_on = self._loader.num_workers > 0 and start.base_seed == "never"
+        warn_of_reading_again(start, place, per_batch, self._dataset, lived_on=lived_on)
         self._runs.close()
         return Guarded(self._dataset, per_batch, self._snapshot_every, entrances_at(place))
 

@@ -7,22 +7,29 @@ reading that window.
 
 **Entering again.** A lane starts at the last block of its reader in front of the record, or the window, where it was
 left, and passes over what is between. The records of a reader without blocks are passed over from the front.
+
+**Going on after a record that cannot be read.** Where that is asked for, and the reader knows where the next record
+starts, a ``Spoiled`` stands in its place. It counts as a record, so that numbers, windows and places are what they
+would be without the damage, and a lane that is entered again meets it again.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
+from functools import partial
 from itertools import chain, compress, count, islice
 from typing import Any, BinaryIO, NamedTuple, final
 
 from torchdistinput.backends.filesystem import OpenedFile
+from torchdistinput.backends.retrying import one_line
 from torchdistinput.errors import SourceError, StateMismatch
+from torchdistinput.failures import in_one_line
 from torchdistinput.plan.lanes import LanePlace
 from torchdistinput.plan.permutation import shuffled
 from torchdistinput.sources.blocks import Block, Records, blocks_of
 
-__all__ = ["Lane", "Read", "RecordPlace"]
+__all__ = ["Lane", "Read", "RecordPlace", "Spoiled"]
 
 Read = Callable[[BinaryIO], Iterable[Any]]
 """A reader: takes a binary file object and yields the records in it."""
@@ -37,6 +44,14 @@ class RecordPlace(NamedTuple):
     """The index of the record inside its file, from 0, before any shuffling."""
     file_number: int
     """The place of the file in the dataset's list."""
+
+
+@final
+class Spoiled(NamedTuple):
+    """Stands for a record that could not be read."""
+
+    reason: str
+    """What is to be told: the file, the offset, and what is wrong there."""
 
 
 @final
@@ -65,6 +80,7 @@ class Lane:
       window_size: how many records are shuffled together; 0 for none.
       key: what the order of a window depends on, beside its number.
       start: which file of the dataset it is, and where to start in it.
+      skip: whether a ``Spoiled`` stands for a record that cannot be read, where it is certain how to go on.
     """
 
     __slots__ = (
@@ -75,6 +91,7 @@ class Lane:
         "_opened",
         "_read",
         "_records",
+        "_skip",
         "_source",
         "_ticks",
         "_window",
@@ -85,7 +102,15 @@ class Lane:
     )
 
     def __init__(
-        self, name: str, opened: OpenedFile, read: Read, window_size: int, key: tuple[int, ...], start: LanePlace
+        self,
+        name: str,
+        opened: OpenedFile,
+        read: Read,
+        window_size: int,
+        key: tuple[int, ...],
+        start: LanePlace,
+        *,
+        skip: bool = False,
     ) -> None:
         self.name = name
         self.number = start.file
@@ -94,6 +119,7 @@ class Lane:
         self._opened = opened
         self._read = read
         self._blocks = blocks_of(read)
+        self._skip = skip
         anchor = (0, 0) if self._blocks is None else (start.offset, start.record)
         self._anchors = deque([anchor], maxlen=None if window_size else 1)
         self._window_size = window_size
@@ -163,7 +189,7 @@ class Lane:
     def failure(self, error: Exception) -> SourceError:
         """What to raise for an exception of the reader."""
         if isinstance(error, SourceError):
-            return SourceError(f"{self.name}: {error}", file=self.name, offset=error.offset)
+            return SourceError(f"{one_line(self.name)}: {error}", file=self.name, offset=error.offset)
         offset, where = None, ""
         try:
             offset = self._opened.stream.tell()
@@ -171,7 +197,7 @@ class Lane:
         except (OSError, ValueError):
             where = ""  # a stream that cannot tell; the file alone must do
         return SourceError(
-            f"{self.name}: reading failed{where}, after {self.count()} records: {type(error).__name__}: {error}",
+            f"{one_line(self.name)}: reading failed{where}, after {self.count()} records: {in_one_line(error)}",
             file=self.name,
             offset=offset,
         )
@@ -191,9 +217,15 @@ class Lane:
         if self._blocks is None:
             records = self._source = iter(self._read(self._opened.stream))
         else:
-            blocks = self._blocks(self._opened.stream, offset)
+            enter = partial(self._blocks, self._opened.stream)
+            blocks = _with_spoiled(enter, self._opened.stream, offset, self.name) if self._skip else enter(offset)
             self._source = _noted(blocks, record, self._anchors, self._window)
             records = chain.from_iterable(self._source)
+        if start < record:
+            raise StateMismatch(
+                f"{one_line(self.name)}: the saved state enters the file at record {record}, behind record {start}, "
+                "which is needed next: it is damaged, or of another shuffle_buffer; load the state as it was saved"
+            )
         self._pass_over(records, start - record)
         if self._window_size:
             first = start // self._window_size
@@ -210,10 +242,40 @@ class Lane:
         found = last[0][0] if last else 0
         if found < number:
             raise StateMismatch(
-                f"{self.name}: the saved state goes on after {self.count()} records, but the file ends "
+                f"{one_line(self.name)}: the saved state goes on after {self.count()} records, but the file ends "
                 f"{number - found} records before that: it is not the file that the state was saved with; put that "
                 "back, or start the epoch anew"
             )
+
+
+def _with_spoiled(
+    enter: Callable[[int], Iterator[Block[Any]]], file: BinaryIO, offset: int, name: str
+) -> Iterator[Block[Any]]:
+    """The blocks from an offset on, with a ``Spoiled`` in place of each record that cannot be read.
+
+    A reader that is entered expects the file at its front. A compressed file is read again for that, which costs as
+    much as what comes before the record: the number of records that may be left out bounds it.
+    """
+    while True:
+        try:
+            yield from enter(offset)
+        except SourceError as error:
+            start, after = error.offset, error.resume_at
+            if start is None or after is None or not offset <= start < after or not _rewound(file):
+                raise
+            spoiled = Spoiled(f"{one_line(name)}, offset {start}: {in_one_line(error).removeprefix('SourceError: ')}")
+        else:
+            return
+        yield start, [spoiled]
+        offset = after
+
+
+def _rewound(file: BinaryIO) -> bool:
+    """Goes to the front of a file; whether that was possible."""
+    try:
+        return file.seek(0) == 0
+    except (OSError, ValueError, NotImplementedError):  # as those of some web servers
+        return False
 
 
 def _noted(

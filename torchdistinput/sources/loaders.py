@@ -23,15 +23,15 @@ from torch.utils.data import (
 )
 
 from torchdistinput.errors import ShardingError, StateMismatch
-from torchdistinput.flow import Row, Start, Stream
+from torchdistinput.flow import Row, Start, Stream, Thinned
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.base import Exchange, Shards, tell_epoch
 from torchdistinput.sources.base_seeds import BaseSeeds
 from torchdistinput.sources.batches import batches_of
-from torchdistinput.sources.index import SampleNumbers, labelled, labelled_batch
-from torchdistinput.sources.random_state import generators_of, plainly
+from torchdistinput.sources.index import SampleNumbers, labelled_batch
+from torchdistinput.sources.random_state import generators_of, packed, plainly, unpacked
 from torchdistinput.sources.runs import LoaderRun, LoaderRuns
 from torchdistinput.sources.samplers import DrawnRow, Draws, Feed
 from torchdistinput.sources.seeds import epoch_key
@@ -42,6 +42,8 @@ from torchdistinput.sources.worker_side import (
     Failure,
     PieceDataset,
     as_is,
+    labelled_piece,
+    nothing_left,
 )
 
 __all__ = ["MapLoaderSource"]
@@ -68,10 +70,18 @@ class MapLoaderSource:
       loader: the user's.
       policy: the policy in force.
       topology: where this worker stands.
+      with_index: whether each piece comes with the numbers of its samples.
+      skip: whether samples that cannot be read are left out.
     """
 
     def __init__(
-        self, loader: DataLoader[Any], policy: AutoShardPolicy, topology: Topology, *, with_index: bool = False
+        self,
+        loader: DataLoader[Any],
+        policy: AutoShardPolicy,
+        topology: Topology,
+        *,
+        with_index: bool = False,
+        skip: bool = False,
     ) -> None:
         check_loader(loader, policy)
         self._loader = loader
@@ -88,20 +98,25 @@ class MapLoaderSource:
         self._drop_last = bool(self._collates and getattr(self._batches, "drop_last", False))
         self._feed = Feed()
         self._base_seeds = BaseSeeds(loader.generator, lasting=loader.persistent_workers)
-        self._pieces = PieceDataset(self._dataset, cast(Callable[[Any], Any], loader.collate_fn))
-        arguments = {"batch_size": None, "sampler": self._feed, "collate_fn": as_is, **settings_of(loader)}
-        arguments["generator"] = self._base_seeds.generator
-        self._runs = LoaderRuns(lambda dataset: DataLoader(dataset, **arguments), lasting=loader.persistent_workers)
-        self._sample_seed: int | None = None
+        self._pieces = PieceDataset(self._dataset, cast(Callable[[Any], Any], loader.collate_fn), skip=skip)
+        self._runs = LoaderRuns(self._build, lasting=loader.persistent_workers)
+        self._given_seed: int | None = None  # by a state that was loaded
+        self._used_seed: int | None = None
         inner = self._batches.sampler if type(self._batches) is BatchSampler else self._batches
         self._shuffle = inner if type(inner) is ShuffleSampler else None
+        self._told: int | None = None
         self._shuffle_epoch = self._shuffle_lead = 0 if self._shuffle is None else self._shuffle.epoch
         self.needs_default_state = _draws_by_default(self._batches)
         self.draws_from_default_generator = loader.generator is None or self.needs_default_state
         self.bound_to_world = not shared
         self.collective_state = policy is AutoShardPolicy.HINT and topology.num_workers > 1
-        self.certain_piece_size = self._cutter.certain_piece_size(drop_last=self._drop_last) if shared else None
+        certain = shared and not skip
+        self.certain_piece_size = self._cutter.certain_piece_size(drop_last=self._drop_last) if certain else None
         self.largest_piece_size = self._cutter.largest_piece_size
+
+    def _build(self, dataset: PieceDataset) -> DataLoader[Any]:
+        settings = {**settings_of(self._loader), "generator": self._base_seeds.generator}
+        return DataLoader(dataset, batch_size=None, sampler=self._feed, collate_fn=as_is, **settings)
 
     def _shard(self, topology: Topology) -> None:
         """Policy HINT: the dataset's own shard, with the user's kind of sampling over it."""
@@ -138,6 +153,8 @@ class MapLoaderSource:
 
     def epoch_fingerprint(self) -> Mapping[str, Any]:
         """See ``Source.epoch_fingerprint``."""
+        if self.draws_alone:  # shards of different lengths take the generators to different states
+            return {}
         inner = [generator_digest(each) for each in self.generators() if each is not self._loader.generator]
         return {"generator state": generator_digest(self._loader.generator), "sampler's generator state": inner}
 
@@ -149,7 +166,9 @@ class MapLoaderSource:
 
     def set_epoch(self, epoch: int) -> None:
         """See ``Source.set_epoch``."""
+        self._told = epoch
         tell_epoch(self._loader, epoch)
+        self._shuffle_epoch, self._shuffle_lead = epoch, 0
 
     def close(self) -> None:
         """See ``Source.close``."""
@@ -165,12 +184,30 @@ class MapLoaderSource:
         return self._base_seeds.when
 
     def generators(self) -> Sequence[torch.Generator]:
-        """See ``Source.generators``."""
+        """See ``Source.generators``. Under HINT each worker has its own, see ``DrawsAlone``."""
+        return () if self.draws_alone else self._own_generators()
+
+    @property
+    def draws_alone(self) -> bool:
+        """See ``DrawsAlone.draws_alone``."""
+        return self._policy is AutoShardPolicy.HINT and not self._cutter.shared
+
+    def first_position(self) -> list[Any]:
+        """See ``DrawsAlone.first_position``."""
+        return ["map", 0, *(packed(each.get_state()) for each in self._own_generators())]
+
+    def restore(self, position: Sequence[Any]) -> None:
+        """See ``DrawsAlone.restore``."""
+        for generator, text in zip(self._own_generators(), position[2:], strict=False):
+            generator.set_state(unpacked(text))
+
+    def _own_generators(self) -> Sequence[torch.Generator]:
         return generators_of(self._loader, self._loader.sampler, self._loader.batch_sampler)
 
     def check(self, position: Sequence[Any]) -> None:
         """See ``Source.check``."""
-        if len(position) != 3 or position[0] != "map" or not all(type(each) is int for each in position[1:]):
+        states = len(self._own_generators()) if self.draws_alone else 0
+        if len(position) != 2 + states or position[0] != "map" or type(position[1]) is not int:
             raise StateMismatch(f"position: found {position!r:.100} in the state, not one of map-style data.")
 
     def resume(self, epoch: int, start: Start, share: Exchange) -> Start:
@@ -182,37 +219,52 @@ class MapLoaderSource:
         self._base_seeds.when = start.base_seed or self._base_seeds.when
         rows = start.steps
         if start.position is not None:
-            _, rows, self._sample_seed = start.position
-        self._tell_shuffle(epoch)
+            rows = start.position[1]
+            if start.steps and self.draws_alone:
+                self.restore(start.position)
+        states = [each.get_state() for each in self._own_generators()] if self.draws_alone else []
+        lead = self._lead_of_shuffle(epoch)
 
-        def begin() -> tuple[Draws, LoaderRun, int]:
+        def begin() -> tuple[Draws, LoaderRun]:
             for _ in range(start.replay):
                 self._replay()
+            if start.replay and self._told is not None:  # a sampler may count its epochs by itself
+                tell_epoch(self._loader, self._told)
+            self._tell_shuffle(epoch + lead)
             drawn = self._new_draws(draws)
             self._base_seeds.draw()
             drawn.skip(rows, start.drawn)
-            seed = self._seed_of_samples()
-            drawn.key = epoch_key(seed, epoch)
+            drawn.key = epoch_key(self._seed_of_samples(), epoch)
             self._feed.draws = drawn
-            return drawn, self._runs.start(self._pieces), seed
+            return drawn, self._runs.start(self._pieces)
 
-        drawn, run, seed = draws(begin)
+        drawn, run = draws(begin)
         return _MapStream(
             drawn,
             run,
             self._cutter,
             in_background=self._loader.num_workers > 0,
-            place=(rows, seed),
+            first_row=rows,
+            states=states,
             close=lambda: self._runs.finish(run),
         )
 
+    @property
+    def sample_seed(self) -> int | None:
+        """See ``SeedsSamples.sample_seed``."""
+        return self._used_seed if self._given_seed is None else self._given_seed
+
+    def give_sample_seed(self, seed: int | None) -> None:
+        """See ``SeedsSamples.give_sample_seed``."""
+        self._given_seed = seed
+
     def _seed_of_samples(self) -> int:
-        """The base of ``sample_seed``; that of the run in which a state was saved, if one was loaded."""
-        if self._sample_seed is None:
-            generator = self._loader.generator
-            # Without a generator the default state counts that the sampler draws from: rank 0's, which is lent here.
-            return torch.initial_seed() if generator is None else generator.initial_seed()
-        return self._sample_seed
+        """The base of ``sample_seed``."""
+        generator = self._loader.generator
+        # Without a generator the default state counts that the sampler draws from: rank 0's, which is lent here.
+        own = torch.initial_seed() if generator is None else generator.initial_seed()
+        self._used_seed = own if self._given_seed is None else self._given_seed
+        return self._used_seed
 
     def _new_draws(self, draws: Draw) -> Draws:
         lead = self._loader.num_workers * (self._loader.prefetch_factor or 0)
@@ -233,15 +285,16 @@ class MapLoaderSource:
         self._base_seeds.draw()
         batches.skip(sys.maxsize)
 
+    def _lead_of_shuffle(self, epoch: int) -> int:
+        """How far the user set a ``ShuffleSampler`` ahead of the epochs here, if not by ``set_epoch`` of the loader."""
+        if self._shuffle is not None and self._shuffle.epoch != self._shuffle_epoch:
+            self._shuffle_lead = self._shuffle.epoch - epoch
+        return self._shuffle_lead
+
     def _tell_shuffle(self, epoch: int) -> None:
-        """Keeps a ``ShuffleSampler`` in step with the epochs here, from where the user had set it last."""
-        sampler = self._shuffle
-        if sampler is None:
-            return
-        if sampler.epoch != self._shuffle_epoch:
-            self._shuffle_lead = sampler.epoch - epoch
-        sampler.set_epoch(epoch + self._shuffle_lead)
-        self._shuffle_epoch = sampler.epoch + 1
+        if self._shuffle is not None:
+            self._shuffle.set_epoch(epoch)
+            self._shuffle_epoch = epoch + 1
 
     def _new_numbers(self) -> SampleNumbers:
         sharded = self._policy is AutoShardPolicy.HINT and self._cutter.topology.num_workers > 1
@@ -263,7 +316,8 @@ def _once(draw: Draw) -> Draw:
 class _MapStream:
     """The rows of a map-style loader: indices are drawn on the caller's thread, pieces fetched where torch does.
 
-    Its position is ``["map", rows, base of sample_seed]``: under DATA, rows are batches.
+    Its position is ``["map", rows]``, and under HINT the states of this worker's generators as the epoch began. Under
+    DATA, rows are batches.
     """
 
     owns_state = False
@@ -276,11 +330,13 @@ class _MapStream:
         cutter: Cutter,
         *,
         in_background: bool,
-        place: tuple[int, int],
+        first_row: int,
+        states: Sequence[torch.Tensor],
         close: Callable[[], None],
     ) -> None:
         self.in_background = in_background
-        self._first_row, self._sample_seed = place
+        self._first_row = first_row
+        self._states = states
         self._draws = draws
         self._run = run
         self._close = close
@@ -298,11 +354,15 @@ class _MapStream:
         if drawn.row_of_whole is None:
             return pieces if drawn.numbers is None else _labelled(pieces, drawn.numbers)
         if drawn.pieces[0]:  # the first row that is read of a whole batch
-            cut = self._whole.cut(pieces[0])
-            self._rows_of_whole = cut.rows
-            if drawn.numbers is not None:
-                self._rows_of_whole = labelled_batch(drawn.numbers[0], cut.rows, cut.size, self._cutter)
+            self._rows_of_whole = self._cut_whole(pieces[0], drawn)
         return self._rows_of_whole[drawn.row_of_whole]
+
+    def _cut_whole(self, item: Any, drawn: DrawnRow) -> list[Row]:
+        if isinstance(item, Thinned):
+            rows = nothing_left(item.skipped, self._cutter)
+            return [*rows[1:][: drawn.row_of_whole], rows[0], *rows[1:][drawn.row_of_whole :]]
+        cut = self._whole.cut(item)
+        return cut.rows if drawn.numbers is None else labelled_batch(drawn.numbers[0], cut.rows, cut.size, self._cutter)
 
     def _next(self) -> Any:
         piece = next(self._run)
@@ -316,7 +376,7 @@ class _MapStream:
 
     def position(self, rows: int) -> list[Any]:
         """See ``Stream.position``."""
-        return ["map", self._first_row + rows, self._sample_seed]
+        return ["map", self._first_row + rows, *map(packed, self._states)]
 
     def close(self) -> None:
         """See ``Stream.close``."""
@@ -324,5 +384,4 @@ class _MapStream:
 
 
 def _labelled(pieces: Row, index: Sequence[torch.Tensor]) -> Row:
-    pairs = zip(pieces, index, strict=True)
-    return [None if piece is None else labelled(numbers, piece) for piece, numbers in pairs]
+    return [labelled_piece(numbers, piece) for piece, numbers in zip(pieces, index, strict=True)]

@@ -20,6 +20,7 @@ from torchdistinput.sources.pieces import read_pieces
 __all__ = ["npy_rows"]
 
 _BLOCK_BYTES: Final = 1 << 20
+_MAX_EMPTY_ROWS: Final = 1 << 24  # nothing in the file could prove how many there are
 _PREFIX_BYTES: Final = np.lib.format.MAGIC_LEN
 _MAX_HEADER_BYTES: Final = 1 << 20
 _LENGTH_BYTES: Final = {(1, 0): 2, (2, 0): 4, (3, 0): 4}
@@ -60,6 +61,12 @@ def npy_rows(file: BinaryIO, offset: int) -> Iterator[Block[Any]]:
         yield 0, _rows_of_columns(file, header)
     elif row_bytes:
         yield from _blocks_in_order(file, header, row_bytes, offset)
+    elif header.shape[0] > _MAX_EMPTY_ROWS:
+        raise SourceError(
+            f"the array of shape {header.shape} has {header.shape[0]} rows without a byte in them: a damaged header; "
+            f"up to {_MAX_EMPTY_ROWS} are believed",
+            offset=0,
+        )
     else:
         yield 0, _Rows(np.zeros((0, *header.shape[1:]), header.dtype), header.shape[0])
     if file.read(1):

@@ -224,7 +224,14 @@ class ReadLog:
         self._readers[number] = Reader(was.batches + batches, 0, snapshot.text)
 
 
-def warn_of_reading_again(start: Start, place: Place, per_batch: int, data: object) -> None:
+_NOT_DRAWN_AGAIN: Final = (
+    " Its loader workers had lived on from an epoch before (persistent_workers=True): if it draws from their random "
+    "state, other elements come this time, and some are repeated or lost. Let it draw from a generator of its own that "
+    "follows from set_epoch(), or use persistent_workers=False."
+)
+
+
+def warn_of_reading_again(start: Start, place: Place, per_batch: int, data: object, *, lived_on: bool = False) -> None:
     """Says what it costs to enter an iterable that has no state of its own. Once for each time that one is entered.
 
     Args:
@@ -232,6 +239,7 @@ def warn_of_reading_again(start: Start, place: Place, per_batch: int, data: obje
       place: the same as a place.
       per_batch: elements of the iterable that make a batch.
       data: the iterable.
+      lived_on: whether loader workers read it that were in an epoch after their first one.
     """
     batches = sum(reader.since for reader in place.readers if reader.text is None)
     sought = start.position is None
@@ -240,6 +248,6 @@ def warn_of_reading_again(start: Start, place: Place, per_batch: int, data: obje
         warnings.warn(
             f"the iterable {type(data).__name__} is read again from its front, to go on after {start.steps} steps"
             f"{again}. To avoid that, give the dataset or its iterator state_dict() and load_state_dict(), or use a "
-            "map-style dataset or a FileDataset.",
+            "map-style dataset or a FileDataset." + (_NOT_DRAWN_AGAIN if lived_on else ""),
             stacklevel=3,
         )

@@ -13,9 +13,17 @@ import torch
 
 from torchdistinput.errors import StateMismatch
 
-__all__ = ["BorrowedRandomState", "generators_of", "packed", "plainly", "state_of_epoch", "unpacked"]
+__all__ = ["BorrowedRandomState", "LentState", "generators_of", "packed", "plainly", "state_of_epoch", "unpacked"]
 
 _HEADER: Final = struct.Struct("<III")  # bytes of the state, their checksum, bytes of the compressed bitmap
+
+
+@final
+class LentState:
+    """Rank 0's default random state as the last draws left it that any dataset of a strategy made with it."""
+
+    def __init__(self) -> None:
+        self.state: torch.Tensor | None = None
 
 
 @final
@@ -24,10 +32,15 @@ class BorrowedRandomState:
 
     Without a generator, torch's samplers draw from the default one, and all ranks must draw the same. A rank whose own
     state was that of rank 0 goes on with it as the draws left it, as in one process; the others get their own back.
+
+    Args:
+      state: rank 0's.
+      lent: where the state is taken down as each call left it.
     """
 
-    def __init__(self, state: torch.Tensor) -> None:
+    def __init__(self, state: torch.Tensor, lent: LentState | None = None) -> None:
         self._state = state
+        self._lent = lent
         self._inside = False
 
     @property
@@ -48,6 +61,8 @@ class BorrowedRandomState:
         finally:
             self._inside = False
             self._state = torch.get_rng_state()
+            if self._lent is not None:
+                self._lent.state = self._state
             if not keeps:
                 torch.set_rng_state(own)
 

@@ -4,7 +4,10 @@
 ``fixed_length_records(num_bytes)`` makes one; a reader of your own is any function of the same kind. A reader sees the
 uncompressed content, reads it once from front to back in bounded pieces (also if the file lies about its lengths), and
 delivers the good records in front of a bad one. Content that is corrupt or cut off is a ``SourceError`` with the
-``offset`` at which the bad record starts; ``FileDataset`` adds the name of the file.
+``offset`` at which the bad record starts; ``FileDataset`` adds the name of the file. Where it is certain at which byte
+the next record starts, the error says so (``resume_at``), and with ``on_error="skip"`` reading goes on there: after a
+bad line, a bad row in one line whose quotes are even in number, a TFRecord whose payload does not fit its checksum. It
+is not after a corrupt length or in a file that is cut off. A reader of your own in blocks may say so too.
 
 All of these can be entered again in the middle of a file, so that a resumed run seeks there; ``in_blocks`` makes a
 reader of your own that can. The functions below yield the blocks of such a reader, from an ``offset`` that they yielded
@@ -90,14 +93,16 @@ def _decoded(block: bytes, offset: int) -> Iterator[Block[str]]:
         lines.pop()
     yield offset, lines
     if problem is not None:
-        raise _not_utf8(block[good:], offset + good, problem.start - good) from problem
+        line = block[good : block.find(b"\n", good) + 1] or block[good:]
+        raise _not_utf8(line, offset + good, problem.start - good, offset + good + len(line)) from problem
 
 
-def _not_utf8(line: bytes, offset: int, position: int) -> SourceError:
+def _not_utf8(line: bytes, offset: int, position: int, end: int) -> SourceError:
     return SourceError(
         f"the line at byte {offset} is not UTF-8: byte {offset + position} is 0x{line[position]:02x}; convert the file "
         "to UTF-8, or read it as bytes with a reader of your own",
         offset=offset,
+        resume_at=end,
     )
 
 
@@ -114,16 +119,18 @@ def json_lines(file: BinaryIO, offset: int) -> Iterator[Block[Any]]:
 
 def _json_values(block: bytes, offset: int) -> Iterator[tuple[int, Any]]:
     """The values of the lines of a block, each with the offset at which its line ends."""
+    last = offset + len(block)
     for line in block.split(b"\n"):
-        end = offset + len(line) + 1
+        end = min(offset + len(line) + 1, last)  # the last line needs no end
         if line.strip():
             try:
                 text = line.decode()
                 value = json.loads(text if offset else text.removeprefix(_BOM))
             except UnicodeDecodeError as error:
-                raise _not_utf8(line, offset, error.start) from error
+                raise _not_utf8(line, offset, error.start, end) from error
             except (ValueError, RecursionError) as error:
-                raise SourceError(f"the line at byte {offset} is not JSON: {error}", offset=offset) from error
+                message = f"the line at byte {offset} is not JSON: {error}"
+                raise SourceError(message, offset=offset, resume_at=end) from error
             yield end, value
         offset = end
 
@@ -135,16 +142,21 @@ class _DecodedLines:
     def __init__(self, file: BinaryIO, offset: int) -> None:
         self._lines = iter(file)
         self.offset = offset
+        self._last = b""
+
+    def next_row_after(self, start: int) -> int | None:
+        """Where the row comes that follows a bad one, if that is certain: the bad one is one line, with even quotes."""
+        last = self._last
+        return self.offset if self.offset - start == len(last) and last.count(b'"') % 2 == 0 else None
 
     def __iter__(self) -> Iterator[str]:
         return self
 
     def __next__(self) -> str:
-        line = next(self._lines)
+        line = self._last = next(self._lines)
+        start, self.offset = self.offset, self.offset + len(line)
         text = line.decode()
-        text = text.removeprefix(_BOM) if not self.offset else text
-        self.offset += len(line)
-        return text
+        return text if start else text.removeprefix(_BOM)
 
 
 @in_blocks
@@ -163,9 +175,13 @@ def csv_rows(file: BinaryIO, offset: int, *, delimiter: str = ",") -> Iterator[B
         UTF-8, or a header that has a name twice.
     """
     lines = _DecodedLines(file, 0)
-    start, header = next(_fields(lines, delimiter), (0, []))
+    try:
+        start, header = next(_fields(lines, delimiter), (0, []))
+    except SourceError as error:
+        error.resume_at = None  # without a header nothing can be read
+        raise
     if len(set(header)) < len(header):
-        raise SourceError(f"the header has a column name twice: {header}", offset=start)
+        raise SourceError(f"the header has a column name twice: {header!r:.200}", offset=start)
     if offset > lines.offset:
         skip_to(file, offset, lines.offset)
         lines = _DecodedLines(file, offset)
@@ -180,7 +196,8 @@ def _fields(lines: _DecodedLines, delimiter: str) -> Iterator[tuple[int, list[st
         try:
             row = next(rows, None)
         except (csv.Error, UnicodeDecodeError) as error:
-            raise SourceError(f"the row at byte {offset} is not CSV in UTF-8: {error}", offset=offset) from error
+            message = f"the row at byte {offset} is not CSV in UTF-8: {error}"
+            raise SourceError(message, offset=offset, resume_at=lines.next_row_after(offset)) from error
         if row is None:
             return
         if row:
@@ -192,7 +209,9 @@ def _dicts(lines: _DecodedLines, delimiter: str, header: list[str]) -> Iterator[
     for offset, row in _fields(lines, delimiter):
         if len(row) != len(header):
             raise SourceError(
-                f"the row at byte {offset} has {len(row)} fields, the header has {len(header)}: {header}", offset=offset
+                f"the row at byte {offset} has {len(row)} fields, the header has {len(header)}: {header!r:.200}",
+                offset=offset,
+                resume_at=lines.next_row_after(offset),
             )
         yield lines.offset, dict(zip(header, row, strict=True))
 
@@ -236,6 +255,7 @@ def _payloads(file: BinaryIO, offset: int) -> Iterator[tuple[int, bytes]]:
             raise SourceError(
                 f"the record at byte {offset} is corrupt: the checksum of its {length} bytes does not fit",
                 offset=offset,
+                resume_at=offset + 16 + length,
             )
         offset += 16 + length
         yield offset, payload

@@ -19,6 +19,7 @@ from torchdistinput.sources.iterable_loaders import IterableLoaderSource
 from torchdistinput.sources.iterables import IterableSource
 from torchdistinput.sources.loaders import MapLoaderSource
 from torchdistinput.sources.records import RecordSource
+from torchdistinput.sources.worker_side import cannot_skip
 
 __all__ = ["recognise"]
 
@@ -50,7 +51,7 @@ def recognise(
       collate_fn: makes a batch of samples.
 
     Raises:
-      InputError: the data is not data, or of a kind that cannot be divided.
+      InputError: the data is not data, of a kind that cannot be divided, or one that cannot leave out what fails.
       BatchingError: a batch size is missing, given twice, or not a positive int.
       ShardingError: the policy does not fit.
     """
@@ -81,10 +82,13 @@ def recognise(
         return _source_of_loader(data, resolved, topology, options), resolved
     place, batching = (resolved, topology), (global_batch_size, collate_fn)
     with_index, read_ahead = options.with_index, options.prefetch
+    skip = options.on_error == "skip"
     if isinstance(data, FileDataset):
-        return RecordSource(data, *place, *batching, with_index=with_index, read_ahead=read_ahead), resolved
+        return RecordSource(data, *place, *batching, with_index=with_index, read_ahead=read_ahead, skip=skip), resolved
     if _is_map_style(data):
-        return MapLoaderSource(_loader(data, *batching), *place, with_index=with_index), resolved
+        return MapLoaderSource(_loader(data, *batching), *place, with_index=with_index, skip=skip), resolved
+    if skip:
+        raise cannot_skip(f"an iterable ({type(data).__name__})")
     source = IterableSource(
         data,
         *place,
@@ -100,10 +104,12 @@ def recognise(
 def _source_of_loader(
     loader: DataLoader[Any], policy: AutoShardPolicy, topology: Topology, options: InputOptions
 ) -> Source:
-    with_index, read_ahead = options.with_index, options.prefetch
+    with_index, read_ahead, skip = options.with_index, options.prefetch, options.on_error == "skip"
     if isinstance(loader.dataset, FileDataset):
-        return RecordSource(loader, policy, topology, with_index=with_index, read_ahead=read_ahead)
+        return RecordSource(loader, policy, topology, with_index=with_index, read_ahead=read_ahead, skip=skip)
     if isinstance(loader.dataset, IterableDataset):
+        if skip:
+            raise cannot_skip(f"a DataLoader over an iterable ({type(loader.dataset).__name__})")
         return IterableLoaderSource(
             loader,
             policy,
@@ -112,7 +118,7 @@ def _source_of_loader(
             snapshot_every=options.snapshot_every,
             read_ahead=read_ahead,
         )
-    return MapLoaderSource(loader, policy, topology, with_index=with_index)
+    return MapLoaderSource(loader, policy, topology, with_index=with_index, skip=skip)
 
 
 def _refuse_second_batching(loader: DataLoader[Any], global_batch_size: int | None, collate_fn: Collate | None) -> None:

@@ -6,7 +6,8 @@ delivered. Rows count from the last change of the world. From the place of a wal
 undecoded.
 
 **Who knows what.** Where all workers read the same (DATA, or one worker) each knows the place. Under FILE each has a
-walk of its own; every 64 rows all tell where theirs stands, so a state is local, and the same on every rank.
+walk of its own; all tell where theirs stands after 1, 2, 4, ... and then every 64 rows, so a state is local, and the
+same on every rank.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import json
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, NamedTuple, TypeVar, final
 
 from torchdistinput.errors import StateMismatch
 from torchdistinput.flow import Row
@@ -23,6 +24,8 @@ from torchdistinput.plan.lanes import Deals, WalkPlace, checked_deals
 from torchdistinput.sources.worker_side import Cut, Failure
 
 __all__ = ["CommonPlaces", "FilesPosition", "Places"]
+
+T = TypeVar("T")
 
 _ROWS_BETWEEN_LANDMARKS: Final = 64
 
@@ -74,7 +77,8 @@ class Places:
     """
 
     def __init__(self, begun: tuple[int, WalkPlace], row: int, read_ahead: int) -> None:
-        self._known: deque[tuple[int, Any]] = deque([(begun[0], begun[1].to_json())])
+        self._known: deque[tuple[int, str]] = deque([(begun[0], json.dumps(begun[1].to_json()))])
+        self._parsed: tuple[str, Any] = ("", None)
         self._row = row
         self._read_ahead = read_ahead
         self._lock = threading.Lock()  # rows are read on one thread, places asked for on another
@@ -87,24 +91,28 @@ class Places:
             if isinstance(cut, Failure):
                 cut.reraise()
                 return
+            before = self._row
             self._row += len(cut.rows)
             if cut.place is not None:
-                self._note(self._row, cut.place)
+                self._note(before, cut.place)
             yield from cut.rows if label is None else label(cut)
 
-    def _note(self, row: int, place: str) -> None:
+    def _note(self, row_before: int, place: str) -> None:
         with self._lock:
-            self._known.append((row, place))
-            # Nobody will ask for a row before this one: what is drawn ahead is bounded.
-            oldest = row - self._read_ahead - 2
+            self._known.append((self._row, place))
+            # Nobody will ask for a row before this one: a row is read so many ahead of the one that is agreed on, and
+            # that one may be as many behind a landmark.
+            oldest = row_before - 2 * (self._read_ahead + 2)
             while len(self._known) > 1 and self._known[1][0] <= oldest:
                 self._known.popleft()
 
     def at(self, row: int) -> tuple[int, Any]:
         """The last row up to this one after which the place is known, and the place."""
         with self._lock:
-            at, place = next(known for known in reversed(self._known) if known[0] <= row)
-        return at, json.loads(place) if isinstance(place, str) else place
+            at, place = _last_before(row, self._known)
+        if self._parsed[0] is not place:
+            self._parsed = (place, json.loads(place))
+        return at, self._parsed[1]
 
 
 @final
@@ -119,12 +127,13 @@ class CommonPlaces:
     """
 
     every = _ROWS_BETWEEN_LANDMARKS
+    early = True  # a state of the first steps knows the files that are open, too
 
     def __init__(self, own: Places, begun: FilesPosition, worker: int, read_ahead: int) -> None:
         self._own = own
         self._worker = worker
         self._first_row = begun.rows
-        self._keep = 2 + read_ahead // self.every
+        self._keep = 2 + read_ahead // self.every + self.every.bit_length()
         walks = {number: (row, place.to_json()) for number, (row, place) in enumerate(begun.walks)}
         self._known: deque[tuple[int, dict[int, tuple[int, Any]]]] = deque([(begun.rows, walks)])
 
@@ -141,5 +150,13 @@ class CommonPlaces:
 
     def at(self, row: int) -> list[tuple[int, Any]]:
         """For each worker, a row up to this one and the place of its walk after it."""
-        known = next(walks for at, walks in reversed(list(self._known)) if at <= row)
+        _, known = _last_before(row, list(self._known))
         return [known[worker] for worker in range(len(known))]
+
+
+def _last_before(row: int, known: Sequence[tuple[int, T]]) -> tuple[int, T]:
+    """The last entry up to that row."""
+    for entry in reversed(known):
+        if entry[0] <= row:
+            return entry
+    raise AssertionError(f"the place after row {row} was asked for, but those before row {known[0][0]} are forgotten")

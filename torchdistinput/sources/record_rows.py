@@ -16,15 +16,15 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from torchdistinput.errors import SourceError, StateMismatch
-from torchdistinput.flow import Row
+from torchdistinput.flow import Origin, Row, Skipped
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.lanes import Deals, WalkPlace, fresh_files
 from torchdistinput.plan.sharding import deal
 from torchdistinput.sources.files import FileDataset
-from torchdistinput.sources.index import labelled, labelled_batch, number_of, number_of_first_row
+from torchdistinput.sources.index import labelled_batch, number_of, number_of_first_row
 from torchdistinput.sources.seeds import epoch_key
 from torchdistinput.sources.walks import RecordPlace, RecordWalk
-from torchdistinput.sources.worker_side import Cut, CutReady, Failure
+from torchdistinput.sources.worker_side import Cut, CutReady, Failure, labelled_piece, nothing_left, thinned
 
 __all__ = ["Entrance", "Passed", "RecordRows", "pass_over"]
 
@@ -94,6 +94,7 @@ class RecordRows(IterableDataset[Any]):
       by_file: whether the files are dealt out to the workers (policy FILE); else each worker walks them all.
       drop_last: whether a short last batch is dropped.
       with_index: whether the numbers of the samples are wanted.
+      skip: whether records that cannot be read, or decoded, are left out.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class RecordRows(IterableDataset[Any]):
         by_file: bool,
         drop_last: bool,
         with_index: bool,
+        skip: bool = False,
     ) -> None:
         self.dataset = dataset
         self._cutter = cutter
@@ -112,6 +114,7 @@ class RecordRows(IterableDataset[Any]):
         self._by_file = by_file
         self._drop_last = drop_last
         self._with_index = with_index
+        self._skip = skip
         self._entrance = Entrance()
         # In shared memory, so that persistent loader workers learn of it too.
         self._epoch: torch.Tensor = torch.zeros(1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call] # torch's
@@ -133,7 +136,7 @@ class RecordRows(IterableDataset[Any]):
         if self._by_file:
             order = deal(order, self._cutter.topology.num_workers, self._cutter.topology.worker)
         try:
-            with closing(self.dataset.walk(order, epoch, entrance.place)) as walk:
+            with closing(self.dataset.walk(order, epoch, entrance.place, skip=self._skip)) as walk:
                 yield from self._cuts(walk, entrance.rows, epoch_key(self.dataset.seed, epoch))
         except (SourceError, StateMismatch) as error:
             yield Failure(error, "")
@@ -143,7 +146,7 @@ class RecordRows(IterableDataset[Any]):
         info = get_worker_info()
         worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
         size = self._cutter.global_batch_size or 1
-        untold = 0  # records since a place was told
+        untold, opened = 0, 0  # records until the next place is told; files that were open when one was told last
         passed = pass_over(walk, self._cutter, rows, drop_last=self._drop_last)
         first, records = passed.rows_left, passed.records
         for number in count():
@@ -153,9 +156,9 @@ class RecordRows(IterableDataset[Any]):
             if number % num_workers == worker:
                 cut = self._cut(records, walk.places, key, first)
                 untold -= len(records)
-                if isinstance(cut, Cut) and untold <= 0:
+                if isinstance(cut, Cut) and (untold <= 0 or walk.opened > opened):
                     place = walk.position()
-                    untold = _RECORDS_BETWEEN_PLACES * max(1, len(place.slots))
+                    untold, opened = _RECORDS_BETWEEN_PLACES * max(1, len(place.slots)), place.opened
                     cut = cut._replace(place=json.dumps(place.to_json()))
                 yield cut
             first, records = 0, []
@@ -169,9 +172,7 @@ class RecordRows(IterableDataset[Any]):
             for limits in self._cutter.rows(len(records))[first:]:
                 rows.append(
                     [
-                        self._collate(self.dataset.decode(records[lo:hi], partial(places, lo, hi), key))
-                        if lo < hi
-                        else None
+                        self._piece(records[lo:hi], partial(places, lo, hi), key) if lo < hi else None
                         for lo, hi in limits
                     ]
                 )
@@ -179,13 +180,29 @@ class RecordRows(IterableDataset[Any]):
                     numbers.append([np.array([*map(number_of, places(lo, hi))], dtype=np.int64) for lo, hi in limits])
             return Cut(rows, len(records), numbers or None)
         except Exception as error:
+            if isinstance(error, SourceError):
+                return Failure(error, "")
             place = places(0, 1)[0]
-            where = "" if isinstance(error, SourceError) else f"collating from record {place.record} of {place.file} on"
-            return Failure(error, where)
+            where = f"collating from record {place.record} of {place.file} on"
+            return Failure(error, where, Origin(file=place.file))
+
+    def _piece(self, records: list[Any], places: Callable[[], list[RecordPlace]], key: int) -> Any:
+        """The collated piece of some records, ``Thinned`` if some were left out."""
+        if not self._skip:
+            return self._collate(self.dataset.decode(records, places, key))
+        samples, left_out = self.dataset.decode_readable(records, places, key)
+        return thinned(left_out, self._collate(samples) if samples else None)
 
     def _cut_ready(self, records: list[Any], places: Callable[[], list[RecordPlace]], key: int, first: int) -> Cut:
-        batch = self.dataset.decode(records, places, key)[0]
-        cut = CutReady(self._collate, self._cutter).cut(batch)
+        if self._skip:
+            decoded, left_out = self.dataset.decode_readable(records, places, key)
+            if left_out:
+                rows = nothing_left(Skipped(1, tuple(left_out.values())), self._cutter)
+                rows = rows[: len(rows) - first]
+                return Cut(rows, 0, [[None] * len(row) for row in rows])
+        else:
+            decoded = self.dataset.decode(records, places, key)
+        cut = CutReady(self._collate, self._cutter).cut(decoded[0])
         cut = cut._replace(rows=cut.rows[first:])
         return cut._replace(numbers=number_of_first_row(places()[0])) if self._with_index else cut
 
@@ -195,7 +212,7 @@ class RecordRows(IterableDataset[Any]):
             return labelled_batch(cut.numbers, cut.rows, cut.size, self._cutter)
         return [
             [
-                None if piece is None else labelled(torch.from_numpy(number), piece)
+                labelled_piece(None if number is None else torch.from_numpy(number), piece)
                 for piece, number in zip(row, numbers, strict=True)
             ]
             for row, numbers in zip(cut.rows, cut.numbers or (), strict=True)

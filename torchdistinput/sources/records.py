@@ -44,6 +44,7 @@ class RecordSource:
       collate: makes a batch of samples; torch's ``default_collate`` if not given.
       with_index: whether each piece comes with the numbers of its samples.
       read_ahead: steps that may be read before they are delivered.
+      skip: whether records that cannot be read, or decoded, are left out.
     """
 
     base_seed = "every"
@@ -61,6 +62,7 @@ class RecordSource:
         *,
         with_index: bool = False,
         read_ahead: int = 0,
+        skip: bool = False,
     ) -> None:
         shared = policy is AutoShardPolicy.DATA or topology.num_workers == 1
         self._loader = data if isinstance(data, DataLoader) else None
@@ -78,6 +80,7 @@ class RecordSource:
         self._by_file = policy is AutoShardPolicy.FILE
         self._with_index = with_index
         self._read_ahead = read_ahead
+        self._skip = skip
         self._rows = RecordRows(
             self._dataset,
             self._cutter,
@@ -85,10 +88,12 @@ class RecordSource:
             by_file=self._by_file,
             drop_last=self._drop_last,
             with_index=with_index,
+            skip=skip,
         )
         self._runs = None if self._loader is None else _runs_of(self._loader)
         self.draws_from_default_generator = self._loader is not None and self._loader.generator is None
-        self.certain_piece_size = self._cutter.certain_piece_size(drop_last=self._drop_last) if shared else None
+        certain = shared and not skip
+        self.certain_piece_size = self._cutter.certain_piece_size(drop_last=self._drop_last) if certain else None
         self.largest_piece_size = self._cutter.largest_piece_size
 
     def fingerprint(self) -> Mapping[str, Any]:
@@ -122,8 +127,14 @@ class RecordSource:
 
     def check(self, position: Sequence[Any]) -> None:
         """See ``Source.check``."""
-        walks = FilesPosition.from_json(position).walks
-        self._dataset.check_unchanged(lane for _, place in walks for lane in place.lanes)
+        found = FilesPosition.from_json(position)
+        workers, rows = len(found.walks), {(found.rows - row) % len(found.walks) for row, _ in found.walks}
+        if self._cutter.global_batch_size is None and rows != {0} and not self._is_of_this_world(found):
+            raise StateMismatch(
+                f"step: the state was saved in the middle of ready batches, each of which {workers} workers deliver in "
+                f"{workers} steps. Save after a multiple of {workers} steps, or resume with {workers} workers."
+            )
+        self._dataset.check_unchanged(lane for _, place in found.walks for lane in place.lanes)
 
     def resume(self, epoch: int, start: Start, share: Exchange) -> Start:
         """See ``Source.resume``. Deals anew what another world has begun."""
@@ -132,7 +143,7 @@ class RecordSource:
         found = FilesPosition.from_json(start.position)
         topology = self._cutter.topology
         num_walks = 1 if self._cutter.shared else topology.num_workers
-        if len(found.walks) == num_walks and (self._cutter.shared or found.num_replicas == topology.num_replicas):
+        if self._is_of_this_world(found):
             return start
         mine = range(topology.worker, len(found.walks), topology.num_workers)
         told = share(lambda: [[worker, self._forward(epoch, found, worker).to_json()] for worker in mine])
@@ -141,25 +152,27 @@ class RecordSource:
         position = FilesPosition(topology.num_replicas, deals, [(0, place) for place in dealt], 0)
         return Start(start.steps, start.samples, start.drawn, position.to_json(), start.replay, start.base_seed)
 
+    def _is_of_this_world(self, found: FilesPosition) -> bool:
+        """Whether its walks and rows are those of as many workers and replicas."""
+        topology = self._cutter.topology
+        if self._cutter.shared:
+            return len(found.walks) == 1
+        return len(found.walks) == topology.num_workers and found.num_replicas == topology.num_replicas
+
     def _forward(self, epoch: int, found: FilesPosition, worker: int) -> WalkPlace:
         """Where a worker of the other world stood after the last row that was delivered there."""
         workers, (row, place) = len(found.walks), found.walks[worker]
         there = Topology(num_workers=workers, replicas_per_worker=found.num_replicas // workers, worker=worker)
         cutter = Cutter(there, workers == 1, self._cutter.global_batch_size)
         files = fresh_files(self._dataset.file_order(epoch), found.deals)[worker::workers]
-        walk = self._dataset.walk(files, epoch, place)
+        walk = self._dataset.walk(files, epoch, place, skip=self._skip)
         try:
             passed = pass_over(walk, cutter, found.rows - row, drop_last=self._drop_last)
             if not passed.rows_left:
                 return walk.position()
         finally:
             walk.close()
-        if self._cutter.global_batch_size is None:
-            raise StateMismatch(
-                f"step: the state was saved in the middle of ready batches, of which {passed.rows_left} of {workers} "
-                f"parts were delivered. Save after a multiple of {workers} steps, or resume with {workers} workers."
-            )
-        again = self._dataset.walk(files, epoch, passed.place)
+        again = self._dataset.walk(files, epoch, passed.place, skip=self._skip)
         try:
             again.take(cutter.rows(len(passed.records))[passed.rows_left - 1][-1][1])
             return again.position()
@@ -205,9 +218,8 @@ class RecordSource:
 
 
 def _runs_of(loader: DataLoader[Any]) -> LoaderRuns:
-    settings = settings_of(loader)
     return LoaderRuns(
-        lambda dataset: DataLoader(dataset, batch_size=None, collate_fn=as_is, **settings),
+        lambda dataset: DataLoader(dataset, batch_size=None, collate_fn=as_is, **settings_of(loader)),
         lasting=loader.persistent_workers,
     )
 

@@ -37,10 +37,14 @@ def passing_over(loader: DataLoader[Any], batches: int, at_least: int, start: St
     own: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     seeds = BaseSeeds(loader.generator, lasting=loader.persistent_workers)
     seeds.when = start.base_seed or seeds.when
+    shuffler = _shuffler(loader)
+    number = 0 if shuffler is None else shuffler.epoch
     for _ in range(start.replay):
         epoch = batches_of(own)
         seeds.draw()
         epoch.skip(sys.maxsize)
+    if shuffler is not None:
+        shuffler.set_epoch(number)  # it counts its epochs, those of which only the draws were made too
     seeds.draw()
     later = _Later(own, batches, at_least)
     arguments: dict[str, Any] = {"batch_sampler": later}
@@ -52,9 +56,14 @@ def passing_over(loader: DataLoader[Any], batches: int, at_least: int, start: St
 
 def tell_shuffler(loader: DataLoader[Any], epoch: int) -> None:
     """A ``ShuffleSampler`` counts its epochs by itself; in a new process it is told."""
+    shuffler = _shuffler(loader)
+    if shuffler is not None:
+        shuffler.set_epoch(epoch)
+
+
+def _shuffler(loader: DataLoader[Any]) -> ShuffleSampler | None:
     sampler = loader.batch_sampler.sampler if isinstance(loader.batch_sampler, BatchSampler) else loader.sampler
-    if isinstance(sampler, ShuffleSampler):
-        sampler.set_epoch(epoch)
+    return sampler if isinstance(sampler, ShuffleSampler) else None
 
 
 @final

@@ -13,7 +13,7 @@ from typing import Any, final
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from torchdistinput.flow import ReadFailure
+from torchdistinput.flow import Origin, ReadFailure
 
 __all__ = ["LoaderRun", "LoaderRuns"]
 
@@ -47,20 +47,23 @@ class LoaderRun(Iterator[Any]):
             dead = self.dead_workers()
             if not dead:
                 raise
-            raise ReadFailure(dead) from error
+            raise ReadFailure(dead, Origin(worker=self._dead()[0][0])) from error
         finally:
             self._waiting = False
 
     def dead_workers(self) -> str:
         """Which loader workers ended on their own, and how; nothing where none did. Local: any thread."""
-        if self._workers is None or self._closed:
-            return ""
-        codes = [(number, process.exitcode) for number, process in enumerate(self._workers._workers)]  # noqa: SLF001 - top
         return ", ".join(
             f"loader worker {number} {f'was killed by signal {-code}' if code < 0 else f'exited with code {code}'}"
-            for number, code in codes
-            if code
+            for number, code in self._dead()
         )
+
+    def _dead(self) -> list[tuple[int, int]]:
+        """The numbers of the loader workers that ended on their own, and their exit codes."""
+        if self._workers is None or self._closed:
+            return []
+        codes = [(number, process.exitcode) for number, process in enumerate(self._workers._workers)]  # noqa: SLF001 - top
+        return [(number, code) for number, code in codes if code]
 
     def close(self) -> None:
         """Ends the loader workers. Idempotent, from any thread."""

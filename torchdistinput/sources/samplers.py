@@ -70,6 +70,7 @@ class Draws:
         self._requests: deque[Request] = deque()
         self._surplus = -lead  # requests made, less those that torch has taken or will take for the rows given out
         self._exhausted = False
+        self._failure: Exception | None = None
         self._rows_to_skip = 0
         self._drawn_before = 0
 
@@ -97,10 +98,16 @@ class Draws:
         return self._requests.popleft()
 
     def take_row(self) -> DrawnRow | None:
-        """The next row, with the requests that it needs drawn; ``None`` at the end. Caller's thread."""
+        """The next row, with the requests that it needs drawn; ``None`` at the end. Caller's thread.
+
+        What the user's sampler raised while it was asked ahead is raised here, after the rows before.
+        """
         while not self._rows and self._advance():
             pass
         if not self._rows:
+            failure, self._failure = self._failure, None
+            if failure is not None:
+                raise failure
             return None
         row = self._rows.popleft()
         self._surplus -= sum(row.pieces)
@@ -112,14 +119,17 @@ class Draws:
         """Draws one batch of the user's sampler."""
         if self._exhausted:
             return False
-        if self._rows_to_skip:
-            return self._start_after(self._rows_to_skip)
-        batch = self._draw(lambda: next(self._batches, self))
-        if batch is self:
-            self._exhausted = True
-            return False
-        self._add(batch, 0)
-        return True
+        try:
+            if self._rows_to_skip:
+                return self._start_after(self._rows_to_skip)
+            batch = self._draw(lambda: next(self._batches, self))
+            if batch is not self:
+                self._add(batch, 0)
+                return True
+        except Exception as error:  # in torch's hands it would end the epoch before the rows that were drawn
+            self._failure = error
+        self._exhausted = True
+        return False
 
     def _start_after(self, rows: int) -> bool:
         """Draws the batch that the last row to be passed over is in; what is left of it comes next."""

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
+import os
+import signal
+import sys
+import threading
 from collections.abc import Callable
-from typing import Any, cast, final
+from typing import Any, Final, cast, final
 
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, get_worker_info
@@ -14,6 +19,8 @@ from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.sources.samplers import DistributedBatchSampler
 
 __all__ = ["check_loader", "generator_digest", "settings_of"]
+
+_PR_SET_PDEATHSIG: Final = 1
 
 
 def check_loader(loader: DataLoader[Any], policy: AutoShardPolicy) -> None:
@@ -48,12 +55,26 @@ def generator_digest(generator: torch.Generator | None) -> str | None:
 
 @final
 class _WorkerInit:
-    """The user's ``worker_init_fn``, which finds the user's dataset in ``get_worker_info()``, not the wrapped one."""
+    """The user's ``worker_init_fn``, which finds the user's dataset in ``get_worker_info()``, not the wrapped one.
 
-    def __init__(self, init: Callable[[int], None] | None) -> None:
+    On Linux the worker ends with its parent. Torch's own look at the parent comes between two items only, and until the
+    worker is gone, its copies of the parent's sockets keep the other ranks from noticing that a rank died.
+
+    Args:
+      init: the user's.
+      parent: the process that forks the worker, from its main thread; else ``None``: the kernel counts the thread that
+        forked as the parent, and others may end while the workers live on.
+    """
+
+    def __init__(self, init: Callable[[int], None] | None, parent: int | None) -> None:
         self._init = init
+        self._parent = parent
 
     def __call__(self, worker: int) -> None:
+        if sys.platform == "linux" and os.getppid() == self._parent:
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != self._parent:  # it died just before
+                os.kill(os.getpid(), signal.SIGKILL)
         info = get_worker_info()
         if info is not None:
             # WorkerInfo refuses a plain assignment.
@@ -63,13 +84,14 @@ class _WorkerInit:
 
 
 def settings_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    """The arguments of a ``DataLoader`` that stay as they are."""
+    """The arguments of a ``DataLoader`` that stay as they are. To be asked for where the loader workers are started."""
+    parent = os.getpid() if threading.current_thread() is threading.main_thread() else None
     workers = {"prefetch_factor": loader.prefetch_factor} if loader.num_workers else {}
     return {
         "num_workers": loader.num_workers,
         "pin_memory": loader.pin_memory,
         "timeout": loader.timeout,
-        "worker_init_fn": _WorkerInit(loader.worker_init_fn) if loader.num_workers else loader.worker_init_fn,
+        "worker_init_fn": _WorkerInit(loader.worker_init_fn, parent) if loader.num_workers else loader.worker_init_fn,
         "multiprocessing_context": loader.multiprocessing_context,
         "generator": loader.generator,
         "persistent_workers": loader.persistent_workers,

@@ -68,6 +68,11 @@ class RecordWalk:
             raise RuntimeError("the walk has yielded no record yet, so there is no place")
         return self._table.lane.place()
 
+    @property
+    def opened(self) -> int:
+        """How many fresh files were opened so far."""
+        return self._table.opened
+
     def position(self) -> WalkPlace:
         """Where the walk stands: another one that starts there yields the records that this one has not yielded."""
         return self._table.position()
@@ -111,7 +116,7 @@ class _Table:
       place: where to start.
     """
 
-    __slots__ = ("_opened", "_order", "_waiting", "first", "lane", "slots", "taken", "turn", "turns")
+    __slots__ = ("_order", "_waiting", "first", "lane", "opened", "slots", "taken", "turn", "turns")
 
     def __init__(self, order: Sequence[int], cycle_length: int, place: WalkPlace) -> None:
         self.lane: Lane | None = None
@@ -121,7 +126,8 @@ class _Table:
         self.turns: list[tuple[Lane, int, int]] | None = None  # nobody asks unless records are taken
         """The turns that ended since the last ``take``, each with its range of the lane's records."""
         self._order = order
-        self._opened = place.opened
+        self.opened = place.opened
+        """How many fresh files were opened."""
         self._waiting = deque(place.waiting)
         num_slots = min(cycle_length, len(place.waiting) + len(order) - place.opened)
         self.slots: list[Lane | LanePlace | None] = list(place.slots) or [None] * num_slots
@@ -139,11 +145,11 @@ class _Table:
             taken += self.lane.count() - self.first
         if len(slots) == 1:
             taken = 0  # its turn has no end
-        return WalkPlace(slots, self.turn, taken, tuple(self._waiting), self._opened)
+        return WalkPlace(slots, self.turn, taken, tuple(self._waiting), self.opened)
 
     def has_more(self) -> bool:
         """Whether a file is open or to be opened."""
-        return self._opened < len(self._order) or bool(self._waiting) or any(self.slots)
+        return self.opened < len(self._order) or bool(self._waiting) or any(self.slots)
 
     def fill_slot(self, open_lane: Callable[[LanePlace], Lane]) -> Lane | None:
         """Opens the next file for the slot whose turn it is; none if there is none."""
@@ -153,9 +159,9 @@ class _Table:
         elif self._waiting:
             lane = open_lane(self._waiting[0])
             self._waiting.popleft()  # not before it is open: one that cannot be is still to be read
-        elif self._opened < len(self._order):
-            lane = open_lane(LanePlace(self._order[self._opened]))
-            self._opened += 1
+        elif self.opened < len(self._order):
+            lane = open_lane(LanePlace(self._order[self.opened]))
+            self.opened += 1
         else:
             return None
         self.slots[self.turn] = lane

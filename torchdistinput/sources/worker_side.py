@@ -7,18 +7,21 @@ would otherwise hang the worker's queue, and the indices or the file would be lo
 from __future__ import annotations
 
 import pickle
-import traceback
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple, Protocol, cast, final, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch.utils.data import Dataset, get_worker_info
 
 from torchdistinput import tree
-from torchdistinput.flow import ReadFailure, Row
+from torchdistinput.errors import InputError, SourceError
+from torchdistinput.failures import in_one_line, kind_of, plain_indices, text_of, traceback_of
+from torchdistinput.flow import MOST_TOLD, NOWHERE, Origin, ReadFailure, Row, Skipped, Thinned
 from torchdistinput.plan.batching import Cutter
+from torchdistinput.sources.index import labelled
 from torchdistinput.sources.opaque import Marked, Wait, worker_number
 from torchdistinput.sources.own_state import Snapshot
 from torchdistinput.sources.seeds import Samples
@@ -32,7 +35,11 @@ __all__ = [
     "PieceDataset",
     "as_is",
     "batched",
+    "cannot_skip",
+    "labelled_piece",
+    "nothing_left",
     "rows_of",
+    "thinned",
 ]
 
 
@@ -50,29 +57,40 @@ class Failure:
     Args:
       error: what was raised.
       where: what was read then, for the message.
+      origin: the same as values, as far as they are known; what only this process knows is added.
     """
 
-    def __init__(self, error: Exception, where: str) -> None:
+    def __init__(self, error: Exception, where: str, origin: Origin = NOWHERE) -> None:
         info = get_worker_info()
-        self.where = where if info is None else f"{where}, loader worker {info.id}".lstrip(", ")
+        self.where = where
         self.error: Exception = error
-        self.traceback: str | None = None
+        self.cause: Exception | None = None
+        self.origin = origin
         if info is not None:
-            self.traceback = "".join(traceback.format_exception(error))
+            self.where = f"{where}, loader worker {info.id}".lstrip(", ")
+            self.origin = origin._replace(
+                worker=info.id, kind=kind_of(error), text=text_of(error), traceback=traceback_of(error)
+            )
             self.error = _picklable(error)
+            # Pickle drops the cause of an exception: that of a SourceError is what the user's code raised.
+            if isinstance(error, SourceError) and isinstance(error.__cause__, Exception):
+                self.cause = _picklable(error.__cause__)
 
     def reraise(self) -> None:
         """Raises a ``ReadFailure`` whose cause is the exception."""
-        if self.traceback is not None:
-            self.error.__cause__ = WorkerTraceback(self.traceback)
-        raise ReadFailure(self.where) from self.error
+        if self.origin.traceback is not None:
+            if self.cause is not None:
+                self.error.__cause__ = self.cause
+            (self.cause or self.error).__cause__ = WorkerTraceback(self.origin.traceback)
+        raise ReadFailure(self.where, self.origin) from self.error
 
 
 def _picklable(error: Exception) -> Exception:
     try:
-        return cast(Exception, pickle.loads(pickle.dumps(error)))
+        copied = pickle.loads(pickle.dumps(error))
     except Exception:  # whatever its reduce method does: its text still tells the story
-        return RuntimeError("".join(traceback.TracebackException.from_exception(error).format_exception_only()).strip())
+        copied = None
+    return copied if isinstance(copied, Exception) else RuntimeError(text_of(error))
 
 
 @runtime_checkable
@@ -110,42 +128,137 @@ class PieceDataset(Dataset[Any]):
     Args:
       dataset: the user's dataset.
       collate: makes a batch of a list of samples, or converts a batch that came ready.
+      skip: whether samples that cannot be read are left out.
     """
 
-    def __init__(self, dataset: Any, collate: Callable[[Any], Any]) -> None:
+    def __init__(self, dataset: Any, collate: Callable[[Any], Any], *, skip: bool = False) -> None:
         self.dataset = dataset
         self._collate = collate
+        self._skip = skip
 
     def __getitem__(self, request: Request) -> Any:
-        """The collated piece, or a ``Failure`` that names the indices."""
+        """The collated piece, ``Thinned`` if samples were left out; or a ``Failure`` that names the indices."""
         many, wanted, key = request
         try:
             with Samples(key) as reading:
+                if self._skip:
+                    return self._thinned(request, reading)
                 if not many:
-                    reading.index = wanted
-                    samples = self.dataset[wanted]
+                    samples = self._item(wanted, reading)
                 elif isinstance(self.dataset, _FetchesBatches):
                     samples = self.dataset.__getitems__(wanted)
                 else:
                     samples = [self._sample(index, reading) for index in wanted]
             return self._collate(samples)
         except ReadFailure as failure:
-            return Failure(cast(Exception, failure.__cause__), failure.where)
+            return Failure(cast(Exception, failure.__cause__), failure.where, failure.origin)
         except Exception as error:
-            return Failure(error, f"samples {_few(wanted)}")
+            indices = wanted if isinstance(wanted, list | tuple) else [wanted]
+            return Failure(error, f"samples {_few(wanted)}", Origin(plain_indices(indices)))
+
+    def _item(self, index: Any, reading: Samples) -> Any:
+        reading.index = index
+        return self.dataset[index]
 
     def _sample(self, index: Any, reading: Samples) -> Any:
-        reading.index = index
         try:
-            return self.dataset[index]
+            return self._item(index, reading)
         except Exception as error:
-            raise ReadFailure(f"sample {index}") from error
+            raise ReadFailure(f"sample {index}", Origin(plain_indices([index]))) from error
+
+    def _thinned(self, request: Request, reading: Samples) -> Any:
+        """The collated piece of those samples that can be read. What the collate function raises is raised."""
+        many, wanted, _ = request
+        if not many:
+            try:
+                item = self._item(wanted, reading)
+            except Exception as error:
+                samples_in_it = len(wanted) if isinstance(wanted, list) else 1
+                return thinned(dict.fromkeys(range(samples_in_it), _unread(wanted, error)), None)
+            return self._collate(item)
+        left_out: dict[int, str] = {}
+        samples = self._readable(wanted, reading, left_out)
+        return thinned(left_out, self._collate(samples) if samples or not wanted else None)
+
+    def _one_of_batch(self, index: Any, reading: Samples) -> Any:
+        """One sample, by the method that reads many: it may make other ones than ``__getitem__``."""
+        (sample,) = self.dataset.__getitems__([index])
+        return sample
+
+    def _readable(self, wanted: Sequence[Any], reading: Samples, left_out: dict[int, str]) -> list[Any]:
+        """The samples that can be read; those that cannot are told of by their positions."""
+        dataset, read = self.dataset, self._item
+        if isinstance(dataset, _FetchesBatches):
+            try:
+                return dataset.__getitems__(cast("list[Any]", wanted))
+            except Exception:  # which of them it was shows one by one
+                read = self._one_of_batch
+        samples = []
+        for position, index in enumerate(wanted):
+            try:
+                samples.append(read(index, reading))
+            except Exception as error:  # noqa: PERF203 - each sample may fail by itself
+                left_out[position] = _unread(index, error)
+        return samples
 
 
 def _few(indices: Any) -> str:
     if isinstance(indices, Sequence) and not isinstance(indices, str) and len(indices) > 8:
         return f"{', '.join(map(str, indices[:8]))}, ... ({len(indices)} in all)"
     return ", ".join(map(str, indices)) if isinstance(indices, list | tuple) else str(indices)
+
+
+def _unread(index: Any, error: Exception) -> str:
+    return f"sample {plain_indices([index])[0]}: {in_one_line(error)}"
+
+
+def thinned(left_out: Mapping[int, str], piece: Any) -> Any:
+    """The piece; ``Thinned`` if samples were left out.
+
+    Args:
+      left_out: by their positions, what is to be told of them.
+      piece: of the other samples; ``None`` if there are none.
+    """
+    if not left_out:
+        return piece
+    told = tuple(left_out.values())[:MOST_TOLD]
+    return Thinned(piece, Skipped(len(left_out), told), tuple(left_out))
+
+
+def cannot_skip(what: str) -> InputError:
+    """Why samples of some data cannot be left out."""
+    return InputError(
+        f'on_error="skip" was given with {what}, of which nobody knows where its samples are or how to go on after an '
+        "error. It is for map-style datasets and FileDatasets; catch the error in your own dataset, and go on to the "
+        "next sample there."
+    )
+
+
+def nothing_left(skipped: Skipped, cutter: Cutter) -> list[Row]:
+    """The rows of a ready batch that could not be read: without a sample, its size being unknown.
+
+    Where all workers read the same batch, and cut it, one of them counts it for all.
+    """
+    if cutter.shared and cutter.topology.worker:
+        skipped = Skipped(0, skipped.first)
+    rows: list[Row] = [[None] * cutter.topology.replicas_per_worker for _ in range(cutter.rows_of_ready_batch)]
+    rows[0][0] = Thinned(None, skipped)
+    return rows
+
+
+def labelled_piece(index: torch.Tensor | None, piece: Any) -> Any:
+    """The piece with the numbers of its samples beside it; without those of samples that were left out.
+
+    Raises:
+      BatchingError: they do not have the same number of rows.
+    """
+    if isinstance(piece, Thinned):
+        if piece.piece is None or index is None:
+            return piece
+        kept = torch.ones(len(index), dtype=torch.bool)
+        kept[list(piece.left_out)] = False
+        return piece._replace(piece=labelled(index[kept], piece.piece))
+    return None if piece is None or index is None else labelled(index, piece)
 
 
 @final

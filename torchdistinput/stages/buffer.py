@@ -28,6 +28,7 @@ from typing import Any, Protocol, final
 
 from torchdistinput.errors import CoordinationTimeout
 from torchdistinput.flow import Delivered, Drawn, End, Held, Outcome, PassedOver, Raised, Share
+from torchdistinput.stats import COORDINATE, Meter, in_range
 
 __all__ = ["Buffer", "Votes", "Walk"]
 
@@ -108,6 +109,7 @@ class Buffer:
       timeout_seconds: how long the consumer waits for another rank.
       names: the ranks, as users know them.
       first_step: the number of the first step, for messages.
+      meter: takes down how long the exchanges take.
     """
 
     def __init__(
@@ -120,7 +122,9 @@ class Buffer:
         timeout_seconds: float,
         names: Callable[[int], int],
         first_step: int = 0,
+        meter: Meter | None = None,
     ) -> None:
+        self._meter = Meter() if meter is None else meter
         self._walk = walk
         self._votes = votes
         self._depth = depth
@@ -172,7 +176,9 @@ class Buffer:
                 return outcome
             if isinstance(outcome, PassedOver):
                 self._in_flight -= 1
-                self._walk.discard([] if outcome.share is None else [outcome.share])
+                if outcome.share is not None:
+                    self._meter.skipped += outcome.share.skipped.samples
+                    self._walk.discard([outcome.share])
                 continue
             self._final = outcome
             self.close()
@@ -249,8 +255,16 @@ class Buffer:
             self._votes.hold(self._walk.produce(ticket))
             if time.perf_counter() - began > _FAST_SECONDS:
                 break
-        for outcome in self._votes.vote():
+        for outcome in self._votes.vote() if self._votes.alone else self._exchange():
             self._ready.put(outcome)
+
+    def _exchange(self) -> list[Outcome]:
+        """A vote, timed. Pieces without a sample are made and sent in it, which counts as copying."""
+        meter = self._meter
+        began, copying = time.perf_counter(), meter.copying
+        outcomes = in_range(COORDINATE, self._votes.vote)
+        meter.coordinating += time.perf_counter() - began - (meter.copying - copying)
+        return outcomes
 
     def _run(self) -> None:
         try:
@@ -261,7 +275,7 @@ class Buffer:
             try:
                 self._votes.abort(f"failed: {type(error).__name__}: {error}")
             finally:
-                self._ready.put(Raised(error))
+                self._ready.put(Raised(_not_an_end(error)))
         finally:
             self._leave()
 
@@ -308,3 +322,12 @@ class Buffer:
                 left.append(outcome.share)
         self._walk.discard(left)
         self._walk.close_devices()
+
+
+def _not_an_end(error: BaseException) -> BaseException:
+    """The error; a ``StopIteration`` from within would end the user's loop as if the data had ended."""
+    if not isinstance(error, StopIteration):
+        return error
+    found = RuntimeError("an iterator of the input's own ended where it must not: a defect of torchdistinput.")
+    found.__cause__ = error
+    return found

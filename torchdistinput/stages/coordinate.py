@@ -19,16 +19,19 @@ rank must not run code here.
 from __future__ import annotations
 
 import json
-import traceback
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import Any, final
+from typing import final
 
 from torchdistinput import errors
+from torchdistinput.backends.channels import plain_message
 from torchdistinput.backends.collectives import Channel
-from torchdistinput.errors import InputError, RankLost, SourceError
+from torchdistinput.errors import InputError, RankLost
+from torchdistinput.failures import error_of, story_of, too_many
 from torchdistinput.flow import (
+    MOST_TOLD,
     Delivered,
     End,
     Failed,
@@ -46,6 +49,8 @@ from torchdistinput.tree import Structure
 
 __all__ = ["Coordinate"]
 
+_LOG = logging.getLogger("torchdistinput")
+
 
 @final
 class Coordinate:
@@ -60,9 +65,10 @@ class Coordinate:
       begins_at: the epoch, and the number of its first step here; for messages.
       counts: whether this rank's samples count (of several ranks that read the same, only one does).
       landmarks: what the workers tell each other from time to time, if they do.
+      max_errors: samples that all ranks together may leave out; ``None`` where none is ever left out.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one stage is one call
         self,
         channel: Channel | None,
         *,
@@ -73,6 +79,7 @@ class Coordinate:
         begins_at: tuple[int, int],
         counts: bool = True,
         landmarks: Landmarks | None = None,
+        max_errors: int | None = None,
     ) -> None:
         self._channel = channel
         self._slots = slots
@@ -89,6 +96,9 @@ class Coordinate:
         self._rows = 0
         self._landmarks = landmarks
         self._over = False
+        self._max_errors = max_errors
+        self._skipped = 0  # samples that are missing in the agreed steps
+        self._left_out: list[str] = []
 
     @property
     def over(self) -> bool:
@@ -111,8 +121,18 @@ class Coordinate:
             return
         if isinstance(held, Failed):
             self._failure = held
-        else:
-            self._held.append(held)
+            return
+        self._held.append(held)
+        if isinstance(held, Share) and held.skipped.first:
+            self._log(held.skipped.first)
+
+    def _log(self, left_out: Sequence[str]) -> None:
+        """Tells of the first samples that are left out in this epoch."""
+        for text in left_out[: MOST_TOLD - len(self._left_out)]:
+            self._left_out.append(text)
+            _LOG.warning("left out of epoch %d, as it could not be read: %s", self._epoch, text)
+            if len(self._left_out) == MOST_TOLD:
+                _LOG.warning("what else is left out of epoch %d here is counted, and not told", self._epoch)
 
     def stop(self, delivered: int) -> list[Share]:
         """Nobody reads here any more, after so many steps: offers none now. Returns the shares that were held."""
@@ -142,20 +162,33 @@ class Coordinate:
             outcomes.append(self._finish(End()))
         elif verdict.num_failed:
             outcomes.append(self._finish(Raised(self._failure_of_all())))
+        elif verdict.too_many_skipped:
+            outcomes.append(self._finish(Raised(self._too_many_skipped(verdict.skipped))))
         elif verdict.num_stopped:
             outcomes.append(self._finish(Raised(self._stop_of_some())))
         return outcomes
 
     def _exchange(self) -> Verdict:
         next_steps = list(islice(self._held, self._slots))
+        skipped = 0
+        if self._max_errors is not None:
+            next_steps = _until_a_loss(next_steps)
+            skipped = self._skipped_until_next() if self._counts else 0
         sizes = tuple(self._size(held) for held in next_steps)
         drawn = tuple(held.digest if isinstance(held, Share) else 0 for held in next_steps)
         failed = self._next_failure() is not None
-        ballot = Ballot(sizes, failed=failed, stopped=self._stopped, digest=self._mould.digest, drawn=drawn)
+        ballot = Ballot(
+            sizes, failed=failed, stopped=self._stopped, digest=self._mould.digest, drawn=drawn, skipped=skipped
+        )
         words = ballot.words(self._slots, self._weight)
         if self._channel is None:
-            return decide(words, 1)
-        return decide(self._channel.exchange(words), self._channel.num_ranks)
+            return decide(words, 1, self._max_errors)
+        return decide(self._channel.exchange(words), self._channel.num_ranks, self._max_errors)
+
+    def _skipped_until_next(self) -> int:
+        """Samples of this rank that are missing up to and including the next step."""
+        held = self._held[0] if self._held else None
+        return self._skipped + (held.skipped.samples if isinstance(held, Share) else 0)
 
     def _next_failure(self) -> Failed | None:
         """The failure, once nothing is held before it."""
@@ -169,6 +202,8 @@ class Coordinate:
     def _agreed(self, global_size: int) -> Outcome:
         held = self._held[0]
         self._rows += 1
+        if isinstance(held, Share):
+            self._skipped += held.skipped.samples
         if global_size == 0:
             self._held.popleft()
             return PassedOver(held if isinstance(held, Share) else None)
@@ -184,10 +219,11 @@ class Coordinate:
         What they say grows with the number of workers, and is told once in ``every`` steps.
         """
         landmarks, channel = self._landmarks, self._channel
-        if landmarks is None or channel is None or self._rows // landmarks.every == before // landmarks.every:
+        if landmarks is None or channel is None:
             return
-        rows = self._rows - self._rows % landmarks.every
-        landmarks.learn(rows, channel.gather(landmarks.mine(rows)))
+        rows = _last_landmark(self._rows, landmarks)
+        if rows > _last_landmark(before, landmarks):
+            landmarks.learn(rows, channel.gather(landmarks.mine(rows)))
 
     def _finish(self, outcome: Outcome) -> Outcome:
         self._over = True
@@ -219,7 +255,7 @@ class Coordinate:
         return "" if structure is None else json.dumps({"structure": structure.to_json()})
 
     def _learn_structure(self, texts: list[str]) -> str:
-        told = [json.loads(text) for text in texts if text]
+        told = [plain_message(text) for text in texts if text]
         known = [each["structure"] for each in told if "structure" in each]
         if self._mould.structure is None:
             if not known:
@@ -251,34 +287,18 @@ class Coordinate:
 
     def _failure_of_all(self) -> BaseException:
         failure = self._next_failure()
-        mine = "" if failure is None else json.dumps(self._story(failure))
-        texts = [mine] if self._channel is None else self._channel.gather(mine)
-        stories = [json.loads(text) for text in texts if text]
-        message = _tell_all(stories, with_traceback=failure is None)
-        kinds = {story["kind"] for story in stories}
-        cls = getattr(errors, kinds.pop()) if len(kinds) == 1 and kinds <= set(errors.__all__) else SourceError
-        if issubclass(cls, SourceError):
-            error: BaseException = SourceError(message, file=stories[0]["file"], offset=stories[0]["offset"])
-        else:
-            error = cls(message)
-        if failure is not None:
-            error.__cause__ = failure.error
-        return error
+        mine = "" if failure is None else json.dumps(story_of(failure, self._name, self._epoch, self._steps))
+        return error_of([plain_message(text) for text in self._texts_of_all(mine) if text], failure)
 
-    def _story(self, failure: Failed) -> dict[str, Any]:
-        told = traceback.TracebackException.from_exception(failure.error)
-        source = failure.error if isinstance(failure.error, SourceError) else SourceError("")
-        return {
-            "rank": self._name,
-            "epoch": self._epoch,
-            "step": self._steps,
-            "where": failure.where,
-            "kind": type(failure.error).__name__,
-            "text": "".join(told.format_exception_only()).strip().removeprefix(f"{errors.__name__}."),
-            "traceback": "".join(told.format()),
-            "file": source.file,
-            "offset": source.offset,
-        }
+    def _too_many_skipped(self, samples: int) -> BaseException:
+        """More samples were left out than may be. Collective, as every rank saw the same sums."""
+        counted = self._skipped_until_next() if self._counts else 0
+        mine = json.dumps({"rank": self._name, "first": self._left_out}) if counted else ""
+        told = [plain_message(text) for text in self._texts_of_all(mine) if text]
+        return too_many(told, samples, self._max_errors or 0, self._epoch, self._steps)
+
+    def _texts_of_all(self, mine: str) -> list[str]:
+        return [mine] if self._channel is None else self._channel.gather(mine)
 
     def _stop_of_some(self) -> BaseException:
         mine = f"rank {self._name} after {self._delivered} step(s)" if self._stopped else ""
@@ -303,20 +323,15 @@ class Coordinate:
             self._channel.abort(reason)
 
 
-def _tell_all(stories: Sequence[dict[str, Any]], *, with_traceback: bool) -> str:
-    """The failures of all ranks in words; what happened alike on several ranks is told once."""
-    alike: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for story in stories:
-        alike.setdefault((story["step"], story["epoch"], story["where"], story["text"]), []).append(story)
-    return "\n".join(_tell(group, with_traceback=with_traceback) for group in alike.values())
+def _last_landmark(rows: int, landmarks: Landmarks) -> int:
+    if rows >= landmarks.every or not landmarks.early:
+        return rows - rows % landmarks.every
+    return 1 << (rows.bit_length() - 1) if rows else 0
 
 
-def _tell(alike: Sequence[dict[str, Any]], *, with_traceback: bool) -> str:
-    first = alike[0]
-    ranks = ", ".join(str(story["rank"]) for story in alike)
-    who = "the input" if first["rank"] is None else f"the input of rank {ranks}"
-    where = f" ({first['where']})" if first["where"] else ""
-    text = f"{who} failed at step {first['step']} of epoch {first['epoch']}{where}: {first['text']}"
-    if with_traceback:
-        text += f"\n\nThe traceback of rank {first['rank']}:\n{first['traceback']}"
-    return text
+def _until_a_loss(steps: list[Share | PastEnd]) -> list[Share | PastEnd]:
+    """The steps in front of the second or a later one that lost samples; law G."""
+    for number, held in enumerate(steps[1:], 1):
+        if isinstance(held, Share) and held.skipped.samples:
+            return steps[:number]
+    return steps

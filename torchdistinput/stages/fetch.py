@@ -9,7 +9,18 @@ from __future__ import annotations
 from typing import Any, final
 
 from torchdistinput import tree
-from torchdistinput.flow import Drawn, Failed, Held, PastEnd, ReadFailure, Row, Rows, Share
+from torchdistinput.flow import (
+    NOTHING_SKIPPED,
+    Drawn,
+    Failed,
+    Held,
+    PastEnd,
+    ReadFailure,
+    Row,
+    Rows,
+    Share,
+    Thinned,
+)
 from torchdistinput.mould import Mould
 
 __all__ = ["Fetch"]
@@ -64,8 +75,11 @@ class Fetch:
         return PastEnd()
 
     def _share(self, row: Row) -> Share:
-        sizes = []
+        sizes, skipped = [], NOTHING_SKIPPED
         for place, piece in enumerate(row):
+            if isinstance(piece, Thinned):
+                skipped = skipped.plus(piece.skipped)
+                row[place] = piece = piece.piece  # noqa: PLW2901 - what is left takes its place
             if piece is None:
                 sizes.append(0)
                 continue
@@ -76,7 +90,7 @@ class Fetch:
                     row[place] = tree.map_leaves(_itself, piece)
                 row[place], size = self._mould.measure(row[place])
             sizes.append(size)
-        return Share(row, tuple(sizes))
+        return Share(row, tuple(sizes), skipped=skipped)
 
     def close(self) -> None:
         """Ends the stream. Idempotent."""
@@ -89,5 +103,5 @@ def _itself(leaf: Any) -> Any:
 
 def _failed(error: Exception) -> Failed:
     if isinstance(error, ReadFailure) and isinstance(error.__cause__, Exception):
-        return Failed(error.__cause__, error.where)
+        return Failed(error.__cause__, error.where, error.origin)
     return Failed(error, "")

@@ -1,0 +1,361 @@
+"""Requests of files that fail in passing are made again; a file that is being read goes on at the byte it had reached.
+
+**Which failures pass.** Remote stores drop connections, time out, answer that they are busy, and close a connection
+with half of the bytes sent. Asking again helps there, and only there: a file that is missing stays missing. What is
+no ``Exception`` of the list below is raised at once.
+
+**A stall.** A request that is never answered cannot be interrupted from outside. The filesystem's own time limit must
+end it, and then it counts as one that failed in passing. It is set by ``storage_options``, for example
+``{"config_kwargs": {"connect_timeout": 10, "read_timeout": 60}}`` for ``s3``,
+``{"client_kwargs": {"timeout": aiohttp.ClientTimeout(sock_read=60)}}`` for ``http``. The default of several is minutes.
+
+**Whether it is the same file.** One that is opened again must have the size that it had; a file that was replaced by
+another one of the same size meanwhile is not noticed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import errno
+import ftplib
+import http.client
+import io
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, Protocol, TypeVar, final, runtime_checkable
+
+from torchdistinput.errors import InputError, SourceError
+
+__all__ = ["BACKOFF", "Backoff", "RetryingFile", "is_passing", "known_size", "one_line", "reason", "retried"]
+
+T = TypeVar("T")
+
+_LOG = logging.getLogger("torchdistinput")
+_DROPPED_BYTES: Final = 1 << 20
+_MAX_REASON: Final = 500
+
+_PASSING: Final = (
+    OSError,  # of the network, or of a store that translates its errors; less those below
+    asyncio.TimeoutError,  # fsspec's FSTimeoutError and aiohttp's are of this class (before Python 3.11 no OSError)
+    concurrent.futures.TimeoutError,
+    EOFError,  # the other side closed the connection, or the file ended too early
+    http.client.HTTPException,  # an answer that broke off, or is none
+    ftplib.error_temp,  # 4xx in FTP: busy
+)
+
+_LASTING: Final = (
+    FileNotFoundError,
+    PermissionError,  # expired credentials too: who holds them has to act
+    IsADirectoryError,
+    NotADirectoryError,
+    FileExistsError,
+    io.UnsupportedOperation,
+)
+
+# What the system refuses for what was asked, not for how it is just then.
+_LASTING_NUMBERS: Final = {
+    errno.EINVAL, errno.ENAMETOOLONG, errno.ELOOP, errno.EBADF, errno.EROFS, errno.ENOSYS, errno.EOPNOTSUPP,
+    errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EFBIG, errno.EDQUOT,
+}  # fmt: skip
+
+# The clients of stores have classes of their own; they are known by name, because they may not be installed.
+_PASSING_ABROAD: Final = {
+    "aiohttp.client_exceptions.ClientConnectionError",
+    "aiohttp.client_exceptions.ClientPayloadError",
+    "botocore.exceptions.ConnectionError",
+    "botocore.exceptions.HTTPClientError",
+    "botocore.exceptions.IncompleteReadError",
+    "urllib3.exceptions.HTTPError",
+}
+
+# HTTP: too slow, too early, too many requests; all of 5xx.
+_BUSY_STATUS: Final = {408, 425, 429}
+
+
+def is_passing(error: BaseException) -> bool:
+    """Whether a request that failed so may succeed when it is made again."""
+    status = _http_status(error)
+    if status is not None and status >= 400:
+        return status in _BUSY_STATUS or status >= 500
+    if isinstance(error, OSError) and (isinstance(error, _LASTING) or error.errno in _LASTING_NUMBERS):
+        return False
+    abroad = {f"{cls.__module__}.{cls.__qualname__}" for cls in type(error).__mro__}
+    if isinstance(error, _PASSING) or abroad & _PASSING_ABROAD:
+        return True
+    origin = error.__cause__ or error.__context__  # an archive that cannot be read is no archive to zipfile
+    return origin is not None and is_passing(origin)
+
+
+def _http_status(error: BaseException) -> int | None:
+    """The status of an HTTP answer; aiohttp, gcsfs with urllib, and azure have it under different names."""
+    about = vars(error)
+    found = next((about[name] for name in ("status", "code", "status_code") if name in about), None)
+    return found if isinstance(found, int) else None
+
+
+@final
+@dataclass(frozen=True)
+class Backoff:
+    """How often a request is made, and how long to wait in between. The wait doubles each time.
+
+    The bound counts requests without progress: a file of which every tenth read fails is read to its end.
+
+    Args:
+      tries: how often a request is made in all.
+      first_wait: the wait after the first failure, in seconds.
+      sleep: waits for so many seconds.
+    """
+
+    tries: int = 5
+    first_wait: float = 0.1
+    sleep: Callable[[float], None] = time.sleep
+
+    def wait_after(self, failures: int) -> float:
+        """How long to wait after so many failures, in seconds."""
+        return float(self.first_wait * 2 ** (failures - 1))
+
+
+BACKOFF: Final = Backoff()
+"""Five tries; 1.5 seconds of waiting at most. Clients of object stores try several times by themselves in each."""
+
+
+def retried(action: Callable[[], T], name: str, problem: str, backoff: Backoff, *, named: bool) -> T:
+    """What an action returns; it is called again while it fails in passing.
+
+    Args:
+      action: what to do.
+      name: the file.
+      problem: what cannot be done if it fails, for messages.
+      backoff: how often, and after which waits.
+      named: whether the error's text begins with the name; where the caller adds it, it must not.
+
+    Raises:
+      SourceError: it failed for good, or too often; the original is the ``__cause__``.
+    """
+    failures = 0
+    while True:
+        try:
+            return action()
+        except InputError:
+            raise
+        except Exception as error:
+            failures += 1
+            told = f"{one_line(name)}: {problem}" if named else problem
+            if not is_passing(error):
+                raise SourceError(f"{told}: {reason(error)}", file=name) from error
+            if failures >= backoff.tries:
+                raise SourceError(
+                    f"{told}, tried {failures} times: {reason(error)}; look at the filesystem and the way to it, then "
+                    "go on from the last saved state",
+                    file=name,
+                ) from error
+            wait = backoff.wait_after(failures)
+            _LOG.warning(
+                "%s: %s (try %d of %d, the next one in %g s): %s",
+                *(one_line(name), problem, failures, backoff.tries, wait, reason(error)),
+            )
+        backoff.sleep(wait)
+
+
+@runtime_checkable
+class _Sized(Protocol):
+    """A file object that learned its size when it was opened, as those of local files and object stores do."""
+
+    size: Any
+
+
+def known_size(file: object) -> int | None:
+    """The size in bytes that a file object knows of itself, if it does."""
+    size = file.size if isinstance(file, _Sized) else None
+    return size if isinstance(size, int) and size >= 0 else None
+
+
+@final
+class RetryingFile(io.RawIOBase):
+    """The stored bytes of a remote file. A reading that fails is made again, on the file opened anew.
+
+    It is a ``RawIOBase`` because buffers and decompressors ask for one. It seeks always: where the filesystem cannot,
+    bytes are read and dropped.
+
+    Args:
+      name: the file, for messages.
+      first: the file as it was opened.
+      reopen: opens it again.
+      ask_size: its size in bytes, or ``None``; asked at the end of a file that does not know its own.
+      backoff: how often to try.
+      plain: whether the stored bytes are the content, so that an offset in them is one in the content.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        first: Any,
+        reopen: Callable[[], Any],
+        ask_size: Callable[[], int | None],
+        backoff: Backoff,
+        *,
+        plain: bool,
+    ) -> None:
+        super().__init__()
+        self._name = name
+        self._file: Any = first
+        self._at = 0  # of the file that is open
+        self._offset = 0  # of the reader
+        self._reached = 0  # the furthest byte that was delivered
+        self._reopen = reopen
+        self._ask_size = ask_size
+        self._backoff = backoff
+        self._plain = plain
+        self.size: int | None = known_size(first)
+        self._tells = isinstance(first, _Sized)  # one that has a size, and does not know it, is a stream
+
+    def readable(self) -> bool:
+        """Always."""
+        return True
+
+    def seekable(self) -> bool:
+        """Always."""
+        return True
+
+    def tell(self) -> int:
+        """Where the next read begins, in bytes."""
+        return self._offset
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        """Goes somewhere; nothing is asked of the filesystem before the next read, unless the end must be known."""
+        start = 0
+        if whence == io.SEEK_CUR:
+            start = self._offset
+        elif whence == io.SEEK_END:
+            start = self._end()
+        if start + offset < 0:
+            raise ValueError(f"cannot seek to byte {start + offset} of {one_line(self._name)}")
+        self._offset = start + offset
+        return self._offset
+
+    def readinto(self, buffer: Any, /) -> int:
+        """Reads what is there, up to the size of the buffer; 0 bytes at the end of the file only.
+
+        Raises:
+          SourceError: the file cannot be read any more, or is another one by now.
+        """
+        view = memoryview(buffer).cast("B")
+        if not len(view):
+            return 0
+        try:
+            data = self._request(partial(self._read, len(view)))
+        except SourceError as error:
+            if self._plain and error.offset is None:
+                error.offset = self._offset
+            raise
+        view[: len(data)] = data
+        self._offset += len(data)
+        self._reached = max(self._reached, self._offset)
+        return len(data)
+
+    def close(self) -> None:
+        """Closes the file that is open; more calls do nothing."""
+        file, self._file = self._file, None
+        try:
+            if file is not None:
+                file.close()
+        finally:
+            super().close()
+
+    def _request(self, action: Callable[[], T]) -> T:
+        problem = f"reading failed at byte {self._offset} of what is stored"
+        return retried(action, self._name, problem, self._backoff, named=False)
+
+    def _read(self, count: int) -> bytes:
+        """Up to so many bytes from the reader's offset on."""
+        if self._file is None:
+            self._open()
+        try:
+            self._go()
+            data: bytes = self._file.read(count)
+            self._at += len(data)
+            if not data:
+                self._check_end()
+        except BaseException:
+            self._let_go()  # nobody knows where it stands now
+            raise
+        return data
+
+    def _open(self) -> None:
+        if self.closed:
+            raise ValueError("I/O operation on closed file")
+        file = self._reopen()
+        size = known_size(file)
+        if self._tells and size != self.size:
+            file.close()
+            raise SourceError(
+                f"the file had {self.size} bytes, and has {size} now: it was replaced while it was read; leave files "
+                "that are being read in place",
+                file=self._name,
+            )
+        self._file, self._at = file, 0
+
+    def _let_go(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(Exception):  # it failed before, which is told; closing it was only to be polite
+                file.close()
+
+    def _go(self) -> None:
+        """To the reader's offset."""
+        if self._at == self._offset:
+            return
+        try:
+            self._file.seek(self._offset)
+        except (ValueError, NotImplementedError):  # a stream; some of them say that they could
+            if self._offset < self._at:
+                self._let_go()
+                self._open()
+            self._drop()
+        self._at = self._offset
+
+    def _drop(self) -> None:
+        while self._at < self._offset:
+            piece = self._file.read(min(self._offset - self._at, _DROPPED_BYTES))
+            if not piece:
+                self._check_end()
+                break
+            self._at += len(piece)
+
+    def _check_end(self) -> None:
+        """Refuses an end before the end."""
+        size = self._known()
+        size = self._reached if size is None else size
+        if self._at < size:
+            raise EOFError(f"the file ends at byte {self._at}, but has {size} bytes")
+
+    def _known(self) -> int | None:
+        if self.size is None and not self._tells:
+            size = self._ask_size()
+            self.size = None if size is None else int(size)
+        return self.size
+
+    def _end(self) -> int:
+        size = self._request(self._known)
+        if size is None:
+            raise io.UnsupportedOperation(f"{one_line(self._name)}: the filesystem does not tell where the file ends")
+        return size
+
+
+def one_line(text: str) -> str:
+    """A text that shows in one line of a message: as it is, or quoted if it has control characters or no proper ones.
+
+    Names of files may hold anything but a zero byte and a slash, line ends and bytes that are no UTF-8 too.
+    """
+    return text if text.isprintable() else repr(text)
+
+
+def reason(error: BaseException) -> str:
+    """An exception in one line: its kind, and what it says."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {one_line(text):.{_MAX_REASON}}" if text else type(error).__name__

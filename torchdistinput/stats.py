@@ -1,0 +1,166 @@
+"""Where the time of an input goes: whether the training waits for it, and which rank makes all of them wait.
+
+Problem. A loop that is slow because of its input looks like a slow model, and one slow rank makes all ranks wait.
+
+Decision. The stages add up the seconds that they take, from readings of the clock; each sum is written by one thread,
+so there is no lock. Totals are put aside every few steps, which gives a window over the last ones. What the ranks
+measured rides on the landmarks: the exchange that every rank comes to once in 64 rows anyway where workers read files
+of their own. It is the only cost that grows with the number of ranks, some 150 bytes for each.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeVar, final
+
+from torch.autograd import profiler
+
+from torchdistinput.flow import Landmarks
+
+__all__ = ["COORDINATE", "COPY", "FETCH", "WAIT", "Meter", "StatsLandmarks", "in_range", "summary"]
+
+T = TypeVar("T")
+
+FETCH: Final = "torchdistinput::fetch"
+COORDINATE: Final = "torchdistinput::coordinate"
+COPY: Final = "torchdistinput::copy"
+WAIT: Final = "torchdistinput::wait"
+
+_ROWS_BETWEEN_LANDMARKS: Final = 64
+_STEPS_BETWEEN_MARKS: Final = 8
+_MARKS: Final = 9  # a window of 64 steps, and of up to 7 more between two marks
+
+_NUMBERS: Final = (
+    "steps",
+    "samples",
+    "bytes",
+    "skipped",
+    "seconds",
+    "seconds_waiting",
+    "seconds_reading",
+    "seconds_coordinating",
+    "seconds_copying",
+)
+
+
+def in_range(name: str, call: Callable[..., T], *args: Any) -> T:
+    """Calls it, in a range that torch's profiler shows, if one runs. Local."""
+    # The public record_function takes some ten microseconds also when nobody records. This flag, torch's own for that
+    # purpose, is the same for all threads.
+    if not profiler._is_profiler_enabled:  # noqa: SLF001
+        return call(*args)
+    with profiler.record_function(name):
+        return call(*args)
+
+
+@final
+class Meter:
+    """What one rank measures in one epoch. Seconds, samples and bytes of this rank's replicas.
+
+    Args:
+      rank: this rank, as users know it; 0 where there is only one.
+      ranks: what the ranks told each other last, if they did in an epoch before.
+    """
+
+    def __init__(self, rank: int = 0, ranks: Sequence[dict[str, Any]] = ()) -> None:
+        self.rank = rank
+        self.ranks = list(ranks)
+        """The window of each rank, by rank, as they told each other last."""
+        self.steps = self.samples = self.bytes = self.skipped = 0
+        # Written by the consumer:
+        self.waiting = self.drawing = 0.0
+        # Written by the thread that produces:
+        self.fetching = self.coordinating = self.copying = 0.0
+        self.began = self._last = time.perf_counter()
+        self._marks = deque([self._totals()], maxlen=_MARKS)
+
+    def deliver(self, samples: int, num_bytes: int, skipped: int, began: float) -> None:
+        """A step was delivered; ``next`` was called at ``began``. The consumer's."""
+        now = time.perf_counter()
+        self.steps += 1
+        self.samples += samples
+        self.bytes += num_bytes
+        self.skipped += skipped
+        self.waiting += now - began
+        self._last = now
+        if not self.steps % _STEPS_BETWEEN_MARKS:
+            self._marks.append(self._totals())
+
+    def _totals(self) -> tuple[float, ...]:
+        reading = self.drawing + self.fetching
+        return (
+            *(self.steps, self.samples, self.bytes, self.skipped),
+            *(self._last - self.began, self.waiting, reading, self.coordinating, self.copying),
+        )
+
+    def window(self) -> dict[str, Any]:
+        """The numbers of the last 64 to 71 steps, or of all while there are fewer. Any thread."""
+        before = self._marks[0]
+        return dict(zip(_NUMBERS, (now - then for now, then in zip(self._totals(), before, strict=True)), strict=True))
+
+    def own(self) -> dict[str, Any]:
+        """The window as the other ranks get it. Any thread."""
+        return {"rank": self.rank, **self.window()}
+
+    def stats(self, epoch: int) -> dict[str, Any]:
+        """Everything, as users see it. Any thread."""
+        totals = {**dict(zip(_NUMBERS, self._totals(), strict=True)), "seconds": time.perf_counter() - self.began}
+        return {"epoch": epoch, **totals, "window": self.window(), "ranks": [dict(each) for each in self.ranks]}
+
+
+@final
+class StatsLandmarks:
+    """Landmarks that carry what each rank measured, beside the stream's own.
+
+    Args:
+      meter: this rank's.
+      inner: what the stream tells, if it does.
+    """
+
+    def __init__(self, meter: Meter, inner: Landmarks | None) -> None:
+        self.every: int = _ROWS_BETWEEN_LANDMARKS if inner is None else inner.every
+        self.early: bool = inner is not None and inner.early
+        self._meter = meter
+        self._inner = inner
+
+    def mine(self, rows: int) -> str:
+        """See ``Landmarks.mine``."""
+        return json.dumps([self._meter.own(), None if self._inner is None else self._inner.mine(rows)])
+
+    def learn(self, rows: int, texts: Sequence[str]) -> None:
+        """See ``Landmarks.learn``."""
+        told = [json.loads(text) for text in texts]
+        self._meter.ranks = [each for each, _ in told]
+        if self._inner is not None:
+            self._inner.learn(rows, [text for _, text in told])
+
+
+def summary(epoch: int, step: int, meter: Meter) -> str:
+    """One line: the share of the time that the loop waited for data, and the rank whose input takes longest. Local.
+
+    A rank's time is what its input takes for a step, reading and copying: the others only wait for it, in the exchange.
+
+    Args:
+      epoch: its number.
+      step: steps of it that were delivered.
+      meter: what was measured.
+    """
+    own = meter.window()
+    bound = own["seconds_waiting"] / own["seconds"] if own["seconds"] else 0.0
+    ranks = meter.ranks or [own]
+    slowest = max(ranks, key=lambda each: _per_step(each, "reading") + _per_step(each, "copying"))
+    who = f"slowest rank {slowest['rank']}: " if len(ranks) > 1 else ""
+    reading, copying = _per_step(slowest, "reading"), _per_step(slowest, "copying")
+    return (
+        f"step {step} of epoch {epoch}: input-bound {100 * bound:.0f} %, {who}{reading + copying:.1f} ms/step "
+        f"(reading {reading:.1f}, copying {copying:.1f}; coordinating {_per_step(slowest, 'coordinating'):.1f}, "
+        f"waiting {_per_step(slowest, 'waiting'):.1f})"
+    )
+
+
+def _per_step(numbers: dict[str, Any], what: str) -> float:
+    """Milliseconds a step."""
+    return 1000 * float(numbers[f"seconds_{what}"]) / max(1, int(numbers["steps"]))
