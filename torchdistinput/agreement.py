@@ -59,7 +59,8 @@ def agree(
         raise error  # the same on all ranks: as it is
     if problems:
         raise _like(what, problems) from error
-    for fact in sorted(set().union(*(each["facts"] for each in told))):
+    # In the order in which they were given: what others follow from comes first.
+    for fact in dict.fromkeys(fact for each in told for fact in each["facts"]):
         _compare(ranks, fact, [each["facts"].get(fact) for each in told])
     return [each["extra"] for each in told]
 

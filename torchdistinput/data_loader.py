@@ -257,6 +257,10 @@ class DataLoader(Generic[T_co]):
             divided = self._divided = self._divide()
             if place is not None:  # the world changed, which is no reason to begin anew
                 divided.dataset.load_state_dict(place)
+        return self._told(divided)
+
+    def _told(self, divided: _Divided) -> _Divided:
+        """The data, which knows what ``set_epoch`` said."""
         if self._wanted_epoch is not None:
             divided.dataset.set_epoch(self._wanted_epoch)
             self._wanted_epoch = None
@@ -313,7 +317,9 @@ class DataLoader(Generic[T_co]):
 
         Collective too if it is the first thing that is asked of the loader: the ranks are found out then.
         """
-        return (self._divided or self._ready()).dataset.state_dict()
+        # A loader that was divided answers for itself, also when its process group has gone.
+        divided = self._ready() if self._divided is None else self._told(self._divided)
+        return divided.dataset.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's
         """Lets the next ``iter()`` go on where the state was taken; see ``DistributedDataset.load_state_dict``.

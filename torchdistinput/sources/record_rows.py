@@ -42,11 +42,13 @@ class Entrance:
       deals: the changes of the world so far; see ``plan.lanes``.
       place: where the walk stood.
       rows: rows of the walk from there on that are not wanted.
+      must_exist: whether so many rows must be there.
     """
 
     deals: Deals = ()
     place: WalkPlace = field(default_factory=WalkPlace)
     rows: int = 0
+    must_exist: bool = False
 
 
 @final
@@ -58,11 +60,13 @@ class Passed:
       records: the batch that the last row to be passed over is in, if rows of it are left.
       rows_left: how many of its rows were to be passed over; 0 where none of it is left.
       place: where the walk stood before that batch.
+      missing: how many rows the walk had too few.
     """
 
     records: list[Any]
     rows_left: int
     place: WalkPlace
+    missing: int = 0
 
 
 def pass_over(walk: RecordWalk, cutter: Cutter, rows: int, *, drop_last: bool) -> Passed:
@@ -77,7 +81,7 @@ def pass_over(walk: RecordWalk, cutter: Cutter, rows: int, *, drop_last: bool) -
         if count > rows:
             return Passed(records, rows, place)
         rows -= count
-    return Passed([], 0, walk.position())
+    return Passed([], 0, walk.position(), rows)
 
 
 @final
@@ -137,17 +141,19 @@ class RecordRows(IterableDataset[Any]):
             order = deal(order, self._cutter.topology.num_workers, self._cutter.topology.worker)
         try:
             with closing(self.dataset.walk(order, epoch, entrance.place, skip=self._skip)) as walk:
-                yield from self._cuts(walk, entrance.rows, epoch_key(self.dataset.seed, epoch))
+                yield from self._cuts(walk, entrance, epoch_key(self.dataset.seed, epoch))
         except (SourceError, StateMismatch) as error:
             yield Failure(error, "")
 
-    def _cuts(self, walk: RecordWalk, rows: int, key: int) -> Iterator[Cut | Failure]:
+    def _cuts(self, walk: RecordWalk, entrance: Entrance, key: int) -> Iterator[Cut | Failure]:
         """This loader worker's share of the batches after so many rows."""
         info = get_worker_info()
         worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
         size = self._cutter.global_batch_size or 1
         untold, opened = 0, 0  # records until the next place is told; files that were open when one was told last
-        passed = pass_over(walk, self._cutter, rows, drop_last=self._drop_last)
+        passed = pass_over(walk, self._cutter, entrance.rows, drop_last=self._drop_last)
+        if passed.missing and entrance.must_exist:
+            raise StateMismatch(f"the files end {passed.missing} step(s) before the one where the epoch was to begin.")
         first, records = passed.rows_left, passed.records
         for number in count():
             records = records or walk.take(size)

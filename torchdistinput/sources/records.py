@@ -49,7 +49,6 @@ class RecordSource:
 
     base_seed = "every"
     needs_default_state = False
-    bound_to_world = False
     collective_state = False
 
     def __init__(
@@ -78,6 +77,7 @@ class RecordSource:
         self._dataset = cast(FileDataset, data.dataset if isinstance(data, DataLoader) else data)
         self._cutter = Cutter(topology, shared, global_batch_size)
         self._by_file = policy is AutoShardPolicy.FILE
+        self.bound_to_world = not shared and not self._by_file  # under OFF all workers read all files
         self._with_index = with_index
         self._read_ahead = read_ahead
         self._skip = skip
@@ -186,7 +186,7 @@ class RecordSource:
         if position.rows or start.position is not None:
             worker = 0 if self._cutter.shared else self._cutter.topology.worker
             row, place = position.walks[worker]
-            rows = rows.of_epoch(epoch, Entrance(position.deals, place, position.rows - row))
+            rows = rows.of_epoch(epoch, Entrance(position.deals, place, position.rows - row, self._cutter.shared))
         elif self._runs is None or not self._runs.can_last():
             rows = rows.of_epoch(epoch)
         else:
