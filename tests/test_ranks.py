@@ -136,7 +136,7 @@ def test_an_exception_that_cannot_be_pickled_arrives_as_text() -> None:
 
 def test_a_hanging_rank_is_named_with_its_stack() -> None:
     with pytest.raises(RankFailed, match="(?s)rank.s. 1 had not finished.*in rank_one_hangs_in_its_sleep") as failure:
-        run_ranks(2, rank_one_hangs_in_its_sleep, timeout_seconds=3.0)
+        run_ranks(2, rank_one_hangs_in_its_sleep, timeout_seconds=8.0)
     assert failure.value.ranks == (1,)
 
 

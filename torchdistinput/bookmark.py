@@ -158,6 +158,9 @@ class Bookmark:
         self._worker = worker
         self._name = name
         self._lent = lent
+        # Asked once: a look at a protocol takes microseconds, and states are taken in the loop.
+        self._alone = source if isinstance(source, DrawsAlone) and source.draws_alone else None
+        self._seeding = source if isinstance(source, SeedsSamples) else None
         self._epoch = 0
         self._told: int | None = None
         self._pending: _Pending | None = None
@@ -188,7 +191,7 @@ class Bookmark:
             if running:
                 self._progress, self._stream = progress, stream
             if pending is not None and pending.unread:  # what was drawn for it is drawn again for this one
-                saved = self._saved(epoch, pending.saved.random, Start(), None)
+                saved = self._saved(epoch, pending.saved.random, Start(), told=epoch)
                 self._pending = _Pending(saved, pending.random, restores=True, unread=True)
         self._epoch = epoch
         self._source.set_epoch(epoch)
@@ -244,7 +247,7 @@ class Bookmark:
         if progress is None or random is None or progress.rows:
             return
         self._epoch = progress.epoch
-        begun = self._saved(progress.epoch, random.texts(), Start(), None)
+        begun = self._saved(progress.epoch, random.texts(), Start(), told=self._told)
         saved = begun if self._entered is None else self._entered.saved
         self._pending = _Pending(saved, random, restores=True, unread=True)
 
@@ -256,42 +259,48 @@ class Bookmark:
         """Where the next epoch begins, as it is saved. Local."""
         if self._pending is not None:
             return replace(self._pending.saved, told_epoch=self._told, fingerprint=self._fingerprint)
-        return self._saved(self._epoch, _Random.of(self._source, self._default_now()).texts(), Start(), None)
-
-    @property
-    def _draws_alone(self) -> bool:
-        return isinstance(self._source, DrawsAlone) and self._source.draws_alone
+        return self._saved(self._epoch, _Random.of(self._source, self._default_now()).texts(), Start(), told=self._told)
 
     def state(self) -> SavedState:
         """What was delivered, as it is saved. Collective where the workers' positions differ."""
-        progress = self._progress
-        if self._pending is not None or progress is None or progress.ended:
-            source, saved = self._source, self.next_state()
-            if self._pending is None and isinstance(source, DrawsAlone) and source.draws_alone:
-                return self._with_position(saved, source.first_position)
-            return saved
+        progress, stream = self._progress, self._stream
+        if self._pending is not None or progress is None or stream is None or progress.ended:
+            saved = self.next_state()
+            if self._pending is not None or self._alone is None:
+                return saved
+            position, random = self._positions(saved.epoch, 0, saved.random, self._alone.first_position)
+            return replace(saved, position=position, random=random)
         reached = Start(progress.steps, progress.samples, progress.drawn)
-        saved = replace(self._saved(progress.epoch, progress.random(), reached, None), told_epoch=self._told_then)
-        stream = self._stream
-        if stream is None or (not progress.steps and not self._draws_alone):
-            return saved
-        return self._with_position(saved, lambda: stream.position(progress.rows))
+        random, place = progress.random(), None
+        if progress.steps or self._alone is not None:
+            rows = progress.rows
+            place, random = self._positions(progress.epoch, progress.steps, random, lambda: stream.position(rows))
+        return self._saved(progress.epoch, random, reached, place, self._told_then)
 
-    def _saved(self, epoch: int, random: tuple[str, ...], reached: Start, position: list[Any] | None) -> SavedState:
+    def _saved(
+        self,
+        epoch: int,
+        random: tuple[str, ...],
+        reached: Start,
+        position: list[Any] | None = None,
+        told: int | None = None,
+    ) -> SavedState:
         return SavedState(
             epoch=epoch,
             step=reached.steps,
             samples=reached.samples,
             drawn=reached.drawn,
-            told_epoch=self._told,
-            sample_seed=self._source.sample_seed if isinstance(self._source, SeedsSamples) else None,
+            told_epoch=told,
+            sample_seed=None if self._seeding is None else self._seeding.sample_seed,
             random=random,
             position=position,
             fingerprint=self._fingerprint,
         )
 
-    def _with_position(self, saved: SavedState, tell: Callable[[], list[Any]]) -> SavedState:
-        """With the position of all workers: one if they have the same, else each one's."""
+    def _positions(
+        self, epoch: int, step: int, random: tuple[str, ...], tell: Callable[[], list[Any]]
+    ) -> tuple[list[Any], tuple[str, ...]]:
+        """The position of all workers, one if they have the same, else each one's; and the random states in common."""
         source, ranks = self._source, self._ranks
         own, problem = None, None
         try:
@@ -302,15 +311,15 @@ class Bookmark:
         if ranks is None or not (source.collective_state or owns_state):
             if problem is not None:
                 raise problem
-            return replace(saved, position=["all", own])
-        facts = {"dataset": self._name, "epoch": saved.epoch, "step": saved.step}
+            return ["all", own], random
+        facts = {"dataset": self._name, "epoch": epoch, "step": step}
         what = f"state_dict() of dataset {self._name}"
-        told = agree(ranks, what, facts, error=problem, extra=[own, saved.random])
+        told = agree(ranks, what, facts, error=problem, extra=[own, random])
         positions = [told[first][0] for first in ranks.firsts]
-        random = tuple(told[0][1])  # where there are random states in common, the first rank's count
+        common = tuple(told[0][1])  # the first rank's count
         if all(position == positions[0] for position in positions) and not source.bound_to_world:
-            return replace(saved, position=["all", positions[0]], random=random)
-        return replace(saved, position=["each", *positions], random=random)
+            return ["all", positions[0]], common
+        return ["each", *positions], common
 
     def _own(self, position: list[Any] | None) -> list[Any] | None:
         """This worker's part of a saved position."""
@@ -332,8 +341,8 @@ class Bookmark:
         self._leave()
         self._epoch = saved.epoch
         self._told = saved.told_epoch
-        if isinstance(self._source, SeedsSamples):
-            self._source.give_sample_seed(saved.sample_seed)
+        if self._seeding is not None:
+            self._seeding.give_sample_seed(saved.sample_seed)
         if saved.told_epoch is not None:
             self._source.set_epoch(saved.told_epoch)
         self._pending = _Pending(saved, random, restores=saved.step > 0 or random.replay > 0)
@@ -342,8 +351,8 @@ class Bookmark:
         if random.default is not None and (self._ranks is None or self._ranks.rank == 0):
             torch.set_rng_state(random.default)
         own = self._own(saved.position)
-        if own is not None and isinstance(self._source, DrawsAlone) and self._source.draws_alone:
-            self._source.restore(own)
+        if own is not None and self._alone is not None:
+            self._alone.restore(own)
 
     def _compared(self, saved: SavedState, *, strict: bool) -> SavedState:
         """The state, of which what differs is not compared once more where it is to be taken all the same."""
@@ -400,12 +409,12 @@ class Bookmark:
         self._epoch = epoch
         samples = step * size if isinstance(size, int) else 0
         texts = _Random.of(self._source, None).texts() if random is None else random.texts()
-        saved = self._saved(epoch, texts, Start(step, samples), None)
+        saved = self._saved(epoch, texts, Start(step, samples), told=self._told)
         self._pending = _Pending(saved, random, restores=True)
 
     def _random_of(self, epoch: int) -> _Random | None:
         """From which random states to draw for an epoch, with how many epochs before it; ``None`` for none."""
-        if self._draws_alone and epoch != self._epoch:
+        if self._alone is not None and epoch != self._epoch:
             raise InputError(
                 f"epoch {epoch} was sought, but each worker draws the order of its own data (policy HINT, or a dataset "
                 f"function), which is known for the next epoch only, {self._epoch}. Load a state of that epoch."

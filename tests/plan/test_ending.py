@@ -184,7 +184,7 @@ def test_words_of_counters_are_never_negative() -> None:
         assert min(random_ballot(rng, slots, [rng.randint(0, MAX_DIGEST)]).words(slots)[: 4 + slots]) >= 0
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 64, 1000])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 64, 300])
 def test_weights_cancel_out_equal_draws_and_no_others(num_ranks: int) -> None:
     weights = [weight_of(rank, num_ranks) for rank in range(num_ranks)]
     assert sum(weights) % 2**64 == 0

@@ -155,9 +155,11 @@ def recorded(folder: str) -> list[dict[str, Recorded]]:
     return run_ranks(2, read_with_states, folder, list(CASES))
 
 
-def chosen(name: str, states: Sequence[Saved]) -> list[Saved]:
-    """All states of a case; some, from all over the run, where each costs the start of loader workers."""
-    return list(states[:: 1 + len(states) // 6] if CASES[name].workers else states)
+def chosen(name: str, states: Sequence[Saved], *, everything: bool) -> list[Saved]:
+    """All states of a case, or every third; a few where each costs the start of loader workers."""
+    if CASES[name].workers:
+        return list(states[:: 1 + len(states) // (6 if everything else 3)])
+    return list(states if everything else states[list(CASES).index(name) % 3 :: 3])
 
 
 def test_the_states_are_equal_on_every_rank_and_the_epochs_complete(recorded: list[dict[str, Recorded]]) -> None:
@@ -169,9 +171,11 @@ def test_the_states_are_equal_on_every_rank_and_the_epochs_complete(recorded: li
             assert together == ALL or (case.drops and together <= ALL), name
 
 
-def test_at_the_same_world_every_state_goes_on_batch_by_batch(folder: str, recorded: list[dict[str, Recorded]]) -> None:
+def test_at_the_same_world_every_state_goes_on_batch_by_batch(
+    folder: str, recorded: list[dict[str, Recorded]], all_cells: bool
+) -> None:
     """Other read-ahead, other numbers of loader workers; the epochs after are equal too."""
-    states = {name: chosen(name, of_case) for name, (_, of_case) in recorded[0].items()}
+    states = {name: chosen(name, of_case, everything=all_cells) for name, (_, of_case) in recorded[0].items()}
     for rank, found in enumerate(run_ranks(2, go_on, folder, states, None, timeout_seconds=180)):
         for name, (delivered, _) in recorded[rank].items():
             for number, (saved, (after, _)) in enumerate(zip(states[name], found[name], strict=True)):
@@ -180,13 +184,14 @@ def test_at_the_same_world_every_state_goes_on_batch_by_batch(folder: str, recor
 
 
 def test_at_other_worlds_each_record_comes_once_and_the_next_epoch_is_that_of_its_world(
-    folder: str, recorded: list[dict[str, Recorded]]
+    folder: str, recorded: list[dict[str, Recorded]], all_cells: bool
 ) -> None:
     """Two ranks, then three for two steps, then one or four; from every second state of the first epoch."""
     states = {}
     for place, (name, (_, of_case)) in enumerate(recorded[0].items()):
         first_epoch = [saved for saved in of_case if saved.state["epoch"] == 0]
-        states[name] = chosen(name, first_epoch)[place % 2 :: 1 if CASES[name].workers else 2]
+        found = chosen(name, first_epoch, everything=all_cells)
+        states[name] = found[place % 2 :: 1 if CASES[name].workers else 2]
     three = run_ranks(3, go_on, folder, states, 2, timeout_seconds=180)
     later = {name: [saved for _, saved in found] for name, found in three[0].items()}
     for rank in three[1:]:

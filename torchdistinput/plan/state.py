@@ -29,6 +29,7 @@ from torchdistinput.errors import StateMismatch
 __all__ = ["VERSION", "SavedState", "differences"]
 
 VERSION: Final = 1
+_ENCODER: Final = json.JSONEncoder(default=str)  # made once: states are taken in the loop
 _MAX_DEPTH: Final = 32
 _MAX_BITS: Final = 1024
 _FIELDS: Final = (
@@ -142,7 +143,7 @@ def differences(saved: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]
 
 
 def _plain(value: Any) -> bytes:
-    return json.dumps(value, default=str).encode()
+    return _ENCODER.encode(value).encode()
 
 
 def _checksum(state: Mapping[str, Any]) -> int:
