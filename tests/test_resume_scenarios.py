@@ -550,7 +550,7 @@ class Reader:
     def last_told(self, row: int) -> list[Any]:
         """The latest place up to a row, as it is told."""
         found = max(told for told in self.told if told <= row)
-        return [found, place_after(found).to_json()]
+        return [found, json.dumps(place_after(found).to_json())]
 
 
 def place_after(row: int) -> WalkPlace:

@@ -1,9 +1,9 @@
 """Where the reading of files stands, as a saved state has it, and how it is known.
 
 **The position** is ``["files", replicas, deals, walks, rows]``: how many replicas there were; the changes of the world
-so far (``plan.lanes``); for each worker ``[row, place]``: where its walk stood after that many rows; and the rows
-delivered. Rows count from the last change of the world. From the place of a walk, ``rows - row`` rows are read again,
-undecoded.
+so far (``plan.lanes``); for each worker ``[row, place]``: where its walk stood after that many rows, as a JSON text; and
+the rows delivered. Rows count from the last change of the world. From the place of a walk, ``rows - row`` rows are read
+again, undecoded.
 
 **Who knows what.** Where all workers read the same (DATA, or one worker) each knows the place. Under FILE each has a
 walk of its own; all tell where theirs stands after 1, 2, 4, ... and then every 64 rows, so a state is local, and the
@@ -54,14 +54,17 @@ class FilesPosition(NamedTuple):
 
     def to_json(self) -> list[Any]:
         """The position as a saved state has it."""
-        walks = [[row, place.to_json()] for row, place in self.walks]
+        walks = [[row, json.dumps(place.to_json())] for row, place in self.walks]
         return ["files", self.num_replicas, list(map(list, self.deals)), walks, self.rows]
 
 
 def _walk(value: object) -> tuple[int, object]:
     match value:
-        case [int(row), place]:
-            return row, place
+        case [int(row), str(place)]:
+            try:
+                return row, json.loads(place)
+            except (ValueError, RecursionError) as error:
+                raise StateMismatch(f"position: found {place!r:.100} in the state as the place of a walk.") from error
         case _:
             raise StateMismatch(f"position: found {value!r:.100} in the state as a walk; [row, place] is needed.")
 
@@ -78,7 +81,6 @@ class Places:
 
     def __init__(self, begun: tuple[int, WalkPlace], row: int, read_ahead: int) -> None:
         self._known: deque[tuple[int, str]] = deque([(begun[0], json.dumps(begun[1].to_json()))])
-        self._parsed: tuple[str, Any] = ("", None)
         self._row = row
         self._read_ahead = read_ahead
         self._lock = threading.Lock()  # rows are read on one thread, places asked for on another
@@ -106,13 +108,10 @@ class Places:
             while len(self._known) > 1 and self._known[1][0] <= oldest:
                 self._known.popleft()
 
-    def at(self, row: int) -> tuple[int, Any]:
-        """The last row up to this one after which the place is known, and the place."""
+    def at(self, row: int) -> tuple[int, str]:
+        """The last row up to this one after which the place is known, and the place as a text."""
         with self._lock:
-            at, place = _last_before(row, self._known)
-        if self._parsed[0] is not place:
-            self._parsed = (place, json.loads(place))
-        return at, self._parsed[1]
+            return _last_before(row, self._known)
 
 
 @final
@@ -134,8 +133,8 @@ class CommonPlaces:
         self._worker = worker
         self._first_row = begun.rows
         self._keep = 2 + read_ahead // self.every + self.every.bit_length()
-        walks = {number: (row, place.to_json()) for number, (row, place) in enumerate(begun.walks)}
-        self._known: deque[tuple[int, dict[int, tuple[int, Any]]]] = deque([(begun.rows, walks)])
+        walks = {number: (row, json.dumps(place.to_json())) for number, (row, place) in enumerate(begun.walks)}
+        self._known: deque[tuple[int, dict[int, tuple[int, str]]]] = deque([(begun.rows, walks)])
 
     def mine(self, rows: int) -> str:
         """See ``Landmarks.mine``."""
@@ -148,7 +147,7 @@ class CommonPlaces:
         while len(self._known) > self._keep:
             self._known.popleft()
 
-    def at(self, row: int) -> list[tuple[int, Any]]:
+    def at(self, row: int) -> list[tuple[int, str]]:
         """For each worker, a row up to this one and the place of its walk after it."""
         _, known = _last_before(row, list(self._known))
         return [known[worker] for worker in range(len(known))]
