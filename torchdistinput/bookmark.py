@@ -399,10 +399,7 @@ class Bookmark:
         if steps is not None and step > steps:
             raise ValueError(f"step is {step}, but an epoch has {steps} step(s).")
         random = self._random_of(epoch)
-        pending = self._pending
         self._leave()
-        if pending is not None and self._told is None:
-            self._told = pending.saved.told_epoch
         if self._told is not None:
             self._told = epoch
             self._source.set_epoch(epoch)

@@ -109,13 +109,13 @@ class DataLoader(Generic[T_co]):
         self,
         dataset: Dataset[T_co],
         batch_size: int | None = 1,
-        shuffle: bool | None = None,  # noqa: FBT001
+        shuffle: bool | None = None,  # noqa: FBT001 - torch's
         sampler: Iterable[Any] | None = None,
         batch_sampler: Iterable[list[Any]] | None = None,
         num_workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
-        pin_memory: bool = False,  # noqa: FBT001, FBT002
-        drop_last: bool = False,  # noqa: FBT001, FBT002
+        pin_memory: bool = False,  # noqa: FBT001, FBT002 - torch's
+        drop_last: bool = False,  # noqa: FBT001, FBT002 - torch's
         timeout: float = 0,
         worker_init_fn: Callable[[int], None] | None = None,
         multiprocessing_context: Any = None,

@@ -81,11 +81,6 @@ class Progress:
         self.ended = False
         self._log_every = log_every
 
-    @property
-    def steps_here(self) -> int:
-        """Steps delivered by this iterator."""
-        return self.meter.steps
-
     def add(self, taken: Delivered, local: int, num_bytes: int, began: float) -> None:
         """A step with so many samples and bytes here was delivered by a ``next`` that was called at ``began``."""
         share = taken.share

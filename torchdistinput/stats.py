@@ -50,7 +50,7 @@ def in_range(name: str, call: Callable[..., T], *args: Any) -> T:
     """Calls it, in a range that torch's profiler shows, if one runs. Local."""
     # The public record_function takes some ten microseconds also when nobody records. This flag, torch's own for that
     # purpose, is the same for all threads.
-    if not profiler._is_profiler_enabled:  # noqa: SLF001
+    if not profiler._is_profiler_enabled:  # noqa: SLF001 - see above
         return call(*args)
     with profiler.record_function(name):
         return call(*args)

@@ -56,9 +56,14 @@ _WITHOUT_DRAWS = (SequentialSampler, ShuffleSampler, DistributedSampler)
 Draw = Callable[[Callable[[], Any]], Any]
 
 
+def _sampler_in(batches: Any) -> Any:
+    """What yields the single indices: the sampler in torch's own batch sampler, else the object itself."""
+    return batches.sampler if type(batches) is BatchSampler else batches
+
+
 def _draws_by_default(batches: Any) -> bool:
     """Whether the order may follow from torch's default random state; not if it is known not to."""
-    inner = batches.sampler if type(batches) is BatchSampler else batches
+    inner = _sampler_in(batches)
     return type(inner) not in _WITHOUT_DRAWS and not generators_of(inner)
 
 
@@ -102,14 +107,14 @@ class MapLoaderSource:
         self._runs = LoaderRuns(self._build, lasting=loader.persistent_workers)
         self._given_seed: int | None = None  # by a state that was loaded
         self._used_seed: int | None = None
-        inner = self._batches.sampler if type(self._batches) is BatchSampler else self._batches
+        inner = _sampler_in(self._batches)
         self._shuffle = inner if type(inner) is ShuffleSampler else None
         self._told: int | None = None
         self._shuffle_epoch = self._shuffle_lead = 0 if self._shuffle is None else self._shuffle.epoch
         self.needs_default_state = _draws_by_default(self._batches)
         self.draws_from_default_generator = loader.generator is None or self.needs_default_state
         self.bound_to_world = not shared
-        self.collective_state = policy is AutoShardPolicy.HINT and topology.num_workers > 1
+        self.collective_state = self.draws_alone
         certain = shared and not skip
         self.certain_piece_size = self._cutter.certain_piece_size(drop_last=self._drop_last) if certain else None
         self.largest_piece_size = self._cutter.largest_piece_size
@@ -161,8 +166,7 @@ class MapLoaderSource:
     def num_steps(self) -> int | None:
         """See ``Source.num_steps``."""
         batches = self._batches
-        sized = batches.sampler if type(batches) is BatchSampler else batches
-        return len(batches) if self._cutter.shared and isinstance(sized, Sized) else None
+        return len(batches) if self._cutter.shared and isinstance(_sampler_in(batches), Sized) else None
 
     def set_epoch(self, epoch: int) -> None:
         """See ``Source.set_epoch``."""
@@ -268,7 +272,7 @@ class MapLoaderSource:
 
     def _new_draws(self, draws: Draw) -> Draws:
         lead = self._loader.num_workers * (self._loader.prefetch_factor or 0)
-        inner = self._batches.sampler if type(self._batches) is BatchSampler else self._batches
+        inner = _sampler_in(self._batches)
         plain = type(inner) in _TORCH_SAMPLERS and type(self._batches) in (BatchSampler, *_TORCH_SAMPLERS)
         return Draws(
             self._batches,
@@ -297,9 +301,7 @@ class MapLoaderSource:
             self._shuffle_epoch = epoch + 1
 
     def _new_numbers(self) -> SampleNumbers:
-        sharded = self._policy is AutoShardPolicy.HINT and self._cutter.topology.num_workers > 1
-        shared = self._cutter.shared
-        return SampleNumbers(self._cutter.topology, sharded=sharded, shared=shared)
+        return SampleNumbers(self._cutter.topology, sharded=self.draws_alone, shared=self._cutter.shared)
 
 
 def _once(draw: Draw) -> Draw:

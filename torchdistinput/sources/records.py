@@ -7,18 +7,19 @@ together; then what was begun, and what nobody opened, is dealt anew.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast, final
 
 import torch
 from torch.utils.data import DataLoader, default_collate
 
 from torchdistinput.errors import StateMismatch
-from torchdistinput.flow import Landmarks, Row, Start, Stream
+from torchdistinput.flow import Start, Stream
 from torchdistinput.plan.batching import Cutter, check_batch_size
 from torchdistinput.plan.lanes import WalkPlace, fresh_files, redeal
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.base import Exchange
+from torchdistinput.sources.base import Exchange, RowStream
 from torchdistinput.sources.files import FileDataset
 from torchdistinput.sources.record_places import CommonPlaces, FilesPosition, Places
 from torchdistinput.sources.record_rows import Entrance, RecordRows, pass_over
@@ -150,7 +151,7 @@ class RecordSource:
         places = {worker: WalkPlace.from_json(place) for each in told for worker, place in each}
         dealt, deals = redeal([places[worker] for worker in range(len(found.walks))], found.deals, num_walks)
         position = FilesPosition(topology.num_replicas, deals, [(0, place) for place in dealt], 0)
-        return Start(start.steps, start.samples, start.drawn, position.to_json(), start.replay, start.base_seed)
+        return replace(start, position=position.to_json())
 
     def _is_of_this_world(self, found: FilesPosition) -> bool:
         """Whether its walks and rows are those of as many workers and replicas."""
@@ -182,10 +183,10 @@ class RecordSource:
     def open(self, epoch: int, draws: Draw, start: Start) -> Stream:
         """See ``Source.open``."""
         position = self._position_of(start)
+        worker = 0 if self._cutter.shared else self._cutter.topology.worker
+        row, place = walk = position.walks[worker]
         rows = self._rows
         if position.rows or start.position is not None:
-            worker = 0 if self._cutter.shared else self._cutter.topology.worker
-            row, place = position.walks[worker]
             rows = rows.of_epoch(epoch, Entrance(position.deals, place, position.rows - row, self._cutter.shared))
         elif self._runs is None or not self._runs.can_last():
             rows = rows.of_epoch(epoch)
@@ -199,14 +200,14 @@ class RecordSource:
         else:
             run = draws(lambda: runs.start(rows, once=rows is not self._rows))
             cuts, close = run, lambda: runs.finish(run)
-        return _RecordStream(
-            cuts,
-            self._rows.label if self._with_index else None,
-            position,
-            own=None if self._cutter.shared else self._cutter.topology.worker,
-            read_ahead=self._read_ahead,
+        own = Places(walk, position.rows, self._read_ahead)
+        common = None if self._cutter.shared else CommonPlaces(own, position, worker, self._read_ahead)
+        return RowStream(
+            own.rows_of(cuts, self._rows.label if self._with_index else None),
             in_background=self._loader is not None and self._loader.num_workers > 0,
+            track=_Track(position, own, common),
             close=close,
+            landmarks=common,
         )
 
     def _position_of(self, start: Start) -> FilesPosition:
@@ -225,64 +226,28 @@ def _runs_of(loader: DataLoader[Any]) -> LoaderRuns:
 
 
 @final
-class _RecordStream:
-    """The rows of one epoch of files, and where the walk stood after some of them.
+class _Track:
+    """See ``sources.base.Track``: where the walks stood after some of the rows of one epoch.
 
     Args:
-      cuts: the batches, cut.
-      label: puts the index beside the pieces of a batch, if that is wanted.
-      position: where the epoch begins.
-      own: which of the walks is this worker's; ``None`` where all have the same.
-      read_ahead: rows that may be read before they are delivered.
-      in_background: whether reading runs no user code in this process.
-      close: ends what else there is to end.
+      begun: where the epoch begins.
+      own: where this worker's walk stands.
+      common: where those of all workers stand; ``None`` where all have the same.
     """
 
     owns_state = False
 
-    def __init__(
-        self,
-        cuts: Iterator[Cut | Failure],
-        label: Callable[[Cut], list[Row]] | None,
-        position: FilesPosition,
-        *,
-        own: int | None,
-        read_ahead: int,
-        in_background: bool,
-        close: Callable[[], None] | None,
-    ) -> None:
-        self.in_background = in_background
-        self._begun = position
-        self._close = close
-        self._places = Places(position.walks[own or 0], position.rows, read_ahead)
-        self._common = None if own is None else CommonPlaces(self._places, position, own, read_ahead)
-        self.landmarks: Landmarks | None = self._common
-        self._rows = self._places.rows_of(cuts, label)
+    def __init__(self, begun: FilesPosition, own: Places, common: CommonPlaces | None) -> None:
+        self._begun = begun
+        self._own = own
+        self._common = common
 
-    def draw(self) -> Row | bool | None:
-        """See ``Stream.draw``."""
-        return True if self.in_background else next(self._rows, None)
-
-    def fetch(self, drawn: Any) -> Row | None:
-        """See ``Stream.fetch``."""
-        row: Row | None = next(self._rows, None) if self.in_background else drawn
-        return row
-
-    def digest_of(self, drawn: Any) -> int:
-        """See ``Stream.digest_of``."""
-        return 0
+    def drawn(self) -> None:
+        """See ``Track.drawn``. Places are forgotten as new ones are told."""
 
     def position(self, rows: int) -> list[Any]:
         """See ``Stream.position``."""
-        row = self._begun.rows + rows
-        walks = [self._places.at(row)] if self._common is None else self._common.at(row)
         begun = self._begun
+        row = begun.rows + rows
+        walks = [self._own.at(row)] if self._common is None else self._common.at(row)
         return ["files", begun.num_replicas, list(map(list, begun.deals)), [[at, place] for at, place in walks], row]
-
-    def close(self) -> None:
-        """See ``Stream.close``. Closes the files too, unless a thread may still read them."""
-        close, self._close = self._close, None
-        if close is not None:
-            close()
-        if not self.in_background:
-            self._rows.close()
