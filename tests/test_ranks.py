@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from torchdistinput.testing import RankFailed, run_ranks
 
@@ -46,6 +46,19 @@ def rank_one_raises_while_the_other_waits() -> None:
 def rank_one_hangs_in_its_sleep() -> None:
     if dist.get_rank() == 1:
         time.sleep(HANG_BOUND_SECONDS)
+
+
+class Sleeper(Dataset[int]):
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(HANG_BOUND_SECONDS)
+        return index
+
+
+def a_loader_worker_hangs_in_its_sleep() -> None:
+    next(iter(DataLoader(Sleeper(), num_workers=1)))
 
 
 def rank_one_is_killed_while_the_others_wait() -> None:
@@ -132,6 +145,11 @@ def test_a_failing_rank_is_reported_while_its_peer_still_waits() -> None:
 def test_an_exception_that_cannot_be_pickled_arrives_as_text() -> None:
     with pytest.raises(RankFailed, match="made in a function"):
         run_ranks(1, an_exception_that_cannot_be_pickled)
+
+
+def test_a_hanging_loader_worker_shows_its_stack_too() -> None:
+    with pytest.raises(RankFailed, match=r"(?s)in a_loader_worker_hangs.*process \d+:.*line \d+ in __getitem__"):
+        run_ranks(1, a_loader_worker_hangs_in_its_sleep, timeout_seconds=8.0)
 
 
 def test_a_hanging_rank_is_named_with_its_stack() -> None:

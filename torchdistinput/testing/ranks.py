@@ -252,13 +252,38 @@ def _late(ranks: Sequence[_Rank], timeout_seconds: float) -> RankFailed:
     silent = [rank for rank in ranks if rank.process.exitcode is None]
     for rank in silent:
         if rank.job.stacks_path.exists():  # the handler is in place, so the signal does not kill
-            os.kill(_pid(rank), signal.SIGUSR1)
-    until = time.monotonic() + _STACKS_SECONDS
-    while time.monotonic() < until and not all(_read(rank.job.stacks_path) for rank in silent):
-        time.sleep(0.05)
+            for pid in _group_of(_pid(rank)):
+                _ask_for_stacks(pid, rank.job.stacks_path)
     stories = [f"rank {rank.job.rank}, {_state(rank)}:\n{_read(rank.job.stacks_path)}" for rank in ranks]
     found = f"rank(s) {', '.join(map(str, numbers))} had not finished after {timeout_seconds:g} s"
     return RankFailed("\n".join([found, *stories]), numbers)
+
+
+def _group_of(leader: int) -> list[int]:
+    """The rank, and the loader workers that it forked, which have its handler; the rank alone without /proc."""
+    group = [leader]
+    for folder in Path("/proc").glob("[0-9]*"):
+        pid = int(folder.name)
+        with suppress(ProcessLookupError):
+            if pid != leader and os.getpgid(pid) == leader:
+                group.append(pid)
+    return group
+
+
+def _ask_for_stacks(pid: int, path: Path) -> None:
+    """Waits until they are written: all processes of a rank write into the same file."""
+    with path.open("a") as stacks:
+        stacks.write(f"process {pid}:\n")
+    before = last = path.stat().st_size
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGUSR1)
+    until = time.monotonic() + _STACKS_SECONDS
+    while time.monotonic() < until:
+        time.sleep(0.05)
+        size = path.stat().st_size
+        if size == last > before:
+            return
+        last = size
 
 
 def _state(rank: _Rank) -> str:
@@ -292,7 +317,7 @@ def _kill(ranks: Sequence[_Rank]) -> None:
 
 def _run(job: _Job, pipe: Connection) -> None:
     os.setpgid(0, 0)
-    with job.stacks_path.open("w") as stacks:
+    with job.stacks_path.open("a") as stacks:
         faulthandler.enable(file=stacks)
         faulthandler.register(signal.SIGUSR1, file=stacks)
         # A rank that outlives its parent has nobody left to kill it.
