@@ -7,13 +7,14 @@ woken by an item that torch cannot unpack. Torch has no public way to either.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, final
 
-from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from torchdistinput.flow import Origin, ReadFailure
+from torchdistinput.sources.arrivals import see_in
+from torchdistinput.sources.torch_loaders import WorkerInit
 
 __all__ = ["LoaderRun", "LoaderRuns"]
 
@@ -31,6 +32,13 @@ class LoaderRun(Iterator[Any]):
         self._workers = iterator if isinstance(iterator, _MultiProcessingDataLoaderIter) else None
         self._waiting = False
         self._closed = False
+        init = None if self._workers is None else self._workers._worker_init_fn  # noqa: SLF001 - see the top
+        if isinstance(init, WorkerInit) and init.arrivals is not None:
+            try:
+                see_in(self._workers, init.arrivals)
+            except BaseException:  # the exception leaves nobody who would end them
+                self.close()
+                raise
 
     def __next__(self) -> Any:
         """The next item.
@@ -40,16 +48,34 @@ class LoaderRun(Iterator[Any]):
         """
         if self._closed:
             raise StopIteration
-        self._waiting = True
+        self._left.clear()
+        self._waiting = threading.get_ident()
         try:
-            return next(self._iterator)
-        except RuntimeError as error:
-            dead = self.dead_workers()
+            return self._next()
+        except (RuntimeError, OSError, EOFError) as error:
+            # The sockets of a process that is killed end before the process does.
+            dead = self._wait_for_dead(0.0 if isinstance(error, RuntimeError) else _DEATH_SECONDS)
             if not dead:
                 raise
-            raise ReadFailure(dead, Origin(worker=self._dead()[0][0])) from error
+            raise ReadFailure(self.dead_workers(), Origin(worker=dead[0][0])) from error
         finally:
-            self._waiting = False
+            self._waiting = None
+            self._left.set()
+
+    def _next(self) -> Any:
+        inlet = self._inlet
+        if inlet is None:
+            return next(self._iterator)
+        inlet.take_back()
+        sent = next(self._iterator)
+        item = inlet.open(sent)
+        return pin_memory(item) if self._pins and isinstance(sent, Packed) else item
+
+    def _wait_for_dead(self, seconds: float) -> list[tuple[int, int]]:
+        until = time.monotonic() + seconds
+        while not (dead := self._dead()) and self._workers is not None and time.monotonic() < until:
+            time.sleep(0.01)
+        return dead
 
     def dead_workers(self) -> str:
         """Which loader workers ended on their own, and how; nothing where none did. Local: any thread."""
@@ -72,12 +98,22 @@ class LoaderRun(Iterator[Any]):
         self._closed = True
         if self._workers is None:
             return
-        self._workers._shutdown_workers()  # noqa: SLF001 - see the top
-        if self._waiting:
-            results = self._workers._worker_result_queue  # noqa: SLF001 - see the top
-            results.put(None)
-            results.close()
-            results.join_thread()
+        workers, waiting = self._workers, self._waiting
+        workers._shutdown_workers()  # noqa: SLF001 - see the top
+        if waiting is not None:
+            self._wake(workers, waiting)
+        if self._inlet is not None:
+            self._inlet.close()
+
+    def _wake(self, workers: _MultiProcessingDataLoaderIter, waiting: int) -> None:
+        """Lets the thread leave that waits for an item."""
+        results = workers._data_queue  # noqa: SLF001 - see the top
+        results.put(None)
+        if self._pins or waiting == threading.get_ident() or not self._left.wait(_LEAVE_SECONDS):
+            return
+        # Not before: the number of a descriptor that is polled would go to another file.
+        results.close()
+        results.join_thread()
 
 
 @final
@@ -89,10 +125,10 @@ class LoaderRuns:
       lasting: whether its workers live on from run to run.
     """
 
-    def __init__(self, build: Callable[[Any], DataLoader[Any]], *, lasting: bool) -> None:
+    def __init__(self, build: Callable[[Any], Iterable[Any]], *, lasting: bool) -> None:
         self._build = build
         self._wants_to_last = lasting
-        self._lasting: DataLoader[Any] | None = None
+        self._lasting: Iterable[Any] | None = None
         self._user: LoaderRun | None = None
         self._last: LoaderRun | None = None
         self._running: list[LoaderRun] = []
@@ -110,12 +146,23 @@ class LoaderRuns:
         """
         if self.can_last() and not once:
             if self._lasting is None:
-                self._lasting = self._build(dataset)
-            run = self._user = self._last = LoaderRun(iter(self._lasting))
+                self._lasting = self._new_loader(dataset)
+            run = self._user = self._last = _begin(*self._lasting)
         else:
-            run = LoaderRun(iter(self._build(dataset)))
+            run = _begin(*self._new_loader(dataset))
         self._running.append(run)
         return run
+
+    def _new_loader(self, dataset: Any) -> tuple[DataLoader[Any], Inlet | None]:
+        loader = self._build(dataset)
+        inlet = through_slots(loader)
+        if inlet is not None:
+            self._inlets.add(inlet)
+        return loader, inlet
+
+    def fresh_batches(self) -> int:
+        """Batches of loader workers that came in fresh memory, in all runs so far. Local."""
+        return self._fresh_of_ended + sum(inlet.fresh for inlet in self._inlets)
 
     def finish(self, run: LoaderRun) -> None:
         """Ends a run, and its loader workers unless they are to live on. Idempotent."""

@@ -16,9 +16,10 @@ from torch.utils.data import DataLoader, DistributedSampler, get_worker_info
 
 from torchdistinput.errors import InputError, ShardingError
 from torchdistinput.plan.sharding import AutoShardPolicy
+from torchdistinput.sources.arrivals import Arrivals, arrivals_of
 from torchdistinput.sources.samplers import DistributedBatchSampler
 
-__all__ = ["check_loader", "generator_digest", "settings_of"]
+__all__ = ["WorkerInit", "check_loader", "generator_digest", "settings_of"]
 
 _PR_SET_PDEATHSIG: Final = 1
 
@@ -54,7 +55,7 @@ def generator_digest(generator: torch.Generator | None) -> str | None:
 
 
 @final
-class _WorkerInit:
+class WorkerInit:
     """The user's ``worker_init_fn``, which finds the user's dataset in ``get_worker_info()``, not the wrapped one.
 
     On Linux the worker ends with its parent. Torch's own look at the parent comes between two items only, and until the
@@ -64,17 +65,22 @@ class _WorkerInit:
       init: the user's.
       parent: the process that forks the worker, from its main thread; else ``None``: the kernel counts the thread that
         forked as the parent, and others may end while the workers live on.
+      arrivals: where forked workers say that they came up.
     """
 
-    def __init__(self, init: Callable[[int], None] | None, parent: int | None) -> None:
+    def __init__(self, init: Callable[[int], None] | None, parent: int | None, arrivals: Arrivals | None) -> None:
         self._init = init
         self._parent = parent
+        self.arrivals = arrivals
 
     def __call__(self, worker: int) -> None:
+        """Called by torch in the loader worker, before anything is read."""
         if sys.platform == "linux" and os.getppid() == self._parent:
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != self._parent:  # it died just before
                 os.kill(os.getpid(), signal.SIGKILL)
+        if self.arrivals is not None:
+            self.arrivals.arrive(worker)
         info = get_worker_info()
         if info is not None:
             # WorkerInfo refuses a plain assignment.
@@ -87,11 +93,13 @@ def settings_of(loader: DataLoader[Any]) -> dict[str, Any]:
     """The arguments of a ``DataLoader`` that stay as they are. To be asked for where the loader workers are started."""
     parent = os.getpid() if threading.current_thread() is threading.main_thread() else None
     workers = {"prefetch_factor": loader.prefetch_factor} if loader.num_workers else {}
+    arrivals = arrivals_of(loader.multiprocessing_context, loader.num_workers)
+    init = WorkerInit(loader.worker_init_fn, parent, arrivals) if loader.num_workers else loader.worker_init_fn
     return {
         "num_workers": loader.num_workers,
         "pin_memory": loader.pin_memory,
         "timeout": loader.timeout,
-        "worker_init_fn": _WorkerInit(loader.worker_init_fn, parent) if loader.num_workers else loader.worker_init_fn,
+        "worker_init_fn": init,
         "multiprocessing_context": loader.multiprocessing_context,
         "generator": loader.generator,
         "persistent_workers": loader.persistent_workers,

@@ -1,0 +1,88 @@
+"""A loader worker that hangs in its fork is forked anew, and nobody sees a difference in the data."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import multiprocessing
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import torchdistinput as tdi
+from torchdistinput.sources import arrivals
+from torchdistinput.sources.arrivals import Arrivals, arrivals_of
+
+HANG_SECONDS = 60.0
+
+
+def epochs(num_workers: int, *, persistent: bool = False) -> list[list[list[int]]]:
+    generator = torch.Generator().manual_seed(5)
+    loader: DataLoader[int] = DataLoader(
+        range(23),  # type: ignore[arg-type] # a dataset by its methods
+        batch_size=4,
+        shuffle=True,
+        generator=generator,
+        num_workers=num_workers,
+        persistent_workers=persistent,
+    )
+    with tdi.Strategy(["cpu"]).distribute_dataset(loader) as dataset:
+        return [[batch.tolist() for batch in dataset] for _ in range(2)]
+
+
+def hang_in_forks(monkeypatch: pytest.MonkeyPatch, worker: int, times: int) -> None:
+    """The first forks of one worker hang where a copied lock would let them."""
+    hung = mmap.mmap(-1, 1)
+    arrive = Arrivals.arrive
+
+    def hanging(self: Arrivals, number: int) -> None:
+        if number == worker and hung[0] < times:
+            hung[0] += 1
+            time.sleep(HANG_SECONDS)
+        arrive(self, number)
+
+    monkeypatch.setattr(Arrivals, "arrive", hanging)
+    monkeypatch.setattr(arrivals, "_SECONDS", 1.5)
+
+
+@pytest.mark.parametrize(("worker", "persistent"), [(0, False), (1, True)])
+def test_a_worker_that_hangs_in_its_fork_is_forked_anew(
+    worker: int, persistent: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = epochs(2, persistent=persistent)
+    hang_in_forks(monkeypatch, worker, times=1)
+    with caplog.at_level(logging.WARNING, "torchdistinput"):
+        assert epochs(2, persistent=persistent) == expected
+    told = [record.getMessage() for record in caplog.records]
+    assert [text.partition(" seconds ")[0] for text in told] == [f"loader worker {worker} did not come up within 1.5"]
+    assert not multiprocessing.active_children()
+
+
+def test_a_worker_that_never_comes_up_is_an_error_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    hang_in_forks(monkeypatch, worker=1, times=100)
+    monkeypatch.setattr(arrivals, "_SECONDS", 0.4)
+    with pytest.raises(tdi.InputError, match=r"loader worker 1 did not come up within 0\.4 seconds, nor did 3 others"):
+        epochs(2)
+    assert not multiprocessing.active_children()
+
+
+def test_only_forked_workers_are_waited_for() -> None:
+    assert arrivals_of(None, 0) is None
+    assert arrivals_of(multiprocessing.get_context("forkserver"), 2) is None
+    waiting = arrivals_of(multiprocessing.get_context("fork"), 2)
+    assert waiting is not None
+    assert waiting.missing() == [0, 1]
+    waiting.arrive(1)
+    assert waiting.missing() == [0]
+
+
+def test_a_worker_that_dies_before_it_came_up_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def dying(_self: Arrivals, _number: int) -> Any:
+        raise SystemExit(7)
+
+    monkeypatch.setattr(Arrivals, "arrive", dying)
+    with pytest.raises(tdi.SourceError, match="exited with code 7"):
+        epochs(1)

@@ -1,0 +1,159 @@
+"""Loader workers that never come up, and are forked anew.
+
+Problem. A fork copies locks as they are. The C library frees most of its own in the child, but not all, and nobody
+frees those of other libraries: one that another thread held at that instant, say because torch used something for the
+first time, stays locked, and the loader worker hangs before its first batch (pytorch/pytorch#75147, #130610). Whoever
+has threads meets this once in some thousand forks, and process groups have threads. Torch waits without a bound.
+
+Decision. A forked worker does what a worker does first, which takes those locks, and then says in memory that it shares
+with its parent that it came up. The parent waits for that where it forked; a worker that does not come is killed and
+forked again, with the same queues: it had not touched them.
+
+Considered and refused. Other start methods by default: they take seconds, and datasets that cannot be pickled.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import multiprocessing
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, Final, final
+
+import torch
+from torch.utils.data import _utils
+
+from torchdistinput.errors import InputError
+
+# ruff: noqa: SLF001 - torch has no public way to its loader workers
+
+__all__ = ["Arrivals", "arrivals_of", "see_in"]
+
+_LOG = logging.getLogger("torchdistinput")
+_SECONDS: Final = 10.0
+_ATTEMPTS: Final = 3
+
+
+@final
+class Arrivals:
+    """Which of the loader workers came up: a byte for each, in memory that forked processes share.
+
+    Args:
+      num_workers: how many there are.
+    """
+
+    def __init__(self, num_workers: int) -> None:
+        self._came = mmap.mmap(-1, num_workers)
+        self._num_workers = num_workers
+
+    def arrive(self, worker: int) -> None:
+        """Says that a worker came up, once it took the locks that it will need. Called in it."""
+        if sys.platform == "linux":
+            # A function that runs at exit, where a loader worker never comes: this takes the lock of pytorch#130610.
+            library = ctypes.CDLL(None)
+            library["__cxa_atexit"](library["abs"], None, None)
+        thread = threading.Thread(target=_nothing)
+        thread.start()
+        thread.join()
+        torch.zeros(1).share_memory_()
+        self._came[worker] = 1
+
+    def missing(self) -> list[int]:
+        """The workers that did not come up yet."""
+        return [worker for worker in range(self._num_workers) if not self._came[worker]]
+
+
+def _nothing() -> None:
+    pass
+
+
+def arrivals_of(context: Any, num_workers: int) -> Arrivals | None:
+    """For workers that will be started by a context of ``multiprocessing``; ``None`` where they are not forked."""
+    method = (multiprocessing if context is None else context).get_start_method()
+    return Arrivals(num_workers) if method == "fork" and num_workers else None
+
+
+def see_in(iterator: Any, arrivals: Arrivals) -> None:
+    """Waits until all loader workers came up or died, and forks anew who does neither. Local: the thread that forks.
+
+    Args:
+      iterator: torch's, with its loader workers, new.
+      arrivals: what its workers say.
+
+    Raises:
+      InputError: a worker did not come up in three attempts.
+    """
+    for _ in range(_ATTEMPTS):
+        missing = _wait(iterator, arrivals)
+        if not missing:
+            return
+        names = ", ".join(map(str, missing))
+        _LOG.warning(
+            "loader worker %s did not come up within %g seconds after its fork, and is forked anew: a fork can copy a "
+            "lock that nobody frees. multiprocessing_context='forkserver' avoids that.",
+            names,
+            _SECONDS,
+        )
+        _fork_anew(iterator, missing)
+    missing = _wait(iterator, arrivals)
+    if missing:
+        raise InputError(
+            f"loader worker {', '.join(map(str, missing))} did not come up within {_SECONDS:g} seconds, nor did "
+            f"{_ATTEMPTS} others in its place. Look at it with py-spy dump --pid; or start workers otherwise, with "
+            "multiprocessing_context='forkserver'."
+        )
+
+
+def _wait(iterator: Any, arrivals: Arrivals) -> list[int]:
+    """The workers that are alive and did not come up in that time."""
+    until = time.monotonic() + _SECONDS
+    pause = 0.0002
+    while missing := [worker for worker in arrivals.missing() if iterator._workers[worker].is_alive()]:
+        if time.monotonic() > until:
+            return missing
+        try:
+            time.sleep(pause)
+        except RuntimeError as error:
+            if not str(error).startswith("DataLoader worker"):
+                raise
+            # torch's signal handler tells of a worker that died. So does the first item that is asked for.
+            _LOG.debug("while loader workers came up: %s", error)
+        pause = min(2 * pause, 0.005)
+    return []
+
+
+def _fork_anew(iterator: Any, missing: Sequence[int]) -> None:
+    """Puts other processes in the places of workers, started as torch starts them."""
+    _utils.signal_handling._remove_worker_pids(id(iterator))  # their end is none that torch must tell of
+    for worker in missing:
+        old = iterator._workers[worker]
+        old.kill()
+        old.join()
+        new = multiprocessing.get_context("fork").Process(
+            target=_utils.worker._worker_loop,
+            args=(
+                iterator._dataset_kind,
+                iterator._dataset,
+                iterator._index_queues[worker],
+                iterator._worker_result_queue,
+                iterator._workers_done_event,
+                iterator._auto_collation,
+                iterator._collate_fn,
+                iterator._drop_last,
+                iterator._base_seed,
+                iterator._worker_init_fn,
+                worker,
+                iterator._num_workers,
+                iterator._persistent_workers,
+                iterator._shared_seed,
+            ),
+            daemon=True,
+        )
+        new.start()
+        iterator._workers[worker] = new
+    pids = tuple(process.pid for process in iterator._workers)
+    _utils.signal_handling._set_worker_pids(id(iterator), pids)
