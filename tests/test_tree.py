@@ -250,6 +250,20 @@ def test_the_size_of_a_batch_of_the_same_structure_is_found_at_once_or_not_at_al
         assert structure.size_of_same(other) is None
 
 
+ROWS = [["a", "b"], ("a", "b"), [1, 2.0], [b"a", None], ["a", 1], [], [("a",)], [torch.zeros(2)], torch.zeros(2), "ab"]
+
+
+@pytest.mark.parametrize("known", ROWS[:6], ids=str)
+def test_lists_of_plain_rows_are_measured_at_once_where_their_structure_is_the_same(known: Any) -> None:
+    structure = tree.structure_of(known)
+    for other in ROWS:
+        size = structure.size_of_same(other)
+        if type(other) is type(known) and other and not isinstance(other[0], tuple | torch.Tensor):
+            assert size == (len(other) if tree.structure_of(other) == structure else None)
+        elif size is not None:
+            assert (other, tree.structure_of(other)) == ([], structure)
+
+
 def test_a_scalar_is_not_taken_for_a_batch_of_numbers() -> None:
     assert tree.structure_of(torch.zeros(3)).size_of_same(torch.tensor(1.0)) is None
 

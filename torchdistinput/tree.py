@@ -14,7 +14,7 @@ import dataclasses
 import hashlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast, final
+from typing import Any, Final, NamedTuple, cast, final
 
 import numpy as np
 import torch
@@ -34,6 +34,9 @@ __all__ = [
     "open_container",
     "structure_of",
 ]
+
+_PLAIN: Final = frozenset({str, bytes, int, float, bool, type(None)})
+"""Types of rows that are neither tensors nor containers: lists of them, which are long, are looked at in one go."""
 
 
 @final
@@ -147,13 +150,14 @@ class Structure:
     def size_of_same(self, batch: Any) -> int | None:
         """The batch size, if the batch is plainly of this structure; else ``None``: look closer. For every step.
 
-        It knows the common cases only: tensors of these inner dims in dicts, lists and tuples.
+        It knows the common cases only: tensors of these inner dims, and lists of strings and numbers, in dicts, lists
+        and tuples.
         """
         if self.kind == "tensor":
             alike = isinstance(batch, torch.Tensor) and batch.dtype is self.dtype
-            if alike and batch.dim() > 0 and batch.shape[1:] == self.inner_dims:
-                return int(batch.shape[0])
-            return None
+            return int(batch.shape[0]) if alike and batch.dim() > 0 and batch.shape[1:] == self.inner_dims else None
+        if self.kind == "rows":
+            return len(batch) if self._holds_same_rows(batch) else None
         found: type = type(batch)
         if self.kind not in ("dict", "tuple", "list", "namedtuple") or found is not self.cls:
             return None
@@ -171,6 +175,12 @@ class Structure:
                 return None
             size = own
         return size
+
+    def _holds_same_rows(self, batch: Any) -> bool:
+        if not isinstance(batch, list | tuple) or type(batch) is not self.cls:
+            return False
+        kinds = set(map(type, batch))
+        return kinds <= _PLAIN and (kinds <= {str}) == (self.dtype is str)
 
     def digest(self) -> int:
         """A 24-bit number of the signature, the same in every process."""
@@ -333,7 +343,7 @@ def _is_rows(value: Any) -> bool:
     """Whether a list or tuple is one leaf: it holds no tensor, no array, no container. An empty one has size 0."""
     if type(value) not in (list, tuple):
         return False
-    return not any(
+    return _PLAIN.issuperset(map(type, value)) or not any(
         isinstance(item, torch.Tensor | np.ndarray | np.generic) or open_container(item) is not None for item in value
     )
 
@@ -392,6 +402,8 @@ def holds_arrays(batch: Any) -> bool:
     """Whether some leaf is a NumPy array. Local."""
     if isinstance(batch, np.ndarray):
         return True
+    if isinstance(batch, list | tuple) and _PLAIN.issuperset(map(type, batch)):
+        return False
     container = None if isinstance(batch, torch.Tensor) else open_container(batch)
     return container is not None and any(holds_arrays(child) for child in container.children)
 
