@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import threading
 import time
 from collections.abc import Iterator
 
 import pytest
+
+from tests.interpreters import Interpreters
+from torchdistinput.testing import ranks
 
 THREAD_GRACE_SECONDS = 10.0
 
@@ -20,10 +24,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_configure() -> None:
+    # Whoever starts the fork server first: without it each of its processes would import torch by itself.
+    multiprocessing.set_forkserver_preload(ranks._PRELOADED)
+
+
 @pytest.fixture(scope="session")
 def all_cells(pytestconfig: pytest.Config) -> bool:
     """Whether the full product of a matrix is asked for; ``tests.matrix.cells`` takes it."""
     return bool(pytestconfig.getoption("--all-cells"))
+
+
+@pytest.fixture(scope="session")
+def interpreters() -> Iterator[Interpreters]:
+    """Starts scripts; importing torch takes longer than most of them."""
+    with Interpreters() as started:
+        yield started
 
 
 @pytest.fixture(autouse=True)

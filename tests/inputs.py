@@ -74,6 +74,23 @@ class Pairs(Dataset[tuple[torch.Tensor, int]]):
 
 
 @final
+@dataclasses.dataclass(frozen=True)
+class Table(Dataset[int]):
+    """Numbers by their place; a map-style dataset that shards itself, as Hugging Face datasets do."""
+
+    numbers: range
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, index: int) -> int:
+        return self.numbers[index]
+
+    def shard(self, num_shards: int, index: int) -> Table:
+        return Table(self.numbers[index::num_shards])
+
+
+@final
 class BatchesByList(Dataset[torch.Tensor]):
     """A dataset that is asked for whole batches: torch's ``sampler=BatchSampler, batch_size=None``."""
 

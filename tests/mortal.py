@@ -1,6 +1,7 @@
-"""``examples/elastic.py`` in processes that die by SIGKILL where the test wants it; run by torchrun.
+"""``examples/elastic.py`` in processes that die by SIGKILL where the test wants it; started again by torchrun.
 
-The environment names a file with the deaths, as JSON: ``[place, at, rank]``, each died once:
+``mortal.py WORLD RESTARTS ...`` starts so many processes as ``torchrun --standalone`` does, but by a fork: they need
+not import torch. The environment names a file with the deaths, as JSON: ``[place, at, rank]``, each died once:
 
 - ``["logged", step, rank]``: right after that rank wrote down that step, counted over the epochs;
 - ``["saving", count, 0]``: with half of that attempt's checkpoint of that number on the disk;
@@ -13,11 +14,13 @@ import itertools
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
 import elastic
 import torch
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 DEATHS = "DEATHS"
 STEPS_PER_EPOCH = -(-elastic.NUM_POINTS // elastic.GLOBAL_BATCH)
@@ -37,7 +40,7 @@ def die_at(place: str, at: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def main() -> None:
+def train() -> None:
     write_line, read, save, count = elastic.write_line, elastic.Points.__getitem__, torch.save, itertools.count(1)
 
     def write_line_and_die(log: Any, step: Any, index: torch.Tensor) -> None:
@@ -59,6 +62,21 @@ def main() -> None:
     elastic.write_line = write_line_and_die
     elastic.Points.__getitem__ = read_and_die  # type: ignore[method-assign]
     elastic.main()
+
+
+def main() -> None:
+    world, restarts = (int(sys.argv.pop(1)) for _ in range(2))
+    launch = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=world,
+        max_restarts=restarts,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        run_id="mortal",
+        start_method="fork",
+    )
+    elastic_launch(launch, train)()
 
 
 if __name__ == "__main__":

@@ -5,10 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
 import random
-import signal
-import subprocess
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
-from tests.test_examples import HANG_BOUND_SECONDS, PYTHON, ROOT
+from tests.interpreters import ROOT, Interpreters
 
 NUM_POINTS, GLOBAL_BATCH, EPOCHS, EVERY = 203, 12, 3, 5
 STEPS = 17
@@ -42,32 +39,13 @@ def example() -> Any:
     return module
 
 
-def launch(folder: Path, plan: Path, world: int, restarts: int) -> tuple[int, str]:
+def launch(interpreters: Interpreters, folder: Path, plan: Path, world: int, restarts: int) -> tuple[int, str]:
     """Runs the example under torchrun until it ends or has died too often: the exit code, and what was printed."""
-    command = [*PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
-    command += ["--max-restarts", str(restarts), "tests/mortal.py", "--checkpoint", str(folder)]
-    command += ["--every", str(EVERY), "--epochs", str(EPOCHS)]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "examples")]),
-        "OMP_NUM_THREADS": "1",
-        "DEATHS": str(plan),
-    }
-    with subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        try:
-            output, _ = process.communicate(timeout=HANG_BOUND_SECONDS)
-        except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)
-            raise
-    return process.returncode, output
+    command = ["tests/mortal.py", str(world), str(restarts)]
+    command += ["--checkpoint", str(folder), "--every", str(EVERY), "--epochs", str(EPOCHS)]
+    environment = {"PYTHONPATH": str(ROOT / "examples"), "DEATHS": str(plan)}
+    (ended,) = interpreters.run(command, places=[environment])
+    return ended.code, ended.output + ended.errors
 
 
 def read_logs(folder: Path) -> Logs:
@@ -88,14 +66,16 @@ def random_deaths(seed: int) -> dict[int, list[list[object]]]:
     }
 
 
-def test_killed_processes_in_other_numbers_train_on_each_sample_once_and_reach_the_same_weights(tmp_path: Path) -> None:
+def test_killed_processes_in_other_numbers_train_on_each_sample_once_and_reach_the_same_weights(
+    interpreters: Interpreters, tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
     worlds: list[int] = []
     output = ""
     for world, deaths in random_deaths(seed=3).items():
         plan = tmp_path / f"{world}.json"
         plan.write_text(json.dumps(deaths))
-        code, output = launch(folder, plan, world, restarts=max(0, len(deaths) - 1))
+        code, output = launch(interpreters, folder, plan, world, restarts=max(0, len(deaths) - 1))
         assert all(plan.with_suffix(f".{number}").exists() for number in range(len(deaths))), output
         assert (code != 0) == bool(deaths), output
         worlds += [world] * max(1, len(deaths))

@@ -1,19 +1,10 @@
-"""Each example, started as a user starts it."""
+"""Each example, from its first line to its end."""
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-import subprocess
-import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-HANG_BOUND_SECONDS = 120.0
-
-PYTHON = [sys.executable]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+from tests.interpreters import Interpreters, printed
 
 GUIDE = """
 range(6) in global batches of 4 over 2 replicas
@@ -96,52 +87,33 @@ three steps of an endless generator over 4 replicas
 """
 
 
-def output_of(*command: str) -> str:
-    """Runs a command from the top folder; a hang takes every process that it started down with it."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, errors = process.communicate(timeout=HANG_BOUND_SECONDS)
-    except BaseException:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        raise
-    assert process.returncode == 0, f"{' '.join(command)} ended with {process.returncode}:\n{output}\n{errors}"
-    return output
-
-
-def test_the_guide_prints_the_tables_of_the_guide() -> None:
-    assert output_of(*PYTHON, "examples/guide.py") == GUIDE
-
-
-def test_the_main_job_learns_and_delivers_each_record_once_in_any_number_of_processes() -> None:
-    for launcher in (PYTHON, TORCHRUN):
-        output = output_of(*launcher, "examples/train_text.py", "--files", "45", "--report-every", "20")
+def test_the_main_job_learns_and_delivers_each_record_once_in_any_number_of_processes(
+    interpreters: Interpreters,
+) -> None:
+    command = ("examples/train_text.py", "--files", "12", "--report-every", "3")
+    for ended in (interpreters.run(command), interpreters.run_as_torchrun(2, *command)):
+        output = printed(ended)
         losses = [float(loss) for loss in re.findall(r"loss (\S+) bits per byte", output)]
         assert len(losses) > 3, output
         assert losses[-1] < 0.7 * losses[0], output
         assert "each record was delivered exactly once" in output
 
 
-def test_preprocessing_is_the_same_in_one_process_and_in_two() -> None:
-    alone = output_of(*PYTHON, "examples/preprocessing.py")
+def test_the_guide_prints_the_tables_of_the_guide(interpreters: Interpreters) -> None:
+    assert printed(interpreters.run(["examples/guide.py"])) == GUIDE
+
+
+def test_preprocessing_is_the_same_in_one_process_and_in_two(interpreters: Interpreters) -> None:
+    alone = printed(interpreters.run(["examples/preprocessing.py"]))
     losses = [float(loss) for loss in re.findall(r"loss (\S+) over 80 reviews", alone)]
     assert len(losses) == 5
     assert losses[-1] < 0.5 * losses[0]
-    assert output_of(*TORCHRUN, "examples/preprocessing.py") == alone
+    assert printed(interpreters.run_as_torchrun(2, "examples/preprocessing.py")) == alone
 
 
-def test_the_evaluation_gives_exactly_the_metrics_of_one_process_in_any_number() -> None:
-    alone = output_of(*PYTHON, "examples/evaluate.py")
+def test_the_evaluation_gives_exactly_the_metrics_of_one_process_in_any_number(interpreters: Interpreters) -> None:
+    alone = printed(interpreters.run(["examples/evaluate.py"]))
     assert "1003 points, each once" in alone
     assert re.search(r"accuracy    9\d\d of 1003\nmedian loss 0\.\d+\nmean loss   0\.\d+\n", alone), alone
-    for count in ("2", "3"):
-        assert output_of(*TORCHRUN[:-1], count, "examples/evaluate.py") == alone
+    for world in (2, 3):
+        assert printed(interpreters.run_as_torchrun(world, "examples/evaluate.py")) == alone

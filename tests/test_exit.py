@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
-import pytest
+from tests.interpreters import HANG_BOUND_SECONDS, Interpreters, printed
 
-from tests.test_examples import TORCHRUN, output_of
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 SCRIPT = """
 import torch
@@ -19,14 +23,28 @@ next(iterator)
 """
 
 
-@pytest.mark.parametrize("attempt", range(4))  # gloo's threads and the end of the interpreter race each other
-def test_a_script_may_end_at_once(attempt: int, tmp_path: Path) -> None:
-    script = tmp_path / f"script{attempt}.py"
+def test_a_script_may_end_at_once(interpreters: Interpreters, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    output_of(*TORCHRUN, str(script))
+    for _ in range(3):  # gloo's threads and the end of the interpreter race each other
+        printed(interpreters.run_as_torchrun(2, str(script)))
 
 
-def test_a_script_may_end_in_the_middle_of_a_loop(tmp_path: Path) -> None:
+def test_a_script_may_end_in_the_middle_of_a_loop(interpreters: Interpreters, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT + LOOP_LEFT_EARLY)
-    output_of(*TORCHRUN, str(script))
+    printed(interpreters.run_as_torchrun(2, str(script)))
+
+
+def test_torchrun_itself_sees_a_good_end(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT + LOOP_LEFT_EARLY)
+    with subprocess.Popen(
+        [*TORCHRUN, str(script)], stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as launcher:
+        try:
+            _, errors = launcher.communicate(timeout=HANG_BOUND_SECONDS)
+        except BaseException:
+            os.killpg(launcher.pid, signal.SIGKILL)
+            raise
+    assert launcher.returncode == 0, errors

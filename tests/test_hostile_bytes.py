@@ -297,8 +297,13 @@ RUNS_CODE = {
 }
 
 # Where an exception is copied inside the process that raised it, to see whether it survives the way out of a worker;
-# and the launcher of tests, between a process and its own children.
-REASONED = {"sources/worker_side.py": {"pickle.loads"}, "testing/ranks.py": {"pickle.loads"}}
+# what a loader worker sends to the process that forked it, as torch's loader sends it; and the launcher of tests,
+# between a process and its own children.
+REASONED = {
+    "sources/slotted.py": {"pickle.loads"},
+    "sources/worker_side.py": {"pickle.loads"},
+    "testing/ranks.py": {"pickle.loads"},
+}
 
 MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
 

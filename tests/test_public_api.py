@@ -85,6 +85,7 @@ STEP_FIELDS = ["epoch", "index", "global_size", "local_sizes", "num_replicas", "
 OPTION_FIELDS = [
     "auto_shard_policy",
     "prefetch",
+    "prefetch_bytes",
     "fetch_to_device",
     "coordination",
     "timeout_seconds",

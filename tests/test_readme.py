@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from tests.interpreters import ROOT, Interpreters, printed
 
 BEFORE = """
 import torch
@@ -33,17 +31,13 @@ def first_snippet() -> str:
     return found[1]
 
 
-def run(*launcher: str, script: Path) -> None:
-    command = [sys.executable, *launcher, str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=script.parent, check=False)
-    assert done.returncode == 0, done.stderr
-
-
-def test_the_first_snippet_gives_the_same_weights_in_one_process_and_in_two(tmp_path: Path) -> None:
+def test_the_first_snippet_gives_the_same_weights_in_one_process_and_in_two(
+    interpreters: Interpreters, tmp_path: Path
+) -> None:
     script = tmp_path / "train.py"
     script.write_text(BEFORE + first_snippet() + AFTER)
-    run(script=script)
-    run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script=script)
+    printed(interpreters.run([str(script)], folder=tmp_path))
+    printed(interpreters.run_as_torchrun(2, str(script), folder=tmp_path))
     alone, *together = [(tmp_path / f"{name}.txt").read_text() for name in ("1-0", "2-0", "2-1")]
     assert alone.startswith("steps 3 ")
     assert together == [alone, alone]

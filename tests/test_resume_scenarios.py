@@ -582,8 +582,9 @@ def pass_landmarks(reader: Reader, rule: Landmarks, slots: int) -> int:
         if landmark > _last_landmark(before, rule):
             passed += 1
             place = reader.last_told(reader.begins_at + landmark)
-            assert json.loads(reader.common.mine(landmark)) == [0, *place], (reader, rule, landmark)
-            everyone = [json.dumps([worker, *place]) for worker in range(reader.workers)]
+            said = {"worker": 0, "row": place[0], "place": place[1]}
+            assert json.loads(reader.common.mine(landmark)) == said, (reader, rule, landmark)
+            everyone = [json.dumps({**said, "worker": worker}) for worker in range(reader.workers)]
             reader.common.learn(landmark, everyone)
             known = reader.begins_at + landmark
             for row in range(max(known, reader.read - reader.read_ahead - 2), known + 1):

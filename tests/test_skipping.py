@@ -8,6 +8,7 @@ import logging
 import random
 import struct
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, final
@@ -33,11 +34,12 @@ class BrokenError(Exception):
 
 
 @final
+@dataclass(frozen=True)
 class Broken(Dataset[int]):
     """Numbers, some of which cannot be read."""
 
-    def __init__(self, size: int, broken: set[int]) -> None:
-        self.size, self.broken = size, broken
+    size: int
+    broken: set[int]
 
     def __len__(self) -> int:
         return self.size
@@ -49,11 +51,12 @@ class Broken(Dataset[int]):
 
 
 @final
+@dataclass(frozen=True)
 class BrokenMany(Dataset[int]):
     """The same, asked for many at once."""
 
-    def __init__(self, size: int, broken: set[int]) -> None:
-        self.size, self.broken = size, broken
+    size: int
+    broken: set[int]
 
     def __len__(self) -> int:
         return self.size
@@ -68,11 +71,12 @@ class BrokenMany(Dataset[int]):
 
 
 @final
+@dataclass(frozen=True)
 class BrokenBatches(Dataset[torch.Tensor]):
     """Items that are batches of four, some of which cannot be read."""
 
-    def __init__(self, size: int, broken: set[int]) -> None:
-        self.size, self.broken = size, broken
+    size: int
+    broken: set[int]
 
     def __len__(self) -> int:
         return self.size

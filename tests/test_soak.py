@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 
-from tests.test_examples import PYTHON, output_of
+from tests.interpreters import Interpreters, printed
 
 EPOCHS = 40
 
 
-def test_short_epochs_with_breaks_faults_and_resumes_are_exact_and_leave_nothing_behind() -> None:
+def test_short_epochs_with_breaks_faults_and_resumes_are_exact_and_leave_nothing_behind(
+    interpreters: Interpreters,
+) -> None:
     """A wrong count, or a process that has grown, ends the script with 1, and its output says the seed."""
-    told = output_of(*PYTHON, "scripts/soak.py", "--epochs", str(EPOCHS), "--seed", "1")
+    told = printed(interpreters.run(["scripts/soak.py", "--epochs", str(EPOCHS), "--seed", "1"]))
     summary = re.search(rf"^{EPOCHS} epochs \((.*)\), (\d+) steps, (\d+) samples, each as it should be", told, re.M)
     assert summary is not None, told
     happened = {kind for _, kind in re.findall(r"(\d+) (fault, resume|\w+)", summary[1])}

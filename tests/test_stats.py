@@ -170,7 +170,7 @@ def test_before_anything_was_read_all_numbers_are_there_and_none_is_above_zero()
     for loader in loaders:
         for _ in range(2):
             found: dict[str, Any] = loader.stats()
-            assert set(found) == {"epoch", "window", "ranks"} | KEYS
+            assert set(found) == {"epoch", "window", "ranks", "fresh_batches"} | KEYS
             assert set(found["window"]) == KEYS
             assert [
                 each for each in (*found.values(), *found["window"].values()) if isinstance(each, int) and each
@@ -210,10 +210,13 @@ class Said:
     def __init__(self, outcomes: Iterable[Outcome]) -> None:
         self._outcomes = list(outcomes)
 
+    def settle(self, held: Held) -> Outcome:
+        return self._outcomes.pop(0)
+
     def hold(self, held: Held) -> None:
         pass
 
-    def vote(self) -> list[Outcome]:
+    def vote(self, ahead: int = 0) -> list[Outcome]:
         return [self._outcomes.pop(0)]
 
     def stop(self, delivered: int) -> list[Share]:

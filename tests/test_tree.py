@@ -250,7 +250,18 @@ def test_the_size_of_a_batch_of_the_same_structure_is_found_at_once_or_not_at_al
         assert structure.size_of_same(other) is None
 
 
-ROWS = [["a", "b"], ("a", "b"), [1, 2.0], [b"a", None], ["a", 1], [], [("a",)], [torch.zeros(2)], torch.zeros(2), "ab"]
+ROWS: list[Any] = [
+    ["a", "b"],
+    ("a", "b"),
+    [1, 2.0],
+    [b"a", None],
+    ["a", 1],
+    [],
+    [("a",)],
+    [torch.zeros(2)],
+    torch.zeros(2),
+    "ab",
+]
 
 
 @pytest.mark.parametrize("known", ROWS[:6], ids=str)

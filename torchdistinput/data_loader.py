@@ -9,9 +9,10 @@ Decisions.
   divided a second time by accelerate and Lightning.
 - Who takes part is found out at the first ``iter``. A process group that appears later is found at the next one.
 - All loaders of a run share one strategy for each device: a strategy holds connections, and loaders come and go.
-- In one process nothing is cut, so a batch may be anything, as in torch: it travels in a box that says how many
-  samples are inside. There an exception of the user's code comes as itself; with several ranks all of them raise the
-  same ``SourceError``, whose ``__cause__`` is the original on the rank that failed.
+- In one process nothing is cut, so a batch may be anything, as in torch: it travels sealed, with the number of
+  its samples outside, unless it is gathered from memory, without user code. There an exception of the user's code comes
+  as itself; with several ranks all of them raise the same ``SourceError``, whose ``__cause__`` is the original on the
+  rank that failed.
 - Batches stay on the CPU, as torch's do, unless a device or a strategy is given.
 """
 
@@ -38,15 +39,16 @@ from torch.utils.data import (
     default_collate,
     default_convert,
 )
-from torch.utils.data._utils.pin_memory import pin_memory
 
-from torchdistinput import tree
 from torchdistinput.backends import launch
 from torchdistinput.dataset import DistributedDataset
-from torchdistinput.errors import BatchingError, InputError, SourceError
+from torchdistinput.errors import InputError, SourceError
 from torchdistinput.plan.options import InputOptions, Step
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.sources.files import FileDataset
+from torchdistinput.sources.in_memory import gathers
+from torchdistinput.sources.sealing import Sealing
+from torchdistinput.sources.shuffle import ShuffleSampler
 from torchdistinput.sources.torch_loaders import check_loader
 from torchdistinput.stats import Meter
 from torchdistinput.strategy import Strategy
@@ -58,7 +60,7 @@ _LOG = logging.getLogger("torchdistinput")
 T_co = TypeVar("T_co", covariant=True)
 
 _OWN_DATASETS = (TensorDataset, torch.Tensor, np.ndarray, range)
-_OWN_SAMPLERS = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
+_OWN_SAMPLERS = (RandomSampler, SequentialSampler, ShuffleSampler, SubsetRandomSampler, WeightedRandomSampler)
 _OWN_COLLATES = (default_collate, default_convert)
 
 
@@ -92,7 +94,8 @@ class DataLoader(Generic[T_co]):
       pin_memory_device: without effect, as in torch.
       in_order: must be True: the ranks' parts of a step belong to the same batch.
       prefetch: steps made ready ahead of the one in use. ``None``: 0 where the batch is made by user code in this
-        process (``num_workers=0``) or by torch's own loader workers in a single process, as torch does it; else 2.
+        process (``num_workers=0``) or by torch's own loader workers in a single process, as torch does it; else 2,
+        growing while steps are very short, as ``InputOptions.prefetch`` says.
       policy: how the data is divided; DATA by default, also for files.
       device: where this process's batches go; by default they stay on the CPU.
       strategy: the replicas to divide the data among; their devices get the batches.
@@ -365,24 +368,24 @@ class DataLoader(Generic[T_co]):
         strategy = self._given_strategy or _SHARED.get(self._device)
         alone = strategy.num_input_pipelines == 1
         on_host = strategy.device.type == "cpu"
-        boxed = strategy.num_replicas_in_sync == 1 and on_host
+        sealed = strategy.num_replicas_in_sync == 1 and on_host and not gathers(self._loader)
         loader = copy.copy(self._loader)
-        if boxed:
-            loader.collate_fn = _Boxing(self.collate_fn, counts=loader.batch_sampler is not None)
+        if sealed:
+            loader.collate_fn = Sealing(self.collate_fn, counts=loader.batch_sampler is not None)
         if not on_host:
             loader.pin_memory = False  # the copy to the device pins by itself, in the background
         if strategy.input_pipeline_id == 0:
             self._tell(strategy)
         options = InputOptions(auto_shard_policy=self._policy, prefetch=self._steps_ahead(strategy))
         dataset = strategy.distribute_dataset(loader, options)
-        return _Divided(dataset, launch.default_group(), alone=alone, boxed=boxed)
+        return _Divided(dataset, launch.default_group(), alone=alone, sealed=sealed)
 
-    def _steps_ahead(self, strategy: Strategy) -> int:
+    def _steps_ahead(self, strategy: Strategy) -> int | None:
         if self._prefetch is not None:
             return self._prefetch
         if strategy.num_input_pipelines == 1 and strategy.device.type == "cpu":
             return 0
-        return 0 if self.num_workers == 0 and not _fetch_is_ours(self._loader) else 2
+        return 0 if self.num_workers == 0 and not _fetch_is_ours(self._loader) else None
 
     def _tell(self, strategy: Strategy) -> None:
         """What users should know when the loader is divided, once."""
@@ -422,14 +425,14 @@ class _Divided:
       dataset: gives this process's parts.
       group: the default process group then.
       alone: whether this is the only process that reads.
-      boxed: whether the batches travel in boxes.
+      sealed: whether the batches travel sealed.
     """
 
-    def __init__(self, dataset: DistributedDataset, group: Any, *, alone: bool, boxed: bool) -> None:
+    def __init__(self, dataset: DistributedDataset, group: Any, *, alone: bool, sealed: bool) -> None:
         self.dataset = dataset
         self.group = group
         self.alone = alone
-        self.boxed = boxed
+        self.sealed = sealed
 
 
 @final
@@ -445,7 +448,7 @@ class LoaderIterator:
 
     def __init__(self, divided: _Divided) -> None:
         self._alone = divided.alone
-        self._boxed = divided.boxed
+        self._sealed = divided.sealed
         self._iterator = iter(divided.dataset)
         self._return = weakref.finalize(self, divided.dataset.put_back, self._iterator)
         self._return.atexit = False
@@ -460,7 +463,7 @@ class LoaderIterator:
         except SourceError as error:
             failure = _as_torch_raises(error) if self._alone else error
         else:
-            return element[0].content if self._boxed else element
+            return element.content if self._sealed else element
         raise failure
 
     @property
@@ -514,58 +517,7 @@ def _as_torch_raises(error: SourceError) -> BaseException:
 
 def _fetch_is_ours(loader: TorchDataLoader[Any]) -> bool:
     """Whether making a batch runs no code of the user: tensors and arrays, torch's samplers and collate functions."""
-    batches = loader.batch_sampler
-    return (
-        type(loader.dataset) in _OWN_DATASETS
-        and type(loader.sampler) in _OWN_SAMPLERS
-        and (batches is None or type(batches) is torch.utils.data.BatchSampler)
-        and loader.collate_fn in _OWN_COLLATES
-    )
-
-
-@final
-class _Box:
-    """A batch of any kind on its way through one process.
-
-    Args:
-      content: the batch.
-    """
-
-    def __init__(self, content: Any) -> None:
-        self.content = content
-        self._pinned = False
-
-    def pin_memory(self) -> _Box:
-        """Pins the batch in place. torch's loader calls this for each entry of the list that the box fills."""
-        if not self._pinned:
-            self.content = pin_memory(self.content)  # type: ignore[no-untyped-call] # torch's
-            self._pinned = True
-        return self
-
-
-@final
-class _Boxing:
-    """A collate function whose batch is one list of as many entries as samples, all of them the box.
-
-    Such a list is a leaf like any other: it has a size, and nobody looks inside.
-
-    Args:
-      collate: makes the batch.
-      counts: whether it is given a list of samples; else it converts a batch, which is then measured.
-    """
-
-    def __init__(self, collate: Callable[[Any], Any], *, counts: bool) -> None:
-        self._collate = collate
-        self._counts = counts
-
-    def __call__(self, samples: Any) -> list[_Box]:
-        """The box, once for each sample."""
-        batch = self._collate(samples)
-        return [_Box(batch)] * (len(samples) if self._counts else _size(batch))
-
-
-def _size(batch: Any) -> int:
-    try:
-        return tree.batch_size(batch)
-    except BatchingError:  # a single sample (torch's batch_size=None), or a thing that cannot be measured: it is one
-        return 1
+    batches = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    sampler = batches.sampler if type(batches) is torch.utils.data.BatchSampler else batches
+    ours = type(loader.dataset) in _OWN_DATASETS and loader.collate_fn in _OWN_COLLATES
+    return type(sampler) in _OWN_SAMPLERS and (ours or gathers(loader))

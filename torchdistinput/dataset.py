@@ -16,7 +16,7 @@ from torchdistinput.errors import BatchingError, InputError
 from torchdistinput.iterator import DistributedIterator, LastStep, Progress, delivered
 from torchdistinput.plan.options import InputOptions, Step
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.base import Source
+from torchdistinput.sources.base import HasWorkers, Source
 from torchdistinput.sources.random_state import BorrowedRandomState, plainly, state_of_epoch
 from torchdistinput.stages.transfer import Transfer
 from torchdistinput.stats import Meter
@@ -97,6 +97,8 @@ class DistributedDataset:
           - ``epoch``; ``steps`` that were delivered here, ``samples`` of this worker's replicas, ``bytes`` of their
             tensors and arrays (lists count nothing, nor does what the drop-in passes through in one process), and
             samples ``skipped`` as they could not be read;
+          - ``fresh_batches``: batches of loader workers that came in fresh shared memory, as all that is used again was
+            in use: batches that you keep, or very large ones;
           - ``seconds`` since the epoch began; ``seconds_waiting`` in ``next``; ``seconds_reading`` and decoding in
             this process, or waiting for its loader workers; ``seconds_copying``: making empty and padded pieces and
             starting copies to the devices; ``seconds_coordinating``: in exchanges, where a rank mostly waits for
@@ -290,7 +292,8 @@ class DistributedDataset:
 
     def _new_meter(self, told: Sequence[dict[str, Any]] = ()) -> Meter:
         ranks = self._setting.ranks
-        return Meter(0 if ranks is None else ranks.name(ranks.rank), told)
+        fresh = self._source.fresh_batches if isinstance(self._source, HasWorkers) else int
+        return Meter(0 if ranks is None else ranks.name(ranks.rank), told, fresh)
 
     def _agree_on_epoch(self, ranks: Ranks, entry: Entry) -> list[Any]:
         extra = {"channels": ranks.free_channels()}

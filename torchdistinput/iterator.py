@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
-import time
 import weakref
 from collections.abc import Callable, Sequence
+from time import perf_counter
 from typing import Any, Generic, Protocol, TypeVar, final
+
+from torch.autograd import profiler
 
 from torchdistinput.errors import InputError, OutOfRangeError
 from torchdistinput.flow import Delivered, Start
@@ -22,6 +24,8 @@ __all__ = ["DistributedIterator", "Elements", "LastStep", "Optional", "Progress"
 _LOG = logging.getLogger("torchdistinput")
 
 T = TypeVar("T")
+
+Told = tuple[int, int, int | None, tuple[int, ...], int, int]
 
 
 @final
@@ -49,10 +53,16 @@ class Optional(Generic[T]):
 
 @final
 class LastStep:
-    """The step that was delivered last by any iterator of a dataset."""
+    """The step that was delivered last by any iterator of a dataset. Made when somebody asks, not for every step."""
 
     def __init__(self) -> None:
-        self.step: Step | None = None
+        self.told: Told | None = None
+        """The fields of the step."""
+
+    @property
+    def step(self) -> Step | None:
+        """The step; ``None`` before the first."""
+        return None if self.told is None else Step(*self.told)
 
 
 @final
@@ -130,12 +140,12 @@ class DistributedIterator:
     ) -> None:
         self._buffer = buffer
         self._transfer = transfer
-        self._topology = topology
+        self._world = topology.num_replicas, topology.num_workers
         self._elements = elements
         self._progress = progress
         self._last = last
         self._knows_all = knows_all
-        self._step: Step | None = None
+        self._told: Told | None = None
         # Runs when the iterator is dropped (a loop that was left), and at exit, whichever comes first.
         self._finalizer = weakref.finalize(self, buffer.close)
 
@@ -143,26 +153,24 @@ class DistributedIterator:
         return self
 
     def __next__(self) -> Any:
-        began = time.perf_counter()
-        self._transfer.begin_step()
-        taken = in_range(WAIT, self._buffer.take)
+        began = perf_counter()
+        transfer = self._transfer
+        if transfer.moves:
+            transfer.begin_step()
+        take = self._buffer.take
+        taken = in_range(WAIT, take) if profiler._is_profiler_enabled else take()  # noqa: SLF001 - see in_range
         progress = self._progress
         if taken is None:
             progress.ended = self._finalizer.alive  # else it was closed before its end
             raise StopIteration
-        share, topology = taken.share, self._topology
-        pieces = self._transfer.hand_over(share.parcels)
-        self._step = self._last.step = Step(
-            progress.epoch,
-            progress.steps,
-            taken.global_size if self._knows_all else None,
-            share.sizes,
-            topology.num_replicas,
-            topology.num_workers,
-        )
-        local = sum(share.sizes)
+        share = taken.share
+        sizes = share.sizes
+        pieces = transfer.hand_over(share.parcels) if transfer.moves else share.parcels
+        global_size = taken.global_size if self._knows_all else None
+        self._told = self._last.told = (progress.epoch, progress.steps, global_size, sizes, *self._world)
+        local = sum(sizes)
         progress.add(taken, local, self._elements.num_bytes(local, pieces), began)
-        return regroup_batches(pieces)
+        return pieces[0] if len(sizes) == 1 else regroup_batches(pieces)
 
     def get_next(self) -> Any:
         """The next element, as TensorFlow's ``get_next``.
@@ -203,7 +211,7 @@ class DistributedIterator:
         Raises:
           InputError: none was delivered yet.
         """
-        return delivered(self._step)
+        return delivered(None if self._told is None else Step(*self._told))
 
     def reads(self, progress: Progress | None) -> bool:
         """Whether this is the iterator of that epoch. Local."""

@@ -24,6 +24,8 @@ from torch import Tensor
 
 from torchdistinput import tree
 from torchdistinput.agreement import agree
+from torchdistinput.backends.channels import plain_message
+from torchdistinput.errors import InputError
 from torchdistinput.reductions import Workers, concatenate
 from torchdistinput.tree import Structure
 from torchdistinput.values import PerReplica, select
@@ -224,7 +226,7 @@ def _encoded(rows: Sequence[Any]) -> bytes:
                 "entry can be a string, a number, a bool, None, or a dict of those with string keys. Put numbers in a "
                 "tensor, or convert the entries."
             )
-    return json.dumps(plain).encode()
+    return json.dumps({"rows": plain}).encode()
 
 
 def _is_plain(row: Any) -> bool:
@@ -274,7 +276,7 @@ def _agreed_structure(
         if one.structure is not None:
             found.setdefault(json.dumps(one.structure), []).append(replica)
     if len(found) > 1:
-        told = "; ".join(f"{_names(replicas)}: {_shown(json.loads(text))}" for text, replicas in found.items())
+        told = "; ".join(f"{_names(replicas)}: {_shown(plain_message(text))}" for text, replicas in found.items())
         raise ValueError(
             f"gather_ordered needs the same nesting, names, dtypes, inner dims and constants on all replicas that have "
             f"rows; found {told}."
@@ -287,7 +289,7 @@ def _agreed_structure(
     problem: Exception | None = None
     if own is None:
         try:
-            own = Structure.from_json(json.loads(next(iter(found))))
+            own = Structure.from_json(plain_message(next(iter(found))))
         except Exception as error:  # a class that is not known here
             problem = error
     agree(workers, _NAME, {}, error=problem)
@@ -369,6 +371,22 @@ def _sorted_rows(
     rows: list[Any] = []
     start = 0
     for length in (length for each in lengths for length in each):
-        rows += json.loads(received[start : start + length]) if length else []
+        rows += _decoded(received[start : start + length]) if length else []
         start += length
     return [rows[place] for place in order.tolist()]
+
+
+def _decoded(data: bytes) -> list[Any]:
+    """The rows of a list, as ``_encoded`` sent them.
+
+    Raises:
+      InputError: they are none.
+    """
+    match told := plain_message(data.decode(errors="replace")):
+        case {"rows": list() as rows}:
+            return rows
+        case _:
+            raise InputError(
+                f"another rank sent {told!r:.100} as the rows of a list; every rank must run the same version of "
+                "torchdistinput."
+            )

@@ -49,7 +49,7 @@ _NUMBERS: Final = (
 def in_range(name: str, call: Callable[..., T], *args: Any) -> T:
     """Calls it, in a range that torch's profiler shows, if one runs. Local."""
     # The public record_function takes some ten microseconds also when nobody records. This flag, torch's own for that
-    # purpose, is the same for all threads.
+    # purpose, is the same for all threads. What is done for every step looks at it before it calls this function.
     if not profiler._is_profiler_enabled:  # noqa: SLF001 - see above
         return call(*args)
     with profiler.record_function(name):
@@ -63,13 +63,18 @@ class Meter:
     Args:
       rank: this rank, as users know it; 0 where there is only one.
       ranks: what the ranks told each other last, if they did in an epoch before.
+      fresh: batches of loader workers that came in fresh memory, in this epoch and before.
     """
 
-    def __init__(self, rank: int = 0, ranks: Sequence[dict[str, Any]] = ()) -> None:
+    def __init__(self, rank: int = 0, ranks: Sequence[dict[str, Any]] = (), fresh: Callable[[], int] = int) -> None:
         self.rank = rank
         self.ranks = list(ranks)
         """The window of each rank, by rank, as they told each other last."""
+        self._fresh = fresh
+        self._fresh_before = fresh()
         self.steps = self.samples = self.bytes = self.skipped = 0
+        self.largest = 0
+        """Bytes of the largest step."""
         # Written by the consumer:
         self.waiting = self.drawing = 0.0
         # Written by the thread that produces:
@@ -83,6 +88,8 @@ class Meter:
         self.steps += 1
         self.samples += samples
         self.bytes += num_bytes
+        if num_bytes > self.largest:  # noqa: PLR1730 - max() takes four times as long
+            self.largest = num_bytes
         self.skipped += skipped
         self.waiting += now - began
         self._last = now
@@ -108,6 +115,7 @@ class Meter:
     def stats(self, epoch: int) -> dict[str, Any]:
         """Everything, as users see it. Any thread."""
         totals = {**dict(zip(_NUMBERS, self._totals(), strict=True)), "seconds": time.perf_counter() - self.began}
+        totals["fresh_batches"] = self._fresh() - self._fresh_before
         return {"epoch": epoch, **totals, "window": self.window(), "ranks": [dict(each) for each in self.ranks]}
 
 

@@ -183,21 +183,25 @@ class Strategy:
         *,
         global_batch_size: int | None = None,
         collate_fn: Callable[[Any], Any] | None = None,
+        shuffle: bool = False,
     ) -> DistributedDataset:
         """Divides a dataset that was written for one process among all replicas.
 
         Collective: every rank calls this, with the same data.
 
         Args:
-          data: a torch ``DataLoader`` (its batch size is the global one), a map-style dataset, an iterable dataset, a
-            ``FileDataset``, any iterable, or a function that returns one. Without a batch size an iterable yields
-            global batches, which are cut along dim 0.
+          data: a torch ``DataLoader`` (its batch size is the global one), a map-style dataset, a dict of tensors and
+            NumPy arrays with one entry per sample in each (nested ones and memory-mapped ones too), an iterable
+            dataset, a ``FileDataset``, any iterable, or a function that returns one. Without a batch size an iterable
+            yields global batches, which are cut along dim 0.
           options: how the input is divided and read ahead.
           global_batch_size: samples of a step over all replicas, where single samples are to be batched.
           collate_fn: makes a batch of samples; torch's ``default_collate`` if not given.
+          shuffle: whether map-style data (a dict too) that comes with ``global_batch_size`` is in a new random order in
+            each epoch: torch's ``RandomSampler``, which draws from the default random state.
 
         Raises:
-          InputError: ``data`` is no data.
+          InputError: ``data`` is no data, or cannot be shuffled here.
           BatchingError: a batch size is missing, given twice, or not a positive int; or ``partial_batch="pad"`` without
             a known global batch size.
           ShardingError: the policy does not fit the data or the number of workers.
@@ -213,7 +217,12 @@ class Strategy:
                     "replication_mode PER_REPLICA belongs to distribute_datasets_from_function; distribute_dataset "
                     "cuts one dataset for all replicas."
                 )
-            return recognise(data, chosen, self._topology, global_batch_size=global_batch_size, collate_fn=collate_fn)
+            asked: dict[str, Any] = {
+                "global_batch_size": global_batch_size,
+                "collate_fn": collate_fn,
+                "shuffle": shuffle,
+            }
+            return recognise(data, chosen, self._topology, **asked)
 
         return self._distribute("distribute_dataset()", make, chosen)
 
@@ -250,7 +259,7 @@ class Strategy:
                 topology,
                 with_index=chosen.with_index,
                 snapshot_every=chosen.snapshot_every,
-                read_ahead=chosen.prefetch,
+                read_ahead=chosen.most_ahead,
                 skip=chosen.on_error == "skip",
             )
             return source, AutoShardPolicy.OFF

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any, NamedTuple, final
 
 import torch
+from torch.autograd import profiler
 
 from torchdistinput.backends.collectives import Channel, Ranks
 from torchdistinput.backends.devices import make_copier
@@ -82,7 +83,7 @@ def compose(
       idle: streams and their memory, kept for the life of the dataset; one is taken, and given back at the end.
     """
     channel, stream, progress, last = opened
-    depth = options.prefetch
+    depth = options.least_ahead
     devices = setting.devices if options.fetch_to_device else [torch.device("cpu")] * len(setting.devices)
     copies = any(device.type != "cpu" for device in devices)
     mould = Mould()
@@ -93,7 +94,7 @@ def compose(
     ranks = setting.ranks
     coordinate = Coordinate(
         channel,
-        slots=max(1, depth),
+        slots=max(1, options.most_ahead),
         mould=mould,
         complete=own.complete,
         name=None if ranks is None else ranks.name(ranks.rank),
@@ -101,6 +102,7 @@ def compose(
         counts=ranks is None or ranks.rank in ranks.firsts,
         landmarks=StatsLandmarks(progress.meter, stream.landmarks),
         max_errors=options.max_errors if options.on_error == "skip" else None,
+        ahead=depth if options.prefetch is None else None,
     )
     threaded = channel is not None or (depth > 0 and (stream.in_background or copies))
     buffer = Buffer(
@@ -120,6 +122,7 @@ def compose(
         names=_itself if ranks is None else ranks.name,
         first_step=progress.steps,
         meter=progress.meter,
+        room=options.prefetch_bytes if options.prefetch is None else None,
     )
     elements = _Elements(mould, source.certain_piece_size, setting.topology.replicas_per_worker, pad)
     knows_all = channel is not None or ranks is None
@@ -165,18 +168,23 @@ class _OwnStages:
         self._transfer = transfer
         self._local = replicas_per_worker
         self._meter = meter
+        self._as_it_is = pad is None and not transfer.moves  # a step without an empty piece: nothing becomes of it
 
     def draw(self) -> Drawn | Held:
         """See ``stages.buffer.Walk``."""
-        began = time.perf_counter()
-        drawn = in_range(FETCH, self._fetch.draw)
-        self._meter.drawing += time.perf_counter() - began
+        began, draw = perf_counter(), self._fetch.draw
+        drawn = in_range(FETCH, draw) if profiler._is_profiler_enabled else draw()  # noqa: SLF001 - see in_range
+        self._meter.drawing += perf_counter() - began
         return drawn
 
     def produce(self, drawn: Drawn | Held) -> Held:
         """See ``stages.buffer.Walk``."""
-        held = self._finish(drawn) if isinstance(drawn, Drawn) else drawn
-        if isinstance(held, Share) and self._mould.structure is not None:
+        held = self._finish(drawn) if type(drawn) is Drawn else drawn
+        if type(held) is not Share:
+            return held
+        if self._as_it_is and 0 not in held.sizes and not profiler._is_profiler_enabled:  # noqa: SLF001 - see in_range
+            held.parcels, held.pieces = held.pieces, []
+        elif self._mould.structure is not None:
             try:
                 self.complete(held)
             except Exception as error:  # out of memory, say: a failed step like any other
@@ -184,17 +192,18 @@ class _OwnStages:
         return held
 
     def _finish(self, drawn: Drawn) -> Held:
-        began = time.perf_counter()
+        began = perf_counter()
         held = in_range(FETCH, self._fetch.finish, drawn)
-        self._meter.fetching += time.perf_counter() - began
+        self._meter.fetching += perf_counter() - began
         return held
 
     def complete(self, share: Share) -> None:
         """Makes the empty pieces of a share, pads it and sends it, unless that was done."""
-        if not share.parcels:
-            began = time.perf_counter()
-            in_range(COPY, self._send, share)
-            self._meter.copying += time.perf_counter() - began
+        if share.parcels:
+            return
+        began = perf_counter()
+        in_range(COPY, self._send, share)
+        self._meter.copying += perf_counter() - began
 
     def _send(self, share: Share) -> None:
         _fill(share, self._mould, self._local, self._pad)
@@ -233,6 +242,8 @@ class _Elements:
     def num_bytes(self, samples: int, pieces: Sequence[Any]) -> int:
         """See ``iterator.Elements``. Only elements that differ in shape are looked into, one by one."""
         of_row = self._mould.row_bytes
+        if self._mould.structure is None:  # batches that nobody looks into
+            return 0
         if of_row is None:
             leaves = (leaf for piece in pieces for leaf in flatten(piece)[0] if isinstance(leaf, torch.Tensor))
             return sum(leaf.numel() * leaf.element_size() for leaf in leaves)

@@ -23,6 +23,33 @@ from torchdistinput.testing import run_ranks
 HANG_SECONDS = 20.0
 RELEASE_SECONDS = 5.0
 WORLDS = [2, 3, 5]
+QUITTERS = {2: [0, 1], 3: [2], 5: [1, 4]}
+LATECOMERS = {2: 1, 3: 0, 5: 4}
+
+
+Played = dict[int, list[dict[str, Any]]]
+"""By world, what each rank saw in each scene."""
+
+
+def play() -> dict[str, Any]:
+    """One rank: all scenes, one after the other."""
+    world = dist.get_world_size()
+    found: dict[str, Any] = {"sums": sums(), "texts": texts()}
+    found.update({f"aborted by {quitter}": aborted(quitter) for quitter in QUITTERS[world]})
+    found["late"] = late(LATECOMERS[world])
+    found["reused"] = reused()
+    found["after an abort"] = after_abort()
+    found["absent once"] = absent_once()
+    if world == 2:
+        found["taking turns"] = taking_turns()
+        found["crossing"] = crossing()
+    return found
+
+
+@pytest.fixture(scope="module")
+def played() -> Played:
+    """A launch takes longer than a scene."""
+    return {world: run_ranks(world, play, timeout_seconds=180) for world in WORLDS}
 
 
 def make_ranks(timeout_seconds: float = 30.0) -> ProcessGroupRanks:
@@ -60,8 +87,8 @@ def sums() -> bool:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_sums_are_right_at_every_world_size(world: int) -> None:
-    assert run_ranks(world, sums) == [True] * world
+def test_sums_are_right_at_every_world_size(world: int, played: Played) -> None:
+    assert [rank["sums"] for rank in played[world]] == [True] * world
 
 
 TEXTS = ["", "  two blanks, a line\n", "naïve ☃ 𝄞", "\udcff", "x" * 100_000]
@@ -79,10 +106,10 @@ def texts() -> tuple[list[list[str]], list[list[str]]]:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_texts_of_any_length_come_through_untouched(world: int) -> None:
+def test_texts_of_any_length_come_through_untouched(world: int, played: Played) -> None:
     expected = [[TEXTS[(rank + turn) % len(TEXTS)] for rank in range(world)] for turn in range(len(TEXTS))]
     expected.append([""] * world)
-    for inside, outside in run_ranks(world, texts):
+    for inside, outside in (rank["texts"] for rank in played[world]):
         assert inside == expected
         assert outside == expected
 
@@ -109,9 +136,11 @@ def aborted(quitter: int) -> tuple[str, float]:
     return told[0], began if dist.get_rank() == quitter else ended
 
 
-@pytest.mark.parametrize(("world", "quitter"), [(2, 0), (2, 1), (3, 2), (5, 1), (5, 4)])
-def test_an_abort_releases_every_waiting_rank_and_tells_the_reason(world: int, quitter: int) -> None:
-    found = run_ranks(world, aborted, quitter)
+@pytest.mark.parametrize(
+    ("world", "quitter"), [(world, quitter) for world, quitters in QUITTERS.items() for quitter in quitters]
+)
+def test_an_abort_releases_every_waiting_rank_and_tells_the_reason(world: int, quitter: int, played: Played) -> None:
+    found = [rank[f"aborted by {quitter}"] for rank in played[world]]
     began = found[quitter][1]
     for rank, (message, ended) in enumerate(found):
         if rank == quitter:
@@ -122,29 +151,29 @@ def test_an_abort_releases_every_waiting_rank_and_tells_the_reason(world: int, q
 
 
 def late(latecomer: int) -> list[int]:
-    """One rank comes 3 seconds late; the others ask meanwhile who is late."""
+    """One rank comes 2.5 seconds late; the others ask meanwhile who is late."""
     ranks = make_ranks()  # its end would be that of its channels
     channel = ranks.open_channel(0)
     channel.exchange([1])
     if dist.get_rank() == latecomer:
-        time.sleep(3.0)
+        time.sleep(2.5)
         channel.exchange([1])
         return [latecomer]
     waiting = threading.Thread(target=channel.exchange, args=([1],))
     waiting.start()
-    time.sleep(2.5)
+    time.sleep(1.5)
     found = channel.late()
     since = channel.waiting_since()
     assert since is not None
-    assert time.monotonic() - since > 1
+    assert time.monotonic() - since > 0.5
     waiting.join(HANG_SECONDS)
     assert channel.waiting_since() is None
     return found
 
 
-@pytest.mark.parametrize(("world", "latecomer"), [(2, 1), (3, 0), (5, 4)])
-def test_a_late_rank_is_told_from_those_that_wait_with_us(world: int, latecomer: int) -> None:
-    assert run_ranks(world, late, latecomer) == [[latecomer]] * world
+@pytest.mark.parametrize(("world", "latecomer"), LATECOMERS.items())
+def test_a_late_rank_is_told_from_those_that_wait_with_us(world: int, latecomer: int, played: Played) -> None:
+    assert [rank["late"] for rank in played[world]] == [[latecomer]] * world
 
 
 def reused() -> list[tuple[list[int], list[int], int]]:
@@ -165,11 +194,11 @@ def reused() -> list[tuple[list[int], list[int], int]]:
     return found
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_a_released_channel_is_used_again_and_keeps_in_step(world: int) -> None:
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_released_channel_is_used_again_and_keeps_in_step(world: int, played: Played) -> None:
     ids = sum(range(world))
     expected = [([1], [0, ids], 0), ([1, 2], [world, ids], 10 * world), ([0, 1, 3], [2 * world, ids], 20 * world)]
-    assert run_ranks(world, reused) == [expected] * world
+    assert [rank["reused"] for rank in played[world]] == [expected] * world
 
 
 def after_abort() -> list[int]:
@@ -183,8 +212,9 @@ def after_abort() -> list[int]:
     return [*free, *ranks.open_channel(free[-1]).exchange([5])]
 
 
-def test_an_aborted_channel_is_not_used_again() -> None:
-    assert run_ranks(2, after_abort) == [[1, 10]] * 2
+@pytest.mark.parametrize("world", WORLDS)
+def test_an_aborted_channel_is_not_used_again(world: int, played: Played) -> None:
+    assert [rank["after an abort"] for rank in played[world]] == [[1, 5 * world]] * world
 
 
 def absent_once() -> tuple[str, list[str]]:
@@ -204,9 +234,9 @@ def absent_once() -> tuple[str, list[str]]:
     return message, told
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_an_absent_rank_is_named_and_the_agreement_can_be_repeated(world: int) -> None:
-    for rank, (message, told) in enumerate(run_ranks(world, absent_once)):
+@pytest.mark.parametrize("world", WORLDS)
+def test_an_absent_rank_is_named_and_the_agreement_can_be_repeated(world: int, played: Played) -> None:
+    for rank, (message, told) in enumerate(each["absent once"] for each in played[world]):
         if rank != 1:
             assert "a test: rank 1 did not come within 1 seconds" in message
         assert told == [f"rank {each}" for each in range(world)]
@@ -228,8 +258,8 @@ def taking_turns() -> str:
     return message
 
 
-def test_a_rank_that_gave_up_counts_as_absent() -> None:
-    first, second = run_ranks(2, taking_turns)
+def test_a_rank_that_gave_up_counts_as_absent(played: Played) -> None:
+    first, second = (rank["taking turns"] for rank in played[2])
     assert "rank 1 did not come" in first
     assert "rank 0 did not come" in second
 
@@ -249,8 +279,8 @@ def crossing() -> int:
     return met
 
 
-def test_ranks_that_give_up_and_come_back_at_odd_times_meet_in_the_end() -> None:
-    assert run_ranks(2, crossing) == [3, 3]
+def test_ranks_that_give_up_and_come_back_at_odd_times_meet_in_the_end(played: Played) -> None:
+    assert [rank["crossing"] for rank in played[2]] == [3, 3]
 
 
 def dies(rank: int, world: int, folder: str, victim: int) -> None:

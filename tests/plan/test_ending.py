@@ -52,7 +52,13 @@ def read_all(ballots: list[Ballot], slots: int, max_skipped: int | None = None) 
         draws_differ=draws_differ,
         skipped=skipped,
         too_many_skipped=too_many,
+        ahead=read_further([ballot.ahead for ballot in ballots]),
     )
+
+
+def read_further(wishes: list[int]) -> int:
+    """Law H: one objection is enough, a wish must be everybody's."""
+    return -1 if -1 in wishes else int(all(wishes))
 
 
 def random_ballot(rng: random.Random, slots: int, digests: list[int]) -> Ballot:
@@ -68,8 +74,8 @@ def random_ballot(rng: random.Random, slots: int, digests: list[int]) -> Ballot:
     # What the sampler drew is a function of the step, but for a rank that draws something of its own now and then.
     drawn = tuple(0 if size is None else 2**63 - 1 - j - (rng.random() < 0.05) for j, size in enumerate(sizes))
     drawn = drawn if rng.random() < 0.9 else ()
-    skipped = rng.choice([0, 0, 1, 5])
-    return Ballot(tuple(sizes), failed=failed, stopped=stopped, digest=digest, drawn=drawn, skipped=skipped)
+    skipped, ahead = rng.choice([0, 0, 1, 5]), rng.choice([1, 1, 1, 0, -1])
+    return Ballot(tuple(sizes), failed, stopped, digest, drawn, skipped, ahead)
 
 
 def test_the_sums_say_what_all_the_ballots_say() -> None:
@@ -137,6 +143,14 @@ def test_law_g_where_more_samples_were_left_out_than_may_be_no_step_is_agreed() 
     assert (beyond.steps, beyond.skipped, beyond.too_many_skipped) == ((), 4, True)
 
 
+def test_law_h_the_ranks_read_further_ahead_when_all_would_and_less_far_when_one_would() -> None:
+    for wishes in itertools.product([0, 1, -1], repeat=3):
+        ballots = [Ballot((1,), skipped=MAX_SAMPLES // 3, ahead=wish) for wish in wishes]
+        verdict = decide(summed(ballots, 1), 3)
+        assert verdict.ahead == read_further(list(wishes))
+        assert (verdict.steps, verdict.skipped) == ((3,), 3 * (MAX_SAMPLES // 3))
+
+
 def test_a_ballot_has_one_length_whatever_it_says() -> None:
     for slots in range(1, 5):
         for sizes in ((), (1,), (1, 2, 3, 4, 5), (None,) * 7):
@@ -149,14 +163,15 @@ def test_steps_beyond_the_slots_wait_for_the_next_message() -> None:
 
 def test_the_counters_of_the_largest_world_fit_their_words() -> None:
     """The words of as many ranks as there may be are the words of one, so many times."""
-    full = Ballot((0, None, 0), failed=True, stopped=True, digest=MAX_DIGEST)
-    lacking = Ballot((0,), failed=True, stopped=True)
+    full = Ballot((0, None, 0), failed=True, stopped=True, digest=MAX_DIGEST, ahead=1)
+    lacking = Ballot((0,), failed=True, stopped=True, ahead=-1)
     for ballot in (full, lacking):
         words = [word * MAX_RANKS for word in ballot.words(3)]
         assert all(0 <= word <= MAX_WORD for word in words)
         verdict = decide(words, MAX_RANKS)
         assert (verdict.num_failed, verdict.num_stopped) == (MAX_RANKS, MAX_RANKS)
         assert not verdict.structures_differ
+        assert (verdict.ahead, verdict.skipped) == (ballot.ahead, 0)
     words = [word * MAX_RANKS for word in Ballot((0, None), digest=MAX_DIGEST).words(2)]
     assert [count(word) for word in words[4:6]] == [(MAX_RANKS, MAX_RANKS, 0), (MAX_RANKS, 0, 0)]
     assert decide(words, MAX_RANKS).steps == (0,)

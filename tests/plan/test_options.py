@@ -14,7 +14,8 @@ from torchdistinput.plan.sharding import AutoShardPolicy
 def test_the_defaults_are_those_of_the_guide() -> None:
     options = InputOptions()
     assert options.auto_shard_policy is AutoShardPolicy.AUTO
-    assert options.prefetch == 2
+    assert (options.prefetch, options.least_ahead, options.most_ahead) == (None, 2, 32)
+    assert options.prefetch_bytes == 64 * 2**20
     assert options.fetch_to_device
     assert options.coordination == "on"
     assert options.timeout_seconds is None
@@ -29,6 +30,8 @@ def test_the_defaults_are_those_of_the_guide() -> None:
         ({"prefetch": True}, TypeError, r"prefetch is True; an int is needed"),
         ({"prefetch": 1.5}, TypeError, r"prefetch is 1\.5; an int is needed"),
         ({"prefetch": -1}, ValueError, r"prefetch is -1; it must be 0 or more"),
+        ({"prefetch_bytes": -1}, ValueError, r"prefetch_bytes is -1; it must be 0 or more"),
+        ({"prefetch_bytes": 1e6}, TypeError, r"prefetch_bytes is 1000000\.0; an int is needed, a number of bytes"),
         ({"snapshot_every": 0}, ValueError, r"snapshot_every is 0; it must be 1 or more"),
         ({"max_errors": -1}, ValueError, r"max_errors is -1; it must be 0 or more"),
         ({"max_errors": "3"}, TypeError, r"max_errors is '3'; an int is needed"),
@@ -47,6 +50,8 @@ def test_a_wrong_option_is_refused_with_its_value(wrong: dict[str, Any], kind: t
 def test_the_smallest_and_unusual_options_are_allowed() -> None:
     options = InputOptions(prefetch=0, timeout_seconds=0.1, coordination="off")
     assert (options.prefetch, options.timeout_seconds, options.coordination) == (0, 0.1, "off")
+    assert (options.least_ahead, options.most_ahead) == (0, 0)
+    assert (InputOptions(prefetch=5).least_ahead, InputOptions(prefetch=5).most_ahead) == (5, 5)
 
 
 def test_options_and_steps_are_frozen_values() -> None:

@@ -10,9 +10,9 @@ import statistics
 import numpy as np
 import pytest
 
-from torchdistinput.plan.permutation import Permutation, shuffled
+from torchdistinput.plan.permutation import Permutation, shuffled, word
 
-# Sizes on both sides of the change of method at 4096 and of powers of two, where the network's halves change.
+# Sizes on both sides of the change of method at 4096 and of powers of two, where the network's parts change.
 SMALL = [*range(130), 255, 256, 257, 1000, 4095, 4096, 4097, 5000, 8191, 8192, 8193, 16383, 16385, 65537]
 
 
@@ -34,7 +34,7 @@ def test_random_access_equals_iteration() -> None:
 
 
 def test_a_huge_permutation_is_a_bijection_where_it_is_looked_at() -> None:
-    for n in (10**9, 2**40 + 1, 2**62 - 1, 2**62):
+    for n in (10**9, 10**12, 2**40 + 1, 2**45, 2**45 + 1, 2**62 - 1, 2**62):
         places = np.unique(np.random.default_rng(0).integers(0, n, 20_000, dtype=np.uint64))
         values = Permutation(n, 3).at(places)
         assert values.dtype == np.int64
@@ -53,11 +53,60 @@ def test_the_order_is_a_promise() -> None:
     assert shuffled(10, -1) == [2, 1, 7, 9, 3, 0, 5, 8, 6, 4]
     assert shuffled(10, 2**64) == [7, 4, 9, 1, 0, 6, 5, 3, 2, 8]
     assert Permutation(4096, 7, 1).block(0, 4).tolist() == [1490, 379, 1527, 3509]
-    assert Permutation(4097, 7, 1).block(0, 4).tolist() == [2523, 2844, 218, 2517]
-    assert Permutation(10**6, 7, 1).block(0, 4).tolist() == [276184, 654424, 557265, 75145]
-    assert Permutation(10**9, 7, 1).block(0, 4).tolist() == [881042919, 404486316, 532511732, 795006607]
-    assert Permutation(2**40 + 1, 7, 1).block(0, 2).tolist() == [1085382819117, 1098580490072]
-    assert Permutation(2**62, 7, 1).block(0, 2).tolist() == [3454352493248363592, 1580230495461348667]
+    assert Permutation(4097, 7, 1).block(0, 4).tolist() == [3121, 3259, 3932, 4093]
+    assert Permutation(10**6, 7, 1).block(0, 4).tolist() == [892141, 425386, 348727, 165565]
+    assert Permutation(10**9, 7, 1).block(0, 4).tolist() == [324824681, 29156155, 638674975, 464958047]
+    assert Permutation(10**12, 7, 1).block(0, 2).tolist() == [564546156688, 644065765474]
+    assert Permutation(2**45, 7, 1).block(0, 2).tolist() == [9511614271354, 25524634716093]
+    assert Permutation(2**45 + 1, 7, 1).block(0, 2).tolist() == [11375251415720, 18333268760587]
+    assert Permutation(2**62, 7, 1).block(0, 2).tolist() == [2340160298405058495, 2179089561328590946]
+
+
+def _by_hand(n: int, place: int, state: int) -> int:
+    """The network as its text says, for one place, in Python's ints."""
+    bits = (n - 1).bit_length()
+    width, first, second = (32, 0x7FEB352D, 0x846CA68B) if bits <= 45 else (64, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+    low_bits = max(bits // 2, bits - 14) if bits <= 45 else bits // 2
+    rows = -(-n // 2**low_bits)
+    row, low = divmod(place, 2**low_bits)
+    for number in range(1, 9):
+        key = _mixed(state + number * 0x9E3779B97F4A7C15) >> (64 - width)
+        mixed = ((low if number % 2 else row) + key) * first % 2**width
+        mixed = (mixed ^ mixed >> width // 2) * second % 2**width
+        if number % 2:
+            factor_bits = width - rows.bit_length()
+            row = (row + ((mixed >> rows.bit_length()) * rows >> factor_bits)) % rows
+        else:
+            low ^= mixed >> (width - low_bits)
+    element = row * 2**low_bits + low
+    return element if element < n else _by_hand(n, element, state)
+
+
+def _mixed(word: int) -> int:
+    word %= 2**64
+    word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    word = (word ^ word >> 27) * 0x94D049BB133111EB % 2**64
+    return word ^ word >> 31
+
+
+@pytest.mark.parametrize("n", [4097, 5000, 2**16, 2**28 + 1, 10**9, 2**31, 10**12, 2**45, 2**45 + 1, 2**61 + 5, 2**62])
+def test_the_arrays_compute_what_the_text_says(n: int) -> None:
+    places = [0, 1, 2, n // 3, n // 2, n - 2, n - 1]
+    wanted = [_by_hand(n, place, word(3, n)) for place in places]
+    assert Permutation(n, 3, n).at(np.array(places)).tolist() == wanted
+    assert Permutation(n, 3, n).block(0, 3).tolist() == wanted[:3]
+    assert Permutation(n, 3, n).block(n - 2, n).tolist() == wanted[-2:]
+
+
+@pytest.mark.parametrize("n", [70_001, 10**9, 2**45 + 1])
+def test_blocks_of_any_size_are_cut_from_one_order(n: int) -> None:
+    """Pieces of 32,768 are computed together, and a row of low bits ends within them."""
+    permutation = Permutation(n, 11)
+    start = min(n, 2**33) - 70_001
+    whole = permutation.block(start, start + 70_001)
+    assert permutation.at(np.arange(start, start + 70_001)).tolist() == whole.tolist()
+    for lo, hi in ((0, 1), (0, 32_768), (1, 32_770), (32_767, 65_537), (65_536, 70_001), (500, 500)):
+        assert permutation.block(start + lo, start + hi).tolist() == whole[lo:hi].tolist()
 
 
 def test_different_keys_give_different_orders() -> None:
@@ -150,3 +199,25 @@ def test_a_large_order_looks_like_one_that_was_drawn(n: int) -> None:
         error = (statistics.fmean(values) - mean) / (deviation / math.sqrt(len(values)))
         assert abs(error) < 4, f"{name}: mean {statistics.fmean(values)}"
         assert 0.8 < statistics.stdev(values) / deviation < 1.2, f"{name}: deviation {statistics.stdev(values)}"
+
+
+@pytest.mark.parametrize("n", [10**9, 10**12, 2**45 + 1])
+def test_a_huge_order_looks_like_one_that_was_drawn(n: int) -> None:
+    """Neighbours do not correlate, all regions come equally often, and each bit of a place moves each of its element.
+
+    Bounds are 5 standard deviations, which one in 10**6 of the values exceeds.
+    """
+    permutation = Permutation(n, 5)
+    found = permutation.block(n // 3, n // 3 + 2**17)
+    values = found / n
+    for lag in (1, 2, 3, 64, 1024, 65536):
+        assert abs(np.corrcoef(values[:-lag], values[lag:])[0, 1]) * math.sqrt(len(values) - lag) < 5, lag
+    counts = np.bincount((values * 1024).astype(np.int64), minlength=1024)
+    assert abs(float(((counts - 128) ** 2 / 128).sum()) - 1023) < 5 * math.sqrt(2 * 1023)
+    bits = n.bit_length() - 2
+    places = np.random.default_rng(1).integers(0, 2**bits, 4000)
+    elements = permutation.at(places)
+    for bit in range(bits):
+        moved = elements ^ permutation.at(places ^ 2**bit)
+        shares = (moved[:, None] >> np.arange(bits) & 1).mean(axis=0)
+        assert np.abs(shares - 0.5).max() * 2 * math.sqrt(len(places)) < 5, bit

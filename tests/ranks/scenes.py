@@ -28,7 +28,6 @@ from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
 from tests.ranks.faults import Faults, Numbers
-from torchdistinput.testing import ranks
 
 ROWS = 2  # samples of one rank in a step
 SETTINGS = {"prefetch": [0, 2], "workers": [0, 2]}
@@ -256,10 +255,11 @@ def play_all(module: str, cells: Sequence[tuple[str, dict[str, Any]]], folder: s
     """One rank: scenes of a module, one after the other, on one strategy."""
     warnings.simplefilter("ignore")
     signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests run in the background
-    strategy = tdi.Strategy(devices=["cpu"], timeout_seconds=60)
-    list(strategy.distribute_dataset(DataLoader(Numbers({}, 20), batch_size=4, num_workers=2)))  # what is made once
-    gc.collect()
     gc.freeze()  # or each collection would look at all of torch again
+    strategy = tdi.Strategy(devices=["cpu"], timeout_seconds=60)
+    workers = max(setting["workers"] for _, setting in cells)
+    list(strategy.distribute_dataset(DataLoader(Numbers({}, 20), batch_size=4, num_workers=workers)))  # made once
+    gc.collect()
     found = []
     for number, (name, setting) in enumerate(cells):
         place = Path(folder, str(number))
@@ -367,7 +367,6 @@ class Group:
     def __init__(self, module: str, cell: tuple[str, dict[str, Any]], folder: Path) -> None:
         self.folder = folder
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(ranks._PRELOADED)  # or each process would import torch by itself
         port = free_port()
         for rank in range(self.world):
             (folder / f"{rank}.stacks").touch()

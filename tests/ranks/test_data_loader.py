@@ -29,7 +29,7 @@ from torchdistinput import tree
 from torchdistinput.testing import run_ranks
 
 SEED = 5
-EPOCHS = 3
+EPOCHS = 2
 WORLDS = (1, 2, 3, 5)
 WORKERS: tuple[dict[str, Any], ...] = (
     {},
@@ -80,7 +80,7 @@ def expected(folder: Path, world: int, job: Job) -> Any:
 
 
 def test_the_ranks_parts_put_together_are_the_batches_of_torchs_loader(all_cells: bool, tmp_path: Path) -> None:
-    """Every kind of input; worlds 1, 2, 3 and 5; no loader workers, 2, and 2 that persist; 3 epochs."""
+    """Every kind of input; worlds 1, 2, 3 and 5; no loader workers, 2, and 2 that persist; 2 epochs."""
     inputs.write_numbers(tmp_path)
     jobs: dict[int, list[Job]] = defaultdict(list)
     for name, setting in cells(list(inputs.LOADERS), {"world": WORLDS, "more": WORKERS}, everything=all_cells):

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,16 +19,13 @@ import pytest
 import torch.distributed as dist
 
 import torchdistinput as tdi
+from tests.interpreters import Interpreters
 from tests.matrix import cells
 from tests.ranks import faults, scenes
 from tests.ranks.faults import Numbers, Stall
 from tests.ranks.scenes import SETTINGS, Expected, Group, Played, Scene, Stage, check
 from torchdistinput.stages import buffer
 from torchdistinput.testing import run_ranks
-
-ROOT = Path(__file__).parents[2]
-EXIT_SECONDS = 90.0  # of two interpreters, from their start
-
 
 # ------------------------------------------------------------------------ ranks and workers that die or stall
 
@@ -239,27 +234,15 @@ if how == "raise on one":
 
 
 @pytest.mark.parametrize("how", ["exit on both", "raise on one"])
-def test_the_interpreter_ends_with_iterators_alive(how: str, tmp_path: Path) -> None:
+def test_the_interpreter_ends_with_iterators_alive(how: str, interpreters: Interpreters, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     port = str(scenes.free_port())
-    commands = [[sys.executable, str(script), str(rank), port, how] for rank in range(2)]
-    ranks = [
-        subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-        )
-        for command in commands
-    ]
-    try:
-        told = [process.communicate(timeout=EXIT_SECONDS) for process in ranks]
-        faults.wait_for(lambda: not any(scenes.members_of(process.pid) for process in ranks))
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-    codes = [process.returncode for process in ranks]
-    errors = [text for _, text in told]
-    assert [text for text, _ in told] == ["alive\n"] * 2, errors
+    ranks = interpreters.run(*([str(script), str(rank), port, how] for rank in range(2)))
+    faults.wait_for(lambda: not any(scenes.members_of(rank.pid) for rank in ranks))
+    codes = [rank.code for rank in ranks]
+    errors = [rank.errors for rank in ranks]
+    assert [rank.output for rank in ranks] == ["alive\n"] * 2, errors
     if how == "raise on one":
         assert codes == [1, 1], errors
         assert "RankLost" in errors[0]

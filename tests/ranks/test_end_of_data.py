@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,59 @@ def write(folder: Path, *sizes: int) -> None:
         start += size
 
 
+Scenes = Callable[[int, str], list[Any]]
+"""What each rank of a world returned in the scene of that name."""
+
+FILES = {"uneven": (7, 0, 2, 5, 1), "one row": (3, 0), "one rank": (2, 0)}
+FAILING: list[tuple[int, int, list[int], str, int]] = [  # world, step, on which ranks, in what, prefetch
+    (2, 3, [1], "function", 2),
+    (2, 0, [0], "function", 0),
+    (2, 4, [1], "map-style", 2),
+    (2, 2, [0], "map-style", 0),
+    (2, 3, [1], "workers", 2),
+    (3, 5, [0, 2], "function", 4),
+]
+
+
+def scenes_of(world: int, folder: Path) -> dict[str, Callable[[], Any]]:
+    errors = {f"{case}": partial(failing, *case[1:]) for case in FAILING if case[0] == world}
+    if world == 3:
+        return {
+            "uneven": lambda: uneven_functions(THREE, 2),
+            "files": lambda: uneven_files(folder / "uneven"),
+            "empties": empties,
+            **errors,
+        }
+    return {
+        "uneven": lambda: [uneven_functions(sizes, 1) for sizes in UNEVEN],
+        "rows": lambda: rows_of_batch_size_one(folder / "one row"),
+        "empties after samples, 1": lambda: empties_after_samples(1),
+        "empties after samples, 2": lambda: empties_after_samples(2),
+        "empties of files": lambda: empties_of_files(folder / "one rank"),
+        "specs": specs_before_any_sample,
+        **errors,
+        "after the error": after_the_error,
+        "fails when opened": fails_when_opened,
+        "training": lambda: [train(prefetch) for prefetch in (0, 2)],
+    }
+
+
+def play(folder: Path) -> dict[str, Any]:
+    """One rank: all scenes of its world, one after the other."""
+    return {name: scene() for name, scene in scenes_of(dist.get_world_size(), folder).items()}
+
+
+@pytest.fixture(scope="module")
+def scenes(tmp_path_factory: pytest.TempPathFactory) -> Scenes:
+    """A launch takes longer than a scene."""
+    folder = tmp_path_factory.mktemp("files")
+    for name, sizes in FILES.items():
+        (folder / name).mkdir()
+        write(folder / name, *sizes)
+    ranks = {world: run_ranks(world, play, folder, timeout_seconds=120) for world in (2, 3)}
+    return lambda world, name: [rank[name] for rank in ranks[world]]
+
+
 # One agreed end
 
 
@@ -58,12 +112,11 @@ def uneven_functions(sizes: list[list[int]], local_replicas: int) -> list[Any]:
 UNEVEN: list[list[list[int]]] = [[[2, 2, 2], [2]], [[1], [3, 3]], [[], [2, 1]], [[2, 2], [2, 2]], [[], []]]
 
 
-def all_uneven() -> list[list[Any]]:
-    return [uneven_functions(sizes, 1) for sizes in UNEVEN]
+THREE = [[2, 1, 2], [], [3, 3, 3, 3, 1]]
 
 
-def test_two_workers_of_different_length_end_together_after_the_longer() -> None:
-    for rank, outcomes in enumerate(run_ranks(2, all_uneven)):
+def test_two_workers_of_different_length_end_together_after_the_longer(scenes: Scenes) -> None:
+    for rank, outcomes in enumerate(scenes(2, "uneven")):
         for sizes, found in zip(UNEVEN, outcomes, strict=True):
             steps = max(len(mine) for mine in sizes)
             filled = [[*mine, *[0] * (steps - len(mine))] for mine in sizes]
@@ -71,44 +124,41 @@ def test_two_workers_of_different_length_end_together_after_the_longer() -> None
             assert found == [want] * 4, sizes
 
 
-def test_three_workers_with_two_replicas_end_together_after_the_longest() -> None:
-    sizes = [[2, 1, 2], [], [3, 3, 3, 3, 1]]
-    ranks = run_ranks(3, uneven_functions, sizes, 2)
+def test_three_workers_with_two_replicas_end_together_after_the_longest(scenes: Scenes) -> None:
+    ranks = scenes(3, "uneven")
     local = [[(2, 1), (2, 0), (0, 0)], [(0, 0)] * 3, [(3, 3), (3, 3), (1, 0)]]
     for rank, found in enumerate(ranks):
         want = [(t, sum(sum(local[i][t]) for i in range(3)), local[rank][t]) for t in range(3)]
         assert found == [want] * 4
 
 
-def uneven_files(folder: str) -> list[list[list[int]]]:
+def uneven_files(folder: Path) -> list[list[list[int]]]:
     strategy = one()
     found = []
     for prefetch in (0, 1, 2):
-        data = tdi.FileDataset(str(Path(folder) / "*.txt"), readers.text_lines, map_fn=int)
+        data = tdi.FileDataset(str(folder / "*.txt"), readers.text_lines, map_fn=int)
         dataset = strategy.distribute_dataset(data, tdi.InputOptions(prefetch=prefetch), global_batch_size=3)
         found.append([element.tolist() for element in dataset])
     return found
 
 
-def test_files_of_different_length_end_together_and_each_record_comes_once(tmp_path: Path) -> None:
-    write(tmp_path, 7, 0, 2, 5, 1)
-    ranks = run_ranks(3, uneven_files, str(tmp_path))
+def test_files_of_different_length_end_together_and_each_record_comes_once(scenes: Scenes) -> None:
+    ranks = scenes(3, "files")
     for epochs in zip(*ranks, strict=True):
         assert len({len(steps) for steps in epochs}) == 1
         assert sorted(value for steps in epochs for step in steps for value in step) == list(range(15))
         assert all(any(step) for step in zip(*epochs, strict=True)), "a step without any sample was delivered"
 
 
-def test_a_row_without_a_sample_is_passed_over_and_not_counted(tmp_path: Path) -> None:
-    write(tmp_path, 3, 0)
-    first, second = run_ranks(2, rows_of_batch_size_one, str(tmp_path))
+def test_a_row_without_a_sample_is_passed_over_and_not_counted(scenes: Scenes) -> None:
+    first, second = scenes(2, "rows")
     assert first == [(0, 1, [0]), (1, 1, [1]), (2, 1, [2])]
     assert second == [(0, 1, []), (1, 1, []), (2, 1, [])]
 
 
-def rows_of_batch_size_one(folder: str) -> list[Any]:
+def rows_of_batch_size_one(folder: Path) -> list[Any]:
     """G = 1 over two workers: each batch is a row with a sample and a row without."""
-    data = tdi.FileDataset(str(Path(folder) / "*.txt"), readers.text_lines, map_fn=int)
+    data = tdi.FileDataset(str(folder / "*.txt"), readers.text_lines, map_fn=int)
     dataset = one().distribute_dataset(data, global_batch_size=1)
     return [(dataset.step.index, dataset.step.global_size, element.tolist()) for element in dataset]
 
@@ -116,28 +166,28 @@ def rows_of_batch_size_one(folder: str) -> list[Any]:
 # Batches of size 0
 
 
-def empties(kinds: list[str]) -> dict[str, Any]:
+def empties() -> dict[str, Any]:
     """Each kind: worker 0 has two batches, the others none; then one replica of worker 0 has none either."""
     found = {}
-    for kind in kinds:
-        dataset_fn = structures.batches_of([[2, 1], [], []], structures.KINDS[kind])
+    for kind, make in structures.KINDS.items():
+        dataset_fn = structures.batches_of([[2, 1], [], []], make)
         found[kind] = [structures.described(element) for element in one().distribute_datasets_from_function(dataset_fn)]
     return found
 
 
-def test_a_rank_that_never_saw_a_sample_gets_batches_of_size_0_of_the_right_structure() -> None:
-    first, *others = run_ranks(3, empties, list(structures.KINDS))
+def test_a_rank_that_never_saw_a_sample_gets_batches_of_size_0_of_the_right_structure(scenes: Scenes) -> None:
+    first, *others = scenes(3, "empties")
     for kind, make in structures.KINDS.items():
         assert first[kind] == [structures.described(make(2)), structures.described(make(1))], kind
         for found in others:
             assert found[kind] == [structures.described(make(0))] * 2, kind
 
 
-def empties_after_samples(kinds: list[str], local_replicas: int) -> dict[str, Any]:
+def empties_after_samples(local_replicas: int) -> dict[str, Any]:
     strategy = tdi.Strategy(devices=["cpu"] * local_replicas)
     found = {}
-    for kind in kinds:
-        dataset_fn = structures.batches_of([[1, 1, 1], [2]], structures.KINDS[kind])
+    for kind, make in structures.KINDS.items():
+        dataset_fn = structures.batches_of([[1, 1, 1], [2]], make)
         dataset = strategy.distribute_datasets_from_function(dataset_fn)
         found[kind] = [
             [structures.described(piece) for piece in strategy.local_results(element)] for element in dataset
@@ -146,8 +196,8 @@ def empties_after_samples(kinds: list[str], local_replicas: int) -> dict[str, An
 
 
 @pytest.mark.parametrize("local_replicas", [1, 2])
-def test_a_rank_that_ran_out_gets_batches_of_size_0_of_the_right_structure(local_replicas: int) -> None:
-    first, second = run_ranks(2, empties_after_samples, list(structures.KINDS), local_replicas)
+def test_a_rank_that_ran_out_gets_batches_of_size_0_of_the_right_structure(local_replicas: int, scenes: Scenes) -> None:
+    first, second = scenes(2, f"empties after samples, {local_replicas}")
     for kind, make in structures.KINDS.items():
         two, single, none = (structures.described(make(size)) for size in (2, 1, 0))
         if local_replicas == 1:
@@ -162,15 +212,14 @@ def parse(line: str) -> dict[str, Any]:
     return {"text": line, "vector": torch.full((2,), float(line)), "n": int(line)}
 
 
-def empties_of_files(folder: str) -> list[Any]:
-    data = tdi.FileDataset(str(Path(folder) / "*.txt"), readers.text_lines, map_fn=parse)
+def empties_of_files(folder: Path) -> list[Any]:
+    data = tdi.FileDataset(str(folder / "*.txt"), readers.text_lines, map_fn=parse)
     dataset = one().distribute_dataset(DataLoader(data, batch_size=2))
     return [structures.described(element) for element in dataset]
 
 
-def test_a_rank_whose_files_are_empty_gets_batches_of_size_0_of_the_right_structure(tmp_path: Path) -> None:
-    write(tmp_path, 2, 0)
-    first, second = run_ranks(2, empties_of_files, str(tmp_path))
+def test_a_rank_whose_files_are_empty_gets_batches_of_size_0_of_the_right_structure(scenes: Scenes) -> None:
+    first, second = scenes(2, "empties of files")
     dtypes = {"vector": ("tensor", "torch.float32", (0, 2)), "n": ("tensor", "torch.int64", (0,))}
     assert len(first) == 2
     assert second == [("dict", {"text": ("list", []), **dtypes})] * 2
@@ -183,9 +232,9 @@ def specs_before_any_sample() -> list[Any]:
     return [{key: (leaf.shape, str(leaf.dtype)) for key, leaf in spec.items()}, len(steps)]
 
 
-def test_element_spec_is_known_on_a_rank_that_has_no_sample() -> None:
+def test_element_spec_is_known_on_a_rank_that_has_no_sample(scenes: Scenes) -> None:
     want = {"x": ((None, 5), "torch.float64"), "y": ((None,), "torch.int32")}
-    assert run_ranks(2, specs_before_any_sample) == [[want, 1], [want, 1]]
+    assert scenes(2, "specs") == [[want, 1], [want, 1]]
 
 
 # Errors at the same step
@@ -239,21 +288,12 @@ class FailsAt(torch.utils.data.Dataset[int]):
         return index
 
 
-@pytest.mark.parametrize(
-    ("world", "step", "on", "way", "prefetch"),
-    [
-        (2, 3, [1], "function", 2),
-        (2, 0, [0], "function", 0),
-        (2, 4, [1], "map-style", 2),
-        (2, 2, [0], "map-style", 0),
-        (2, 3, [1], "workers", 2),
-        (3, 5, [0, 2], "function", 4),
-    ],
-)
+@pytest.mark.parametrize("case", FAILING, ids=str)
 def test_an_error_at_a_step_lets_every_rank_deliver_the_steps_before_it(
-    world: int, step: int, on: list[int], way: str, prefetch: int
+    case: tuple[int, int, list[int], str, int], scenes: Scenes
 ) -> None:
-    for rank, (steps, error) in enumerate(run_ranks(world, failing, step, on, way, prefetch)):
+    world, step, on, *_ = case
+    for rank, (steps, error) in enumerate(scenes(world, f"{case}")):
         assert steps == step
         assert error is not None
         assert error.kind == "SourceError"
@@ -272,8 +312,8 @@ def after_the_error() -> list[Any]:
     return [None if error is None else error.kind, rest]
 
 
-def test_a_strategy_is_of_use_after_an_error() -> None:
-    assert run_ranks(2, after_the_error) == [["SourceError", [[0, 1], [4]]], ["SourceError", [[2, 3], [5]]]]
+def test_a_strategy_is_of_use_after_an_error(scenes: Scenes) -> None:
+    assert scenes(2, "after the error") == [["SourceError", [[0, 1], [4]]], ["SourceError", [[2, 3], [5]]]]
 
 
 def fails_when_opened() -> list[Any]:
@@ -287,8 +327,8 @@ def fails_when_opened() -> list[Any]:
     return [raised(lambda: list(one().distribute_datasets_from_function(dataset_fn)))]
 
 
-def test_a_dataset_function_that_raises_is_an_error_on_every_rank() -> None:
-    for (error,) in run_ranks(2, fails_when_opened):
+def test_a_dataset_function_that_raises_is_an_error_on_every_rank(scenes: Scenes) -> None:
+    for (error,) in scenes(2, "fails when opened"):
         assert error is not None
         assert error.is_input_error
         assert "BrokenError" in error.message
@@ -320,16 +360,12 @@ def train(prefetch: int) -> tuple[list[float], list[float]]:
     return totals, [value for parameter in model.parameters() for value in parameter.flatten().tolist()]
 
 
-def train_twice() -> list[Any]:
-    return [train(prefetch) for prefetch in (0, 2)]
-
-
 def features(n: int) -> torch.Tensor:
     return torch.arange(3 * n, dtype=torch.float64).reshape(n, 3) / 10
 
 
-def test_collectives_of_the_training_and_the_coordination_do_not_mix() -> None:
-    first, second = run_ranks(2, train_twice)
+def test_collectives_of_the_training_and_the_coordination_do_not_mix(scenes: Scenes) -> None:
+    first, second = scenes(2, "training")
     assert first == second
     assert first[0] == first[1]
     assert len(first[0][0]) == 18

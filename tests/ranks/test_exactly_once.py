@@ -26,9 +26,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import torchdistinput as tdi
+from tests import inputs
 from tests.resume import Saved
 from torchdistinput import readers
 from torchdistinput.dataset import DistributedDataset
@@ -39,7 +40,7 @@ from torchdistinput.values import local_results
 from torchdistinput.walk import Setting
 
 EPOCHS = 2
-FAKE_CASES, REAL_CASES = 40, 16
+FAKE_CASES, REAL_CASES = 40, 10
 MANY = 10
 HANG_SECONDS = 60.0
 
@@ -163,22 +164,6 @@ def seeds_of(first: int, count: int, *, all_cells: bool) -> Sequence[int]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Table(Dataset[int]):
-    """Numbers by their place; ``shard`` as in Hugging Face datasets."""
-
-    numbers: range
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def __getitem__(self, index: int) -> int:
-        return self.numbers[index]
-
-    def shard(self, num_shards: int, index: int) -> Table:
-        return Table(self.numbers[index::num_shards])
-
-
-@dataclasses.dataclass(frozen=True)
 class Stream(IterableDataset[int]):
     """Numbers in order; with loader workers each yields its share."""
 
@@ -219,7 +204,7 @@ def input_of(case: Case, part: Part, folder: Path) -> tuple[Any, int | None]:
             return files, case.batch
         data: Any = files
     else:
-        data = Stream(numbers) if case.data == "stream" else Table(numbers)
+        data = Stream(numbers) if case.data == "stream" else inputs.Table(numbers)
     more: dict[str, Any] = {"generator": torch.Generator().manual_seed(case.seed)} if case.generator else {}
     if case.data == "map, shuffled" and numbers:
         more["shuffle"] = True

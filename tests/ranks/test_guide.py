@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
@@ -26,6 +27,56 @@ def write_files(folder: Path, *files: range) -> None:
         (folder / f"file{number}.txt").write_text("".join(f"{record}\n" for record in records))
 
 
+Scenes = Callable[[int, str], list[Any]]
+"""What each rank of a world returned in the scene of that name."""
+
+
+def scenes_of(world: int, folder: Path) -> dict[str, Callable[[], Any]]:
+    if world > 3:
+        return {"ranges": lambda: ranges([(9, 1)] if world == 4 else [(4, 1)])}
+    if world == 3:
+        return {"ranges": lambda: ranges([(8, 1)]), "predictions, 1 replica": lambda: predictions(1)}
+    return {
+        "ranges": lambda: ranges([(6, 1), (9, 1), (9, 2)]),
+        "policies": lambda: policies(folder),
+        "from function, 1 replica": lambda: from_function(9, 1),
+        "from function, 2 replicas": lambda: from_function(9, 2),
+        "predictions, 1 replica": lambda: predictions(1),
+        "predictions, 2 replicas": lambda: predictions(2),
+        "values": values_and_generator,
+        "loops": loops,
+        "tails": lambda: tails(folder / "tails"),
+        "listings": lambda: listings(folder / "listed"),
+        "FILE, shuffled": lambda: shuffle_then_parse(folder / "shuffled", "FILE"),
+        "DATA, shuffled": lambda: shuffle_then_parse(folder / "shuffled", "DATA"),
+    }
+
+
+FILES = {
+    "two": [range(6), range(6, 12)],
+    "one": [range(12)],
+    "tails": [range(10), range(10, 13)],
+    "listed": [range(1)] * 9,
+    "shuffled": [range(10), range(10, 20)],
+}
+
+
+def play(folder: Path) -> dict[str, Any]:
+    """One rank: all scenes of its world, one after the other."""
+    return {name: scene() for name, scene in scenes_of(dist.get_world_size(), folder).items()}
+
+
+@pytest.fixture(scope="module")
+def scenes(tmp_path_factory: pytest.TempPathFactory) -> Scenes:
+    """A launch takes longer than a scene."""
+    folder = tmp_path_factory.mktemp("files")
+    for name, contents in FILES.items():
+        (folder / name).mkdir()
+        write_files(folder / name, *contents)
+    ranks = {world: run_ranks(world, play, folder, timeout_seconds=120) for world in (2, 3, 4, 5)}
+    return lambda world, name: [rank[name] for rank in ranks[world]]
+
+
 def ranges(cases: list[tuple[int, int]]) -> list[Any]:
     found = []
     for prefetch, (n, local_replicas) in enumerate(cases):
@@ -35,8 +86,8 @@ def ranges(cases: list[tuple[int, int]]) -> list[Any]:
     return found
 
 
-def test_a_range_in_batches_of_four_over_two_ranks() -> None:
-    first, second = run_ranks(2, ranges, [(6, 1), (9, 1), (9, 2)])
+def test_a_range_in_batches_of_four_over_two_ranks(scenes: Scenes) -> None:
+    first, second = scenes(2, "ranges")
     assert first == [
         [[[0, 1]], [[4]]],
         [[[0, 1]], [[4, 5]], [[8]]],
@@ -49,29 +100,29 @@ def test_a_range_in_batches_of_four_over_two_ranks() -> None:
     ]
 
 
-def test_a_range_in_batches_of_four_over_three_ranks() -> None:
-    assert run_ranks(3, ranges, [(8, 1)]) == [
+def test_a_range_in_batches_of_four_over_three_ranks(scenes: Scenes) -> None:
+    assert scenes(3, "ranges") == [
         [[[[0, 1]], [[4, 5]]]],
         [[[[2, 3]], [[6, 7]]]],
         [[[[]], [[]]]],
     ]
 
 
-def test_a_range_in_batches_of_four_over_four_and_five_ranks() -> None:
-    assert run_ranks(4, ranges, [(9, 1)]) == [
+def test_a_range_in_batches_of_four_over_four_and_five_ranks(scenes: Scenes) -> None:
+    assert scenes(4, "ranges") == [
         [[[[0]], [[4]], [[8]]]],
         [[[[1]], [[5]], [[]]]],
         [[[[2]], [[6]], [[]]]],
         [[[[3]], [[7]], [[]]]],
     ]
-    assert run_ranks(5, ranges, [(4, 1)]) == [[[[[0]]]], [[[[1]]]], [[[[2]]]], [[[[3]]]], [[[[]]]]]
+    assert scenes(5, "ranges") == [[[[[0]]]], [[[[1]]]], [[[[2]]]], [[[[3]]]], [[[[]]]]]
 
 
-def policies(folder: str) -> dict[str, list[Any]]:
+def policies(folder: Path) -> dict[str, list[Any]]:
     strategy = tdi.Strategy(devices=["cpu"])
 
     def run(policy: tdi.AutoShardPolicy, pattern: str) -> list[Any]:
-        data = tdi.FileDataset(str(Path(folder) / pattern), readers.text_lines, map_fn=int)
+        data = tdi.FileDataset(str(folder / pattern), readers.text_lines, map_fn=int)
         options = tdi.InputOptions(auto_shard_policy=policy)
         return [
             piece for (piece,) in epoch(strategy, strategy.distribute_dataset(DataLoader(data, batch_size=4), options))
@@ -85,11 +136,8 @@ def policies(folder: str) -> dict[str, list[Any]]:
     }
 
 
-def test_the_policies_give_the_tables_of_the_guide(tmp_path: Path) -> None:
-    for name, contents in (("two", [range(6), range(6, 12)]), ("one", [range(12)])):
-        (tmp_path / name).mkdir()
-        write_files(tmp_path / name, *contents)
-    first, second = run_ranks(2, policies, str(tmp_path))
+def test_the_policies_give_the_tables_of_the_guide(scenes: Scenes) -> None:
+    first, second = scenes(2, "policies")
     assert first["FILE"] == first["AUTO"] == [[0, 1], [2, 3], [4], [5]]
     assert second["FILE"] == second["AUTO"] == [[6, 7], [8, 9], [10], [11]]
     assert first["DATA"] == [[0, 1], [4, 5], [8, 9]]
@@ -110,12 +158,12 @@ def from_function(n: int, local_replicas: int) -> tuple[list[Any], list[tuple[in
     return epoch(strategy, dataset), contexts
 
 
-def test_a_dataset_function_shards_by_its_context() -> None:
-    (first, first_contexts), (second, second_contexts) = run_ranks(2, from_function, 9, 1)
+def test_a_dataset_function_shards_by_its_context(scenes: Scenes) -> None:
+    (first, first_contexts), (second, second_contexts) = scenes(2, "from function, 1 replica")
     assert (first_contexts, second_contexts) == ([(2, 0, 2)], [(2, 1, 2)])
     assert first == [[[0, 2]], [[4, 6]], [[8]]]
     assert second == [[[1, 3]], [[5, 7]], [[]]]
-    (first, first_contexts), (second, second_contexts) = run_ranks(2, from_function, 9, 2)
+    (first, first_contexts), (second, second_contexts) = scenes(2, "from function, 2 replicas")
     assert (first_contexts, second_contexts) == ([(2, 0, 4)], [(2, 1, 4)])
     assert first == [[[0], [2]], [[4], [6]], [[8], []]]
     assert second == [[[1], [3]], [[5], [7]], [[], []]]
@@ -137,9 +185,9 @@ def predictions(local_replicas: int) -> tuple[dict[int, int], list[int]]:
     return mine, [gathered[index] for index in range(24)]
 
 
-@pytest.mark.parametrize(("world", "local_replicas"), [(2, 1), (2, 2), (3, 1)])
-def test_predictions_are_ordered_by_an_index_in_the_batch(world: int, local_replicas: int) -> None:
-    ranks = run_ranks(world, predictions, local_replicas)
+@pytest.mark.parametrize(("world", "replicas"), [(2, "1 replica"), (2, "2 replicas"), (3, "1 replica")])
+def test_predictions_are_ordered_by_an_index_in_the_batch(world: int, replicas: str, scenes: Scenes) -> None:
+    ranks = scenes(world, f"predictions, {replicas}")
     assert {index: value for mine, _ in ranks for index, value in mine.items()} == {k: 2 * k for k in range(24)}
     assert sum(len(mine) for mine, _ in ranks) == 24
     assert all(gathered == [2 * k for k in range(24)] for _, gathered in ranks)
@@ -164,8 +212,8 @@ def values_and_generator() -> tuple[list[Any], list[Any]]:
     return [value.tolist() for value in strategy.local_results(result)], batches
 
 
-def test_values_come_from_a_function_and_batches_from_a_generator() -> None:
-    (first, first_batches), (second, second_batches) = run_ranks(2, values_and_generator)
+def test_values_come_from_a_function_and_batches_from_a_generator(scenes: Scenes) -> None:
+    (first, first_batches), (second, second_batches) = scenes(2, "values")
     assert (first, second) == ([[1, 5], [2, 5]], [[3, 5], [4, 5]])
     assert first_batches == [[[0, 1], [2, 3]], [[8, 9], [10, 11]], [[16, 17], [18, 19]]]
     assert second_batches == [[[4, 5], [6, 7]], [[12, 13], [14, 15]], [[20, 21], [22, 23]]]
@@ -197,8 +245,8 @@ def loops() -> dict[str, Any]:
     }
 
 
-def test_the_ways_to_loop_agree_on_all_ranks() -> None:
-    first, second = run_ranks(2, loops)
+def test_the_ways_to_loop_agree_on_all_ranks(scenes: Scenes) -> None:
+    first, second = scenes(2, "loops")
     for found in (first, second):
         assert found["spec"] == ((None,), "torch.int64")
         assert found["ends"] == ["OutOfRangeError"] * 3
@@ -209,23 +257,22 @@ def test_the_ways_to_loop_agree_on_all_ranks() -> None:
     assert second["fixed"] == [[2, 3], [6, 7]] * 4
 
 
-def tails(folder: str) -> list[tuple[int, tuple[int, ...]]]:
+def tails(folder: Path) -> list[tuple[int, tuple[int, ...]]]:
     strategy = tdi.Strategy(devices=["cpu"])
-    data = tdi.FileDataset(str(Path(folder) / "*.txt"), readers.text_lines, map_fn=int)
+    data = tdi.FileDataset(str(folder / "*.txt"), readers.text_lines, map_fn=int)
     dataset = strategy.distribute_dataset(data, global_batch_size=4)
     return [(dataset.step.global_size or 0, dataset.step.local_sizes) for _ in dataset]
 
 
-def test_under_file_the_steps_at_the_tail_are_smaller(tmp_path: Path) -> None:
-    write_files(tmp_path, range(10), range(10, 13))
-    first, second = run_ranks(2, tails, str(tmp_path))
+def test_under_file_the_steps_at_the_tail_are_smaller(scenes: Scenes) -> None:
+    first, second = scenes(2, "tails")
     assert [size for size, _ in first] == [size for size, _ in second] == [4, 3, 2, 2, 1, 1]
     assert [sizes for _, sizes in first] == [(2,), (2,), (2,), (2,), (1,), (1,)]
     assert [sizes for _, sizes in second] == [(2,), (1,), (0,), (0,), (0,), (0,)]
 
 
-def listings(folder: str) -> dict[str, Any]:
-    pattern = str(Path(folder) / "*.txt")
+def listings(folder: Path) -> dict[str, Any]:
+    pattern = str(folder / "*.txt")
     return {
         "sorted": [Path(name).name for name in tdi.list_files(pattern)],
         "shuffled": [Path(name).name for name in tdi.list_files(pattern, shuffle=True, seed=4)],
@@ -233,9 +280,8 @@ def listings(folder: str) -> dict[str, Any]:
     }
 
 
-def test_list_files_is_alike_on_every_rank(tmp_path: Path) -> None:
-    write_files(tmp_path, *[range(1)] * 9)
-    first, second = run_ranks(2, listings, str(tmp_path))
+def test_list_files_is_alike_on_every_rank(scenes: Scenes) -> None:
+    first, second = scenes(2, "listings")
     assert first == second
     assert first["sorted"] == [f"file{k}.txt" for k in range(9)]
     assert sorted(first["shuffled"]) == first["sorted"] != first["shuffled"]
@@ -255,10 +301,10 @@ class CountingParser:
         return int(line)
 
 
-def shuffle_then_parse(folder: str, policy: str) -> tuple[list[int], int]:
+def shuffle_then_parse(folder: Path, policy: str) -> tuple[list[int], int]:
     strategy = tdi.Strategy(devices=["cpu"])
     parser = CountingParser()
-    data = tdi.FileDataset(str(Path(folder) / "*.txt"), readers.text_lines, map_fn=parser, shuffle_buffer=5, seed=2)
+    data = tdi.FileDataset(str(folder / "*.txt"), readers.text_lines, map_fn=parser, shuffle_buffer=5, seed=2)
     options = tdi.InputOptions(auto_shard_policy=tdi.AutoShardPolicy[policy])
     dataset = strategy.distribute_dataset(data, options, global_batch_size=4)
     return [value for element in dataset for value in element.tolist()], parser.calls
@@ -266,10 +312,9 @@ def shuffle_then_parse(folder: str, policy: str) -> tuple[list[int], int]:
 
 @pytest.mark.parametrize("policy", ["FILE", "DATA"])
 def test_records_are_shuffled_before_they_are_parsed_and_only_the_kept_ones_are_parsed(
-    policy: str, tmp_path: Path
+    policy: str, scenes: Scenes
 ) -> None:
-    write_files(tmp_path, range(10), range(10, 20))
-    ranks = run_ranks(2, shuffle_then_parse, str(tmp_path), policy)
+    ranks = scenes(2, f"{policy}, shuffled")
     assert sorted(value for values, _ in ranks for value in values) == list(range(20))
     assert all(values != sorted(values) for values, _ in ranks)
     assert [calls for _, calls in ranks] == [10, 10]

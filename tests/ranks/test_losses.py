@@ -100,17 +100,22 @@ def error_of_one_replica_per_rank(cut: list[int], wrapper: str, *, weighted: boo
     return largest_error(net, mean, reference)
 
 
-def errors_of_one_replica_per_rank(cuts: list[list[int]]) -> dict[str, float]:
-    cells = itertools.product(cuts, WRAPPERS, (False, True))
+def errors_of_one_replica_per_rank(cuts: list[list[int]], everything: bool) -> dict[str, float]:
+    """Every cut and wrapper, with and without weights by turns."""
+    turns = zip(itertools.product(cuts, WRAPPERS), itertools.cycle(((False,), (True,))), strict=False)
     with Strategy().scope():
-        return {f"{cell}": error_of_one_replica_per_rank(cell[0], cell[1], weighted=cell[2]) for cell in cells}
+        return {
+            f"{cut, wrapper, weighted}": error_of_one_replica_per_rank(cut, wrapper, weighted=weighted)
+            for (cut, wrapper), turn in turns
+            for weighted in ((False, True) if everything else turn)
+        }
 
 
 @pytest.mark.parametrize("world", sorted(CUTS))
-def test_gradients_over_uneven_and_empty_parts_are_those_of_one_process(world: int) -> None:
-    for errors in run_ranks(world, errors_of_one_replica_per_rank, CUTS[world]):
+def test_gradients_over_uneven_and_empty_parts_are_those_of_one_process(world: int, all_cells: bool) -> None:
+    for errors in run_ranks(world, errors_of_one_replica_per_rank, CUTS[world], all_cells):
         assert max(errors.values()) < BOUND, errors
-        assert len(errors) == len(CUTS[world]) * len(WRAPPERS) * 2
+        assert len(errors) == len(CUTS[world]) * len(WRAPPERS) * (1 + all_cells)
 
 
 def errors_of_two_replicas_per_rank() -> dict[str, float]:

@@ -50,7 +50,7 @@ def rounds(seed: int, world: int, *, alike: bool) -> list[Round]:
     """The rounds of a seed. ``alike``: no rank fails, and all stop at the same step."""
     rng = random.Random(seed)
     made = []
-    for _ in range(12):
+    for _ in range(8):
         stop = rng.choice([NEVER, NEVER, 1, 3, 6])
         made.append(
             Round(

@@ -37,6 +37,7 @@ from tests.resume import (
 from torchdistinput.testing import run_ranks
 
 WORLDS = (1, 2, 3)
+EPOCHS = 2
 NAMES = list(inputs.LOADERS)
 OPAQUE = {"iterable", "iterable that shards itself"}
 """Their loader workers make the batches, so their number stays."""
@@ -82,7 +83,7 @@ def play(folder: str, parts: list[Part]) -> list[tuple[list[Delivered], Saved]]:
             if part.saved is not None:
                 run.load(part.saved)
                 done = part.saved.done
-            delivered = list(steps(run, until=part.until))
+            delivered = list(steps(run, until=part.until, epochs=EPOCHS))
             found.append((delivered, run.save(done + len(delivered))))
             run.loader.close()
     return found
@@ -113,6 +114,7 @@ def test_runs_go_on_from_world_to_world_as_in_one_process(all_cells: bool, tmp_p
     """Every input of ``inputs.LOADERS``; each rank of a fresh group has another default seed."""
     inputs.write_numbers(tmp_path)
     todo = list(plans(all_cells))
+    whole = [undisturbed(plan, tmp_path) for plan in todo]
     delivered: list[list[Delivered]] = [[] for _ in todo]
     expected: list[list[Delivered]] = [[] for _ in todo]
     states: list[Saved | None] = [None] * len(todo)
@@ -133,11 +135,11 @@ def test_runs_go_on_from_world_to_world_as_in_one_process(all_cells: bool, tmp_p
                 saved = {each for _, each in found}
                 assert len(saved) == 1, (todo[place], "the ranks' states differ", saved)
                 states[place] = saved.pop()
-                batches = undisturbed(todo[place], tmp_path)[before : len(delivered[place])]
+                batches = whole[place][before : len(delivered[place])]
                 expected[place] += cut(batches, world * max(1, todo[place].settings[number].replicas))
     for place, plan in enumerate(todo):
         assert delivered[place] == expected[place], plan
-        assert len(delivered[place]) == len(undisturbed(plan, tmp_path)), plan
+        assert len(delivered[place]) == len(whole[place]), plan
 
 
 def together(ranks: Sequence[list[Delivered]]) -> list[Delivered]:
@@ -153,7 +155,7 @@ def undisturbed(plan: Plan, folder: Path) -> list[tuple[int, int, Any]]:
     """The batches of torch's loader in this process, read as the first part is."""
     torch.manual_seed(SEED)
     more = {} if plan.name == "files" else plan.settings[0].more  # torch deals their records out to its workers
-    return one_process(known(plan.name, folder), more)
+    return one_process(known(plan.name, folder), more, EPOCHS)
 
 
 class Augmented(Dataset[tuple[int, int]]):
@@ -205,22 +207,6 @@ class Half(IterableDataset[int]):
         return Half(self.n, index, num_shards)
 
 
-@dataclasses.dataclass(frozen=True)
-class Table(Dataset[int]):
-    """A map-style dataset that shards itself."""
-
-    numbers: range
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def __getitem__(self, index: int) -> int:
-        return self.numbers[index]
-
-    def shard(self, num_shards: int, index: int) -> Table:
-        return Table(self.numbers[index::num_shards])
-
-
 class Counting(IterableDataset[int]):
     """The numbers of one worker, with a state of its own."""
 
@@ -262,7 +248,7 @@ def run_from(kind: str, **options: Any) -> Run:
             own if "own" in kind else plain, tdi.InputOptions(**options)
         )
     elif "map" in kind:
-        loader = DataLoader(Table(range(20)), batch_size=4, shuffle=True, generator=inputs.generator())
+        loader = DataLoader(inputs.Table(range(20)), batch_size=4, shuffle=True, generator=inputs.generator())
         off = tdi.AutoShardPolicy.OFF
         chosen = tdi.InputOptions(auto_shard_policy=hint if "hint" in kind else off, **options)
         dataset = strategy.distribute_dataset(loader, chosen)
@@ -314,7 +300,7 @@ def test_data_that_differs_from_worker_to_worker_goes_on_at_the_same_world_and_n
     recorded = run_ranks(2, read_with_states, KINDS)
     for kind in KINDS:
         assert recorded[1][kind][1] == recorded[0][kind][1], kind
-    states = {kind: recorded[0][kind][1][number % 2 :: 2] for number, kind in enumerate(KINDS)}
+    states = {kind: recorded[0][kind][1][number % 3 :: 3] for number, kind in enumerate(KINDS)}
     for rank, found in enumerate(run_ranks(2, go_on, states)):
         for kind in KINDS:
             delivered = recorded[rank][kind][0]

@@ -158,7 +158,7 @@ def recorded(folder: str) -> list[dict[str, Recorded]]:
 def chosen(name: str, states: Sequence[Saved], *, everything: bool) -> list[Saved]:
     """All states of a case, or every third; a few where each costs the start of loader workers."""
     if CASES[name].workers:
-        return list(states[:: 1 + len(states) // (6 if everything else 3)])
+        return list(states[:: 1 + len(states) // (6 if everything else 2)])
     return list(states if everything else states[list(CASES).index(name) % 3 :: 3])
 
 
@@ -257,7 +257,7 @@ def test_a_state_grows_little_with_the_files_in_progress(recorded: list[dict[str
         assert max(sizes) - sizes[0] < 64 * in_progress + 64, (name, sizes)
 
 
-LONG_SIZES = (300, 17, 410, 0, 256, 333)
+LONG_SIZES = (110, 17, 210, 0, 96, 133)
 
 
 def open_long(folder: str, prefetch: int) -> Run:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, final
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 import torchdistinput as tdi
 from tests import inputs
@@ -120,32 +120,15 @@ def of_a_function(*, with_generator: bool) -> Run:
     def loader(context: tdi.InputContext) -> Any:
         worker = context.input_pipeline_id
         generator = torch.Generator().manual_seed(100 + worker) if with_generator else None
-        return DataLoader(Table(range(worker, 20, 2)), 2, shuffle=True, generator=generator)
+        return DataLoader(inputs.Table(range(worker, 20, 2)), 2, shuffle=True, generator=generator)
 
     strategy = tdi.Strategy(devices=["cpu"], timeout_seconds=60)
     return Run(strategy.distribute_datasets_from_function(loader), lambda batch: [lists(batch)])
 
 
-@final
-@dataclasses.dataclass(frozen=True)
-class Table(Dataset[int]):
-    """A map-style dataset that shards itself."""
-
-    numbers: range
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def __getitem__(self, index: int) -> int:
-        return self.numbers[index]
-
-    def shard(self, num_shards: int, index: int) -> Table:
-        return Table(self.numbers[index::num_shards])
-
-
 def uneven_shards() -> Run:
     """Shards of 10 and 9 numbers: the workers' generators are alike when the first epoch begins, and not later."""
-    loader = DataLoader(Table(range(19)), 4, shuffle=True, generator=inputs.generator())
+    loader = DataLoader(inputs.Table(range(19)), 4, shuffle=True, generator=inputs.generator())
     return run_over(loader, auto_shard_policy=HINT)
 
 
@@ -185,7 +168,7 @@ BOUND: dict[str, Callable[..., Run]] = {
         list(inputs.ready_batches()), replicas=replicas, auto_shard_policy=OFF
     ),
     "hint, map-style": lambda folder, replicas: run_over(
-        DataLoader(Table(range(20)), 5), replicas=replicas, auto_shard_policy=HINT
+        DataLoader(inputs.Table(range(20)), 5), replicas=replicas, auto_shard_policy=HINT
     ),
     "hint, iterable": lambda folder, replicas: run_over(
         Half(range(20)), size=5, replicas=replicas, auto_shard_policy=HINT

@@ -45,7 +45,7 @@ def expected(name: str, folder: Path, epochs: int, replicas: int) -> list[Any]:
     return [[cut_by_s(batch, replicas) for batch in reference] for _ in range(epochs if given.repeats else 1)]
 
 
-def check(folder: Path, names: list[str], world: int, replicas: int, epochs: int = 2) -> None:
+def check(folder: Path, names: list[str], world: int, replicas: int, epochs: int) -> None:
     inputs.write_numbers(folder)
     ranks = run_ranks(world, distribute_all, str(folder), names, epochs, replicas, timeout_seconds=120)
     for name in names:
@@ -53,13 +53,15 @@ def check(folder: Path, names: list[str], world: int, replicas: int, epochs: int
         assert together == expected(name, folder, epochs, world * replicas), name
 
 
-@pytest.mark.parametrize(("world", "replicas"), [(2, 1), (2, 2), (3, 1)])
-def test_the_ranks_pieces_put_together_are_torchs_batches(world: int, replicas: int, tmp_path: Path) -> None:
-    check(tmp_path, [*inputs.INDEXED, *inputs.STREAMED], world, replicas)
+@pytest.mark.parametrize(("world", "replicas", "epochs"), [(2, 1, 2), (2, 2, 1), (3, 1, 1)])
+def test_the_ranks_pieces_put_together_are_torchs_batches(
+    world: int, replicas: int, epochs: int, tmp_path: Path
+) -> None:
+    check(tmp_path, [*inputs.INDEXED, *inputs.STREAMED], world, replicas, epochs)
 
 
 def test_the_ranks_pieces_put_together_are_torchs_batches_with_loader_workers(tmp_path: Path) -> None:
-    check(tmp_path, list(inputs.WITH_WORKERS), world=2, replicas=1)
+    check(tmp_path, list(inputs.WITH_WORKERS), world=2, replicas=1, epochs=2)
 
 
 def file_epochs(folder: str) -> list[list[list[int]]]:

@@ -23,6 +23,7 @@ from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.batches import Batches, Passed, batches_of, size_of
 from torchdistinput.sources.index import SampleNumbers
+from torchdistinput.sources.numbers import Numbers
 from torchdistinput.sources.random_state import plainly
 from torchdistinput.sources.samplers import Draws
 from torchdistinput.sources.shuffle import ShuffleSampler
@@ -179,6 +180,26 @@ def test_passing_over_more_than_there_is_tells_how_much_there_was_and_draws_what
         assert next(batches, None) is None
 
 
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_batches_that_stay_arrays_are_those_of_torch_with_all_random_states(sampler: str) -> None:
+    for cut, cutting in CUTS.items():
+        expected, seen = epoch_of_torch(sampler, cut, seeded())
+        generator = seeded()
+        torch.manual_seed(3)
+        given = cutting(SAMPLERS[sampler](generator))
+        known = type(given) is BatchSampler and type(given.sampler) in {SequentialSampler, RandomSampler}
+        batches = batches_of(given)
+        for batch, after in zip(expected, seen[1:], strict=False):
+            found = batches.draw()
+            assert isinstance(found, Numbers) == known
+            found = found.tolist() if isinstance(found, Numbers) else found
+            assert (found, types_of(found)) == (batch, types_of(batch))
+            assert all(map(torch.equal, states(generator), after))
+        with pytest.raises(StopIteration):
+            batches.draw()
+        assert all(map(torch.equal, states(generator), seen[-1]))
+
+
 def test_a_shuffle_sampler_is_passed_over_without_being_asked_for_its_indices() -> None:
     n = 10**12
     order = ShuffleSampler(n, seed=5).order(0)
@@ -254,13 +275,20 @@ def cutter(num_workers: int, worker: int, batch_size: int | None, *, shared: boo
     return Cutter(topology, shared or num_workers == 1, batch_size)
 
 
+def asked_by(draws: Draws) -> Any:
+    """The index or indices of the next request, as a dataset of the user's is asked for them."""
+    indices = draws.take_request()[1]
+    return indices.tolist() if isinstance(indices, Numbers) else indices
+
+
 def rows_of(draws: Draws) -> list[tuple[Any, ...]]:
     """Each row: its digest, its numbers, and what is requested for it; of a whole batch, which one and which row."""
     found: list[tuple[Any, ...]] = []
     item = None
     while (row := draws.take_row()) is not None:
         numbers = [value if isinstance(value, int) else value.tolist() for value in row.numbers or ()]
-        requests = [draws.take_request()[1] for wanted in row.pieces if wanted]
+        requests = [asked_by(draws) for wanted in row.pieces if wanted]
+        assert row.wanted == len(requests)
         if row.row_of_whole is None:
             found.append((row.digest, numbers, row.pieces, requests))
         else:
@@ -329,7 +357,7 @@ def test_nothing_is_drawn_before_torch_would_draw_it_and_then_in_one_call() -> N
     draws.skip(2)
     assert torch.equal(generator.get_state(), before)
     assert not calls
-    assert draws.take_request()[1] == list(SAMPLERS["random"](seeded()))[6:9]
+    assert asked_by(draws) == list(SAMPLERS["random"](seeded()))[6:9]
     assert len(calls) == 2
 
 

@@ -16,6 +16,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from torch.utils.data import DataLoader, IterableDataset
 
+from tests.matrix import cells
 from torchdistinput.backends.filesystem import FileNames
 from torchdistinput.errors import SourceError, StateMismatch
 from torchdistinput.plan.lanes import LanePlace
@@ -126,6 +127,7 @@ def tensorflows_interleave(inputs: list[list[str]], cycle_length: int, block_len
 
 
 SIZES = [(4,), (0, 0), (3, 1, 2), (5, 0, 3, 4), (2, 2, 2, 2, 2), (1, 7, 0, 0, 4, 2)]
+COUNTS = (1, 2, 5, 100)
 COMBINATIONS = list(itertools.product(SIZES, (1, 2, 3, 10), (1, 2, 5), (0, 1, 3, 100)))
 
 
@@ -208,13 +210,12 @@ def test_the_place_names_the_file_and_the_record(asked: str, tmp_path: Path) -> 
             assert walk.place == place_of(tmp_path, record)
 
 
-@pytest.mark.parametrize("count", [1, 2, 5, 100])
-def test_the_places_of_taken_records_are_known_for_any_part_of_them(count: int, tmp_path: Path) -> None:
-    for sizes, cycle, block, buffer in COMBINATIONS:
+def test_the_places_of_taken_records_are_known_for_any_part_of_them(all_cells: bool, tmp_path: Path) -> None:
+    for (sizes, cycle, block, buffer), taking in cells(COMBINATIONS, {"count": COUNTS}, everything=all_cells):
         dataset = text(write(tmp_path, *sizes), cycle_length=cycle, block_length=block, shuffle_buffer=buffer)
         walk = dataset.walk(range(len(sizes)), 0)
         taken = []
-        while records := walk.take(count):
+        while records := walk.take(taking["count"]):
             for lo, hi in ((0, len(records)), (1, 3), (len(records) - 1, len(records)), (2, 2)):
                 assert walk.places(lo, hi) == [place_of(tmp_path, record) for record in records[lo:hi]]
             taken += records

@@ -207,8 +207,14 @@ ARRAYS = {
 }
 
 
-@pytest.mark.parametrize("version", [None, (1, 0), (2, 0), (3, 0)])
-@pytest.mark.parametrize("name", list(ARRAYS))
+VERSIONS = (None, (1, 0), (2, 0), (3, 0))
+LARGE = 10**6  # bytes; the version says how the header is written
+
+
+@pytest.mark.parametrize(
+    ("name", "version"),
+    [(name, version) for name, array in ARRAYS.items() for version in VERSIONS[: 1 if array.nbytes > LARGE else None]],
+)
 def test_rows_of_an_array_come_back_in_every_version_of_the_format(name: str, version: tuple[int, int] | None) -> None:
     array = ARRAYS[name]
     if name == "records of other alphabets" and version in {(1, 0), (2, 0)}:
@@ -293,7 +299,7 @@ def test_a_damaged_header_is_an_error_or_another_array_but_nothing_else(version:
     start = len(content) - array.nbytes
     errors = 0
     for position in range(start):
-        for value in range(0, 256, 5):
+        for value in range(0, 256, 15):
             damaged = content[:position] + bytes([value]) + content[position + 1 :]
             try:
                 rows = read(readers.npy_rows, damaged)
@@ -301,7 +307,7 @@ def test_a_damaged_header_is_an_error_or_another_array_but_nothing_else(version:
                 errors += 1
             else:
                 assert sum(row.nbytes for row in rows) == array.nbytes
-    assert errors > 50 * 40
+    assert errors > 17 * 40
 
 
 def test_a_header_that_promises_too_much_costs_no_memory() -> None:

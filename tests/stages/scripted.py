@@ -15,6 +15,7 @@ from torchdistinput.mould import Mould
 from torchdistinput.stages.buffer import Buffer, Walk
 from torchdistinput.stages.coordinate import Coordinate
 from torchdistinput.stages.fetch import Fetch
+from torchdistinput.stats import Meter
 from torchdistinput.testing import FakeCollectives
 
 Where = Literal["draw", "fetch", "transfer"]
@@ -100,6 +101,7 @@ class Party:
     buffer: Buffer
     stream: ScriptedStream
     coordinate: Coordinate
+    meter: Meter
     sent: list[Share] = field(default_factory=list)
     discarded: list[Share] = field(default_factory=list)
     devices_closed: int = 0
@@ -122,9 +124,18 @@ class Seen:
 
 
 def compose(
-    world: FakeCollectives | None, rank: int, script: Script, *, depth: int, timeout_seconds: float = 20.0
+    world: FakeCollectives | None,
+    rank: int,
+    script: Script,
+    *,
+    depth: int,
+    timeout_seconds: float = 20.0,
+    room: int | None = None,
 ) -> Party:
-    """Fetch, a transfer to nowhere, coordinate, buffer: as the house composes them, with one local replica."""
+    """Fetch, a transfer to nowhere, coordinate, buffer: as the house composes them, with one local replica.
+
+    With ``room``, the bytes that may be ready ahead, the depth may grow up to 32.
+    """
     mould = Mould()
     stream = ScriptedStream(script, rank)
     fetch = Fetch(stream, mould)
@@ -154,18 +165,27 @@ def compose(
 
     coordinate = Coordinate(
         None if world is None else world.ranks(rank).open_channel(0),
-        slots=max(1, depth),
+        slots=max(1, depth) if room is None else 32,
         mould=mould,
         complete=send,
         name=None if world is None else rank,
         begins_at=(0, 0),
+        ahead=None if room is None else depth,
     )
     walk = Walk(fetch.draw, produce, discard, _nothing, fetch.close, close_devices)
     threaded = world is not None or depth > 0
+    meter = Meter()
     buffer = Buffer(
-        walk, coordinate, depth=depth, threaded=threaded, timeout_seconds=timeout_seconds, names=lambda rank: rank
+        walk,
+        coordinate,
+        depth=depth,
+        threaded=threaded,
+        timeout_seconds=timeout_seconds,
+        names=lambda rank: rank,
+        meter=meter,
+        room=room,
     )
-    party = Party(buffer, stream, coordinate)
+    party = Party(buffer, stream, coordinate, meter)
     return party
 
 

@@ -23,10 +23,10 @@ SEEDS = range(60)
 
 
 def world_of(seed: int, *, may_fail: bool) -> tuple[FakeCollectives, list[Script], int, random.Random]:
-    """1 to 4 ranks with random scripts, and a random depth of 0 to 3."""
+    """1 to 4 ranks with random scripts, and a random depth, some so deep that votes wait."""
     rng = random.Random(seed)
     scripts = [random_script(rng, may_fail=may_fail) for _ in range(rng.randint(1, 4))]
-    return FakeCollectives(len(scripts)), scripts, rng.randint(0, 3), rng
+    return FakeCollectives(len(scripts)), scripts, rng.choice([0, 1, 2, 3, 5, 8]), rng
 
 
 def check_tidy(seen: list[Seen]) -> None:
@@ -276,10 +276,14 @@ class Hearing:
     def holds(self) -> bool:
         return bool(self.held)
 
+    def settle(self, held: Held) -> Outcome:
+        assert isinstance(held, Share)
+        return Delivered(held, 1, 1)
+
     def hold(self, held: Held) -> None:
         self.held.append(held)
 
-    def vote(self) -> list[Outcome]:
+    def vote(self, ahead: int = 0) -> list[Outcome]:
         if self.stopped.is_set():
             self.over = True
             return [End()]

@@ -143,6 +143,8 @@ class ProcessGroupChannel:
         self._give_back = give_back
         self._names = names
         self._lock = threading.Lock()
+        # The words of an exchange, kept from one to the next: making them takes as long as all else that is done here.
+        self._mine = self._theirs = torch.zeros(0, dtype=torch.int64)
         self._sequence = 0
         self._since: float | None = None
         self._dead: str | None = None
@@ -152,9 +154,14 @@ class ProcessGroupChannel:
 
     def exchange(self, words: Sequence[int]) -> list[int]:
         """See ``Channel.exchange``."""
-        mine = torch.tensor(words, dtype=torch.int64)
-        self._collective(lambda: self._sum(mine))
-        return cast("list[int]", mine.tolist())
+        mine = self._mine
+        if len(words) != len(mine):
+            mine, self._theirs = torch.zeros(len(words), dtype=torch.int64), torch.zeros(len(words), dtype=torch.int64)
+            self._mine = mine
+        numbers = mine.numpy()
+        numbers[:] = words
+        self._collective(self._sum)
+        return cast("list[int]", numbers.tolist())
 
     def gather(self, text: str) -> list[str]:
         """See ``Channel.gather``."""
@@ -232,8 +239,8 @@ class ProcessGroupChannel:
         finally:
             self._since = None
 
-    def _sum(self, mine: Tensor) -> None:
-        theirs = torch.empty_like(mine)
+    def _sum(self) -> None:
+        mine, theirs, group = self._mine, self._theirs, self._group()
         beyond = self.num_ranks - self._power
         if self.rank >= self._power:
             self._send(mine, self.rank - self._power)
@@ -245,8 +252,8 @@ class ProcessGroupChannel:
         distance = 1
         while distance < self._power:
             peer = self.rank ^ distance
-            receiving = self._group().recv([theirs], peer, 0)
-            sending = self._group().send([mine], peer, 0)
+            receiving = group.recv([theirs], peer, 0)
+            sending = group.send([mine], peer, 0)
             receiving.wait(_FOREVER)
             sending.wait(_FOREVER)
             mine += theirs

@@ -38,6 +38,8 @@ belongs to the stream that was current at ``next``; who uses it on another one k
 tensors of another accelerator, sparse, nested and quantized tensors, subclasses. Data that already is on the device
 passes through; all that is not a tensor stays on the host.
 
+*Many small leaves* of a batch are copied as one, see ``bundles``; the buffers live by the same rules.
+
 **Considered and refused.** *Allocating on the side stream*, holding each batch until the next ``next``: a batch that
 the user keeps longer is overwritten. *record_stream*: frees then depend on polling events, memory piles up when the
 host runs ahead. *A fixed ring of buffers*: needs fixed shapes, and breaks users who keep a batch. *A stream for each
@@ -61,14 +63,15 @@ from typing import Any, Protocol, final
 
 import torch
 
-from torchdistinput.tree import map_leaves
+from torchdistinput.backends.bundles import SMALL_BYTES, Bundle, bundled
+from torchdistinput.tree import flatten, map_leaves
 
 __all__ = ["Copier", "DirectCopier", "Handling", "HostCopier", "Parcel", "StreamBackend", "StreamCopier"]
 
 Batch = Any
 Stream = Any  # a torch.Stream, or a fake one
 Event = Any  # a torch.Event, or a fake one
-_Copies = list[tuple[torch.Tensor, torch.Tensor]]  # from the host to the device
+_Copies = list[tuple[Bundle, torch.Tensor]]  # from the host to a tensor or buffer on the device
 
 
 @final
@@ -214,6 +217,12 @@ class StreamBackend(Protocol):
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor in page-locked host memory: itself, or a copy. The buffer is reused once nobody refers to it."""
 
+    def staging(self, num_bytes: int) -> torch.Tensor:
+        """Page-locked host memory, dtype uint8. It is reused once nobody refers to it."""
+
+    def empty(self, num_bytes: int, stream: Stream) -> torch.Tensor:
+        """Memory on the accelerator, dtype uint8, from the stream's pool as by ``empty_like``."""
+
     def empty_like(self, tensor: torch.Tensor, stream: Stream) -> torch.Tensor:
         """A tensor on the accelerator from the stream's pool, where it returns once nobody refers to it."""
 
@@ -230,10 +239,12 @@ class StreamCopier:
 
     Args:
       streams: the accelerator.
+      small: leaves of fewer bytes travel together; 0: each of them alone.
     """
 
-    def __init__(self, streams: StreamBackend) -> None:
+    def __init__(self, streams: StreamBackend, small: int = SMALL_BYTES) -> None:
         self._streams = streams
+        self._small = small
         self._side = streams.new_stream()
         self._home = streams.current_stream()
         self._unsettled: set[Parcel] = set()
@@ -259,9 +270,9 @@ class StreamCopier:
         while self._held and self._streams.done(self._held[0][0]):
             self._held.popleft()
         parcel = Parcel(None, self._home)
-        copies: _Copies = []
-        parcel.batch = map_leaves(lambda leaf: self._place(leaf, parcel, copies), batch)
-        parcel.moved = tuple(target for _, target in copies)
+        leaves, structure = flatten(batch)
+        copies = self._allocate(leaves, parcel)
+        parcel.batch = structure.build(iter(leaves))
         self._unsettled.add(parcel)
         if copies:
             try:
@@ -271,22 +282,33 @@ class StreamCopier:
                 raise
         return parcel
 
-    def _place(self, leaf: Any, parcel: Parcel, copies: _Copies) -> Any:
-        handling = self._streams.handling(leaf)
-        parcel.late = parcel.late or handling is Handling.LATE
-        if handling is not Handling.AHEAD:
-            return leaf
-        target = self._streams.empty_like(leaf, parcel.home)
-        copies.append((leaf, target))
-        return target
+    def _allocate(self, leaves: list[Any], parcel: Parcel) -> _Copies:
+        """Puts tensors on the device in the place of the leaves that are copied ahead, which are returned."""
+        handling = [self._streams.handling(leaf) for leaf in leaves]
+        parcel.late = Handling.LATE in handling
+        ahead = [place for place, each in enumerate(handling) if each is Handling.AHEAD]
+        copies: _Copies = []
+        for bundle in bundled([leaves[place] for place in ahead], self._small):
+            if bundle.offsets:
+                target = self._streams.empty(bundle.num_bytes, parcel.home)
+                tensors = bundle.over(target)
+            else:
+                target = self._streams.empty_like(bundle.leaves[0], parcel.home)
+                tensors = [target]
+            copies.append((bundle, target))
+            for place, tensor in zip(bundle.places, tensors, strict=True):
+                leaves[ahead[place]] = tensor
+        parcel.moved = tuple(leaves[place] for place in ahead)
+        return copies
 
     def _ship(self, parcel: Parcel, copies: _Copies) -> None:
         allocated = self._streams.record(parcel.home)
         self._streams.wait(self._side, allocated)
         hosts: list[torch.Tensor] = []
         try:
-            for source, target in copies:
-                hosts.append(self._streams.pin(source))
+            for bundle, target in copies:
+                streams = self._streams
+                hosts.append(bundle.packed(streams.staging) if bundle.offsets else streams.pin(bundle.leaves[0]))
                 self._streams.copy(hosts[-1], target, self._side)
         finally:  # also after a failure: the copies queued before it are in flight
             parcel.ready = self._streams.record(self._side)

@@ -185,6 +185,15 @@ class TorchStreams:
         """Through torch's cache of pinned blocks; an empty tensor has no memory to pin."""
         return tensor if tensor.numel() == 0 or tensor.is_pinned() else tensor.pin_memory()
 
+    def staging(self, num_bytes: int) -> torch.Tensor:
+        """From torch's cache of pinned blocks, too."""
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def empty(self, num_bytes: int, stream: torch.Stream) -> torch.Tensor:
+        """As ``empty_like``."""
+        with _current(stream):
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+
     def empty_like(self, tensor: torch.Tensor, stream: torch.Stream) -> torch.Tensor:
         """The pool is that of the stream that is current at the allocation."""
         with _current(stream):

@@ -20,7 +20,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, BinaryIO, Final, TypeAlias, final
+from typing import Any, BinaryIO, Final, TypeAlias, cast, final
 
 from fsspec.compression import compr as _decompressors
 from fsspec.core import url_to_fs
@@ -52,6 +52,19 @@ _DROPPED_BYTES = 1 << 20
 # What reads from this machine's disks or memory: there is nothing to try again.
 _LOCAL: Final = (LocalFileOpener, io.BufferedReader, io.FileIO, io.BytesIO)
 
+# Under which name a filesystem tells of the last change of a file, the best one first.
+_CHANGES: Final = (
+    "ETag",
+    "etag",
+    "md5Hash",
+    "mtime",
+    "LastModified",
+    "last_modified",
+    "updated",
+    "modified",
+    "created",
+)
+
 # Stores that list a whole tree at once, where a folder is a prefix; the others are asked for folder after folder.
 _LIST_TREES: Final = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl"}
 
@@ -68,6 +81,7 @@ class OpenedFile:
       name: the name that it was opened by.
       path: what the filesystem calls it.
       backoff: how often to ask for its size.
+      plain: whether the stored bytes are the content.
     """
 
     stream: BinaryIO
@@ -76,6 +90,7 @@ class OpenedFile:
     name: str
     path: str
     backoff: Backoff
+    plain: bool = False
 
     @cached_property
     def size(self) -> int:
@@ -89,6 +104,26 @@ class OpenedFile:
             ask = partial(self.filesystem.size, self.path)
             known = retried(ask, self.name, "cannot be read", self.backoff, named=True)
         return -1 if known is None else int(known)
+
+    @cached_property
+    def exact(self) -> BinaryIO:
+        """The stored bytes without a buffer that would read more of them than is asked for. Seek before each read.
+
+        Of this and ``stream``, only one may be read.
+        """
+        local = isinstance(self.stored, LocalFileOpener)
+        return cast(BinaryIO, io.FileIO(self.stored.fileno(), closefd=False) if local else self.stored)
+
+    @cached_property
+    def changed(self) -> str:
+        """What the filesystem tells of the last change of the file; empty where it tells nothing. Asked once.
+
+        Raises:
+          SourceError: naming the file, if it cannot be asked.
+        """
+        ask = partial(self.filesystem.info, self.path)
+        about = retried(ask, self.name, "cannot be read", self.backoff, named=True)
+        return next((f"{key} {about[key]}" for key in _CHANGES if about.get(key)), "")
 
     def close(self) -> None:
         """Closes the stream and everything under it; more calls do nothing."""
@@ -159,7 +194,7 @@ def open_file(
     except Exception as error:
         stored.close()
         raise _failed(name, "cannot be opened", error) from error
-    return OpenedFile(stream, stored, filesystem, name, path, backoff)
+    return OpenedFile(stream, stored, filesystem, name, path, backoff, method is None)
 
 
 def _open_stored(name: str, storage_options: Mapping[str, Any]) -> tuple[Any, str, Any]:

@@ -6,7 +6,8 @@ A ballot is ``4 + 2K`` 64-bit words, and the words of all ranks are summed, so o
 - word 0: four counters of 15 bits: ranks that failed, stopped, lack the structure, know the structure.
 - words 1 and 2: the sums of ``d`` and of ``d * d`` over the ranks that know a structure with digest ``d`` (24 bits).
   The structures are equal if and only if ``count * sum(d * d) == sum(d) ** 2`` (Cauchy and Schwarz).
-- word 3: samples that were left out as they could not be read, up to and including the first of those steps.
+- word 3: samples that were left out as they could not be read, up to and including the first of those steps (33 bits);
+  ranks that would read further ahead, and ranks that would not read so far (15 bits each).
 - word 4 + j, for the j-th step not yet agreed: ranks that hold it (15 bits), ranks for which it is not past their end
   (15 bits), samples in it (33 bits).
 - word 4 + K + j: what the samplers drew for that step, as a number times the rank's *weight*, modulo 2**64. The weights
@@ -24,6 +25,8 @@ The laws, decided alike on every rank from the same sums:
 (G) Where more samples were left out than may be, no step is agreed. A rank offers a step that lost samples as the first
     of a message only: so word 3 is right for every step that is offered, and all stop before the same one, whatever
     was read ahead.
+(H) The ranks read further ahead when every rank would and none would not, and less far when one would not read so far.
+    How far that is decides how often user code was called at a step, so it changes on all ranks at the same one.
 """
 
 from __future__ import annotations
@@ -41,6 +44,8 @@ MAX_RANKS = _COUNTER
 MAX_SAMPLES = (1 << _SAMPLE_BITS) - 1
 _WORD = 1 << 64
 _HEAD = 4  # words before those of the steps
+_HOLDING = _SAMPLE_BITS + _COUNTER_BITS  # bits of a step's word below the ranks that hold it
+_WISHES = {0: 0, 1: 1 << _SAMPLE_BITS, -1: 1 << _HOLDING}
 
 
 @final
@@ -55,6 +60,7 @@ class Ballot:
       digest: the number of the structure that it knows, or ``None`` if it never saw an element.
       drawn: a number of what its sampler drew for each step in ``sizes``; 0, or missing, where none is to compare.
       skipped: samples that it left out in this epoch, up to and including the first of ``sizes``.
+      ahead: 1 if it would read further ahead, -1 if not so far.
     """
 
     sizes: tuple[int | None, ...]
@@ -63,6 +69,7 @@ class Ballot:
     digest: int | None = None
     drawn: tuple[int, ...] = ()
     skipped: int = 0
+    ahead: int = 0
 
     def words(self, num_slots: int, weight: int = 0) -> list[int]:
         """The ballot as ``4 + 2 * num_slots`` summable words. More steps than slots wait for the next exchange.
@@ -74,9 +81,9 @@ class Ballot:
         flags = (self.failed, self.stopped, self.digest is None, self.digest is not None)
         digest = self.digest or 0
         words = [sum(1 << (place * _COUNTER_BITS) for place, flag in enumerate(flags) if flag), digest, digest * digest]
-        words.append(self.skipped)
+        words.append(self.skipped + _WISHES[self.ahead])
         for size in self.sizes[:num_slots]:
-            held, live = 1 << (_SAMPLE_BITS + _COUNTER_BITS), 1 << _SAMPLE_BITS
+            held, live = 1 << _HOLDING, 1 << _SAMPLE_BITS
             words.append(held if size is None else held + live + size)
         words.extend([0] * (_HEAD + num_slots - len(words)))
         words.extend(_signed(number * weight) for number in self.drawn[:num_slots])
@@ -99,6 +106,7 @@ class Verdict:
       draws_differ: after the agreed steps, the samplers drew differently.
       skipped: samples that all ranks left out, up to and including the next step of each.
       too_many_skipped: they are more than may be.
+      ahead: 1 if the ranks read further ahead from here on, -1 if less far.
     """
 
     steps: tuple[int, ...]
@@ -110,15 +118,16 @@ class Verdict:
     draws_differ: bool
     skipped: int = 0
     too_many_skipped: bool = False
+    ahead: int = 0
 
 
 def count(word: int) -> tuple[int, int, int]:
     """A summed step word taken apart: ranks that hold it, ranks before their end, samples."""
-    return word >> (_SAMPLE_BITS + _COUNTER_BITS), word >> _SAMPLE_BITS & _COUNTER, word & MAX_SAMPLES
+    return word >> _HOLDING, word >> _SAMPLE_BITS & _COUNTER, word & MAX_SAMPLES
 
 
 def decide(words: Sequence[int], num_ranks: int, max_skipped: int | None = None) -> Verdict:
-    """What follows from the summed ballots of ``num_ranks`` ranks. Laws A to G.
+    """What follows from the summed ballots of ``num_ranks`` ranks. Laws A to H.
 
     Args:
       words: the sums.
@@ -129,14 +138,15 @@ def decide(words: Sequence[int], num_ranks: int, max_skipped: int | None = None)
     steps: list[int] = []
     end = draws_differ = False
     differ = knowing * words[2] != words[1] ** 2
-    too_many = max_skipped is not None and words[3] > max_skipped
+    skipped = words[3] & MAX_SAMPLES
+    too_many = max_skipped is not None and skipped > max_skipped
+    further, less = words[3] >> _SAMPLE_BITS & _COUNTER, words[3] >> _HOLDING
     slots = (len(words) - _HEAD) // 2
     pairs = zip(words[_HEAD : _HEAD + slots], words[_HEAD + slots :], strict=True)
     for word, drawn in () if differ or too_many else pairs:
-        holding, live, samples = count(word)
-        if holding < num_ranks:
+        if word >> _HOLDING < num_ranks:
             break
-        if live == 0:
+        if not word >> _SAMPLE_BITS & _COUNTER:  # live
             end = True
             break
         if stopped:  # a stopped rank that is past its end says so, but will take no step with the others
@@ -144,7 +154,7 @@ def decide(words: Sequence[int], num_ranks: int, max_skipped: int | None = None)
         if drawn % _WORD:
             draws_differ = True
             break
-        steps.append(samples)
+        steps.append(word & MAX_SAMPLES)
     return Verdict(
         steps=tuple(steps),
         end=end,
@@ -153,8 +163,9 @@ def decide(words: Sequence[int], num_ranks: int, max_skipped: int | None = None)
         structure_wanted=lacking > 0 and knowing > 0,
         structures_differ=differ,
         draws_differ=draws_differ,
-        skipped=words[3],
+        skipped=skipped,
         too_many_skipped=too_many,
+        ahead=-1 if less else int(further == num_ranks),
     )
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import Literal, final
+from typing import Final, Literal, final
 
 from torchdistinput.plan.sharding import AutoShardPolicy
 
 __all__ = ["InputOptions", "InputReplicationMode", "Step"]
+
+_FIRST_AHEAD: Final = 2
+_MOST_AHEAD: Final = 32
 
 
 @enum.unique
@@ -31,7 +34,10 @@ class InputOptions:
 
     Args:
       auto_shard_policy: how the input is divided among workers.
-      prefetch: steps made ready ahead of the one in use; 0 for none.
+      prefetch: steps made ready ahead of the one in use; 0 for none. ``None``: 2, growing up to 32 while the training
+        steps are so short that the ranks' agreement would show, on all ranks at the same step. How far user code in
+        this process is ahead then depends on timing; where that must be the same in every run, give a number.
+      prefetch_bytes: bytes of steps ahead, on this rank, within which ``None`` lets the read-ahead grow.
       fetch_to_device: whether elements come on the replicas' devices; else they stay where the source made them.
       coordination: ``"on"``: all ranks make the same steps. ``"off"``: each worker has its own end of data and sees
         only its own non-empty steps (TensorFlow's asynchronous workers).
@@ -61,12 +67,13 @@ class InputOptions:
 
     Raises:
       TypeError: a value of another type.
-      ValueError: ``prefetch``, ``max_errors`` or ``log_every`` is negative, ``snapshot_every`` or ``timeout_seconds``
-        is not positive, or ``coordination``, ``partial_batch`` or ``on_error`` is another word.
+      ValueError: ``prefetch``, ``prefetch_bytes``, ``max_errors`` or ``log_every`` is negative, ``snapshot_every`` or
+        ``timeout_seconds`` is not positive, or ``coordination``, ``partial_batch`` or ``on_error`` is another word.
     """
 
     auto_shard_policy: AutoShardPolicy = AutoShardPolicy.AUTO
-    prefetch: int = 2
+    prefetch: int | None = None
+    prefetch_bytes: int = 64 << 20
     fetch_to_device: bool = True
     coordination: Literal["on", "off"] = "on"
     timeout_seconds: float | None = None
@@ -83,7 +90,9 @@ class InputOptions:
             raise TypeError(f"auto_shard_policy is {self.auto_shard_policy!r}; a member of AutoShardPolicy is needed.")
         if not isinstance(self.replication_mode, InputReplicationMode):
             raise TypeError(f"replication_mode is {self.replication_mode!r}; an InputReplicationMode is needed.")
-        _check_count("prefetch", self.prefetch, 0)
+        if self.prefetch is not None:
+            _check_count("prefetch", self.prefetch, 0)
+        _check_count("prefetch_bytes", self.prefetch_bytes, 0, "bytes")
         _check_count("snapshot_every", self.snapshot_every, 1)
         _check_count("max_errors", self.max_errors, 0)
         _check_count("log_every", self.log_every, 0)
@@ -95,10 +104,20 @@ class InputOptions:
         if not isinstance(self.with_index, bool):
             raise TypeError(f"with_index is {self.with_index!r}; True or False is needed.")
 
+    @property
+    def least_ahead(self) -> int:
+        """Steps that are made ready ahead at first."""
+        return _FIRST_AHEAD if self.prefetch is None else self.prefetch
 
-def _check_count(name: str, value: object, least: int) -> None:
+    @property
+    def most_ahead(self) -> int:
+        """Steps that are made ready ahead at most."""
+        return _MOST_AHEAD if self.prefetch is None else self.prefetch
+
+
+def _check_count(name: str, value: object, least: int, what: str = "steps") -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} is {value!r}; an int is needed, a number of steps.")
+        raise TypeError(f"{name} is {value!r}; an int is needed, a number of {what}.")
     if value < least:
         raise ValueError(f"{name} is {value}; it must be {least} or more.")
 

@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from typing import Any, Final, final
 
 import torch
+from torch._C import _remove_worker_pids, _set_worker_pids
 from torch.utils.data import _utils
 
 from torchdistinput.errors import InputError
@@ -59,7 +60,7 @@ class Arrivals:
         thread = threading.Thread(target=_nothing)
         thread.start()
         thread.join()
-        torch.zeros(1).share_memory_()
+        torch.zeros(1).share_memory_()  # type: ignore[no-untyped-call] # torch's
         self._came[worker] = 1
 
     def missing(self) -> list[int]:
@@ -128,7 +129,7 @@ def _wait(iterator: Any, arrivals: Arrivals) -> list[int]:
 
 def _fork_anew(iterator: Any, missing: Sequence[int]) -> None:
     """Puts other processes in the places of workers, started as torch starts them."""
-    _utils.signal_handling._remove_worker_pids(id(iterator))  # their end is none that torch must tell of
+    _remove_worker_pids(id(iterator))  # their end is none that torch must tell of
     for worker in missing:
         old = iterator._workers[worker]
         old.kill()
@@ -156,4 +157,4 @@ def _fork_anew(iterator: Any, missing: Sequence[int]) -> None:
         new.start()
         iterator._workers[worker] = new
     pids = tuple(process.pid for process in iterator._workers)
-    _utils.signal_handling._set_worker_pids(id(iterator), pids)
+    _set_worker_pids(id(iterator), pids)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol, final, runtime_checkable
 
 import torch
 from torch.utils.data import DataLoader
 
 from torchdistinput.flow import Landmarks, Row, Start, Stream
+from torchdistinput.sources.random_state import plainly
 
 __all__ = [
     "DrawsAlone",
@@ -117,6 +119,9 @@ class HasWorkers(Protocol):
     def lost_workers(self) -> str:
         """Which of them died, in words; nothing where none did. Local."""
 
+    def fresh_batches(self) -> int:
+        """Batches that came from them in fresh memory, as none that is used again was free. Local."""
+
 
 @runtime_checkable
 class DrawsAlone(Protocol):
@@ -209,9 +214,11 @@ class RowStream:
         self.in_background = in_background
         self.landmarks = landmarks
         self._rows = rows
+        self._next = partial(next, rows, None)
+        self._drawn = track.drawn
         self._track = track
         self._close = close
-        self._draws = draws
+        self._draws = None if draws is plainly else draws
 
     @property
     def owns_state(self) -> bool:
@@ -220,17 +227,15 @@ class RowStream:
 
     def draw(self) -> Row | bool | None:
         """See ``Stream.draw``."""
-        self._track.drawn()
+        self._drawn()
         if self.in_background:
             return True
-        if self._draws is None:
-            return next(self._rows, None)
-        row: Row | None = self._draws(lambda: next(self._rows, None))
+        row: Row | None = self._next() if self._draws is None else self._draws(self._next)
         return row
 
     def fetch(self, drawn: Any) -> Row | None:
         """See ``Stream.fetch``."""
-        row: Row | None = next(self._rows, None) if self.in_background else drawn
+        row: Row | None = self._next() if self.in_background else drawn
         return row
 
     def digest_of(self, drawn: Any) -> int:

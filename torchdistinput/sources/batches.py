@@ -1,9 +1,10 @@
 """The batches of the user's sampler, one after the other or passed over.
 
 Where the sampler is exactly one of torch's own (or a ``ShuffleSampler``), what it will yield is known, and batches are
-passed over without being made: the cost is that of the random draws. The values are torch's, and so are the draws: the
-same calls on the same generators, at the same ``next()``, the extra permutation that a ``RandomSampler`` draws when it
-runs dry included. A subclass may do anything, so it is iterated as it is, and passed over by iterating.
+passed over without being made: the cost is that of the random draws. Those that are taken stay arrays until somebody
+needs a list. The values are torch's, and so are the draws: the same calls on the same generators, at the same
+``next()``, the extra permutation that a ``RandomSampler`` draws when it runs dry included. A subclass may do anything,
+so it is iterated as it is, and passed over by iterating.
 """
 
 from __future__ import annotations
@@ -15,15 +16,18 @@ from itertools import count as counting
 from itertools import islice
 from typing import Any, Final, NamedTuple, Protocol, cast, final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from torchdistinput.plan.permutation import Permutation
+from torchdistinput.sources.numbers import Numbers
 from torchdistinput.sources.shuffle import ShuffleSampler
 
 __all__ = ["Batches", "Passed", "batches_of", "size_of"]
 
-_BLOCK: Final = 16_384  # indices that are made into Python ints together
+_BLOCK: Final = 16_384  # indices that a keyed permutation is evaluated for together
 _DRAWN_TOGETHER: Final = 32  # by a RandomSampler with replacement
 _MOST_GROUPS: Final = 2**12
 
@@ -40,6 +44,13 @@ class Batches(Protocol):
 
     def __next__(self) -> Any:
         """The next batch, as torch gives it."""
+
+    def draw(self) -> Any:
+        """The next batch, as ``Numbers`` where torch would give a list of the indices of a sampler that is known.
+
+        Raises:
+          StopIteration: there is none.
+        """
 
     def skip(self, count: int) -> Passed:
         """Passes over ``count`` batches, with the draws that making them would have cost; ``sys.maxsize``: over all."""
@@ -66,7 +77,7 @@ def batches_of(batches: Iterable[Any], size: Callable[[Any], int] = size_of) -> 
 class _Indices(Protocol):
     """The indices of one epoch, in order."""
 
-    def take(self, count: int) -> list[Any]:
+    def take(self, count: int) -> Numbers | list[Any]:
         """The next ``count``; fewer at the end, which is looked for only then."""
 
     def skip(self, count: int) -> int:
@@ -85,13 +96,19 @@ class _CutBatches:
         self._ended = False
 
     def __next__(self) -> list[Any]:
+        batch = self.draw()
+        return batch.tolist() if isinstance(batch, Numbers) else batch
+
+    def draw(self) -> Numbers | list[Any]:
+        """See ``Batches.draw``."""
         if self._ended:
             raise StopIteration
         self._ended = True  # also after an error, as torch's generator does
-        indices = self._opened()
+        indices = self._indices or self._opened()
         size = self._size()
         batch = indices.take(size)
-        if not batch or (self._drop_last and len(batch) < size):
+        found = len(batch)
+        if not found or (self._drop_last and found < size):
             raise StopIteration
         self._ended = False
         return batch
@@ -128,7 +145,7 @@ class _CutBatches:
 class _Singles:
     """Indices that are batches by themselves."""
 
-    def __init__(self, indices: _Indices) -> None:
+    def __init__(self, indices: _ChunkedIndices) -> None:
         self._indices = indices
         self._ended = False
 
@@ -136,11 +153,15 @@ class _Singles:
         if self._ended:
             raise StopIteration
         self._ended = True  # also after an error, as torch's generator does
-        taken = self._indices.take(1)
+        taken = self._indices.take(1).tolist()
         if not taken:
             raise StopIteration
         self._ended = False
         return taken[0]
+
+    def draw(self) -> Any:
+        """See ``Batches.draw``."""
+        return next(self)
 
     def skip(self, count: int) -> Passed:
         """See ``Batches.skip``."""
@@ -161,6 +182,10 @@ class _IteratedBatches:
         self._size = size
 
     def __next__(self) -> Any:
+        return next(self._batches)
+
+    def draw(self) -> Any:
+        """See ``Batches.draw``."""
         return next(self._batches)
 
     def skip(self, count: int) -> Passed:
@@ -189,21 +214,22 @@ class _IteratedIndices:
 
 
 class _Chunk(NamedTuple):
-    """Indices that stand fixed: how many, and the ones at places ``lo`` to ``hi - 1`` as Python ints."""
+    """Indices that stand fixed: how many, the ones at places ``lo`` to ``hi - 1``, and how many are got at a time."""
 
     length: int
-    between: Callable[[int, int], list[int]]
+    between: Callable[[int, int], npt.NDArray[np.int64] | range]
+    together: int = sys.maxsize
 
 
 _Chunks = Callable[[int], "_Chunk | None"]
 """Gives the next chunk, ``None`` at the end, when so many more indices are to be taken; that is when it is drawn."""
 
 
-def _known(sampler: object) -> _Indices | None:
+def _known(sampler: object) -> _ChunkedIndices | None:
     """The indices of an epoch that begins now, if they can be addressed; else ``None``, and nothing has begun."""
     if type(sampler) is SequentialSampler:
         numbers = range(len(sampler.data_source))
-        return _ChunkedIndices(_chunks_of(iter([_chunk_of_range(numbers)])))
+        return _ChunkedIndices(_chunks_of(iter([_Chunk(len(numbers), lambda lo, hi: numbers[lo:hi])])))
     if type(sampler) is ShuffleSampler:
         return _ChunkedIndices(_chunks_of(iter([_chunk_of_order(sampler.next_order())])))
     if type(sampler) is RandomSampler:
@@ -223,20 +249,29 @@ class _ChunkedIndices:
         self._chunks = chunks
         self._chunk = _NOTHING
         self._place = 0  # in the chunk: what comes after the ready ones
-        self._ready: list[int] = []
+        self._ready: npt.NDArray[np.int64] | range = range(0)
         self._used = 0  # of the ready ones
 
-    def take(self, count: int) -> list[int]:
+    def take(self, count: int) -> Numbers:
         """See ``_Indices.take``."""
-        taken = self._ready[self._used : self._used + count]
-        self._used += len(taken)
-        while len(taken) < count and self._reach(count - len(taken)):
-            wanted = count - len(taken)
-            stop = min(self._place + max(wanted, _BLOCK), self._chunk.length)
-            self._ready = self._chunk.between(self._place, stop)
-            self._place, self._used = stop, min(wanted, len(self._ready))
-            taken += self._ready[: self._used]
-        return taken
+        used = self._used
+        self._used = stop = min(used + count, len(self._ready))
+        if stop - used == count:
+            return Numbers(self._ready[used:stop])
+        # A copy, as a view would keep the whole permutation while the next one is drawn.
+        parts = [Numbers(self._ready[used:stop]).array().copy()] if stop > used else []
+        left = count - (stop - used)
+        while left and self._reach(left):
+            chunk = self._chunk
+            stop = min(self._place + max(left, chunk.together - chunk.together % left), chunk.length)
+            self._ready = chunk.between(self._place, stop)
+            self._place, self._used = stop, min(left, len(self._ready))
+            first = Numbers(self._ready[: self._used])
+            if self._used == count:
+                return first
+            parts.append(first.array())
+            left -= self._used
+        return Numbers(np.concatenate(parts) if parts else range(0))
 
     def skip(self, count: int) -> int:
         """See ``_Indices.skip``."""
@@ -252,7 +287,8 @@ class _ChunkedIndices:
     def _reach(self, wanted: int) -> bool:
         """Whether there is another index; draws the chunk that it is in."""
         while self._place == self._chunk.length:
-            self._chunk, self._place = _NOTHING, 0  # frees a permutation before the next one is drawn
+            # Frees a permutation before the next one is drawn.
+            self._chunk, self._place, self._ready, self._used = _NOTHING, 0, range(0), 0
             chunk = self._chunks(wanted)
             if chunk is None:
                 return False
@@ -260,27 +296,20 @@ class _ChunkedIndices:
         return True
 
 
-_NOTHING: Final = _Chunk(0, lambda _lo, _hi: [])
+_NOTHING: Final = _Chunk(0, range)
 
 
 def _chunks_of(chunks: Iterator[_Chunk]) -> _Chunks:
     return lambda _wanted: next(chunks, None)
 
 
-def _chunk_of_range(numbers: range) -> _Chunk:
-    return _Chunk(len(numbers), lambda lo, hi: list(numbers[lo:hi]))
-
-
 def _chunk_of_order(order: Permutation) -> _Chunk:
-    def between(lo: int, hi: int) -> list[int]:
-        numbers: list[int] = order.block(lo, hi).tolist()
-        return numbers
-
-    return _Chunk(len(order), between)
+    return _Chunk(len(order), order.block, _BLOCK)
 
 
 def _chunk_of_tensor(numbers: torch.Tensor) -> _Chunk:
-    return _Chunk(len(numbers), lambda lo, hi: cast("list[int]", numbers[lo:hi].tolist()))
+    array = cast("npt.NDArray[np.int64]", numbers.numpy())
+    return _Chunk(len(array), lambda lo, hi: array[lo:hi])
 
 
 def _generator_of(sampler: RandomSampler) -> torch.Generator:

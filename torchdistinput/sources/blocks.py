@@ -12,12 +12,43 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial, update_wrapper
 from itertools import chain
 from operator import itemgetter
-from typing import Any, BinaryIO, Concatenate, Final, Generic, ParamSpec, Protocol, TypeAlias, TypeVar, final
+from typing import (
+    Any,
+    BinaryIO,
+    Concatenate,
+    Final,
+    Generic,
+    NamedTuple,
+    ParamSpec,
+    Protocol,
+    TypeAlias,
+    TypeVar,
+    final,
+)
 
-__all__ = ["BLOCK_BYTES", "Block", "BlockReader", "Records", "blocks_of", "grouped", "in_blocks"]
+import numpy as np
+import numpy.typing as npt
+
+__all__ = [
+    "BLOCK_BYTES",
+    "Block",
+    "BlockReader",
+    "Layout",
+    "MadeRecords",
+    "Part",
+    "Records",
+    "StartsOf",
+    "blocks_of",
+    "grouped",
+    "in_blocks",
+    "layout_of",
+    "located",
+]
 
 BLOCK_BYTES: Final = 1 << 16
 """How much of a file a block should be about, where the format leaves the choice."""
+
+_MADE_AT_ONCE: Final = 64
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -27,7 +58,7 @@ _records_of: Callable[[Any], Any] = itemgetter(1)
 
 
 class Records(Protocol[T_co]):
-    """The records of a block: a list, or what makes them one by one and knows how many there are."""
+    """The records of a block: a list, or what makes them as they are asked for and knows how many there are."""
 
     def __len__(self) -> int:
         """How many they are."""
@@ -38,8 +69,78 @@ class Records(Protocol[T_co]):
         ...
 
 
+@final
+class MadeRecords(Generic[T]):
+    """Records that are made as they are asked for.
+
+    Args:
+      count: how many they are.
+      make: makes those from the first number up to the second.
+    """
+
+    def __init__(self, count: int, make: Callable[[int, int], list[T]]) -> None:
+        self._count = count
+        self._make = make
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[T]:
+        for lo in range(0, self._count, _MADE_AT_ONCE):
+            yield from self._make(lo, min(lo + _MADE_AT_ONCE, self._count))
+
+    def __getitem__(self, wanted: slice) -> list[T]:
+        """Those records, of a slice without a step."""
+        lo, hi, _ = wanted.indices(self._count)
+        return self._make(lo, max(lo, hi))
+
+
 Block: TypeAlias = tuple[int, Records[T]]
 """Where a block can be entered, in bytes of the content, and its records."""
+
+
+@final
+class Part:
+    """Some bytes of a file, at the offsets that they have there: what a reader needs that is entered in front of them.
+
+    Args:
+      data: the bytes.
+      offset: where they start in the file; the content is taken to end after them.
+    """
+
+    def __init__(self, data: bytes, offset: int) -> None:
+        self._data = data
+        self._offset = offset
+        self._at = offset
+
+    def seek(self, offset: int) -> int:
+        """Goes to an offset of the file; nothing can be read in front of the bytes."""
+        self._at = offset
+        return offset
+
+    def read(self, count: int) -> bytes:
+        """Up to so many bytes."""
+        start = self._at - self._offset
+        found = self._data[start : start + count] if start >= 0 else b""
+        self._at += len(found)
+        return found
+
+
+class Layout(NamedTuple):
+    """Where the records of a file are, so that some of them can be read without the others."""
+
+    records: int
+    """How many they are."""
+    offset_of: Callable[[int], int]
+    """Where a record starts, in bytes; of ``records``: where the last one ends. The reader can be entered there."""
+    read: Callable[[BinaryIO, int, int], list[Any]] | None = None
+    """Reads the records from the first number up to the second; ``None``: what lies between their offsets is read."""
+
+
+LayoutOf: TypeAlias = Callable[..., Layout | None]
+"""The layout of a file, of its content (at its front) and its size in bytes; ``None`` where it has to be read."""
+StartsOf: TypeAlias = Callable[..., Iterator[npt.NDArray[np.int64]]]
+"""Where the records of a file start, in pieces, of its content (at its front), which is read for that."""
 
 
 @final
@@ -48,17 +149,26 @@ class BlockReader(Generic[P, T]):
 
     Args:
       blocks: the function.
+      layout: tells where the records are by the size of a file.
+      starts: tells where they are by reading the file.
     """
 
     __name__: str
     __qualname__: str
 
-    def __init__(self, blocks: Callable[Concatenate[BinaryIO, int, P], Iterator[Block[T]]]) -> None:
+    def __init__(
+        self,
+        blocks: Callable[Concatenate[BinaryIO, int, P], Iterator[Block[T]]],
+        layout: LayoutOf | None = None,
+        starts: StartsOf | None = None,
+    ) -> None:
         update_wrapper(self, blocks)
         signature = inspect.signature(blocks)
         first, _, *others = signature.parameters.values()
         self.__signature__ = signature.replace(parameters=[first, *others])
         self.blocks = blocks
+        self.layout = layout
+        self.starts = starts
 
     def __call__(self, file: BinaryIO, /, *args: P.args, **options: P.kwargs) -> Iterator[T]:
         """All records of a file, from its front."""
@@ -107,6 +217,25 @@ def blocks_of(read: Callable[..., Iterable[Any]]) -> Callable[[BinaryIO, int], I
         inner = blocks_of(read.func)
         return None if inner is None else partial(inner, **read.keywords)
     return None
+
+
+def located(
+    *, layout: LayoutOf | None = None, starts: StartsOf | None = None
+) -> Callable[[Callable[Concatenate[BinaryIO, int, P], Iterator[Block[T]]]], BlockReader[P, T]]:
+    """``in_blocks`` for a reader whose records can be found; see ``BlockReader``."""
+
+    def made(blocks: Callable[Concatenate[BinaryIO, int, P], Iterator[Block[T]]]) -> BlockReader[P, T]:
+        return BlockReader(blocks, layout, starts)
+
+    return made
+
+
+def layout_of(read: Callable[..., Iterable[Any]]) -> Callable[[BinaryIO, int], Layout | None] | None:
+    """Tells where the records are of which a reader knows it by the size of a file; nothing for other readers."""
+    if isinstance(read, partial) and not read.args:
+        inner = layout_of(read.func)
+        return None if inner is None else partial(inner, **read.keywords)
+    return read.layout if isinstance(read, BlockReader) else None
 
 
 def grouped(records: Iterator[tuple[int, T]], start: int) -> Iterator[Block[T]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import mmap
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -17,16 +17,25 @@ from functools import partial
 from itertools import islice
 from typing import Any, Final, final
 
-import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from torchdistinput.backends.filesystem import FileNames, check_compression, expand, file_size, open_file
+from torchdistinput.backends.filesystem import (
+    FileNames,
+    OpenedFile,
+    check_compression,
+    expand,
+    file_size,
+    open_file,
+)
 from torchdistinput.backends.retrying import one_line
 from torchdistinput.errors import SourceError, StateMismatch
 from torchdistinput.failures import in_one_line
 from torchdistinput.plan.lanes import LanePlace, WalkPlace
 from torchdistinput.plan.permutation import shuffled
+from torchdistinput.sources.blocks import Layout, blocks_of, layout_of
+from torchdistinput.sources.epochs import Epochs
 from torchdistinput.sources.lanes import Lane, Read, RecordPlace, Spoiled
+from torchdistinput.sources.offsets import IndexFolder
 from torchdistinput.sources.seeds import Samples, calls_on, epoch_key
 from torchdistinput.sources.walks import RecordWalk
 
@@ -82,6 +91,11 @@ class FileDataset(IterableDataset[Any]):
     ``set_epoch`` reaches them; without, each epoch starts new copies, and ``set_epoch`` must be called before each
     epoch for a new order, as with torch's ``DistributedSampler``.
 
+    **What is read.** Where a rank, or a loader worker, needs only a part of each batch (policy DATA; several loader
+    workers), it reads nothing else of an uncompressed file whose records can be found without reading it: those of
+    ``fixed_length_records`` and ``npy_rows`` by the size of the file; those of ``text_lines``, ``json_lines`` and
+    ``tfrecords`` by an index. Of all others, and with a ``shuffle_buffer``, it reads everything, and decodes its part.
+
     Args:
       files: a pattern, or a list of names and patterns, as for ``list_files``. A name that stands in a list twice is
         read twice. Names are opened only when they are read.
@@ -95,6 +109,7 @@ class FileDataset(IterableDataset[Any]):
       block_length: records that are taken from one of them in turn.
       storage_options: arguments of the fsspec filesystem.
       compression: ``"infer"`` by the ends of the names, a name that fsspec knows, or ``None`` for the bytes as stored.
+      index_folder: a local folder, seen by all ranks, for indices of the files; see ``build_index``. ``None``: without.
 
     Raises:
       TypeError, ValueError: for arguments that cannot be right.
@@ -115,6 +130,7 @@ class FileDataset(IterableDataset[Any]):
         block_length: int = 1,
         storage_options: Mapping[str, Any] | None = None,
         compression: str | None = "infer",
+        index_folder: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__()
         _check_callable("read", read)
@@ -134,8 +150,14 @@ class FileDataset(IterableDataset[Any]):
         self._block_length = _checked_int("block_length", block_length, at_least=1)
         self._storage_options = None if storage_options is None else dict(storage_options)
         self._compression = compression
+        self._indices = None if index_folder is None else IndexFolder(index_folder, read)
         self.files: tuple[str, ...] = tuple(expand(files, storage_options))
-        self._epochs = _Epochs()
+        self._epochs = Epochs()
+
+    @property
+    def has_index(self) -> bool:
+        """Whether it has a folder for indices. Local."""
+        return self._indices is not None
 
     def file_order(self, epoch: int) -> list[int]:
         """The indices of ``files`` in the order of an epoch; before they are dealt to workers."""
@@ -143,8 +165,45 @@ class FileDataset(IterableDataset[Any]):
             return list(range(len(self.files)))
         return shuffled(len(self.files), self.seed, epoch)
 
+    def build_index(self, worker: int = 0, num_workers: int = 1) -> int:
+        """Makes the indices that are missing in ``index_folder``, of every ``num_workers``-th file. Local.
+
+        ``distribute_dataset`` does so where it will need them, each rank its part, while the others wait for at most
+        ``timeout_seconds``. For much data, do it before, in as many processes as you like. Each file is read once. An
+        index is a few bytes a record; remove the folder when you no longer need it.
+
+        Args:
+          worker: begins with this file.
+          num_workers: and goes on by so many.
+
+        Returns:
+          How many were made.
+
+        Raises:
+          ValueError: the dataset has no ``index_folder``.
+          SourceError: naming the file that cannot be read.
+        """
+        if self._indices is None:
+            raise ValueError("this FileDataset has no index_folder; give one that all ranks see")
+        names = list(dict.fromkeys(self.files))[worker::num_workers]
+        return sum(self._build_index(self._indices, name) for name in names)
+
+    def _build_index(self, indices: IndexFolder, name: str) -> bool:
+        if indices.has(name):
+            return False
+        with closing(open_file(name, self._compression, self._storage_options)) as opened:
+            if opened.plain:
+                indices.build(opened)
+            return opened.plain
+
     def walk(
-        self, order: Sequence[int], epoch: int, place: WalkPlace | None = None, *, skip: bool = False
+        self,
+        order: Sequence[int],
+        epoch: int,
+        place: WalkPlace | None = None,
+        *,
+        skip: bool = False,
+        in_ranges: bool = False,
     ) -> RecordWalk:
         """Walks over the undecoded records of some files. Files are opened as the walk comes to them.
 
@@ -153,6 +212,7 @@ class FileDataset(IterableDataset[Any]):
           epoch: which epoch's shuffle the records are in.
           place: where an earlier walk over the same fresh files was left, or what was dealt of an earlier world.
           skip: whether a ``lanes.Spoiled`` stands for a record that cannot be read, where it is certain how to go on.
+          in_ranges: whether records are taken by ``reserve`` only, which reads but some of them where it can.
 
         Raises:
           IndexError: if there is no such file.
@@ -163,7 +223,8 @@ class FileDataset(IterableDataset[Any]):
                 raise IndexError(f"there is no file {index}: the dataset has {len(self.files)} files")
         if place is not None:
             self._check_place(place, len(order))
-        return RecordWalk(order, partial(self._lane, epoch, skip), self._cycle_length, self._block_length, place)
+        open_lane = partial(self._lane, epoch, skip, in_ranges)
+        return RecordWalk(order, open_lane, self._cycle_length, self._block_length, place)
 
     def check_unchanged(self, places: Iterable[LanePlace]) -> None:
         """Asks whether files that are to be entered again are there, in the size that they had. Local.
@@ -271,22 +332,43 @@ class FileDataset(IterableDataset[Any]):
 
     def _share(self, walk: RecordWalk, epoch: int, worker: int, num_workers: int) -> Iterator[Any]:
         with closing(walk):
-            mine = islice(walk, worker, None, num_workers)
+            if self.map_fn is None and blocks_of(self._read) is None:
+                yield from islice(walk, worker, None, num_workers)
+                return
             if self.map_fn is None:
-                yield from mine
+                while records := walk.take_ready():
+                    yield from records[worker::num_workers]
+                    worker = (worker - len(records)) % num_workers
                 return
             read = calls_on(walk, epoch_key(self.seed, epoch))
-            for record in mine:
+            for record in islice(walk, worker, None, num_workers):
                 try:
                     decoded = read(self.map_fn, record)
                 except Exception as error:
                     raise _undecodable(walk.place, error) from error
                 yield decoded
 
-    def _lane(self, epoch: int, skip: bool, start: LanePlace) -> Lane:  # noqa: FBT001 - for partial
+    def _lane(self, epoch: int, skip: bool, in_ranges: bool, start: LanePlace) -> Lane:  # noqa: FBT001 - for partial
         name = self.files[start.file]
         opened = open_file(name, self._compression, self._storage_options)
-        return Lane(name, opened, self._read, self._shuffle_buffer, (self.seed, epoch, start.file), start, skip=skip)
+        try:
+            layout = self._layout(opened) if in_ranges else None
+        except BaseException:
+            opened.close()
+            raise
+        key = (self.seed, epoch, start.file)
+        return Lane(name, opened, self._read, self._shuffle_buffer, key, start, skip=skip, layout=layout)
+
+    def _layout(self, opened: OpenedFile) -> Layout | None:
+        """Where the records of a file are, as far as that is known without reading it."""
+        if self._shuffle_buffer or not opened.plain or opened.size < 0:
+            return None
+        if self._indices is not None:
+            return self._indices.layout(opened)
+        known = layout_of(self._read)
+        layout = None if known is None else known(opened.stream, opened.size)
+        opened.stream.seek(0)
+        return layout
 
     def _stored_size(self, index: int) -> int | None:
         name = self.files[index]
@@ -315,39 +397,6 @@ class FileDataset(IterableDataset[Any]):
                 f"the saved state is in file {lane.file}, but the dataset has {len(self.files)} files; load a state "
                 "of this dataset"
             )
-
-
-@final
-class _Epochs:
-    """The epoch of the next ``iter()``: one more than the last one's, or what was announced since.
-
-    Announcements are in memory that forked loader workers share, so that those of a living ``DataLoader`` hear of them;
-    torch's own pickling moves it to memory that spawned ones share. An anonymous map costs no file descriptor.
-    """
-
-    def __init__(self) -> None:
-        self._next = 0
-        self._heard = 0
-        self._announced = torch.frombuffer(mmap.mmap(-1, 16), dtype=torch.int64)  # the epoch; how many were announced
-
-    def announce(self, epoch: int) -> None:
-        """Sets the next epoch, in every process that shares the memory."""
-        self._announced[0] = epoch
-        self._announced[1] += 1
-
-    def take(self) -> int:
-        """The epoch that starts now."""
-        epoch, announcements = self._announced.tolist()
-        if announcements != self._heard:
-            self._heard, self._next = announcements, epoch
-        self._next += 1
-        return self._next - 1
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        if not self._announced.is_shared():  # type: ignore[no-untyped-call] # a copy, whose workers are yet to be forked
-            values = self._announced
-            self._announced = torch.frombuffer(mmap.mmap(-1, 16), dtype=torch.int64).copy_(values)
 
 
 def _undecodable(place: RecordPlace, error: Exception) -> SourceError:

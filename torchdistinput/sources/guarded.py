@@ -176,15 +176,28 @@ def rows_logged(
     Raises:
       StateMismatch: the data has fewer rows than come before the place.
     """
-    left = place.rows
+    left, taken = place.rows, (Taken(0, 1, None),)
     for item in items:
         if isinstance(item, Failure):
             item.reraise()
-        elif item.rows:  # else a turn that passed
-            rows = item.rows if label is None else label(item)
-            log.add(len(rows), item.size, (Taken(item.worker, 1, item.snapshot),))
-            yield from rows[left:] if left else rows
+            continue
+        rows, size, _, worker, snapshot, *_ = item
+        if not rows:  # a turn that passed
+            continue
+        if label is not None:
+            rows = label(item)
+        if snapshot is not None or worker != taken[0].reader:
+            taken = (Taken(worker, 1, snapshot),)
+        log.add(len(rows), size, taken)
+        if snapshot is not None:
+            taken = (Taken(worker, 1, None),)
+        if left:
+            yield from rows[left:]
             left = max(0, left - len(rows))
+        elif len(rows) == 1:
+            yield rows[0]
+        else:
+            yield from rows
     log.end()
     if left:
         raise StateMismatch(

@@ -26,6 +26,7 @@ from torchdistinput.errors import BatchingError
 from torchdistinput.flow import Row
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.topology import Topology
+from torchdistinput.sources.numbers import Numbers
 from torchdistinput.sources.walks import RecordPlace
 
 __all__ = [
@@ -155,10 +156,12 @@ class SampleNumbers:
         """Counts samples, or items that are whole batches, that nobody will ask for."""
         self._taken += samples
 
-    def of_batch(self, indices: Sequence[Any]) -> torch.Tensor:
+    def of_batch(self, indices: Numbers | Sequence[Any]) -> torch.Tensor:
         """The numbers of a batch of samples, ``(len(indices),)``."""
         first = self._base_of_positions + self._taken
         self._taken += len(indices)
+        if isinstance(indices, Numbers):
+            return torch.from_numpy(indices.array() + self._base)
         try:
             numbers = np.fromiter(map(operator.index, indices), dtype=np.int64, count=len(indices))
         except TypeError:

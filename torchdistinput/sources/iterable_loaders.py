@@ -116,6 +116,10 @@ class IterableLoaderSource:
         """See ``HasWorkers.lost_workers``."""
         return self._runs.lost_workers()
 
+    def fresh_batches(self) -> int:
+        """See ``HasWorkers.fresh_batches``."""
+        return self._runs.fresh_batches()
+
     @property
     def base_seed(self) -> str:
         """See ``Source.base_seed``."""

@@ -8,6 +8,9 @@ reading that window.
 **Entering again.** A lane starts at the last block of its reader in front of the record, or the window, where it was
 left, and passes over what is between. The records of a reader without blocks are passed over from the front.
 
+**Reading only some of the records.** A lane that has the layout of its file passes over records without reading them,
+and reads any range of those that it passed over. It does not shuffle.
+
 **Going on after a record that cannot be read.** Where that is asked for, and the reader knows where the next record
 starts, a ``Spoiled`` stands in its place. It counts as a record, so that numbers, windows and places are what they
 would be without the damage, and a lane that is entered again meets it again.
@@ -18,8 +21,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import partial
-from itertools import chain, compress, count, islice
-from typing import Any, BinaryIO, NamedTuple, final
+from itertools import chain, count, islice
+from typing import Any, BinaryIO, NamedTuple, cast, final
 
 from torchdistinput.backends.filesystem import OpenedFile
 from torchdistinput.backends.retrying import one_line
@@ -27,7 +30,9 @@ from torchdistinput.errors import SourceError, StateMismatch
 from torchdistinput.failures import in_one_line
 from torchdistinput.plan.lanes import LanePlace
 from torchdistinput.plan.permutation import shuffled
-from torchdistinput.sources.blocks import Block, Records, blocks_of
+from torchdistinput.sources.blocks import Block, Layout, MadeRecords, Part, Records, blocks_of
+from torchdistinput.sources.pieces import read_pieces
+from torchdistinput.sources.spoiled import Spoiled, with_spoiled
 
 __all__ = ["Lane", "Read", "RecordPlace", "Spoiled"]
 
@@ -47,14 +52,6 @@ class RecordPlace(NamedTuple):
 
 
 @final
-class Spoiled(NamedTuple):
-    """Stands for a record that could not be read."""
-
-    reason: str
-    """What is to be told: the file, the offset, and what is wrong there."""
-
-
-@final
 class _Window:
     """The window of a file that is being yielded: its start, the order of its records, and that of the one before."""
 
@@ -70,8 +67,8 @@ class _Window:
 class Lane:
     """An open file of a walk.
 
-    Records are counted by an iterator that runs beside them and costs no Python code; asking for the count makes one
-    more step of it, which is taken off.
+    Where its records come in lists, blocks or windows of a shuffle, they are taken in slices of those: for most of the
+    records no Python code runs.
 
     Args:
       name: the name of the file.
@@ -81,22 +78,25 @@ class Lane:
       key: what the order of a window depends on, beside its number.
       start: which file of the dataset it is, and where to start in it.
       skip: whether a ``Spoiled`` stands for a record that cannot be read, where it is certain how to go on.
+      layout: where its records are; then it is left with ``pass_over`` and ``read_range`` only.
     """
 
     __slots__ = (
         "_anchors",
-        "_asked",
         "_blocks",
+        "_entered",
+        "_first",
         "_key",
+        "_layout",
+        "_lists",
         "_opened",
         "_read",
-        "_records",
+        "_ready",
         "_skip",
         "_source",
-        "_ticks",
         "_window",
         "_window_size",
-        "before",
+        "delivered",
         "name",
         "number",
     )
@@ -111,38 +111,142 @@ class Lane:
         start: LanePlace,
         *,
         skip: bool = False,
+        layout: Layout | None = None,
     ) -> None:
         self.name = name
         self.number = start.file
-        self.before = start.delivered
-        """How many records were yielded before the turn in progress, or altogether between turns."""
+        self.delivered = start.delivered
+        """How many records were yielded. Whoever takes records that are ``at_hand`` counts them here."""
         self._opened = opened
         self._read = read
         self._blocks = blocks_of(read)
         self._skip = skip
+        self._layout = layout
         anchor = (0, 0) if self._blocks is None else (start.offset, start.record)
         self._anchors = deque([anchor], maxlen=None if window_size else 1)
         self._window_size = window_size
         self._key = key
         self._window = _Window()
-        self._ticks = count(start.delivered + 1)
-        self._asked = 0
+        self._entered = False
         self._source: Iterator[Any] = iter(())
-        self._records: Iterator[Any] | None = None
+        self._lists: Iterator[Records[Any]] | None = None  # none: a plain reader yields the records one by one
+        self._ready: list[Any] | MadeRecords[Any] = []
+        self._first = 0  # the number of the first of the ready ones, counted as they are yielded
 
-    def turn(self, length: int | None) -> Iterator[Any]:
-        """The next ``length`` records, or all that are left.
+    def take(self, count: int) -> list[Any]:
+        """The next ``count`` records, fewer at the end of the file.
 
         Raises:
           StateMismatch: the file has fewer records than were read before.
         """
-        if self._records is None:
-            self._records = self._entered()
-        return islice(self._records, length)
+        if not self._entered:
+            self._enter()
+        taken: list[Any] = []
+        if self._lists is None:
+            try:
+                taken.extend(islice(self._source, count))
+            finally:  # those in front of a failure were read
+                self.delivered += len(taken)
+            return taken
+        while len(taken) < count and self._has_ready(self._lists):
+            start = self.delivered - self._first
+            found = self._ready[start : start + count - len(taken)]
+            self.delivered += len(found)
+            taken = taken + found if taken else found
+        return taken
+
+    @property
+    def can_pass_over(self) -> bool:
+        """Whether it has the layout of its file."""
+        return self._layout is not None
+
+    def pass_over(self, count: int) -> int:
+        """Counts records as yielded without reading them; how many, fewer at the end of the file.
+
+        Raises:
+          StateMismatch: the file has fewer records than were read before.
+        """
+        assert self._layout is not None
+        left = self._layout.records - self.delivered
+        if left < 0:
+            raise self._too_short(-left)
+        self.delivered += min(count, left)
+        return min(count, left)
+
+    def read_range(self, lo: int, hi: int) -> list[Any]:
+        """Records that were passed over, and nothing else of the file.
+
+        Raises:
+          SourceError: naming the file.
+        """
+        assert self._layout is not None
+        try:
+            records = self._read_of(self._layout, lo, hi)
+            if len(records) != hi - lo:
+                raise SourceError(
+                    f"found {len(records)} of the {hi - lo} records from number {lo} on: the file is not the one that "
+                    "it was when its size was asked, or its index made; put it back, or remove the index",
+                    offset=self._layout.offset_of(lo),
+                )
+        except Exception as error:
+            raise self.failure(error) from error
+        return records
+
+    def _read_of(self, layout: Layout, lo: int, hi: int) -> list[Any]:
+        if layout.read is not None:
+            return layout.read(self._opened.exact, lo, hi)
+        start, end = layout.offset_of(lo), layout.offset_of(hi)
+        self._opened.exact.seek(start)
+        part = cast(BinaryIO, Part(read_pieces(self._opened.exact, end - start), start))
+        assert self._blocks is not None
+        enter = partial(self._blocks, part)
+        blocks = with_spoiled(enter, part, start, self.name) if self._skip else enter(start)
+        return list(chain.from_iterable(records for _, records in blocks))
+
+    def take_ready(self, most: int) -> list[Any]:
+        """Up to ``most`` records that need no reading, one at least, or none at the end of the file.
+
+        Raises:
+          StateMismatch: as ``take``.
+        """
+        ready = self.at_hand(most)
+        records = ready if isinstance(ready, list) else list(islice(ready, 1))
+        self.delivered += len(records)
+        return records
+
+    def at_hand(self, most: int) -> Iterable[Any]:
+        """The next records, as far as they need no reading; where there are none, after a reading. None at the end.
+
+        Args:
+          most: how many at most.
+
+        Raises:
+          StateMismatch: as ``take``.
+        """
+        if not self._entered:
+            self._enter()
+        if self._lists is None:
+            return islice(self._source, most)
+        if not self._has_ready(self._lists):
+            return []
+        start = self.delivered - self._first
+        return self._ready[start : start + most]
+
+    def _has_ready(self, lists: Iterator[Records[Any]]) -> bool:
+        """Whether there is a record; reads the next list if it is in there."""
+        while self.delivered - self._first == len(self._ready):
+            self._ready, self._first = [], self.delivered  # frees them before others are read
+            records = next(lists, None)
+            if records is None:
+                return False
+            self._ready = records if isinstance(records, list | MadeRecords) else list(records)
+        return True
 
     def position(self) -> LanePlace:
         """Where the lane stands: one that starts there yields the rest."""
-        delivered = self.count()
+        delivered = self.delivered
+        if self._layout is not None:
+            return LanePlace(self.number, self._layout.offset_of(delivered), delivered, delivered, self._opened.size)
         needed = self._start_of_window(delivered)
         anchors = self._anchors
         while len(anchors) > 1 and anchors[1][1] <= needed:
@@ -150,15 +254,9 @@ class Lane:
         offset, record = anchors[0]
         return LanePlace(self.number, offset, record, delivered, self._opened.size)
 
-    def count(self) -> int:
-        """How many records were yielded."""
-        self._asked += 1
-        return next(self._ticks) - self._asked
-
     def place(self) -> RecordPlace:
         """Where the last record came from."""
-        self._asked += 1  # count(), without the call: this may be asked for every record
-        last = next(self._ticks) - self._asked - 1
+        last = self.delivered - 1
         if self._window_size:
             last = self._window.start + self._window.order[last - self._window.start]
         return RecordPlace(self.name, last, self.number)
@@ -197,85 +295,82 @@ class Lane:
         except (OSError, ValueError):
             where = ""  # a stream that cannot tell; the file alone must do
         return SourceError(
-            f"{one_line(self.name)}: reading failed{where}, after {self.count()} records: {in_one_line(error)}",
+            f"{one_line(self.name)}: reading failed{where}, after {self.delivered} records: {in_one_line(error)}",
             file=self.name,
             offset=offset,
         )
 
     def close(self) -> None:
         """Ends the reader, then closes the file."""
-        source, self._source, self._records = self._source, iter(()), iter(())
+        source, self._source = self._source, iter(())
+        self._entered, self._lists, self._ready, self._first = True, None, [], self.delivered
         if isinstance(source, Generator):
             source.close()
         self._opened.close()
 
-    def _entered(self) -> Iterator[Any]:
-        """The records after those that were delivered."""
-        delivered = self.count()
+    def _enter(self) -> None:
+        """Goes to the records after those that were delivered."""
+        self._entered = True
+        delivered = self.delivered
         start = self._window.start = self._start_of_window(delivered)
         offset, record = self._anchors[0]
         if self._blocks is None:
-            records = self._source = iter(self._read(self._opened.stream))
+            self._source = iter(self._read(self._opened.stream))
         else:
             enter = partial(self._blocks, self._opened.stream)
-            blocks = _with_spoiled(enter, self._opened.stream, offset, self.name) if self._skip else enter(offset)
+            blocks = with_spoiled(enter, self._opened.stream, offset, self.name) if self._skip else enter(offset)
             self._source = _noted(blocks, record, self._anchors, self._window)
-            records = chain.from_iterable(self._source)
         if start < record:
             raise StateMismatch(
                 f"{one_line(self.name)}: the saved state enters the file at record {record}, behind record {start}, "
                 "which is needed next: it is damaged, or of another shuffle_buffer; load the state as it was saved"
             )
-        self._pass_over(records, start - record)
         if self._window_size:
+            records = self._source if self._blocks is None else chain.from_iterable(self._source)
+            self._pass_over(records, start - record)
             first = start // self._window_size
-            records = chain.from_iterable(_windows(records, self._window_size, self._key, self._window, first))
-            self._pass_over(records, delivered - start)
-        return compress(records, self._ticks)
+            self._lists = _windows(records, self._window_size, self._key, self._window, first)
+            self._go(self._lists, start, delivered)
+        elif self._blocks is None:
+            self._pass_over(self._source, start)
+        else:
+            self._lists = self._source
+            self._go(self._lists, record, delivered)
 
     def _start_of_window(self, delivered: int) -> int:
         """The first record that is needed to yield the next one."""
         return delivered - delivered % self._window_size if self._window_size else delivered
 
+    def _go(self, lists: Iterator[Records[Any]], first: int, number: int) -> None:
+        """Makes ready the list with record ``number``, or the one in front of it, if the next one starts there.
+
+        Args:
+          lists: the lists from here on.
+          first: the number of their first record.
+          number: the record that is wanted.
+        """
+        self._first, self.delivered = first, first
+        try:
+            while self.delivered < number and self._has_ready(lists):
+                self.delivered = min(number, self._first + len(self._ready))
+            missing = number - self.delivered
+        finally:
+            self.delivered = number
+        if missing:
+            raise self._too_short(missing)
+
     def _pass_over(self, records: Iterator[Any], number: int) -> None:
         last = deque(enumerate(islice(records, number), 1), maxlen=1)
         found = last[0][0] if last else 0
         if found < number:
-            raise StateMismatch(
-                f"{one_line(self.name)}: the saved state goes on after {self.count()} records, but the file ends "
-                f"{number - found} records before that: it is not the file that the state was saved with; put that "
-                "back, or start the epoch anew"
-            )
+            raise self._too_short(number - found)
 
-
-def _with_spoiled(
-    enter: Callable[[int], Iterator[Block[Any]]], file: BinaryIO, offset: int, name: str
-) -> Iterator[Block[Any]]:
-    """The blocks from an offset on, with a ``Spoiled`` in place of each record that cannot be read.
-
-    A reader that is entered expects the file at its front. A compressed file is read again for that, which costs as
-    much as what comes before the record: the number of records that may be left out bounds it.
-    """
-    while True:
-        try:
-            yield from enter(offset)
-        except SourceError as error:
-            start, after = error.offset, error.resume_at
-            if start is None or after is None or not offset <= start < after or not _rewound(file):
-                raise
-            spoiled = Spoiled(f"{one_line(name)}, offset {start}: {in_one_line(error).removeprefix('SourceError: ')}")
-        else:
-            return
-        yield start, [spoiled]
-        offset = after
-
-
-def _rewound(file: BinaryIO) -> bool:
-    """Goes to the front of a file; whether that was possible."""
-    try:
-        return file.seek(0) == 0
-    except (OSError, ValueError, NotImplementedError):  # as those of some web servers
-        return False
+    def _too_short(self, missing: int) -> StateMismatch:
+        return StateMismatch(
+            f"{one_line(self.name)}: the saved state goes on after {self.delivered} records, but the file ends "
+            f"{missing} records before that: it is not the file that the state was saved with; put that back, or start "
+            "the epoch anew"
+        )
 
 
 def _noted(
@@ -288,11 +383,12 @@ def _noted(
         anchors.append((offset, record))
         record += len(records)
         yield records
+        del records  # before the next block is read
 
 
 def _windows(
     records: Iterator[Any], size: int, key: tuple[int, ...], window: _Window, first: int
-) -> Generator[Iterator[Any], None, None]:
+) -> Generator[list[Any], None, None]:
     """Each window of records in its own order, from number ``first`` on."""
     for number in count(first):
         held = list(islice(records, size))
@@ -301,5 +397,6 @@ def _windows(
         window.start = number * size
         window.previous = window.order
         window.order = shuffled(len(held), *key, number)
-        yield map(held.__getitem__, window.order)
+        held = [held[place] for place in window.order]
+        yield held
         del held  # before the next window is read

@@ -8,7 +8,7 @@ death are torch's.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from typing import Any, cast, final
 
 import torch
@@ -31,8 +31,8 @@ from torchdistinput.sources.base import Exchange, Shards, tell_epoch
 from torchdistinput.sources.base_seeds import BaseSeeds
 from torchdistinput.sources.batches import batches_of
 from torchdistinput.sources.index import SampleNumbers, labelled_batch
-from torchdistinput.sources.random_state import generators_of, packed, plainly, unpacked
-from torchdistinput.sources.runs import LoaderRun, LoaderRuns
+from torchdistinput.sources.random_state import generators_of, packed, unpacked
+from torchdistinput.sources.runs import LoaderRuns
 from torchdistinput.sources.samplers import DrawnRow, Draws, Feed
 from torchdistinput.sources.seeds import epoch_key
 from torchdistinput.sources.shuffle import ShuffleSampler
@@ -123,6 +123,17 @@ class MapLoaderSource:
         settings = {**settings_of(self._loader), "generator": self._base_seeds.generator}
         return DataLoader(dataset, batch_size=None, sampler=self._feed, collate_fn=as_is, **settings)
 
+    def _start(self) -> tuple[Iterator[Any], Callable[[], None]]:
+        """What reads the pieces of an epoch, and what ends it.
+
+        Without loader workers that is this process itself: torch's loader would do nothing else.
+        """
+        self._pieces.begin()
+        if not self._loader.num_workers and not self._loader.pin_memory:
+            return map(self._pieces.__getitem__, self._feed), _nothing
+        run = self._runs.start(self._pieces)
+        return run, lambda: self._runs.finish(run)
+
     def _shard(self, topology: Topology) -> None:
         """Policy HINT: the dataset's own shard, with the user's kind of sampling over it."""
         self._dataset = cast(Shards, self._dataset).shard(num_shards=topology.num_workers, index=topology.worker)
@@ -182,6 +193,10 @@ class MapLoaderSource:
         """See ``HasWorkers.lost_workers``."""
         return self._runs.lost_workers()
 
+    def fresh_batches(self) -> int:
+        """See ``HasWorkers.fresh_batches``."""
+        return self._runs.fresh_batches()
+
     @property
     def base_seed(self) -> str:
         """See ``Source.base_seed``."""
@@ -229,7 +244,7 @@ class MapLoaderSource:
         states = [each.get_state() for each in self._own_generators()] if self.draws_alone else []
         lead = self._lead_of_shuffle(epoch)
 
-        def begin() -> tuple[Draws, LoaderRun]:
+        def begin() -> tuple[Draws, Iterator[Any], Callable[[], None]]:
             for _ in range(start.replay):
                 self._replay()
             if start.replay and self._told is not None:  # a sampler may count its epochs by itself
@@ -240,9 +255,9 @@ class MapLoaderSource:
             drawn.skip(rows, start.drawn)
             drawn.key = epoch_key(self._seed_of_samples(), epoch)
             self._feed.draws = drawn
-            return drawn, self._runs.start(self._pieces)
+            return drawn, *self._start()
 
-        drawn, run = draws(begin)
+        drawn, run, close = draws(begin)
         return _MapStream(
             drawn,
             run,
@@ -250,7 +265,7 @@ class MapLoaderSource:
             in_background=self._loader.num_workers > 0,
             first_row=rows,
             states=states,
-            close=lambda: self._runs.finish(run),
+            close=close,
         )
 
     @property
@@ -279,7 +294,8 @@ class MapLoaderSource:
             self._cutter,
             collate=self._collates,
             lead=lead,
-            draw=_once(draws) if plain else draws,
+            draw=draws,
+            once=plain,
             numbers=self._new_numbers() if self._with_index else None,
         )
 
@@ -304,14 +320,8 @@ class MapLoaderSource:
         return SampleNumbers(self._cutter.topology, sharded=self.draws_alone, shared=self._cutter.shared)
 
 
-def _once(draw: Draw) -> Draw:
-    """Draws as told the first time, and plainly from then on."""
-    drawers = iter([draw])
-
-    def drawing(call: Callable[[], Any]) -> Any:
-        return next(drawers, plainly)(call)
-
-    return drawing
+def _nothing() -> None:
+    pass
 
 
 @final
@@ -328,7 +338,7 @@ class _MapStream:
     def __init__(
         self,
         draws: Draws,
-        run: LoaderRun,
+        run: Iterator[Any],
         cutter: Cutter,
         *,
         in_background: bool,

@@ -8,13 +8,14 @@ import math
 import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, BinaryIO, Final, final
 
 import numpy as np
 
 from torchdistinput.backends.filesystem import skip_to
 from torchdistinput.errors import SourceError
-from torchdistinput.sources.blocks import Block, in_blocks
+from torchdistinput.sources.blocks import Block, Layout, MadeRecords, located
 from torchdistinput.sources.pieces import read_pieces
 
 __all__ = ["npy_rows"]
@@ -43,7 +44,28 @@ class _Header:
     size: int
 
 
-@in_blocks
+def _layout(file: BinaryIO, size: int) -> Layout | None:
+    """Where the rows are, unless a row is spread over the file, or the file is none that can be read to its end."""
+    try:
+        header = _read_header(file)
+    except SourceError:  # which the reader raises, at the step to which it belongs
+        return None
+    row_bytes = math.prod(header.shape[1:]) * header.dtype.itemsize
+    spread = header.fortran_order and len(header.shape) > 1
+    if spread or not row_bytes or size != header.size + header.shape[0] * row_bytes:
+        return None
+    return Layout(header.shape[0], lambda row: header.size + row * row_bytes, partial(_read_rows, header, row_bytes))
+
+
+def _read_rows(header: _Header, row_bytes: int, file: BinaryIO, lo: int, hi: int) -> list[Any]:
+    file.seek(header.size + lo * row_bytes)
+    data = read_pieces(file, (hi - lo) * row_bytes)
+    rows = np.frombuffer(data, header.dtype, len(data) // header.dtype.itemsize)
+    whole = len(data) // row_bytes
+    return _made(rows[: whole * math.prod(header.shape[1:])].reshape(whole, *header.shape[1:]), 0, whole)
+
+
+@located(layout=_layout)
 def npy_rows(file: BinaryIO, offset: int) -> Iterator[Block[Any]]:
     """Yields the rows of a ``.npy`` file: ``array[0], array[1], …``, in the byte order of this machine.
 
@@ -68,7 +90,7 @@ def npy_rows(file: BinaryIO, offset: int) -> Iterator[Block[Any]]:
             offset=0,
         )
     else:
-        yield 0, _Rows(np.zeros((0, *header.shape[1:]), header.dtype), header.shape[0])
+        yield 0, _rows(np.zeros((0, *header.shape[1:]), header.dtype), header.shape[0])
     if file.read(1):
         end = header.size + math.prod(header.shape) * header.dtype.itemsize
         raise SourceError(
@@ -88,7 +110,7 @@ def _blocks_in_order(file: BinaryIO, header: _Header, row_bytes: int, offset: in
         place = header.size + start * row_bytes
         data = read_pieces(file, wanted * row_bytes)
         whole = len(data) // row_bytes
-        yield place, _Rows(np.frombuffer(data, header.dtype, whole * math.prod(inner)).reshape(whole, *inner), whole)
+        yield place, _rows(np.frombuffer(data, header.dtype, whole * math.prod(inner)).reshape(whole, *inner), whole)
         if whole < wanted:
             place += whole * row_bytes
             raise SourceError(
@@ -98,7 +120,7 @@ def _blocks_in_order(file: BinaryIO, header: _Header, row_bytes: int, offset: in
             )
 
 
-def _rows_of_columns(file: BinaryIO, header: _Header) -> _Rows:
+def _rows_of_columns(file: BinaryIO, header: _Header) -> MadeRecords[Any]:
     size = math.prod(header.shape) * header.dtype.itemsize
     data = read_pieces(file, size)
     if len(data) < size:
@@ -107,32 +129,26 @@ def _rows_of_columns(file: BinaryIO, header: _Header) -> _Rows:
             f"{header.size} on, {len(data)} are left",
             offset=header.size,
         )
-    return _Rows(np.frombuffer(data, header.dtype).reshape(header.shape, order="F"), header.shape[0])
+    return _rows(np.frombuffer(data, header.dtype).reshape(header.shape, order="F"), header.shape[0])
 
 
-@final
-@dataclass(frozen=True)
-class _Rows:
-    """Rows that can be written to and that keep no other row alive, made as they are asked for.
+def _rows(rows: np.ndarray[Any, Any], count: int) -> MadeRecords[Any]:
+    """Rows that can be written to and that keep no other row alive.
 
     Args:
       rows: the array that has them, or no row of it where they are empty.
       count: how many they are.
     """
+    return MadeRecords(count, partial(_made, rows))
 
-    rows: np.ndarray[Any, Any]
-    count: int
 
-    def __len__(self) -> int:
-        return self.count
-
-    def __iter__(self) -> Iterator[Any]:
-        native = self.rows.dtype.newbyteorder("=")
-        if not len(self.rows):
-            return (np.zeros(self.rows.shape[1:], native) for _ in range(self.count))
-        if self.rows.ndim == 1 and self.rows.dtype.names is None:
-            return iter(self.rows.astype(native))
-        return (row.astype(native, order="C") for row in self.rows)
+def _made(rows: np.ndarray[Any, Any], lo: int, hi: int) -> list[Any]:
+    native = rows.dtype.newbyteorder("=")
+    if not len(rows):
+        return [np.zeros(rows.shape[1:], native) for _ in range(lo, hi)]
+    if rows.ndim == 1 and rows.dtype.names is None:
+        return list(rows[lo:hi].astype(native))
+    return [row.astype(native, order="C") for row in rows[lo:hi]]
 
 
 def _read_header(file: BinaryIO) -> _Header:

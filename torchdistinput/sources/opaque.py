@@ -37,6 +37,7 @@ __all__ = [
 ]
 
 _TAG: Final = "iterable"
+_DRAWS_BETWEEN_PASSES: Final = 16  # by which the log is longer; each pass costs some of what a step does
 
 
 class Reader(NamedTuple):
@@ -189,7 +190,8 @@ class ReadLog:
     def drawn(self) -> None:
         """Another row was asked for, so those that cannot be read ahead any more were delivered. Caller's thread."""
         self._drawn += 1
-        self._pass(self._drawn - self._behind)
+        if not self._drawn % _DRAWS_BETWEEN_PASSES:
+            self._pass(self._drawn - self._behind)
 
     def position(self, rows: int) -> list[Any]:
         """See ``Stream.position``.
@@ -205,14 +207,16 @@ class ReadLog:
         return Place(tuple(self._readers), self._turn, left, self._samples).to_json()
 
     def _pass(self, rows: int) -> None:
-        read = self._read
-        while read and self._rows + read[0][0] <= rows:
-            passed, samples, taken = read.popleft()
-            self._rows += passed
+        read, end, last = self._read, self._rows, None
+        while read and end + read[0][0] <= rows:
+            passed, samples, last = read.popleft()
+            end += passed
             self._samples += samples
-            for reader, batches, snapshot in taken:
+            for reader, batches, snapshot in last:
                 self._take(reader, batches, snapshot)
-            self._turn = (taken[-1].reader + 1) % len(self._readers)
+        self._rows = end
+        if last is not None:
+            self._turn = (last[-1].reader + 1) % len(self._readers)
 
     def _take(self, number: int, batches: int, snapshot: Snapshot | None) -> None:
         was = self._readers[number]

@@ -18,15 +18,19 @@ from __future__ import annotations
 
 import codecs
 import csv
+import io
 import json
 import struct
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from typing import Any, BinaryIO, Final, final
 
+import numpy as np
+import numpy.typing as npt
+
 from torchdistinput.backends.filesystem import skip_to
 from torchdistinput.errors import SourceError
-from torchdistinput.sources.blocks import BLOCK_BYTES, Block, grouped, in_blocks
+from torchdistinput.sources.blocks import BLOCK_BYTES, Block, Layout, grouped, in_blocks, located
 from torchdistinput.sources.crc32c import masked_crc32c
 from torchdistinput.sources.npy import npy_rows
 from torchdistinput.sources.pieces import read_pieces
@@ -43,9 +47,23 @@ __all__ = [
 ]
 
 _BOM: Final = codecs.BOM_UTF8.decode()
+_SCANNED_BYTES: Final = 1 << 20
+_STARTS: Final = 4096
 
 
-@in_blocks
+def _starts_of_lines(file: BinaryIO) -> Iterator[npt.NDArray[np.int64]]:
+    offset, start = 0, 0  # of the content; of the line that is read
+    while chunk := file.read(_SCANNED_BYTES):
+        after = np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n")) + (offset + 1)
+        offset += len(chunk)
+        if len(after):
+            yield np.concatenate(([start], after[:-1]))
+            start = int(after[-1])
+    if start < offset:
+        yield np.array([start])
+
+
+@located(starts=_starts_of_lines)
 def text_lines(file: BinaryIO, offset: int) -> Iterator[Block[str]]:
     r"""Yields the lines of a UTF-8 text, without their ends (``\n`` or ``\r\n``) and without a byte order mark.
 
@@ -106,7 +124,17 @@ def _not_utf8(line: bytes, offset: int, position: int, end: int) -> SourceError:
     )
 
 
-@in_blocks
+def _starts_of_json(file: BinaryIO) -> Iterator[npt.NDArray[np.int64]]:
+    for offset, block in _blocks_of_lines(file, 0):
+        starts, start = [], offset
+        for line in block.split(b"\n"):
+            if line.strip():
+                starts.append(start)
+            start += len(line) + 1
+        yield np.array(starts, np.int64)
+
+
+@located(starts=_starts_of_json)
 def json_lines(file: BinaryIO, offset: int) -> Iterator[Block[Any]]:
     """Yields the value of each line of a JSON Lines file; blank lines are passed over.
 
@@ -221,7 +249,27 @@ def _checksum_of_length(length: bytes) -> int:
     return masked_crc32c(length)  # files repeat few lengths
 
 
-@in_blocks
+def _starts_of_tfrecords(file: BinaryIO) -> Iterator[npt.NDArray[np.int64]]:
+    """Goes from length to length; payloads are not read."""
+    starts: list[int] = []
+    size, offset = file.seek(0, io.SEEK_END), 0
+    while offset < size:
+        file.seek(offset)
+        head = file.read(12)
+        if len(head) < 12:
+            raise _cut_off(offset, 12, len(head), "header")
+        length = _checked_length(head, offset)
+        if offset + 16 + length > size:
+            raise _cut_off(offset, 16 + length, size - offset, "record")
+        starts.append(offset)
+        offset += 16 + length
+        if len(starts) == _STARTS:
+            yield np.array(starts)
+            starts = []
+    yield np.array(starts, np.int64)
+
+
+@located(starts=_starts_of_tfrecords)
 def tfrecords(file: BinaryIO, offset: int) -> Iterator[Block[bytes]]:
     """Yields the payloads of a TFRecord file, as bytes; both checksums of every record are verified.
 
@@ -240,13 +288,7 @@ def _payloads(file: BinaryIO, offset: int) -> Iterator[tuple[int, bytes]]:
     while head := file.read(12):
         if len(head) < 12:
             raise _cut_off(offset, 12, len(head), "header")
-        length, checksum = struct.unpack("<QI", head)
-        if _checksum_of_length(head[:8]) != checksum:
-            raise SourceError(
-                f"the record at byte {offset} is corrupt: the checksum of its length ({length}) does not fit; "
-                "the file is damaged here, or not a TFRecord file (a compressed one needs compression=)",
-                offset=offset,
-            )
+        length = _checked_length(head, offset)
         payload = read_pieces(file, length)
         footer = file.read(4) if len(payload) == length else b""
         if len(footer) < 4:
@@ -259,6 +301,17 @@ def _payloads(file: BinaryIO, offset: int) -> Iterator[tuple[int, bytes]]:
             )
         offset += 16 + length
         yield offset, payload
+
+
+def _checked_length(head: bytes, offset: int) -> int:
+    length, checksum = struct.unpack("<QI", head)
+    if _checksum_of_length(head[:8]) != checksum:
+        raise SourceError(
+            f"the record at byte {offset} is corrupt: the checksum of its length ({length}) does not fit; "
+            "the file is damaged here, or not a TFRecord file (a compressed one needs compression=)",
+            offset=offset,
+        )
+    return int(length)
 
 
 def fixed_length_records(num_bytes: int) -> Callable[[BinaryIO], Iterator[bytes]]:
@@ -278,7 +331,19 @@ def fixed_length_records(num_bytes: int) -> Callable[[BinaryIO], Iterator[bytes]
     return partial(_fixed_length, num_bytes=num_bytes)
 
 
-@in_blocks
+def _fixed_layout(file: BinaryIO, size: int, *, num_bytes: int) -> Layout | None:
+    if size % num_bytes:
+        return None  # which the reader refuses, at the step to which it belongs
+    return Layout(size // num_bytes, lambda record: record * num_bytes, partial(_read_fixed, num_bytes))
+
+
+def _read_fixed(num_bytes: int, file: BinaryIO, lo: int, hi: int) -> list[bytes]:
+    file.seek(lo * num_bytes)
+    block = read_pieces(file, (hi - lo) * num_bytes)
+    return [block[start : start + num_bytes] for start in range(0, len(block) // num_bytes * num_bytes, num_bytes)]
+
+
+@located(layout=_fixed_layout)
 def _fixed_length(file: BinaryIO, offset: int, *, num_bytes: int) -> Iterator[Block[bytes]]:
     skip_to(file, offset)
     wanted = max(1, BLOCK_BYTES // num_bytes) * num_bytes

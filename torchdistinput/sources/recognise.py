@@ -6,7 +6,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, default_collate
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
 
 from torchdistinput.errors import BatchingError, InputError
 from torchdistinput.plan.batching import check_batch_size
@@ -19,6 +27,7 @@ from torchdistinput.sources.iterable_loaders import IterableLoaderSource
 from torchdistinput.sources.iterables import IterableSource
 from torchdistinput.sources.loaders import MapLoaderSource
 from torchdistinput.sources.records import RecordSource
+from torchdistinput.sources.table import Table, is_table
 from torchdistinput.sources.worker_side import cannot_skip
 
 __all__ = ["recognise"]
@@ -40,6 +49,7 @@ def recognise(
     *,
     global_batch_size: int | None,
     collate_fn: Collate | None,
+    shuffle: bool = False,
 ) -> tuple[Source, AutoShardPolicy]:
     """The source, and the policy in force. Local: no communication.
 
@@ -49,26 +59,35 @@ def recognise(
       topology: where this worker stands.
       global_batch_size: G, where batches are to be made here.
       collate_fn: makes a batch of samples.
+      shuffle: whether map-style data comes in a new order in each epoch.
 
     Raises:
-      InputError: the data is not data, of a kind that cannot be divided, or one that cannot leave out what fails.
-      BatchingError: a batch size is missing, given twice, or not a positive int.
+      InputError: the data is not data, of a kind that cannot be divided or shuffled here, or one that cannot leave out
+        what fails.
+      BatchingError: a batch size is missing, given twice, or not a positive int; the tensors and arrays of a dict
+        differ in length.
       ShardingError: the policy does not fit.
     """
     if global_batch_size is not None:
         check_batch_size(global_batch_size)
-    if isinstance(data, HoldsTorchLoader) and isinstance(data.torch_loader, DataLoader):
-        data = data.torch_loader
+    data = _unwrapped(data)
     _refuse(data)
     first = None
     if callable(data) and not isinstance(data, Iterable | Dataset | DataLoader):
         first = data()
-        if isinstance(first, DataLoader | Dataset) or not isinstance(first, Iterable):
+        if isinstance(first, DataLoader | Dataset | Mapping) or not isinstance(first, Iterable):
             try:
-                return recognise(first, options, topology, global_batch_size=global_batch_size, collate_fn=collate_fn)
+                asked: dict[str, Any] = {
+                    "global_batch_size": global_batch_size,
+                    "collate_fn": collate_fn,
+                    "shuffle": shuffle,
+                }
+                return recognise(first, options, topology, **asked)
             except InputError as error:
                 kind = type(data).__name__
                 raise type(error)(f"the {kind} {data!r} was called for the data: {error}") from error
+    if shuffle:
+        _refuse_shuffling(data)
     inner = data.dataset if isinstance(data, DataLoader) else data
     files = inner.files if isinstance(inner, FileDataset) else None
     resolved = resolve_policy(
@@ -81,12 +100,12 @@ def recognise(
         _refuse_second_batching(data, global_batch_size, collate_fn)
         return _source_of_loader(data, resolved, topology, options), resolved
     place, batching = (resolved, topology), (global_batch_size, collate_fn)
-    with_index, read_ahead = options.with_index, options.prefetch
+    with_index, read_ahead = options.with_index, options.most_ahead
     skip = options.on_error == "skip"
     if isinstance(data, FileDataset):
         return RecordSource(data, *place, *batching, with_index=with_index, read_ahead=read_ahead, skip=skip), resolved
     if _is_map_style(data):
-        return MapLoaderSource(_loader(data, *batching), *place, with_index=with_index, skip=skip), resolved
+        return MapLoaderSource(_loader(data, *batching, shuffle), *place, with_index=with_index, skip=skip), resolved
     if skip:
         raise cannot_skip(f"an iterable ({type(data).__name__})")
     source = IterableSource(
@@ -101,10 +120,17 @@ def recognise(
     return source, resolved
 
 
+def _unwrapped(data: Any) -> Any:
+    """The torch loader in a drop-in one, the dataset of a dict of tensors and arrays; anything else as it is."""
+    if isinstance(data, HoldsTorchLoader) and isinstance(data.torch_loader, DataLoader):
+        return data.torch_loader
+    return Table(data) if is_table(data) else data
+
+
 def _source_of_loader(
     loader: DataLoader[Any], policy: AutoShardPolicy, topology: Topology, options: InputOptions
 ) -> Source:
-    with_index, read_ahead, skip = options.with_index, options.prefetch, options.on_error == "skip"
+    with_index, read_ahead, skip = options.with_index, options.most_ahead, options.on_error == "skip"
     if isinstance(loader.dataset, FileDataset):
         return RecordSource(loader, policy, topology, with_index=with_index, read_ahead=read_ahead, skip=skip)
     if isinstance(loader.dataset, IterableDataset):
@@ -136,13 +162,39 @@ def _is_map_style(data: Any) -> bool:
     return isinstance(data, _MapStyle) and not isinstance(data, list | tuple)
 
 
-def _loader(data: Any, global_batch_size: int | None, collate_fn: Collate | None) -> DataLoader[Any]:
+def _refuse_shuffling(data: Any) -> None:
+    """Refuses to shuffle what decides about its order itself."""
+    if isinstance(data, DataLoader):
+        way = "build the DataLoader with shuffle=True, or give the dataset instead of the loader"
+    elif isinstance(data, FileDataset):
+        way = "give the FileDataset shuffle_files=True and a shuffle_buffer"
+    else:
+        way = "shuffle inside of it, or give a map-style dataset (with __getitem__ and __len__)"
+    if isinstance(data, DataLoader) or not _is_map_style(data):
+        raise InputError(
+            f"shuffle=True was given with a {type(data).__name__}; it is for map-style datasets and dicts of tensors "
+            f"with global_batch_size=. For this one, {way}."
+        )
+
+
+def _loader(
+    data: Any,
+    global_batch_size: int | None,
+    collate_fn: Collate | None,
+    shuffle: bool,  # noqa: FBT001 - the last of four that belong together
+) -> DataLoader[Any]:
+    if global_batch_size is None and isinstance(data, Table):
+        raise BatchingError(
+            f"a {type(data.columns).__name__} of tensors and arrays is a dataset of single samples, and no batch size "
+            "was given. Give global_batch_size=; or put it into a list, if it is one global batch."
+        )
     if global_batch_size is None:
         raise BatchingError(
             f"a map-style dataset ({type(data).__name__}) yields single samples, and no batch size was given. Give "
             "global_batch_size=, or a DataLoader(dataset, batch_size=G)."
         )
-    batches = BatchSampler(SequentialSampler(data), global_batch_size, drop_last=False)
+    sampler = RandomSampler(data) if shuffle else SequentialSampler(data)
+    batches = BatchSampler(sampler, global_batch_size, drop_last=False)
     return DataLoader(data, batch_sampler=batches, collate_fn=collate_fn or default_collate)
 
 
@@ -150,6 +202,8 @@ def _refuse(data: Any) -> None:
     """Refuses what can be iterated but is no data, and what cannot be iterated at all."""
     if isinstance(data, str | bytes | Mapping | torch.Tensor | torch.nn.Module):
         hint = "Give torch.utils.data.TensorDataset(...) with global_batch_size=, or a DataLoader."
+        if isinstance(data, Mapping):
+            hint = "Give a dict with nothing but tensors and NumPy arrays in it, one entry per sample in each."
         if isinstance(data, str | bytes):
             hint = "Give FileDataset(pattern, read=...) for files, or an iterable of batches."
         raise InputError(f"found a {type(data).__name__} as data; it is no dataset. {hint}")

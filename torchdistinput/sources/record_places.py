@@ -18,7 +18,8 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, Final, NamedTuple, TypeVar, final
 
-from torchdistinput.errors import StateMismatch
+from torchdistinput.backends.channels import plain_message
+from torchdistinput.errors import InputError, StateMismatch
 from torchdistinput.flow import Row
 from torchdistinput.plan.lanes import Deals, WalkPlace, checked_deals
 from torchdistinput.sources.worker_side import Cut, Failure
@@ -54,7 +55,7 @@ class FilesPosition(NamedTuple):
 
     def to_json(self) -> list[Any]:
         """The position as a saved state has it."""
-        walks = [[row, json.dumps(place.to_json())] for row, place in self.walks]
+        walks = [[row, place.to_text()] for row, place in self.walks]
         return ["files", self.num_replicas, list(map(list, self.deals)), walks, self.rows]
 
 
@@ -80,7 +81,7 @@ class Places:
     """
 
     def __init__(self, begun: tuple[int, WalkPlace], row: int, read_ahead: int) -> None:
-        self._known: deque[tuple[int, str]] = deque([(begun[0], json.dumps(begun[1].to_json()))])
+        self._known: deque[tuple[int, str]] = deque([(begun[0], begun[1].to_text())])
         self._row = row
         self._read_ahead = read_ahead
         self._lock = threading.Lock()  # rows are read on one thread, places asked for on another
@@ -133,17 +134,21 @@ class CommonPlaces:
         self._worker = worker
         self._first_row = begun.rows
         self._keep = 2 + read_ahead // self.every + self.every.bit_length()
-        walks = {number: (row, json.dumps(place.to_json())) for number, (row, place) in enumerate(begun.walks)}
+        walks = {number: (row, place.to_text()) for number, (row, place) in enumerate(begun.walks)}
         self._known: deque[tuple[int, dict[int, tuple[int, str]]]] = deque([(begun.rows, walks)])
 
     def mine(self, rows: int) -> str:
         """See ``Landmarks.mine``."""
-        return json.dumps([self._worker, *self._own.at(self._first_row + rows)])
+        row, place = self._own.at(self._first_row + rows)
+        return json.dumps({"worker": self._worker, "row": row, "place": place})
 
     def learn(self, rows: int, texts: Sequence[str]) -> None:
-        """See ``Landmarks.learn``."""
-        told = map(json.loads, texts)
-        self._known.append((self._first_row + rows, {worker: (row, place) for worker, row, place in told}))
+        """See ``Landmarks.learn``.
+
+        Raises:
+          InputError: a rank said something else.
+        """
+        self._known.append((self._first_row + rows, dict(map(_told_place, texts))))
         while len(self._known) > self._keep:
             self._known.popleft()
 
@@ -151,6 +156,18 @@ class CommonPlaces:
         """For each worker, a row up to this one and the place of its walk after it."""
         _, known = _last_before(row, list(self._known))
         return [known[worker] for worker in range(len(known))]
+
+
+def _told_place(text: str) -> tuple[int, tuple[int, str]]:
+    """Which worker said it, and after which row its walk stood where."""
+    match told := plain_message(text):
+        case {"worker": int(worker), "row": int(row), "place": str(place)}:
+            return worker, (row, place)
+        case _:
+            raise InputError(
+                f"another rank sent {told!r:.100} as the place of its walk; every rank must run the same version of "
+                "torchdistinput."
+            )
 
 
 def _last_before(row: int, known: Sequence[tuple[int, T]]) -> tuple[int, T]:

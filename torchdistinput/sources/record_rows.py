@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -18,19 +17,26 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torchdistinput.errors import SourceError, StateMismatch
 from torchdistinput.flow import Origin, Row, Skipped
 from torchdistinput.plan.batching import Cutter
+from torchdistinput.plan.batching import Row as Limits
 from torchdistinput.plan.lanes import Deals, WalkPlace, fresh_files
 from torchdistinput.plan.sharding import deal
 from torchdistinput.sources.files import FileDataset
 from torchdistinput.sources.index import labelled_batch, number_of, number_of_first_row
 from torchdistinput.sources.seeds import epoch_key
-from torchdistinput.sources.walks import RecordPlace, RecordWalk
+from torchdistinput.sources.walks import RecordPlace, RecordWalk, Reserved
 from torchdistinput.sources.worker_side import Cut, CutReady, Failure, labelled_piece, nothing_left, thinned
 
 __all__ = ["Entrance", "Passed", "RecordRows", "pass_over"]
 
-_RECORDS_BETWEEN_PLACES: Final = 64  # for each open file: telling a place costs some microseconds a file
+# Telling a place costs some microseconds a file, which is as much as a batch of short lines; what was read since the
+# last one is read again, undecoded, by who goes on there.
+_RECORDS_BETWEEN_PLACES: Final = 64  # for each open file
+_BATCHES_BETWEEN_PLACES: Final = 4
 
 _Places = Callable[[int, int], list[RecordPlace]]
+
+Batch = list[Any] | Reserved
+"""The undecoded records of a batch; slices of it are lists."""
 
 
 @final
@@ -57,24 +63,33 @@ class Passed:
     """Where passing over ended.
 
     Args:
-      records: the batch that the last row to be passed over is in, if rows of it are left.
+      records: the batch that the last row to be passed over is in, if rows of it are left; else empty.
       rows_left: how many of its rows were to be passed over; 0 where none of it is left.
       place: where the walk stood before that batch.
       missing: how many rows the walk had too few.
     """
 
-    records: list[Any]
+    records: Batch
     rows_left: int
     place: WalkPlace
     missing: int = 0
 
 
-def pass_over(walk: RecordWalk, cutter: Cutter, rows: int, *, drop_last: bool) -> Passed:
-    """Reads the batches of so many rows, undecoded; stops at the end of the walk."""
+def pass_over(walk: RecordWalk, cutter: Cutter, rows: int, *, drop_last: bool, in_ranges: bool = False) -> Passed:
+    """Reads the batches of so many rows, undecoded; stops at the end of the walk.
+
+    Args:
+      walk: what is read.
+      cutter: the laws of the cut.
+      rows: how many rows.
+      drop_last: whether a short last batch is dropped.
+      in_ranges: whether batches are reserved, and so only read where there is no other way.
+    """
+    take: Callable[[int], Batch] = walk.reserve if in_ranges else walk.take
     size = cutter.global_batch_size or 1
     while rows > 0:
         place = walk.position()
-        records = walk.take(size)
+        records = take(size)
         if not records or (len(records) < size and drop_last):
             break
         count = len(cutter.rows(len(records))) if cutter.global_batch_size else cutter.rows_of_ready_batch
@@ -99,6 +114,7 @@ class RecordRows(IterableDataset[Any]):
       drop_last: whether a short last batch is dropped.
       with_index: whether the numbers of the samples are wanted.
       skip: whether records that cannot be read, or decoded, are left out.
+      in_ranges: whether somebody else reads a part of each batch, or some batches.
     """
 
     def __init__(
@@ -111,6 +127,7 @@ class RecordRows(IterableDataset[Any]):
         drop_last: bool,
         with_index: bool,
         skip: bool = False,
+        in_ranges: bool = False,
     ) -> None:
         self.dataset = dataset
         self._cutter = cutter
@@ -119,7 +136,9 @@ class RecordRows(IterableDataset[Any]):
         self._drop_last = drop_last
         self._with_index = with_index
         self._skip = skip
+        self._in_ranges = in_ranges
         self._entrance = Entrance()
+        self._last_limits: tuple[int, Sequence[Limits]] = (0, ())
         # In shared memory, so that persistent loader workers learn of it too.
         self._epoch: torch.Tensor = torch.zeros(1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call] # torch's
 
@@ -140,7 +159,8 @@ class RecordRows(IterableDataset[Any]):
         if self._by_file:
             order = deal(order, self._cutter.topology.num_workers, self._cutter.topology.worker)
         try:
-            with closing(self.dataset.walk(order, epoch, entrance.place, skip=self._skip)) as walk:
+            walk = self.dataset.walk(order, epoch, entrance.place, skip=self._skip, in_ranges=self._in_ranges)
+            with closing(walk):
                 yield from self._cuts(walk, entrance, epoch_key(self.dataset.seed, epoch))
         except (SourceError, StateMismatch) as error:
             yield Failure(error, "")
@@ -150,32 +170,36 @@ class RecordRows(IterableDataset[Any]):
         info = get_worker_info()
         worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
         size = self._cutter.global_batch_size or 1
-        untold, opened = 0, 0  # records until the next place is told; files that were open when one was told last
-        passed = pass_over(walk, self._cutter, entrance.rows, drop_last=self._drop_last)
+        # Records and batches until the next place is told; files that were open when one was told last.
+        untold, untold_batches, opened = 0, 0, 0
+        take: Callable[[int], Batch] = walk.reserve if self._in_ranges else walk.take
+        rows = entrance.rows
+        passed = pass_over(walk, self._cutter, rows, drop_last=self._drop_last, in_ranges=self._in_ranges)
         if passed.missing and entrance.must_exist:
             raise StateMismatch(f"the files end {passed.missing} step(s) before the one where the epoch was to begin.")
         first, records = passed.rows_left, passed.records
         for number in count():
-            records = records or walk.take(size)
+            records = records or take(size)
             if not records or (len(records) < size and self._drop_last):
                 return
             if number % num_workers == worker:
                 cut = self._cut(records, walk.places, key, first)
-                untold -= len(records)
-                if isinstance(cut, Cut) and (untold <= 0 or walk.opened > opened):
+                untold, untold_batches = untold - len(records), untold_batches - 1
+                if isinstance(cut, Cut) and ((untold <= 0 and untold_batches <= 0) or walk.opened > opened):
                     place = walk.position()
-                    untold, opened = _RECORDS_BETWEEN_PLACES * max(1, len(place.slots)), place.opened
-                    cut = cut._replace(place=json.dumps(place.to_json()))
+                    untold, untold_batches = _RECORDS_BETWEEN_PLACES * max(1, len(place.slots)), _BATCHES_BETWEEN_PLACES
+                    opened = place.opened
+                    cut = cut._replace(place=place.to_text())
                 yield cut
             first, records = 0, []
 
-    def _cut(self, records: list[Any], places: _Places, key: int, first: int) -> Cut | Failure:
+    def _cut(self, records: Batch, places: _Places, key: int, first: int) -> Cut | Failure:
         try:
             if self._cutter.global_batch_size is None:
-                return self._cut_ready(records, partial(places, 0, 1), key, first)
+                return self._cut_ready(records[:], partial(places, 0, 1), key, first)
             rows: list[Row] = []
             numbers: list[list[Any]] = []
-            for limits in self._cutter.rows(len(records))[first:]:
+            for limits in self._limits(len(records))[first:]:
                 rows.append(
                     [
                         self._piece(records[lo:hi], partial(places, lo, hi), key) if lo < hi else None
@@ -191,6 +215,12 @@ class RecordRows(IterableDataset[Any]):
             place = places(0, 1)[0]
             where = f"collating from record {place.record} of {place.file} on"
             return Failure(error, where, Origin(file=place.file))
+
+    def _limits(self, size: int) -> Sequence[Limits]:
+        """The rows of a batch; nearly all batches have the same size."""
+        if size != self._last_limits[0]:
+            self._last_limits = size, self._cutter.rows(size)
+        return self._last_limits[1]
 
     def _piece(self, records: list[Any], places: Callable[[], list[RecordPlace]], key: int) -> Any:
         """The collated piece of some records, ``Thinned`` if some were left out."""

@@ -82,6 +82,11 @@ class RecordSource:
         self._with_index = with_index
         self._read_ahead = read_ahead
         self._skip = skip
+        # Where several read the same batches, each reads its own part of them, if the files are such that one can.
+        num_readers = 1 if self._loader is None else max(1, self._loader.num_workers)
+        in_ranges = num_readers > 1 or (shared and topology.num_workers > 1)
+        if in_ranges and self._dataset.has_index:
+            self._dataset.build_index(topology.worker, topology.num_workers)
         self._rows = RecordRows(
             self._dataset,
             self._cutter,
@@ -90,8 +95,10 @@ class RecordSource:
             drop_last=self._drop_last,
             with_index=with_index,
             skip=skip,
+            in_ranges=in_ranges,
         )
         self._runs = None if self._loader is None else _runs_of(self._loader)
+        self._reads_here = self._loader is not None and not self._loader.num_workers and not self._loader.pin_memory
         self.draws_from_default_generator = self._loader is not None and self._loader.generator is None
         certain = shared and not skip
         self.certain_piece_size = self._cutter.certain_piece_size(drop_last=self._drop_last) if certain else None
@@ -121,6 +128,10 @@ class RecordSource:
     def lost_workers(self) -> str:
         """See ``HasWorkers.lost_workers``."""
         return "" if self._runs is None else self._runs.lost_workers()
+
+    def fresh_batches(self) -> int:
+        """See ``HasWorkers.fresh_batches``."""
+        return 0 if self._runs is None else self._runs.fresh_batches()
 
     def generators(self) -> Sequence[torch.Generator]:
         """See ``Source.generators``. The order follows from the dataset's seed."""
@@ -199,7 +210,9 @@ class RecordSource:
             cuts = iter(rows)
         else:
             run = draws(lambda: runs.start(rows, once=rows is not self._rows))
-            cuts, close = run, lambda: runs.finish(run)
+            # Without loader workers and pinning, torch's loader would hand on each cut as it is: the start is all that
+            # is needed of it, for the random seed that it draws.
+            cuts, close = iter(rows) if self._reads_here else run, lambda: runs.finish(run)
         own = Places(walk, position.rows, self._read_ahead)
         common = None if self._cutter.shared else CommonPlaces(own, position, worker, self._read_ahead)
         return RowStream(

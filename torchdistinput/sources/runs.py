@@ -7,16 +7,31 @@ woken by an item that torch cannot unpack. Torch has no public way to either.
 
 from __future__ import annotations
 
+import pickle
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, final
+from multiprocessing.connection import wait
+from typing import Any, Final, final
 
+from torch.utils.data import DataLoader
+from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
+from torchdistinput.backends.slots import forks_of_workers
 from torchdistinput.flow import Origin, ReadFailure
 from torchdistinput.sources.arrivals import see_in
+from torchdistinput.sources.slotted import Fresh, Inlet, Packed, through_slots
 from torchdistinput.sources.torch_loaders import WorkerInit
 
 __all__ = ["LoaderRun", "LoaderRuns"]
+
+_DEATH_SECONDS: Final = 1.0
+"""From the end of a worker's sockets to the end of the worker, at most."""
+_LOCK_SECONDS: Final = 1.0
+"""For a loader worker to end its last message, at most."""
+_LEAVE_SECONDS: Final = 5.0
+"""For a thread that was woken to leave, at most."""
 
 
 @final
@@ -25,13 +40,19 @@ class LoaderRun(Iterator[Any]):
 
     Args:
       iterator: torch's.
+      inlet: opens what its workers send, if they send it in memory that is used again.
     """
 
-    def __init__(self, iterator: Iterator[Any]) -> None:
+    def __init__(self, iterator: Iterator[Any], inlet: Inlet | None = None) -> None:
         self._iterator = iterator
+        self._inlet = inlet
         self._workers = iterator if isinstance(iterator, _MultiProcessingDataLoaderIter) else None
-        self._waiting = False
+        self._pins: bool = self._workers is not None and self._workers._pin_memory  # noqa: SLF001 - see the top
+        self._waiting: int | None = None  # the thread in __next__
+        self._left = threading.Event()
         self._closed = False
+        self.fresh = 0
+        """Items that came in fresh memory, as they did not fit into what is used again."""
         init = None if self._workers is None else self._workers._worker_init_fn  # noqa: SLF001 - see the top
         if isinstance(init, WorkerInit) and init.arrivals is not None:
             try:
@@ -46,15 +67,19 @@ class LoaderRun(Iterator[Any]):
         Raises:
           ReadFailure: a loader worker died; it is named.
         """
-        if self._closed:
-            raise StopIteration
         self._left.clear()
-        self._waiting = threading.get_ident()
+        self._waiting = (
+            threading.get_ident()
+        )  # before the look at whether it is closed, as close() looks the other way round
         try:
+            if self._closed:
+                raise StopIteration
             return self._next()
-        except (RuntimeError, OSError, EOFError) as error:
+        except (RuntimeError, OSError, EOFError, TypeError) as error:
+            if self._closed:  # whoever waits is woken by something that torch cannot read
+                raise StopIteration from None
             # The sockets of a process that is killed end before the process does.
-            dead = self._wait_for_dead(0.0 if isinstance(error, RuntimeError) else _DEATH_SECONDS)
+            dead = self._wait_for_dead(isinstance(error, OSError | EOFError))
             if not dead:
                 raise
             raise ReadFailure(self.dead_workers(), Origin(worker=dead[0][0])) from error
@@ -69,11 +94,16 @@ class LoaderRun(Iterator[Any]):
         inlet.take_back()
         sent = next(self._iterator)
         item = inlet.open(sent)
-        return pin_memory(item) if self._pins and isinstance(sent, Packed) else item
+        self.fresh += isinstance(sent, Fresh)
+        if self._pins and isinstance(sent, Packed):  # torch's own thread has not seen what is in it
+            item = pin_memory(item)  # type: ignore[no-untyped-call] # torch's
+        return item
 
-    def _wait_for_dead(self, seconds: float) -> list[tuple[int, int]]:
-        until = time.monotonic() + seconds
-        while not (dead := self._dead()) and self._workers is not None and time.monotonic() < until:
+    def _wait_for_dead(self, lost: bool) -> list[tuple[int, int]]:  # noqa: FBT001 - whether a connection was lost
+        until = time.monotonic() + (_DEATH_SECONDS if lost and self._workers is not None else 0.0)
+        while (
+            not (dead := self._dead()) and not self._closed and self._workers is not None and time.monotonic() < until
+        ):
             time.sleep(0.01)
         return dead
 
@@ -98,22 +128,40 @@ class LoaderRun(Iterator[Any]):
         self._closed = True
         if self._workers is None:
             return
-        workers, waiting = self._workers, self._waiting
-        workers._shutdown_workers()  # noqa: SLF001 - see the top
-        if waiting is not None:
-            self._wake(workers, waiting)
+        self._workers._shutdown_workers()  # noqa: SLF001 - see the top
+        waiting = self._waiting
+        if waiting is not None and waiting != threading.get_ident():
+            self._wake(self._workers)
         if self._inlet is not None:
             self._inlet.close()
 
-    def _wake(self, workers: _MultiProcessingDataLoaderIter, waiting: int) -> None:
-        """Lets the thread leave that waits for an item."""
-        results = workers._data_queue  # noqa: SLF001 - see the top
-        results.put(None)
-        if self._pins or waiting == threading.get_ident() or not self._left.wait(_LEAVE_SECONDS):
+    def _wake(self, workers: _MultiProcessingDataLoaderIter) -> None:
+        """Lets the thread leave that waits for an item, once the loader workers ended."""
+        results: Any = workers._data_queue  # noqa: SLF001 - see the top
+        if self._pins:  # the queue of a thread of this process
+            results.put(None)
             return
-        # Not before: the number of a descriptor that is polled would go to another file.
-        results.close()
-        results.join_thread()
+        lock, writer = results._wlock, results._writer  # noqa: SLF001 - see below
+        if lock is not None and not lock.acquire(timeout=_LOCK_SECONDS):
+            # A worker that ends in the middle of a message takes the queue's lock with it, for which a `put` would wait
+            # for ever. As nobody else writes, the end of the file comes in the middle of the message.
+            writer.close()
+        else:
+            if wait([results._reader], 0) == []:  # noqa: SLF001 - else there is something to read
+                writer.send_bytes(pickle.dumps(None))
+            if lock is not None:
+                lock.release()
+        if self._left.wait(_LEAVE_SECONDS):
+            # Not before: the number of a descriptor that is polled would go to another file.
+            results.close()
+
+
+def _begin(loader: Iterable[Any], inlet: Inlet | None) -> LoaderRun:
+    with forks_of_workers():
+        run = LoaderRun(iter(loader), inlet)
+    if inlet is not None:
+        inlet.seal()
+    return run
 
 
 @final
@@ -128,10 +176,11 @@ class LoaderRuns:
     def __init__(self, build: Callable[[Any], Iterable[Any]], *, lasting: bool) -> None:
         self._build = build
         self._wants_to_last = lasting
-        self._lasting: Iterable[Any] | None = None
+        self._lasting: tuple[Iterable[Any], Inlet | None] | None = None
         self._user: LoaderRun | None = None
         self._last: LoaderRun | None = None
         self._running: list[LoaderRun] = []
+        self._fresh = 0  # of the runs that ended
 
     def can_last(self) -> bool:
         """Whether the next run will use workers that live on: not while an earlier one uses them."""
@@ -153,19 +202,18 @@ class LoaderRuns:
         self._running.append(run)
         return run
 
-    def _new_loader(self, dataset: Any) -> tuple[DataLoader[Any], Inlet | None]:
+    def _new_loader(self, dataset: Any) -> tuple[Iterable[Any], Inlet | None]:
         loader = self._build(dataset)
-        inlet = through_slots(loader)
-        if inlet is not None:
-            self._inlets.add(inlet)
-        return loader, inlet
+        return loader, through_slots(loader) if isinstance(loader, DataLoader) else None
 
     def fresh_batches(self) -> int:
         """Batches of loader workers that came in fresh memory, in all runs so far. Local."""
-        return self._fresh_of_ended + sum(inlet.fresh for inlet in self._inlets)
+        return self._fresh + sum(run.fresh for run in self._running)
 
     def finish(self, run: LoaderRun) -> None:
         """Ends a run, and its loader workers unless they are to live on. Idempotent."""
+        if run in self._running:
+            self._fresh += run.fresh
         self._running = [each for each in self._running if each is not run]
         if run is self._user:
             self._user = None

@@ -7,7 +7,6 @@ steps that are read ahead here), so that random state in user code stays repeata
 
 from __future__ import annotations
 
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import Any, NamedTuple, final
@@ -18,6 +17,8 @@ from torchdistinput.errors import StateMismatch
 from torchdistinput.plan.batching import Cutter, check_replica, distinct_steps, refuse_empty_pieces, split
 from torchdistinput.sources.batches import batches_of, size_of
 from torchdistinput.sources.index import SampleNumbers
+from torchdistinput.sources.numbers import Numbers, digest_of
+from torchdistinput.sources.random_state import plainly
 from torchdistinput.sources.worker_side import Request
 
 __all__ = ["DistributedBatchSampler", "DrawnRow", "Draws", "Feed"]
@@ -32,6 +33,16 @@ class DrawnRow(NamedTuple):
     """A number of the batch that was drawn, for comparing ranks; 0 where each worker draws its own."""
     numbers: tuple[Any, ...] | None = None
     """The numbers of the samples of each piece, if they are wanted; of a whole batch, the number of its first row."""
+    wanted: int = 1
+    """How many pieces will come."""
+
+
+class _CutRow(NamedTuple):
+    """A row of a batch of some size: the limits of its pieces, which of them have samples, and how many those are."""
+
+    limits: tuple[tuple[int, int], ...]
+    pieces: tuple[bool, ...]
+    wanted: int
 
 
 @final
@@ -44,6 +55,7 @@ class Draws:
       collate: whether a batch is a list of sample indices to be collated; else its items are given to the dataset.
       lead: requests that torch's loader takes when its iterator is made.
       draw: calls user code that may draw from the default random state.
+      once: whether that is the first batch's only.
       numbers: numbers the samples, if that is wanted.
     """
 
@@ -58,13 +70,17 @@ class Draws:
         collate: bool,
         lead: int,
         draw: Callable[[Callable[[], Any]], Any],
+        once: bool = False,
         numbers: SampleNumbers | None = None,
     ) -> None:
         self._batches = batches_of(batches, len if collate else size_of)
         self._cutter = cutter
+        self._cut_size = -1
+        self._cut_rows: list[_CutRow] = []  # of a batch of that size, which most batches have
         self._rows_a_batch = 1 if cutter.shared else cutter.topology.num_workers
         self._collate = collate
         self._draw = draw
+        self._once = once
         self._numbers = numbers
         self._rows: deque[DrawnRow] = deque()
         self._requests: deque[Request] = deque()
@@ -110,7 +126,7 @@ class Draws:
                 raise failure
             return None
         row = self._rows.popleft()
-        self._surplus -= sum(row.pieces)
+        self._surplus -= row.wanted
         while self._surplus < 0 and self._advance():
             pass
         return row
@@ -122,7 +138,9 @@ class Draws:
         try:
             if self._rows_to_skip:
                 return self._start_after(self._rows_to_skip)
-            batch = self._draw(lambda: next(self._batches, self))
+            batch = self._draw(self._next_batch)
+            if self._once:
+                self._draw = plainly
             if batch is not self:
                 self._add(batch, 0)
                 return True
@@ -131,18 +149,28 @@ class Draws:
         self._exhausted = True
         return False
 
+    def _next_batch(self) -> Any:
+        """The next batch of the user's sampler; this object if there is none."""
+        try:
+            return self._batches.draw()
+        except StopIteration:
+            return self
+
     def _start_after(self, rows: int) -> bool:
         """Draws the batch that the last row to be passed over is in; what is left of it comes next."""
         before, row = divmod(rows - 1, self._rows_a_batch)
         self._exhausted = True  # unless the batch is found
-        passed, batch = self._draw(lambda: (self._batches.skip(before), next(self._batches, self)))
+        passed, batch = self._draw(lambda: (self._batches.skip(before), self._next_batch()))
         self._rows_to_skip = 0
+        if self._once:
+            self._draw = plainly
         if batch is self:
             if self._cutter.shared:  # else other workers may have gone on for longer
                 raise _ended_early(rows, passed.batches)
             return False
         if self._drawn_before:
-            _check_drawn(rows, self._drawn_before, _digest([batch] if self._is_whole(batch) else self._listed(batch)))
+            found = digest_of([batch] if self._is_whole(batch) else self._listed(batch))
+            _check_drawn(rows, self._drawn_before, found)
         if self._numbers is not None:
             self._numbers.pass_over(passed.samples)
         self._exhausted = False
@@ -151,47 +179,53 @@ class Draws:
 
     def _is_whole(self, batch: Any) -> bool:
         """Whether it is one item of the dataset that is a whole batch."""
-        return not self._collate and not isinstance(batch, list | tuple)
+        return not self._collate and not isinstance(batch, list | tuple | Numbers)
 
-    def _listed(self, batch: Any) -> Sequence[Any]:
-        indices: Sequence[Any] = batch if self._collate or isinstance(batch, list) else list(batch)
+    def _listed(self, batch: Any) -> Numbers | Sequence[Any]:
+        indices: Numbers | Sequence[Any]
+        indices = batch if self._collate or isinstance(batch, list | Numbers) else list(batch)
         return indices
 
     def _add(self, batch: Any, first: int) -> None:
         """The rows of a batch from the ``first`` on, and the requests for their pieces."""
-        if self._is_whole(batch):
+        if type(batch) is Numbers:
+            indices: Numbers | Sequence[Any] = batch
+        elif self._is_whole(batch):
             self._add_whole(batch, first)
             return
-        indices = self._listed(batch)
+        else:
+            indices = self._listed(batch)
+        size = len(indices)
         numbers = None if self._numbers is None else self._numbers.of_batch(indices)
-        digest = _digest(indices) if self._cutter.shared else 0
-        for row in self._cutter.rows(len(indices))[first:]:
-            index = None if numbers is None else tuple(numbers[lo:hi] for lo, hi in row)
-            self._rows.append(DrawnRow(tuple(lo < hi for lo, hi in row), None, digest, index))
-            for lo, hi in row:
+        digest = digest_of(indices) if self._cutter.shared else 0
+        rows = self._cut_rows if size == self._cut_size else self._cut(size)
+        for limits, pieces, wanted in rows[first:] if first else rows:
+            index = None if numbers is None else tuple(numbers[lo:hi] for lo, hi in limits)
+            self._rows.append(DrawnRow(pieces, None, digest, index, wanted))
+            self._surplus += wanted
+            for lo, hi in limits:
                 if lo < hi:
-                    self._request((self._collate, indices[lo:hi], self.key))
+                    self._requests.append((self._collate, indices[lo:hi], self.key))
+
+    def _cut(self, size: int) -> list[_CutRow]:
+        """The rows of a batch of so many samples."""
+        rows = []
+        for limits in self._cutter.rows(size):
+            pieces = tuple(lo < hi for lo, hi in limits)
+            rows.append(_CutRow(limits, pieces, sum(pieces)))
+        self._cut_size, self._cut_rows = size, rows
+        return rows
 
     def _add_whole(self, item: Any, first: int) -> None:
         """One item of the dataset is a whole batch: it is asked for once, and cut when it is there."""
         index = None if self._numbers is None else (self._numbers.of_item(item),)
         if first == self._rows_a_batch:
             return
-        self._request((False, item, self.key))
-        digest = _digest([item]) if self._cutter.shared else 0
-        for number in range(first, self._rows_a_batch):
-            self._rows.append(DrawnRow((number == first,), number, digest, index))
-
-    def _request(self, request: Request) -> None:
-        self._requests.append(request)
+        self._requests.append((False, item, self.key))
         self._surplus += 1
-
-
-def _digest(indices: Sequence[Any]) -> int:
-    """63 bits of a drawn batch, the same in every process: tuples of ints hash alike everywhere, strings do not."""
-    if indices and isinstance(indices[0], int):
-        return hash(tuple(indices)) & (2**63 - 1)
-    return zlib.crc32(repr(indices).encode()) + 1
+        digest = digest_of([item]) if self._cutter.shared else 0
+        for number in range(first, self._rows_a_batch):
+            self._rows.append(DrawnRow((number == first,), number, digest, index, int(number == first)))
 
 
 def _ended_early(rows: int, batches: int) -> StateMismatch:

@@ -12,7 +12,6 @@ from torchdistinput.plan.permutation import Permutation
 __all__ = ["ShuffleSampler"]
 
 _MAX_LENGTH: Final = 2**62
-_BLOCK: Final = 16_384  # most of the cost of a small block is NumPy's, for each of its calls
 
 
 @final
@@ -81,13 +80,7 @@ class ShuffleSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         """The samples of the next epoch."""
-        return _numbers(self.next_order())
-
-
-def _numbers(order: Permutation) -> Iterator[int]:
-    length = len(order)
-    for start in range(0, length, _BLOCK):
-        yield from order.block(start, min(start + _BLOCK, length)).tolist()
+        return iter(self.next_order())
 
 
 def _checked_int(name: str, value: object) -> int:

@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any, Final, cast, final
+from typing import Any, Final, final
 
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, get_worker_info
@@ -72,6 +72,8 @@ class WorkerInit:
         self._init = init
         self._parent = parent
         self.arrivals = arrivals
+        self.begin: Callable[[int, Any], None] | None = None
+        """Called last, with the number of the worker and the dataset that it reads."""
 
     def __call__(self, worker: int) -> None:
         """Called by torch in the loader worker, before anything is read."""
@@ -82,11 +84,14 @@ class WorkerInit:
         if self.arrivals is not None:
             self.arrivals.arrive(worker)
         info = get_worker_info()
+        dataset: Any = None if info is None else info.dataset
         if info is not None:
             # WorkerInfo refuses a plain assignment.
-            object.__setattr__(info, "dataset", cast(Any, info.dataset).dataset)
+            object.__setattr__(info, "dataset", dataset.dataset)
         if self._init is not None:
             self._init(worker)
+        if self.begin is not None:
+            self.begin(worker, dataset)
 
 
 def settings_of(loader: DataLoader[Any]) -> dict[str, Any]:

@@ -12,14 +12,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from itertools import islice
-from typing import Any, final
+from typing import Any, Final, final
 
 from torchdistinput.errors import StateMismatch
 from torchdistinput.plan.lanes import LanePlace, WalkPlace
 from torchdistinput.sources.lanes import Lane, RecordPlace
 
-__all__ = ["RecordPlace", "RecordWalk"]
+__all__ = ["RecordPlace", "RecordWalk", "Reserved"]
+
+_MOST_READY: Final = 256  # rows of arrays are made as they are handed out
 
 
 @final
@@ -45,9 +46,8 @@ class RecordWalk:
         block_length: int,
         place: WalkPlace | None = None,
     ) -> None:
-        self._table = table = _Table(order, cycle_length, place or WalkPlace())
-        length = block_length if len(table.slots) > 1 else None  # alone, a file has all turns: one will do
-        self._records = _take_turns(table, open_lane, length)
+        self._table = _Table(order, open_lane, cycle_length, block_length, place or WalkPlace())
+        self._records = _one_by_one(self._table)
 
     def __iter__(self) -> Iterator[Any]:
         """The walk's one generator: a loop over it makes no call of a method for every record."""
@@ -64,9 +64,9 @@ class RecordWalk:
         Raises:
           RuntimeError: before the first record.
         """
-        if self._table.lane is None:
+        if self._table.last is None:
             raise RuntimeError("the walk has yielded no record yet, so there is no place")
-        return self._table.lane.place()
+        return self._table.last.place()
 
     @property
     def opened(self) -> int:
@@ -80,21 +80,59 @@ class RecordWalk:
     def take(self, count: int) -> list[Any]:
         """The next ``count`` records, fewer at the end; ``places`` tells where they came from."""
         table = self._table
-        table.turns = []
-        if table.first is not None and table.lane is not None:
-            now = table.lane.count()
-            table.first, table.taken = now, table.taken + now - table.first
-        return list(islice(self._records, count))
+        table.taken = []
+        records: list[Any] = []
+        while len(records) < count and (turn := table.next_turn()) is not None:
+            lane, left = turn
+            wanted = count - len(records) if left is None else min(left, count - len(records))
+            found = table.read(lane, lane.take, wanted)
+            if len(found) < wanted:
+                table.end_lane(lane)
+            records = records + found if records else found
+        return records
+
+    def reserve(self, count: int) -> Reserved:
+        """The next ``count`` records, fewer at the end, of which only those are read that are asked for.
+
+        Where a file has to be read from front to back, its records are read at once. Until the next call.
+        """
+        table = self._table
+        table.taken = []
+        table.let_go()
+        held: list[list[Any] | None] = []
+        size = 0
+        while size < count and (turn := table.next_turn()) is not None:
+            lane, left = turn
+            wanted = count - size if left is None else min(left, count - size)
+            before = lane.delivered
+            found = None if lane.can_pass_over else table.read(lane, lane.take, wanted)
+            number = table.pass_over(lane, wanted) if found is None else len(found)
+            if lane.delivered > before:
+                held.append(found)
+            if number < wanted:
+                table.end_lane(lane, keep=True)
+            size += number
+        return Reserved(size, [(*turn, records) for turn, records in zip(table.taken, held, strict=True)])
+
+    def take_ready(self) -> list[Any]:
+        """The next records, as far as they are at hand: at least one, none at the end only.
+
+        Good records in front of one that cannot be read are returned before its error is raised.
+        """
+        table = self._table
+        table.taken = []
+        while (turn := table.next_turn()) is not None:
+            lane, left = turn
+            if records := table.read(lane, lane.take_ready, _MOST_READY if left is None else min(left, _MOST_READY)):
+                return records
+            table.end_lane(lane)
+        return []
 
     def places(self, lo: int, hi: int) -> list[RecordPlace]:
         """Where the records ``[lo, hi)`` of the last ``take`` came from. Before the next record is taken."""
-        table = self._table
-        turns = list(table.turns or ())
-        if table.first is not None and table.lane is not None:
-            turns.append((table.lane, table.first, table.lane.count()))
         found: list[RecordPlace] = []
-        start = 0  # the position of the turn's first record among those taken
-        for lane, first, end in turns:
+        start = 0  # the position of the first record of a turn among those taken
+        for lane, first, end in self._table.taken:
             stop = start + end - first
             if lo < stop and start < hi:
                 found += lane.places(first + max(lo - start, 0), min(end, first + hi - start))
@@ -104,6 +142,49 @@ class RecordWalk:
     def close(self) -> None:
         """Closes the open files; the walk is at its end. More calls do nothing."""
         self._records.close()
+        self._table.close()
+
+
+@final
+class Reserved:
+    """Records of a walk that are read as slices of them are asked for.
+
+    Args:
+      size: how many they are.
+      parts: in order, lanes, ranges of their records, and the records where they were read already.
+    """
+
+    def __init__(self, size: int, parts: Sequence[tuple[Lane, int, int, list[Any] | None]]) -> None:
+        self._size = size
+        self._parts = parts
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, wanted: slice) -> list[Any]:
+        """The records of a slice without a step. What a lane has of them is read at once.
+
+        Raises:
+          SourceError: naming the file.
+        """
+        lo, hi, _ = wanted.indices(self._size)
+        found: list[tuple[Lane, int, int, list[Any] | None]] = []
+        ranges: dict[int, tuple[Lane, int, int]] = {}
+        start = 0
+        for lane, first, end, records in self._parts:
+            stop = start + end - first
+            if lo < stop and start < hi:
+                a, b = first + max(lo - start, 0), min(end, first + hi - start)
+                found.append((lane, a, b, None if records is None else records[a - first : b - first]))
+                if records is None:
+                    ranges[id(lane)] = (lane, ranges.get(id(lane), (lane, a, b))[1], b)
+            start = stop
+        read = {key: (a, lane.read_range(a, b)) for key, (lane, a, b) in ranges.items()}
+        whole: list[Any] = []
+        for lane, a, b, held in found:
+            first, records = (a, held) if held is not None else read[id(lane)]
+            whole += records[a - first : b - first]
+        return whole
 
 
 @final
@@ -112,102 +193,194 @@ class _Table:
 
     Args:
       order: the fresh files.
+      open_lane: opens a file.
       cycle_length: how many slots there are, unless the place has some.
+      block_length: how many records make a turn, where there are several slots.
       place: where to start.
     """
 
-    __slots__ = ("_order", "_waiting", "first", "lane", "opened", "slots", "taken", "turn", "turns")
-
-    def __init__(self, order: Sequence[int], cycle_length: int, place: WalkPlace) -> None:
-        self.lane: Lane | None = None
+    def __init__(
+        self,
+        order: Sequence[int],
+        open_lane: Callable[[LanePlace], Lane],
+        cycle_length: int,
+        block_length: int,
+        place: WalkPlace,
+    ) -> None:
+        self.last: Lane | None = None
         """The lane of the last record."""
-        self.first: int | None = None
-        """Where the turn in progress began, or the last ``take`` in it: a count of the lane's records."""
-        self.turns: list[tuple[Lane, int, int]] | None = None  # nobody asks unless records are taken
-        """The turns that ended since the last ``take``, each with its range of the lane's records."""
-        self._order = order
+        self.taken: list[tuple[Lane, int, int]] = []
+        """What the last ``take`` took: lanes, each with a range of its records, counted as they are yielded."""
         self.opened = place.opened
         """How many fresh files were opened."""
+        self._order = order
+        self._open_lane = open_lane
         self._waiting = deque(place.waiting)
         num_slots = min(cycle_length, len(place.waiting) + len(order) - place.opened)
-        self.slots: list[Lane | LanePlace | None] = list(place.slots) or [None] * num_slots
-        """The lane of each slot, or the place of one that is yet to be opened again."""
-        self.turn = place.turn
-        """The slot whose turn it is."""
-        self.taken = place.taken
-        """How many records were taken in its turn; of the turn in progress, before ``first``."""
+        # The lane of each slot, or the place of one that is yet to be opened again.
+        self._slots: list[Lane | LanePlace | None] = list(place.slots) or [None] * num_slots
+        self._length = block_length if len(self._slots) > 1 else None  # alone, a file has all turns: one will do
+        self._turn = place.turn  # the slot whose turn it is
+        self._before = place.taken  # records of its turn that were taken when its lane was opened
+        self._lane: Lane | None = None  # its lane, once it is open
+        self._start = 0  # the lane's count where the turn began
+        self._ended: list[Lane] = []  # lanes at their end of which records may still be read
+        self._closed = False
+
+    def __del__(self) -> None:
+        self.close()
 
     def position(self) -> WalkPlace:
         """See ``RecordWalk.position``."""
-        slots = tuple([lane.position() if isinstance(lane, Lane) else lane for lane in self.slots])
-        taken = self.taken
-        if self.first is not None and self.lane is not None:
-            taken += self.lane.count() - self.first
+        slots = tuple([lane.position() if isinstance(lane, Lane) else lane for lane in self._slots])
+        taken = self._before if self._lane is None else self._lane.delivered - self._start
         if len(slots) == 1:
             taken = 0  # its turn has no end
-        return WalkPlace(slots, self.turn, taken, tuple(self._waiting), self.opened)
+        return WalkPlace(slots, self._turn, taken, tuple(self._waiting), self.opened)
 
-    def has_more(self) -> bool:
-        """Whether a file is open or to be opened."""
-        return self.opened < len(self._order) or bool(self._waiting) or any(self.slots)
+    def next_turn(self) -> tuple[Lane, int | None] | None:
+        """The lane whose turn it is, and how many records it has left in it; ``None`` at the end of all files."""
+        while not self._closed:
+            if self._lane is None:
+                if not self._has_more():
+                    self._turn = 0
+                    if not self._ended:
+                        self.close()
+                    break
+                self._begin_turn()
+            lane = self._lane
+            if lane is not None:
+                if self._length is None:
+                    return lane, None
+                left = self._length - (lane.delivered - self._start)
+                if left > 0:
+                    return lane, left
+            self._pass_turn()
+        return None
 
-    def fill_slot(self, open_lane: Callable[[LanePlace], Lane]) -> Lane | None:
-        """Opens the next file for the slot whose turn it is; none if there is none."""
-        place = self.slots[self.turn]
-        if isinstance(place, LanePlace):
-            lane = open_lane(place)
-        elif self._waiting:
-            lane = open_lane(self._waiting[0])
-            self._waiting.popleft()  # not before it is open: one that cannot be is still to be read
-        elif self.opened < len(self._order):
-            lane = open_lane(LanePlace(self._order[self.opened]))
-            self.opened += 1
+    def read(self, lane: Lane, take: Callable[[int], list[Any]], count: int) -> list[Any]:
+        """What the lane whose turn it is gives; notes it for ``places``.
+
+        Args:
+          lane: the lane.
+          take: takes records of it.
+          count: how many at most.
+        """
+        before = lane.delivered
+        try:
+            return take(count)
+        except BaseException as error:
+            self.fail(lane, error)
+            raise
+        finally:
+            if lane.delivered > before:
+                self.last = lane
+                self.taken.append((lane, before, lane.delivered))
+
+    def pass_over(self, lane: Lane, count: int) -> int:
+        """``read`` for a lane that passes over records."""
+        passed = 0
+
+        def take(wanted: int) -> list[Any]:
+            nonlocal passed
+            passed = lane.pass_over(wanted)
+            return []
+
+        self.read(lane, take, count)
+        return passed
+
+    def fail(self, lane: Lane, error: BaseException) -> None:
+        """Ends the walk, as a lane cannot be read.
+
+        Raises:
+          SourceError: naming the file, where the error is one of the reader.
+        """
+        failure = lane.failure(error) if isinstance(error, Exception) and not isinstance(error, StateMismatch) else None
+        self.close()
+        if failure is not None:
+            raise failure from error
+
+    def end_lane(self, lane: Lane, *, keep: bool = False) -> None:
+        """The file whose turn it is has ended: its slot is free.
+
+        Args:
+          lane: its lane.
+          keep: whether it stays open until ``let_go``.
+        """
+        self._slots[self._turn] = None
+        if keep:
+            self._ended.append(lane)
         else:
-            return None
-        self.slots[self.turn] = lane
-        return lane
+            lane.close()
+        self._pass_turn()
 
+    def let_go(self) -> None:
+        """Closes lanes at their end."""
+        ended, self._ended = self._ended, []
+        for lane in ended:
+            lane.close()
 
-def _take_turns(
-    table: _Table, open_lane: Callable[[LanePlace], Lane], block_length: int | None
-) -> Generator[Any, None, None]:
-    """The walk: the turns of the slots in order, until no file is open or waiting."""
-    slots = table.slots
-    try:
-        while table.has_more():
-            for number in range(table.turn, len(slots)):
-                table.turn = number
-                lane = slots[number]
-                if not isinstance(lane, Lane):
-                    lane = table.fill_slot(open_lane)
-                if lane is not None and (yield from _turn(lane, block_length, table)):
-                    slots[number] = None
+    def close(self) -> None:
+        """Closes the files. More calls do nothing."""
+        if not self._closed:
+            self._closed = True
+            for lane in (*self._slots, *self._ended):
+                if isinstance(lane, Lane):
                     lane.close()
-                table.taken = 0
-            table.turn = 0
-    finally:
-        for lane in slots:
-            if isinstance(lane, Lane):
-                lane.close()
+
+    def _has_more(self) -> bool:
+        return self.opened < len(self._order) or bool(self._waiting) or any(self._slots)
+
+    def _begin_turn(self) -> None:
+        """Opens the file of the slot whose turn it is, or the next file for it, if there is one."""
+        place = self._slots[self._turn]
+        try:
+            lane = place if isinstance(place, Lane) else self._opened(place)
+        except BaseException:
+            self.close()
+            raise
+        if lane is not None:
+            self._slots[self._turn] = self._lane = lane
+            self._start = lane.delivered - self._before
+
+    def _opened(self, place: LanePlace | None) -> Lane | None:
+        if place is not None:
+            return self._open_lane(place)
+        if self._waiting:
+            lane = self._open_lane(self._waiting[0])
+            self._waiting.popleft()  # not before it is open: one that cannot be is still to be read
+            return lane
+        if self.opened < len(self._order):
+            lane = self._open_lane(LanePlace(self._order[self.opened]))
+            self.opened += 1
+            return lane
+        return None
+
+    def _pass_turn(self) -> None:
+        self._lane, self._before = None, 0
+        self._turn = (self._turn + 1) % len(self._slots)
 
 
-def _turn(lane: Lane, length: int | None, table: _Table) -> Generator[Any, None, bool]:
-    """Yields the records of one turn, or the rest of one that was left; returns whether the file ended in it."""
-    before, previous = lane.before, table.lane
-    table.lane, table.first = lane, before
-    left = length if length is None or not table.taken else max(0, length - table.taken)
+def _one_by_one(table: _Table) -> Generator[Any, None, None]:
+    """The records of all turns, until no file is open or waiting."""
     try:
-        yield from lane.turn(left)
-    except StateMismatch:
-        raise
-    except Exception as error:
-        raise lane.failure(error) from error
+        while (turn := table.next_turn()) is not None:
+            lane, left = turn
+            start = delivered = lane.delivered
+            previous, table.last = table.last, lane
+            try:
+                for record in lane.at_hand(_MOST_READY if left is None else min(left, _MOST_READY)):
+                    lane.delivered = delivered = delivered + 1
+                    yield record
+                    if lane.delivered != delivered:  # records were taken meanwhile
+                        break
+            except BaseException as error:
+                table.fail(lane, error)
+                raise
+            finally:
+                if lane.delivered == start:
+                    table.last = previous
+            if lane.delivered == start:
+                table.end_lane(lane)
     finally:
-        end = lane.before = lane.count()
-        if table.turns is not None:
-            table.turns.append((lane, table.first, end))
-        table.taken += end - table.first
-        table.first = None
-        if end == before:
-            table.lane = previous
-    return length is None or table.taken < length
+        table.close()

@@ -14,16 +14,19 @@ from typing import Any, NamedTuple, Protocol, cast, final, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from torchdistinput import tree
 from torchdistinput.errors import InputError, SourceError
 from torchdistinput.failures import in_one_line, kind_of, plain_indices, text_of, traceback_of
-from torchdistinput.flow import MOST_TOLD, NOWHERE, Origin, ReadFailure, Row, Skipped, Thinned
+from torchdistinput.flow import MOST_TOLD, NOWHERE, Origin, ReadFailure, Row, Sealed, Skipped, Thinned
 from torchdistinput.plan.batching import Cutter
+from torchdistinput.sources.in_memory import Gather, gather_of, numbers_of
 from torchdistinput.sources.index import labelled
+from torchdistinput.sources.numbers import Numbers
 from torchdistinput.sources.opaque import Marked, Wait, worker_number
 from torchdistinput.sources.own_state import Snapshot
+from torchdistinput.sources.sealing import Sealing
 from torchdistinput.sources.seeds import Samples
 from torchdistinput.sources.walks import RecordPlace
 
@@ -32,6 +35,7 @@ __all__ = [
     "CutReady",
     "CutSamples",
     "Failure",
+    "Keep",
     "PieceDataset",
     "as_is",
     "batched",
@@ -101,8 +105,12 @@ class _FetchesBatches(Protocol):
 _Places = Callable[[int, int], list[RecordPlace]]
 
 Request = tuple[bool, Any, int]
-"""What torch's loader hands to a ``PieceDataset``: whether to collate a list of samples, the index or indices, and the
-word of the epoch for ``sample_seed``."""
+"""What torch's loader hands to a ``PieceDataset``: whether to collate a list of samples, the index or indices (as
+``Numbers`` where torch's own sampler drew a list of them), and the word of the epoch for ``sample_seed``."""
+
+Keep = Callable[[Any, int, int], Any]
+"""Takes a sample, its position among those of a piece, and their number; returns the sample, whose contents are where
+the piece will be."""
 
 
 class Cut(NamedTuple):
@@ -135,26 +143,65 @@ class PieceDataset(Dataset[Any]):
         self.dataset = dataset
         self._collate = collate
         self._skip = skip
+        self._fetches_batches = isinstance(dataset, _FetchesBatches)
+        self._gather: Gather | None = None
+        self._looked = False  # for a way to gather
+        self._keep: Keep | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A way to gather is found anew: it refers to the dataset's tensors in ways that pickle would copy.
+        return {**vars(self), "_gather": None, "_looked": False}
+
+    def keep_samples(self, keep: Keep) -> None:
+        """Lets samples that ``default_collate`` will stack be put where the piece will be, as soon as they are read."""
+        collate = self._collate.collate if isinstance(self._collate, Sealing) else self._collate
+        if collate is default_collate:
+            self._keep = keep
+
+    def begin(self) -> None:
+        """An epoch begins, which sees what the user has changed in the dataset since the last one."""
+        self._looked = self._gather is not None and self._gather.is_current()
 
     def __getitem__(self, request: Request) -> Any:
         """The collated piece, ``Thinned`` if samples were left out; or a ``Failure`` that names the indices."""
         many, wanted, key = request
+        if not self._looked:
+            self._gather, self._looked = gather_of(self.dataset, self._collate, many=many), True
+        if self._gather is not None:
+            rows = wanted if type(wanted) is Numbers else numbers_of(wanted)
+            if rows is not None:
+                try:
+                    return self._gather(rows)
+                except IndexError:  # the ordinary way tells which index it is, or counts it from the end
+                    pass
+                except Exception as error:
+                    return _failure(error, rows.tolist())
+        if isinstance(wanted, Numbers):
+            wanted = wanted.tolist()
+        return self._read(many, wanted, key)
+
+    def _read(self, many: bool, wanted: Any, key: int) -> Any:  # noqa: FBT001 - a request taken apart
         try:
             with Samples(key) as reading:
                 if self._skip:
-                    return self._thinned(request, reading)
+                    return self._thinned((many, wanted, key), reading)
                 if not many:
                     samples = self._item(wanted, reading)
-                elif isinstance(self.dataset, _FetchesBatches):
+                elif self._fetches_batches:
                     samples = self.dataset.__getitems__(wanted)
                 else:
-                    samples = [self._sample(index, reading) for index in wanted]
+                    samples = self._one_by_one(wanted, reading)
             return self._collate(samples)
         except ReadFailure as failure:
             return Failure(cast(Exception, failure.__cause__), failure.where, failure.origin)
         except Exception as error:
-            indices = wanted if isinstance(wanted, list | tuple) else [wanted]
-            return Failure(error, f"samples {_few(wanted)}", Origin(plain_indices(indices)))
+            return _failure(error, wanted)
+
+    def _one_by_one(self, wanted: Sequence[Any], reading: Samples) -> list[Any]:
+        keep = self._keep
+        if keep is None:
+            return [self._sample(index, reading) for index in wanted]
+        return [keep(self._sample(index, reading), row, len(wanted)) for row, index in enumerate(wanted)]
 
     def _item(self, index: Any, reading: Samples) -> Any:
         reading.index = index
@@ -188,9 +235,9 @@ class PieceDataset(Dataset[Any]):
     def _readable(self, wanted: Sequence[Any], reading: Samples, left_out: dict[int, str]) -> list[Any]:
         """The samples that can be read; those that cannot are told of by their positions."""
         dataset, read = self.dataset, self._item
-        if isinstance(dataset, _FetchesBatches):
+        if self._fetches_batches:
             try:
-                return dataset.__getitems__(cast("list[Any]", wanted))
+                return cast("list[Any]", dataset.__getitems__(wanted))
             except Exception:  # which of them it was shows one by one
                 read = self._one_of_batch
         samples = []
@@ -200,6 +247,11 @@ class PieceDataset(Dataset[Any]):
             except Exception as error:  # noqa: PERF203 - each sample may fail by itself
                 left_out[position] = _unread(index, error)
         return samples
+
+
+def _failure(error: Exception, wanted: Any) -> Failure:
+    indices = wanted if isinstance(wanted, list | tuple) else [wanted]
+    return Failure(error, f"samples {_few(wanted)}", Origin(plain_indices(indices)))
 
 
 def _few(indices: Any) -> str:
@@ -305,37 +357,56 @@ class CutReady:
     def __init__(self, convert: Callable[[Any], Any], cutter: Cutter) -> None:
         self._convert = convert
         self._cutter = cutter
-        self._like: tree.Structure | None = None  # of the batch before, which most batches are like
+        self._worker: int | None = None
+        # Of the batch before, which most batches are like:
+        self._like: tree.Structure | None = None
+        self._size = -1
+        self._limits: list[tuple[tuple[int, int], ...]] = []
+        self._is_whole = False
 
     def __call__(self, batch: Any) -> Cut | Failure:
         """The rows of a batch, or the failure that the reading met."""
-        if isinstance(batch, Failure):
-            return batch
-        if isinstance(batch, Wait):
-            return Cut([], 0)
         snapshot = None
-        if isinstance(batch, Marked):
+        if type(batch) in _NO_BATCHES:
+            if isinstance(batch, Failure):
+                return batch
+            if isinstance(batch, Wait):
+                return Cut([], 0)
             batch, snapshot = batch
+        if self._worker is None:
+            self._worker = worker_number()
         try:
-            rows, size, *_ = self.cut(batch)
-            return Cut(rows, size, None, worker_number(), snapshot)
+            rows, size = self._cut(batch)
         except Exception as error:
             return Failure(error, "cutting a batch")
+        return Cut(rows, size, None, self._worker, snapshot)
 
     def cut(self, batch: Any) -> Cut:
         """The rows of a batch. A piece that is the whole batch is the batch itself."""
-        batch = self._convert(batch)
+        return Cut(*self._cut(batch))
+
+    def _cut(self, batch: Any) -> tuple[list[Row], int]:
+        if self._convert is not as_is:
+            batch = self._convert(batch)
+        if type(batch) is Sealed:
+            return [[batch]], batch.size
         size = None if self._like is None else self._like.size_of_same(batch)
         if size is None:
             size = tree.batch_size(batch)
             self._like = tree.structure_of(batch)
-        return Cut([[self._piece(batch, size, *limits) for limits in row] for row in self._cutter.rows(size)], size)
+        if size != self._size:
+            self._limits, self._size = self._cutter.rows(size), size
+            self._is_whole = self._limits == [((0, size),)]
+        if self._is_whole:
+            return [[batch]], size
+        return [[self._piece(batch, size, *limits) for limits in row] for row in self._limits], size
 
     @staticmethod
     def _piece(batch: Any, size: int, lo: int, hi: int) -> Any:
-        if hi - lo == size:
-            return batch
-        return tree.cut(batch, lo, hi)
+        return batch if hi - lo == size else tree.cut(batch, lo, hi)
+
+
+_NO_BATCHES = (Failure, Wait, Marked)
 
 
 def rows_of(

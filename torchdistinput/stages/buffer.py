@@ -8,7 +8,16 @@ Decision. The caller gives the thread *tickets*: the halves of steps that were d
 Without a thread (nothing to vote for, to copy or to fetch in the background) the caller does the same work in line.
 
 The thread votes as soon as it holds a step, unless the source answered the last ticket within 200 us and has another
-one: then the next step will ride on the same message.
+one: then the next step will ride on the same message. Where it reads four steps ahead or more it waits with its vote
+until half of them are used up, so that a message covers the other half.
+
+How far ahead: an explicit depth stays. Else it begins with two steps, and a rank *wishes* for twice as many when its
+consumer was left waiting by at least half of the last eight votes, and not by its data, and when so many steps of the
+size of the largest so far fit into its bytes; it objects when those ahead do not fit. Wishes ride on the votes, and
+where all wish and none objects the depth doubles (law H of ``plan.ending``). It may not change otherwise: how far user
+code is drawn ahead must be the same on all ranks at each step, or a loop that is left early would leave the generators
+of the ranks in different states. So the new depth comes as an outcome, between the steps, at the same place for all.
+One process alone has no votes that could show, and keeps to its two steps.
 
 Closing: the thread says in its next vote that nobody reads here any more, which all ranks answer at once when all stop.
 If the others do not come within the grace time, the channel is aborted and they learn the reason. The shares that
@@ -27,7 +36,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol, final
 
 from torchdistinput.errors import CoordinationTimeout
-from torchdistinput.flow import Delivered, Drawn, End, Held, Outcome, PassedOver, Raised, Share
+from torchdistinput.flow import Ahead, Delivered, Drawn, End, Held, Outcome, PassedOver, Raised, Share
+from torchdistinput.plan.read_ahead import ReadAhead
 from torchdistinput.stats import COORDINATE, Meter, in_range
 
 __all__ = ["Buffer", "Votes", "Walk"]
@@ -37,6 +47,7 @@ _FAST_SECONDS = 200e-6
 _GRACE_SECONDS = 2.0
 _WARN_SECONDS = 5.0
 _STOP = object()
+_LOOK = object()  # in the place of a ticket: the consumer waits, there may be something to vote for
 
 
 class Votes(Protocol):
@@ -54,11 +65,14 @@ class Votes(Protocol):
     def holds(self) -> bool:
         """Whether there is something to vote for."""
 
+    def settle(self, held: Held) -> Outcome:
+        """Where nobody else votes: what becomes of the next step of this rank."""
+
     def hold(self, held: Held) -> None:
         """Takes the next step of this rank."""
 
-    def vote(self) -> list[Outcome]:
-        """One exchange: what the ranks agree on."""
+    def vote(self, ahead: int = 0) -> list[Outcome]:
+        """One exchange: what the ranks agree on. ``ahead``: 1 to read further ahead, -1 not so far."""
 
     def stop(self, delivered: int) -> list[Share]:
         """Nobody reads here any more, after so many steps; returns the shares that were held."""
@@ -104,15 +118,16 @@ class Buffer:
     Args:
       walk: the stages before.
       votes: the stage that makes all ranks agree.
-      depth: steps ahead of the one that the consumer waits for.
+      depth: steps ahead of the one that the consumer waits for, at first.
       threaded: whether a background thread does the work.
       timeout_seconds: how long the consumer waits for another rank.
       names: the ranks, as users know them.
       first_step: the number of the first step, for messages.
       meter: takes down how long the exchanges take.
+      room: bytes of steps ahead within which the depth may grow; ``None`` where it stays.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one stage is one call
         self,
         walk: Walk,
         votes: Votes,
@@ -123,11 +138,15 @@ class Buffer:
         names: Callable[[int], int],
         first_step: int = 0,
         meter: Meter | None = None,
+        room: int | None = None,
     ) -> None:
         self._meter = Meter() if meter is None else meter
         self._walk = walk
         self._votes = votes
-        self._depth = depth
+        self._depth = depth  # as the consumer has it
+        self._read_ahead = ReadAhead(depth, room)  # the thread's, which hears first of a change
+        self._waits = False  # whether the consumer has nothing to take
+        self._making = 0.0  # seconds that the steps took which were not voted for yet
         self._timeout_seconds = timeout_seconds
         self._names = names
         self._tickets: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -156,7 +175,11 @@ class Buffer:
         Raises:
           InputError: what went wrong, on every rank; again on each further call.
         """
-        delivered, self._peeked = self.peek(), None
+        delivered = self._peeked
+        if delivered is None:
+            delivered = self._advance()
+        else:
+            self._peeked = None
         if delivered is not None:
             self._delivered += 1
         return delivered
@@ -169,9 +192,13 @@ class Buffer:
 
     def _advance(self) -> Delivered | None:
         while self._final is None:
-            self._top_up()
-            outcome = self._wait()
-            if isinstance(outcome, Delivered):
+            if self._thread is None:  # the next step is made now
+                walk = self._walk
+                outcome = self._votes.settle(walk.produce(walk.draw()))
+            else:
+                self._top_up()
+                outcome = self._wait()
+            if type(outcome) is Delivered:
                 self._in_flight -= 1
                 return outcome
             if isinstance(outcome, PassedOver):
@@ -179,9 +206,11 @@ class Buffer:
                 if outcome.share is not None:
                     self._meter.skipped += outcome.share.skipped.samples
                     self._walk.discard([outcome.share])
-                continue
-            self._final = outcome
-            self.close()
+            elif isinstance(outcome, Ahead):
+                self._depth = outcome.steps
+            else:
+                self._final = outcome
+                self.close()
         if isinstance(self._final, Raised):
             raise self._final.error
         return None
@@ -198,10 +227,17 @@ class Buffer:
             self._tickets.put(ticket)
 
     def _wait(self) -> Outcome:
-        if self._thread is None:
-            while self._ready.empty():
-                self._work()
-            return self._ready.get()
+        try:
+            return self._ready.get_nowait()
+        except queue.Empty:
+            self._waits = True
+        self._tickets.put(_LOOK)
+        try:
+            return self._wait_long()
+        finally:
+            self._waits = False
+
+    def _wait_long(self) -> Outcome:
         began = time.monotonic()
         while True:
             try:
@@ -243,27 +279,49 @@ class Buffer:
             _LOG.warning("waiting for rank %s %s for %.0f seconds", late, place, waited)
 
     def _work(self) -> None:
-        """Completes tickets and casts one vote."""
-        while True:
-            if self._votes.holds and self._tickets.empty():
+        """Completes tickets and casts one vote; where nobody else votes, completes one."""
+        while not (self._votes.holds and self._tickets.empty() and self._vote_is_due()):
+            if self._complete(self._tickets.get()):  # no name for it: a thread that waits would keep the last step
                 break
-            ticket = self._tickets.get()
-            if ticket is _STOP:
-                self._walk.discard(self._votes.stop(self._delivered))
-                break
-            began = time.perf_counter()
-            self._votes.hold(self._walk.produce(ticket))
-            if time.perf_counter() - began > _FAST_SECONDS:
-                break
-        for outcome in self._votes.vote() if self._votes.alone else self._exchange():
-            self._ready.put(outcome)
+        if not self._votes.alone:
+            for outcome in self._exchange():
+                self._ready.put(outcome)
+
+    def _complete(self, ticket: Any) -> bool:
+        """Takes a ticket. Whether it is time to vote, or, where nobody else does, to look whether it is over."""
+        votes = self._votes
+        if ticket is _LOOK:
+            return False
+        if ticket is _STOP:
+            self._walk.discard(votes.stop(self._delivered))
+            if votes.alone:
+                self._ready.put(votes.vote()[0])
+            return True
+        began = time.perf_counter()
+        held = self._walk.produce(ticket)
+        if votes.alone:
+            self._ready.put(votes.settle(held))
+            return True
+        votes.hold(held)
+        took = time.perf_counter() - began
+        self._making += took
+        return took > _FAST_SECONDS and self._vote_is_due()
+
+    def _vote_is_due(self) -> bool:
+        return self._read_ahead.vote_is_due(self._ready.qsize())
 
     def _exchange(self) -> list[Outcome]:
         """A vote, timed. Pieces without a sample are made and sent in it, which counts as copying."""
         meter = self._meter
         began, copying = time.perf_counter(), meter.copying
-        outcomes = in_range(COORDINATE, self._votes.vote)
-        meter.coordinating += time.perf_counter() - began - (meter.copying - copying)
+        outcomes = in_range(COORDINATE, self._votes.vote, self._read_ahead.wish(meter.largest))
+        took = time.perf_counter() - began - (meter.copying - copying)
+        meter.coordinating += took
+        self._read_ahead.voted(kept_waiting=self._waits and self._making < took)
+        self._making = 0.0
+        for outcome in outcomes:
+            if isinstance(outcome, Ahead):
+                self._read_ahead.agreed(outcome.steps)
         return outcomes
 
     def _run(self) -> None:

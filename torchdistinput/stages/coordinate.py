@@ -32,6 +32,7 @@ from torchdistinput.errors import InputError, RankLost
 from torchdistinput.failures import error_of, story_of, too_many
 from torchdistinput.flow import (
     MOST_TOLD,
+    Ahead,
     Delivered,
     End,
     Failed,
@@ -45,6 +46,7 @@ from torchdistinput.flow import (
 )
 from torchdistinput.mould import Mould
 from torchdistinput.plan.ending import Ballot, Verdict, decide, weight_of
+from torchdistinput.plan.read_ahead import changed
 from torchdistinput.tree import Structure
 
 __all__ = ["Coordinate"]
@@ -66,6 +68,8 @@ class Coordinate:
       counts: whether this rank's samples count (of several ranks that read the same, only one does).
       landmarks: what the workers tell each other from time to time, if they do.
       max_errors: samples that all ranks together may leave out; ``None`` where none is ever left out.
+      ahead: steps that the ranks read ahead at first, and never less, where that may grow up to ``slots``; ``None``
+        where it stays as it is.
     """
 
     def __init__(  # noqa: PLR0913 - one stage is one call
@@ -80,6 +84,7 @@ class Coordinate:
         counts: bool = True,
         landmarks: Landmarks | None = None,
         max_errors: int | None = None,
+        ahead: int | None = None,
     ) -> None:
         self._channel = channel
         self._slots = slots
@@ -98,6 +103,8 @@ class Coordinate:
         self._over = False
         self._max_errors = max_errors
         self._skipped = 0  # samples that are missing in the agreed steps
+        self._least_ahead = self._ahead = slots if ahead is None else ahead
+        self._agrees_at_once = channel is None and max_errors is None
         self._left_out: list[str] = []
 
     @property
@@ -141,12 +148,34 @@ class Coordinate:
         self._held = deque([PastEnd()] if ended else [])
         self._failure = None
         self._stopped = True
+        self._agrees_at_once = False
         self._delivered = delivered
         return dropped
 
-    def vote(self) -> list[Outcome]:
-        """One exchange: what the ranks agree on, nothing if a rank has only flags to show."""
-        verdict = self._exchange()
+    def settle(self, held: Held) -> Outcome:
+        """Where nobody else votes: what becomes of the next step of this rank, as ``hold`` and ``vote`` would say.
+
+        A step of a sample or more that lost none is agreed by law A, which is found here without forming a ballot.
+        """
+        if self._agrees_at_once and type(held) is Share:
+            size = sum(held.sizes)
+            if size and self._counts:
+                self._rows += 1
+                self._steps += 1
+                if not held.parcels:
+                    self._complete(held)
+                return Delivered(held, size, self._rows)
+        self.hold(held)
+        (outcome,) = self.vote()
+        return outcome
+
+    def vote(self, ahead: int = 0) -> list[Outcome]:
+        """One exchange: what the ranks agree on, nothing if a rank has only flags to show.
+
+        Args:
+          ahead: 1 if this rank would read further ahead, -1 if not so far.
+        """
+        verdict = self._exchange(ahead)
         if verdict.structures_differ:
             return [self._finish(Raised(self._difference()))]
         if verdict.structure_wanted:
@@ -154,7 +183,8 @@ class Coordinate:
             if problem is not None:
                 return [self._finish(Raised(problem))]
         before = self._rows
-        outcomes = [self._agreed(global_size) for global_size in verdict.steps]
+        outcomes: list[Outcome] = self._read_ahead(verdict.ahead)
+        outcomes += [self._agreed(global_size) for global_size in verdict.steps]
         self._pass_landmarks(before)
         if verdict.draws_differ:
             outcomes.append(self._finish(Raised(self._difference_of_draws())))
@@ -168,7 +198,15 @@ class Coordinate:
             outcomes.append(self._finish(Raised(self._stop_of_some())))
         return outcomes
 
-    def _exchange(self) -> Verdict:
+    def _read_ahead(self, change: int) -> list[Outcome]:
+        """Law H."""
+        ahead = changed(self._ahead, change, self._least_ahead, self._slots)
+        if ahead == self._ahead:
+            return []
+        self._ahead = ahead
+        return [Ahead(ahead)]
+
+    def _exchange(self, ahead: int) -> Verdict:
         next_steps = list(islice(self._held, self._slots))
         skipped = 0
         if self._max_errors is not None:
@@ -177,9 +215,7 @@ class Coordinate:
         sizes = tuple(self._size(held) for held in next_steps)
         drawn = tuple(held.digest if isinstance(held, Share) else 0 for held in next_steps)
         failed = self._next_failure() is not None
-        ballot = Ballot(
-            sizes, failed=failed, stopped=self._stopped, digest=self._mould.digest, drawn=drawn, skipped=skipped
-        )
+        ballot = Ballot(sizes, failed, self._stopped, self._mould.digest, drawn, skipped, ahead)
         words = ballot.words(self._slots, self._weight)
         if self._channel is None:
             return decide(words, 1, self._max_errors)

@@ -18,7 +18,9 @@ from torchdistinput.flow import (
     ReadFailure,
     Row,
     Rows,
+    Sealed,
     Share,
+    Skipped,
     Thinned,
 )
 from torchdistinput.mould import Mould
@@ -48,8 +50,7 @@ class Fetch:
         try:
             content = self._stream.draw()
             if content is not None:
-                drawn = Drawn(content)
-                return drawn if self._stream.in_background else self.finish(drawn)
+                return Drawn(content) if self._stream.in_background else self._read(content)
         except Exception as error:
             self._drawn_out = True
             return _failed(error)
@@ -58,15 +59,18 @@ class Fetch:
 
     def finish(self, drawn: Drawn | Held) -> Held:
         """The whole step."""
-        if not isinstance(drawn, Drawn):
-            return drawn
+        return self._read(drawn.content) if isinstance(drawn, Drawn) else drawn
+
+    def _read(self, content: Any) -> Held:
         if self._read_out:
             return PastEnd()
         try:
-            row = self._stream.fetch(drawn.content)
+            row = self._stream.fetch(content)
             if row is not None:
-                share = self._share(row)
-                share.digest = self._stream.digest_of(drawn.content)
+                # The common case is written out: a call takes as long as half of it.
+                size = self._mould.known_size(row[0]) if len(row) == 1 else None
+                share = self._share(row) if size is None else Share(row, (size,))
+                share.digest = self._stream.digest_of(content)
                 return share
         except Exception as error:
             self._read_out = True
@@ -77,20 +81,30 @@ class Fetch:
     def _share(self, row: Row) -> Share:
         sizes, skipped = [], NOTHING_SKIPPED
         for place, piece in enumerate(row):
-            if isinstance(piece, Thinned):
-                skipped = skipped.plus(piece.skipped)
-                row[place] = piece = piece.piece  # noqa: PLW2901 - what is left takes its place
-            if piece is None:
-                sizes.append(0)
-                continue
             size = self._mould.known_size(piece)
             if size is None:
-                tree.batch_size(piece)
-                if tree.holds_arrays(piece):
-                    row[place] = tree.map_leaves(_itself, piece)
-                row[place], size = self._mould.measure(row[place])
+                size, lost = self._look(row, place)
+                skipped = skipped.plus(lost)
             sizes.append(size)
         return Share(row, tuple(sizes), skipped=skipped)
+
+    def _look(self, row: Row, place: int) -> tuple[int, Skipped]:
+        """Measures a piece that is not plainly like the last one, and learns or checks its structure."""
+        piece, skipped = row[place], NOTHING_SKIPPED
+        if type(piece) is Sealed:
+            return piece.size, skipped
+        if isinstance(piece, Thinned):
+            skipped = piece.skipped
+            row[place] = piece = piece.piece  # what is left takes its place
+        if piece is None:
+            return 0, skipped
+        size = self._mould.known_size(piece)
+        if size is None:
+            tree.batch_size(piece)
+            if tree.holds_arrays(piece):
+                row[place] = tree.map_leaves(_itself, piece)
+            row[place], size = self._mould.measure(row[place])
+        return size, skipped
 
     def close(self) -> None:
         """Ends the stream. Idempotent."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, final
 
-from torchdistinput.backends.copiers import Copier, Parcel
+from torchdistinput.backends.copiers import Copier, HostCopier, Parcel
 
 __all__ = ["Transfer"]
 
@@ -21,10 +21,14 @@ class Transfer:
 
     Args:
       copiers: one per local replica, in the order of the replicas.
+
+    Attributes:
+      moves: whether there is anything to do: not where every piece stays on the host, and is its own parcel.
     """
 
     def __init__(self, copiers: Sequence[Copier]) -> None:
         self._copiers = tuple(copiers)
+        self.moves = not all(isinstance(copier, HostCopier) for copier in copiers)
 
     def enter_thread(self) -> None:
         """Called once by the background thread when it starts; the first replica's device is then its current one."""
@@ -36,12 +40,14 @@ class Transfer:
         for copier in self._copiers:
             copier.begin_step()
 
-    def send(self, pieces: Sequence[Batch]) -> list[Parcel]:
+    def send(self, pieces: Sequence[Batch]) -> Sequence[Parcel]:
         """Starts to bring the pieces of one step onto their devices; all of them, or none if one fails.
 
         Args:
           pieces: one batch per local replica, in the order of the replicas.
         """
+        if not self.moves:
+            return pieces
         parcels: list[Parcel] = []
         try:
             for copier, piece in zip(self._copiers, pieces, strict=True):
@@ -52,12 +58,16 @@ class Transfer:
             raise
         return parcels
 
-    def hand_over(self, parcels: Sequence[Parcel]) -> list[Batch]:
+    def hand_over(self, parcels: Sequence[Parcel]) -> Sequence[Batch]:
         """The pieces of one step, each on its device and safe to use on the consumer's current streams."""
+        if not self.moves:
+            return parcels
         return [copier.hand_over(parcel) for copier, parcel in zip(self._copiers, parcels, strict=True)]
 
     def discard(self, parcels: Sequence[Parcel]) -> None:
         """Gives up the pieces of a step that nobody will take."""
+        if not self.moves:
+            return
         for copier, parcel in zip(self._copiers, parcels, strict=True):
             copier.discard(parcel)
 

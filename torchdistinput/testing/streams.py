@@ -6,7 +6,7 @@ stream and hands a freed block on at once, the most recently freed first, as CUD
 asking whether a copy still reads. Memory is filled with ``POISON`` when it is handed on: on the device in the order of
 the stream it belongs to, on the host at once.
 
-Tensors are real ones, views of the fake memory: a block is free when the last Python reference to its tensor is gone.
+Tensors are real ones over the fake memory: a block is free when the last tensor over it is gone.
 
     rng = random.Random(seed)
     turns = Turns(rng)
@@ -26,6 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, final
 
+import numpy as np
 import torch
 
 from torchdistinput.backends.copiers import Handling
@@ -117,7 +118,7 @@ class FakeEvent:
 @final
 @dataclass(eq=False)
 class _Block:
-    memory: torch.Tensor
+    memory: np.ndarray[Any, np.dtype[np.uint8]]
     owners: int = 0  # how often it was handed out
     readers: list[int] = field(default_factory=list)  # for each read that is queued: the owner whose data it wants
 
@@ -143,7 +144,7 @@ class FakeDevice:
         self._current: dict[int, FakeStream] = {}
         self._pools: defaultdict[tuple[str, int], list[_Block]] = defaultdict(list)
         self._num_blocks: Counter[str] = Counter()
-        self._owned: dict[int, tuple[_Block, int, str]] = {}  # by tensor: its block, which owner it is, its pool
+        self._owned: dict[int, tuple[_Block, int, str]] = {}  # by address: the block, which owner has it, its pool
 
     # What a consumer does.
 
@@ -154,21 +155,21 @@ class FakeDevice:
     def read(self, tensor: torch.Tensor, expected: torch.Tensor) -> None:
         """Queues a kernel on the current stream that reads a tensor; it should find what is expected."""
         self._turn()
-        block, owner, _ = self._owned[id(tensor)]
+        block, owner, _ = self._owned[_address(tensor)]
         block.readers.append(owner)
-        stream, flat = self.current_stream(), expected.flatten().clone()
+        stream, wanted, found = self.current_stream(), expected.clone(), _unowned(block, tensor)
 
         def kernel() -> None:
             block.readers.remove(owner)
-            if not torch.equal(block.memory, flat):
-                self.violations.append(f"a kernel on {stream.name} read {block.memory.tolist()}, not {flat.tolist()}")
+            if not torch.equal(found, wanted):
+                self.violations.append(f"a kernel on {stream.name} read {found.tolist()}, not {wanted.tolist()}")
 
         stream.queue.append(kernel)
 
     def fill(self, tensor: torch.Tensor, value: int) -> None:
         """Queues a kernel on the current stream that overwrites a tensor."""
         self._turn()
-        self._write(tensor, torch.full((tensor.numel(),), value), self.current_stream())
+        self._write(tensor, torch.full_like(tensor, value), self.current_stream())
 
     def stand_still(self) -> None:
         """From now on nothing runs but in ``block`` and ``finish``."""
@@ -232,33 +233,43 @@ class FakeDevice:
 
     def handling(self, leaf: Any) -> Handling:
         """Tensors go ahead, unless they are on the device already."""
-        on_device = id(leaf) in self._owned and self._owned[id(leaf)][2] != "pinned"
-        return Handling.AHEAD if isinstance(leaf, torch.Tensor) and not on_device else Handling.STAYS
+        if not isinstance(leaf, torch.Tensor):
+            return Handling.STAYS
+        pool = self._owned[_address(leaf)][2] if _address(leaf) in self._owned else "pinned"
+        return Handling.AHEAD if pool == "pinned" else Handling.STAYS
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         """Into the pinned pool, whose blocks are written at once by their next owner."""
         self._turn()
         if self._rng.random() < self.pin_failure:
             raise MemoryError("the fake device has no pinned memory left")
-        if id(tensor) in self._owned:
+        if _address(tensor) in self._owned:
             return tensor
         pinned = self._allocate(tensor, "pinned")
-        self._overwrite(*self._owned[id(pinned)][:2], tensor.flatten())
+        self._overwrite(*self._owned[_address(pinned)][:2], pinned, tensor)
         return pinned
+
+    def staging(self, num_bytes: int) -> torch.Tensor:
+        """The same, to be written by whoever asked; poison until then."""
+        return self.pin(_poison(num_bytes))
+
+    def empty(self, num_bytes: int, stream: FakeStream) -> torch.Tensor:
+        """As ``empty_like``."""
+        return self.empty_like(_poison(num_bytes), stream)
 
     def empty_like(self, tensor: torch.Tensor, stream: FakeStream) -> torch.Tensor:
         """From the stream's pool; the new owner writes poison there in the order of the stream."""
         self._turn()
         new = self._allocate(tensor, stream.name)
-        self._write(new, torch.full((new.numel(),), POISON), stream)
+        self._write(new, _poison(new.numel() * new.element_size()).view(new.dtype).view(new.shape), stream)
         return new
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, stream: FakeStream) -> None:
         """Queues the copy; what it finds in the source when it runs is what arrives."""
         self._turn()
-        block, owner, _ = self._owned[id(source)]
+        block, owner, _ = self._owned[_address(source)]
         block.readers.append(owner)
-        self._write(target, block.memory, stream, after=lambda: block.readers.remove(owner))
+        self._write(target, _unowned(block, source), stream, after=lambda: block.readers.remove(owner))
 
     def move_now(self, leaf: Any) -> Any:
         """Nothing is late here."""
@@ -267,38 +278,43 @@ class FakeDevice:
     # The machine.
 
     def _allocate(self, like: torch.Tensor, pool: str) -> torch.Tensor:
-        free = self._pools[pool, like.numel()]
+        size = max(1, like.numel() * like.element_size())  # memory without a byte has no address
+        free = self._pools[pool, size]
         if not free:
             self._num_blocks[pool] += 1
-            free.append(_Block(torch.full((like.numel(),), POISON)))
+            free.append(_Block(_poison(size).numpy()))
         block = free.pop()
         block.owners += 1
-        tensor = block.memory.view(like.shape)
-        self._owned[id(tensor)] = (block, block.owners, pool)
-        weakref.finalize(tensor, self._free, id(tensor), block, free).atexit = False
+        lease = block.memory[:]  # lives as long as the storage of the tensors over it
+        strides = torch.empty_like(like, device="meta").stride()
+        tensor = torch.empty(0, dtype=like.dtype)
+        tensor.set_(torch.from_numpy(lease).untyped_storage(), 0, like.shape, strides)
+        self._owned[_address(tensor)] = (block, block.owners, pool)
+        weakref.finalize(lease, self._free, _address(tensor), block, free).atexit = False
         return tensor
 
-    def _free(self, key: int, block: _Block, pool: list[_Block]) -> None:
-        del self._owned[key]
+    def _free(self, address: int, block: _Block, pool: list[_Block]) -> None:
+        del self._owned[address]
         pool.append(block)
 
     def _write(
         self, tensor: torch.Tensor, values: torch.Tensor, stream: FakeStream, after: Callable[[], None] | None = None
     ) -> None:
-        block, owner, _ = self._owned[id(tensor)]
+        block, owner, _ = self._owned[_address(tensor)]
+        target = _unowned(block, tensor)
 
         def kernel() -> None:
-            self._overwrite(block, owner, values)
+            self._overwrite(block, owner, target, values)
             if after is not None:
                 after()
 
         stream.queue.append(kernel)
 
-    def _overwrite(self, block: _Block, owner: int, values: torch.Tensor) -> None:
+    def _overwrite(self, block: _Block, owner: int, target: torch.Tensor, values: torch.Tensor) -> None:
         early = [reader for reader in block.readers if reader < owner]
         if early:
             self.violations.append(f"memory was overwritten while {len(early)} queued reader(s) of its last owner wait")
-        block.memory.copy_(values)
+        target.copy_(values)
 
     def _turn(self) -> None:
         self._turns.pause()
@@ -314,3 +330,18 @@ class FakeDevice:
         if not isinstance(operation, FakeEvent):
             operation()
         return True
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _unowned(block: _Block, tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, by a tensor that does not keep the block from being handed on."""
+    memory = torch.from_numpy(block.memory).untyped_storage()
+    empty = torch.empty(0, dtype=tensor.dtype)
+    return empty.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def _poison(num_bytes: int) -> torch.Tensor:
+    return torch.full((-(-num_bytes // 8),), POISON).view(torch.uint8)[:num_bytes]

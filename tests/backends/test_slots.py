@@ -1,0 +1,189 @@
+"""Memory that is used again: what keeps it from being, and that nothing of it stays behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from torchdistinput.backends.slots import Arena, Free, Token, forks_of_workers, storage_over
+
+
+def new_arena(workers: int = 1) -> Arena:
+    arena = Arena.for_workers(workers)
+    assert arena is not None
+    arena.seal()
+    return arena
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_places_do_not_overlap_and_are_one_again_in_the_end(seed: int) -> None:
+    draw = random.Random(seed)
+    free, taken = Free(1 << 14), dict[int, int]()
+    for _ in range(400):
+        if draw.random() < 0.55:
+            size = draw.randint(1, 3000)
+            lo = free.take(size)
+            if lo is None:
+                continue
+            assert lo >= 0
+            assert lo + size <= 1 << 14
+            assert lo % 64 == 0
+            assert all(lo + size <= other or other + taken[other] <= lo for other in taken)
+            taken[lo] = size
+        elif taken:
+            lo = draw.choice(list(taken))
+            free.give_back(lo, taken.pop(lo))
+    for lo, size in taken.items():
+        free.give_back(lo, size)
+    assert free.take(1 << 14) == 0
+
+
+def test_the_lowest_place_that_fits_is_taken() -> None:
+    free = Free(1024)
+    assert [free.take(100), free.take(200), free.take(64)] == [0, 128, 384]
+    free.give_back(0, 100)
+    free.give_back(384, 64)
+    assert free.take(129) == 384
+    assert free.take(128) == 0
+    assert free.take(1024) is None
+
+
+HOLDERS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "the tensor": lambda x: x,
+    "a view": lambda x: x.view(4, 8)[2:, ::2],
+    "one row": lambda x: x[3],
+    "an iterator over it": iter,
+    "other numbers of its bytes": lambda x: x.view(torch.int32),
+    "its transpose": lambda x: x.view(8, 4).T,
+    "its storage": lambda x: x.untyped_storage(),
+    "a NumPy array of it": lambda x: x.numpy(),
+    "a view of a NumPy array": lambda x: x.numpy().reshape(4, 8)[1:, 3],
+    "a memoryview": lambda x: x.numpy().data,
+    "a tensor of an array of it": lambda x: torch.from_numpy(x.numpy()[5:]),
+    "a list in a list": lambda x: [[x[:2]]],
+    "a parameter": torch.nn.Parameter,
+    "a detached one": lambda x: x.detach(),
+    "what autograd saved": lambda x: (x * torch.ones(32, requires_grad=True)).grad_fn,
+    "a bound method": lambda x: x.sum,
+    "dlpack": lambda x: x.__dlpack__(),
+}
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_memory_is_not_free_while_anything_refers_to_it(name: str) -> None:
+    arena = new_arena()
+    token = Token(arena.part(0))
+    storage = storage_over(token.buffer(64, 192))
+    token.handed_out()
+    x = torch.empty(0).set_(storage)
+    x.copy_(torch.arange(32.0))
+    holder = HOLDERS[name](x)
+    del x, storage
+    assert not token.is_free
+    del holder
+    assert token.is_free
+
+
+def test_an_array_over_a_buffer_holds_it_as_do_views_of_it() -> None:
+    token = Token(new_arena().part(0))
+    array = np.frombuffer(token.buffer(0, 64), np.int64)[2:]  # as pickle makes them
+    token.handed_out()
+    other = np.asarray(array).reshape(2, 3)
+    del array
+    assert not token.is_free
+    del other
+    assert token.is_free
+
+
+@pytest.mark.parametrize("moved", ["share_memory_", "sent"])
+def test_an_array_holds_memory_that_its_tensor_left(moved: str) -> None:
+    token = Token(new_arena().part(0))
+    storage = storage_over(token.buffer(0, 64))
+    token.handed_out()
+    x = torch.empty(0).set_(storage)
+    x.fill_(7)
+    del storage
+    array = x.numpy()
+    if moved == "sent":
+        received = ForkingPickler.loads(ForkingPickler.dumps(x))
+        assert received.tolist() == [7.0] * 16
+        del received
+    else:
+        x.share_memory_()  # type: ignore[no-untyped-call] # torch's
+    del x
+    assert not token.is_free
+    assert array.tolist() == [7.0] * 16
+    del array
+    assert token.is_free
+
+
+def fork_and_wait() -> None:
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    os.waitpid(child, 0)
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_memory_that_a_forked_process_may_look_at_is_never_free() -> None:
+    token = Token(new_arena().part(0))
+    token.handed_out()
+    with forks_of_workers():
+        fork_and_wait()
+    found = [token.is_free]
+    fork_and_wait()
+    assert [*found, token.is_free] == [True, False]
+    later = Token(new_arena().part(0))
+    later.handed_out()
+    assert later.is_free
+
+
+def test_a_process_that_gets_the_file_sees_the_same_memory() -> None:
+    arena = Arena.for_workers(2)
+    assert arena is not None
+    other = ForkingPickler.loads(ForkingPickler.dumps(arena))
+    arena.seal()
+    other.part(1)[5] = 17
+    other.ledger(1)[3] = 1 << 40
+    assert arena.part(1)[5] == 17
+    assert arena.ledger(1)[3] == 1 << 40
+    assert not arena.part(0)[:100].any()
+    assert not arena.ledger(0).any()
+
+
+def test_what_is_given_up_is_empty_and_what_is_used_is_not() -> None:
+    arena = new_arena(2)
+    for worker in (0, 1):
+        arena.part(worker)[: 1 << 16] = 1
+    arena.give_up(0, [(20000, 20100), (5000, 5001)])
+    kept = np.flatnonzero(arena.part(0)[: 1 << 16])
+    assert {*range(20000, 20100), 5000} <= set(kept.tolist())
+    assert len(kept) <= 3 * 4096
+    assert arena.part(1)[: 1 << 16].all()
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def maps() -> int:
+    return Path("/proc/self/maps").read_text().count("/memfd:torchdistinput (deleted)")  # a file without a name
+
+
+def test_nothing_is_left_in_the_system() -> None:
+    gc.collect()
+    before = open_files(), maps()
+    arena = new_arena(3)
+    arena.part(2)[:5000] = 1
+    assert maps() == before[1] + 1
+    del arena
+    assert (open_files(), maps()) == before

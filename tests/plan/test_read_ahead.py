@@ -1,0 +1,55 @@
+"""A rank wishes to read further ahead when votes show and the bytes allow it; the depth stays within its bounds."""
+
+from __future__ import annotations
+
+import itertools
+
+from torchdistinput.plan.read_ahead import ReadAhead, changed
+
+
+def test_half_of_the_last_eight_votes_must_have_kept_the_consumer_waiting() -> None:
+    for votes in itertools.product([False, True], repeat=9):
+        read_ahead = ReadAhead(2, 100)
+        for kept_waiting in votes:
+            read_ahead.voted(kept_waiting=kept_waiting)
+        assert read_ahead.wish(1) == (sum(votes[1:]) >= 4)
+
+
+def test_after_a_change_the_votes_are_looked_at_anew() -> None:
+    read_ahead = ReadAhead(2, 100)
+    for steps in (4, 8):
+        for _ in range(4):
+            assert read_ahead.wish(1) == 0
+            read_ahead.voted(kept_waiting=True)
+        assert read_ahead.wish(1) == 1
+        read_ahead.agreed(steps)
+
+
+def test_the_bytes_of_the_steps_ahead_and_of_the_one_in_use_count() -> None:
+    for steps, room, largest in itertools.product([2, 4, 16], range(0, 80, 3), range(5)):
+        read_ahead = ReadAhead(steps, room)
+        for _ in range(8):
+            read_ahead.voted(kept_waiting=True)
+        objects, fits = (steps + 1) * largest > room, (2 * steps + 1) * largest <= room
+        assert read_ahead.wish(largest) == (-1 if objects else int(fits and largest > 0))
+
+
+def test_a_number_that_was_given_is_never_to_be_changed() -> None:
+    read_ahead = ReadAhead(2, None)
+    for _ in range(8):
+        read_ahead.voted(kept_waiting=True)
+    assert [read_ahead.wish(largest) for largest in (0, 1, 1 << 60)] == [0, 0, 0]
+
+
+def test_votes_wait_until_half_is_used_up_where_much_is_read_ahead() -> None:
+    assert all(ReadAhead(steps, None).vote_is_due(ready) for steps in range(4) for ready in range(9))
+    assert [ReadAhead(8, None).vote_is_due(ready) for ready in range(9)] == [True] * 5 + [False] * 4
+
+
+def test_the_depth_stays_within_its_bounds() -> None:
+    steps, seen = 2, []
+    for change in [1] * 6 + [0] + [-1] * 6:
+        steps = changed(steps, change, 2, 32)
+        seen.append(steps)
+    assert seen == [4, 8, 16, 32, 32, 32, 32, 16, 8, 4, 2, 2, 2]
+    assert all(changed(5, change, 5, 5) == 5 for change in (-1, 0, 1))

@@ -1,0 +1,205 @@
+"""What a ready step costs: the short ways say what the long ones do, and the work of a step does not grow."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import random
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+import torchdistinput as tdi
+from tests.structures import KINDS
+from torchdistinput.backends.copiers import HostCopier
+from torchdistinput.backends.devices import make_copier
+from torchdistinput.errors import SourceError
+from torchdistinput.flow import Delivered, End, Failed, Held, Outcome, PastEnd, Raised, Share, Skipped
+from torchdistinput.mould import Mould
+from torchdistinput.stages.coordinate import Coordinate
+from torchdistinput.stages.transfer import Transfer
+from torchdistinput.testing import FakeCollectives
+from torchdistinput.tree import structure_of
+
+
+def coordinate(world: FakeCollectives | None, max_errors: int | None, *, counts: bool) -> Coordinate:
+    """The stage of one rank: alone, or over a channel on which nobody else votes."""
+    mould = Mould()
+    mould.measure(torch.zeros(1))
+    channel = None if world is None else world.ranks(0).open_channel(0)
+
+    def complete(share: Share) -> None:
+        share.parcels = share.parcels or [torch.zeros(0)]
+        share.sizes = share.sizes or (0,)
+
+    places = {"name": 0, "begins_at": (1, 5)}
+    return Coordinate(channel, slots=1, mould=mould, complete=complete, max_errors=max_errors, counts=counts, **places)  # type: ignore[arg-type]
+
+
+def random_steps(rng: random.Random) -> list[Held]:
+    steps: list[Held] = []
+    for _ in range(rng.randint(0, 6)):
+        size = rng.choice([0, 1, 1, 3])
+        lost = Skipped(2, ("a", "b")) if rng.random() < 0.2 else Skipped()
+        steps.append(Share([], (size, 0), [torch.zeros(size)], skipped=lost))
+    return [*steps, Failed(ValueError("bad"), "") if rng.random() < 0.3 else PastEnd()]
+
+
+def told(outcome: Outcome) -> Any:
+    if isinstance(outcome, Raised):
+        return type(outcome.error), str(outcome.error).splitlines()[0]
+    return (Delivered, id(outcome.share), *dataclasses.astuple(outcome)[1:]) if type(outcome) is Delivered else outcome
+
+
+def test_where_nobody_else_votes_a_step_is_settled_as_the_ballot_of_one_rank_decides() -> None:
+    for seed in range(300):
+        rng = random.Random(seed)
+        steps, counts = random_steps(rng), rng.random() < 0.8
+        max_errors = rng.choice([None, 1, 3, 100])
+        short = coordinate(None, max_errors, counts=counts)
+        long = coordinate(FakeCollectives(1), max_errors, counts=counts)
+        for held in steps:
+            long.hold(held)
+            (by_ballot,) = long.vote()
+            assert told(short.settle(held)) == told(by_ballot), (seed, held)
+            assert short.over == long.over
+            if short.over:
+                break
+
+
+def test_who_stopped_settles_no_step_any_more() -> None:
+    stage = coordinate(None, None, counts=True)
+    stage.stop(3)
+    found = stage.settle(Share([], (4,), [torch.zeros(4)]))
+    assert isinstance(found, Raised)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_size_known_at_a_look_is_that_of_the_structure(kind: str) -> None:
+    rng = random.Random(kind)
+    others = [each for each in KINDS if each != kind]
+    mould = Mould()
+    mould.measure(KINDS[kind](3))
+    for _ in range(60):
+        piece = KINDS[kind if rng.random() < 0.7 else rng.choice(others)](rng.choice([0, 2, 2, 2, 5]))
+        assert mould.structure is not None
+        assert mould.known_size(piece) == mould.structure.size_of_same(piece)
+
+
+def test_a_change_of_inner_dims_of_dtype_or_of_a_key_is_seen_at_once() -> None:
+    mould = Mould()
+    mould.measure({"x": torch.zeros(3, 4), "y": torch.zeros(3)})
+    for _ in range(2):
+        assert mould.known_size({"x": torch.zeros(3, 4), "y": torch.zeros(3)}) == 3
+    assert mould.known_size({"x": torch.zeros(3, 5), "y": torch.zeros(3)}) is None
+    assert mould.known_size({"x": torch.zeros(3, 4), "y": torch.zeros(3, dtype=torch.int64)}) is None
+    assert mould.known_size({"y": torch.zeros(3), "x": torch.zeros(3, 4)}) is None
+    assert mould.known_size({"x": torch.zeros(3, 4)}) is None
+    assert mould.known_size({"x": torch.zeros(3, 4), "y": torch.zeros(4)}) is None
+    mould.measure({"x": torch.zeros(3, 5), "y": torch.zeros(3)})
+    assert mould.known_size({"x": torch.zeros(3, 4), "y": torch.zeros(3)}) is None
+    assert mould.structure == structure_of({"x": torch.zeros(3, 5), "y": torch.zeros(3)})
+
+
+def test_what_stays_on_the_host_is_its_own_parcel() -> None:
+    transfer, pieces = Transfer([HostCopier(), HostCopier()]), [torch.zeros(2), torch.zeros(1)]
+    assert not transfer.moves
+    parcels = transfer.send(pieces)
+    transfer.discard(parcels)
+    assert transfer.hand_over(parcels) is pieces
+    assert Transfer([make_copier(torch.device("cpu"))]).moves is False
+
+
+def ready(steps: int, rows: int, **options: Any) -> tdi.DistributedIterator:
+    batches = [(torch.zeros(rows, 4), torch.zeros(rows))] * steps
+    strategy = tdi.Strategy(devices=["cpu"])
+    return iter(strategy.distribute_dataset(lambda: iter(batches), tdi.InputOptions(prefetch=0, **options)))
+
+
+def calls_of(work: Callable[[], Any]) -> list[str]:
+    """The Python functions of ours that it calls."""
+    found: list[str] = []
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and "torchdistinput" in frame.f_code.co_filename:
+            found.append(frame.f_code.co_name)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        work()
+    finally:
+        sys.setprofile(before)
+    return found
+
+
+def steady_calls(iterator: Iterator[Any], warm: int) -> list[str]:
+    for _ in range(warm):
+        next(iterator)
+    return calls_of(lambda: next(iterator))
+
+
+def test_the_work_of_a_step_does_not_grow_with_the_batch_the_epoch_or_the_steps_before() -> None:
+    first = steady_calls(ready(50, 8), 19)
+    assert steady_calls(ready(5000, 8), 19) == first
+    assert steady_calls(ready(5000, 4096), 19) == first
+    assert steady_calls(ready(5000, 8), 3019) == first
+    assert steady_calls(ready(50, 8, log_every=1000), 19) == first
+
+
+def test_the_stages_of_a_ready_step_are_a_dozen_calls() -> None:
+    """Of those after the source; each takes some 0.1 us, so that this number is what a step costs."""
+    calls = steady_calls(ready(50, 8), 19)
+    stages = {"__next__", "take", "_advance", "produce", "settle", "num_bytes", "add", "deliver", "_read"}
+    assert stages <= set(calls)
+    assert len(calls) - len(steady_source_calls()) <= 16
+
+
+def steady_source_calls() -> list[str]:
+    """What the source alone calls for such a step."""
+    iterator = ready(50, 8)  # held here, as it ends when it is dropped
+    stream = iterator._buffer._walk.draw.__self__._fetch._stream  # type: ignore[attr-defined]
+    for _ in range(19):
+        stream.draw()
+    return calls_of(stream.draw)
+
+
+def test_a_step_is_made_when_it_is_asked_for_and_is_the_frozen_value_it_was() -> None:
+    batches = [torch.zeros(size) for size in (3, 2)]
+    dataset = tdi.Strategy(devices=["cpu"] * 2).distribute_dataset(batches)
+    with pytest.raises(tdi.InputError, match="no step yet"):
+        _ = dataset.step
+    iterator = iter(dataset)
+    for index, sizes in enumerate([(2, 1), (1, 1)]):
+        next(iterator)
+        expected = tdi.Step(0, index, sum(sizes), sizes, 2, 1)
+        for found in (iterator.step, dataset.step, pickle.loads(pickle.dumps(dataset.step))):
+            assert type(found) is tdi.Step
+            assert found == expected
+            assert hash(found) == hash(expected)
+            assert repr(found) == repr(expected)
+            with pytest.raises(dataclasses.FrozenInstanceError):
+                found.index = 7  # type: ignore[misc]  # that is the test
+    assert next(iterator, None) is None
+    assert iterator.step.index == dataset.step.index == 1
+
+
+def test_an_error_of_the_data_comes_after_the_steps_before_it_and_again_without_a_thread() -> None:
+    def batches() -> Iterator[torch.Tensor]:
+        yield from [torch.zeros(2)] * 3
+        raise KeyError("oh")
+
+    iterator = iter(tdi.Strategy(devices=["cpu"]).distribute_dataset(batches, tdi.InputOptions(prefetch=0)))
+    assert [len(next(iterator)) for _ in range(3)] == [2, 2, 2]
+    for _ in range(2):
+        with pytest.raises(SourceError, match="failed at step 3"):
+            next(iterator)
+    assert iterator.step.index == 2
+
+
+def test_end_comes_as_one_outcome() -> None:
+    assert isinstance(coordinate(None, None, counts=True).settle(PastEnd()), End)

@@ -1,0 +1,241 @@
+"""Memory that the main process shares with its loader workers, and how the end of its use is seen.
+
+**Problem.** PyTorch gives every tensor that leaves a loader worker a shared-memory file of its own. The system then
+zeroes and maps each page of each batch, in both processes, and takes it back when the batch is dropped: for batches
+of some MB that is most of the time of a loader. Memory that is used again has its pages, but must not be written to
+while anybody reads it.
+
+**Decision.** One anonymous file (``memfd``) for a loader and the life of its workers, of which each worker has a part.
+The file never had a name, so nothing is left in ``/dev/shm`` whoever is killed. It is large and empty at first: the
+system gives a page when it is first written to. A worker puts a batch where its part is free, lowest address first, so
+that no more pages are touched than batches were in use at one time. It writes the batch's number into a free entry of
+its *ledger*, at the front of the file, and sends the number. The main process sets the entry to 0 when nothing refers
+to the batch any more; the worker then takes the memory back. An entry is set by one side and cleared by the other, and
+the number travels through a pipe, so no lock is needed.
+
+*When nothing refers to a batch.* All tensors and arrays over it hold one object through the buffer protocol; a weak
+reference to it, the ``Token``, tells when it is gone. ``share_memory_()``, or sending a tensor to another process,
+moves its contents elsewhere and lets go of the buffer, while a NumPy array made before still reads the old place. Such
+an array holds the tensor, so torch's storage object holds the buffer once more, as an attribute. Tokens are looked at
+when the next batch is asked for; nothing runs when a batch is dropped.
+
+*Forks.* A process that is forked keeps seeing the memory of the batches in use at that time, and nobody would know how
+long. So that memory is not used again. Loader workers do not look at the batches of their parent; their forks do not
+count, if they are made within ``forks_of_workers``.
+
+**Considered and refused.** *A shared-memory storage of torch's over the file* can be sent to a third process without a
+copy, which would then read what the worker writes next. *Slots of one size* would have to know the size of a batch
+beforehand, and waste the difference where sizes vary. *Copying each batch out* in the main process costs as many new
+pages as before.
+
+**Limits.** Linux. The number of entries and the size of the file are bounds: a batch that does not fit takes fresh
+memory, the ordinary way. What is left of a closed loader is the memory of the batches that are still in use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import sys
+import threading
+import weakref
+from bisect import insort
+from collections.abc import Iterable, Iterator
+from multiprocessing.reduction import DupFd
+from typing import Any, Final, final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+__all__ = ["ENTRIES", "Arena", "Free", "Token", "forks_of_workers", "storage_over"]
+
+ENTRIES: Final = 64
+"""Batches of one worker that may be in use at a time."""
+
+_MOST_BYTES: Final = 1 << 30
+_PAGE: Final = mmap.PAGESIZE
+_ALIGNMENT: Final = 64
+
+_Bytes = npt.NDArray[np.uint8]
+
+
+@final
+class Arena:
+    """The memory of one loader. A worker that is forked inherits it; to others its file is sent.
+
+    Args:
+      file: a descriptor of the file, which is closed by ``seal``.
+      workers: loader workers.
+      part: bytes for each.
+    """
+
+    def __init__(self, file: int, workers: int, part: int) -> None:
+        self._file = file
+        self.workers = workers
+        self._part = part
+        ledgers = _up(workers * ENTRIES * 8, _PAGE)
+        self._map = mmap.mmap(file, ledgers + workers * part)
+        self._ledgers = np.frombuffer(self._map, np.int64, workers * ENTRIES).reshape(workers, ENTRIES)
+        self._begin = ledgers
+
+    @classmethod
+    def for_workers(cls, workers: int) -> Arena | None:
+        """New memory; ``None`` where the system has none of this kind, or no room for it in the address space."""
+        if sys.platform != "linux":
+            return None
+        part = _MOST_BYTES // workers // _PAGE * _PAGE
+        try:
+            file = os.memfd_create("torchdistinput", os.MFD_CLOEXEC)
+        except OSError:  # a sandbox may forbid it
+            return None
+        try:
+            os.ftruncate(file, _up(workers * ENTRIES * 8, _PAGE) + workers * part)
+            return cls(file, workers, part)
+        except (OSError, ValueError):  # a limit on the size of files, or on the address space
+            os.close(file)
+            return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _attach, (DupFd(self._file), self.workers, self._part)
+
+    def seal(self) -> None:
+        """Closes the descriptor: all workers have the memory. Idempotent."""
+        if self._file >= 0:
+            file, self._file = self._file, -1
+            os.close(file)
+
+    def ledger(self, worker: int) -> npt.NDArray[np.int64]:
+        """The numbers of a worker's batches that are in use, in any order; 0 for a free entry."""
+        row: npt.NDArray[np.int64] = self._ledgers[worker]
+        return row
+
+    def part(self, worker: int) -> _Bytes:
+        """A worker's memory, as a new array. Torch and NumPy keep it alive while anything over it is in use."""
+        return np.frombuffer(self._map, np.uint8, self._part, self._begin + worker * self._part)
+
+    def give_up(self, worker: int, used: Iterable[tuple[int, int]]) -> None:
+        """Gives the pages of a worker's part back to the system, but for the bytes of each pair, ``lo`` to ``hi``."""
+        begin = 0
+        for lo, hi in (*sorted(used), (self._part, self._part)):
+            end = lo // _PAGE * _PAGE
+            if begin < end:
+                self._map.madvise(mmap.MADV_REMOVE, self._begin + worker * self._part + begin, end - begin)
+            begin = max(begin, _up(hi, _PAGE))
+
+
+def _attach(file: Any, workers: int, part: int) -> Arena:
+    arena = Arena(file.detach(), workers, part)
+    arena.seal()
+    return arena
+
+
+def _up(number: int, step: int) -> int:
+    return -(-number // step) * step
+
+
+@final
+class Free:
+    """The free places of a worker's part: the first that fits is taken.
+
+    Args:
+      size: bytes of the part.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._holes = [(0, size)]
+
+    def take(self, size: int) -> int | None:
+        """A place for so many bytes; ``None`` if none is large enough."""
+        size = _up(size, _ALIGNMENT)
+        for number, (lo, hi) in enumerate(self._holes):
+            if hi - lo >= size:
+                self._holes[number : number + 1] = [(lo + size, hi)] if hi - lo > size else []
+                return lo
+        return None
+
+    def give_back(self, lo: int, size: int) -> None:
+        """A place that was taken is free again."""
+        insort(self._holes, (lo, lo + _up(size, _ALIGNMENT)))
+        merged = self._holes[:1]
+        for begin, end in self._holes[1:]:
+            if begin == merged[-1][1]:
+                merged[-1] = (merged[-1][0], end)
+            else:
+                merged.append((begin, end))
+        self._holes = merged
+
+
+@final
+class Token:
+    """Tells when nothing refers to some memory any more.
+
+    Args:
+      memory: an array that nobody else refers to; only buffers of it may be handed out.
+    """
+
+    def __init__(self, memory: _Bytes) -> None:
+        # A view of an array refers to the owner of the memory, but a view of a memoryview refers to the memoryview.
+        self._memory = weakref.ref(memory)
+        self._buffer: memoryview | None = memory.data
+        self._kept = False
+        with _LOCK:
+            _TOKENS.add(self)
+
+    def buffer(self, lo: int, hi: int) -> memoryview:
+        """The bytes from ``lo`` to ``hi``, to be used until ``handed_out``."""
+        assert self._buffer is not None
+        return self._buffer[lo:hi]
+
+    def handed_out(self) -> None:
+        """All tensors and arrays are made."""
+        self._buffer = None
+
+    def keep(self) -> None:
+        """A forked process may look at the memory from now on."""
+        self._kept = True
+
+    @property
+    def is_free(self) -> bool:
+        """Whether the memory can be written to."""
+        return not self._kept and self._memory() is None
+
+
+def storage_over(buffer: memoryview | bytearray) -> torch.UntypedStorage:
+    """A storage over the memory, which it keeps alive, also when its contents are moved elsewhere."""
+    storage = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
+    storage.buffer = buffer  # type: ignore[attr-defined] # torch keeps what is put there as long as the storage
+    return storage
+
+
+# A fork concerns the whole process, so what it must be told is known to the whole process.
+_TOKENS: weakref.WeakSet[Token] = weakref.WeakSet()
+_LOCK = threading.RLock()
+_FORKING = threading.local()
+
+
+@contextlib.contextmanager
+def forks_of_workers() -> Iterator[None]:
+    """Processes that this thread forks inside do not look at batches that are in use."""
+    _FORKING.workers = True
+    try:
+        yield
+    finally:
+        _FORKING.workers = False
+
+
+def _before_fork() -> None:
+    _LOCK.acquire()  # released on both sides: what is forked must not find it taken by a thread that it does not have
+    if not _FORKING.__dict__.get("workers", False):
+        for token in _TOKENS:
+            token.keep()
+
+
+def _in_child() -> None:
+    _TOKENS.clear()
+    _LOCK.release()
+
+
+if sys.platform != "win32":
+    os.register_at_fork(before=_before_fork, after_in_parent=_LOCK.release, after_in_child=_in_child)

@@ -1,0 +1,62 @@
+"""How far ahead a rank would read, where that may change; law H of ``ending`` makes one of what all ranks wish."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Final, final
+
+__all__ = ["ReadAhead", "changed"]
+
+_VOTES_LOOKED_AT: Final = 8
+_LAZY_FROM: Final = 4  # steps ahead; with fewer, a vote that waits comes too late
+
+
+def changed(steps: int, change: int, least: int, most: int) -> int:
+    """The steps ahead after all ranks agreed: twice as many, half as many, or as before, within the bounds.
+
+    >>> changed(8, 1, 2, 12), changed(8, -1, 2, 12), changed(8, 0, 2, 12)
+    (12, 4, 8)
+    """
+    wanted = steps * 2 if change > 0 else steps // 2 if change < 0 else steps
+    return min(max(wanted, least), most)
+
+
+@final
+class ReadAhead:
+    """What one rank wishes. Used by the thread that votes.
+
+    Args:
+      steps: ahead of the one that the consumer waits for, at first.
+      room: bytes of steps ahead within which there may be more; ``None`` where the number stays.
+    """
+
+    def __init__(self, steps: int, room: int | None) -> None:
+        self._steps = steps
+        self._room = room
+        self._kept_waiting: deque[bool] = deque(maxlen=_VOTES_LOOKED_AT)
+
+    def voted(self, *, kept_waiting: bool) -> None:
+        """A vote came back, and had kept the consumer waiting, or not."""
+        self._kept_waiting.append(kept_waiting)
+
+    def agreed(self, steps: int) -> None:
+        """The ranks read so far ahead from now on."""
+        self._steps = steps
+        self._kept_waiting.clear()
+
+    def wish(self, largest: int) -> int:
+        """1 to read further ahead, -1 not so far, 0 to leave it.
+
+        Args:
+          largest: bytes of the largest step so far; 0 where none is known.
+        """
+        if self._room is None:
+            return 0
+        if (self._steps + 1) * largest > self._room:
+            return -1
+        fits = 0 < (2 * self._steps + 1) * largest <= self._room
+        return int(fits and sum(self._kept_waiting) >= _VOTES_LOOKED_AT // 2)
+
+    def vote_is_due(self, ready: int) -> bool:
+        """Whether the consumer, who has so many steps to take, may soon need what is voted for."""
+        return self._steps < _LAZY_FROM or ready <= self._steps // 2

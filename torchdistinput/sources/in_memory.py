@@ -1,0 +1,374 @@
+"""Batches that are gathered from memory at once, instead of sample by sample.
+
+Problem. ``DataLoader`` asks a ``TensorDataset`` for one sample after the other and stacks what it got: 1.4 us a sample,
+thirty times what the copying of the samples takes.
+
+Decision. Where nothing but torch and NumPy takes part (a ``TensorDataset``, tensors, arrays, memory-mapped ones, a
+``Table`` of them, ``Subset`` and ``ConcatDataset`` of these, collated by torch's own function), each tensor of the
+batch is gathered in one call. Types are compared by ``is``: a subclass may do anything. What comes out is compared with
+torch's way for two samples before it is used; whatever is not equal to the last bit goes torch's way, and so do indices
+that are out of range, so that errors are torch's, too.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple, Protocol, final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    Subset,
+    TensorDataset,
+    default_collate,
+    default_convert,
+)
+
+from torchdistinput import tree
+from torchdistinput.sources.numbers import Numbers
+from torchdistinput.sources.table import Table, columns_in
+
+__all__ = ["Gather", "gather_of", "gathers", "numbers_of"]
+
+Ints = npt.NDArray[np.int64]
+
+_ARRAYS: Final = (np.ndarray, np.memmap)
+
+
+class _Kind(NamedTuple):
+    """What is the same for all samples of a dataset."""
+
+    nest: Any
+    """How the columns are put together to a sample."""
+    columns: tuple[tuple[bool, Any, tuple[int, ...]], ...]
+    """For each column, whether it is a tensor, its dtype and its inner dimensions."""
+
+
+class _Reader(Protocol):
+    """Reads rows of a few tensors at once."""
+
+    @property
+    def kind(self) -> _Kind:
+        """What is the same for all rows."""
+
+    def read(self, rows: Numbers) -> list[torch.Tensor]:
+        """A tensor for each column, in memory of its own.
+
+        Raises:
+          IndexError: a row is out of range; also where torch would count it from the end.
+        """
+
+    def is_current(self) -> bool:
+        """Whether the dataset still has the parts that it had."""
+
+
+@final
+class Gather:
+    """Makes batches as a dataset and torch's function would make them.
+
+    Args:
+      reader: reads the tensors.
+      build: puts them into the batch.
+    """
+
+    def __init__(self, reader: _Reader, build: Callable[[list[torch.Tensor]], Any]) -> None:
+        self._reader = reader
+        self._build = build
+
+    def __call__(self, rows: Numbers) -> Any:
+        """The batch of these rows.
+
+        Raises:
+          IndexError: torch has to say what is wrong with a row, or to count it from the end.
+        """
+        return self._build(self._reader.read(rows))
+
+    def is_current(self) -> bool:
+        """Whether the dataset still has the parts that it had. To be asked when an epoch begins."""
+        return self._reader.is_current()
+
+
+def gather_of(dataset: Any, collate: Any, *, many: bool) -> Gather | None:
+    """What makes the batches of a dataset at once; ``None`` if it has to be asked sample by sample. Local.
+
+    Args:
+      dataset: any map-style dataset.
+      collate: the loader's ``collate_fn``.
+      many: whether batches are collated of samples; else the dataset is asked with the list of their indices.
+    """
+    if collate is not (default_collate if many else default_convert):
+        return None
+    try:
+        reader = _reader_of(dataset)
+        if reader is None or not len(dataset):
+            return None
+        rows = [0, len(dataset) - 1]
+        with warnings.catch_warnings():  # torch warns of arrays that are read only, as it might share their memory
+            warnings.simplefilter("ignore")
+            expected = collate([dataset[row] for row in rows] if many else dataset[rows])
+        build = _build_of(expected)
+        if build is None or not _same(expected, build(reader.read(Numbers(np.array(rows))))):
+            return None
+    except Exception:  # whatever it is, the ordinary way will meet it, and raise it where the samples are read
+        return None
+    return Gather(reader, build)
+
+
+def gathers(loader: DataLoader[Any]) -> bool:
+    """Whether the batches of a torch loader are tensors with a row for each sample, gathered at once. Local."""
+    many = loader.batch_sampler is not None
+    listed = many or type(loader.sampler) is BatchSampler
+    return listed and gather_of(loader.dataset, loader.collate_fn, many=many) is not None
+
+
+def numbers_of(indices: Any) -> Numbers | None:
+    """The indices of a sampler of the user's own, if they are plain ints; else ``None``. Local."""
+    found = _ints_of(indices)
+    return None if found is None else Numbers(found)
+
+
+def _ints_of(indices: Any) -> Ints | None:
+    """A list or tuple of ints as an array; ``None`` if it has anything else in it, as ``True`` is no ``1`` here."""
+    if type(indices) not in {list, tuple} or not {*map(type, indices)} <= {int, np.int64}:
+        return None
+    try:
+        return np.array(indices, dtype=np.int64)
+    except OverflowError:
+        return None
+
+
+def _reader_of(dataset: Any) -> _Reader | None:
+    kind = type(dataset)
+    if kind is TensorDataset:
+        return _columns_of(lambda: dataset.tensors)
+    if kind is Table:
+        return _columns_of(lambda: dataset.columns)
+    if kind is torch.Tensor or kind in _ARRAYS:
+        return _columns_of(lambda: dataset)
+    if kind is Subset:
+        inner, indices = _reader_of(dataset.dataset), _indices_of(dataset.indices)
+        return None if inner is None or indices is None else _Picked(dataset, inner, indices)
+    if kind is ConcatDataset:
+        parts = [_reader_of(part) for part in dataset.datasets]
+        readers = [part for part in parts if part is not None]
+        alike = len(readers) == len(parts) and len({part.kind for part in readers}) == 1
+        return _Joined(dataset, readers) if alike else None
+    return None
+
+
+@final
+class _Columns:
+    """Tensors and arrays side by side.
+
+    Args:
+      content: gives them, nested or not.
+      columns: they themselves; arrays are contiguous.
+    """
+
+    def __init__(self, content: Callable[[], Any], columns: Sequence[torch.Tensor | npt.NDArray[Any]]) -> None:
+        self._content = content
+        self._found = columns_in(content())
+        self._columns = columns
+        self._length = len(columns[0])
+        kinds = [(isinstance(each, torch.Tensor), each.dtype, tuple(each.shape[1:])) for each in columns]
+        self.kind = _Kind(_nest_of(content()), tuple(kinds))
+
+    def read(self, rows: Numbers) -> list[torch.Tensor]:
+        """See ``_Reader.read``. NumPy gathers rows of arrays faster than torch, and needs no writable memory for it."""
+        content = rows.content
+        if isinstance(content, range):
+            return self._cut(content.start, content.stop)
+        places = torch.from_numpy(content)
+        return [
+            torch.index_select(column, 0, places)
+            if isinstance(column, torch.Tensor)
+            else torch.from_numpy(column.take(content, 0))
+            for column in self._columns
+        ]
+
+    def _cut(self, lo: int, hi: int) -> list[torch.Tensor]:
+        if hi > self._length:
+            raise IndexError(f"a place outside of [0, {self._length})")
+        return [
+            column[lo:hi].clone(memory_format=torch.contiguous_format)
+            if isinstance(column, torch.Tensor)
+            else torch.from_numpy(column[lo:hi].copy())
+            for column in self._columns
+        ]
+
+    def is_current(self) -> bool:
+        """See ``_Reader.is_current``."""
+        now = columns_in(self._content())
+        return len(now) == len(self._found) and all(a is b for a, b in zip(now, self._found, strict=True))
+
+
+def _nest_of(columns: Any) -> Any:
+    container = tree.open_container(columns)
+    return None if container is None else (type(columns), container.keys, *map(_nest_of, container.children))
+
+
+def _columns_of(content: Callable[[], Any]) -> _Columns | None:
+    columns = [_plain(column) for column in columns_in(content())]
+    found = [column for column in columns if column is not None]
+    alike = len({len(column) for column in found}) == 1
+    return _Columns(content, found) if alike and len(found) == len(columns) else None
+
+
+def _plain(column: Any) -> torch.Tensor | npt.NDArray[Any] | None:
+    """The column, an array as one without a subclass; ``None`` if torch's way might make something else of its rows."""
+    if type(column) is torch.Tensor:
+        plain = (
+            column.layout is torch.strided
+            and column.device.type == "cpu"
+            and not (column.requires_grad or column.is_nested or column.is_quantized)
+            and not (column.is_conj() or column.is_neg())
+        )
+        return column if plain and column.dim() and _has_plain_rows(column) else None
+    if type(column) not in _ARRAYS:
+        return None
+    array: npt.NDArray[Any] = np.asarray(column)
+    plain = array.dtype.kind in "biufc" and array.dtype.isnative and array.ndim > 0 and array.flags.c_contiguous
+    return array if plain else None
+
+
+def _has_plain_rows(column: torch.Tensor) -> bool:
+    """Whether each row lies in one piece: torch's stacking may keep another order of the dimensions."""
+    return not len(column) or column[0].is_contiguous()
+
+
+@final
+class _Picked:
+    """A ``Subset``.
+
+    Args:
+      subset: that one.
+      inner: reads what it is of.
+      indices: which rows of that there are: an array, or a range with any steps.
+    """
+
+    def __init__(self, subset: Subset[Any], inner: _Reader, indices: Ints | range) -> None:
+        self._subset = subset
+        self._dataset, self._given = subset.dataset, subset.indices
+        # Lists are compared by the identity of their entries first, which is much faster than to make arrays of them.
+        self._copy = list(subset.indices) if type(subset.indices) is list else None
+        self._inner = inner
+        self._indices = indices
+        self.kind = inner.kind
+
+    def read(self, rows: Numbers) -> list[torch.Tensor]:
+        """See ``_Reader.read``."""
+        indices, places = self._indices, rows.array()
+        if not isinstance(indices, range):
+            return self._inner.read(Numbers(indices.take(places)))
+        _refuse_outside(places, len(indices))
+        return self._inner.read(Numbers(indices.start + indices.step * places))
+
+    def is_current(self) -> bool:
+        """See ``_Reader.is_current``."""
+        subset = self._subset
+        same = subset.dataset is self._dataset and subset.indices is self._given
+        return same and (self._copy is None or self._copy == subset.indices) and self._inner.is_current()
+
+
+def _indices_of(indices: Any) -> Ints | range | None:
+    """The indices of a ``Subset``, if they are plain ints. Of a tensor or array, in its own memory."""
+    if type(indices) is range:
+        return indices
+    if type(indices) is torch.Tensor and indices.dtype is torch.int64 and indices.device.type == "cpu":
+        indices = indices.numpy()
+    if type(indices) is np.ndarray:
+        return indices if indices.dtype == np.int64 and indices.ndim == 1 else None
+    return _ints_of(indices)
+
+
+@final
+class _Joined:
+    """A ``ConcatDataset``.
+
+    Args:
+      whole: that one.
+      parts: read what it is made of; all of one kind.
+    """
+
+    def __init__(self, whole: ConcatDataset[Any], parts: Sequence[_Reader]) -> None:
+        self._whole = whole
+        self._datasets, self._sizes = list(whole.datasets), list(whole.cumulative_sizes)
+        self._parts = parts
+        self._ends = np.array(self._sizes, dtype=np.int64)
+        self._starts = [0, *self._sizes[:-1]]
+        self.kind = parts[0].kind
+
+    def read(self, rows: Numbers) -> list[torch.Tensor]:
+        """See ``_Reader.read``."""
+        places = rows.array()
+        _refuse_outside(places, self._sizes[-1])
+        owners = np.searchsorted(self._ends, places, side="right")
+        joined: list[torch.Tensor] = []
+        for owner in np.unique(owners).tolist():
+            where = np.flatnonzero(owners == owner)
+            own: list[torch.Tensor] = self._parts[owner].read(Numbers(places[where] - self._starts[owner]))
+            if len(where) == len(places):
+                return own
+            joined = joined or [each.new_empty((len(places), *each.shape[1:])) for each in own]
+            for whole, part in zip(joined, own, strict=True):
+                whole.index_copy_(0, torch.from_numpy(where), part)
+        return joined
+
+    def is_current(self) -> bool:
+        """See ``_Reader.is_current``."""
+        whole = self._whole
+        same = len(whole.datasets) == len(self._datasets) and whole.cumulative_sizes == self._sizes
+        same = same and all(a is b for a, b in zip(whole.datasets, self._datasets, strict=True))
+        return same and all(part.is_current() for part in self._parts)
+
+
+def _refuse_outside(places: Ints, length: int) -> None:
+    if len(places) and not 0 <= int(places.min()) <= int(places.max()) < length:
+        raise IndexError(f"a place outside of [0, {length})")
+
+
+def _build_of(batch: Any) -> Callable[[list[torch.Tensor]], Any] | None:
+    """What puts tensors into a batch like this one; ``None`` if there is more in it than tensors."""
+    leaves, structure = tree.flatten(batch)
+    if not leaves or not all(type(leaf) is torch.Tensor for leaf in leaves):
+        return None
+    flat = all(child.kind == "tensor" for child in structure.children)
+    if structure.kind == "tensor":
+        return _only
+    if structure.kind == "list" and flat:
+        return _itself
+    if structure.kind == "dict" and structure.cls is dict and flat:
+        keys = structure.keys
+        return lambda tensors: dict(zip(keys, tensors, strict=True))
+    return _nested(structure)
+
+
+def _only(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return tensors[0]
+
+
+def _itself(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return tensors
+
+
+def _nested(structure: tree.Structure) -> Callable[[list[torch.Tensor]], Any]:
+    return lambda tensors: structure.build(iter(tensors))
+
+
+def _same(expected: Any, found: Any) -> bool:
+    """Whether two batches are the same to the last bit, the types of their containers included."""
+    if type(expected) is not type(found):
+        return False
+    if isinstance(expected, torch.Tensor):
+        alike = expected.dtype is found.dtype and expected.shape == found.shape and expected.stride() == found.stride()
+        return alike and torch.equal(expected.reshape(-1).view(torch.uint8), found.reshape(-1).view(torch.uint8))
+    if isinstance(expected, Mapping):
+        return list(expected) == list(found) and all(_same(expected[key], found[key]) for key in expected)
+    if not isinstance(expected, Sequence):
+        return False
+    return len(expected) == len(found) and all(map(_same, expected, found))

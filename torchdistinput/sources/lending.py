@@ -1,0 +1,222 @@
+"""A loader worker's part of the memory that is used again: who uses what of it, and stacking samples right there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Final, final
+
+import numpy as np
+import torch
+from torch.utils.data._utils.collate import collate_tensor_fn
+
+from torchdistinput.backends.slots import ENTRIES, Arena, Free, Token, storage_over
+
+__all__ = ["Block", "DoesNotFit", "Lender", "Stack"]
+
+_SMALL: Final = 1 << 14
+"""Bytes up to which contents travel in the message: that is no slower, and who keeps all labels keeps nothing else."""
+_LARGE: Final = 1 << 16
+"""Bytes from which on a sample is put into its row at once."""
+_WIDE: Final = 64
+"""Entries up to which a list in a sample is looked through for such large ones."""
+
+_NUMBERS: Final = frozenset(
+    np.dtype(name) for name in ("bool", "uint8", *(f"int{8 << n}" for n in range(4)), "float16", "float32", "float64")
+)
+
+_Path = tuple[Any, ...]
+
+
+class DoesNotFit(Exception):
+    """Contents that cannot be put into the arena."""
+
+
+@final
+class Block:
+    """Memory of a worker's part that was taken.
+
+    Args:
+      lo: the first byte.
+      size: in bytes.
+      token: tells when this process has done with it.
+    """
+
+    def __init__(self, lo: int, size: int, token: Token) -> None:
+        self.lo = lo
+        self.size = size
+        self.token = token
+        self.batches = 0
+        """Batches in the ledger that it is part of."""
+
+
+@final
+class Lender:
+    """A loader worker's part of the arena: who uses what of it.
+
+    Args:
+      arena: the memory.
+      worker: the number of this worker.
+    """
+
+    def __init__(self, arena: Arena, worker: int) -> None:
+        self.worker = worker
+        self._arena = arena
+        self._ledger = arena.ledger(worker)
+        self._base: int = arena.part(worker).__array_interface__["data"][0]
+        self._size = arena.part(worker).nbytes
+        self._free = Free(self._size)
+        self._blocks: dict[int, Block] = {}
+        self._batches: dict[int, list[Block]] = {}  # by entry
+        self.number = 0
+        """Items that took memory so far."""
+
+    @staticmethod
+    def is_small(size: int) -> bool:
+        """Whether so many bytes are better sent in the message."""
+        return size <= _SMALL
+
+    def new_tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
+        """Memory for a tensor, contiguous; ``None`` if there is none left."""
+        size = math.prod(shape) * dtype.itemsize
+        lo = self._take(size)
+        if lo is None:
+            return None
+        block = self._blocks[lo]
+        storage = storage_over(block.token.buffer(lo, lo + size))
+        block.token.handed_out()
+        return torch.empty(0, dtype=dtype).set_(storage).view(shape)
+
+    def _take(self, size: int) -> int | None:
+        lo = self._free.take(size)
+        if lo is not None:
+            self._blocks[lo] = Block(lo, size, Token(self._arena.part(self.worker)))
+        return lo
+
+    def place(self, contents: memoryview) -> Block:
+        """The block that has the contents; they are copied into one, unless they are there already.
+
+        Raises:
+          DoesNotFit: there is no room.
+        """
+        array = np.frombuffer(contents, np.uint8)
+        block = self._blocks.get(array.__array_interface__["data"][0] - self._base)
+        if block is not None and block.size == array.nbytes:
+            return block
+        lo = self._take(array.nbytes)
+        if lo is None:
+            raise DoesNotFit
+        block = self._blocks[lo]
+        np.copyto(np.frombuffer(block.token.buffer(lo, lo + array.nbytes), np.uint8), array)
+        block.token.handed_out()
+        return block
+
+    def enter(self, blocks: list[Block]) -> int:
+        """Enters an item of these blocks into the ledger; which entry it is.
+
+        Raises:
+          DoesNotFit: too many batches are in use.
+        """
+        entry = next((entry for entry in range(ENTRIES) if entry not in self._batches), None)
+        if entry is None:
+            raise DoesNotFit
+        self.number += 1
+        for block in blocks:
+            block.batches += 1
+        self._batches[entry] = blocks
+        self._ledger[entry] = self.number
+        return entry
+
+    def take_back(self) -> None:
+        """Frees what nobody uses any more."""
+        for entry in [entry for entry in self._batches if not self._ledger[entry]]:
+            for block in self._batches.pop(entry):
+                block.batches -= 1
+        for block in [block for block in self._blocks.values() if not block.batches and block.token.is_free]:
+            del self._blocks[block.lo]
+            self._free.give_back(block.lo, block.size)
+
+
+@final
+class Stack:
+    """Stacks tensors as ``default_collate`` does in a loader worker, in memory of the arena.
+
+    Large samples that are read one by one are put into their rows at once. Their own memory is then free for the next
+    one, still in the processor's cache; that of a whole batch would go back to the system each time.
+
+    Args:
+      lender: has the memory.
+    """
+
+    def __init__(self, lender: Lender) -> None:
+        self._lender = lender
+        self._rows: dict[_Path, torch.Tensor] = {}  # of the piece that is being read, by the leaf's place in a sample
+
+    def keep(self, sample: Any, row: int, rows: int) -> Any:
+        """See ``worker_side.Keep``."""
+        if row == 0:
+            self._rows = {}
+        elif not self._rows:  # small ones
+            return sample
+        return self._kept(sample, (), row, rows)
+
+    def _kept(self, value: Any, path: _Path, row: int, rows: int) -> Any:
+        kind = type(value)
+        if kind is np.ndarray or kind is torch.Tensor:
+            return self._in_row(value, path, row, rows) if value.nbytes >= _LARGE else value
+        if (kind is tuple or kind is list) and len(value) <= _WIDE:
+            return kind(self._kept(each, (*path, key), row, rows) for key, each in enumerate(value))
+        if kind is dict:
+            return {key: self._kept(each, (*path, key), row, rows) for key, each in value.items()}
+        return value
+
+    def _in_row(self, leaf: Any, path: _Path, row: int, rows: int) -> Any:
+        """The leaf with its contents in its row of the piece; as it is, where it is not like the one before."""
+        array = type(leaf) is np.ndarray
+        if array and not (leaf.dtype in _NUMBERS and leaf.flags.c_contiguous):
+            return leaf
+        tensor = torch.as_tensor(leaf)
+        if row == 0 and _is_plain(tensor):
+            new = self._lender.new_tensor((rows, *tensor.shape), tensor.dtype)
+            if new is not None:
+                self._rows[path] = new
+        piece = self._rows.get(path)
+        if piece is None or piece.dtype != tensor.dtype or piece.shape[1:] != tensor.shape or not _is_plain(tensor):
+            return leaf
+        kept = piece[row].copy_(tensor)
+        return kept.numpy() if array else kept
+
+    def __call__(self, batch: Any, *, collate_fn_map: Any = None) -> Any:
+        """See ``torch.utils.data._utils.collate.collate_tensor_fn``."""
+        first = batch[0]
+        alike = all(type(each) is torch.Tensor and each.shape == first.shape for each in batch)
+        if not alike or not _is_plain(first) or self._lender.is_small(len(batch) * first.nbytes):
+            return collate_tensor_fn(batch, collate_fn_map=collate_fn_map)
+        for path, piece in self._rows.items():
+            if _are_rows(piece, batch):
+                return self._rows.pop(path)
+        new = self._lender.new_tensor((len(batch), *first.shape), first.dtype)
+        if new is None:
+            return collate_tensor_fn(batch, collate_fn_map=collate_fn_map)
+        return torch.stack(batch, 0, out=new)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it is nothing but numbers in this process's memory."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+        and not (tensor.is_nested or tensor.is_quantized or tensor.requires_grad)
+    )
+
+
+def _are_rows(piece: torch.Tensor, batch: Sequence[torch.Tensor]) -> bool:
+    """Whether stacking them would make this piece."""
+    if len(batch) != len(piece) or batch[0].shape != piece.shape[1:]:
+        return False
+    begin, step = piece.data_ptr(), piece.stride(0) * piece.element_size()
+    return all(
+        each.data_ptr() == begin + row * step and each.dtype == piece.dtype and each.is_contiguous()
+        for row, each in enumerate(batch)
+    )

@@ -1,0 +1,214 @@
+"""Batches of loader workers in memory that is used again, instead of fresh shared memory for each.
+
+A worker pickles what it sends as PyTorch does, but for the contents of tensors and arrays: they are put into the
+worker's part of the ``Arena`` (see ``backends.slots``), and only their places are sent. ``default_collate`` stacks
+samples right there. What does not fit there, or cannot be sent so, goes the ordinary way.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, NamedTuple, Protocol, cast, final, runtime_checkable
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
+
+from torchdistinput.backends.slots import Arena, Token, storage_over
+from torchdistinput.sources.lending import Block, DoesNotFit, Lender, Stack
+from torchdistinput.sources.torch_loaders import WorkerInit
+from torchdistinput.sources.worker_side import Failure
+
+__all__ = ["Fresh", "Inlet", "Outlet", "Packed", "through_slots"]
+
+
+class Packed(NamedTuple):
+    """An item of a loader worker, whose tensors are elsewhere."""
+
+    worker: int
+    number: int
+    """How many of the worker's items took memory so far."""
+    entry: int | None
+    """Of the ledger; ``None`` if this one took no memory."""
+    places: tuple[tuple[int, int], ...]
+    """Where the contents are in the worker's part: the first byte, and the one after the last."""
+    pickled: bytes
+
+
+class Fresh(NamedTuple):
+    """An item of a loader worker that comes the ordinary way. A named tuple, so that torch pins what is in it."""
+
+    item: Any
+    worker: int
+    number: int
+    """How many of the worker's items took memory so far."""
+
+
+@final
+class _Pickler(ForkingPickler):
+    """Pickles as PyTorch does between processes, with the contents of tensors and arrays as buffers beside it."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Of a storage: its bytes as a buffer; anything else as PyTorch does it."""
+        if type(obj) is np.ndarray and not obj.flags.writeable:
+            return obj.copy("A").__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # writable on the other side, as ever
+        if type(obj) is not torch.UntypedStorage or not obj.nbytes():
+            return NotImplemented
+        if obj.device.type != "cpu" or obj.is_shared():
+            raise DoesNotFit  # it needs no copy the ordinary way
+        contents = torch.empty(0, dtype=torch.uint8).set_(obj).numpy()
+        return storage_over, (pickle.PickleBuffer(contents.data),)
+
+
+@runtime_checkable
+class _ReadsOneByOne(Protocol):
+    """A dataset that reads the samples of a piece one by one."""
+
+    def keep_samples(self, keep: Callable[[Any, int, int], Any]) -> None:
+        """See ``worker_side.PieceDataset``."""
+
+
+@final
+class Outlet:
+    """What the items of a loader worker pass last: its ``collate_fn``.
+
+    Args:
+      arena: the memory of the loader.
+      collate: the loader's own ``collate_fn``.
+    """
+
+    def __init__(self, arena: Arena, collate: Callable[[Any], Any]) -> None:
+        self._arena = arena
+        self._collate = collate
+        self._lender: Lender | None = None
+
+    def begin(self, worker: int, dataset: Any) -> None:
+        """Lets ``default_collate`` stack into the arena, in this worker. See ``torch_loaders.WorkerInit``."""
+        self._lender = Lender(self._arena, worker)
+        if default_collate_fn_map.get(torch.Tensor) is collate_tensor_fn:
+            default_collate_fn_map[torch.Tensor] = stack = Stack(self._lender)
+            if isinstance(dataset, _ReadsOneByOne):
+                dataset.keep_samples(stack.keep)
+
+    def __call__(self, data: Any) -> Packed | Fresh:
+        """The item as it is sent."""
+        assert self._lender is not None
+        item = self._collate(data)
+        del data
+        try:
+            return self._packed(item, self._lender)
+        finally:
+            del item
+            self._lender.take_back()
+
+    @staticmethod
+    def _packed(item: Any, lender: Lender) -> Packed | Fresh:
+        try:
+            return _packed(item, lender)
+        except DoesNotFit:
+            return Fresh(item, lender.worker, lender.number)
+        except Exception as error:  # torch's own thread would print it, and leave the main process waiting
+            return _packed(Failure(error, "sending what was read to the main process"), lender)
+
+
+def _packed(item: Any, lender: Lender) -> Packed:
+    blocks: list[Block] = []
+
+    def beside(buffer: pickle.PickleBuffer) -> bool:
+        contents = buffer.raw()
+        if lender.is_small(contents.nbytes):
+            return True
+        blocks.append(lender.place(contents))
+        return False
+
+    message = io.BytesIO()
+    _Pickler(message, pickle.HIGHEST_PROTOCOL, True, beside).dump(item)
+    entry = lender.enter(blocks) if blocks else None
+    places = tuple((block.lo, block.lo + block.size) for block in blocks)
+    return Packed(lender.worker, lender.number, entry, places, message.getvalue())
+
+
+def through_slots(loader: DataLoader[Any]) -> Inlet | None:
+    """Lets what a loader's workers send come in memory that is used again; ``None`` where that cannot be.
+
+    Args:
+      loader: new, and not started yet; with the settings of ``torch_loaders.settings_of``.
+    """
+    init = loader.worker_init_fn
+    arena = Arena.for_workers(loader.num_workers) if isinstance(init, WorkerInit) else None
+    if arena is None:
+        return None
+    outlet = Outlet(arena, cast("Callable[[Any], Any]", loader.collate_fn))
+    loader.collate_fn, cast(WorkerInit, init).begin = outlet, outlet.begin
+    return Inlet(arena)
+
+
+@final
+class Inlet:
+    """What the items of a loader's workers pass first in the main process.
+
+    Args:
+      arena: the memory of the loader.
+    """
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._tokens: dict[tuple[int, int], tuple[Token, Packed]] = {}  # by worker and entry of the ledger
+        self._numbers = [0] * arena.workers
+        self._closed = False
+        # What torch sets up at the first use of a function must not happen in another thread while a worker is forked.
+        storage_over(bytearray(1))
+
+    def seal(self) -> None:
+        """All workers have the memory. Idempotent."""
+        self._arena.seal()
+
+    def take_back(self) -> None:
+        """Lets the workers have the memory of the batches that nobody refers to any more."""
+        for (worker, entry), (token, _) in list(self._tokens.items()):
+            if token.is_free:
+                del self._tokens[worker, entry]
+                self._arena.ledger(worker)[entry] = 0
+
+    def open(self, sent: Packed | Fresh) -> Any:
+        """The item that a worker sent.
+
+        Raises:
+          StopIteration: the loader was closed.
+        """
+        took = isinstance(sent, Packed) and sent.entry is not None
+        if sent.number != self._numbers[sent.worker] + took:
+            self._forget(sent.worker, sent.number - took)
+        self._numbers[sent.worker] = sent.number
+        if isinstance(sent, Fresh):
+            return sent.item
+        if sent.entry is None:
+            return pickle.loads(sent.pickled)
+        token = Token(self._arena.part(sent.worker))
+        self._tokens[sent.worker, sent.entry] = token, sent
+        if self._closed:  # after the token was put down, as close() looks for tokens after it says so
+            raise StopIteration
+        buffers = [token.buffer(lo, hi) for lo, hi in sent.places]
+        token.handed_out()
+        return pickle.loads(sent.pickled, buffers=buffers)
+
+    def _forget(self, worker: int, number: int) -> None:
+        """Frees what an epoch before sent and torch threw away: it comes in order, so what is missing never comes."""
+        ledger = self._arena.ledger(worker)
+        for entry in np.flatnonzero((ledger > 0) & (ledger <= number)).tolist():
+            if (worker, entry) not in self._tokens:
+                ledger[entry] = 0
+
+    def close(self) -> None:
+        """Gives the memory back to the system, but for the batches that are in use. Idempotent; any thread."""
+        self._closed = True
+        used: list[list[tuple[int, int]]] = [[] for _ in range(self._arena.workers)]
+        for token, sent in list(self._tokens.values()):
+            if not token.is_free:
+                used[sent.worker].extend(sent.places)
+        for worker, places in enumerate(used):
+            self._arena.give_up(worker, places)
