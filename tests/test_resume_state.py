@@ -68,6 +68,24 @@ def test_a_state_counts_what_was_delivered() -> None:
     assert found == [*first, *((1, step, samples) for _, step, samples in first), (2, 0, 0)]
 
 
+def test_a_state_whose_texts_and_numbers_are_of_subclasses_is_the_same_state() -> None:
+    class Text(str):
+        """As some formats hand out their strings."""
+
+    class Number(int):
+        """As some formats hand out their numbers."""
+
+    def handed_on(value: Any) -> Any:
+        if isinstance(value, list):
+            return [handed_on(each) for each in value]
+        return Text(value) if isinstance(value, str) else Number(value) if type(value) is int else value
+
+    run = run_of(known("sequential", Path()), Setting())
+    state = run.loader.state_dict()
+    run.loader.load_state_dict({key: value if key == "version" else handed_on(value) for key, value in state.items()})
+    assert run.loader.state_dict() == state
+
+
 def test_a_state_is_that_of_its_time_whatever_comes_later() -> None:
     run = run_of(shuffled, Setting(2, 2))
     kept, written = [], []

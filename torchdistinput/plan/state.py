@@ -18,6 +18,7 @@ all carry it, the last one at any world size:
 from __future__ import annotations
 
 import json
+import marshal
 import math
 import zlib
 from collections.abc import Mapping, Sequence
@@ -147,8 +148,12 @@ def _plain(value: Any) -> bytes:
 
 
 def _checksum(state: Mapping[str, Any]) -> int:
-    # As Python shows it in ASCII, which is the same everywhere for what JSON carries, and takes a third of JSON's time.
-    return zlib.crc32(ascii([state[name] for name in _FIELDS[:-1]]).encode())
+    # Marshal writes plain values the same everywhere in its version 2, in a tenth of the time that JSON takes.
+    content = [state[name] for name in _FIELDS[:-1]]
+    try:
+        return zlib.crc32(marshal.dumps(content, 2))
+    except ValueError:  # subclasses of plain types, in a state that went through other hands
+        return zlib.crc32(marshal.dumps(json.loads(_plain(content)), 2))
 
 
 def _checked_fields(state: object) -> Mapping[str, Any]:
