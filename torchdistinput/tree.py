@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, cast, final
 
 import numpy as np
@@ -420,12 +420,24 @@ def named_leaves(value: Any, path: str = "") -> Iterable[tuple[str, Any]]:
             yield from named_leaves(child, f"{path}[{key!r}]")
 
 
+def _plain_leaves(batch: Any) -> Collection[torch.Tensor]:
+    """The leaves, if the batch is plainly a tensor, or a dict, list or tuple of tensors; else none. For every step."""
+    kind = type(batch)
+    if kind is torch.Tensor:
+        return (batch,)
+    leaves: Collection[Any] = batch.values() if kind is dict else batch if kind is tuple or kind is list else ()
+    return leaves if all(type(leaf) is torch.Tensor for leaf in leaves) else ()
+
+
 def batch_size(batch: Any) -> int:
     """The number of samples in a batch, the same for each of its leaves. Local.
 
     Raises:
       BatchingError: there is no leaf, a leaf is a scalar, or two leaves differ; the leaves are named by path.
     """
+    alike = {leaf.shape[:1] for leaf in _plain_leaves(batch)}
+    if len(alike) == 1 and () not in alike:
+        return int(alike.pop()[0])
     sizes: dict[int, str] = {}
     for path, leaf in named_leaves(batch):
         if isinstance(leaf, torch.Tensor) and leaf.dim() == 0:
