@@ -15,6 +15,7 @@ __all__ = [
     "MOST_TOLD",
     "NOTHING_SKIPPED",
     "NOWHERE",
+    "ROWS_BETWEEN_LANDMARKS",
     "Ahead",
     "Delivered",
     "Drawn",
@@ -106,6 +107,9 @@ class Sealed(NamedTuple):
 
 
 NOTHING_SKIPPED: Final = Skipped()
+
+ROWS_BETWEEN_LANDMARKS: Final = 64
+"""Where the workers tell each other something, see ``Landmarks``."""
 
 
 @final

@@ -18,7 +18,7 @@ from typing import Any, Final, TypeVar, final
 
 from torch.autograd import profiler
 
-from torchdistinput.flow import Landmarks
+from torchdistinput.flow import ROWS_BETWEEN_LANDMARKS, Landmarks
 
 __all__ = ["COORDINATE", "COPY", "FETCH", "WAIT", "Meter", "StatsLandmarks", "in_range", "summary"]
 
@@ -29,7 +29,6 @@ COORDINATE: Final = "torchdistinput::coordinate"
 COPY: Final = "torchdistinput::copy"
 WAIT: Final = "torchdistinput::wait"
 
-_ROWS_BETWEEN_LANDMARKS: Final = 64
 _STEPS_BETWEEN_MARKS: Final = 8
 _MARKS: Final = 9  # a window of 64 steps, and of up to 7 more between two marks
 
@@ -129,7 +128,7 @@ class StatsLandmarks:
     """
 
     def __init__(self, meter: Meter, inner: Landmarks | None) -> None:
-        self.every: int = _ROWS_BETWEEN_LANDMARKS if inner is None else inner.every
+        self.every: int = ROWS_BETWEEN_LANDMARKS if inner is None else inner.every
         self.early: bool = inner is not None and inner.early
         self._meter = meter
         self._inner = inner

@@ -217,12 +217,14 @@ class Strategy:
                     "replication_mode PER_REPLICA belongs to distribute_datasets_from_function; distribute_dataset "
                     "cuts one dataset for all replicas."
                 )
-            asked: dict[str, Any] = {
-                "global_batch_size": global_batch_size,
-                "collate_fn": collate_fn,
-                "shuffle": shuffle,
-            }
-            return recognise(data, chosen, self._topology, **asked)
+            return recognise(
+                data,
+                chosen,
+                self._topology,
+                global_batch_size=global_batch_size,
+                collate_fn=collate_fn,
+                shuffle=shuffle,
+            )
 
         return self._distribute("distribute_dataset()", make, chosen)
 

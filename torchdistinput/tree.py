@@ -462,10 +462,9 @@ def batch_size(batch: Any) -> int:
 
 def cut(batch: Any, lo: int, hi: int) -> Any:
     """Rows ``[lo, hi)`` of every leaf; a view where the leaf is a tensor. Local."""
-    if type(batch) is torch.Tensor:  # the common cases, for every step
-        return batch[lo:hi]
-    if type(batch) is tuple and all(type(leaf) is torch.Tensor for leaf in batch):
-        return tuple([leaf[lo:hi] for leaf in batch])
-    if type(batch) is dict and all(type(leaf) is torch.Tensor for leaf in batch.values()):
-        return {key: leaf[lo:hi] for key, leaf in batch.items()}
-    return map_leaves(lambda leaf: leaf[lo:hi], batch)
+    leaves = [leaf[lo:hi] for leaf in _plain_leaves(batch)]
+    if not leaves:
+        return map_leaves(lambda leaf: leaf[lo:hi], batch)
+    if type(batch) is dict:
+        return dict(zip(batch, leaves, strict=True))
+    return leaves[0] if type(batch) is torch.Tensor else type(batch)(leaves)

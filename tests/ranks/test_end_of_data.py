@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader
 import torchdistinput as tdi
 from tests import structures
 from tests.epochs import Raised, raised
+from tests.ranks.launched import Scenes, launched
 from torchdistinput import readers
-from torchdistinput.testing import run_ranks
 
 
 def one() -> tdi.Strategy:
@@ -36,9 +36,6 @@ def write(folder: Path, *sizes: int) -> None:
         (folder / f"{number}.txt").write_text("".join(f"{k}\n" for k in range(start, start + size)))
         start += size
 
-
-Scenes = Callable[[int, str], list[Any]]
-"""What each rank of a world returned in the scene of that name."""
 
 FILES = {"uneven": (7, 0, 2, 5, 1), "one row": (3, 0), "one rank": (2, 0)}
 FAILING: list[tuple[int, int, list[int], str, int]] = [  # world, step, on which ranks, in what, prefetch
@@ -74,20 +71,13 @@ def scenes_of(world: int, folder: Path) -> dict[str, Callable[[], Any]]:
     }
 
 
-def play(folder: Path) -> dict[str, Any]:
-    """One rank: all scenes of its world, one after the other."""
-    return {name: scene() for name, scene in scenes_of(dist.get_world_size(), folder).items()}
-
-
 @pytest.fixture(scope="module")
 def scenes(tmp_path_factory: pytest.TempPathFactory) -> Scenes:
-    """A launch takes longer than a scene."""
     folder = tmp_path_factory.mktemp("files")
     for name, sizes in FILES.items():
         (folder / name).mkdir()
         write(folder / name, *sizes)
-    ranks = {world: run_ranks(world, play, folder, timeout_seconds=120) for world in (2, 3)}
-    return lambda world, name: [rank[name] for rank in ranks[world]]
+    return launched((2, 3), scenes_of, folder)
 
 
 # One agreed end

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
 from tests.epochs import epoch, pieces, raised
+from tests.ranks.launched import Scenes, launched
 from torchdistinput import readers
-from torchdistinput.testing import run_ranks
 
 
 def number_range(n: int, batch_size: int) -> Any:
@@ -25,10 +24,6 @@ def number_range(n: int, batch_size: int) -> Any:
 def write_files(folder: Path, *files: range) -> None:
     for number, records in enumerate(files):
         (folder / f"file{number}.txt").write_text("".join(f"{record}\n" for record in records))
-
-
-Scenes = Callable[[int, str], list[Any]]
-"""What each rank of a world returned in the scene of that name."""
 
 
 def scenes_of(world: int, folder: Path) -> dict[str, Callable[[], Any]]:
@@ -61,20 +56,13 @@ FILES = {
 }
 
 
-def play(folder: Path) -> dict[str, Any]:
-    """One rank: all scenes of its world, one after the other."""
-    return {name: scene() for name, scene in scenes_of(dist.get_world_size(), folder).items()}
-
-
 @pytest.fixture(scope="module")
 def scenes(tmp_path_factory: pytest.TempPathFactory) -> Scenes:
-    """A launch takes longer than a scene."""
     folder = tmp_path_factory.mktemp("files")
     for name, contents in FILES.items():
         (folder / name).mkdir()
         write_files(folder / name, *contents)
-    ranks = {world: run_ranks(world, play, folder, timeout_seconds=120) for world in (2, 3, 4, 5)}
-    return lambda world, name: [rank[name] for rank in ranks[world]]
+    return launched((2, 3, 4, 5), scenes_of, folder)
 
 
 def ranges(cases: list[tuple[int, int]]) -> list[Any]:

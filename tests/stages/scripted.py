@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, final
+from typing import Any, Literal, TypeVar, final
 
 import torch
 
@@ -17,6 +17,8 @@ from torchdistinput.stages.coordinate import Coordinate
 from torchdistinput.stages.fetch import Fetch
 from torchdistinput.stats import Meter
 from torchdistinput.testing import FakeCollectives
+
+T = TypeVar("T")
 
 Where = Literal["draw", "fetch", "transfer"]
 
@@ -216,18 +218,23 @@ def read(party: Party, script: Script) -> Seen:
     return Seen(steps, error, party)
 
 
+def results_of(world: FakeCollectives, fn: Callable[[int], T]) -> list[T]:
+    """What each rank returned; what the first that failed raised is raised."""
+    found = []
+    for result in world.run(fn):
+        if isinstance(result, BaseException):
+            raise result
+        found.append(result)
+    return found
+
+
 def play(world: FakeCollectives, scripts: Sequence[Script], *, depth: int, timeout_seconds: float = 20.0) -> list[Seen]:
     """Every rank reads its script."""
 
     def rank_reads(rank: int) -> Seen:
         return read(compose(world, rank, scripts[rank], depth=depth, timeout_seconds=timeout_seconds), scripts[rank])
 
-    found = []
-    for result in world.run(rank_reads):
-        if isinstance(result, BaseException):
-            raise result
-        found.append(result)
-    return found
+    return results_of(world, rank_reads)
 
 
 @final

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.stages.scripted import results_of
 from torchdistinput.backends.collectives import Channel
 from torchdistinput.errors import BatchingError, RankDisagreement, RankLost, SourceError
 from torchdistinput.flow import Delivered, Failed, Held, Outcome, PassedOver, PastEnd, Raised, Share, Skipped
@@ -67,12 +68,7 @@ def together(turns: list[Turn], pieces: list[Any] | None = None, *, slots: int =
     def rank_votes(rank: int) -> list[Outcome]:
         return turns[rank](make(world.ranks(rank).open_channel(0), rank, slots=slots, piece=found[rank]))
 
-    results = []
-    for result in world.run(rank_votes):
-        if isinstance(result, BaseException):
-            raise result
-        results.append(result)
-    return results
+    return results_of(world, rank_votes)
 
 
 def sizes(outcomes: list[Outcome]) -> list[Any]:
@@ -244,8 +240,7 @@ def test_ranks_that_read_the_same_count_once() -> None:
         stage = make(world.ranks(rank).open_channel(0), rank, piece=torch.zeros(1), counts=rank == 0)
         return vote(share(4), PastEnd())(stage)
 
-    for outcomes in world.run(rank_votes):
-        assert not isinstance(outcomes, BaseException)
+    for outcomes in results_of(world, rank_votes):
         assert sizes(outcomes) == [(4, 4), "End"]
 
 
@@ -321,11 +316,7 @@ def lossy_votes(
             outcomes += stage.vote()
         return outcomes
 
-    results = []
-    for result in world.run(rank_votes):
-        assert not isinstance(result, BaseException), result
-        results.append(result)
-    return results
+    return results_of(world, rank_votes)
 
 
 def test_samples_that_are_left_out_are_counted_over_all_ranks_and_steps() -> None:

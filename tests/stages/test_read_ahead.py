@@ -11,7 +11,7 @@ from typing import final
 
 import pytest
 
-from tests.stages.scripted import Script, compose, play
+from tests.stages.scripted import Script, compose, play, results_of
 from torchdistinput.testing import FakeCollectives
 
 MOST = 32
@@ -58,11 +58,7 @@ def ahead_at_each_step(loops: list[Loop], rows: int, *, depth: int = FIRST) -> l
         party.buffer.close()
         return found
 
-    results = []
-    for result in world.run(rank_reads):
-        assert not isinstance(result, BaseException), result
-        results.append(result)
-    return results
+    return results_of(world, rank_reads)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])

@@ -77,12 +77,14 @@ def recognise(
         first = data()
         if isinstance(first, DataLoader | Dataset | Mapping) or not isinstance(first, Iterable):
             try:
-                asked: dict[str, Any] = {
-                    "global_batch_size": global_batch_size,
-                    "collate_fn": collate_fn,
-                    "shuffle": shuffle,
-                }
-                return recognise(first, options, topology, **asked)
+                return recognise(
+                    first,
+                    options,
+                    topology,
+                    global_batch_size=global_batch_size,
+                    collate_fn=collate_fn,
+                    shuffle=shuffle,
+                )
             except InputError as error:
                 kind = type(data).__name__
                 raise type(error)(f"the {kind} {data!r} was called for the data: {error}") from error

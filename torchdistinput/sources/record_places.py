@@ -16,19 +16,17 @@ import json
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any, Final, NamedTuple, TypeVar, final
+from typing import Any, NamedTuple, TypeVar, final
 
 from torchdistinput.backends.channels import plain_message
 from torchdistinput.errors import InputError, StateMismatch
-from torchdistinput.flow import Row
+from torchdistinput.flow import ROWS_BETWEEN_LANDMARKS, Row
 from torchdistinput.plan.lanes import Deals, WalkPlace, checked_deals
 from torchdistinput.sources.worker_side import Cut, Failure
 
 __all__ = ["CommonPlaces", "FilesPosition", "Places"]
 
 T = TypeVar("T")
-
-_ROWS_BETWEEN_LANDMARKS: Final = 64
 
 
 class FilesPosition(NamedTuple):
@@ -126,7 +124,7 @@ class CommonPlaces:
       read_ahead: rows that may be read before they are delivered.
     """
 
-    every = _ROWS_BETWEEN_LANDMARKS
+    every = ROWS_BETWEEN_LANDMARKS
     early = True  # a state of the first steps knows the files that are open, too
 
     def __init__(self, own: Places, begun: FilesPosition, worker: int, read_ahead: int) -> None:

@@ -90,15 +90,15 @@ class Fetch:
 
     def _look(self, row: Row, place: int) -> tuple[int, Skipped]:
         """Measures a piece that is not plainly like the last one, and learns or checks its structure."""
-        piece, skipped = row[place], NOTHING_SKIPPED
+        piece, skipped, size = row[place], NOTHING_SKIPPED, None
         if type(piece) is Sealed:
             return piece.size, skipped
         if isinstance(piece, Thinned):
             skipped = piece.skipped
             row[place] = piece = piece.piece  # what is left takes its place
+            size = self._mould.known_size(piece)
         if piece is None:
             return 0, skipped
-        size = self._mould.known_size(piece)
         if size is None:
             tree.batch_size(piece)
             if tree.holds_arrays(piece):

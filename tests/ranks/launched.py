@@ -1,0 +1,28 @@
+"""Many scenes in one launch of ranks: a launch takes longer than a scene."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from torchdistinput.testing import run_ranks
+
+Scenes = Callable[[int, str], list[Any]]
+"""What each rank of a world returned in the scene of that name."""
+
+ScenesOf = Callable[[int, Path], dict[str, Callable[[], Any]]]
+"""The scenes of a world by name, given a folder with files."""
+
+
+def launched(worlds: Iterable[int], scenes_of: ScenesOf, folder: Path) -> Scenes:
+    """Plays the scenes of each world, one launch for each."""
+    ranks = {world: run_ranks(world, _play, scenes_of, folder, timeout_seconds=120) for world in worlds}
+    return lambda world, name: [rank[name] for rank in ranks[world]]
+
+
+def _play(scenes_of: ScenesOf, folder: Path) -> dict[str, Any]:
+    """One rank: all scenes of its world, one after the other."""
+    return {name: scene() for name, scene in scenes_of(dist.get_world_size(), folder).items()}
