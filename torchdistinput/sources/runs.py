@@ -68,9 +68,8 @@ class LoaderRun(Iterator[Any]):
           ReadFailure: a loader worker died; it is named.
         """
         self._left.clear()
-        self._waiting = (
-            threading.get_ident()
-        )  # before the look at whether it is closed, as close() looks the other way round
+        # Before the look at whether it is closed, as close() looks the other way round.
+        self._waiting = threading.get_ident()
         try:
             if self._closed:
                 raise StopIteration
@@ -101,9 +100,7 @@ class LoaderRun(Iterator[Any]):
 
     def _wait_for_dead(self, lost: bool) -> list[tuple[int, int]]:  # noqa: FBT001 - whether a connection was lost
         until = time.monotonic() + (_DEATH_SECONDS if lost and self._workers is not None else 0.0)
-        while (
-            not (dead := self._dead()) and not self._closed and self._workers is not None and time.monotonic() < until
-        ):
+        while not (dead := self._dead()) and not self._closed and time.monotonic() < until:
             time.sleep(0.01)
         return dead
 
