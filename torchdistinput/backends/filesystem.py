@@ -80,7 +80,7 @@ class OpenedFile:
       filesystem: kept as long as the file: an archive closes its members when it goes.
       name: the name that it was opened by.
       path: what the filesystem calls it.
-      backoff: how often to ask for its size.
+      backoff: how often to ask for its size, and for its last change.
       plain: whether the stored bytes are the content.
     """
 
@@ -90,7 +90,7 @@ class OpenedFile:
     name: str
     path: str
     backoff: Backoff
-    plain: bool = False
+    plain: bool
 
     @cached_property
     def size(self) -> int:

@@ -144,9 +144,10 @@ def decide(words: Sequence[int], num_ranks: int, max_skipped: int | None = None)
     slots = (len(words) - _HEAD) // 2
     pairs = zip(words[_HEAD : _HEAD + slots], words[_HEAD + slots :], strict=True)
     for word, drawn in () if differ or too_many else pairs:
-        if word >> _HOLDING < num_ranks:
+        holding, live, samples = count(word)
+        if holding < num_ranks:
             break
-        if not word >> _SAMPLE_BITS & _COUNTER:  # live
+        if live == 0:
             end = True
             break
         if stopped:  # a stopped rank that is past its end says so, but will take no step with the others
@@ -154,7 +155,7 @@ def decide(words: Sequence[int], num_ranks: int, max_skipped: int | None = None)
         if drawn % _WORD:
             draws_differ = True
             break
-        steps.append(word & MAX_SAMPLES)
+        steps.append(samples)
     return Verdict(
         steps=tuple(steps),
         end=end,

@@ -39,5 +39,4 @@ class Epochs:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         if not self._announced.is_shared():  # type: ignore[no-untyped-call] # a copy, whose workers are yet to be forked
-            values = self._announced
-            self._announced = torch.frombuffer(mmap.mmap(-1, 16), dtype=torch.int64).copy_(values)
+            self._announced = torch.frombuffer(mmap.mmap(-1, 16), dtype=torch.int64).copy_(self._announced)

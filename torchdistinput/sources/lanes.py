@@ -198,10 +198,12 @@ class Lane:
         start, end = layout.offset_of(lo), layout.offset_of(hi)
         self._opened.exact.seek(start)
         part = cast(BinaryIO, Part(read_pieces(self._opened.exact, end - start), start))
+        return list(chain.from_iterable(records for _, records in self._blocks_from(part, start)))
+
+    def _blocks_from(self, file: BinaryIO, offset: int) -> Iterator[Block[Any]]:
         assert self._blocks is not None
-        enter = partial(self._blocks, part)
-        blocks = with_spoiled(enter, part, start, self.name) if self._skip else enter(start)
-        return list(chain.from_iterable(records for _, records in blocks))
+        enter = partial(self._blocks, file)
+        return with_spoiled(enter, file, offset, self.name) if self._skip else enter(offset)
 
     def take_ready(self, most: int) -> list[Any]:
         """Up to ``most`` records that need no reading, one at least, or none at the end of the file.
@@ -317,8 +319,7 @@ class Lane:
         if self._blocks is None:
             self._source = iter(self._read(self._opened.stream))
         else:
-            enter = partial(self._blocks, self._opened.stream)
-            blocks = with_spoiled(enter, self._opened.stream, offset, self.name) if self._skip else enter(offset)
+            blocks = self._blocks_from(self._opened.stream, offset)
             self._source = _noted(blocks, record, self._anchors, self._window)
         if start < record:
             raise StateMismatch(

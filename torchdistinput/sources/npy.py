@@ -43,6 +43,22 @@ class _Header:
     dtype: np.dtype[Any]
     size: int
 
+    @property
+    def row_bytes(self) -> int:
+        """How many bytes a row has."""
+        return math.prod(self.shape[1:]) * self.dtype.itemsize
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether each row is spread over the file."""
+        return self.fortran_order and len(self.shape) > 1
+
+    def whole_rows(self, data: bytes) -> np.ndarray[Any, Any]:
+        """The rows in some bytes, as far as they are whole."""
+        inner = self.shape[1:]
+        whole = len(data) // self.row_bytes
+        return np.frombuffer(data, self.dtype, whole * math.prod(inner)).reshape(whole, *inner)
+
 
 def _layout(file: BinaryIO, size: int) -> Layout | None:
     """Where the rows are, unless a row is spread over the file, or the file is none that can be read to its end."""
@@ -50,19 +66,16 @@ def _layout(file: BinaryIO, size: int) -> Layout | None:
         header = _read_header(file)
     except SourceError:  # which the reader raises, at the step to which it belongs
         return None
-    row_bytes = math.prod(header.shape[1:]) * header.dtype.itemsize
-    spread = header.fortran_order and len(header.shape) > 1
-    if spread or not row_bytes or size != header.size + header.shape[0] * row_bytes:
+    row_bytes = header.row_bytes
+    if header.is_spread or not row_bytes or size != header.size + header.shape[0] * row_bytes:
         return None
-    return Layout(header.shape[0], lambda row: header.size + row * row_bytes, partial(_read_rows, header, row_bytes))
+    return Layout(header.shape[0], lambda row: header.size + row * row_bytes, partial(_read_rows, header))
 
 
-def _read_rows(header: _Header, row_bytes: int, file: BinaryIO, lo: int, hi: int) -> list[Any]:
-    file.seek(header.size + lo * row_bytes)
-    data = read_pieces(file, (hi - lo) * row_bytes)
-    rows = np.frombuffer(data, header.dtype, len(data) // header.dtype.itemsize)
-    whole = len(data) // row_bytes
-    return _made(rows[: whole * math.prod(header.shape[1:])].reshape(whole, *header.shape[1:]), 0, whole)
+def _read_rows(header: _Header, file: BinaryIO, lo: int, hi: int) -> list[Any]:
+    file.seek(header.size + lo * header.row_bytes)
+    rows = header.whole_rows(read_pieces(file, (hi - lo) * header.row_bytes))
+    return _made(rows, 0, len(rows))
 
 
 @located(layout=_layout)
@@ -78,11 +91,10 @@ def npy_rows(file: BinaryIO, offset: int) -> Iterator[Block[Any]]:
         followed by something else.
     """
     header = _read_header(file)
-    row_bytes = math.prod(header.shape[1:]) * header.dtype.itemsize
-    if header.fortran_order and len(header.shape) > 1:
+    if header.is_spread:
         yield 0, _rows_of_columns(file, header)
-    elif row_bytes:
-        yield from _blocks_in_order(file, header, row_bytes, offset)
+    elif header.row_bytes:
+        yield from _blocks_in_order(file, header, offset)
     elif header.shape[0] > _MAX_EMPTY_ROWS:
         raise SourceError(
             f"the array of shape {header.shape} has {header.shape[0]} rows without a byte in them: a damaged header; "
@@ -100,8 +112,8 @@ def npy_rows(file: BinaryIO, offset: int) -> Iterator[Block[Any]]:
         )
 
 
-def _blocks_in_order(file: BinaryIO, header: _Header, row_bytes: int, offset: int) -> Iterator[Block[Any]]:
-    count, inner = header.shape[0], header.shape[1:]
+def _blocks_in_order(file: BinaryIO, header: _Header, offset: int) -> Iterator[Block[Any]]:
+    count, row_bytes = header.shape[0], header.row_bytes
     per_block = max(1, _BLOCK_BYTES // row_bytes)
     first = max(0, offset - header.size) // row_bytes
     skip_to(file, header.size + first * row_bytes, header.size)
@@ -110,7 +122,7 @@ def _blocks_in_order(file: BinaryIO, header: _Header, row_bytes: int, offset: in
         place = header.size + start * row_bytes
         data = read_pieces(file, wanted * row_bytes)
         whole = len(data) // row_bytes
-        yield place, _rows(np.frombuffer(data, header.dtype, whole * math.prod(inner)).reshape(whole, *inner), whole)
+        yield place, _rows(header.whole_rows(data), whole)
         if whole < wanted:
             place += whole * row_bytes
             raise SourceError(

@@ -19,7 +19,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Final, cast, final
+from typing import Any, Final, final
 
 import numpy as np
 import numpy.typing as npt
@@ -58,7 +58,7 @@ class IndexFolder:
                 "json_lines and tfrecords have one; fixed_length_records and npy_rows need none"
             )
         self._folder = os.path.abspath(os.fspath(folder))
-        self._read: BlockReader[Any, Any] = read
+        self._starts: StartsOf = read.starts
         self._reader = f"{read.__module__}.{read.__qualname__}"
 
     def has(self, name: str) -> bool:
@@ -69,7 +69,7 @@ class IndexFolder:
         """Makes the index of a file, whose content is read."""
         path = self._path(opened.name)
         try:
-            _save(path, opened, self._reader, cast(StartsOf, self._read.starts)(opened.stream))
+            _save(path, opened, self._reader, self._starts(opened.stream))
         except SourceError as error:  # the reader raises it, at the step to which it belongs
             _LOG.warning("%s: no index: %s; all ranks will read the whole file", one_line(opened.name), error)
             _save(path, opened, self._reader, None)
@@ -123,12 +123,12 @@ def _load(path: Path, opened: OpenedFile, reader: str) -> Offsets | None:
             file=opened.name,
         ) from error
     except (OSError, ValueError, RecursionError) as error:
-        raise _damaged(name, path, opened) from error
+        raise _damaged(path, opened) from error
     match header:
         case {"records": (int() | None) as records, **facts}:
             found = {key: facts.get(key) for key in ("format", "file", "reader", "size", "changed")}
         case _:
-            raise _damaged(name, path, opened)
+            raise _damaged(path, opened)
     wanted = _facts(opened, reader)
     if found != wanted:
         differing = ", ".join(
@@ -142,7 +142,7 @@ def _load(path: Path, opened: OpenedFile, reader: str) -> Offsets | None:
     if records is None:
         return None
     if isinstance(records, bool) or records < 0 or end - said != 8 * (records + 1):
-        raise _damaged(name, path, opened)
+        raise _damaged(path, opened)
     return np.memmap(path, "<i8", "r", 0, (records + 1,))
 
 
@@ -156,5 +156,6 @@ def _facts(opened: OpenedFile, reader: str) -> dict[str, Any]:
     }
 
 
-def _damaged(name: str, path: Path, opened: OpenedFile) -> SourceError:
-    return SourceError(f"{name}: its index {path} is damaged; remove it, and it is made anew.", file=opened.name)
+def _damaged(path: Path, opened: OpenedFile) -> SourceError:
+    message = f"{one_line(opened.name)}: its index {path} is damaged; remove it, and it is made anew."
+    return SourceError(message, file=opened.name)

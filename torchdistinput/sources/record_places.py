@@ -53,8 +53,11 @@ class FilesPosition(NamedTuple):
 
     def to_json(self) -> list[Any]:
         """The position as a saved state has it."""
-        walks = [[row, place.to_text()] for row, place in self.walks]
-        return ["files", self.num_replicas, list(map(list, self.deals)), walks, self.rows]
+        return self.json_at(self.rows, [(row, place.to_text()) for row, place in self.walks])
+
+    def json_at(self, rows: int, walks: Sequence[tuple[int, str]]) -> list[Any]:
+        """``to_json`` after other rows, with where the walks stood as texts."""
+        return ["files", self.num_replicas, list(map(list, self.deals)), list(map(list, walks)), rows]
 
 
 def _walk(value: object) -> tuple[int, object]:

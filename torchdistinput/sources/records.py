@@ -77,8 +77,8 @@ class RecordSource:
             collate = as_is if global_batch_size is None else default_collate
         self._dataset = cast(FileDataset, data.dataset if isinstance(data, DataLoader) else data)
         self._cutter = Cutter(topology, shared, global_batch_size)
-        self._by_file = policy is AutoShardPolicy.FILE
-        self.bound_to_world = not shared and not self._by_file  # under OFF all workers read all files
+        by_file = policy is AutoShardPolicy.FILE
+        self.bound_to_world = not shared and not by_file  # under OFF all workers read all files
         self._with_index = with_index
         self._read_ahead = read_ahead
         self._skip = skip
@@ -91,7 +91,7 @@ class RecordSource:
             self._dataset,
             self._cutter,
             collate,
-            by_file=self._by_file,
+            by_file=by_file,
             drop_last=self._drop_last,
             with_index=with_index,
             skip=skip,
@@ -260,7 +260,5 @@ class _Track:
 
     def position(self, rows: int) -> list[Any]:
         """See ``Stream.position``."""
-        begun = self._begun
-        row = begun.rows + rows
-        walks = [self._own.at(row)] if self._common is None else self._common.at(row)
-        return ["files", begun.num_replicas, list(map(list, begun.deals)), [[at, place] for at, place in walks], row]
+        row = self._begun.rows + rows
+        return self._begun.json_at(row, [self._own.at(row)] if self._common is None else self._common.at(row))

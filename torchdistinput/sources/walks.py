@@ -12,13 +12,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any, Final, final
+from typing import Any, Final, TypeVar, final
 
 from torchdistinput.errors import StateMismatch
 from torchdistinput.plan.lanes import LanePlace, WalkPlace
 from torchdistinput.sources.lanes import Lane, RecordPlace
 
 __all__ = ["RecordPlace", "RecordWalk", "Reserved"]
+
+T = TypeVar("T")
 
 _MOST_READY: Final = 256  # rows of arrays are made as they are handed out
 
@@ -82,9 +84,8 @@ class RecordWalk:
         table = self._table
         table.taken = []
         records: list[Any] = []
-        while len(records) < count and (turn := table.next_turn()) is not None:
-            lane, left = turn
-            wanted = count - len(records) if left is None else min(left, count - len(records))
+        while len(records) < count and (turn := table.next_turn(count - len(records))) is not None:
+            lane, wanted = turn
             found = table.read(lane, lane.take, wanted)
             if len(found) < wanted:
                 table.end_lane(lane)
@@ -101,13 +102,11 @@ class RecordWalk:
         table.let_go()
         held: list[list[Any] | None] = []
         size = 0
-        while size < count and (turn := table.next_turn()) is not None:
-            lane, left = turn
-            wanted = count - size if left is None else min(left, count - size)
-            before = lane.delivered
+        while size < count and (turn := table.next_turn(count - size)) is not None:
+            lane, wanted = turn
             found = None if lane.can_pass_over else table.read(lane, lane.take, wanted)
-            number = table.pass_over(lane, wanted) if found is None else len(found)
-            if lane.delivered > before:
+            number = table.read(lane, lane.pass_over, wanted) if found is None else len(found)
+            if number:
                 held.append(found)
             if number < wanted:
                 table.end_lane(lane, keep=True)
@@ -121,9 +120,9 @@ class RecordWalk:
         """
         table = self._table
         table.taken = []
-        while (turn := table.next_turn()) is not None:
-            lane, left = turn
-            if records := table.read(lane, lane.take_ready, _MOST_READY if left is None else min(left, _MOST_READY)):
+        while (turn := table.next_turn(_MOST_READY)) is not None:
+            lane, wanted = turn
+            if records := table.read(lane, lane.take_ready, wanted):
                 return records
             table.end_lane(lane)
         return []
@@ -238,8 +237,8 @@ class _Table:
             taken = 0  # its turn has no end
         return WalkPlace(slots, self._turn, taken, tuple(self._waiting), self.opened)
 
-    def next_turn(self) -> tuple[Lane, int | None] | None:
-        """The lane whose turn it is, and how many records it has left in it; ``None`` at the end of all files."""
+    def next_turn(self, most: int) -> tuple[Lane, int] | None:
+        """The lane whose turn it is, and how many records, up to ``most``, it has left in it; ``None`` at the end."""
         while not self._closed:
             if self._lane is None:
                 if not self._has_more():
@@ -251,19 +250,19 @@ class _Table:
             lane = self._lane
             if lane is not None:
                 if self._length is None:
-                    return lane, None
+                    return lane, most
                 left = self._length - (lane.delivered - self._start)
                 if left > 0:
-                    return lane, left
+                    return lane, min(left, most)
             self._pass_turn()
         return None
 
-    def read(self, lane: Lane, take: Callable[[int], list[Any]], count: int) -> list[Any]:
+    def read(self, lane: Lane, take: Callable[[int], T], count: int) -> T:
         """What the lane whose turn it is gives; notes it for ``places``.
 
         Args:
           lane: the lane.
-          take: takes records of it.
+          take: takes records of it, or passes over them.
           count: how many at most.
         """
         before = lane.delivered
@@ -276,18 +275,6 @@ class _Table:
             if lane.delivered > before:
                 self.last = lane
                 self.taken.append((lane, before, lane.delivered))
-
-    def pass_over(self, lane: Lane, count: int) -> int:
-        """``read`` for a lane that passes over records."""
-        passed = 0
-
-        def take(wanted: int) -> list[Any]:
-            nonlocal passed
-            passed = lane.pass_over(wanted)
-            return []
-
-        self.read(lane, take, count)
-        return passed
 
     def fail(self, lane: Lane, error: BaseException) -> None:
         """Ends the walk, as a lane cannot be read.
@@ -364,12 +351,12 @@ class _Table:
 def _one_by_one(table: _Table) -> Generator[Any, None, None]:
     """The records of all turns, until no file is open or waiting."""
     try:
-        while (turn := table.next_turn()) is not None:
-            lane, left = turn
+        while (turn := table.next_turn(_MOST_READY)) is not None:
+            lane, wanted = turn
             start = delivered = lane.delivered
             previous, table.last = table.last, lane
             try:
-                for record in lane.at_hand(_MOST_READY if left is None else min(left, _MOST_READY)):
+                for record in lane.at_hand(wanted):
                     lane.delivered = delivered = delivered + 1
                     yield record
                     if lane.delivered != delivered:  # records were taken meanwhile
