@@ -26,6 +26,7 @@ FLOORS = {
     "stats": 2,
     "mould": 2,
     "values": 2,
+    "background": 3,
     "agreement": 3,
     "sources": 3,
     "reductions": 4,
@@ -56,7 +57,7 @@ NARROWER = {
     "plan": {"errors"},
     "backends": {"errors", "tree"},
     "values": {"errors", "tree"},
-    "stages": {"errors", "tree", "failures", "flow", "mould", "plan", "backends", "stats", "values"},
+    "stages": {"errors", "tree", "failures", "flow", "mould", "plan", "backends", "stats", "values", "background"},
 }
 
 RUN_TIME_PACKAGES = {"torch", "numpy", "fsspec"}

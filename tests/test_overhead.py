@@ -17,6 +17,7 @@ import torchdistinput as tdi
 from tests.structures import KINDS
 from torchdistinput.backends.copiers import HostCopier
 from torchdistinput.backends.devices import make_copier
+from torchdistinput.backends.exchanges import conclude
 from torchdistinput.errors import SourceError
 from torchdistinput.flow import Delivered, End, Failed, Held, Outcome, PastEnd, Raised, Share, Skipped
 from torchdistinput.mould import Mould
@@ -64,7 +65,7 @@ def test_where_nobody_else_votes_a_step_is_settled_as_the_ballot_of_one_rank_dec
         long = coordinate(FakeCollectives(1), max_errors, counts=counts)
         for held in steps:
             long.hold(held)
-            (by_ballot,) = long.vote()
+            (by_ballot,) = conclude(long.vote())
             assert told(short.settle(held)) == told(by_ballot), (seed, held)
             assert short.over == long.over
             if short.over:

@@ -19,9 +19,11 @@ from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
 from torchdistinput import stats, tree
+from torchdistinput.backends.exchanges import Exchange
+from torchdistinput.background import Walk
 from torchdistinput.flow import Delivered, Drawn, End, Held, Outcome, PassedOver, Share, Skipped, Start
 from torchdistinput.iterator import Progress
-from torchdistinput.stages.buffer import Buffer, Walk
+from torchdistinput.stages.buffer import Buffer
 from torchdistinput.stats import Meter, StatsLandmarks, summary
 
 KEYS = {
@@ -216,7 +218,8 @@ class Said:
     def hold(self, held: Held) -> None:
         pass
 
-    def vote(self, ahead: int = 0) -> list[Outcome]:
+    def vote(self, ahead: int = 0) -> Exchange[list[Outcome]]:
+        yield from ()
         return [self._outcomes.pop(0)]
 
     def stop(self, delivered: int) -> list[Share]:
@@ -249,7 +252,7 @@ def test_skipped_samples_are_counted_also_in_steps_that_lost_all_of_them() -> No
             End(),
         ]
     )
-    buffer = Buffer(walk, votes, depth=0, threaded=False, timeout_seconds=9, names=int, meter=meter)
+    buffer = Buffer(walk, votes, depth=0, threaded=False, helps=True, timeout_seconds=9, names=int, meter=meter)
     progress = Progress(0, Start(), tuple, meter, log_every=0)
     found = []
     while (taken := buffer.take()) is not None:

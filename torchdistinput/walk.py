@@ -12,6 +12,7 @@ from torch.autograd import profiler
 
 from torchdistinput.backends.collectives import Channel, Ranks
 from torchdistinput.backends.devices import make_copier
+from torchdistinput.background import Walk
 from torchdistinput.errors import InputError
 from torchdistinput.flow import Drawn, Failed, Held, Share, Start, Stream
 from torchdistinput.iterator import DistributedIterator, LastStep, Progress
@@ -20,7 +21,7 @@ from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.base import HasWorkers, Source
 from torchdistinput.sources.random_state import LentState
-from torchdistinput.stages.buffer import Buffer, Walk
+from torchdistinput.stages.buffer import Buffer
 from torchdistinput.stages.coordinate import Coordinate
 from torchdistinput.stages.fetch import Fetch
 from torchdistinput.stages.pad import Pad
@@ -118,6 +119,7 @@ def compose(
         coordinate,
         depth=depth if threaded else 0,
         threaded=threaded,
+        helps=not copies and _makes_plain_tensors(),
         timeout_seconds=setting.timeout_seconds if options.timeout_seconds is None else options.timeout_seconds,
         names=_itself if ranks is None else ranks.name,
         first_step=progress.steps,
@@ -280,6 +282,11 @@ class _BrokenStream:
 
     def close(self) -> None:
         """See ``Stream.close``."""
+
+
+def _makes_plain_tensors() -> bool:
+    """Whether tensors that are made on this thread are such as the background thread makes, which has no modes set."""
+    return torch.get_default_device().type == "cpu" and not torch.is_inference_mode_enabled()
 
 
 def _itself(rank: int) -> int:

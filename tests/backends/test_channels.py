@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from torchdistinput.backends.collectives import Channel, ProcessGroupRanks
+from torchdistinput.backends.exchanges import conclude
 from torchdistinput.backends.launch import find_members
 from torchdistinput.errors import CoordinationTimeout, RankLost
 from torchdistinput.testing import run_ranks
@@ -59,7 +60,7 @@ def make_ranks(timeout_seconds: float = 30.0) -> ProcessGroupRanks:
 def loses(channel: Channel) -> str:
     """The message with which an exchange ends."""
     try:
-        channel.exchange([1])
+        conclude(channel.exchange([1]))
     except RankLost as error:
         return str(error)
     return "nothing was lost"
@@ -79,9 +80,9 @@ def sums() -> bool:
             expected = [
                 sum(column) for column in zip(*(words_of(r, number, length) for r in range(world)), strict=True)
             ]
-            good = good and channel.exchange(words_of(rank, number, length)) == expected
+            good = good and conclude(channel.exchange(words_of(rank, number, length))) == expected
     largest = 2**62 // world
-    good = good and channel.exchange([largest, 0]) == [largest * world, 0]
+    good = good and conclude(channel.exchange([largest, 0])) == [largest * world, 0]
     channel.release()
     return good
 
@@ -99,7 +100,7 @@ def texts() -> tuple[list[list[str]], list[list[str]]]:
     ranks = make_ranks()
     channel = ranks.open_channel(0)
     mine = [TEXTS[(dist.get_rank() + turn) % len(TEXTS)] for turn in range(len(TEXTS))]
-    inside = [channel.gather(text) for text in mine] + [channel.gather("")]
+    inside = [conclude(channel.gather(text)) for text in mine] + [conclude(channel.gather(""))]
     outside = [ranks.gather_texts(text, "a test") for text in mine] + [ranks.gather_texts("", "a test")]
     channel.release()
     return inside, outside
@@ -118,7 +119,7 @@ def aborted(quitter: int) -> tuple[str, float]:
     """All but one rank wait in an exchange in the background; that one aborts from its main thread, after a while."""
     ranks = make_ranks()  # its end would be that of its channels
     channel = ranks.open_channel(0)
-    channel.exchange([1])
+    conclude(channel.exchange([1]))
     told: list[str] = []
     if dist.get_rank() == quitter:
         time.sleep(0.3)
@@ -154,12 +155,12 @@ def late(latecomer: int) -> list[int]:
     """One rank comes 2.5 seconds late; the others ask meanwhile who is late."""
     ranks = make_ranks()  # its end would be that of its channels
     channel = ranks.open_channel(0)
-    channel.exchange([1])
+    conclude(channel.exchange([1]))
     if dist.get_rank() == latecomer:
         time.sleep(2.5)
-        channel.exchange([1])
+        conclude(channel.exchange([1]))
         return [latecomer]
-    waiting = threading.Thread(target=channel.exchange, args=([1],))
+    waiting = threading.Thread(target=lambda: conclude(channel.exchange([1])))
     waiting.start()
     time.sleep(1.5)
     found = channel.late()
@@ -184,8 +185,8 @@ def reused() -> list[tuple[list[int], list[int], int]]:
     for turn in range(3):
         free = ranks.free_channels()
         channel = ranks.open_channel(free[0])
-        total = channel.exchange([turn, dist.get_rank()])
-        found.append((free, total, other.exchange([10 * turn])[0]))
+        total = conclude(channel.exchange([turn, dist.get_rank()]))
+        found.append((free, total, conclude(other.exchange([10 * turn]))[0]))
         channel.release()
         channel.release()
         if turn == 1:
@@ -204,12 +205,12 @@ def test_a_released_channel_is_used_again_and_keeps_in_step(world: int, played: 
 def after_abort() -> list[int]:
     ranks = make_ranks()
     dead = ranks.open_channel(0)
-    dead.exchange([1])
+    conclude(dead.exchange([1]))
     dead.abort("had enough")
     dead.release()
     free = ranks.free_channels()
     ranks.gather_texts("", "a test")
-    return [*free, *ranks.open_channel(free[-1]).exchange([5])]
+    return [*free, *conclude(ranks.open_channel(free[-1]).exchange([5]))]
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -288,7 +289,7 @@ def dies(rank: int, world: int, folder: str, victim: int) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     ranks = make_ranks()  # its end would be that of its channels
     channel = ranks.open_channel(0)
-    channel.exchange([1])
+    conclude(channel.exchange([1]))
     if rank == victim:
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGKILL)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 
-from torchdistinput.plan.read_ahead import ReadAhead, changed
+from torchdistinput.plan.read_ahead import ReadAhead, changed, shows
 
 
-def test_half_of_the_last_eight_votes_must_have_kept_the_consumer_waiting() -> None:
+def test_half_of_the_last_eight_votes_must_have_shown() -> None:
     for votes in itertools.product([False, True], repeat=9):
         read_ahead = ReadAhead(2, 100)
-        for kept_waiting in votes:
-            read_ahead.voted(kept_waiting=kept_waiting)
+        for shown in votes:
+            read_ahead.voted(shown=shown)
         assert read_ahead.wish(1) == (sum(votes[1:]) >= 4)
 
 
@@ -20,7 +20,7 @@ def test_after_a_change_the_votes_are_looked_at_anew() -> None:
     for steps in (4, 8):
         for _ in range(4):
             assert read_ahead.wish(1) == 0
-            read_ahead.voted(kept_waiting=True)
+            read_ahead.voted(shown=True)
         assert read_ahead.wish(1) == 1
         read_ahead.agreed(steps)
 
@@ -29,7 +29,7 @@ def test_the_bytes_of_the_steps_ahead_and_of_the_one_in_use_count() -> None:
     for steps, room, largest in itertools.product([2, 4, 16], range(0, 80, 3), range(5)):
         read_ahead = ReadAhead(steps, room)
         for _ in range(8):
-            read_ahead.voted(kept_waiting=True)
+            read_ahead.voted(shown=True)
         objects, fits = (steps + 1) * largest > room, (2 * steps + 1) * largest <= room
         assert read_ahead.wish(largest) == (-1 if objects else int(fits and largest > 0))
 
@@ -37,7 +37,7 @@ def test_the_bytes_of_the_steps_ahead_and_of_the_one_in_use_count() -> None:
 def test_a_number_that_was_given_is_never_to_be_changed() -> None:
     read_ahead = ReadAhead(2, None)
     for _ in range(8):
-        read_ahead.voted(kept_waiting=True)
+        read_ahead.voted(shown=True)
     assert [read_ahead.wish(largest) for largest in (0, 1, 1 << 60)] == [0, 0, 0]
 
 
@@ -53,3 +53,25 @@ def test_the_depth_stays_within_its_bounds() -> None:
         seen.append(steps)
     assert seen == [4, 8, 16, 32, 32, 32, 32, 16, 8, 4, 2, 2, 2]
     assert all(changed(5, change, 5, 5) == 5 for change in (-1, 0, 1))
+
+
+def test_a_vote_shows_where_the_consumer_waits_for_it_and_not_for_its_data() -> None:
+    assert [shows(2.0, making, waited=True, soon=False) for making in (0.0, 1.9, 2.0, 9.0)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+
+
+def test_a_vote_shows_to_a_consumer_that_is_back_at_once_if_it_takes_an_eighth_of_the_reading() -> None:
+    assert [shows(2.0, making, waited=False, soon=True) for making in (0.0, 15.0, 16.0, 99.0)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+
+
+def test_a_vote_beside_a_consumer_that_is_away_does_not_show() -> None:
+    assert not any(shows(2.0, making, waited=False, soon=False) for making in (0.0, 1.0, 99.0))

@@ -10,9 +10,10 @@ from typing import Any, Literal, TypeVar, final
 
 import torch
 
+from torchdistinput.background import Walk
 from torchdistinput.flow import Delivered, Drawn, Failed, Held, Share
 from torchdistinput.mould import Mould
-from torchdistinput.stages.buffer import Buffer, Walk
+from torchdistinput.stages.buffer import Buffer
 from torchdistinput.stages.coordinate import Coordinate
 from torchdistinput.stages.fetch import Fetch
 from torchdistinput.stats import Meter
@@ -133,6 +134,7 @@ def compose(
     depth: int,
     timeout_seconds: float = 20.0,
     room: int | None = None,
+    helps: bool = True,
 ) -> Party:
     """Fetch, a transfer to nowhere, coordinate, buffer: as the house composes them, with one local replica.
 
@@ -182,6 +184,7 @@ def compose(
         coordinate,
         depth=depth,
         threaded=threaded,
+        helps=helps,
         timeout_seconds=timeout_seconds,
         names=lambda rank: rank,
         meter=meter,

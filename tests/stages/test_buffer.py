@@ -12,11 +12,25 @@ import weakref
 
 import pytest
 
-from tests.stages.scripted import Law, Party, Script, Seen, compose, law, play, random_script, read, values
+from tests.stages.scripted import (
+    Law,
+    Party,
+    Script,
+    Seen,
+    compose,
+    law,
+    play,
+    random_script,
+    read,
+    results_of,
+    values,
+)
+from torchdistinput.backends.exchanges import Exchange
+from torchdistinput.background import Walk
 from torchdistinput.errors import CoordinationTimeout, RankLost, SourceError
 from torchdistinput.flow import Delivered, Drawn, End, Held, Outcome, Share
 from torchdistinput.stages import buffer as buffer_module
-from torchdistinput.stages.buffer import Buffer, Walk
+from torchdistinput.stages.buffer import Buffer
 from torchdistinput.testing import FakeCollectives
 
 SEEDS = range(60)
@@ -230,13 +244,13 @@ def test_a_long_wait_is_told_once_in_a_warning_that_names_the_rank(
 def test_time_spent_on_its_own_data_is_no_reason_to_give_up() -> None:
     script = Script((1,) * 3)
     party = compose(FakeCollectives(1), 0, script, depth=0, timeout_seconds=0.1)
-    walk = party.buffer._walk
+    walk = party.buffer._background.walk
 
     def takes_long(drawn: Drawn | Held) -> Held:
         time.sleep(0.3)
         return walk.produce(drawn)
 
-    party.buffer._walk = dataclasses.replace(walk, produce=takes_long)
+    party.buffer._background.walk = dataclasses.replace(walk, produce=takes_long)
     assert len(read(party, script).steps) == 3
 
 
@@ -247,7 +261,8 @@ def test_a_bug_in_a_stage_reaches_the_consumer_and_the_other_ranks() -> None:
         script = Script((1,) * 5)
         party = compose(world, rank, script, depth=0)
         if rank == 1:
-            party.buffer._walk = dataclasses.replace(party.buffer._walk, produce=broken)
+            background = party.buffer._background
+            background.walk = dataclasses.replace(background.walk, produce=broken)
         return read(party, script)
 
     def broken(drawn: object) -> Held:
@@ -283,7 +298,8 @@ class Hearing:
     def hold(self, held: Held) -> None:
         self.held.append(held)
 
-    def vote(self, ahead: int = 0) -> list[Outcome]:
+    def vote(self, ahead: int = 0) -> Exchange[list[Outcome]]:
+        yield from ()
         if self.stopped.is_set():
             self.over = True
             return [End()]
@@ -319,8 +335,8 @@ def bare_walk(party: list[str], **others: object) -> Walk:
     return dataclasses.replace(walk, **others)  # type: ignore[arg-type]
 
 
-def bare_buffer(walk: Walk, votes: Hearing) -> Buffer:
-    return Buffer(walk, votes, depth=0, threaded=True, timeout_seconds=5.0, names=lambda rank: rank)
+def bare_buffer(walk: Walk, votes: Hearing, *, helps: bool = False) -> Buffer:
+    return Buffer(walk, votes, depth=0, threaded=True, helps=helps, timeout_seconds=5.0, names=lambda rank: rank)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -345,7 +361,7 @@ def test_a_buffer_that_is_closed_by_its_own_thread_ends_and_cleans_up() -> None:
         return Share([], (1,))
 
     cell.append(bare_buffer(bare_walk(done, produce=closes), Hearing()))
-    thread = cell[0]._thread
+    thread = cell[0]._background.thread
     assert thread is not None
     assert cell[0].take() is None
     thread.join(5)
@@ -369,7 +385,7 @@ def test_devices_are_let_go_of_only_when_the_thread_has_ended(monkeypatch: pytes
     assert reading.wait(10)
     buffer.close()
     assert "devices" not in log
-    thread = buffer._thread
+    thread = buffer._background.thread
     assert thread is not None
     go_on.set()
     thread.join(10)
@@ -387,3 +403,115 @@ def test_a_buffer_that_nobody_holds_is_not_kept_alive_by_its_end() -> None:
     gc.collect()
     assert gone() is None
     assert steps == [(1, [0])]
+
+
+# A consumer that comes back at once
+
+
+@pytest.fixture
+def always_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the loops are away, they count as back at once."""
+    monkeypatch.setattr(buffer_module, "_SOON_SECONDS", 1e9)
+
+
+@pytest.mark.usefixtures("always_soon")
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_consumer_that_does_the_work_itself_gets_what_the_laws_say(seed: int) -> None:
+    world, scripts, depth, rng = world_of(seed, may_fail=seed % 2 == 0)
+    laws = law(scripts)
+    leaves = None if seed % 3 or laws.failing else rng.randint(0, len(laws.steps[0]))
+    seen = play(world, [dataclasses.replace(each, leaves_after=leaves) for each in scripts], depth=depth)
+    for rank, each in enumerate(seen):
+        assert each.steps == laws.steps[rank][:leaves]
+        assert isinstance(each.error, SourceError) if laws.failing else each.error is None
+    check_tidy(seen)
+    check_messages(world, laws)
+
+
+@pytest.mark.usefixtures("always_soon")
+@pytest.mark.parametrize("world", [None, FakeCollectives(1)], ids=["alone", "with votes"])
+def test_a_consumer_that_comes_back_at_once_completes_its_steps_itself(world: FakeCollectives | None) -> None:
+    script = Script((1,) * 20, in_background=True)
+    party = compose(world, 0, script, depth=3)
+    makers: set[str] = set()
+    background = party.buffer._background
+    produce = background.walk.produce
+
+    def noted(drawn: Drawn | Held) -> Held:
+        makers.add(threading.current_thread().name)
+        return produce(drawn)
+
+    background.walk = dataclasses.replace(background.walk, produce=noted)
+    assert len(read(party, script).steps) == 20
+    assert makers == {threading.current_thread().name}
+
+
+@pytest.mark.parametrize("world", [None, FakeCollectives(2)], ids=["alone", "two ranks"])
+def test_steps_are_completed_in_order_by_whoever_completes_them(world: FakeCollectives | None) -> None:
+    """The consumer is now soon back, now away: it may not overtake what it gave to the thread."""
+    script = Script((1,) * 60, in_background=True, slow=frozenset(random.Random(7).sample(range(60), 12)))
+
+    def rank_reads(rank: int) -> list[list[int]]:
+        party = compose(world, rank, script, depth=4)
+        turns = random.Random(rank)
+        found = []
+        while (taken := party.buffer.take()) is not None:
+            found.append([value - 100 * rank for value in values(taken)[1]])
+            party.buffer._away = turns.choice([0.0, 1.0])
+        party.buffer.close()
+        return found
+
+    for steps in [rank_reads(0)] if world is None else results_of(world, rank_reads):
+        assert steps == [[place] for place in range(60)]
+
+
+@pytest.mark.usefixtures("always_soon")
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("oh")])
+def test_after_an_interruption_no_step_is_lost_in_silence(error: BaseException) -> None:
+    world = FakeCollectives(2)
+
+    def rank_reads(rank: int) -> list[str]:
+        party = compose(world, rank, Script((1,) * 9), depth=2)
+        party.buffer.take()
+        if rank == 0:
+            background = party.buffer._background
+
+            def broken(drawn: Drawn | Held) -> Held:
+                raise error
+
+            background.walk = dataclasses.replace(background.walk, produce=broken)
+        told = []
+        for _ in range(12):
+            try:
+                party.buffer.take()
+            except BaseException as raised:  # noqa: BLE001,RUF100 - it is looked at below
+                told.append(f"{type(raised).__name__}: {raised}")
+        party.buffer.close()
+        return told[:2]
+
+    first, second = results_of(world, rank_reads)
+    assert first[0].startswith(type(error).__name__)
+    assert ("interrupted while it read" if isinstance(error, KeyboardInterrupt) else "ValueError: oh") in first[1]
+    assert all(f"rank 0 failed: {type(error).__name__}" in each for each in second)
+
+
+@pytest.mark.usefixtures("always_soon")
+def test_a_vote_that_the_consumer_leaves_unfinished_goes_on_without_it() -> None:
+    """One rank begins a vote and is away for long; the others, who need it for several rounds, are not kept waiting."""
+    world = FakeCollectives(2).delay(rank=0, step=1, seconds=0.2)
+    away = threading.Event()
+
+    def rank_reads(rank: int) -> int:
+        party = compose(world, rank, Script((1,) * 9), depth=1)
+        assert party.buffer.take() is not None
+        if rank == 0:
+            away.wait(20)
+        taken = 1
+        while party.buffer.take() is not None:
+            taken += 1
+            if taken == 2:
+                away.set()
+        party.buffer.close()
+        return taken
+
+    assert world.run(rank_reads) == [9, 9]

@@ -11,6 +11,7 @@ import torch
 
 from tests.stages.scripted import results_of
 from torchdistinput.backends.collectives import Channel
+from torchdistinput.backends.exchanges import conclude
 from torchdistinput.errors import BatchingError, RankDisagreement, RankLost, SourceError
 from torchdistinput.flow import Delivered, Failed, Held, Outcome, PassedOver, PastEnd, Raised, Share, Skipped
 from torchdistinput.mould import Mould
@@ -49,7 +50,7 @@ def vote(*held: Held) -> Turn:
     def turn(coordinate: Coordinate) -> list[Outcome]:
         for each in held:
             coordinate.hold(each)
-        return coordinate.vote()
+        return conclude(coordinate.vote())
 
     return turn
 
@@ -57,7 +58,7 @@ def vote(*held: Held) -> Turn:
 def stop(coordinate: Coordinate) -> list[Outcome]:
     """Stops after two steps, and votes."""
     coordinate.stop(2)
-    return coordinate.vote()
+    return conclude(coordinate.vote())
 
 
 def together(turns: list[Turn], pieces: list[Any] | None = None, *, slots: int = 4) -> list[list[Outcome]]:
@@ -118,11 +119,11 @@ def test_a_step_without_a_sample_is_passed_over_and_is_not_the_end() -> None:
 def test_a_failure_waits_until_what_was_held_before_it_is_delivered() -> None:
     def fails_third(coordinate: Coordinate) -> list[Outcome]:
         first = vote(share(1), share(1), Failed(ValueError("bad"), "file x"))(coordinate)
-        return [*first, *coordinate.vote()]
+        return [*first, *conclude(coordinate.vote())]
 
     def goes_on(coordinate: Coordinate) -> list[Outcome]:
         first = vote(share(1), share(1), share(1))(coordinate)
-        return [*first, *coordinate.vote()]
+        return [*first, *conclude(coordinate.vote())]
 
     failing, other = together([fails_third, goes_on])
     assert sizes(failing) == sizes(other) == [(2, 1), (2, 1), "Raised"]
@@ -276,7 +277,7 @@ def test_every_message_has_the_same_length(slots: int) -> None:
         for held in steps:
             stage.hold(held)
             if not stage.over:
-                stage.vote()
+                conclude(stage.vote())
 
     assert world.run(rank_votes) == [None, None]
     exchanges = [each for each in world.messages if each.kind == "exchange"]
@@ -313,7 +314,7 @@ def lossy_votes(
             stage.hold(held)
         outcomes: list[Outcome] = []
         while not stage.over:
-            outcomes += stage.vote()
+            outcomes += conclude(stage.vote())
         return outcomes
 
     return results_of(world, rank_votes)
@@ -357,8 +358,8 @@ def test_of_ranks_that_read_the_same_one_counts_what_is_left_out() -> None:
 def test_one_rank_alone_stops_at_the_same_place() -> None:
     coordinate = make(None, 0, piece=torch.zeros(1), max_errors=1)
     assert sizes(vote(share(2), lossy(1, "a"), lossy(1, "b"))(coordinate)) == [(2, 2)]
-    assert sizes(coordinate.vote()) == [(1, 1)]
-    assert isinstance(error(coordinate.vote()), SourceError)
+    assert sizes(conclude(coordinate.vote())) == [(1, 1)]
+    assert isinstance(error(conclude(coordinate.vote())), SourceError)
 
 
 def test_plain_values_are_told_whatever_an_error_of_the_user_holds() -> None:

@@ -108,7 +108,7 @@ def test_one_rank_that_never_waits_for_a_vote_keeps_the_read_ahead_short() -> No
         party = compose(world, rank, Script((1,) * 60), depth=FIRST, room=PLENTY)
         while party.buffer.take() is not None:
             party.meter.deliver(1, 1, 0, time.perf_counter())
-            while rank and party.buffer._ready.empty():
+            while rank and party.buffer._background._ready.empty():
                 time.sleep(0.0002)
         party.buffer.close()
         return len(party.stream.draws)

@@ -6,16 +6,15 @@ collectives may not be disturbed; no wait may last for ever or stay anonymous.
 Decisions.
 - Each live iterator has a gloo group of its own (a *channel*). gloo matches messages by order, so two threads on one
   group mix up sums.
-- An exchange is a recursive doubling of point-to-point messages of one fixed size: ``log2 W`` rounds. gloo's ring
-  all_reduce needs ``2 (W - 1)`` and is ten times slower at 4 ranks. Ranks beyond the largest power of two hand their
-  numbers to a partner and get the result back.
+- An exchange takes ``log2 W`` rounds of messages of one fixed size (``doubling.py``), which one thread may begin and
+  look after, and another one wait for (``exchanges.py``).
+- So do texts, in rows of 2 KiB; only where one is longer, a second time, in rows of its length.
 - A receive cannot be cancelled, but a second receive on the same group that expires closes all its connections, which
   releases the first and, through closed connections, every other rank. That is ``abort``.
 - A rank that waits long says so at the store every half second (the *watch*), so that the one that is late can be told
   from those that wait with us. When a connection breaks, every survivor signs the store: who has not signed is dead.
 
-References: gloo ``UnboundBuffer::waitRecv`` (an expired wait signals the context); Thakur, Rabenseifner, Gropp,
-"Optimization of Collective Communication Operations in MPICH", 2005 (recursive doubling, ranks beyond a power of two).
+References: gloo ``UnboundBuffer::waitRecv`` (an expired wait signals the context).
 """
 
 from __future__ import annotations
@@ -23,9 +22,10 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, cast, final
 
 import torch
@@ -33,6 +33,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchdistinput.backends.attendance import Store
+from torchdistinput.backends.doubling import STAMP_BYTES, Messenger, Round, spread, sum_up
+from torchdistinput.backends.exchanges import Exchange
 from torchdistinput.errors import InputError, RankLost
 
 __all__ = ["Gloo", "ProcessGroupChannel", "Watch", "all_gather", "gather_texts", "plain_message"]
@@ -41,23 +43,13 @@ _WATCH_SECONDS = 0.5
 _SIGN_SECONDS = 1.5
 _FOREVER = datetime.timedelta(days=365)
 _MAX_TEXT = 1 << 30  # of one rank in one exchange, in bytes
+_ROW = 2048  # bytes that a rank sends at first in an exchange of texts
+_HEAD = 8  # bytes of a row that say how long the text is
 _DISCONNECTED = "lost the connection"
 
 
-class Gloo(Protocol):
+class Gloo(Messenger, Protocol):
     """What is used of ``ProcessGroupGloo``, which torch's types leave out. Messages return a work to wait for."""
-
-    def rank(self) -> int:
-        """This rank."""
-
-    def size(self) -> int:
-        """How many ranks there are."""
-
-    def send(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
-        """To one rank."""
-
-    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
-        """From one rank."""
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor]) -> Any:
         """From all, to all."""
@@ -76,13 +68,16 @@ def gather_texts(group: Gloo, text: str) -> list[str]:
       InputError: a rank sent what is no text, or too long.
     """
     data = text.encode(errors="surrogatepass")  # names of files may hold what is no proper unicode
-    sizes = [int(size) for size in all_gather(group, torch.tensor([len(data)]))]
-    for rank, size in enumerate(sizes):
-        if not 0 <= size <= _MAX_TEXT:
-            raise InputError(f"rank {rank} of the group wants to send {size} bytes; {_SAME_LIBRARY}")
+    sizes = [_checked(int(size), rank) for rank, size in enumerate(all_gather(group, torch.tensor([len(data)])))]
     padded = torch.frombuffer(bytearray(data.ljust(max(*sizes, 1))), dtype=torch.uint8)  # never empty
     parts = all_gather(group, padded)
     return [_text_of(part, size, rank) for rank, (part, size) in enumerate(zip(parts, sizes, strict=True))]
+
+
+def _checked(size: int, rank: int) -> int:
+    if not 0 <= size <= _MAX_TEXT:
+        raise InputError(f"rank {rank} of the group wants to send {size} bytes; {_SAME_LIBRARY}")
+    return size
 
 
 def _text_of(part: Tensor, size: int, rank: int) -> str:
@@ -149,25 +144,35 @@ class ProcessGroupChannel:
         self._since: float | None = None
         self._dead: str | None = None
         self._released = False
-        self._power = 1 << (self.num_ranks.bit_length() - 1)  # ranks from this power of two on have a partner below
         watch.add(self)
 
-    def exchange(self, words: Sequence[int]) -> list[int]:
+    def exchange(self, words: Sequence[int]) -> Exchange[list[int]]:
         """See ``Channel.exchange``."""
-        mine = self._mine
-        if len(words) != len(mine):
-            mine, self._theirs = torch.zeros(len(words), dtype=torch.int64), torch.zeros(len(words), dtype=torch.int64)
+        mine, length = self._mine, len(words) + 1
+        if len(mine) != length:
+            mine, self._theirs = torch.zeros(length, dtype=torch.int64), torch.zeros(length, dtype=torch.int64)
             self._mine = mine
         numbers = mine.numpy()
-        numbers[:] = words
-        self._collective(self._sum)
-        return cast("list[int]", numbers.tolist())
+        numbers[:-1] = words
+        yield from self._collective(lambda group, number: sum_up(group, mine, self._theirs, number))
+        return cast("list[int]", numbers[:-1].tolist())
 
-    def gather(self, text: str) -> list[str]:
+    def gather(self, text: str) -> Exchange[list[str]]:
         """See ``Channel.gather``."""
-        texts: list[str] = []
-        self._collective(lambda: texts.extend(gather_texts(self._group(), text)))
-        return texts
+        data = text.encode(errors="surrogatepass")
+        rows = yield from self._spread(data, _ROW)
+        sizes = [_checked(int(row[:_HEAD].view(torch.int64)), rank) for rank, row in enumerate(rows)]
+        if max(sizes) > len(rows[0]) - _HEAD:
+            rows = yield from self._spread(data, _HEAD + -(-max(sizes) // _HEAD) * _HEAD + STAMP_BYTES)
+        return [_text_of(row[_HEAD:], size, rank) for rank, (row, size) in enumerate(zip(rows, sizes, strict=True))]
+
+    def _spread(self, data: bytes, length: int) -> Exchange[list[Tensor]]:
+        """The first bytes of what every rank brings, with its size in front, in rows of so many bytes. Collective."""
+        content = len(data).to_bytes(_HEAD, sys.byteorder) + data
+        own = torch.frombuffer(bytearray(content[: length - STAMP_BYTES].ljust(length)), dtype=torch.uint8)
+        rows: list[Tensor] = []
+        yield from self._collective(lambda group, _: spread(group, own, rows))
+        return rows
 
     def waiting_since(self) -> float | None:
         """See ``Channel.waiting_since``."""
@@ -194,7 +199,7 @@ class ProcessGroupChannel:
         with contextlib.suppress(dist.DistError, RuntimeError):  # the store may be gone; the closing below still tells
             self._store.set(f"left/{self.rank}", reason.encode(errors="backslashreplace").decode())
         self._close_connections()
-        self._finish(reusable=False)
+        self._end(reusable=False)
 
     def release(self) -> None:
         """See ``Channel.release``."""
@@ -202,14 +207,14 @@ class ProcessGroupChannel:
             if self._dead is not None or self._released:
                 return
             self._released = True
-        self._finish(reusable=True)
+        self._end(reusable=True)
 
     @property
     def is_dead(self) -> bool:
         """Whether the channel was aborted, here or by another rank."""
         return self._dead is not None
 
-    def _finish(self, *, reusable: bool) -> None:
+    def _end(self, *, reusable: bool) -> None:
         self._watch.remove(self)
         self._give_back(reusable=reusable)
 
@@ -217,7 +222,7 @@ class ProcessGroupChannel:
         """Lets go of the group: its threads must not outlive the interpreter."""
         self._groups.clear()
 
-    def _group(self) -> Gloo:
+    def _messenger(self) -> Messenger:
         if not self._groups:
             raise RuntimeError("the interpreter is exiting")
         return self._groups[0]
@@ -227,45 +232,17 @@ class ProcessGroupChannel:
         self._released = False
         self._watch.add(self)
 
-    def _collective(self, work: Callable[[], None]) -> None:
+    def _collective(self, rounds: Callable[[Messenger, int], Iterator[Round]]) -> Exchange[None]:
         self._sequence += 1
         self._since = time.monotonic()
         try:
             if self._dead is not None:
                 raise RankLost(f"rank {self._names[self.rank]} cannot go on: {self._dead}.")
-            work()
+            yield from rounds(self._messenger(), self._sequence)
         except RuntimeError as error:
             raise self._lost(error) from error
         finally:
             self._since = None
-
-    def _sum(self) -> None:
-        mine, theirs, group = self._mine, self._theirs, self._group()
-        beyond = self.num_ranks - self._power
-        if self.rank >= self._power:
-            self._send(mine, self.rank - self._power)
-            self._receive(mine, self.rank - self._power)
-            return
-        if self.rank < beyond:
-            self._receive(theirs, self.rank + self._power)
-            mine += theirs
-        distance = 1
-        while distance < self._power:
-            peer = self.rank ^ distance
-            receiving = group.recv([theirs], peer, 0)
-            sending = group.send([mine], peer, 0)
-            receiving.wait(_FOREVER)
-            sending.wait(_FOREVER)
-            mine += theirs
-            distance *= 2
-        if self.rank < beyond:
-            self._send(mine, self.rank + self._power)
-
-    def _send(self, tensor: Tensor, peer: int) -> None:
-        self._group().send([tensor], peer, 0).wait(_FOREVER)
-
-    def _receive(self, tensor: Tensor, peer: int) -> None:
-        self._group().recv([tensor], peer, 0).wait(_FOREVER)
 
     def _has_come(self, rank: int, sequence: int) -> bool:
         key = f"waiting/{rank}"
@@ -276,7 +253,7 @@ class ProcessGroupChannel:
         for step in range(1, self.num_ranks):
             peer = (self.rank + step) % self.num_ranks
             with contextlib.suppress(RuntimeError):  # it expires: that is its purpose
-                closing = self._group().recv([torch.empty(1, dtype=torch.int64)], peer, 1)
+                closing = self._messenger().recv([torch.empty(1, dtype=torch.int64)], peer, 1)
                 closing.wait(datetime.timedelta(milliseconds=1))
 
     def _lost(self, error: RuntimeError) -> RankLost:

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from torchdistinput.backends.attendance import Attendance, Store, prefixed
 from torchdistinput.backends.channels import Gloo, ProcessGroupChannel, Watch, all_gather, gather_texts
+from torchdistinput.backends.exchanges import Exchange
 from torchdistinput.backends.launch import Members
 from torchdistinput.errors import RankLost
 
@@ -38,11 +39,19 @@ class Channel(Protocol):
     rank: int
     num_ranks: int
 
-    def exchange(self, words: Sequence[int]) -> list[int]:
-        """The element-wise sums over the ranks. Collective: every rank calls this, from its one background thread."""
+    def exchange(self, words: Sequence[int]) -> Exchange[list[int]]:
+        """The element-wise sums over the ranks. Collective: every rank calls this, and goes through it, in one order.
 
-    def gather(self, text: str) -> list[str]:
-        """Every rank's text, by rank. Collective: every rank calls this, from its one background thread."""
+        Raises:
+          RankLost: a rank went away.
+        """
+
+    def gather(self, text: str) -> Exchange[list[str]]:
+        """Every rank's text, by rank. Collective: every rank calls this, and goes through it, in one order.
+
+        Raises:
+          RankLost: a rank went away.
+        """
 
     def waiting_since(self) -> float | None:
         """When the exchange in progress began (``time.monotonic``), or ``None``. Local: any thread."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import deque
 from typing import Final, final
 
-__all__ = ["ReadAhead", "changed"]
+__all__ = ["ReadAhead", "changed", "shows"]
 
 _VOTES_LOOKED_AT: Final = 8
 _LAZY_FROM: Final = 4  # steps ahead; with fewer, a vote that waits comes too late
+_MUCH: Final = 1 / 8  # of the time that making the steps of a vote took: what a vote may take unnoticed
 
 
 def changed(steps: int, change: int, least: int, most: int) -> int:
@@ -19,6 +20,21 @@ def changed(steps: int, change: int, least: int, most: int) -> int:
     """
     wanted = steps * 2 if change > 0 else steps // 2 if change < 0 else steps
     return min(max(wanted, least), most)
+
+
+def shows(took: float, making: float, *, waited: bool, soon: bool) -> bool:
+    """Whether a vote showed that took so many seconds, while the steps before it took ``making`` seconds to make.
+
+    Args:
+      took: seconds of the vote.
+      making: seconds of the steps.
+      waited: whether the consumer had nothing to take.
+      soon: whether the consumer comes back at once, so that whatever is done in any thread is done at its cost.
+
+    >>> shows(1.0, 2.0, waited=True, soon=False), shows(1.0, 2.0, waited=False, soon=True)
+    (False, True)
+    """
+    return (waited and making < took) or (soon and making * _MUCH < took)
 
 
 @final
@@ -33,16 +49,16 @@ class ReadAhead:
     def __init__(self, steps: int, room: int | None) -> None:
         self._steps = steps
         self._room = room
-        self._kept_waiting: deque[bool] = deque(maxlen=_VOTES_LOOKED_AT)
+        self._shown: deque[bool] = deque(maxlen=_VOTES_LOOKED_AT)
 
-    def voted(self, *, kept_waiting: bool) -> None:
-        """A vote came back, and had kept the consumer waiting, or not."""
-        self._kept_waiting.append(kept_waiting)
+    def voted(self, *, shown: bool) -> None:
+        """A vote came back, and showed, or not."""
+        self._shown.append(shown)
 
     def agreed(self, steps: int) -> None:
         """The ranks read so far ahead from now on."""
         self._steps = steps
-        self._kept_waiting.clear()
+        self._shown.clear()
 
     def wish(self, largest: int) -> int:
         """1 to read further ahead, -1 not so far, 0 to leave it.
@@ -55,7 +71,7 @@ class ReadAhead:
         if (self._steps + 1) * largest > self._room:
             return -1
         fits = 0 < (2 * self._steps + 1) * largest <= self._room
-        return int(fits and sum(self._kept_waiting) >= _VOTES_LOOKED_AT // 2)
+        return int(fits and sum(self._shown) >= _VOTES_LOOKED_AT // 2)
 
     def vote_is_due(self, ready: int) -> bool:
         """Whether the consumer, who has so many steps to take, may soon need what is voted for."""

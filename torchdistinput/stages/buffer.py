@@ -1,114 +1,50 @@
-"""The last stage: steps ahead of the consumer, and the one background thread.
+"""The last stage: steps ahead of the consumer, as the consumer sees it; the other side of it is ``background``.
 
 Problem. The training thread must never sit in an exchange with other ranks, nor wait for a copy; user code of the data
-must run on it all the same where torch would run it; and whoever waits must stay interruptible and name the late rank.
+must run on it all the same where torch would run it; whoever waits must stay interruptible and name the late rank; and
+a thread beside a consumer that is back at once costs more than it hides: the two wait for each other's lock.
 
-Decision. The caller gives the thread *tickets*: the halves of steps that were drawn on its own thread, at most
-``depth`` beyond the one it waits for. The thread completes them, votes for them, and puts the outcomes in a queue.
-Without a thread (nothing to vote for, to copy or to fetch in the background) the caller does the same work in line.
+Decision. The caller draws the halves of steps that belong on its own thread, always ``depth`` beyond the one it waits
+for, and hands them over as *tickets*. The thread completes them, votes for them, and puts the outcomes in a queue. A
+caller that comes back within 100 us, step after step, completes them itself: then the thread only votes, once for many
+steps. So does a caller with steps that are complete as they are drawn. What is copied to a device stays the thread's.
+Without a thread (nothing to vote for, to copy or to fetch in the background) the caller does all of it in line.
 
-The thread votes as soon as it holds a step, unless the source answered the last ticket within 200 us and has another
-one: then the next step will ride on the same message. Where it reads four steps ahead or more it waits with its vote
-until half of them are used up, so that a message covers the other half.
-
-How far ahead: an explicit depth stays. Else it begins with two steps, and a rank *wishes* for twice as many when its
-consumer was left waiting by at least half of the last eight votes, and not by its data, and when so many steps of the
-size of the largest so far fit into its bytes; it objects when those ahead do not fit. Wishes ride on the votes, and
-where all wish and none objects the depth doubles (law H of ``plan.ending``). It may not change otherwise: how far user
-code is drawn ahead must be the same on all ranks at each step, or a loop that is left early would leave the generators
-of the ranks in different states. So the new depth comes as an outcome, between the steps, at the same place for all.
-One process alone has no votes that could show, and keeps to its two steps.
+How far ahead: an explicit depth stays. Else it begins with two steps, and a rank *wishes* for twice as many when at
+least half of the last eight votes showed, and so many steps of the size of the largest so far fit into its bytes; it
+objects when those ahead do not fit. A vote shows when it, and not the data, left the consumer waiting, or when the
+consumer comes back at once and a vote takes an eighth of the reading. Wishes ride on the votes, and where all wish and
+none objects the depth doubles (law H of ``plan.ending``). It may not change otherwise: how far user code is drawn ahead
+must be the same on all ranks at each step, or a loop that is left early would leave the generators of the ranks in
+different states. So the new depth comes as an outcome, between the steps, at the same place for all. One process alone
+has no votes that could show, and keeps to its two steps.
 
 Closing: the thread says in its next vote that nobody reads here any more, which all ranks answer at once when all stop.
-If the others do not come within the grace time, the channel is aborted and they learn the reason. The shares that
-nobody took are given up by whoever leaves last: the consumer as a rule; the thread, where the garbage collector drops
-the iterator on it, or where it still waits for its data after the grace time.
+If the others do not come within the grace time, the channel is aborted and they learn the reason.
 """
 
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, final
+from collections import deque
+from collections.abc import Callable
+from typing import Final, final
 
-from torchdistinput.errors import CoordinationTimeout
-from torchdistinput.flow import Ahead, Delivered, Drawn, End, Held, Outcome, PassedOver, Raised, Share
-from torchdistinput.plan.read_ahead import ReadAhead
-from torchdistinput.stats import COORDINATE, Meter, in_range
+from torchdistinput.background import Background, Votes, Walk, not_an_end
+from torchdistinput.errors import CoordinationTimeout, InputError
+from torchdistinput.flow import Ahead, Delivered, Drawn, End, Held, Outcome, PassedOver, Raised
+from torchdistinput.stats import Meter
 
-__all__ = ["Buffer", "Votes", "Walk"]
+__all__ = ["Buffer"]
 
 _LOG = logging.getLogger("torchdistinput")
-_FAST_SECONDS = 200e-6
 _GRACE_SECONDS = 2.0
 _WARN_SECONDS = 5.0
-_STOP = object()
-_LOOK = object()  # in the place of a ticket: the consumer waits, there may be something to vote for
-
-
-class Votes(Protocol):
-    """The stage that makes all ranks take the same steps, as this one needs it."""
-
-    @property
-    def over(self) -> bool:
-        """Whether the last outcome was cast."""
-
-    @property
-    def alone(self) -> bool:
-        """Whether nobody else votes."""
-
-    @property
-    def holds(self) -> bool:
-        """Whether there is something to vote for."""
-
-    def settle(self, held: Held) -> Outcome:
-        """Where nobody else votes: what becomes of the next step of this rank."""
-
-    def hold(self, held: Held) -> None:
-        """Takes the next step of this rank."""
-
-    def vote(self, ahead: int = 0) -> list[Outcome]:
-        """One exchange: what the ranks agree on. ``ahead``: 1 to read further ahead, -1 not so far."""
-
-    def stop(self, delivered: int) -> list[Share]:
-        """Nobody reads here any more, after so many steps; returns the shares that were held."""
-
-    def waiting_since(self) -> float | None:
-        """When the exchange in progress began, or ``None``. Any thread."""
-
-    def late(self) -> list[int]:
-        """The ranks that have not come to it. Any thread."""
-
-    def abort(self, reason: str) -> None:
-        """Ends the exchange on all ranks, which learn the reason. Any thread, idempotent."""
-
-
-@final
-@dataclass(frozen=True)
-class Walk:
-    """The stages before this one, as calls.
-
-    Args:
-      draw: the caller's half of the next step.
-      produce: the rest of it: fetched, and on its way to the devices.
-      discard: gives up shares that nobody will take.
-      enter_thread: called first by the thread that produces.
-      close_source: ends loader workers and open files.
-      close_devices: lets go of the devices, once the thread has stopped.
-      lost_workers: which loader workers died, in words; nothing where none did.
-    """
-
-    draw: Callable[[], Drawn | Held]
-    produce: Callable[[Drawn | Held], Held]
-    discard: Callable[[Sequence[Share]], None]
-    enter_thread: Callable[[], None]
-    close_source: Callable[[], None]
-    close_devices: Callable[[], None]
-    lost_workers: Callable[[], str] = str
+_SOON_SECONDS: Final = 100e-6  # what it costs about to have another thread do something
+_SPIN_SECONDS: Final = 2 * _SOON_SECONDS
+_LONG_SECONDS: Final = 10 * _SOON_SECONDS  # longer is counted as this, so that one long step is soon forgotten
 
 
 @final
@@ -120,6 +56,7 @@ class Buffer:
       votes: the stage that makes all ranks agree.
       depth: steps ahead of the one that the consumer waits for, at first.
       threaded: whether a background thread does the work.
+      helps: whether the consumer may do that work, too.
       timeout_seconds: how long the consumer waits for another rank.
       names: the ranks, as users know them.
       first_step: the number of the first step, for messages.
@@ -134,6 +71,7 @@ class Buffer:
         *,
         depth: int,
         threaded: bool,
+        helps: bool,
         timeout_seconds: float,
         names: Callable[[int], int],
         first_step: int = 0,
@@ -143,26 +81,21 @@ class Buffer:
         self._meter = Meter() if meter is None else meter
         self._walk = walk
         self._votes = votes
-        self._depth = depth  # as the consumer has it
-        self._read_ahead = ReadAhead(depth, room)  # the thread's, which hears first of a change
-        self._waits = False  # whether the consumer has nothing to take
-        self._making = 0.0  # seconds that the steps took which were not voted for yet
+        self._depth = depth
+        self._background = Background(walk, votes, depth=depth, threaded=threaded, meter=self._meter, room=room)
+        self._threaded = threaded
+        self._helps = helps
+        self._away = _LONG_SECONDS  # between two steps, as a mean over the last ones
+        self._left_at = 0.0
         self._timeout_seconds = timeout_seconds
         self._names = names
-        self._tickets: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._ready: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._peeked: Delivered | None = None
         self._in_flight = 0
+        self._drawn: deque[Drawn | Held] = deque()  # what the thread was not given yet
         self._delivered = first_step
         self._final: End | Raised | None = None
         self._closed = False
         self._warned = False
-        self._lock = threading.Lock()
-        self._present = 2 if threaded else 1  # the consumer, and the thread
-        self._thread: threading.Thread | None = None
-        if threaded:
-            self._thread = threading.Thread(target=self._run, name="torchdistinput-input", daemon=True)
-            self._thread.start()
 
     @property
     def closed(self) -> bool:
@@ -191,29 +124,59 @@ class Buffer:
         return self._peeked
 
     def _advance(self) -> Delivered | None:
+        if not self._threaded:
+            return self._next_in_line()
+        away = time.perf_counter() - self._left_at
+        self._away += ((away if away < _LONG_SECONDS else _LONG_SECONDS) - self._away) / 8
+        delivered = self._next_ahead()
+        self._left_at = time.perf_counter()
+        return delivered
+
+    def _next_in_line(self) -> Delivered | None:
+        walk, votes = self._walk, self._votes
         while self._final is None:
-            if self._thread is None:  # the next step is made now
-                walk = self._walk
-                outcome = self._votes.settle(walk.produce(walk.draw()))
-            else:
+            outcome = votes.settle(walk.produce(walk.draw()))
+            if type(outcome) is Delivered:
+                return outcome
+            self._note(outcome)
+        self._raise_what_ended_it()
+        return None
+
+    def _next_ahead(self) -> Delivered | None:
+        while self._final is None:
+            try:
                 self._top_up()
+                outcome = self._background.ready() or self._look_a_while()
+            except BaseException as error:
+                self._end_by(error)
+                raise not_an_end(error) from error.__cause__
+            if outcome is None:
+                if not self._votes.alone:  # else the thread is about to bring something; it has something to do
+                    self._hand_over()
                 outcome = self._wait()
             if type(outcome) is Delivered:
                 self._in_flight -= 1
                 return outcome
-            if isinstance(outcome, PassedOver):
-                self._in_flight -= 1
-                if outcome.share is not None:
-                    self._meter.skipped += outcome.share.skipped.samples
-                    self._walk.discard([outcome.share])
-            elif isinstance(outcome, Ahead):
-                self._depth = outcome.steps
-            else:
-                self._final = outcome
-                self.close()
+            self._note(outcome)
+        self._raise_what_ended_it()
+        return None
+
+    def _note(self, outcome: Outcome) -> None:
+        """An outcome that is no step."""
+        if isinstance(outcome, PassedOver):
+            self._in_flight -= 1
+            if outcome.share is not None:
+                self._meter.skipped += outcome.share.skipped.samples
+                self._walk.discard([outcome.share])
+        elif isinstance(outcome, Ahead):
+            self._depth = outcome.steps
+        elif isinstance(outcome, End | Raised):
+            self._final = outcome
+            self.close()
+
+    def _raise_what_ended_it(self) -> None:
         if isinstance(self._final, Raised):
             raise self._final.error
-        return None
 
     def _top_up(self) -> None:
         """Draws as far ahead as there is room.
@@ -221,29 +184,52 @@ class Buffer:
         Never less when something is ready already: how often user code was called at the k-th step must not depend on
         timing, or seeded runs would not repeat, and generators would differ between ranks.
         """
+        drawn, draw = self._drawn, self._walk.draw
         while self._in_flight <= self._depth:
-            ticket = self._walk.draw()
+            drawn.append(draw())
             self._in_flight += 1
-            self._tickets.put(ticket)
+        background = self._background
+        soon = self._helps and self._away < _SOON_SECONDS
+        makes = self._helps and background.idle  # not before the thread has come to the end of what it was given
+        background.soon = soon and makes
+        while makes and drawn and (soon or type(drawn[0]) is not Drawn):
+            background.make(drawn.popleft())
+        if not soon:
+            self._hand_over()
+        if background.soon:
+            background.help_voting()
+        elif makes:
+            background.ask()
+
+    def _hand_over(self) -> None:
+        while self._drawn:
+            self._background.give(self._drawn.popleft())
+
+    def _end_by(self, error: BaseException) -> None:
+        """What was being done is lost, by Ctrl-C, say: so there can be no further step."""
+        self._votes.abort(f"failed: {type(error).__name__}: {error}")
+        self._final = Raised(_lasting(error, self._delivered))
+        self.close()
+
+    def _look_a_while(self) -> Outcome | None:
+        """A consumer that comes back at once looks after the vote for a moment, which is shorter than to be woken."""
+        background = self._background
+        until = time.perf_counter() + _SPIN_SECONDS
+        while background.soon and time.perf_counter() < until:
+            background.help_voting()
+            outcome = background.ready()
+            if outcome is not None:
+                return outcome
+            time.sleep(0)  # another process may need the processor
+        return None
 
     def _wait(self) -> Outcome:
-        try:
-            return self._ready.get_nowait()
-        except queue.Empty:
-            self._waits = True
-        self._tickets.put(_LOOK)
-        try:
-            return self._wait_long()
-        finally:
-            self._waits = False
-
-    def _wait_long(self) -> Outcome:
         began = time.monotonic()
         while True:
             try:
-                return self._ready.get(timeout=min(1.0, self._timeout_seconds / 4))
-            except queue.Empty:
-                pass
+                outcome = self._background.wait(min(1.0, self._timeout_seconds / 4))
+                if outcome is not None:
+                    return outcome
             except RuntimeError as error:
                 if not str(error).startswith("DataLoader worker"):
                     raise
@@ -278,65 +264,6 @@ class Buffer:
             self._warned = True
             _LOG.warning("waiting for rank %s %s for %.0f seconds", late, place, waited)
 
-    def _work(self) -> None:
-        """Completes tickets and casts one vote; where nobody else votes, completes one."""
-        while not (self._votes.holds and self._tickets.empty() and self._vote_is_due()):
-            if self._complete(self._tickets.get()):  # no name for it: a thread that waits would keep the last step
-                break
-        if not self._votes.alone:
-            for outcome in self._exchange():
-                self._ready.put(outcome)
-
-    def _complete(self, ticket: Any) -> bool:
-        """Takes a ticket. Whether it is time to vote, or, where nobody else does, to look whether it is over."""
-        votes = self._votes
-        if ticket is _LOOK:
-            return False
-        if ticket is _STOP:
-            self._walk.discard(votes.stop(self._delivered))
-            if votes.alone:
-                self._ready.put(votes.vote()[0])
-            return True
-        began = time.perf_counter()
-        held = self._walk.produce(ticket)
-        if votes.alone:
-            self._ready.put(votes.settle(held))
-            return True
-        votes.hold(held)
-        took = time.perf_counter() - began
-        self._making += took
-        return took > _FAST_SECONDS and self._vote_is_due()
-
-    def _vote_is_due(self) -> bool:
-        return self._read_ahead.vote_is_due(self._ready.qsize())
-
-    def _exchange(self) -> list[Outcome]:
-        """A vote, timed. Pieces without a sample are made and sent in it, which counts as copying."""
-        meter = self._meter
-        began, copying = time.perf_counter(), meter.copying
-        outcomes = in_range(COORDINATE, self._votes.vote, self._read_ahead.wish(meter.largest))
-        took = time.perf_counter() - began - (meter.copying - copying)
-        meter.coordinating += took
-        self._read_ahead.voted(kept_waiting=self._waits and self._making < took)
-        self._making = 0.0
-        for outcome in outcomes:
-            if isinstance(outcome, Ahead):
-                self._read_ahead.agreed(outcome.steps)
-        return outcomes
-
-    def _run(self) -> None:
-        try:
-            self._walk.enter_thread()
-            while not self._votes.over:
-                self._work()
-        except BaseException as error:  # whatever it is, the consumer and the other ranks must hear of it
-            try:
-                self._votes.abort(f"failed: {type(error).__name__}: {error}")
-            finally:
-                self._ready.put(Raised(_not_an_end(error)))
-        finally:
-            self._leave()
-
     def close(self) -> None:
         """Ends the iteration: thread, loader workers, parcels. Idempotent; takes a few milliseconds when all stop."""
         if self._closed:
@@ -347,13 +274,15 @@ class Buffer:
         lost = "" if self._votes.over else self._walk.lost_workers()
         if lost:  # torch told the training thread, wherever it was, before the thread could vote for a failure
             self._votes.abort(f"stopped reading after {self._delivered} step(s), as its {lost}")
-        if self._thread is None:
+        thread = self._background.thread
+        if thread is None:
             self._votes.abort(f"stopped reading after {self._delivered} step(s)")
         else:
-            self._tickets.put(_STOP)
-            if self._thread is not threading.current_thread():
-                self._end_thread(self._thread)
-        self._leave()
+            self._background.stop(self._delivered)
+            if thread is not threading.current_thread():
+                self._end_thread(thread)
+        peeked, self._peeked = self._peeked, None
+        self._background.leave(self._delivered, peeked)
 
     def _end_thread(self, thread: threading.Thread) -> None:
         thread.join(0 if self._votes.alone else _GRACE_SECONDS)
@@ -362,30 +291,12 @@ class Buffer:
             self._walk.close_source()  # a thread that waits for loader workers is released by their end
             thread.join(_GRACE_SECONDS)
 
-    def _leave(self) -> None:
-        """The last one to leave, consumer or thread, gives up what nobody took."""
-        with self._lock:
-            self._present -= 1
-            last = self._present == 0
-        if not last:
-            return
-        self._walk.close_source()
-        left = self._votes.stop(self._delivered)
-        if self._peeked is not None:
-            left.append(self._peeked.share)
-            self._peeked = None
-        while not self._ready.empty():
-            outcome = self._ready.get()
-            if isinstance(outcome, Delivered | PassedOver) and outcome.share is not None:
-                left.append(outcome.share)
-        self._walk.discard(left)
-        self._walk.close_devices()
 
-
-def _not_an_end(error: BaseException) -> BaseException:
-    """The error; a ``StopIteration`` from within would end the user's loop as if the data had ended."""
-    if not isinstance(error, StopIteration):
-        return error
-    found = RuntimeError("an iterator of the input's own ended where it must not: a defect of torchdistinput.")
-    found.__cause__ = error
-    return found
+def _lasting(error: BaseException, delivered: int) -> BaseException:
+    """What each further call raises. Not a Ctrl-C, which was meant for the moment."""
+    if isinstance(error, Exception):
+        return not_an_end(error)
+    return InputError(
+        f"the input was interrupted while it read, after step {delivered}, by {type(error).__name__}; what it was "
+        "reading is lost, so it cannot go on. Begin another iterator, or go on from a state that was saved before."
+    )

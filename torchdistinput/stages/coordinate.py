@@ -28,6 +28,7 @@ from typing import final
 from torchdistinput import errors
 from torchdistinput.backends.channels import plain_message
 from torchdistinput.backends.collectives import Channel
+from torchdistinput.backends.exchanges import Exchange, conclude
 from torchdistinput.errors import InputError, RankLost
 from torchdistinput.failures import error_of, story_of, too_many
 from torchdistinput.flow import (
@@ -56,7 +57,7 @@ _LOG = logging.getLogger("torchdistinput")
 
 @final
 class Coordinate:
-    """Votes for the steps that this rank holds. Used by one thread, but for ``waiting_since``, ``late`` and ``abort``.
+    """Votes for the steps that this rank holds. Used by one thread, but where it says otherwise.
 
     Args:
       channel: the connection to the same iterator on the other ranks; ``None`` where nobody else votes.
@@ -93,6 +94,7 @@ class Coordinate:
         self._name = name
         self._weight = 0 if channel is None else weight_of(channel.rank, channel.num_ranks)
         self._counts = counts
+        self._arrived: deque[Held] = deque()  # by whichever thread; the one that votes takes them over
         self._held: deque[Share | PastEnd] = deque()
         self._failure: Failed | None = None
         self._stopped = False
@@ -120,18 +122,24 @@ class Coordinate:
     @property
     def holds(self) -> bool:
         """Whether there is something to vote for."""
-        return bool(self._held) or self._failure is not None or self._stopped
+        return bool(self._arrived) or bool(self._held) or self._failure is not None or self._stopped
 
     def hold(self, held: Held) -> None:
-        """Takes the next step of this rank."""
-        if self._failure is not None:
-            return
-        if isinstance(held, Failed):
-            self._failure = held
-            return
-        self._held.append(held)
-        if isinstance(held, Share) and held.skipped.first:
-            self._log(held.skipped.first)
+        """Takes the next step of this rank. Any thread, one at a time."""
+        self._arrived.append(held)
+
+    def _take_in(self) -> None:
+        arrived = self._arrived
+        while arrived:
+            held = arrived.popleft()
+            if self._failure is not None:
+                continue
+            if isinstance(held, Failed):
+                self._failure = held
+                continue
+            self._held.append(held)
+            if isinstance(held, Share) and held.skipped.first:
+                self._log(held.skipped.first)
 
     def _log(self, left_out: Sequence[str]) -> None:
         """Tells of the first samples that are left out in this epoch."""
@@ -143,6 +151,7 @@ class Coordinate:
 
     def stop(self, delivered: int) -> list[Share]:
         """Nobody reads here any more, after so many steps: offers none now. Returns the shares that were held."""
+        self._take_in()
         dropped = [held for held in self._held if isinstance(held, Share)]
         ended = bool(self._held) and isinstance(self._held[0], PastEnd)
         self._held = deque([PastEnd()] if ended else [])
@@ -166,36 +175,37 @@ class Coordinate:
                     self._complete(held)
                 return Delivered(held, size, self._rows)
         self.hold(held)
-        (outcome,) = self.vote()
+        (outcome,) = conclude(self.vote())
         return outcome
 
-    def vote(self, ahead: int = 0) -> list[Outcome]:
-        """One exchange: what the ranks agree on, nothing if a rank has only flags to show.
+    def vote(self, ahead: int = 0) -> Exchange[list[Outcome]]:
+        """One exchange: what the ranks agree on, nothing if a rank has only flags to show. Collective.
 
         Args:
           ahead: 1 if this rank would read further ahead, -1 if not so far.
         """
-        verdict = self._exchange(ahead)
+        self._take_in()
+        verdict = yield from self._verdict(ahead)
         if verdict.structures_differ:
-            return [self._finish(Raised(self._difference()))]
+            return [self._finish(Raised((yield from self._difference())))]
         if verdict.structure_wanted:
-            problem = self._share_structure()
+            problem = yield from self._share_structure()
             if problem is not None:
                 return [self._finish(Raised(problem))]
         before = self._rows
         outcomes: list[Outcome] = self._read_ahead(verdict.ahead)
         outcomes += [self._agreed(global_size) for global_size in verdict.steps]
-        self._pass_landmarks(before)
+        yield from self._pass_landmarks(before)
         if verdict.draws_differ:
-            outcomes.append(self._finish(Raised(self._difference_of_draws())))
+            outcomes.append(self._finish(Raised((yield from self._difference_of_draws()))))
         elif verdict.end:
             outcomes.append(self._finish(End()))
         elif verdict.num_failed:
-            outcomes.append(self._finish(Raised(self._failure_of_all())))
+            outcomes.append(self._finish(Raised((yield from self._failure_of_all()))))
         elif verdict.too_many_skipped:
-            outcomes.append(self._finish(Raised(self._too_many_skipped(verdict.skipped))))
+            outcomes.append(self._finish(Raised((yield from self._too_many_skipped(verdict.skipped)))))
         elif verdict.num_stopped:
-            outcomes.append(self._finish(Raised(self._stop_of_some())))
+            outcomes.append(self._finish(Raised((yield from self._stop_of_some()))))
         return outcomes
 
     def _read_ahead(self, change: int) -> list[Outcome]:
@@ -206,7 +216,7 @@ class Coordinate:
         self._ahead = ahead
         return [Ahead(ahead)]
 
-    def _exchange(self, ahead: int) -> Verdict:
+    def _verdict(self, ahead: int) -> Exchange[Verdict]:
         next_steps = list(islice(self._held, self._slots))
         skipped = 0
         if self._max_errors is not None:
@@ -219,7 +229,7 @@ class Coordinate:
         words = ballot.words(self._slots, self._weight)
         if self._channel is None:
             return decide(words, 1, self._max_errors)
-        return decide(self._channel.exchange(words), self._channel.num_ranks, self._max_errors)
+        return decide((yield from self._channel.exchange(words)), self._channel.num_ranks, self._max_errors)
 
     def _skipped_until_next(self) -> int:
         """Samples of this rank that are missing up to and including the next step."""
@@ -249,7 +259,7 @@ class Coordinate:
         self._steps += 1
         return Delivered(share, global_size, self._rows)
 
-    def _pass_landmarks(self, before: int) -> None:
+    def _pass_landmarks(self, before: int) -> Exchange[None]:
         """Where a landmark was passed, all workers say where they stood there. Collective, as every rank counts alike.
 
         What they say grows with the number of workers, and is told once in ``every`` steps.
@@ -259,7 +269,7 @@ class Coordinate:
             return
         rows = _last_landmark(self._rows, landmarks)
         if rows > _last_landmark(before, landmarks):
-            landmarks.learn(rows, channel.gather(landmarks.mine(rows)))
+            landmarks.learn(rows, (yield from channel.gather(landmarks.mine(rows))))
 
     def _finish(self, outcome: Outcome) -> Outcome:
         self._over = True
@@ -267,16 +277,16 @@ class Coordinate:
             self._channel.release()
         return outcome
 
-    def _share_structure(self) -> BaseException | None:
+    def _share_structure(self) -> Exchange[BaseException | None]:
         """A rank lacks the structure: those that know it send it, and all say whether they can build it.
 
         Collective, as every rank saw the same flag.
         """
         if self._channel is None:
             return None
-        texts = self._channel.gather(self._guarded(self._describe_structure))
+        texts = yield from self._channel.gather(self._guarded(self._describe_structure))
         problem = self._guarded(lambda: self._learn_structure(texts))
-        problems = [text for text in self._channel.gather(problem) if text]
+        problems = [text for text in (yield from self._channel.gather(problem)) if text]
         return errors.BatchingError("\n".join(problems)) if problems else None
 
     def _guarded(self, call: Callable[[], str]) -> str:
@@ -299,46 +309,46 @@ class Coordinate:
             self._mould.learn(Structure.from_json(known[0]))
         return ""
 
-    def _difference(self) -> BaseException:
+    def _difference(self) -> Exchange[BaseException]:
         """The ranks' elements differ in structure: all tell theirs. Collective, as every rank saw the same sums."""
         structure = self._mould.structure
         mine = "" if structure is None else f"rank {self._name}: {structure}"
-        texts = [mine] if self._channel is None else self._channel.gather(mine)
+        texts = yield from self._texts_of_all(mine)
         told = "; ".join(text for text in texts if text)
         return errors.BatchingError(
             f"the elements of the ranks differ in structure after step {self._steps}: {told}. Nesting, names and "
             "dtypes must be the same on every rank."
         )
 
-    def _difference_of_draws(self) -> BaseException:
+    def _difference_of_draws(self) -> Exchange[BaseException]:
         """The samplers of the ranks drew differently. Collective, as every rank saw the same sums."""
         held = self._held[0] if self._held else PastEnd()
         mine = f"{held.digest:x}" if isinstance(held, Share) else "ended"
-        texts = [mine] if self._channel is None else self._channel.gather(f"rank {self._name}: {mine}")
+        texts = yield from self._texts_of_all(f"rank {self._name}: {mine}")
         return errors.RankDisagreement(
             f"the samplers of the ranks differ at step {self._steps} of epoch {self._epoch}; as checksums of the batch "
             f"that each drew: {'; '.join(texts)}. Every rank's sampler must draw the same: seed it alike on all ranks, "
             "not by the rank; the library takes each rank's part."
         )
 
-    def _failure_of_all(self) -> BaseException:
+    def _failure_of_all(self) -> Exchange[BaseException]:
         failure = self._next_failure()
         mine = "" if failure is None else json.dumps(story_of(failure, self._name, self._epoch, self._steps))
-        return error_of([plain_message(text) for text in self._texts_of_all(mine) if text], failure)
+        return error_of([plain_message(text) for text in (yield from self._texts_of_all(mine)) if text], failure)
 
-    def _too_many_skipped(self, samples: int) -> BaseException:
+    def _too_many_skipped(self, samples: int) -> Exchange[BaseException]:
         """More samples were left out than may be. Collective, as every rank saw the same sums."""
         counted = self._skipped_until_next() if self._counts else 0
         mine = json.dumps({"rank": self._name, "first": self._left_out}) if counted else ""
-        told = [plain_message(text) for text in self._texts_of_all(mine) if text]
+        told = [plain_message(text) for text in (yield from self._texts_of_all(mine)) if text]
         return too_many(told, samples, self._max_errors or 0, self._epoch, self._steps)
 
-    def _texts_of_all(self, mine: str) -> list[str]:
-        return [mine] if self._channel is None else self._channel.gather(mine)
+    def _texts_of_all(self, mine: str) -> Exchange[list[str]]:
+        return [mine] if self._channel is None else (yield from self._channel.gather(mine))
 
-    def _stop_of_some(self) -> BaseException:
+    def _stop_of_some(self) -> Exchange[BaseException]:
         mine = f"rank {self._name} after {self._delivered} step(s)" if self._stopped else ""
-        texts = [mine] if self._channel is None else self._channel.gather(mine)
+        texts = yield from self._texts_of_all(mine)
         stopped = ", ".join(text for text in texts if text)
         return RankLost(
             f"{stopped} of epoch {self._epoch} stopped reading, while rank {self._name} goes on. Every rank must leave "

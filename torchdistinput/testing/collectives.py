@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeVar, cast, final
 
 from torch import Tensor, zeros_like
 
+from torchdistinput.backends.exchanges import Exchange
 from torchdistinput.errors import CoordinationTimeout, InputError, RankLost
 
 __all__ = ["FakeChannel", "FakeCollectives", "FakeRanks", "Message"]
@@ -164,14 +165,28 @@ class _Room:
 
     def meet(self, rank: int, kind: _Kind, content: Any) -> list[Any]:
         """What every rank brought to this rank's next meeting, by rank."""
+        return self.wait(rank, self.bring(rank, kind, content))
+
+    def bring(self, rank: int, kind: _Kind, content: Any) -> int:
+        """Brings something to this rank's next meeting, and tells its number."""
         with self._changed:
             self._refuse_if_closed(rank)
             number, self._next[rank] = self._next[rank], self._next[rank] + 1
             if number == len(self._meetings):
                 self._meetings.append({})
-            meeting = self._meetings[number]
-            meeting[rank] = kind, content
+            self._meetings[number][rank] = kind, content
             self._changed.notify_all()
+            return number
+
+    def is_decided(self, number: int) -> bool:
+        """Whether all came to the meeting, or nobody may come any more."""
+        with self._changed:
+            return len(self._meetings[number]) == self.num_ranks or bool(self._reasons)
+
+    def wait(self, rank: int, number: int) -> list[Any]:
+        """What every rank brought to a meeting that this one came to, by rank."""
+        with self._changed:
+            meeting = self._meetings[number]
             self._changed.wait_for(lambda: len(meeting) == self.num_ranks or self._reasons, self._timeout_seconds)
             if len(meeting) == self.num_ranks:
                 return self._all_alike(number, meeting)
@@ -234,6 +249,42 @@ class _Room:
 
 
 @final
+class _Delay:
+    """A rank comes later; see ``backends.exchanges.Pending``."""
+
+    def __init__(self, room: _Room, seconds: float) -> None:
+        self._room = room
+        self._until = time.monotonic() + seconds
+
+    def has_come(self) -> bool:
+        """See ``Pending.has_come``."""
+        return self._room.is_closed or time.monotonic() >= self._until
+
+    def wait(self) -> None:
+        """See ``Pending.wait``."""
+        self._room.pause(self._until - time.monotonic())
+
+
+@final
+class _Meeting:
+    """What a rank brought to a meeting, and what it is told there; see ``backends.exchanges.Pending``."""
+
+    def __init__(self, room: _Room, rank: int, kind: _Kind, content: Any) -> None:
+        self._room = room
+        self._rank = rank
+        self._number = room.bring(rank, kind, content)
+        self.told: list[Any] = []
+
+    def has_come(self) -> bool:
+        """See ``Pending.has_come``."""
+        return self._room.is_decided(self._number)
+
+    def wait(self) -> None:
+        """See ``Pending.wait``."""
+        self.told = self._room.wait(self._rank, self._number)
+
+
+@final
 class FakeChannel:
     """One rank's end of a channel; see ``backends.collectives.Channel``."""
 
@@ -255,23 +306,26 @@ class FakeChannel:
         self._exchanges = 0
         self._since: float | None = None
 
-    def exchange(self, words: Sequence[int]) -> list[int]:
+    def exchange(self, words: Sequence[int]) -> Exchange[list[int]]:
         """See ``Channel.exchange``."""
         step, self._exchanges = self._exchanges, self._exchanges + 1
-        self._room.pause(self._delays.get((self.rank, step), 0.0))
         if (self.rank, step) in self._failures:
             self._room.close(self.rank, "died or lost its connection")
-        told = self._meet("exchange", tuple(words))
+        told = yield from self._meet("exchange", tuple(words), self._delays.get((self.rank, step), 0.0))
         return [_wrapped(sum(column)) for column in zip(*told, strict=True)]
 
-    def gather(self, text: str) -> list[str]:
+    def gather(self, text: str) -> Exchange[list[str]]:
         """See ``Channel.gather``."""
-        return self._meet("gather", text)
+        return (yield from self._meet("gather", text, 0.0))
 
-    def _meet(self, kind: _Kind, content: Any) -> list[Any]:
-        self._since = time.monotonic()
+    def _meet(self, kind: _Kind, content: Any, delay: float) -> Exchange[list[Any]]:
         try:
-            return self._room.meet(self.rank, kind, content)
+            if delay:
+                yield _Delay(self._room, delay)
+            self._since = time.monotonic()
+            meeting = _Meeting(self._room, self.rank, kind, content)
+            yield meeting
+            return meeting.told
         finally:
             self._since = None
 

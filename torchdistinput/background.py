@@ -1,0 +1,317 @@
+"""The other side of ``stages.buffer``: the one background thread, which completes steps and votes for them.
+
+The thread votes as soon as it holds a step, unless the source answered the last ticket within 200 us and has another
+one: then the next step will ride on the same message. Where it reads four steps ahead or more it waits with its vote
+until half of them are used up, so that a message covers the other half. A consumer that comes back at once begins the
+votes, and looks after them, in its own time: the thread would get the interpreter's lock only when nothing is ready any
+more. What it leaves unfinished the thread takes over, within a tenth of a second or when the consumer has to wait.
+
+The shares that nobody took are given up by whoever leaves last: the consumer as a rule; the thread, where the garbage
+collector drops the iterator on it, or where it still waits for its data after the grace time.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, final
+
+from torchdistinput.backends.exchanges import Begun, Exchange, conclude
+from torchdistinput.flow import Ahead, Delivered, Drawn, Held, Outcome, PassedOver, Raised, Share
+from torchdistinput.plan.read_ahead import ReadAhead, shows
+from torchdistinput.stats import COORDINATE, Meter, in_range
+
+__all__ = ["Background", "Votes", "Walk", "not_an_end"]
+
+_FAST_SECONDS = 200e-6
+_LOOK_SECONDS = 0.1
+_LOOK = object()  # in the place of a ticket: there may be something to vote for
+
+
+class _Stop(NamedTuple):
+    """In the place of a ticket: nobody reads here any more."""
+
+    delivered: int
+
+
+class Votes(Protocol):
+    """The stage that makes all ranks take the same steps, as this one needs it."""
+
+    @property
+    def over(self) -> bool:
+        """Whether the last outcome was cast."""
+
+    @property
+    def alone(self) -> bool:
+        """Whether nobody else votes."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether there is something to vote for."""
+
+    def settle(self, held: Held) -> Outcome:
+        """Where nobody else votes: what becomes of the next step of this rank."""
+
+    def hold(self, held: Held) -> None:
+        """Takes the next step of this rank. Any thread, one at a time."""
+
+    def vote(self, ahead: int = 0) -> Exchange[list[Outcome]]:
+        """One exchange: what the ranks agree on. ``ahead``: 1 to read further ahead, -1 not so far."""
+
+    def stop(self, delivered: int) -> list[Share]:
+        """Nobody reads here any more, after so many steps; returns the shares that were held."""
+
+    def waiting_since(self) -> float | None:
+        """When the exchange in progress began, or ``None``. Any thread."""
+
+    def late(self) -> list[int]:
+        """The ranks that have not come to it. Any thread."""
+
+    def abort(self, reason: str) -> None:
+        """Ends the exchange on all ranks, which learn the reason. Any thread, idempotent."""
+
+
+@final
+@dataclass(frozen=True)
+class Walk:
+    """The stages before this one, as calls.
+
+    Args:
+      draw: the caller's half of the next step.
+      produce: the rest of it: fetched, and on its way to the devices.
+      discard: gives up shares that nobody will take.
+      enter_thread: called first by the thread that produces.
+      close_source: ends loader workers and open files.
+      close_devices: lets go of the devices, once the thread has stopped.
+      lost_workers: which loader workers died, in words; nothing where none did.
+    """
+
+    draw: Callable[[], Drawn | Held]
+    produce: Callable[[Drawn | Held], Held]
+    discard: Callable[[Sequence[Share]], None]
+    enter_thread: Callable[[], None]
+    close_source: Callable[[], None]
+    close_devices: Callable[[], None]
+    lost_workers: Callable[[], str] = str
+
+
+@final
+class Background:
+    """Completes tickets, votes for them, and puts the outcomes where the consumer finds them.
+
+    Args:
+      walk: the stages before.
+      votes: the stage that makes all ranks agree.
+      depth: steps ahead of the one that the consumer waits for, at first.
+      threaded: whether there is a thread; else the consumer does everything, and this only tidies up.
+      meter: takes down how long the exchanges take.
+      room: bytes of steps ahead within which the depth may grow; ``None`` where it stays.
+    """
+
+    def __init__(self, walk: Walk, votes: Votes, *, depth: int, threaded: bool, meter: Meter, room: int | None) -> None:
+        self.walk = walk
+        self._votes = votes
+        self._meter = meter
+        self._read_ahead = ReadAhead(depth, room)
+        self.soon = False
+        """Whether the consumer comes back at once. The consumer's."""
+        self._waits = False  # whether it has nothing to take
+        self._making = 0.0  # seconds that the steps took which were not voted for yet
+        self._made_for_vote = 0.0  # and those of the vote that is on its way
+        self._tickets: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._ready: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        self._given = self._made = 0  # tickets
+        self._vote: Begun[list[Outcome]] | None = None
+        self._vote_began = 0.0
+        self._at_the_urn = threading.Lock()  # held by whoever goes on with the vote
+        self._lock = threading.Lock()
+        self._present = 2 if threaded else 1  # the consumer, and the thread
+        self.thread: threading.Thread | None = None
+        if threaded:
+            self.thread = threading.Thread(target=self._run, name="torchdistinput-input", daemon=True)
+            self.thread.start()
+
+    @property
+    def idle(self) -> bool:
+        """Whether every ticket that was given is complete, and held. Consumer's thread."""
+        return self._given == self._made
+
+    def give(self, ticket: Drawn | Held) -> None:
+        """Hands a ticket over to the thread. Consumer's thread."""
+        self._given += 1
+        self._tickets.put(ticket)
+
+    def make(self, ticket: Drawn | Held) -> None:
+        """Completes a ticket here. Consumer's thread, while this is idle."""
+        began = time.perf_counter()
+        held = self.walk.produce(ticket)
+        if self._votes.alone:
+            self._ready.put(self._votes.settle(held))
+            return
+        self._votes.hold(held)
+        self._making += time.perf_counter() - began
+
+    def ask(self) -> None:
+        """Has the thread look whether it is time to vote for what the consumer made. Consumer's thread."""
+        if not (self._votes.alone or self._at_the_urn.locked()) and self._vote_is_due():
+            self._tickets.put(_LOOK)
+
+    def help_voting(self) -> None:
+        """Begins a vote if it is time to, and goes on with it as far as that takes no waiting. Consumer's thread."""
+        if self._votes.alone or not self._at_the_urn.acquire(blocking=False):
+            return
+        try:
+            vote = self._vote
+            if vote is None and not self._votes.over and self._votes.holds and self._vote_is_due():
+                vote = self._begin_vote()
+            if vote is not None and vote.look():
+                self._conclude()
+        except BaseException:
+            self._vote = None  # it is over, for the thread too
+            raise
+        finally:
+            self._at_the_urn.release()
+
+    def ready(self) -> Outcome | None:
+        """The next outcome, if there is one. Consumer's thread."""
+        try:
+            return self._ready.get_nowait()
+        except queue.Empty:
+            return None
+
+    def wait(self, seconds: float) -> Outcome | None:
+        """The next outcome, if it comes in time. Consumer's thread."""
+        self._waits = True
+        self._tickets.put(_LOOK)
+        try:
+            return self._ready.get(timeout=seconds)
+        except queue.Empty:
+            return None
+        finally:
+            self._waits = False
+
+    def stop(self, delivered: int) -> None:
+        """Nobody reads here any more, after so many steps. Any thread."""
+        self._tickets.put(_Stop(delivered))
+
+    def _run(self) -> None:
+        try:
+            self.walk.enter_thread()
+            while not self._votes.over:
+                self._work()
+        except BaseException as error:  # whatever it is, the consumer and the other ranks must hear of it
+            try:
+                self._votes.abort(f"failed: {type(error).__name__}: {error}")
+            finally:
+                self._ready.put(Raised(not_an_end(error)))
+        finally:
+            self.leave(0)
+
+    def _work(self) -> None:
+        """Completes tickets and casts one vote; where nobody else votes, completes one."""
+        due = False
+        while not (due or self._is_time_to_vote()):
+            due = self._complete(self._next_ticket())  # no name for it: a thread that waits would keep the last step
+        if self._votes.alone:
+            return
+        with self._at_the_urn:
+            if not self._votes.over and (due or self._is_time_to_vote()):  # else the consumer was faster
+                self._conclude()
+
+    def _is_time_to_vote(self) -> bool:
+        return self._vote is not None or (self._votes.holds and self._tickets.empty() and self._vote_is_due())
+
+    def _next_ticket(self) -> Any:
+        try:
+            return self._tickets.get(timeout=None if self._votes.alone else _LOOK_SECONDS)
+        except queue.Empty:
+            return _LOOK
+
+    def _complete(self, ticket: Any) -> bool:
+        """Takes a ticket. Whether it is time to vote, or, where nobody else does, to look whether it is over."""
+        votes = self._votes
+        if ticket is _LOOK:
+            return False
+        if type(ticket) is _Stop:
+            with self._at_the_urn:
+                if self._vote is not None:
+                    self._conclude()
+                self.walk.discard(votes.stop(ticket.delivered))
+            if votes.alone:
+                self._ready.put(conclude(votes.vote())[0])
+            return True
+        began = time.perf_counter()
+        held = self.walk.produce(ticket)
+        if votes.alone:
+            self._ready.put(votes.settle(held))
+            self._made += 1
+            return True
+        votes.hold(held)
+        self._made += 1
+        took = time.perf_counter() - began
+        self._making += took
+        return took > _FAST_SECONDS and self._vote_is_due()
+
+    def _vote_is_due(self) -> bool:
+        return self._read_ahead.vote_is_due(self._ready.qsize())
+
+    def _begin_vote(self) -> Begun[list[Outcome]]:
+        self._made_for_vote, self._making = self._making, 0.0
+        self._vote_began = time.perf_counter()
+        self._vote = vote = Begun(self._votes.vote(self._read_ahead.wish(self._meter.largest)))
+        return vote
+
+    def _conclude(self) -> None:
+        """Waits for the outcomes of the vote, and puts them where the consumer finds them.
+
+        Pieces without a sample are made and sent in it, which counts as copying.
+        """
+        meter = self._meter
+        copying = meter.copying
+        vote = self._vote or self._begin_vote()
+        try:
+            outcomes = in_range(COORDINATE, vote.conclude)
+        finally:
+            self._vote = None
+        took = time.perf_counter() - self._vote_began - (meter.copying - copying)
+        meter.coordinating += took
+        self._read_ahead.voted(shown=shows(took, self._made_for_vote, waited=self._waits, soon=self.soon))
+        for outcome in outcomes:
+            if isinstance(outcome, Ahead):
+                self._read_ahead.agreed(outcome.steps)
+            self._ready.put(outcome)
+
+    def leave(self, delivered: int, peeked: Delivered | None = None) -> None:
+        """The last one to leave, consumer or thread, gives up what nobody took.
+
+        Args:
+          delivered: steps that the consumer took.
+          peeked: one that it looked at and did not take.
+        """
+        with self._lock:
+            self._present -= 1
+            last = self._present == 0
+        if peeked is not None:
+            self.walk.discard([peeked.share])
+        if not last:
+            return
+        self.walk.close_source()
+        left = self._votes.stop(delivered)
+        while not self._ready.empty():
+            outcome = self._ready.get()
+            if isinstance(outcome, Delivered | PassedOver) and outcome.share is not None:
+                left.append(outcome.share)
+        self.walk.discard(left)
+        self.walk.close_devices()
+
+
+def not_an_end(error: BaseException) -> BaseException:
+    """The error; a ``StopIteration`` from within would end the user's loop as if the data had ended."""
+    if not isinstance(error, StopIteration):
+        return error
+    found = RuntimeError("an iterator of the input's own ended where it must not: a defect of torchdistinput.")
+    found.__cause__ = error
+    return found
