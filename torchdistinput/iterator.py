@@ -58,6 +58,12 @@ class LastStep:
     def __init__(self) -> None:
         self.told: Told | None = None
         """The fields of the step."""
+        self.ahead: int | None = None
+        """How many steps the ranks last agreed to read ahead, if they did: the next epoch begins with that."""
+
+    def read_ahead(self, steps: int) -> None:
+        """Notes how many steps are read ahead from here on."""
+        self.ahead = steps
 
     @property
     def step(self) -> Step | None:

@@ -84,7 +84,8 @@ def compose(
       idle: streams and their memory, kept for the life of the dataset; one is taken, and given back at the end.
     """
     channel, stream, progress, last = opened
-    depth = options.least_ahead
+    grows = options.prefetch is None
+    depth = last.ahead if grows and last.ahead is not None else options.least_ahead
     devices = setting.devices if options.fetch_to_device else [torch.device("cpu")] * len(setting.devices)
     copies = any(device.type != "cpu" for device in devices)
     mould = Mould()
@@ -103,7 +104,7 @@ def compose(
         counts=ranks is None or ranks.rank in ranks.firsts,
         landmarks=StatsLandmarks(progress.meter, stream.landmarks),
         max_errors=options.max_errors if options.on_error == "skip" else None,
-        ahead=depth if options.prefetch is None else None,
+        ahead=(depth, options.least_ahead) if grows else None,
     )
     threaded = channel is not None or (depth > 0 and (stream.in_background or copies))
     buffer = Buffer(
@@ -124,7 +125,8 @@ def compose(
         names=_itself if ranks is None else ranks.name,
         first_step=progress.steps,
         meter=progress.meter,
-        room=options.prefetch_bytes if options.prefetch is None else None,
+        room=options.prefetch_bytes if grows else None,
+        deeper=last.read_ahead,
     )
     elements = _Elements(mould, source.certain_piece_size, setting.topology.replicas_per_worker, pad)
     knows_all = channel is not None or ranks is None

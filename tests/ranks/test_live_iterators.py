@@ -209,3 +209,28 @@ def test_without_coordination_a_failure_stays_on_its_worker() -> None:
     assert error is not None
     assert error.kind == "SourceError"
     assert error.cause == "KeyError"
+
+
+def begins_where_the_last_epoch_was() -> list[int]:
+    drawn: list[int] = []
+
+    def numbers() -> Iterator[torch.Tensor]:
+        drawn.clear()
+        for number in range(40):
+            drawn.append(number)
+            yield torch.tensor([number])
+
+    found = []
+    for prefetch in (None, 3):
+        dataset = one().distribute_dataset(numbers, tdi.InputOptions(prefetch=prefetch))
+        next(iter(dataset))
+        found.append(len(drawn))
+        dataset._last.read_ahead(8)  # as an epoch says in which the ranks agreed on that
+        next(iter(dataset))
+        found.append(len(drawn))
+        dataset.close()
+    return found
+
+
+def test_an_epoch_begins_as_far_ahead_as_the_ranks_agreed_in_the_one_before() -> None:
+    assert run_ranks(2, begins_where_the_last_epoch_was) == [[3, 9, 4, 4]] * 2

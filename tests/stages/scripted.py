@@ -135,6 +135,7 @@ def compose(
     timeout_seconds: float = 20.0,
     room: int | None = None,
     helps: bool = True,
+    deeper: Callable[[int], None] | None = None,
 ) -> Party:
     """Fetch, a transfer to nowhere, coordinate, buffer: as the house composes them, with one local replica.
 
@@ -174,7 +175,7 @@ def compose(
         complete=send,
         name=None if world is None else rank,
         begins_at=(0, 0),
-        ahead=None if room is None else depth,
+        ahead=None if room is None else (depth, depth),
     )
     walk = Walk(fetch.draw, produce, discard, _nothing, fetch.close, close_devices)
     threaded = world is not None or depth > 0
@@ -189,6 +190,7 @@ def compose(
         names=lambda rank: rank,
         meter=meter,
         room=room,
+        deeper=deeper,
     )
     party = Party(buffer, stream, coordinate, meter)
     return party

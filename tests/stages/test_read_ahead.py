@@ -47,12 +47,14 @@ def ahead_at_each_step(loops: list[Loop], rows: int, *, depth: int = FIRST) -> l
 
     def rank_reads(rank: int) -> list[int]:
         loop, rng = loops[rank], random.Random(loops[rank].seed)
-        party = compose(world, rank, Script((1,) * rows), depth=depth, room=loop.room)
+        told = [depth]
+        party = compose(world, rank, Script((1,) * rows), depth=depth, room=loop.room, deeper=told.append)
         found: list[int] = []
         while len(found) != loop.leaves_after and party.buffer.take() is not None:
             num_bytes = loop.step_bytes * (100 if len(found) >= loop.large_from else 1)
             party.meter.deliver(1, num_bytes, 0, time.perf_counter())
             found.append(len(party.stream.draws) - len(found) - 1)
+            assert max(told) >= found[-1]
             if loop.seed is not None and rng.random() < 0.2:
                 time.sleep(rng.choice([0.0001, 0.001]))
         party.buffer.close()

@@ -62,6 +62,7 @@ class Buffer:
       first_step: the number of the first step, for messages.
       meter: takes down how long the exchanges take.
       room: bytes of steps ahead within which the depth may grow; ``None`` where it stays.
+      deeper: is told of each change of the depth, at the step where it comes.
     """
 
     def __init__(  # noqa: PLR0913 - one stage is one call
@@ -77,12 +78,14 @@ class Buffer:
         first_step: int = 0,
         meter: Meter | None = None,
         room: int | None = None,
+        deeper: Callable[[int], None] | None = None,
     ) -> None:
         self._meter = Meter() if meter is None else meter
         self._walk = walk
         self._votes = votes
         self._depth = depth
         self._background = Background(walk, votes, depth=depth, threaded=threaded, meter=self._meter, room=room)
+        self._deeper = deeper
         self._threaded = threaded
         self._helps = helps
         self._away = _LONG_SECONDS  # between two steps, as a mean over the last ones
@@ -170,6 +173,8 @@ class Buffer:
                 self._walk.discard([outcome.share])
         elif isinstance(outcome, Ahead):
             self._depth = outcome.steps
+            if self._deeper is not None:
+                self._deeper(outcome.steps)
         elif isinstance(outcome, End | Raised):
             self._final = outcome
             self.close()

@@ -69,8 +69,8 @@ class Coordinate:
       counts: whether this rank's samples count (of several ranks that read the same, only one does).
       landmarks: what the workers tell each other from time to time, if they do.
       max_errors: samples that all ranks together may leave out; ``None`` where none is ever left out.
-      ahead: steps that the ranks read ahead at first, and never less, where that may grow up to ``slots``; ``None``
-        where it stays as it is.
+      ahead: steps that the ranks read ahead at first, and at least, where that may grow up to ``slots``; ``None`` where
+        it stays as it is.
     """
 
     def __init__(  # noqa: PLR0913 - one stage is one call
@@ -85,7 +85,7 @@ class Coordinate:
         counts: bool = True,
         landmarks: Landmarks | None = None,
         max_errors: int | None = None,
-        ahead: int | None = None,
+        ahead: tuple[int, int] | None = None,
     ) -> None:
         self._channel = channel
         self._slots = slots
@@ -105,7 +105,7 @@ class Coordinate:
         self._over = False
         self._max_errors = max_errors
         self._skipped = 0  # samples that are missing in the agreed steps
-        self._least_ahead = self._ahead = slots if ahead is None else ahead
+        self._ahead, self._least_ahead = (slots, slots) if ahead is None else ahead
         self._agrees_at_once = channel is None and max_errors is None
         self._left_out: list[str] = []
 
