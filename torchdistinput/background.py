@@ -116,11 +116,8 @@ class Background:
         self._votes = votes
         self._meter = meter
         self._read_ahead = ReadAhead(depth, room)
-        self.soon = False
-        """Whether the consumer comes back at once. The consumer's."""
-        self._waits = False  # whether it has nothing to take
-        self._making = 0.0  # seconds that the steps took which were not voted for yet
-        self._made_for_vote = 0.0  # and those of the vote that is on its way
+        self._making = 0.0  # seconds that completing steps took since the last vote began
+        self._between = 0.0  # seconds between the beginnings of the last two votes
         self._tickets: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._ready: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._given = self._made = 0  # tickets
@@ -184,14 +181,11 @@ class Background:
 
     def wait(self, seconds: float) -> Outcome | None:
         """The next outcome, if it comes in time. Consumer's thread."""
-        self._waits = True
         self._tickets.put(_LOOK)
         try:
             return self._ready.get(timeout=seconds)
         except queue.Empty:
             return None
-        finally:
-            self._waits = False
 
     def stop(self, delivered: int) -> None:
         """Nobody reads here any more, after so many steps. Any thread."""
@@ -259,8 +253,9 @@ class Background:
         return self._read_ahead.vote_is_due(self._ready.qsize())
 
     def _begin_vote(self) -> Begun[list[Outcome]]:
-        self._made_for_vote, self._making = self._making, 0.0
-        self._vote_began = time.perf_counter()
+        now = time.perf_counter()
+        self._between, self._vote_began = now - self._vote_began, now
+        self._making = 0.0
         self._vote = vote = Begun(self._votes.vote(self._read_ahead.wish(self._meter.largest)))
         return vote
 
@@ -278,7 +273,7 @@ class Background:
             self._vote = None
         took = time.perf_counter() - self._vote_began - (meter.copying - copying)
         meter.coordinating += took
-        self._read_ahead.voted(shown=shows(took, self._made_for_vote, waited=self._waits, soon=self.soon))
+        self._read_ahead.voted(shown=shows(took - self._making, self._between))
         for outcome in outcomes:
             if isinstance(outcome, Ahead):
                 self._read_ahead.agreed(outcome.steps)

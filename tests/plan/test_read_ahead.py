@@ -55,23 +55,5 @@ def test_the_depth_stays_within_its_bounds() -> None:
     assert all(changed(5, change, 5, 5) == 5 for change in (-1, 0, 1))
 
 
-def test_a_vote_shows_where_the_consumer_waits_for_it_and_not_for_its_data() -> None:
-    assert [shows(2.0, making, waited=True, soon=False) for making in (0.0, 1.9, 2.0, 9.0)] == [
-        True,
-        True,
-        False,
-        False,
-    ]
-
-
-def test_a_vote_shows_to_a_consumer_that_is_back_at_once_if_it_takes_an_eighth_of_the_reading() -> None:
-    assert [shows(2.0, making, waited=False, soon=True) for making in (0.0, 15.0, 16.0, 99.0)] == [
-        True,
-        True,
-        False,
-        False,
-    ]
-
-
-def test_a_vote_beside_a_consumer_that_is_away_does_not_show() -> None:
-    assert not any(shows(2.0, making, waited=False, soon=False) for making in (0.0, 1.0, 99.0))
+def test_a_vote_shows_if_it_takes_more_than_an_eighth_of_the_time_between_two() -> None:
+    assert [shows(2.0, between) for between in (0.0, 15.0, 16.0, 99.0)] == [True, True, False, False]

@@ -9,7 +9,7 @@ __all__ = ["ReadAhead", "changed", "shows"]
 
 _VOTES_LOOKED_AT: Final = 8
 _LAZY_FROM: Final = 4  # steps ahead; with fewer, a vote that waits comes too late
-_MUCH: Final = 1 / 8  # of the time that making the steps of a vote took: what a vote may take unnoticed
+_MUCH: Final = 1 / 8
 
 
 def changed(steps: int, change: int, least: int, most: int) -> int:
@@ -22,19 +22,17 @@ def changed(steps: int, change: int, least: int, most: int) -> int:
     return min(max(wanted, least), most)
 
 
-def shows(took: float, making: float, *, waited: bool, soon: bool) -> bool:
-    """Whether a vote showed that took so many seconds, while the steps before it took ``making`` seconds to make.
+def shows(took: float, between: float) -> bool:
+    """Whether a vote showed: it took more than an eighth of the time since the one before.
 
     Args:
-      took: seconds of the vote.
-      making: seconds of the steps.
-      waited: whether the consumer had nothing to take.
-      soon: whether the consumer comes back at once, so that whatever is done in any thread is done at its cost.
+      took: seconds of the vote, without those in which this rank read its data meanwhile.
+      between: seconds from the beginning of the vote before to that of this one.
 
-    >>> shows(1.0, 2.0, waited=True, soon=False), shows(1.0, 2.0, waited=False, soon=True)
+    >>> shows(1.0, 9.0), shows(1.0, 7.0)
     (False, True)
     """
-    return (waited and making < took) or (soon and making * _MUCH < took)
+    return took > between * _MUCH
 
 
 @final

@@ -12,12 +12,11 @@ Without a thread (nothing to vote for, to copy or to fetch in the background) th
 
 How far ahead: an explicit depth stays. Else it begins with two steps, and a rank *wishes* for twice as many when at
 least half of the last eight votes showed, and so many steps of the size of the largest so far fit into its bytes; it
-objects when those ahead do not fit. A vote shows when it, and not the data, left the consumer waiting, or when the
-consumer comes back at once and a vote takes an eighth of the reading. Wishes ride on the votes, and where all wish and
-none objects the depth doubles (law H of ``plan.ending``). It may not change otherwise: how far user code is drawn ahead
-must be the same on all ranks at each step, or a loop that is left early would leave the generators of the ranks in
-different states. So the new depth comes as an outcome, between the steps, at the same place for all. One process alone
-has no votes that could show, and keeps to its two steps.
+objects when those ahead do not fit. A vote shows when it takes more than an eighth of the time from one to the next.
+Wishes ride on the votes, and where all wish and none objects the depth doubles (law H of ``plan.ending``). It may not
+change otherwise: how far user code is drawn ahead must be the same on all ranks at each step, or a loop that is left
+early would leave the generators of the ranks in different states. So the new depth comes as an outcome, between the
+steps, at the same place for all. One process alone has no votes that could show, and keeps to its two steps.
 
 Closing: the thread says in its next vote that nobody reads here any more, which all ranks answer at once when all stop.
 If the others do not come within the grace time, the channel is aborted and they learn the reason.
@@ -90,6 +89,7 @@ class Buffer:
         self._helps = helps
         self._away = _LONG_SECONDS  # between two steps, as a mean over the last ones
         self._left_at = 0.0
+        self._looks_after_votes = False
         self._timeout_seconds = timeout_seconds
         self._names = names
         self._peeked: Delivered | None = None
@@ -196,12 +196,12 @@ class Buffer:
         background = self._background
         soon = self._helps and self._away < _SOON_SECONDS
         makes = self._helps and background.idle  # not before the thread has come to the end of what it was given
-        background.soon = soon and makes
+        self._looks_after_votes = soon and makes and not self._votes.alone
         while makes and drawn and (soon or type(drawn[0]) is not Drawn):
             background.make(drawn.popleft())
         if not soon:
             self._hand_over()
-        if background.soon:
+        if self._looks_after_votes:
             background.help_voting()
         elif makes:
             background.ask()
@@ -220,7 +220,7 @@ class Buffer:
         """A consumer that comes back at once looks after the vote for a moment, which is shorter than to be woken."""
         background = self._background
         until = time.perf_counter() + _SPIN_SECONDS
-        while background.soon and time.perf_counter() < until:
+        while self._looks_after_votes and time.perf_counter() < until:
             background.help_voting()
             outcome = background.ready()
             if outcome is not None:
