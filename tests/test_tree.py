@@ -283,3 +283,13 @@ def test_a_batch_as_a_dataclass_keeps_its_class() -> None:
     piece = tree.cut(Batch(torch.arange(3), ["a", "b", "c"]), 1, 3)
     assert isinstance(piece, Batch)
     assert (piece.tokens.tolist(), piece.text) == ([1, 2], ["b", "c"])
+
+
+def test_the_bytes_that_a_batch_holds_are_those_of_its_tensors_and_texts() -> None:
+    tensors = {"x": torch.zeros(3, 4), "y": [torch.arange(3), torch.zeros(3, dtype=torch.bool)]}
+    assert tree.bytes_held(tensors) == 3 * 4 * 4 + 3 * 8 + 3
+    short, long = tree.bytes_held(["a", "b"]), tree.bytes_held(["a" * 1001, b"b"])
+    assert short is not None
+    assert long == short + 1000
+    assert tree.bytes_held((torch.zeros(2), ["a", "b"])) == 8 + short
+    assert tree.bytes_held([1, 2]) is None

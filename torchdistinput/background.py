@@ -12,6 +12,7 @@ collector drops the iterator on it, or where it still waits for its data after t
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -27,8 +28,13 @@ from torchdistinput.stats import COORDINATE, Meter, in_range
 __all__ = ["Background", "Votes", "Walk", "not_an_end"]
 
 _FAST_SECONDS = 200e-6
+_STEPS_BETWEEN_WEIGHINGS = 16
 _LOOK_SECONDS = 0.1
 _LOOK = object()  # in the place of a ticket: there may be something to vote for
+
+
+def _unknown(share: Share) -> int:
+    return 0
 
 
 class _Stop(NamedTuple):
@@ -87,6 +93,7 @@ class Walk:
       close_source: ends loader workers and open files.
       close_devices: lets go of the devices, once the thread has stopped.
       lost_workers: which loader workers died, in words; nothing where none did.
+      weigh: how many bytes a step of the source takes about; 0 where that is not known.
     """
 
     draw: Callable[[], Drawn | Held]
@@ -96,6 +103,7 @@ class Walk:
     close_source: Callable[[], None]
     close_devices: Callable[[], None]
     lost_workers: Callable[[], str] = str
+    weigh: Callable[[Share], int] = _unknown
 
 
 @final
@@ -117,12 +125,15 @@ class Background:
         self._meter = meter
         self._read_ahead = ReadAhead(depth, room)
         self._making = 0.0  # seconds that completing steps took since the last vote began
+        self._grows = room is not None
+        self._largest = 0  # bytes of a step that was weighed
+        self._until_weighed = 1
         self._between = 0.0  # seconds between the beginnings of the last two votes
         self._tickets: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._ready: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._given = self._made = 0  # tickets
         self._vote: Begun[list[Outcome]] | None = None
-        self._vote_began = 0.0
+        self._vote_began = self._looked_after = 0.0
         self._at_the_urn = threading.Lock()  # held by whoever goes on with the vote
         self._lock = threading.Lock()
         self._present = 2 if threaded else 1  # the consumer, and the thread
@@ -148,6 +159,7 @@ class Background:
         if self._votes.alone:
             self._ready.put(self._votes.settle(held))
             return
+        self._weigh(held)
         self._votes.hold(held)
         self._making += time.perf_counter() - began
 
@@ -160,6 +172,7 @@ class Background:
         """Begins a vote if it is time to, and goes on with it as far as that takes no waiting. Consumer's thread."""
         if self._votes.alone or not self._at_the_urn.acquire(blocking=False):
             return
+        self._looked_after = time.perf_counter()
         try:
             vote = self._vote
             if vote is None and not self._votes.over and self._votes.holds and self._vote_is_due():
@@ -219,10 +232,12 @@ class Background:
         return self._vote is not None or (self._votes.holds and self._tickets.empty() and self._vote_is_due())
 
     def _next_ticket(self) -> Any:
-        try:
-            return self._tickets.get(timeout=None if self._votes.alone else _LOOK_SECONDS)
-        except queue.Empty:
-            return _LOOK
+        seconds = None if self._votes.alone else _LOOK_SECONDS
+        while True:
+            with contextlib.suppress(queue.Empty):
+                return self._tickets.get(timeout=seconds)
+            if time.perf_counter() - self._looked_after > _LOOK_SECONDS:  # the consumer is away for long
+                return _LOOK
 
     def _complete(self, ticket: Any) -> bool:
         """Takes a ticket. Whether it is time to vote, or, where nobody else does, to look whether it is over."""
@@ -243,6 +258,7 @@ class Background:
             self._ready.put(votes.settle(held))
             self._made += 1
             return True
+        self._weigh(held)
         votes.hold(held)
         self._made += 1
         took = time.perf_counter() - began
@@ -252,11 +268,20 @@ class Background:
     def _vote_is_due(self) -> bool:
         return self._read_ahead.vote_is_due(self._ready.qsize())
 
+    def _weigh(self, held: Held) -> None:
+        """Looks how much memory a step takes, now and then: the rank's wish to read ahead depends on it."""
+        self._until_weighed -= 1
+        if self._until_weighed > 0 or type(held) is not Share:
+            return
+        self._until_weighed = _STEPS_BETWEEN_WEIGHINGS
+        if self._grows:
+            self._largest = max(self._largest, self.walk.weigh(held))
+
     def _begin_vote(self) -> Begun[list[Outcome]]:
         now = time.perf_counter()
         self._between, self._vote_began = now - self._vote_began, now
         self._making = 0.0
-        self._vote = vote = Begun(self._votes.vote(self._read_ahead.wish(self._meter.largest)))
+        self._vote = vote = Begun(self._votes.vote(self._read_ahead.wish(max(self._largest, self._meter.largest))))
         return vote
 
     def _conclude(self) -> None:

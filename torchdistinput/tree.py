@@ -26,6 +26,7 @@ __all__ = [
     "Structure",
     "TensorSpec",
     "batch_size",
+    "bytes_held",
     "cut",
     "flatten",
     "holds_arrays",
@@ -37,6 +38,7 @@ __all__ = [
 
 _PLAIN: Final = frozenset({str, bytes, int, float, bool, type(None)})
 """Types of rows that are neither tensors nor containers: lists of them, which are long, are looked at in one go."""
+_BYTES_OF_AN_OBJECT: Final = 64  # about, with its place in a list
 
 
 @final
@@ -458,6 +460,19 @@ def batch_size(batch: Any) -> int:
         f"the leaves of a batch have different batch sizes: {found}. All must have one entry per sample; if the source "
         "yields single samples, give global_batch_size=."
     )
+
+
+def bytes_held(batch: Any) -> int | None:
+    """About how much memory the tensors and texts of a batch take; ``None`` where it holds other things. Local."""
+    held = 0
+    for leaf in flatten(batch)[0]:
+        if isinstance(leaf, torch.Tensor):
+            held += leaf.numel() * leaf.element_size()
+        elif all(isinstance(item, str | bytes) for item in leaf):
+            held += sum(map(len, leaf)) + _BYTES_OF_AN_OBJECT * len(leaf)
+        else:
+            return None
+    return held
 
 
 def cut(batch: Any, lo: int, hi: int) -> Any:

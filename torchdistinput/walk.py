@@ -27,7 +27,7 @@ from torchdistinput.stages.fetch import Fetch
 from torchdistinput.stages.pad import Pad
 from torchdistinput.stages.transfer import Transfer
 from torchdistinput.stats import COPY, FETCH, Meter, StatsLandmarks, in_range
-from torchdistinput.tree import TensorSpec, flatten
+from torchdistinput.tree import TensorSpec, bytes_held, flatten
 from torchdistinput.values import PerReplica
 
 __all__ = ["Opened", "Setting", "compose", "open_stream"]
@@ -116,6 +116,7 @@ def compose(
             fetch.close,
             lambda: idle.append(transfer),
             source.lost_workers if isinstance(source, HasWorkers) else str,
+            own.weigh,
         ),
         coordinate,
         depth=depth if threaded else 0,
@@ -175,14 +176,14 @@ class _OwnStages:
         self._as_it_is = pad is None and not transfer.moves  # a step without an empty piece: nothing becomes of it
 
     def draw(self) -> Drawn | Held:
-        """See ``stages.buffer.Walk``."""
+        """See ``background.Walk``."""
         began, draw = perf_counter(), self._fetch.draw
         drawn = in_range(FETCH, draw) if profiler._is_profiler_enabled else draw()  # noqa: SLF001 - see in_range
         self._meter.drawing += perf_counter() - began
         return drawn
 
     def produce(self, drawn: Drawn | Held) -> Held:
-        """See ``stages.buffer.Walk``."""
+        """See ``background.Walk``."""
         held = self._finish(drawn) if type(drawn) is Drawn else drawn
         if type(held) is not Share:
             return held
@@ -214,8 +215,15 @@ class _OwnStages:
         share.parcels = self._transfer.send(share.pieces)
         share.pieces = []
 
+    def weigh(self, share: Share) -> int:
+        """See ``background.Walk``. What is on its way to a device is of tensors, which the meter counts."""
+        if self._transfer.moves:
+            return 0
+        weights = [bytes_held(piece) for piece in share.parcels or share.pieces if piece is not None]
+        return 0 if None in weights else sum(weight or 0 for weight in weights)
+
     def discard(self, shares: Sequence[Share]) -> None:
-        """See ``stages.buffer.Walk``."""
+        """See ``background.Walk``."""
         for share in shares:
             if share.parcels:
                 self._transfer.discard(share.parcels)

@@ -25,19 +25,21 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, cast, final
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, Protocol, TypeVar, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from torchdistinput.backends.attendance import Store
-from torchdistinput.backends.doubling import STAMP_BYTES, Messenger, Round, spread, sum_up
+from torchdistinput.backends.doubling import STAMP_BYTES, Messenger, Round, Sums, spread
 from torchdistinput.backends.exchanges import Exchange
 from torchdistinput.errors import InputError, RankLost
 
 __all__ = ["Gloo", "ProcessGroupChannel", "Watch", "all_gather", "gather_texts", "plain_message"]
+
+T = TypeVar("T")
 
 _WATCH_SECONDS = 0.5
 _SIGN_SECONDS = 1.5
@@ -138,8 +140,7 @@ class ProcessGroupChannel:
         self._give_back = give_back
         self._names = names
         self._lock = threading.Lock()
-        # The words of an exchange, kept from one to the next: making them takes as long as all else that is done here.
-        self._mine = self._theirs = torch.zeros(0, dtype=torch.int64)
+        self._sums: Sums | None = None
         self._sequence = 0
         self._since: float | None = None
         self._dead: str | None = None
@@ -148,14 +149,19 @@ class ProcessGroupChannel:
 
     def exchange(self, words: Sequence[int]) -> Exchange[list[int]]:
         """See ``Channel.exchange``."""
-        mine, length = self._mine, len(words) + 1
-        if len(mine) != length:
-            mine, self._theirs = torch.zeros(length, dtype=torch.int64), torch.zeros(length, dtype=torch.int64)
-            self._mine = mine
-        numbers = mine.numpy()
-        numbers[:-1] = words
-        yield from self._collective(lambda group, number: sum_up(group, mine, self._theirs, number))
-        return cast("list[int]", numbers[:-1].tolist())
+        length = len(words)
+        return (yield from self._collective(lambda group, number: self._sums_of(group, length).sum_up(words, number)))
+
+    def _sums_of(self, group: Messenger, length: int) -> Sums:
+        if self._sums is None or self._sums.length != length:
+            self._sums = Sums(group, length)
+        return self._sums
+
+    def expect(self) -> None:
+        """See ``Channel.expect``."""
+        if self._sums is not None and self._dead is None:
+            with contextlib.suppress(RuntimeError):  # it broke: the exchange will tell
+                self._sums.expect()
 
     def gather(self, text: str) -> Exchange[list[str]]:
         """See ``Channel.gather``."""
@@ -170,9 +176,7 @@ class ProcessGroupChannel:
         """The first bytes of what every rank brings, with its size in front, in rows of so many bytes. Collective."""
         content = len(data).to_bytes(_HEAD, sys.byteorder) + data
         own = torch.frombuffer(bytearray(content[: length - STAMP_BYTES].ljust(length)), dtype=torch.uint8)
-        rows: list[Tensor] = []
-        yield from self._collective(lambda group, _: spread(group, own, rows))
-        return rows
+        return (yield from self._collective(lambda group, _: spread(group, own)))
 
     def waiting_since(self) -> float | None:
         """See ``Channel.waiting_since``."""
@@ -221,6 +225,7 @@ class ProcessGroupChannel:
     def drop(self) -> None:
         """Lets go of the group: its threads must not outlive the interpreter."""
         self._groups.clear()
+        self._sums = None
 
     def _messenger(self) -> Messenger:
         if not self._groups:
@@ -232,13 +237,13 @@ class ProcessGroupChannel:
         self._released = False
         self._watch.add(self)
 
-    def _collective(self, rounds: Callable[[Messenger, int], Iterator[Round]]) -> Exchange[None]:
+    def _collective(self, rounds: Callable[[Messenger, int], Generator[Round, None, T]]) -> Exchange[T]:
         self._sequence += 1
         self._since = time.monotonic()
         try:
             if self._dead is not None:
                 raise RankLost(f"rank {self._names[self.rank]} cannot go on: {self._dead}.")
-            yield from rounds(self._messenger(), self._sequence)
+            return (yield from rounds(self._messenger(), self._sequence))
         except RuntimeError as error:
             raise self._lost(error) from error
         finally:

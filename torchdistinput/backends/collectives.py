@@ -46,6 +46,9 @@ class Channel(Protocol):
           RankLost: a rank went away.
         """
 
+    def expect(self) -> None:
+        """Makes ready for an exchange of as many words as the last one had, which is sure to follow. Local."""
+
     def gather(self, text: str) -> Exchange[list[str]]:
         """Every rank's text, by rank. Collective: every rank calls this, and goes through it, in one order.
 

@@ -14,18 +14,19 @@ References: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communicati
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterator
-from typing import Any, Final, Protocol, final
+from collections.abc import Generator, Sequence
+from typing import Any, Final, Protocol, cast, final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["STAMP_BYTES", "Messenger", "Round", "power_below", "spread", "sum_up"]
+__all__ = ["STAMP_BYTES", "Messenger", "Round", "Sums", "power_below", "spread"]
 
 STAMP_BYTES: Final = 8
 _FOREVER: Final = datetime.timedelta(days=365)
+_SUMS, _TEXTS = 0, 2  # tags
 _UP, _DOWN = 62, 63  # rounds of the ranks from the power of two on, and their partners; the others count from 0
 
 Words = npt.NDArray[np.int64]
@@ -81,50 +82,77 @@ def power_below(num_ranks: int) -> int:
     return 1 << (num_ranks.bit_length() - 1)
 
 
-def sum_up(group: Messenger, mine: Tensor, theirs: Tensor, number: int) -> Iterator[Round]:
-    """Makes ``mine`` the sum over the ranks, element by element. Collective: every rank of the group calls this.
+@final
+class Sums:
+    """Sums over the ranks of words of one length, again and again.
 
     Args:
       group: the ranks.
-      mine: this rank's words, int64, and one more for the stamp.
-      theirs: room for as many.
-      number: of the exchange, on all ranks; from 1 on, another one each time that ``theirs`` is used.
+      length: how many words; the same on all ranks.
     """
-    rank, power = group.rank(), power_below(group.size())
-    own, other = mine.numpy(), theirs.numpy()
 
-    def send(peer: int, place: int) -> Any:
-        own[-1] = number << 6 | place
-        return group.send([mine], peer, 0)
+    def __init__(self, group: Messenger, length: int) -> None:
+        rank, power = group.rank(), power_below(group.size())
+        self._group = group
+        self._stands_for = rank + power if rank + power < group.size() else None
+        self._partner = rank - power if rank >= power else None
+        # Whom this rank hears, in order, and the places of these rounds in the exchange.
+        self._heard: list[tuple[int, int]] = [(rank ^ 1 << place, place) for place in range(power.bit_length() - 1)]
+        if self._partner is not None:
+            self._heard = [(self._partner, _DOWN)]
+        elif self._stands_for is not None:
+            self._heard.insert(0, (self._stands_for, _UP))
+        self._mine = torch.zeros(length + 1, dtype=torch.int64)  # the last word is for the stamp
+        self._theirs = [torch.zeros_like(self._mine) for _ in self._heard]
+        self._receiving: list[Any] = []
 
-    def receive(peer: int) -> Any:
-        return group.recv([theirs], peer, 0)
+    @property
+    def length(self) -> int:
+        """How many words."""
+        return len(self._mine) - 1
 
-    if rank >= power:
-        sending = send(rank - power, _UP)
-        yield Round([sending, receive(rank - power)], other, number << 6 | _DOWN)
-        own[:] = other
-        return
-    stands_in = rank + power < group.size()
-    if stands_in:
-        yield Round([receive(rank + power)], other, number << 6 | _UP)
-        own += other
-    for place in range(power.bit_length() - 1):
-        peer = rank ^ 1 << place
-        yield Round([receive(peer), send(peer, place)], other, number << 6 | place)
-        own += other
-    if stands_in:
-        sending = send(rank + power, _DOWN)
-        yield Round([sending], own, number << 6 | _DOWN)
+    def expect(self) -> None:
+        """Another sum will follow. A message that finds its receiver waiting travels at once. Local."""
+        if not self._receiving:
+            heard = zip(self._heard, self._theirs, strict=True)
+            self._receiving = [self._group.recv([theirs], peer, _SUMS) for (peer, _), theirs in heard]
+
+    def sum_up(self, words: Sequence[int], number: int) -> Generator[Round, None, list[int]]:
+        """The sums of these words over the ranks. Collective: every rank of the group calls this.
+
+        Args:
+          words: this rank's, signed, of 64 bits.
+          number: of the exchange, on all ranks; from 1 on, another one each time.
+        """
+        self.expect()
+        mine = self._mine.numpy()
+        mine[:-1] = words
+        for (peer, place), receiving, theirs in zip(self._heard, self._receiving, self._theirs, strict=True):
+            works = [receiving]
+            if place != _UP:  # that one only sends
+                works.append(self._send(peer, number << 6 | (_UP if place == _DOWN else place)))
+            yield Round(works, theirs.numpy(), number << 6 | place)
+            if place == _DOWN:
+                mine[:] = theirs.numpy()
+            else:
+                mine += theirs.numpy()
+        self._receiving = []
+        if self._stands_for is not None:
+            sending = [self._send(self._stands_for, number << 6 | _DOWN)]
+            yield Round(sending, mine, number << 6 | _DOWN)
+        return cast("list[int]", mine[:-1].tolist())
+
+    def _send(self, peer: int, stamp: int) -> Any:
+        self._mine[-1] = stamp
+        return self._group.send([self._mine], peer, _SUMS)
 
 
-def spread(group: Messenger, own: Tensor, rows: list[Tensor]) -> Iterator[Round]:
-    """Puts every rank's row into ``rows``, by rank. Collective: every rank of the group calls this.
+def spread(group: Messenger, own: Tensor) -> Generator[Round, None, list[Tensor]]:
+    """Every rank's row, by rank. Collective: every rank of the group calls this.
 
     Args:
       group: the ranks.
       own: this rank's row, of bytes, of the same length on all ranks, a multiple of 8; its last 8 are for the stamp.
-      rows: is filled.
     """
     rank, num_ranks = group.rank(), group.size()
     power = power_below(num_ranks)
@@ -135,25 +163,25 @@ def spread(group: Messenger, own: Tensor, rows: list[Tensor]) -> Iterator[Round]
     table[seat, rank // power] = own
     if rank >= power:
         words[seat, 1, -1] = _UP
-        sending = group.send([table[seat, 1]], seat, 0)
+        sending = group.send([table[seat, 1]], seat, _TEXTS)
         received = torch.zeros_like(table)
         stamped = received.view(torch.int64).numpy()[-1, 1]
-        yield Round([sending, group.recv([received], seat, 0)], stamped, _DOWN)
+        yield Round([sending, group.recv([received], seat, _TEXTS)], stamped, _DOWN)
         table = received
     else:
         stands_in = rank + power < num_ranks
         if stands_in:
-            yield Round([group.recv([table[seat, 1]], rank + power, 0)], words[seat, 1], _UP)
+            yield Round([group.recv([table[seat, 1]], rank + power, _TEXTS)], words[seat, 1], _UP)
         distance = 1
         while distance < power:
             first = seat - seat % distance
             other = first ^ distance
             words[first + distance - 1, 1, -1] = distance
             incoming, outgoing = table[other : other + distance], table[first : first + distance]
-            works = [group.recv([incoming], rank ^ distance, 0), group.send([outgoing], rank ^ distance, 0)]
+            works = [group.recv([incoming], rank ^ distance, _TEXTS), group.send([outgoing], rank ^ distance, _TEXTS)]
             yield Round(works, words[other + distance - 1, 1], distance)
             distance *= 2
         if stands_in:
             words[-1, 1, -1] = _DOWN
-            yield Round([group.send([table], rank + power, 0)], words[-1, 1], _DOWN)
-    rows += [table[each % power, each // power, :-STAMP_BYTES] for each in range(num_ranks)]
+            yield Round([group.send([table], rank + power, _TEXTS)], words[-1, 1], _DOWN)
+    return [table[each % power, each // power, :-STAMP_BYTES] for each in range(num_ranks)]

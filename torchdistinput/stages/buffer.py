@@ -42,7 +42,8 @@ _LOG = logging.getLogger("torchdistinput")
 _GRACE_SECONDS = 2.0
 _WARN_SECONDS = 5.0
 _SOON_SECONDS: Final = 100e-6  # what it costs about to have another thread do something
-_SPIN_SECONDS: Final = 2 * _SOON_SECONDS
+_WATCHFUL_SECONDS: Final = 5 * _SOON_SECONDS
+_NAP_SECONDS: Final = 1e-6  # the shortest that there is, some 60 us
 _LONG_SECONDS: Final = 10 * _SOON_SECONDS  # longer is counted as this, so that one long step is soon forgotten
 
 
@@ -219,13 +220,13 @@ class Buffer:
     def _look_a_while(self) -> Outcome | None:
         """A consumer that comes back at once looks after the vote for a moment, which is shorter than to be woken."""
         background = self._background
-        until = time.perf_counter() + _SPIN_SECONDS
+        until = time.perf_counter() + _WATCHFUL_SECONDS
         while self._looks_after_votes and time.perf_counter() < until:
             background.help_voting()
             outcome = background.ready()
             if outcome is not None:
                 return outcome
-            time.sleep(0)  # another process may need the processor
+            time.sleep(_NAP_SECONDS)  # the message may need this processor
         return None
 
     def _wait(self) -> Outcome:

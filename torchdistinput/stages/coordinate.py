@@ -206,6 +206,8 @@ class Coordinate:
             outcomes.append(self._finish(Raised((yield from self._too_many_skipped(verdict.skipped)))))
         elif verdict.num_stopped:
             outcomes.append(self._finish(Raised((yield from self._stop_of_some()))))
+        elif self._channel is not None:
+            self._channel.expect()
         return outcomes
 
     def _read_ahead(self, change: int) -> list[Outcome]:

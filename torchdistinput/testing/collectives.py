@@ -314,6 +314,9 @@ class FakeChannel:
         told = yield from self._meet("exchange", tuple(words), self._delays.get((self.rank, step), 0.0))
         return [_wrapped(sum(column)) for column in zip(*told, strict=True)]
 
+    def expect(self) -> None:
+        """See ``Channel.expect``."""
+
     def gather(self, text: str) -> Exchange[list[str]]:
         """See ``Channel.gather``."""
         return (yield from self._meet("gather", text, 0.0))
