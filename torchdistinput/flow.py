@@ -7,7 +7,7 @@ the caller's thread (the user's sampler, and in-process data), ``fetch`` on the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol, final
 
@@ -18,6 +18,7 @@ __all__ = [
     "ROWS_BETWEEN_LANDMARKS",
     "Ahead",
     "Delivered",
+    "Digest",
     "Drawn",
     "End",
     "Failed",
@@ -41,6 +42,9 @@ __all__ = [
 
 MOST_TOLD: Final = 10
 """How many of the samples that were left out are told of, by each worker in each epoch."""
+
+Digest = int | Callable[[], int]
+"""A number of what the user's sampler drew, equal on all ranks, or what makes it when somebody asks; 0: of nothing."""
 
 Row = list[Any]
 """One piece for each local replica; ``None`` for an empty one, ``Thinned`` around one that lost samples."""
@@ -161,8 +165,8 @@ class Rows(Protocol):
     def fetch(self, drawn: Any) -> Row | None:
         """The row; ``None`` past the end, where only the reading itself finds the end."""
 
-    def digest_of(self, drawn: Any) -> int:
-        """A number of what the user's sampler drew for the row, equal on all ranks; 0 where none is to compare."""
+    def digest_of(self, drawn: Any) -> Digest:
+        """Of what the user's sampler drew for the row; 0 where there is none to compare."""
 
     def close(self) -> None:
         """Ends loader workers and open files. Idempotent."""
@@ -195,15 +199,23 @@ class Share:
       pieces: the batches; ``None`` for an empty one that could not be made yet.
       sizes: samples in each.
       parcels: the pieces on their way to the devices.
-      digest: a number of what the sampler drew, equal on all ranks; 0 where there is none to compare.
+      drew: of what the sampler drew; 0 where there is none to compare.
       skipped: samples that are missing in the pieces.
     """
 
     pieces: list[Any]
     sizes: tuple[int, ...]
     parcels: Sequence[Any] = ()
-    digest: int = 0
+    drew: Digest = 0
     skipped: Skipped = NOTHING_SKIPPED
+
+    @property
+    def digest(self) -> int:
+        """The number of what the sampler drew. It is made when somebody asks: one rank alone never compares it."""
+        drew = self.drew
+        if not isinstance(drew, int):
+            drew = self.drew = drew()
+        return drew
 
 
 @final

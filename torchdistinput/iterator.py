@@ -11,7 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar, final
 from torch.autograd import profiler
 
 from torchdistinput.errors import InputError, OutOfRangeError
-from torchdistinput.flow import Delivered, Start
+from torchdistinput.flow import Delivered, Digest, Start
 from torchdistinput.plan.options import Step
 from torchdistinput.plan.topology import Topology
 from torchdistinput.stages.buffer import Buffer
@@ -92,17 +92,30 @@ class Progress:
         self.meter = meter
         self.steps = start.steps
         self.samples = start.samples
-        self.drawn = start.drawn
         self.rows = 0
         self.ended = False
+        self._drew: Digest = start.drawn
         self._log_every = log_every
+
+    @property
+    def drawn(self) -> int:
+        """The digest of what the sampler drew for the last step; 0 where there is none to compare."""
+        drew = self._drew
+        if not isinstance(drew, int):
+            drew = self._drew = drew()
+        return drew
+
+    def end(self, *, of_data: bool) -> None:
+        """Nothing more comes: the data has ended, or the iteration was left."""
+        self.ended = of_data
+        self._drew = self.drawn  # what makes it would keep the order of the epoch in memory
 
     def add(self, taken: Delivered, local: int, num_bytes: int, began: float) -> None:
         """A step with so many samples and bytes here was delivered by a ``next`` that was called at ``began``."""
         share = taken.share
         self.steps += 1
         self.samples += local if taken.global_size is None else taken.global_size
-        self.drawn = share.digest
+        self._drew = share.drew
         self.rows = taken.rows
         self.meter.deliver(local, num_bytes, share.skipped.samples, began)
         if self._log_every and not self.steps % self._log_every:
@@ -167,7 +180,7 @@ class DistributedIterator:
         taken = in_range(WAIT, take) if profiler._is_profiler_enabled else take()  # noqa: SLF001 - see in_range
         progress = self._progress
         if taken is None:
-            progress.ended = self._finalizer.alive  # else it was closed before its end
+            progress.end(of_data=self._finalizer.alive)  # else it was closed before its end
             raise StopIteration
         share = taken.share
         sizes = share.sizes

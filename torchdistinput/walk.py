@@ -14,7 +14,7 @@ from torchdistinput.backends.collectives import Channel, Ranks
 from torchdistinput.backends.devices import make_copier
 from torchdistinput.background import Walk
 from torchdistinput.errors import InputError
-from torchdistinput.flow import Drawn, Failed, Held, Share, Start, Stream
+from torchdistinput.flow import Digest, Drawn, Failed, Held, Share, Start, Stream
 from torchdistinput.iterator import DistributedIterator, LastStep, Progress
 from torchdistinput.mould import Mould
 from torchdistinput.plan.options import InputOptions
@@ -282,7 +282,7 @@ class _BrokenStream:
     def fetch(self, drawn: Any) -> None:
         """See ``Stream.fetch``."""
 
-    def digest_of(self, drawn: Any) -> int:
+    def digest_of(self, drawn: Any) -> Digest:
         """See ``Stream.digest_of``."""
         return 0
 

@@ -288,12 +288,13 @@ def rows_of(draws: Draws) -> list[tuple[Any, ...]]:
     while (row := draws.take_row()) is not None:
         numbers = [value if isinstance(value, int) else value.tolist() for value in row.numbers or ()]
         requests = [asked_by(draws) for wanted in row.pieces if wanted]
+        digest = row.digest if isinstance(row.digest, int) else row.digest()
         assert row.wanted == len(requests)
         if row.row_of_whole is None:
-            found.append((row.digest, numbers, row.pieces, requests))
+            found.append((digest, numbers, row.pieces, requests))
         else:
             item = requests[0] if requests else item
-            found.append((row.digest, numbers, row.row_of_whole, item))
+            found.append((digest, numbers, row.row_of_whole, item))
     with pytest.raises(StopIteration):
         draws.take_request()
     return found

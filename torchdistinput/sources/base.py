@@ -9,7 +9,7 @@ from typing import Any, Protocol, final, runtime_checkable
 import torch
 from torch.utils.data import DataLoader
 
-from torchdistinput.flow import Landmarks, Row, Start, Stream
+from torchdistinput.flow import Digest, Landmarks, Row, Start, Stream
 from torchdistinput.sources.random_state import plainly
 
 __all__ = [
@@ -238,7 +238,7 @@ class RowStream:
         row: Row | None = self._next() if self.in_background else drawn
         return row
 
-    def digest_of(self, drawn: Any) -> int:
+    def digest_of(self, drawn: Any) -> Digest:
         """See ``Stream.digest_of``."""
         return 0
 

@@ -23,7 +23,7 @@ from torch.utils.data import (
 )
 
 from torchdistinput.errors import ShardingError, StateMismatch
-from torchdistinput.flow import Row, Start, Stream, Thinned
+from torchdistinput.flow import Digest, Row, Start, Stream, Thinned
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import Topology
@@ -382,7 +382,7 @@ class _MapStream:
             piece.reraise()
         return piece
 
-    def digest_of(self, drawn: DrawnRow) -> int:
+    def digest_of(self, drawn: DrawnRow) -> Digest:
         """See ``Stream.digest_of``."""
         return drawn.digest
 

@@ -41,6 +41,10 @@ class Numbers:
         content = self.content
         return np.arange(content.start, content.stop, dtype=np.int64) if isinstance(content, range) else content
 
+    def digest(self) -> int:
+        """See ``digest_of``."""
+        return zlib.crc32(self.array().data) + 1
+
     def tolist(self) -> list[int]:
         """The indices as Python ints."""
         content = self.content
@@ -51,7 +55,7 @@ class Numbers:
 def digest_of(indices: Numbers | Sequence[Any]) -> int:
     """A number above 0 of a batch of indices: equal for equal batches, in every process; else hardly ever. Local."""
     if isinstance(indices, Numbers):
-        return zlib.crc32(indices.array().data) + 1
+        return indices.digest()
     try:
         return zlib.crc32(array("q", indices)) + 1
     except (TypeError, ValueError, OverflowError):  # no ints, or not of 64 bits

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, final
 from torch.utils.data import BatchSampler, Sampler
 
 from torchdistinput.errors import StateMismatch
+from torchdistinput.flow import Digest
 from torchdistinput.plan.batching import Cutter, check_replica, distinct_steps, refuse_empty_pieces, split
 from torchdistinput.sources.batches import batches_of, size_of
 from torchdistinput.sources.index import SampleNumbers
@@ -29,8 +30,8 @@ class DrawnRow(NamedTuple):
 
     pieces: tuple[bool, ...]
     row_of_whole: int | None
-    digest: int = 0
-    """A number of the batch that was drawn, for comparing ranks; 0 where each worker draws its own."""
+    digest: Digest = 0
+    """Of the batch that was drawn, for comparing ranks; 0 where each worker draws its own."""
     numbers: tuple[Any, ...] | None = None
     """The numbers of the samples of each piece, if they are wanted; of a whole batch, the number of its first row."""
     wanted: int = 1
@@ -138,7 +139,8 @@ class Draws:
         try:
             if self._rows_to_skip:
                 return self._start_after(self._rows_to_skip)
-            batch = self._draw(self._next_batch)
+            # Written out, as a call for nothing takes as long as a part of the draw itself.
+            batch = self._next_batch() if self._draw is plainly else self._draw(self._next_batch)
             if self._once:
                 self._draw = plainly
             if batch is not self:
@@ -197,7 +199,9 @@ class Draws:
             indices = self._listed(batch)
         size = len(indices)
         numbers = None if self._numbers is None else self._numbers.of_batch(indices)
-        digest = digest_of(indices) if self._cutter.shared else 0
+        digest: Digest = 0
+        if self._cutter.shared:  # a list may be another one when somebody asks; what is known stays
+            digest = indices.digest if type(indices) is Numbers else digest_of(indices)
         rows = self._cut_rows if size == self._cut_size else self._cut(size)
         for limits, pieces, wanted in rows[first:] if first else rows:
             index = None if numbers is None else tuple(numbers[lo:hi] for lo, hi in limits)
@@ -205,7 +209,8 @@ class Draws:
             self._surplus += wanted
             for lo, hi in limits:
                 if lo < hi:
-                    self._requests.append((self._collate, indices[lo:hi], self.key))
+                    whole = hi - lo == size and type(indices) is Numbers
+                    self._requests.append((self._collate, indices if whole else indices[lo:hi], self.key))
 
     def _cut(self, size: int) -> list[_CutRow]:
         """The rows of a batch of so many samples."""

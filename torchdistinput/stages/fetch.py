@@ -70,7 +70,7 @@ class Fetch:
                 # The common case is written out: a call takes as long as half of it.
                 size = self._mould.known_size(row[0]) if len(row) == 1 else None
                 share = self._share(row) if size is None else Share(row, (size,))
-                share.digest = self._stream.digest_of(content)
+                share.drew = self._stream.digest_of(content)
                 return share
         except Exception as error:
             self._read_out = True
