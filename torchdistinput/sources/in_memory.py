@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, NamedTuple, Protocol, final
+from typing import Any, NamedTuple, Protocol, final
 
 import numpy as np
 import numpy.typing as npt
@@ -30,14 +30,13 @@ from torch.utils.data import (
 )
 
 from torchdistinput import tree
+from torchdistinput.sources.columns import ARRAYS, Column, column_of
 from torchdistinput.sources.numbers import Numbers
 from torchdistinput.sources.table import Table, columns_in
 
 __all__ = ["Gather", "gather_of", "gathers", "numbers_of"]
 
 Ints = npt.NDArray[np.int64]
-
-_ARRAYS: Final = (np.ndarray, np.memmap)
 
 
 class _Kind(NamedTuple):
@@ -148,7 +147,7 @@ def _reader_of(dataset: Any) -> _Reader | None:
         return _columns_of(lambda: dataset.tensors)
     if kind is Table:
         return _columns_of(lambda: dataset.columns)
-    if kind is torch.Tensor or kind in _ARRAYS:
+    if kind is torch.Tensor or kind in ARRAYS:
         return _columns_of(lambda: dataset)
     if kind is Subset:
         inner, indices = _reader_of(dataset.dataset), _indices_of(dataset.indices)
@@ -167,44 +166,30 @@ class _Columns:
 
     Args:
       content: gives them, nested or not.
-      columns: they themselves; arrays are contiguous.
+      columns: they themselves.
     """
 
-    def __init__(self, content: Callable[[], Any], columns: Sequence[torch.Tensor | npt.NDArray[Any]]) -> None:
+    def __init__(self, content: Callable[[], Any], columns: Sequence[Column]) -> None:
         self._content = content
-        self._found = columns_in(content())
         self._columns = columns
         self._length = len(columns[0])
-        kinds = [(isinstance(each, torch.Tensor), each.dtype, tuple(each.shape[1:])) for each in columns]
-        self.kind = _Kind(_nest_of(content()), tuple(kinds))
+        self.kind = _Kind(_nest_of(content()), tuple(column.kind for column in columns))
 
     def read(self, rows: Numbers) -> list[torch.Tensor]:
-        """See ``_Reader.read``. NumPy gathers rows of arrays faster than torch, and needs no writable memory for it."""
+        """See ``_Reader.read``."""
         content = rows.content
-        if isinstance(content, range):
-            return self._cut(content.start, content.stop)
-        places = torch.from_numpy(content)
-        return [
-            torch.index_select(column, 0, places)
-            if isinstance(column, torch.Tensor)
-            else torch.from_numpy(column.take(content, 0))
-            for column in self._columns
-        ]
-
-    def _cut(self, lo: int, hi: int) -> list[torch.Tensor]:
+        if type(content) is not range:
+            return [column.take(content) for column in self._columns]
+        lo, hi = content.start, content.stop
         if hi > self._length:
             raise IndexError(f"a place outside of [0, {self._length})")
-        return [
-            column[lo:hi].clone(memory_format=torch.contiguous_format)
-            if isinstance(column, torch.Tensor)
-            else torch.from_numpy(column[lo:hi].copy())
-            for column in self._columns
-        ]
+        return [column.cut(lo, hi) for column in self._columns]
 
     def is_current(self) -> bool:
         """See ``_Reader.is_current``."""
         now = columns_in(self._content())
-        return len(now) == len(self._found) and all(a is b for a, b in zip(now, self._found, strict=True))
+        same = len(now) == len(self._columns)
+        return same and all(own.is_still(column) for own, column in zip(self._columns, now, strict=True))
 
 
 def _nest_of(columns: Any) -> Any:
@@ -213,32 +198,10 @@ def _nest_of(columns: Any) -> Any:
 
 
 def _columns_of(content: Callable[[], Any]) -> _Columns | None:
-    columns = [_plain(column) for column in columns_in(content())]
+    columns = [column_of(column) for column in columns_in(content())]
     found = [column for column in columns if column is not None]
     alike = len({len(column) for column in found}) == 1
     return _Columns(content, found) if alike and len(found) == len(columns) else None
-
-
-def _plain(column: Any) -> torch.Tensor | npt.NDArray[Any] | None:
-    """The column, an array as one without a subclass; ``None`` if torch's way might make something else of its rows."""
-    if type(column) is torch.Tensor:
-        plain = (
-            column.layout is torch.strided
-            and column.device.type == "cpu"
-            and not (column.requires_grad or column.is_nested or column.is_quantized)
-            and not (column.is_conj() or column.is_neg())
-        )
-        return column if plain and column.dim() and _has_plain_rows(column) else None
-    if type(column) not in _ARRAYS:
-        return None
-    array: npt.NDArray[Any] = np.asarray(column)
-    plain = array.dtype.kind in "biufc" and array.dtype.isnative and array.ndim > 0 and array.flags.c_contiguous
-    return array if plain else None
-
-
-def _has_plain_rows(column: torch.Tensor) -> bool:
-    """Whether each row lies in one piece: torch's stacking may keep another order of the dimensions."""
-    return not len(column) or column[0].is_contiguous()
 
 
 @final
