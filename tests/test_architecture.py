@@ -16,6 +16,7 @@ PACKAGE = ROOT / "torchdistinput"
 
 # The floors of the house: a module imports from the floors below its own.
 FLOORS = {
+    "alike": 0,
     "coroutines": 0,
     "errors": 0,
     "tree": 0,

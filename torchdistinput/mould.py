@@ -6,8 +6,8 @@ import math
 from typing import Any, final
 
 import torch
-from torch import Tensor
 
+from torchdistinput.alike import Alike
 from torchdistinput.errors import BatchingError
 from torchdistinput.tree import Structure, flatten, structure_of
 
@@ -24,13 +24,7 @@ class Mould:
         self._digest: int | None = None
         self.row_bytes: int | None = None
         """Bytes of one sample in the tensors of an element; ``None`` before the first, or if elements differ in it."""
-        self._forget_last()
-
-    def _forget_last(self) -> None:
-        self._type: type | None = None
-        self._keys: list[Any] = []
-        self._leaves: list[tuple[torch.dtype, torch.Size]] = []
-        self._size = 0
+        self._last = Alike()
 
     @property
     def structure(self) -> Structure | None:
@@ -43,43 +37,13 @@ class Mould:
         return self._digest
 
     def known_size(self, piece: Any) -> int | None:
-        """The batch size of a piece that is plainly like the last one; else ``None``: measure it. For every step.
-
-        Most pieces are exactly like the last one, down to their shapes, and tensors in a tuple, list or dict: those
-        are known at a look.
-        """
-        cls = type(piece)
-        if cls is not self._type:
-            return self._size_by_structure(piece)
-        leaves = piece
-        if cls is Tensor:
-            dtype, shape = self._leaves[0]
-            same = piece.dtype is dtype and piece.shape == shape
-            return self._size if same else self._size_by_structure(piece)
-        if cls is dict:
-            leaves = piece.values() if list(piece) == self._keys else ()
-        if len(leaves) != len(self._leaves):
-            return self._size_by_structure(piece)
-        for leaf, (dtype, shape) in zip(leaves, self._leaves):  # noqa: B905 - compared above; strict= takes 0.2 us
-            if type(leaf) is not Tensor or leaf.dtype is not dtype or leaf.shape != shape:
-                return self._size_by_structure(piece)
-        return self._size
-
-    def _size_by_structure(self, piece: Any) -> int | None:
-        size = None if self._structure is None else self._structure.size_of_same(piece)
-        if size is not None:
-            self._remember(piece, size)
+        """The batch size of a piece that is plainly of the known structure; else ``None``: measure it."""
+        size = self._last.size_of(piece)
+        if size is None and self._structure is not None:
+            size = self._structure.size_of_same(piece)
+            if size is not None:
+                self._last.remember(piece, size)
         return size
-
-    def _remember(self, piece: Any, size: int) -> None:
-        """How a piece of the known structure looks, if it is of a kind that can be known at a look."""
-        self._forget_last()
-        cls = type(piece)
-        leaves = [piece] if cls is Tensor else list(piece.values()) if cls is dict else piece
-        if cls in (Tensor, dict, list, tuple) and all(type(leaf) is Tensor for leaf in leaves):
-            self._type, self._size = cls, size
-            self._keys = list(piece) if cls is dict else []
-            self._leaves = [(leaf.dtype, leaf.shape) for leaf in leaves]
 
     def measure(self, piece: Any) -> tuple[Any, int]:
         """The piece and its batch size. Its structure is learned or checked, its dicts get the order of the first one.
@@ -108,7 +72,7 @@ class Mould:
         elif self.row_bytes is not None and self.row_bytes != _bytes_of_row(structure):
             self.row_bytes = None
         self._structure = structure
-        self._forget_last()  # it had other inner dims, perhaps
+        self._last.forget()  # it had other inner dims, perhaps
 
 
 def _bytes_of_row(structure: Structure) -> int:

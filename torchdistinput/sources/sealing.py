@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, final
 
 from torchdistinput import tree
+from torchdistinput.alike import Alike
 from torchdistinput.errors import BatchingError
 from torchdistinput.flow import Sealed
 
@@ -24,11 +25,19 @@ class Sealing:
     def __init__(self, collate: Callable[[Any], Any], *, counts: bool) -> None:
         self.collate = collate
         self._counts = counts
+        self._last = Alike()
 
     def __call__(self, samples: Any) -> Sealed:
         """The batch, with the number of its samples."""
         batch = self.collate(samples)
-        return Sealed(batch, len(samples) if self._counts else _size(batch))
+        return Sealed(batch, len(samples) if self._counts else self._size_of(batch))
+
+    def _size_of(self, batch: Any) -> int:
+        size = self._last.size_of(batch)
+        if size is None:
+            size = _size(batch)
+            self._last.remember(batch, size)
+        return size
 
 
 def _size(batch: Any) -> int:

@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from torchdistinput import tree
+from torchdistinput.alike import Alike
 from torchdistinput.errors import InputError, SourceError
 from torchdistinput.failures import in_one_line, kind_of, plain_indices, text_of, traceback_of
 from torchdistinput.flow import MOST_TOLD, NOWHERE, Origin, ReadFailure, Row, Sealed, Skipped, Thinned
@@ -359,6 +360,7 @@ class CutReady:
         self._cutter = cutter
         self._worker: int | None = None
         # Of the batch before, which most batches are like:
+        self._last = Alike()
         self._like: tree.Structure | None = None
         self._size = -1
         self._limits: list[tuple[tuple[int, int], ...]] = []
@@ -390,16 +392,23 @@ class CutReady:
             batch = self._convert(batch)
         if type(batch) is Sealed:
             return [[batch]], batch.size
-        size = None if self._like is None else self._like.size_of_same(batch)
+        size = self._last.size_of(batch)
         if size is None:
-            size = tree.batch_size(batch)
-            self._like = tree.structure_of(batch)
+            size = self._measured(batch)
         if size != self._size:
             self._limits, self._size = self._cutter.rows(size), size
             self._is_whole = self._limits == [((0, size),)]
         if self._is_whole:
             return [[batch]], size
         return [[self._piece(batch, size, *limits) for limits in row] for row in self._limits], size
+
+    def _measured(self, batch: Any) -> int:
+        size = None if self._like is None else self._like.size_of_same(batch)
+        if size is None:
+            size = tree.batch_size(batch)
+            self._like = tree.structure_of(batch)
+        self._last.remember(batch, size)
+        return size
 
     @staticmethod
     def _piece(batch: Any, size: int, lo: int, hi: int) -> Any:

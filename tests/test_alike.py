@@ -1,0 +1,53 @@
+"""What is known at a look is what is found by looking closely, and nothing else is known at a look."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from torchdistinput import tree
+from torchdistinput.alike import Alike
+
+
+class Pair(NamedTuple):
+    a: Any
+    b: Any
+
+
+class Own(torch.Tensor):
+    """May be anything."""
+
+
+x, y = torch.zeros(4, 2), torch.zeros(4, dtype=torch.int64)
+KNOWN: list[Any] = [x, y, (x, y), [x, y], {"x": x, "y": y}, (x,), [y]]
+UNKNOWN: list[Any] = [Pair(x, y), OrderedDict(x=x), {"x": {"y": y}}, [x, "label"], (x, [y]), x.as_subclass(Own)]
+OTHERS: list[Any] = [
+    *(torch.zeros(5, 2), torch.zeros(4, 3), torch.zeros(4, 2, 1), x.double()),
+    *((x, y, y), (y, x), (x, x), (x, y.int()), (torch.zeros(3, 2), torch.zeros(3, dtype=torch.int64))),
+    *([y, x], [x, y, x], {"y": y, "x": x}, {"x": x}, {"x": x, "z": y}, {"x": x, "y": y, "z": y}),
+    *((x, None), {"x": x, "y": 3}, [x, [y]], None, 3, "xy", (), [], {}, (x.as_subclass(Own), y)),
+]
+
+
+@pytest.mark.parametrize("last", KNOWN, ids=lambda _: "")
+def test_exactly_what_is_like_the_last_batch_is_known(last: Any) -> None:
+    alike = Alike()
+    assert alike.size_of(last) is None
+    alike.remember(last, tree.batch_size(last))
+    again = tree.map_leaves(torch.ones_like, last)
+    assert alike.size_of(last) == alike.size_of(again) == tree.batch_size(again)
+    for other in [*KNOWN, *UNKNOWN, *OTHERS]:
+        assert (alike.size_of(other) is not None) == (other is last)
+    alike.forget()
+    assert alike.size_of(last) is None
+
+
+@pytest.mark.parametrize("last", UNKNOWN, ids=lambda _: "")
+def test_what_cannot_be_known_at_a_look_is_not_remembered(last: Any) -> None:
+    alike = Alike()
+    alike.remember((x, y), 4)
+    alike.remember(last, 4)
+    assert all(alike.size_of(batch) is None for batch in [*KNOWN, *UNKNOWN, *OTHERS])

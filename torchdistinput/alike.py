@@ -1,0 +1,59 @@
+"""Batches that are exactly like the last one, which are known at a look."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+__all__ = ["Alike"]
+
+
+@final
+class Alike:
+    """How the last batch looked: a tensor, or a tuple, list or dict of tensors, with these dtypes and shapes.
+
+    Most batches are exactly like the one before, and whatever was found out of that one holds for them, too.
+    """
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """No batch is like the last one."""
+        self._type: type | None = None
+        self._keys: list[Any] = []
+        self._dtypes: list[torch.dtype] = []
+        self._shapes: list[torch.Size] = []
+        self._size = 0
+
+    def remember(self, batch: Any, size: int) -> None:
+        """This is the last batch, of so many samples. One of another kind is forgotten at once."""
+        self.forget()
+        cls = type(batch)
+        leaves = [batch] if cls is Tensor else list(batch.values()) if cls is dict else batch
+        if cls in (Tensor, dict, list, tuple) and all(type(leaf) is Tensor for leaf in leaves):
+            self._type, self._size = cls, size
+            self._keys = list(batch) if cls is dict else []
+            self._dtypes = [leaf.dtype for leaf in leaves]
+            self._shapes = [leaf.shape for leaf in leaves]
+
+    def size_of(self, batch: Any) -> int | None:
+        """The size of a batch that is exactly like the last one; else ``None``: look closer. For every step."""
+        cls = type(batch)
+        if cls is not self._type:
+            return None
+        leaves = batch
+        if cls is Tensor:
+            leaves = (batch,)
+        elif cls is dict:
+            if list(batch) != self._keys:
+                return None
+            leaves = batch.values()
+        if len(leaves) != len(self._shapes):
+            return None
+        for leaf, dtype, shape in zip(leaves, self._dtypes, self._shapes):  # noqa: B905 - compared above; strict= takes 0.2 us
+            if type(leaf) is not Tensor or leaf.dtype is not dtype or leaf.shape != shape:
+                return None
+        return self._size
