@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, cast, final
 
 import torch
@@ -18,9 +18,9 @@ from torchdistinput.sources.guarded import Guarded, entrances_at, labels_by_posi
 from torchdistinput.sources.opaque import Place, ReadLog, place_of, warn_of_reading_again
 from torchdistinput.sources.own_state import HasState
 from torchdistinput.sources.random_state import generators_of
-from torchdistinput.sources.runs import LoaderRun, LoaderRuns
+from torchdistinput.sources.runs import LoaderRuns
 from torchdistinput.sources.torch_loaders import check_loader, generator_digest, settings_of
-from torchdistinput.sources.worker_side import CutReady, CutSamples
+from torchdistinput.sources.worker_side import CutReady, CutSamples, batched
 
 __all__ = ["IterableLoaderSource"]
 
@@ -68,8 +68,8 @@ class IterableLoaderSource:
         self._read_ahead = read_ahead
         self._owns_state = isinstance(dataset, HasState)
         self._seeds = BaseSeeds(loader.generator, lasting=loader.persistent_workers)
-        cut = CutReady(collate, cutter) if size is None else CutSamples(collate, cutter)
-        self._cut = cut
+        self._cut: Callable[[Any], Any]
+        self._cut = CutReady(collate, cutter) if size is None else CutSamples(collate, cutter)
         self._runs = LoaderRuns(self._build, lasting=loader.persistent_workers)
         self.needs_default_state = loader.generator is None and shared
         self.bound_to_world = not shared
@@ -145,14 +145,14 @@ class IterableLoaderSource:
         """See ``Source.open``."""
         place = place_of(start, self._num_readers)
         dataset = self._whole if place.is_front else self._from(place, start)
-        run = draws(lambda: self._start(dataset, start))
+        run, close = draws(lambda: self._start(dataset, start))
         log = ReadLog(place, self._read_ahead, owns_state=self._owns_state)
         label = labels_by_position(self._cutter, place.samples) if self._with_index else None
         return RowStream(
             rows_logged(run, log, place, label),
             in_background=self._loader.num_workers > 0,
             track=log,
-            close=lambda: self._runs.finish(run),
+            close=close,
             # Every rank reads an opaque iterable under DATA: it must make the same of it everywhere.
             draws=draws if self._shared else None,
         )
@@ -165,9 +165,23 @@ class IterableLoaderSource:
         self._runs.close()
         return Guarded(self._dataset, per_batch, self._snapshot_every, entrances_at(place))
 
-    def _start(self, dataset: Guarded, start: Start) -> LoaderRun:
-        """Starts the loader workers, after the draws that torch would have made by now."""
+    def _start(self, dataset: Guarded, start: Start) -> tuple[Iterator[Any], Callable[[], None]]:
+        """What reads the batches of an epoch, and what ends it, after the draws that torch would have made by now.
+
+        Without loader workers that is this process itself: torch's loader would do nothing else.
+        """
         self._seeds.when = start.base_seed or self._seeds.when
         for _ in range(start.replay + 1):
             self._seeds.draw()
-        return self._runs.start(dataset)
+        if not self._loader.num_workers and not self._loader.pin_memory:
+            size = self._cutter.global_batch_size
+            batches: Iterable[Any] = (
+                dataset if size is None else batched(dataset, size, drop_last=self._loader.drop_last)
+            )
+            return map(self._cut, batches), _nothing
+        run = self._runs.start(dataset)
+        return run, lambda: self._runs.finish(run)
+
+
+def _nothing() -> None:
+    pass
