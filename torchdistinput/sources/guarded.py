@@ -176,19 +176,19 @@ def rows_logged(
     Raises:
       StateMismatch: the data has fewer rows than come before the place.
     """
-    left, taken = place.rows, (Taken(0, 1, None),)
+    left, taken, add = place.rows, (Taken(0, 1, None),), log.add
     for item in items:
-        if isinstance(item, Failure):
+        if type(item) is Failure:
             item.reraise()
             continue
-        rows, size, _, worker, snapshot, *_ = item
+        rows, size, _, worker, snapshot, _ = item
         if not rows:  # a turn that passed
             continue
         if label is not None:
             rows = label(item)
         if snapshot is not None or worker != taken[0].reader:
             taken = (Taken(worker, 1, snapshot),)
-        log.add(len(rows), size, taken)
+        add(len(rows), size, taken)
         if snapshot is not None:
             taken = (Taken(worker, 1, None),)
         if left:

@@ -358,16 +358,22 @@ class CutReady:
     def __init__(self, convert: Callable[[Any], Any], cutter: Cutter) -> None:
         self._convert = convert
         self._cutter = cutter
-        self._worker: int | None = None
+        self._worker = 0
+        self._knows_worker = False
         # Of the batch before, which most batches are like:
         self._last = Alike()
         self._like: tree.Structure | None = None
         self._size = -1
         self._limits: list[tuple[tuple[int, int], ...]] = []
         self._is_whole = False
+        self._takes_as_is = False  # what is exactly like it
 
     def __call__(self, batch: Any) -> Cut | Failure:
         """The rows of a batch, or the failure that the reading met."""
+        if self._takes_as_is:
+            size = self._last.size_of(batch)
+            if size is not None:
+                return Cut([[batch]], size, None, self._worker)
         snapshot = None
         if type(batch) in _NO_BATCHES:
             if isinstance(batch, Failure):
@@ -375,8 +381,8 @@ class CutReady:
             if isinstance(batch, Wait):
                 return Cut([], 0)
             batch, snapshot = batch
-        if self._worker is None:
-            self._worker = worker_number()
+        if not self._knows_worker:
+            self._worker, self._knows_worker = worker_number(), True
         try:
             rows, size = self._cut(batch)
         except Exception as error:
@@ -398,6 +404,7 @@ class CutReady:
         if size != self._size:
             self._limits, self._size = self._cutter.rows(size), size
             self._is_whole = self._limits == [((0, size),)]
+            self._takes_as_is = self._is_whole and self._convert is as_is
         if self._is_whole:
             return [[batch]], size
         return [[self._piece(batch, size, *limits) for limits in row] for row in self._limits], size
