@@ -108,7 +108,7 @@ class _CutBatches:
         size = self._size()
         batch = indices.take(size)
         found = len(batch)
-        if not found or (self._drop_last and found < size):
+        if found < size and (not found or self._drop_last):
             raise StopIteration
         self._ended = False
         return batch

@@ -8,7 +8,7 @@ death are torch's.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any, cast, final
 
 import torch
@@ -123,16 +123,18 @@ class MapLoaderSource:
         settings = {**settings_of(self._loader), "generator": self._base_seeds.generator}
         return DataLoader(dataset, batch_size=None, sampler=self._feed, collate_fn=as_is, **settings)
 
-    def _start(self) -> tuple[Iterator[Any], Callable[[], None]]:
-        """What reads the pieces of an epoch, and what ends it.
+    def _start(self, drawn: Draws) -> tuple[Callable[[], Any], Callable[[], None]]:
+        """What reads the next piece of an epoch, and what ends it.
 
         Without loader workers that is this process itself: torch's loader would do nothing else.
         """
         self._pieces.begin()
+        self._feed.draws = drawn
         if not self._loader.num_workers and not self._loader.pin_memory:
-            return map(self._pieces.__getitem__, self._feed), _nothing
+            read, next_request = self._pieces.__getitem__, drawn.take_request
+            return lambda: read(next_request()), _nothing
         run = self._runs.start(self._pieces)
-        return run, lambda: self._runs.finish(run)
+        return run.__next__, lambda: self._runs.finish(run)
 
     def _shard(self, topology: Topology) -> None:
         """Policy HINT: the dataset's own shard, with the user's kind of sampling over it."""
@@ -244,7 +246,7 @@ class MapLoaderSource:
         states = [each.get_state() for each in self._own_generators()] if self.draws_alone else []
         lead = self._lead_of_shuffle(epoch)
 
-        def begin() -> tuple[Draws, Iterator[Any], Callable[[], None]]:
+        def begin() -> tuple[Draws, Callable[[], Any], Callable[[], None]]:
             for _ in range(start.replay):
                 self._replay()
             if start.replay and self._told is not None:  # a sampler may count its epochs by itself
@@ -254,13 +256,12 @@ class MapLoaderSource:
             self._base_seeds.draw()
             drawn.skip(rows, start.drawn)
             drawn.key = epoch_key(self._seed_of_samples(), epoch)
-            self._feed.draws = drawn
-            return drawn, *self._start()
+            return drawn, *self._start(drawn)
 
-        drawn, run, close = draws(begin)
+        drawn, read, close = draws(begin)
         return _MapStream(
             drawn,
-            run,
+            read,
             self._cutter,
             in_background=self._loader.num_workers > 0,
             first_row=rows,
@@ -338,7 +339,7 @@ class _MapStream:
     def __init__(
         self,
         draws: Draws,
-        run: Iterator[Any],
+        read: Callable[[], Any],
         cutter: Cutter,
         *,
         in_background: bool,
@@ -350,7 +351,7 @@ class _MapStream:
         self._first_row = first_row
         self._states = states
         self._draws = draws
-        self._run = run
+        self._read = read
         self._close = close
         self._cutter = cutter
         self._whole = CutReady(as_is, cutter)
@@ -362,7 +363,12 @@ class _MapStream:
 
     def fetch(self, drawn: DrawnRow) -> Row:
         """See ``Stream.fetch``."""
-        pieces = [self._next() if wanted else None for wanted in drawn.pieces]
+        pieces: Row = []
+        for wanted in drawn.pieces:
+            piece = self._read() if wanted else None
+            if type(piece) is Failure:
+                piece.reraise()
+            pieces.append(piece)
         if drawn.row_of_whole is None:
             return pieces if drawn.numbers is None else _labelled(pieces, drawn.numbers)
         if drawn.pieces[0]:  # the first row that is read of a whole batch
@@ -375,12 +381,6 @@ class _MapStream:
             return [*rows[1:][: drawn.row_of_whole], rows[0], *rows[1:][drawn.row_of_whole :]]
         cut = self._whole.cut(item)
         return cut.rows if drawn.numbers is None else labelled_batch(drawn.numbers[0], cut.rows, cut.size, self._cutter)
-
-    def _next(self) -> Any:
-        piece = next(self._run)
-        if isinstance(piece, Failure):
-            piece.reraise()
-        return piece
 
     def digest_of(self, drawn: DrawnRow) -> Digest:
         """See ``Stream.digest_of``."""
