@@ -159,7 +159,8 @@ class DistributedIterator:
     ) -> None:
         self._buffer = buffer
         self._transfer = transfer
-        self._world = topology.num_replicas, topology.num_workers
+        self._num_replicas = topology.num_replicas
+        self._num_workers = topology.num_workers
         self._elements = elements
         self._progress = progress
         self._last = last
@@ -186,10 +187,12 @@ class DistributedIterator:
         sizes = share.sizes
         pieces = transfer.hand_over(share.parcels) if transfer.moves else share.parcels
         global_size = taken.global_size if self._knows_all else None
-        self._told = self._last.told = (progress.epoch, progress.steps, global_size, sizes, *self._world)
-        local = sum(sizes)
+        told = (progress.epoch, progress.steps, global_size, sizes, self._num_replicas, self._num_workers)
+        self._told = self._last.told = told
+        single = len(sizes) == 1
+        local = sizes[0] if single else sum(sizes)
         progress.add(taken, local, self._elements.num_bytes(local, pieces), began)
-        return pieces[0] if len(sizes) == 1 else regroup_batches(pieces)
+        return pieces[0] if single else regroup_batches(pieces)
 
     def get_next(self) -> Any:
         """The next element, as TensorFlow's ``get_next``.

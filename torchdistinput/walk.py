@@ -254,14 +254,14 @@ class _Elements:
     def num_bytes(self, samples: int, pieces: Sequence[Any]) -> int:
         """See ``iterator.Elements``. Only elements that differ in shape are looked into, one by one."""
         of_row = self._mould.row_bytes
+        if of_row is not None and self._pad is None:
+            return of_row * samples
         if self._mould.structure is None:  # batches that nobody looks into
             return 0
-        if of_row is None:
+        if of_row is None or self._pad is None:
             leaves = (leaf for piece in pieces for leaf in flatten(piece)[0] if isinstance(leaf, torch.Tensor))
             return sum(leaf.numel() * leaf.element_size() for leaf in leaves)
-        if self._pad is not None:
-            return self._local * self._pad.rows * (of_row + 1)  # a mask has a byte for each row
-        return of_row * samples
+        return self._local * self._pad.rows * (of_row + 1)  # a mask has a byte for each row
 
 
 @final

@@ -68,17 +68,19 @@ class Fetch:
             row = self._stream.fetch(content)
             if row is not None:
                 # The common case is written out: a call takes as long as half of it.
-                size = self._mould.known_size(row[0]) if len(row) == 1 else None
-                share = self._share(row) if size is None else Share(row, (size,))
-                share.drew = self._stream.digest_of(content)
-                return share
+                size = None
+                if len(row) == 1:
+                    piece = row[0]
+                    size = piece.size if type(piece) is Sealed else self._mould.known_size(piece)
+                sizes, skipped = self._measured(row) if size is None else ((size,), NOTHING_SKIPPED)
+                return Share(row, sizes, (), self._stream.digest_of(content), skipped)
         except Exception as error:
             self._read_out = True
             return _failed(error)
         self._read_out = True
         return PastEnd()
 
-    def _share(self, row: Row) -> Share:
+    def _measured(self, row: Row) -> tuple[tuple[int, ...], Skipped]:
         sizes, skipped = [], NOTHING_SKIPPED
         for place, piece in enumerate(row):
             size = self._mould.known_size(piece)
@@ -86,7 +88,7 @@ class Fetch:
                 size, lost = self._look(row, place)
                 skipped = skipped.plus(lost)
             sizes.append(size)
-        return Share(row, tuple(sizes), skipped=skipped)
+        return tuple(sizes), skipped
 
     def _look(self, row: Row, place: int) -> tuple[int, Skipped]:
         """Measures a piece that is not plainly like the last one, and learns or checks its structure."""
