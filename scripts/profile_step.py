@@ -1,4 +1,4 @@
-"""Where the time of a ready step goes, part by part: in one process without read-ahead, and over ranks with it.
+"""Where the time of a step goes, part by part: of a ready one without read-ahead, of one from memory, and over ranks.
 
     python scripts/profile_step.py [--steps 3000] [--ranks 2] [--step-us 500] [--json FILE]
 
@@ -11,6 +11,7 @@ thread sees of ``next``, what all threads of a rank compute, votes, and an ``all
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import time
@@ -20,10 +21,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 import torchdistinput as tdi
 from torchdistinput.flow import Delivered, Share, Start
 from torchdistinput.plan.ending import Ballot, decide
+from torchdistinput.sources.numbers import Numbers
 from torchdistinput.testing import run_ranks
 
 CHUNK = 50
@@ -70,7 +73,7 @@ def one_process(steps: int) -> dict[str, float]:
         "  take: what the stages do": buffer.take,
         "    draw: source, size and structure": own.draw,
         "      the source": stream.draw,
-        "      size and structure": lambda: fetch._share(row),
+        "      size and structure": lambda: fetch._measured(row),
         "        known at a look": lambda: mould.known_size(batch),
         "    produce: nothing to copy": lambda: own.produce(Share(row, sizes)),
         "    settle: the verdict of one rank": lambda: votes.settle(sent),
@@ -85,6 +88,49 @@ def one_process(steps: int) -> dict[str, float]:
         "aside: the verdict from them": lambda: decide(words, 1),
     }
     words = Ballot((256,) * 32, digest=7).words(32)
+    found = {name: least_us(call, steps) for name, call in parts.items()}
+    iterator.close()
+    return found
+
+
+def in_memory(steps: int) -> dict[str, float]:
+    """The parts of a step of 1024 shuffled rows of 64 float32 and a label, gathered from memory, in microseconds."""
+    samples, size = 200_000, 1024
+    x, y = torch.zeros(samples, 64), torch.arange(samples)
+    data = TensorDataset(x, y)
+    endless_order = RandomSampler(data, num_samples=10**12)
+    dataset = tdi.Strategy(devices=["cpu"]).distribute_dataset(DataLoader(data, size, sampler=endless_order))
+    iterator = iter(dataset)
+    batch = next(iterator)
+    order = torch.randperm(samples)
+    rows = Numbers(order[:size].numpy())
+    stream = iterator._buffer._walk.draw.__self__._fetch._stream  # type: ignore[attr-defined]
+    draws, pieces, mould = stream._draws, dataset._source._pieces, iterator._elements._mould  # type: ignore[attr-defined]
+    starts = itertools.cycle(range(0, samples - size, size))
+
+    def bare() -> None:
+        start = next(starts)
+        wanted = order[start : start + size]
+        x.index_select(0, wanted)
+        y.index_select(0, wanted)
+
+    def gathered() -> None:
+        start = next(starts)
+        pieces[True, Numbers(order.numpy()[start : start + size]), 0]
+
+    def drawn() -> None:
+        draws.take_row()
+        draws.take_request()
+
+    parts: dict[str, Callable[[], Any]] = {
+        "the limit: index_select of the rows by hand": bare,
+        "next()": lambda: next(iterator),
+        "  the source": lambda: stream.fetch(stream.draw()),
+        "    draw: the rows, and this rank's of them": drawn,
+        "    gather": gathered,
+        "  size and structure, known at a look": lambda: mould.known_size(batch),
+        "aside: the digest of the rows, when asked": rows.digest,
+    }
     found = {name: least_us(call, steps) for name, call in parts.items()}
     iterator.close()
     return found
@@ -158,7 +204,10 @@ def main(arguments: list[str]) -> dict[str, Any]:
     parser.add_argument("--step-us", type=float, default=500.0, help="the training step, in microseconds")
     parser.add_argument("--json", type=Path, help="writes the figures there too")
     asked = parser.parse_args(arguments)
-    found: dict[str, Any] = {"one process, prefetch=0 (us)": one_process(asked.steps)}
+    found: dict[str, Any] = {
+        "one process, prefetch=0 (us)": one_process(asked.steps),
+        "1024 rows from memory, one process (us)": in_memory(asked.steps),
+    }
     if asked.ranks > 1:
         named = many_ranks(asked.ranks, asked.steps, asked.step_us / 1e6)
         found |= {f"{asked.ranks} ranks, {name} (us a step)": figures for name, figures in named.items()}
