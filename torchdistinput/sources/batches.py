@@ -30,6 +30,7 @@ __all__ = ["Batches", "Passed", "batches_of", "size_of"]
 _BLOCK: Final = 16_384  # indices that a keyed permutation is evaluated for together
 _DRAWN_TOGETHER: Final = 32  # by a RandomSampler with replacement
 _MOST_GROUPS: Final = 2**12
+_FEW: Final = 64  # indices that are batches by themselves and are made Python ints together
 
 
 class Passed(NamedTuple):
@@ -147,9 +148,16 @@ class _Singles:
 
     def __init__(self, indices: _ChunkedIndices) -> None:
         self._indices = indices
+        self._few: Iterator[int] = iter(())  # that are drawn already
         self._ended = False
 
     def __next__(self) -> Any:
+        return self.draw()
+
+    def draw(self) -> Any:
+        """See ``Batches.draw``."""
+        for index in self._few:
+            return index
         if self._ended:
             raise StopIteration
         self._ended = True  # also after an error, as torch's generator does
@@ -157,18 +165,16 @@ class _Singles:
         if not taken:
             raise StopIteration
         self._ended = False
+        self._few = iter(self._indices.take_drawn(_FEW).tolist())
         return taken[0]
-
-    def draw(self) -> Any:
-        """See ``Batches.draw``."""
-        return next(self)
 
     def skip(self, count: int) -> Passed:
         """See ``Batches.skip``."""
         if self._ended or not count:
             return Passed(0, 0)
         self._ended = True
-        passed = self._indices.skip(count)
+        passed = sum(1 for _ in islice(self._few, min(count, sys.maxsize)))
+        passed += self._indices.skip(count - passed)
         self._ended = passed < count
         return Passed(passed, passed)
 
@@ -255,12 +261,13 @@ class _ChunkedIndices:
     def take(self, count: int) -> Numbers:
         """See ``_Indices.take``."""
         used = self._used
-        self._used = stop = min(used + count, len(self._ready))
-        if stop - used == count:
-            return Numbers(self._ready[used:stop])
+        if used + count <= len(self._ready):
+            self._used = used + count
+            return Numbers(self._ready[used : used + count])
+        drawn = self.take_drawn(count)
         # A copy, as a view would keep the whole permutation while the next one is drawn.
-        parts = [Numbers(self._ready[used:stop]).array().copy()] if stop > used else []
-        left = count - (stop - used)
+        parts = [drawn.array().copy()] if len(drawn) else []
+        left = count - len(drawn)
         while left and self._reach(left):
             chunk = self._chunk
             stop = min(self._place + max(left, chunk.together - chunk.together % left), chunk.length)
@@ -272,6 +279,12 @@ class _ChunkedIndices:
             parts.append(first.array())
             left -= self._used
         return Numbers(np.concatenate(parts) if parts else range(0))
+
+    def take_drawn(self, most: int) -> Numbers:
+        """The next ones, up to ``most``, as far as they stand fixed by now."""
+        used = self._used
+        self._used = stop = min(used + most, len(self._ready))
+        return Numbers(self._ready[used:stop])
 
     def skip(self, count: int) -> int:
         """See ``_Indices.skip``."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from functools import partial
 from typing import Any, NamedTuple, final
 
 from torch.utils.data import BatchSampler, Sampler
@@ -228,7 +229,9 @@ class Draws:
             return
         self._requests.append((False, item, self.key))
         self._surplus += 1
-        digest = digest_of([item]) if self._cutter.shared else 0
+        digest: Digest = 0
+        if self._cutter.shared:  # an int stays what it is until somebody asks
+            digest = partial(digest_of, [item]) if type(item) is int else digest_of([item])
         for number in range(first, self._rows_a_batch):
             self._rows.append(DrawnRow((number == first,), number, digest, index, int(number == first)))
 
