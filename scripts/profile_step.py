@@ -105,7 +105,7 @@ def in_memory(steps: int) -> dict[str, float]:
     order = torch.randperm(samples)
     rows = Numbers(order[:size].numpy())
     stream = iterator._buffer._walk.draw.__self__._fetch._stream  # type: ignore[attr-defined]
-    draws, pieces, mould = stream._draws, dataset._source._pieces, iterator._elements._mould  # type: ignore[attr-defined]
+    draws, pieces, mould = stream.draw.__self__, dataset._source._pieces, iterator._elements._mould  # type: ignore[attr-defined]
     starts = itertools.cycle(range(0, samples - size, size))
 
     def bare() -> None:

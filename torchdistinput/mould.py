@@ -24,7 +24,8 @@ class Mould:
         self._digest: int | None = None
         self.row_bytes: int | None = None
         """Bytes of one sample in the tensors of an element; ``None`` before the first, or if elements differ in it."""
-        self._last = Alike()
+        self.last = Alike()
+        """How the last element looked: one that is exactly like it needs no more looking at."""
 
     @property
     def structure(self) -> Structure | None:
@@ -38,11 +39,11 @@ class Mould:
 
     def known_size(self, piece: Any) -> int | None:
         """The batch size of a piece that is plainly of the known structure; else ``None``: measure it."""
-        size = self._last.size_of(piece)
+        size = self.last.size_of(piece)
         if size is None and self._structure is not None:
             size = self._structure.size_of_same(piece)
             if size is not None:
-                self._last.remember(piece, size)
+                self.last.remember(piece, size)
         return size
 
     def measure(self, piece: Any) -> tuple[Any, int]:
@@ -72,7 +73,7 @@ class Mould:
         elif self.row_bytes is not None and self.row_bytes != _bytes_of_row(structure):
             self.row_bytes = None
         self._structure = structure
-        self._last.forget()  # it had other inner dims, perhaps
+        self.last.forget()  # it had other inner dims, perhaps
 
 
 def _bytes_of_row(structure: Structure) -> int:

@@ -350,16 +350,13 @@ class _MapStream:
         self.in_background = in_background
         self._first_row = first_row
         self._states = states
-        self._draws = draws
+        self.draw: Callable[[], DrawnRow | None] = draws.take_row
+        """See ``Stream.draw``."""
         self._read = read
         self._close = close
         self._cutter = cutter
         self._whole = CutReady(as_is, cutter)
         self._rows_of_whole: list[Row] = []
-
-    def draw(self) -> DrawnRow | None:
-        """See ``Stream.draw``."""
-        return self._draws.take_row()
 
     def fetch(self, drawn: DrawnRow) -> Row:
         """See ``Stream.fetch``."""

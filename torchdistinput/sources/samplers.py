@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, Sampler
 from torchdistinput.errors import StateMismatch
 from torchdistinput.flow import Digest
 from torchdistinput.plan.batching import Cutter, check_replica, distinct_steps, refuse_empty_pieces, split
-from torchdistinput.sources.batches import batches_of, size_of
+from torchdistinput.sources.batches import Passed, batches_of, size_of
 from torchdistinput.sources.index import SampleNumbers
 from torchdistinput.sources.numbers import Numbers, digest_of
 from torchdistinput.sources.random_state import plainly
@@ -140,30 +140,26 @@ class Draws:
         try:
             if self._rows_to_skip:
                 return self._start_after(self._rows_to_skip)
-            # Written out, as a call for nothing takes as long as a part of the draw itself.
-            batch = self._next_batch() if self._draw is plainly else self._draw(self._next_batch)
+            draw = self._draw
+            try:
+                batch = self._batches.draw() if draw is plainly else draw(self._batches.draw)
+            except StopIteration:
+                self._exhausted = True
+                return False
             if self._once:
                 self._draw = plainly
-            if batch is not self:
-                self._add(batch, 0)
-                return True
+            self._add(batch, 0)
         except Exception as error:  # in torch's hands it would end the epoch before the rows that were drawn
             self._failure = error
-        self._exhausted = True
-        return False
-
-    def _next_batch(self) -> Any:
-        """The next batch of the user's sampler; this object if there is none."""
-        try:
-            return self._batches.draw()
-        except StopIteration:
-            return self
+            self._exhausted = True
+            return False
+        return True
 
     def _start_after(self, rows: int) -> bool:
         """Draws the batch that the last row to be passed over is in; what is left of it comes next."""
         before, row = divmod(rows - 1, self._rows_a_batch)
         self._exhausted = True  # unless the batch is found
-        passed, batch = self._draw(lambda: (self._batches.skip(before), self._next_batch()))
+        passed, batch = self._draw(lambda: self._draw_after(before))
         self._rows_to_skip = 0
         if self._once:
             self._draw = plainly
@@ -180,6 +176,14 @@ class Draws:
         self._add(batch, row + 1)
         return True
 
+    def _draw_after(self, batches: int) -> tuple[Passed, Any]:
+        """What was passed over, and the batch behind so many; this object if there is none."""
+        passed = self._batches.skip(batches)
+        try:
+            return passed, self._batches.draw()
+        except StopIteration:
+            return passed, self
+
     def _is_whole(self, batch: Any) -> bool:
         """Whether it is one item of the dataset that is a whole batch."""
         return not self._collate and not isinstance(batch, list | tuple | Numbers)
@@ -191,18 +195,16 @@ class Draws:
 
     def _add(self, batch: Any, first: int) -> None:
         """The rows of a batch from the ``first`` on, and the requests for their pieces."""
-        if type(batch) is Numbers:
-            indices: Numbers | Sequence[Any] = batch
-        elif self._is_whole(batch):
+        known = type(batch) is Numbers
+        if not known and self._is_whole(batch):
             self._add_whole(batch, first)
             return
-        else:
-            indices = self._listed(batch)
+        indices: Any = batch if known else self._listed(batch)
         size = len(indices)
         numbers = None if self._numbers is None else self._numbers.of_batch(indices)
         digest: Digest = 0
         if self._cutter.shared:  # a list may be another one when somebody asks; what is known stays
-            digest = indices.digest if type(indices) is Numbers else digest_of(indices)
+            digest = indices.digest if known else digest_of(indices)
         rows = self._cut_rows if size == self._cut_size else self._cut(size)
         for limits, pieces, wanted in rows[first:] if first else rows:
             index = None if numbers is None else tuple(numbers[lo:hi] for lo, hi in limits)
@@ -210,8 +212,8 @@ class Draws:
             self._surplus += wanted
             for lo, hi in limits:
                 if lo < hi:
-                    whole = hi - lo == size and type(indices) is Numbers
-                    self._requests.append((self._collate, indices if whole else indices[lo:hi], self.key))
+                    piece = indices if known and hi - lo == size else indices[lo:hi]
+                    self._requests.append((self._collate, piece, self.key))
 
     def _cut(self, size: int) -> list[_CutRow]:
         """The rows of a batch of so many samples."""

@@ -40,6 +40,7 @@ class Fetch:
     def __init__(self, stream: Rows, mould: Mould) -> None:
         self._stream = stream
         self._mould = mould
+        self._last = mould.last
         self._drawn_out = False
         self._read_out = False
 
@@ -71,7 +72,7 @@ class Fetch:
                 size = None
                 if len(row) == 1:
                     piece = row[0]
-                    size = piece.size if type(piece) is Sealed else self._mould.known_size(piece)
+                    size = piece.size if type(piece) is Sealed else self._last.size_of(piece)
                 sizes, skipped = self._measured(row) if size is None else ((size,), NOTHING_SKIPPED)
                 return Share(row, sizes, (), self._stream.digest_of(content), skipped)
         except Exception as error:
