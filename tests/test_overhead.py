@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import pickle
 import random
 import sys
+import weakref
 from collections.abc import Callable, Iterator
+from itertools import islice
 from types import FrameType
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 import torchdistinput as tdi
 from tests.structures import KINDS
@@ -21,6 +25,7 @@ from torchdistinput.backends.exchanges import conclude
 from torchdistinput.errors import SourceError
 from torchdistinput.flow import Delivered, End, Failed, Held, Outcome, PastEnd, Raised, Share, Skipped
 from torchdistinput.mould import Mould
+from torchdistinput.sources.numbers import digest_of
 from torchdistinput.stages.coordinate import Coordinate
 from torchdistinput.stages.transfer import Transfer
 from torchdistinput.testing import FakeCollectives
@@ -204,3 +209,38 @@ def test_an_error_of_the_data_comes_after_the_steps_before_it_and_again_without_
 
 def test_end_comes_as_one_outcome() -> None:
     assert isinstance(coordinate(None, None, counts=True).settle(PastEnd()), End)
+
+
+def test_the_digest_of_a_batch_is_made_when_a_state_is_asked_for_and_is_that_of_the_list() -> None:
+    data = TensorDataset(torch.arange(40))
+    loader = DataLoader(data, 8, shuffle=True, generator=torch.Generator().manual_seed(3))
+    dataset = tdi.Strategy(devices=["cpu"]).distribute_dataset(loader)
+    iterator = iter(dataset)
+    for step in range(5):
+        calls = calls_of(lambda: next(iterator))
+        assert step == 0 or "digest" not in calls  # the first element has a structure, which has a digest, too
+        asked = [dataset.state_dict()["drawn"] for _ in range(2)]
+        again = iter(DataLoader(data, 8, shuffle=True, generator=torch.Generator().manual_seed(3)))
+        (batch,) = next(islice(again, iterator.step.index, None))
+        assert asked == [digest_of(batch.tolist())] * 2
+
+
+def test_the_order_of_an_epoch_is_let_go_of_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    orders: list[weakref.ref[Any]] = []
+
+    def noted(*args: Any, **kwargs: Any) -> torch.Tensor:
+        memory = randperm(*args, **kwargs).numpy().copy()
+        orders.append(weakref.ref(memory))
+        return torch.from_numpy(memory)
+
+    randperm = torch.randperm
+    monkeypatch.setattr(torch, "randperm", noted)
+    dataset = tdi.Strategy(devices=["cpu"]).distribute_dataset(
+        DataLoader(TensorDataset(torch.arange(40)), 8, shuffle=True)
+    )
+    iterator = iter(dataset)
+    assert len(list(iterator)) == 5
+    gc.collect()
+    assert orders
+    assert [order() for order in orders] == [None] * len(orders)
+    assert dataset.state_dict()["step"] == 0  # of the next epoch
