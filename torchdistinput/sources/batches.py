@@ -3,8 +3,8 @@
 Where the sampler is exactly one of torch's own (or a ``ShuffleSampler``), what it will yield is known, and batches are
 passed over without being made: the cost is that of the random draws. Those that are taken stay arrays until somebody
 needs a list. The values are torch's, and so are the draws: the same calls on the same generators, at the same
-``next()``, the extra permutation that a ``RandomSampler`` draws when it runs dry included. A subclass may do anything,
-so it is iterated as it is, and passed over by iterating.
+``next()``, the extra permutation included that a ``RandomSampler`` draws from the user's generator when it runs dry. A
+subclass may do anything, so it is iterated as it is, and passed over by iterating.
 """
 
 from __future__ import annotations
@@ -339,8 +339,10 @@ def _permutations(sampler: RandomSampler) -> Iterator[_Chunk]:
     generator = _generator_of(sampler)
     for _ in range(sampler.num_samples // n):
         yield _chunk_of_tensor(torch.randperm(n, generator=generator))
-    # A copy, so that the rest of the permutation is freed.
-    yield _chunk_of_tensor(torch.randperm(n, generator=generator)[: sampler.num_samples % n].clone())
+    rest = sampler.num_samples % n
+    if rest or sampler.generator is not None:  # nobody sees what state the epoch's own generator would be left in
+        # A copy, so that the rest of the permutation is freed.
+        yield _chunk_of_tensor(torch.randperm(n, generator=generator)[:rest].clone())
 
 
 @final
