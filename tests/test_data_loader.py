@@ -340,6 +340,49 @@ def test_loader_workers_are_started_as_the_multiprocessing_context_says(context:
     assert list(Ours(Birth(), num_workers=1, multiprocessing_context=context)) == [[process]] * 2
 
 
+class Drawn(IterableDataset[Any]):
+    """Draws from the default random state for each element, and notes how far it was read."""
+
+    def __init__(self, length: int, fails: bool) -> None:
+        self.length, self.fails = length, fails
+        self.read = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.read = 0
+        for number in range(1, self.length + 1):
+            self.read = number
+            yield {"x": torch.rand(3), "n": number}
+        if self.fails:
+            raise KeyError("the end")
+
+
+def told_step_by_step(cls: Any, dataset: Drawn, **arguments: Any) -> list[Any]:
+    """The batches of two epochs with the elements read and the random state at each step, and how each epoch ended."""
+    torch.manual_seed(4)
+    found: list[Any] = []
+    loader = cls(dataset, **arguments)
+    for _ in range(2):
+        batches = iter(loader)
+        for _ in range(dataset.length + 2):
+            try:
+                found.append(next(batches))
+            except (StopIteration, KeyError) as error:
+                found.append((type(error), error.args))
+            found.append((dataset.read, torch.get_rng_state()))
+    return found
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("arguments", [{"batch_size": 3}, {"batch_size": 3, "drop_last": True}, {"batch_size": None}])
+@pytest.mark.parametrize("length", [0, 6, 7])
+def test_an_iterable_is_read_in_this_process_as_by_torch(arguments: dict[str, Any], length: int, fails: bool) -> None:
+    ours, torchs = (told_step_by_step(cls, Drawn(length, fails), **arguments) for cls in (Ours, Torchs))
+    if fails:  # torch forgets that its iterator failed, and drops the batch of the failure where it ends
+        end = next(place for place, told in enumerate(torchs) if isinstance(told, tuple) and told[0] is KeyError)
+        ours, torchs = ours[: end + 1], torchs[: end + 1]
+    assert same(ours, torchs)
+
+
 # ------------------------------------------------------------------------------------------------ lengths and epochs
 
 
