@@ -53,7 +53,7 @@ class BorrowedRandomState:
         if self._inside:
             return call()
         own = torch.get_rng_state()
-        keeps = torch.equal(own, self._state)
+        keeps = own.numpy().tobytes() == self._state.numpy().tobytes()  # torch.equal takes 10 us
         torch.set_rng_state(self._state)
         self._inside = True
         try:
