@@ -14,6 +14,7 @@ import dataclasses
 import hashlib
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from operator import countOf
 from typing import Any, Final, NamedTuple, cast, final
 
 import numpy as np
@@ -181,8 +182,10 @@ class Structure:
     def _holds_same_rows(self, batch: Any) -> bool:
         if not isinstance(batch, list | tuple) or type(batch) is not self.cls:
             return False
+        if self.dtype is str:
+            return countOf(map(type, batch), str) == len(batch)
         kinds = set(map(type, batch))
-        return kinds <= _PLAIN and (kinds <= {str}) == (self.dtype is str)
+        return kinds <= _PLAIN and not kinds <= {str}
 
     def digest(self) -> int:
         """A 24-bit number of the signature, the same in every process."""
