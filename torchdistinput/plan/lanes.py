@@ -8,10 +8,10 @@ that a state stays small however many files there are: the *deals* are the chang
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple, TypeAlias, final
+from typing import NamedTuple, TypeAlias
 
 from torchdistinput.errors import StateMismatch
 
@@ -36,24 +36,19 @@ class LanePlace(NamedTuple):
     """The stored size of the file, in bytes; -1 where it is not known."""
 
 
-@final
-@dataclass(frozen=True)
-class WalkPlace:
-    """Where a walk was left. It goes on with its slots, then opens what waits, then fresh files.
+class WalkPlace(NamedTuple):
+    """Where a walk was left. It goes on with its slots, then opens what waits, then fresh files."""
 
-    Args:
-      slots: the open file of each slot; none where the slot takes the next file. No slots: all files are yet to open.
-      turn: the slot whose turn it is.
-      taken: how many records were taken in that turn.
-      waiting: files that were begun, and are in no slot.
-      opened: how many of the fresh files that the walk was dealt were opened.
-    """
-
-    slots: tuple[LanePlace | None, ...] = ()
+    slots: Sequence[LanePlace | None] = ()
+    """The open file of each slot; none where the slot takes the next file. No slots: all files are yet to open."""
     turn: int = 0
+    """The slot whose turn it is."""
     taken: int = 0
-    waiting: tuple[LanePlace, ...] = ()
+    """How many records were taken in that turn."""
+    waiting: Sequence[LanePlace] = ()
+    """Files that were begun, and are in no slot."""
     opened: int = 0
+    """How many of the fresh files that the walk was dealt were opened."""
 
     @property
     def lanes(self) -> list[LanePlace]:
@@ -66,8 +61,8 @@ class WalkPlace:
         return [slots, self.turn, self.taken, [list(lane) for lane in self.waiting], self.opened]
 
     def to_text(self) -> str:
-        """``to_json`` as JSON. Asked for every few batches, where ``json.dumps`` would take most of the time."""
-        return str(self.to_json()).replace("None", "null")
+        """``to_json`` as JSON."""
+        return json.dumps(self.to_json())
 
     @classmethod
     def from_json(cls, value: object) -> WalkPlace:

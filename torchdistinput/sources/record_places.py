@@ -82,7 +82,7 @@ class Places:
     """
 
     def __init__(self, begun: tuple[int, WalkPlace], row: int, read_ahead: int) -> None:
-        self._known: deque[tuple[int, str]] = deque([(begun[0], begun[1].to_text())])
+        self._known: deque[tuple[int, WalkPlace]] = deque([begun])
         self._row = row
         self._read_ahead = read_ahead
         self._lock = threading.Lock()  # rows are read on one thread, places asked for on another
@@ -101,7 +101,7 @@ class Places:
                 self._note(before, cut.place)
             yield from cut.rows if label is None else label(cut)
 
-    def _note(self, row_before: int, place: str) -> None:
+    def _note(self, row_before: int, place: WalkPlace) -> None:
         with self._lock:
             self._known.append((self._row, place))
             # Nobody will ask for a row before this one: a row is read so many ahead of the one that is agreed on, and
@@ -113,7 +113,8 @@ class Places:
     def at(self, row: int) -> tuple[int, str]:
         """The last row up to this one after which the place is known, and the place as a text."""
         with self._lock:
-            return _last_before(row, self._known)
+            known, place = _last_before(row, self._known)
+        return known, place.to_text()
 
 
 @final

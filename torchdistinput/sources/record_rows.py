@@ -28,8 +28,8 @@ from torchdistinput.sources.worker_side import Cut, CutReady, Failure, labelled_
 
 __all__ = ["Entrance", "Passed", "RecordRows", "pass_over"]
 
-# Telling a place costs some microseconds a file, which is as much as a batch of short lines; what was read since the
-# last one is read again, undecoded, by who goes on there.
+# Telling a place costs a microsecond or two a file; what was read since the last one is read again, undecoded, by who
+# goes on there.
 _RECORDS_BETWEEN_PLACES: Final = 64  # for each open file
 _BATCHES_BETWEEN_PLACES: Final = 4
 
@@ -183,38 +183,32 @@ class RecordRows(IterableDataset[Any]):
             if not records or (len(records) < size and self._drop_last):
                 return
             if number % num_workers == worker:
-                cut = self._cut(records, walk.places, key, first)
+                place = None
                 untold, untold_batches = untold - len(records), untold_batches - 1
-                if isinstance(cut, Cut) and ((untold <= 0 and untold_batches <= 0) or walk.opened > opened):
+                if (untold <= 0 and untold_batches <= 0) or walk.opened > opened:
                     place = walk.position()
                     untold, untold_batches = _RECORDS_BETWEEN_PLACES * max(1, len(place.slots)), _BATCHES_BETWEEN_PLACES
                     opened = place.opened
-                    cut = cut._replace(place=place.to_text())
-                yield cut
+                yield self._cut(records, walk.places, key, first, place)
             first, records = 0, []
 
-    def _cut(self, records: Batch, places: _Places, key: int, first: int) -> Cut | Failure:
+    def _cut(self, records: Batch, places: _Places, key: int, first: int, place: WalkPlace | None) -> Cut | Failure:
         try:
             if self._cutter.global_batch_size is None:
-                return self._cut_ready(records[:], partial(places, 0, 1), key, first)
+                return self._cut_ready(records[:], partial(places, 0, 1), key, first)._replace(place=place)
             rows: list[Row] = []
-            numbers: list[list[Any]] = []
+            numbers: list[list[Any]] | None = [] if self._with_index else None
             for limits in self._limits(len(records))[first:]:
-                rows.append(
-                    [
-                        self._piece(records[lo:hi], partial(places, lo, hi), key) if lo < hi else None
-                        for lo, hi in limits
-                    ]
-                )
-                if self._with_index:
+                rows.append([self._piece(records, lo, hi, places, key) if lo < hi else None for lo, hi in limits])
+                if numbers is not None:
                     numbers.append([np.array([*map(number_of, places(lo, hi))], dtype=np.int64) for lo, hi in limits])
-            return Cut(rows, len(records), numbers or None)
+            return Cut(rows, len(records), numbers, 0, None, place)
         except Exception as error:
             if isinstance(error, SourceError):
                 return Failure(error, "")
-            place = places(0, 1)[0]
-            where = f"collating from record {place.record} of {place.file} on"
-            return Failure(error, where, Origin(file=place.file))
+            start = places(0, 1)[0]
+            where = f"collating from record {start.record} of {start.file} on"
+            return Failure(error, where, Origin(file=start.file))
 
     def _limits(self, size: int) -> Sequence[Limits]:
         """The rows of a batch; nearly all batches have the same size."""
@@ -222,11 +216,14 @@ class RecordRows(IterableDataset[Any]):
             self._last_limits = size, self._cutter.rows(size)
         return self._last_limits[1]
 
-    def _piece(self, records: list[Any], places: Callable[[], list[RecordPlace]], key: int) -> Any:
-        """The collated piece of some records, ``Thinned`` if some were left out."""
+    def _piece(self, batch: Batch, lo: int, hi: int, places: _Places, key: int) -> Any:
+        """The collated piece of some records of a batch, ``Thinned`` if some were left out."""
+        records = batch if type(batch) is list and hi - lo == len(batch) else batch[lo:hi]
         if not self._skip:
-            return self._collate(self.dataset.decode(records, places, key))
-        samples, left_out = self.dataset.decode_readable(records, places, key)
+            if self.dataset.map_fn is not None:
+                records = self.dataset.decode(records, partial(places, lo, hi), key)
+            return self._collate(records)
+        samples, left_out = self.dataset.decode_readable(records, partial(places, lo, hi), key)
         return thinned(left_out, self._collate(samples) if samples else None)
 
     def _cut_ready(self, records: list[Any], places: Callable[[], list[RecordPlace]], key: int, first: int) -> Cut:

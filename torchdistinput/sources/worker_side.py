@@ -22,6 +22,7 @@ from torchdistinput.errors import InputError, SourceError
 from torchdistinput.failures import in_one_line, kind_of, plain_indices, text_of, traceback_of
 from torchdistinput.flow import MOST_TOLD, NOWHERE, Origin, ReadFailure, Row, Sealed, Skipped, Thinned
 from torchdistinput.plan.batching import Cutter
+from torchdistinput.plan.lanes import WalkPlace
 from torchdistinput.sources.in_memory import Gather, gather_of, numbers_of
 from torchdistinput.sources.index import labelled
 from torchdistinput.sources.numbers import Numbers
@@ -126,7 +127,7 @@ class Cut(NamedTuple):
     """The loader worker that read it; 0 in this process."""
     snapshot: Snapshot | None = None
     """The state of the user's own after this batch, where it was taken."""
-    place: str | None = None
+    place: WalkPlace | None = None
     """Where the walk over files stood after this batch, where it was told."""
 
 
