@@ -183,7 +183,7 @@ def test_each_try_is_logged_once_with_file_byte_and_reason(
         read_all(name, options("open=T,read=.R", "bare"), waits)
     assert [record.getMessage() for record in caplog.records] == [
         f"{name}: cannot be opened (try 1 of 5, the next one in 0.1 s): TimeoutError: no answer",
-        f"{name}: reading failed at byte 131072 of what is stored (try 1 of 5, the next one in 0.1 s): "
+        f"{name}: reading failed at byte 65536 of what is stored (try 1 of 5, the next one in 0.1 s): "
         "ConnectionResetError: [Errno 104] Connection reset by peer",
     ]
     assert {record.levelname for record in caplog.records} == {"WARNING"}

@@ -46,7 +46,7 @@ FileNames: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]
 _LOG = logging.getLogger("torchdistinput")
 
 _WILDCARD = re.compile(r"[*?\[]")
-_BUFFER_BYTES = 1 << 17
+_BUFFER_BYTES = 1 << 16  # what readers ask for at a time, which so comes without another copy
 _DROPPED_BYTES = 1 << 20
 
 # What reads from this machine's disks or memory: there is nothing to try again.
@@ -111,8 +111,7 @@ class OpenedFile:
 
         Of this and ``stream``, only one may be read.
         """
-        local = isinstance(self.stored, LocalFileOpener)
-        return cast(BinaryIO, io.FileIO(self.stored.fileno(), closefd=False) if local else self.stored)
+        return cast(BinaryIO, _unwrapped(self.stored) if isinstance(self.stored, LocalFileOpener) else self.stored)
 
     @cached_property
     def changed(self) -> str:
@@ -183,6 +182,8 @@ def open_file(
         if isinstance(stored, io.BytesIO):
             # The memory filesystem gives every reader the one object that it stores, with one position for all.
             content = stored = io.BytesIO(stored.getvalue())
+        elif isinstance(stored, LocalFileOpener):
+            content = _unwrapped(stored)
         elif not isinstance(stored, _LOCAL):
             reopen, ask_size = partial(filesystem.open, path, "rb"), partial(filesystem.size, path)
             content = stored = RetryingFile(name, stored, reopen, ask_size, backoff, plain=method is None)
@@ -195,6 +196,11 @@ def open_file(
         stored.close()
         raise _failed(name, "cannot be opened", error) from error
     return OpenedFile(stream, stored, filesystem, name, path, backoff, method is None)
+
+
+def _unwrapped(stored: LocalFileOpener) -> io.FileIO:
+    """The file without fsspec's methods and a second buffer around it, which take longer than the reading."""
+    return io.FileIO(stored.fileno(), closefd=False)
 
 
 def _open_stored(name: str, storage_options: Mapping[str, Any]) -> tuple[Any, str, Any]:

@@ -85,7 +85,7 @@ def _blocks_of_lines(file: BinaryIO, offset: int) -> Iterator[tuple[int, bytes]]
         if not cut:
             rest.append(chunk)
             continue
-        block = b"".join((*rest, chunk[:cut]))
+        block = b"".join((*rest, memoryview(chunk)[:cut]))  # copied once
         yield offset, block
         offset += len(block)
         rest = [chunk[cut:]]
