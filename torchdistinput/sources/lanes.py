@@ -156,6 +156,11 @@ class Lane:
         return taken
 
     @property
+    def num_ready(self) -> int:
+        """How many records need no reading, as far as that is known."""
+        return max(0, len(self._ready) - (self.delivered - self._first))
+
+    @property
     def can_pass_over(self) -> bool:
         """Whether it has the layout of its file."""
         return self._layout is not None

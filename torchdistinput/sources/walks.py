@@ -17,8 +17,9 @@ from typing import Any, Final, TypeVar, final
 from torchdistinput.errors import StateMismatch
 from torchdistinput.plan.lanes import LanePlace, WalkPlace
 from torchdistinput.sources.lanes import Lane, RecordPlace
+from torchdistinput.sources.turns import Reserved, Rounds, Taken, Turn, taken_turns, woven
 
-__all__ = ["RecordPlace", "RecordWalk", "Reserved"]
+__all__ = ["RecordPlace", "RecordWalk"]
 
 T = TypeVar("T")
 
@@ -84,12 +85,20 @@ class RecordWalk:
         table = self._table
         table.taken = []
         records: list[Any] = []
-        while len(records) < count and (turn := table.next_turn(count - len(records))) is not None:
-            lane, wanted = turn
-            found = table.read(lane, lane.take, wanted)
-            if len(found) < wanted:
-                table.end_lane(lane)
-            records = records + found if records else found
+        while len(records) < count:
+            found = table.take_rounds(count - len(records))
+            if not found:
+                turn = table.next_turn(count - len(records))
+                if turn is None:
+                    break
+                lane, wanted = turn
+                found = table.read(lane, lane.take, wanted)
+                if len(found) < wanted:
+                    table.end_lane(lane)
+            if records:
+                records += found
+            else:
+                records = found
         return records
 
     def reserve(self, count: int) -> Reserved:
@@ -100,18 +109,29 @@ class RecordWalk:
         table = self._table
         table.taken = []
         table.let_go()
-        held: list[list[Any] | None] = []
+        parts: list[list[Any] | Turn] = []
         size = 0
-        while size < count and (turn := table.next_turn(count - size)) is not None:
+        while size < count:
+            if records := table.take_rounds(count - size):
+                parts.append(records)
+                size += len(records)
+                continue
+            turn = table.next_turn(count - size)
+            if turn is None:
+                break
             lane, wanted = turn
-            found = None if lane.can_pass_over else table.read(lane, lane.take, wanted)
-            number = table.read(lane, lane.pass_over, wanted) if found is None else len(found)
-            if number:
-                held.append(found)
+            before = lane.delivered
+            if lane.can_pass_over:
+                number = table.read(lane, lane.pass_over, wanted)
+                parts.append((lane, before, before + number))
+            else:
+                records = table.read(lane, lane.take, wanted)
+                number = len(records)
+                parts.append(records)
             if number < wanted:
                 table.end_lane(lane, keep=True)
             size += number
-        return Reserved(size, [(*turn, records) for turn, records in zip(table.taken, held, strict=True)])
+        return Reserved(parts)
 
     def take_ready(self) -> list[Any]:
         """The next records, as far as they are at hand: at least one, none at the end only.
@@ -120,6 +140,8 @@ class RecordWalk:
         """
         table = self._table
         table.taken = []
+        if rounds := table.take_rounds(_MOST_READY):
+            return rounds
         while (turn := table.next_turn(_MOST_READY)) is not None:
             lane, wanted = turn
             if records := table.read(lane, lane.take_ready, wanted):
@@ -131,7 +153,7 @@ class RecordWalk:
         """Where the records ``[lo, hi)`` of the last ``take`` came from. Before the next record is taken."""
         found: list[RecordPlace] = []
         start = 0  # the position of the first record of a turn among those taken
-        for lane, first, end in self._table.taken:
+        for lane, first, end in taken_turns(self._table.taken):
             stop = start + end - first
             if lo < stop and start < hi:
                 found += lane.places(first + max(lo - start, 0), min(end, first + hi - start))
@@ -142,48 +164,6 @@ class RecordWalk:
         """Closes the open files; the walk is at its end. More calls do nothing."""
         self._records.close()
         self._table.close()
-
-
-@final
-class Reserved:
-    """Records of a walk that are read as slices of them are asked for.
-
-    Args:
-      size: how many they are.
-      parts: in order, lanes, ranges of their records, and the records where they were read already.
-    """
-
-    def __init__(self, size: int, parts: Sequence[tuple[Lane, int, int, list[Any] | None]]) -> None:
-        self._size = size
-        self._parts = parts
-
-    def __len__(self) -> int:
-        return self._size
-
-    def __getitem__(self, wanted: slice) -> list[Any]:
-        """The records of a slice without a step. What a lane has of them is read at once.
-
-        Raises:
-          SourceError: naming the file.
-        """
-        lo, hi, _ = wanted.indices(self._size)
-        found: list[tuple[Lane, int, int, list[Any] | None]] = []
-        ranges: dict[int, tuple[Lane, int, int]] = {}
-        start = 0
-        for lane, first, end, records in self._parts:
-            stop = start + end - first
-            if lo < stop and start < hi:
-                a, b = first + max(lo - start, 0), min(end, first + hi - start)
-                found.append((lane, a, b, None if records is None else records[a - first : b - first]))
-                if records is None:
-                    ranges[id(lane)] = (lane, ranges.get(id(lane), (lane, a, b))[1], b)
-            start = stop
-        read = {key: (a, lane.read_range(a, b)) for key, (lane, a, b) in ranges.items()}
-        whole: list[Any] = []
-        for lane, a, b, held in found:
-            first, records = (a, held) if held is not None else read[id(lane)]
-            whole += records[a - first : b - first]
-        return whole
 
 
 @final
@@ -208,8 +188,8 @@ class _Table:
     ) -> None:
         self.last: Lane | None = None
         """The lane of the last record."""
-        self.taken: list[tuple[Lane, int, int]] = []
-        """What the last ``take`` took: lanes, each with a range of its records, counted as they are yielded."""
+        self.taken: list[Taken] = []
+        """What the last ``take`` took."""
         self.opened = place.opened
         """How many fresh files were opened."""
         self._order = order
@@ -223,6 +203,7 @@ class _Table:
         self._before = place.taken  # records of its turn that were taken when its lane was opened
         self._lane: Lane | None = None  # its lane, once it is open
         self._start = 0  # the lane's count where the turn began
+        self._slow_turns = 0  # how many are not looked at for whole rounds
         self._ended: list[Lane] = []  # lanes at their end of which records may still be read
         self._closed = False
 
@@ -256,6 +237,43 @@ class _Table:
                     return lane, min(left, most)
             self._pass_turn()
         return None
+
+    def take_rounds(self, most: int) -> list[Any]:
+        """Up to ``most`` records in whole rounds of turns, as far as no file has to be read for them, or none.
+
+        It leaves everything as the turns one by one would have left it.
+        """
+        if self._length is None or self._closed:
+            return []
+        if self._slow_turns:
+            self._slow_turns -= 1
+            return []
+        lanes = self._lanes_of_round()
+        per_round = len(lanes) * self._length
+        if not lanes or most < per_round:
+            return []
+        rounds = min(most // per_round, min(lane.num_ready for lane in lanes) // self._length)
+        if not rounds:
+            self._slow_turns = len(lanes) - 1  # until the one without has its turn, and reads
+            return []
+        self.taken.append(Rounds(lanes, [lane.delivered for lane in lanes], rounds, self._length))
+        parts = [lane.take(rounds * self._length) for lane in lanes]
+        last = self.last = self._lane = lanes[-1]
+        self._turn, self._start = self._slots.index(last), last.delivered - self._length
+        return woven(parts, self._length)
+
+    def _lanes_of_round(self) -> list[Lane]:
+        """The lanes in the order of their next turns; none in the middle of a turn, or while a file is to be opened."""
+        first, slots = self._turn, self._slots
+        if self._lane is not None:
+            first += 1
+            if self._lane.delivered - self._start != self._length:
+                return []
+        elif self._before:
+            return []
+        lanes = [lane for lane in (*slots[first:], *slots[:first]) if isinstance(lane, Lane)]
+        empty = slots.count(None) if self.opened == len(self._order) and not self._waiting else 0
+        return lanes if len(lanes) + empty == len(slots) else []
 
     def read(self, lane: Lane, take: Callable[[int], T], count: int) -> T:
         """What the lane whose turn it is gives; notes it for ``places``.
