@@ -189,10 +189,10 @@ def test_a_reader_with_blocks_pickles_and_copies(name: str) -> None:
 
 
 def test_a_reader_with_blocks_has_the_name_the_text_and_the_arguments_of_a_reader() -> None:
-    assert (readers.csv_rows.__name__, readers.csv_rows.__module__) == ("csv_rows", "torchdistinput.sources.readers")
+    assert (readers.csv_rows.__name__, readers.csv_rows.__module__) == ("csv_rows", "torchdistinput.sources.csv_files")
     assert "RFC 4180" in (readers.csv_rows.__doc__ or "")
     assert list(inspect.signature(readers.csv_rows).parameters) == ["file", "delimiter"]
-    assert repr(readers.csv_rows) == "<reader torchdistinput.sources.readers.csv_rows>"
+    assert repr(readers.csv_rows) == "<reader torchdistinput.sources.csv_files.csv_rows>"
 
 
 def test_functions_and_what_hides_a_reader_have_no_blocks() -> None:

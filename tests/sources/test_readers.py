@@ -7,8 +7,10 @@ import csv
 import functools
 import gzip
 import io
+import itertools
 import json
 import pickle
+import random
 import struct
 import tracemalloc
 import warnings
@@ -22,7 +24,7 @@ import pytest
 from torchdistinput.backends import filesystem
 from torchdistinput.errors import SourceError
 from torchdistinput.sources import pieces, readers
-from torchdistinput.sources.crc32c import crc32c, masked_crc32c
+from torchdistinput.sources.crc32c import crc32c, masked_crc32c, masked_crcs32c
 
 Reader = Callable[[BinaryIO], Iterable[Any]]
 
@@ -354,12 +356,56 @@ def test_crc32c_in_blocks_is_that_of_a_loop_over_bits() -> None:
             assert crc32c(data[:length]) == register ^ 0xFFFFFFFF, length
 
 
+def test_the_checksums_of_many_records_are_those_of_each() -> None:
+    lengths = [0, 1, 3, 4, 5, 8, 9, 47, 48, 127, 128, 129, 1023, 1024, 1025, 3000, *range(4, 1025, 51)] * 3
+    random.Random(0).shuffle(lengths)
+    records = [random.Random(place).randbytes(length) for place, length in enumerate(lengths)]
+    records += [b"ten bytes."] * 30_000  # more than are looked up at a time
+    assert (
+        masked_crcs32c(records).tolist()
+        == [masked_crc32c(record) for record in records[:-30_000]] + [masked_crc32c(records[-1])] * 30_000
+    )
+    assert masked_crcs32c([]).tolist() == []
+
+
 PAYLOADS = [b"", b"a", b"hello world", bytes(range(256)) * 3, b"\xff" * 100_000]
 
 
 def test_payloads_come_back() -> None:
     assert read(readers.tfrecords, b"".join(map(tfrecord, PAYLOADS))) == PAYLOADS
     assert read(readers.tfrecords, b"") == []
+
+
+@pytest.mark.parametrize("most", [10, 700, 90_000])
+def test_records_and_blocks_come_wherever_the_pieces_end_in_which_the_file_is_read(most: int) -> None:
+    rng = random.Random(most)
+    payloads = [rng.randbytes(rng.randrange(most)) for _ in range(max(12, 100_000 // (most // 2 + 16)))]
+    ends = list(itertools.accumulate(16 + len(payload) for payload in payloads))
+    blocks: list[tuple[int, list[bytes]]] = [(0, [])]
+    for payload, end in zip(payloads, ends, strict=True):
+        blocks[-1][1].append(payload)
+        if end - blocks[-1][0] >= 1 << 16:
+            blocks.append((end, []))
+    content = b"".join(map(tfrecord, payloads))
+    assert list(readers.tfrecords.blocks(io.BytesIO(content), 0)) == [block for block in blocks if block[1]]
+    entered = readers.tfrecords.blocks(io.BytesIO(content), blocks[1][0])
+    assert [record for _, records in entered for record in records] == payloads[len(blocks[0][1]) :]
+
+
+def test_the_first_of_several_damages_is_told_first() -> None:
+    content = bytearray(b"".join(map(tfrecord, [b"0123456789"] * 6))[:-1])  # cut off, too
+    for record in (1, 4):
+        content[26 * record + 15] ^= 1
+    offset, found = 0, []
+    for whole in (1, 2, 0):
+        blocks = readers.tfrecords.blocks(io.BytesIO(content), offset)
+        records = list(next(blocks, (0, []))[1]) if whole else []
+        assert records == [b"0123456789"] * whole
+        with pytest.raises(SourceError) as raised:
+            next(blocks)
+        found.append((raised.value.offset, raised.value.resume_at))
+        offset = raised.value.resume_at or 0
+    assert found == [(26, 52), (104, 130), (130, None)]
 
 
 def test_a_record_as_tensorflow_writes_it_is_read() -> None:

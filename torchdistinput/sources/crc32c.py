@@ -3,18 +3,20 @@
 The register of a CRC is linear over GF(2), so the checksum of a block is the exclusive or of one word per byte, which
 depends on the byte and on its distance from the end of the block: a table look-up for all bytes at once, not a loop.
 Zeros in front of a block do not change it, so data is padded at the front to whole blocks. The words of the blocks are
-then joined in pairs: the left one is moved by the length of the right one (again a table), until one is left.
+then joined in pairs: the left one is moved by the length of the right one (again a table), until one is left. Short
+data of about one length, as records are, makes the rows of one look-up.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["crc32c", "masked_crc32c"]
+__all__ = ["crc32c", "masked_crc32c", "masked_crcs32c"]
 
 _Words: TypeAlias = "npt.NDArray[np.uint32]"
 
@@ -23,6 +25,7 @@ _BLOCK: Final = 1024
 _SLAB: Final = 1 << 18  # bytes that are looked up at a time: bounds the memory, 8 bytes of index for each
 _SHORT: Final = 48
 _ALL_ONES: Final = 0xFFFFFFFF
+_WIDTHS: Final = 1 << np.arange(2, 11)  # to which short records are filled up with zeros in front, up to a block
 _ROWS: Final = np.arange(0, _BLOCK * 256, 256, dtype=np.intp)
 
 
@@ -116,3 +119,31 @@ def masked_crc32c(data: bytes) -> int:
     """The CRC-32C as TFRecord stores it: rotated and shifted, so that checksums of checksums stay useful."""
     word = crc32c(data)
     return ((word >> 15 | word << 17) + 0xA282EAD8) & _ALL_ONES
+
+
+def masked_crcs32c(records: Sequence[bytes]) -> _Words:
+    """``masked_crc32c`` of each, in a fraction of the time where they are short."""
+    words: _Words = np.empty(len(records), dtype=np.uint32)
+    lengths = np.fromiter(map(len, records), np.intp, len(records))
+    alike = np.where(lengths < 4, len(_WIDTHS), np.searchsorted(_WIDTHS, lengths))
+    for kind in np.unique(alike).tolist():
+        numbers = np.flatnonzero(alike == kind)
+        at_once = 1 if kind == len(_WIDTHS) else _SLAB // int(_WIDTHS[kind])
+        for start in range(0, len(numbers), at_once):
+            some = numbers[start : start + at_once]
+            chosen = [records[number] for number in some.tolist()]
+            words[some] = crc32c(chosen[0]) if at_once == 1 else _crcs_of_alike(chosen, int(_WIDTHS[kind]))
+    masked: _Words = (words >> np.uint32(15) | words << np.uint32(17)) + np.uint32(0xA282EAD8)
+    return masked
+
+
+def _crcs_of_alike(records: Sequence[bytes], width: int) -> _Words:
+    """The CRC-32C of records of 4 to ``width`` bytes each, which is at most a block."""
+    filled = b"".join([record.rjust(width, b"\0") for record in records])
+    indices = np.frombuffer(filled, dtype=np.uint8).reshape(-1, width).astype(np.intp)
+    starts = width - np.fromiter(map(len, records), dtype=np.intp, count=len(records))
+    for place in range(4):  # a register of all ones is mixed into the first four bytes
+        indices[np.arange(len(records)), starts + place] ^= 0xFF
+    indices += _ROWS[-width:]
+    words: _Words = np.bitwise_xor.reduce(_block_table().take(indices), axis=1) ^ np.uint32(_ALL_ONES)
+    return words

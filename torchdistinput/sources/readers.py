@@ -17,13 +17,12 @@ before; what their names stand for takes the file alone, and yields the records.
 from __future__ import annotations
 
 import codecs
-import csv
 import io
 import json
 import struct
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
-from typing import Any, BinaryIO, Final, final
+from typing import Any, BinaryIO, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +30,8 @@ import numpy.typing as npt
 from torchdistinput.backends.filesystem import skip_to
 from torchdistinput.errors import SourceError
 from torchdistinput.sources.blocks import BLOCK_BYTES, Block, Layout, grouped, in_blocks, located
-from torchdistinput.sources.crc32c import masked_crc32c
+from torchdistinput.sources.crc32c import masked_crc32c, masked_crcs32c
+from torchdistinput.sources.csv_files import csv_rows
 from torchdistinput.sources.npy import npy_rows
 from torchdistinput.sources.pieces import read_pieces
 
@@ -163,90 +163,11 @@ def _json_values(block: bytes, offset: int) -> Iterator[tuple[int, Any]]:
         offset = end
 
 
-@final
-class _DecodedLines:
-    """The lines of a text with their ends, as ``csv.reader`` wants them, and where the next one starts."""
-
-    def __init__(self, file: BinaryIO, offset: int) -> None:
-        self._lines = iter(file)
-        self.offset = offset
-        self._last = b""
-
-    def next_row_after(self, start: int) -> int | None:
-        """Where the row comes that follows a bad one, if that is certain: the bad one is one line, with even quotes."""
-        last = self._last
-        return self.offset if self.offset - start == len(last) and last.count(b'"') % 2 == 0 else None
-
-    def __iter__(self) -> Iterator[str]:
-        return self
-
-    def __next__(self) -> str:
-        line = self._last = next(self._lines)
-        start, self.offset = self.offset, self.offset + len(line)
-        text = line.decode()
-        return text if start else text.removeprefix(_BOM)
-
-
-@in_blocks
-def csv_rows(file: BinaryIO, offset: int, *, delimiter: str = ",") -> Iterator[Block[dict[str, str]]]:
-    r"""Yields the rows of a CSV file (RFC 4180, UTF-8) as dicts; the first row has the names of the columns.
-
-    Fields may be quoted and then hold delimiters and line ends. Blank lines are passed over; an empty file has no rows.
-
-    Args:
-      file: the content.
-      offset: see the top; not an argument of the reader.
-      delimiter: what separates fields; ``functools.partial(csv_rows, delimiter="\t")`` reads TSV.
-
-    Raises:
-      SourceError: at a row with more or fewer fields than the header, a quote that does not end, a line that is not
-        UTF-8, or a header that has a name twice.
-    """
-    lines = _DecodedLines(file, 0)
-    try:
-        start, header = next(_fields(lines, delimiter), (0, []))
-    except SourceError as error:
-        error.resume_at = None  # without a header nothing can be read
-        raise
-    if len(set(header)) < len(header):
-        raise SourceError(f"the header has a column name twice: {header!r:.200}", offset=start)
-    if offset > lines.offset:
-        skip_to(file, offset, lines.offset)
-        lines = _DecodedLines(file, offset)
-    yield from grouped(_dicts(lines, delimiter, header), lines.offset)
-
-
-def _fields(lines: _DecodedLines, delimiter: str) -> Iterator[tuple[int, list[str]]]:
-    """The fields of each row that is not blank, and the offset at which it starts."""
-    rows = csv.reader(lines, delimiter=delimiter, strict=True)
-    while True:
-        offset = lines.offset
-        try:
-            row = next(rows, None)
-        except (csv.Error, UnicodeDecodeError) as error:
-            message = f"the row at byte {offset} is not CSV in UTF-8: {error}"
-            raise SourceError(message, offset=offset, resume_at=lines.next_row_after(offset)) from error
-        if row is None:
-            return
-        if row:
-            yield offset, row
-
-
-def _dicts(lines: _DecodedLines, delimiter: str, header: list[str]) -> Iterator[tuple[int, dict[str, str]]]:
-    """Each row by the names of the header, and the offset at which it ends."""
-    for offset, row in _fields(lines, delimiter):
-        if len(row) != len(header):
-            raise SourceError(
-                f"the row at byte {offset} has {len(row)} fields, the header has {len(header)}: {header!r:.200}",
-                offset=offset,
-                resume_at=lines.next_row_after(offset),
-            )
-        yield lines.offset, dict(zip(header, row, strict=True))
-
-
-@lru_cache(maxsize=4096)
-def _checksum_of_length(length: bytes) -> int:
-    return masked_crc32c(length)  # files repeat few lengths
+@lru_cache(maxsize=4096)  # files repeat few lengths
+def _length_in(head: bytes) -> tuple[int, bool]:
+    """The length that a header tells, and whether its checksum fits."""
+    length, checksum = struct.unpack("<QI", head)
+    return length, masked_crc32c(head[:8]) == checksum
 
 
 def _starts_of_tfrecords(file: BinaryIO) -> Iterator[npt.NDArray[np.int64]]:
@@ -280,38 +201,51 @@ def tfrecords(file: BinaryIO, offset: int) -> Iterator[Block[bytes]]:
       SourceError: at a record that is cut off or whose checksums do not fit.
     """
     skip_to(file, offset)
-    yield from grouped(_payloads(file, offset), offset)
-
-
-def _payloads(file: BinaryIO, offset: int) -> Iterator[tuple[int, bytes]]:
-    """The payload of each record, and the offset at which the record ends."""
-    while head := file.read(12):
-        if len(head) < 12:
-            raise _cut_off(offset, 12, len(head), "header")
-        length = _checked_length(head, offset)
-        payload = read_pieces(file, length)
-        footer = file.read(4) if len(payload) == length else b""
-        if len(footer) < 4:
-            raise _cut_off(offset, 16 + length, 12 + len(payload) + len(footer), "record")
-        if masked_crc32c(payload) != int.from_bytes(footer, "little"):
+    for start, found in grouped(_unchecked(file, offset), offset):
+        payloads = [payload for payload, _ in found]
+        checksums = np.frombuffer(b"".join([footer for _, footer in found]), "<u4")
+        bad = np.flatnonzero(masked_crcs32c(payloads) != checksums)[:1].tolist()
+        yield start, payloads[: bad[0]] if bad else payloads
+        if bad:
+            length = len(payloads[bad[0]])
+            at = start + sum(16 + len(payload) for payload in payloads[: bad[0]])
             raise SourceError(
-                f"the record at byte {offset} is corrupt: the checksum of its {length} bytes does not fit",
-                offset=offset,
-                resume_at=offset + 16 + length,
+                f"the record at byte {at} is corrupt: the checksum of its {length} bytes does not fit",
+                offset=at,
+                resume_at=at + 16 + length,
             )
+
+
+def _unchecked(file: BinaryIO, offset: int) -> Iterator[tuple[int, tuple[bytes, bytes]]]:
+    """The payload of each record and its checksum as stored, and the offset at which the record ends."""
+    data, at = b"", 0  # read and not yielded yet: what is behind ``at``
+    while True:
+        if len(data) - at < 12:
+            data, at = data[at:] + read_pieces(file, BLOCK_BYTES), 0
+            if not data:
+                return
+            if len(data) < 12:
+                raise _cut_off(offset, 12, len(data), "header")
+        length = _checked_length(data[at : at + 12], offset)
+        end = at + 16 + length
+        if len(data) < end:
+            data, at, end = data[at:] + read_pieces(file, max(BLOCK_BYTES, end - len(data))), 0, end - at
+            if len(data) < end:
+                raise _cut_off(offset, end, len(data), "record")
         offset += 16 + length
-        yield offset, payload
+        yield offset, (data[at + 12 : end - 4], data[end - 4 : end])
+        at = end
 
 
 def _checked_length(head: bytes, offset: int) -> int:
-    length, checksum = struct.unpack("<QI", head)
-    if _checksum_of_length(head[:8]) != checksum:
+    length, fits = _length_in(head)
+    if not fits:
         raise SourceError(
             f"the record at byte {offset} is corrupt: the checksum of its length ({length}) does not fit; "
             "the file is damaged here, or not a TFRecord file (a compressed one needs compression=)",
             offset=offset,
         )
-    return int(length)
+    return length
 
 
 def fixed_length_records(num_bytes: int) -> Callable[[BinaryIO], Iterator[bytes]]:
