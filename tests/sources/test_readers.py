@@ -24,6 +24,7 @@ import pytest
 from torchdistinput.backends import filesystem
 from torchdistinput.errors import SourceError
 from torchdistinput.sources import pieces, readers
+from torchdistinput.sources.blocks import grouped
 from torchdistinput.sources.crc32c import crc32c, masked_crc32c, masked_crcs32c
 
 Reader = Callable[[BinaryIO], Iterable[Any]]
@@ -115,6 +116,28 @@ def test_a_character_that_is_cut_off_is_an_error() -> None:
 
 
 # JSON
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_values_and_blocks_of_json_are_those_of_the_lines_one_by_one(seed: int) -> None:
+    rng = random.Random(seed)
+    odd = [[], ["", " "], ["  [1, 2] ", "7\r"], [json.dumps("x" * 150_000)]][seed % 4]
+    lines = [rng.choice([json.dumps({"id": n, "text": "é" * rng.randrange(40)}), str(n), *odd]) for n in range(5_000)]
+    content = ("\ufeff" * (seed % 3 == 0) + "\n".join(["0", *lines][: 200 if "x" * 9 in str(odd) else None])).encode()
+    content += b"\n" * (seed % 2)
+
+    def one_by_one(block: bytes, end: int) -> Iterator[tuple[int, Any]]:
+        for line in block.split(b"\n"):
+            end = min(end + len(line) + 1, len(content))
+            if line.strip():
+                yield end, json.loads(line.decode("utf-8-sig"))
+
+    expected, start = [], 0
+    read_up_to = [*range(1 << 16, len(content), 1 << 16), len(content)]
+    for cut in (*(content.rfind(b"\n", 0, at) + 1 for at in read_up_to), len(content)):
+        expected += list(grouped(one_by_one(content[start:cut], start), start))
+        start = max(start, cut)
+    assert list(readers.json_lines.blocks(io.BytesIO(content), 0)) == expected
 
 
 def test_json_lines_are_the_values_of_the_lines_that_are_not_blank() -> None:

@@ -160,6 +160,8 @@ def _made(rows: np.ndarray[Any, Any], lo: int, hi: int) -> list[Any]:
         return [np.zeros(rows.shape[1:], native) for _ in range(lo, hi)]
     if rows.ndim == 1 and rows.dtype.names is None:
         return list(rows[lo:hi].astype(native))
+    if rows.ndim > 1 and rows.dtype == native:
+        return list(map(np.ndarray.copy, rows[lo:hi]))
     return [row.astype(native, order="C") for row in rows[lo:hi]]
 
 

@@ -22,6 +22,7 @@ import json
 import struct
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
+from operator import itemgetter, ne
 from typing import Any, BinaryIO, Final
 
 import numpy as np
@@ -49,6 +50,9 @@ __all__ = [
 _BOM: Final = codecs.BOM_UTF8.decode()
 _SCANNED_BYTES: Final = 1 << 20
 _STARTS: Final = 4096
+
+_decode_json: Final = json.JSONDecoder().raw_decode
+_first_of, _second_of = itemgetter(0), itemgetter(1)
 
 
 def _starts_of_lines(file: BinaryIO) -> Iterator[npt.NDArray[np.int64]]:
@@ -142,7 +146,26 @@ def json_lines(file: BinaryIO, offset: int) -> Iterator[Block[Any]]:
       SourceError: at a line that is not one JSON value in UTF-8.
     """
     for start, block in _blocks_of_lines(file, offset):
-        yield from grouped(_json_values(block, start), start)
+        yield from _plain_json(block, start) or grouped(_json_values(block, start), start)
+
+
+def _plain_json(block: bytes, offset: int) -> list[Block[Any]]:
+    """What ``_json_values`` gives, grouped, where each line is a value and nothing else; else nothing: look closer."""
+    found: list[Block[Any]] = []
+    start = 0
+    while start < len(block):
+        end = block.find(b"\n", start + BLOCK_BYTES - 1) + 1 or len(block)
+        try:
+            text = block[start:end].decode()
+            lines = (text if offset + start else text.removeprefix(_BOM)).removesuffix("\n").split("\n")
+            values = list(map(_decode_json, lines))
+        except (ValueError, RecursionError):
+            return []
+        if any(map(ne, map(_second_of, values), map(len, lines))):
+            return []
+        found.append((offset + start, list(map(_first_of, values))))
+        start = end
+    return found
 
 
 def _json_values(block: bytes, offset: int) -> Iterator[tuple[int, Any]]:
@@ -274,7 +297,16 @@ def _fixed_layout(file: BinaryIO, size: int, *, num_bytes: int) -> Layout | None
 def _read_fixed(num_bytes: int, file: BinaryIO, lo: int, hi: int) -> list[bytes]:
     file.seek(lo * num_bytes)
     block = read_pieces(file, (hi - lo) * num_bytes)
-    return [block[start : start + num_bytes] for start in range(0, len(block) // num_bytes * num_bytes, num_bytes)]
+    return _of_length(num_bytes, block)
+
+
+def _of_length(num_bytes: int, block: bytes) -> list[bytes]:
+    """The whole records in some bytes."""
+    whole = len(block) // num_bytes
+    if whole < 2 or num_bytes > BLOCK_BYTES:
+        return [block[start : start + num_bytes] for start in range(0, whole * num_bytes, num_bytes)]
+    records: list[bytes] = np.frombuffer(block, f"V{num_bytes}", whole).tolist()
+    return records
 
 
 @located(layout=_fixed_layout)
@@ -283,7 +315,7 @@ def _fixed_length(file: BinaryIO, offset: int, *, num_bytes: int) -> Iterator[Bl
     wanted = max(1, BLOCK_BYTES // num_bytes) * num_bytes
     while block := read_pieces(file, wanted):
         whole = len(block) // num_bytes * num_bytes
-        yield offset, [block[start : start + num_bytes] for start in range(0, whole, num_bytes)]
+        yield offset, _of_length(num_bytes, block)
         if whole < len(block):
             raise _cut_off(offset + whole, num_bytes, len(block) - whole, "record")
         offset += whole
