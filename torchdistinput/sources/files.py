@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Final, final
 
 from torch.utils.data import IterableDataset, get_worker_info
@@ -328,22 +328,28 @@ class FileDataset(IterableDataset[Any]):
         epoch = self._epochs.take()
         info = get_worker_info()
         worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
-        return self._share(self.walk(self.file_order(epoch), epoch), epoch, worker, num_workers)
+        walk = self.walk(self.file_order(epoch), epoch)
+        if self.map_fn is None:  # no Python code runs for a record of a block
+            return chain.from_iterable(self._undecoded(walk, worker, num_workers))
+        return self._decoded(walk, self.map_fn, epoch, worker, num_workers)
 
-    def _share(self, walk: RecordWalk, epoch: int, worker: int, num_workers: int) -> Iterator[Any]:
+    def _undecoded(self, walk: RecordWalk, worker: int, num_workers: int) -> Iterator[Iterable[Any]]:
         with closing(walk):
-            if self.map_fn is None and blocks_of(self._read) is None:
-                yield from islice(walk, worker, None, num_workers)
+            if blocks_of(self._read) is None:
+                yield islice(walk, worker, None, num_workers)
                 return
-            if self.map_fn is None:
-                while records := walk.take_ready():
-                    yield from records[worker::num_workers]
-                    worker = (worker - len(records)) % num_workers
-                return
+            while records := walk.take_ready():
+                yield records[worker::num_workers]
+                worker = (worker - len(records)) % num_workers
+
+    def _decoded(
+        self, walk: RecordWalk, map_fn: Callable[[Any], Any], epoch: int, worker: int, num_workers: int
+    ) -> Iterator[Any]:
+        with closing(walk):
             read = calls_on(walk, epoch_key(self.seed, epoch))
             for record in islice(walk, worker, None, num_workers):
                 try:
-                    decoded = read(self.map_fn, record)
+                    decoded = read(map_fn, record)
                 except Exception as error:
                     raise _undecodable(walk.place, error) from error
                 yield decoded
