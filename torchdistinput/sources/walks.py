@@ -1,8 +1,4 @@
-"""The walk over the records of files: which file has the next turn, and what came last.
-
-**Interleaving.** ``cycle_length`` slots, each with an open file, have turns in a fixed order. A turn yields up to
-``block_length`` records; a slot whose file ended in its turn takes the next file at its next turn. These are the rules
-of TensorFlow's ``interleave``.
+"""The walk over the records of files, in the order of ``turns``: what comes next, and where it comes from.
 
 **Going on.** A walk tells its place between any two records, and another walk goes on from there with the same records,
 in the same order and the same turns.
@@ -10,18 +6,14 @@ in the same order and the same turns.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any, Final, TypeVar, final
+from typing import Any, Final, final
 
-from torchdistinput.errors import StateMismatch
 from torchdistinput.plan.lanes import LanePlace, WalkPlace
 from torchdistinput.sources.lanes import Lane, RecordPlace
-from torchdistinput.sources.turns import Reserved, Rounds, Taken, Turn, taken_turns, woven
+from torchdistinput.sources.turns import Turn, TurnTable, taken_turns
 
-__all__ = ["RecordPlace", "RecordWalk"]
-
-T = TypeVar("T")
+__all__ = ["RecordPlace", "RecordWalk", "Reserved"]
 
 _MOST_READY: Final = 256  # rows of arrays are made as they are handed out
 
@@ -49,7 +41,7 @@ class RecordWalk:
         block_length: int,
         place: WalkPlace | None = None,
     ) -> None:
-        self._table = _Table(order, open_lane, cycle_length, block_length, place or WalkPlace())
+        self._table = TurnTable(order, open_lane, cycle_length, block_length, place or WalkPlace())
         self._records = _one_by_one(self._table)
 
     def __iter__(self) -> Iterator[Any]:
@@ -167,206 +159,54 @@ class RecordWalk:
 
 
 @final
-class _Table:
-    """What a walk has in hand. Apart from the walk: a generator that knew its walk would keep it alive.
+class Reserved:
+    """Records of a walk that are read as slices of them are asked for.
 
     Args:
-      order: the fresh files.
-      open_lane: opens a file.
-      cycle_length: how many slots there are, unless the place has some.
-      block_length: how many records make a turn, where there are several slots.
-      place: where to start.
+      parts: in order, records that were read already, or turns of which they are to be read.
     """
 
-    def __init__(
-        self,
-        order: Sequence[int],
-        open_lane: Callable[[LanePlace], Lane],
-        cycle_length: int,
-        block_length: int,
-        place: WalkPlace,
-    ) -> None:
-        self.last: Lane | None = None
-        """The lane of the last record."""
-        self.taken: list[Taken] = []
-        """What the last ``take`` took."""
-        self.opened = place.opened
-        """How many fresh files were opened."""
-        self._order = order
-        self._open_lane = open_lane
-        self._waiting = deque(place.waiting)
-        num_slots = min(cycle_length, len(place.waiting) + len(order) - place.opened)
-        # The lane of each slot, or the place of one that is yet to be opened again.
-        self._slots: list[Lane | LanePlace | None] = list(place.slots) or [None] * num_slots
-        self._length = block_length if len(self._slots) > 1 else None  # alone, a file has all turns: one will do
-        self._turn = place.turn  # the slot whose turn it is
-        self._before = place.taken  # records of its turn that were taken when its lane was opened
-        self._lane: Lane | None = None  # its lane, once it is open
-        self._start = 0  # the lane's count where the turn began
-        self._slow_turns = 0  # how many are not looked at for whole rounds
-        self._ended: list[Lane] = []  # lanes at their end of which records may still be read
-        self._closed = False
+    def __init__(self, parts: Sequence[list[Any] | Turn]) -> None:
+        self._parts = parts
+        self._sizes = [len(part) if isinstance(part, list) else part[2] - part[1] for part in parts]
+        self._size = sum(self._sizes)
 
-    def __del__(self) -> None:
-        self.close()
+    def __len__(self) -> int:
+        return self._size
 
-    def position(self) -> WalkPlace:
-        """See ``RecordWalk.position``."""
-        slots = tuple([lane.position() if isinstance(lane, Lane) else lane for lane in self._slots])
-        taken = self._before if self._lane is None else self._lane.delivered - self._start
-        if len(slots) == 1:
-            taken = 0  # its turn has no end
-        return WalkPlace(slots, self._turn, taken, tuple(self._waiting), self.opened)
-
-    def next_turn(self, most: int) -> tuple[Lane, int] | None:
-        """The lane whose turn it is, and how many records, up to ``most``, it has left in it; ``None`` at the end."""
-        while not self._closed:
-            if self._lane is None:
-                if not self._has_more():
-                    self._turn = 0
-                    if not self._ended:
-                        self.close()
-                    break
-                self._begin_turn()
-            lane = self._lane
-            if lane is not None:
-                if self._length is None:
-                    return lane, most
-                left = self._length - (lane.delivered - self._start)
-                if left > 0:
-                    return lane, min(left, most)
-            self._pass_turn()
-        return None
-
-    def take_rounds(self, most: int) -> list[Any]:
-        """Up to ``most`` records in whole rounds of turns, as far as no file has to be read for them, or none.
-
-        It leaves everything as the turns one by one would have left it.
-        """
-        if self._length is None or self._closed:
-            return []
-        if self._slow_turns:
-            self._slow_turns -= 1
-            return []
-        lanes = self._lanes_of_round()
-        per_round = len(lanes) * self._length
-        if not lanes or most < per_round:
-            return []
-        rounds = min(most // per_round, min(lane.num_ready for lane in lanes) // self._length)
-        if not rounds:
-            self._slow_turns = len(lanes) - 1  # until the one without has its turn, and reads
-            return []
-        self.taken.append(Rounds(lanes, [lane.delivered for lane in lanes], rounds, self._length))
-        parts = [lane.take(rounds * self._length) for lane in lanes]
-        last = self.last = self._lane = lanes[-1]
-        self._turn, self._start = self._slots.index(last), last.delivered - self._length
-        return woven(parts, self._length)
-
-    def _lanes_of_round(self) -> list[Lane]:
-        """The lanes in the order of their next turns; none in the middle of a turn, or while a file is to be opened."""
-        first, slots = self._turn, self._slots
-        if self._lane is not None:
-            first += 1
-            if self._lane.delivered - self._start != self._length:
-                return []
-        elif self._before:
-            return []
-        lanes = [lane for lane in (*slots[first:], *slots[:first]) if isinstance(lane, Lane)]
-        empty = slots.count(None) if self.opened == len(self._order) and not self._waiting else 0
-        return lanes if len(lanes) + empty == len(slots) else []
-
-    def read(self, lane: Lane, take: Callable[[int], T], count: int) -> T:
-        """What the lane whose turn it is gives; notes it for ``places``.
-
-        Args:
-          lane: the lane.
-          take: takes records of it, or passes over them.
-          count: how many at most.
-        """
-        before = lane.delivered
-        try:
-            return take(count)
-        except BaseException as error:
-            self.fail(lane, error)
-            raise
-        finally:
-            if lane.delivered > before:
-                self.last = lane
-                self.taken.append((lane, before, lane.delivered))
-
-    def fail(self, lane: Lane, error: BaseException) -> None:
-        """Ends the walk, as a lane cannot be read.
+    def __getitem__(self, wanted: slice) -> list[Any]:
+        """The records of a slice without a step. What a lane has of them is read at once.
 
         Raises:
-          SourceError: naming the file, where the error is one of the reader.
+          SourceError: naming the file.
         """
-        failure = lane.failure(error) if isinstance(error, Exception) and not isinstance(error, StateMismatch) else None
-        self.close()
-        if failure is not None:
-            raise failure from error
-
-    def end_lane(self, lane: Lane, *, keep: bool = False) -> None:
-        """The file whose turn it is has ended: its slot is free.
-
-        Args:
-          lane: its lane.
-          keep: whether it stays open until ``let_go``.
-        """
-        self._slots[self._turn] = None
-        if keep:
-            self._ended.append(lane)
-        else:
-            lane.close()
-        self._pass_turn()
-
-    def let_go(self) -> None:
-        """Closes lanes at their end."""
-        ended, self._ended = self._ended, []
-        for lane in ended:
-            lane.close()
-
-    def close(self) -> None:
-        """Closes the files. More calls do nothing."""
-        if not self._closed:
-            self._closed = True
-            for lane in (*self._slots, *self._ended):
-                if isinstance(lane, Lane):
-                    lane.close()
-
-    def _has_more(self) -> bool:
-        return self.opened < len(self._order) or bool(self._waiting) or any(self._slots)
-
-    def _begin_turn(self) -> None:
-        """Opens the file of the slot whose turn it is, or the next file for it, if there is one."""
-        place = self._slots[self._turn]
-        try:
-            lane = place if isinstance(place, Lane) else self._opened(place)
-        except BaseException:
-            self.close()
-            raise
-        if lane is not None:
-            self._slots[self._turn] = self._lane = lane
-            self._start = lane.delivered - self._before
-
-    def _opened(self, place: LanePlace | None) -> Lane | None:
-        if place is not None:
-            return self._open_lane(place)
-        if self._waiting:
-            lane = self._open_lane(self._waiting[0])
-            self._waiting.popleft()  # not before it is open: one that cannot be is still to be read
-            return lane
-        if self.opened < len(self._order):
-            lane = self._open_lane(LanePlace(self._order[self.opened]))
-            self.opened += 1
-            return lane
-        return None
-
-    def _pass_turn(self) -> None:
-        self._lane, self._before = None, 0
-        self._turn = (self._turn + 1) % len(self._slots)
+        lo, hi, _ = wanted.indices(self._size)
+        found: list[list[Any] | Turn] = []
+        ranges: dict[Lane, tuple[int, int]] = {}
+        for part, size in zip(self._parts, self._sizes, strict=True):
+            a, b = max(lo, 0), min(hi, size)
+            lo, hi = lo - size, hi - size  # as the next part counts
+            if a >= b:
+                continue
+            if isinstance(part, list):
+                found.append(part[a:b])
+            else:
+                lane, first, _ = part
+                found.append((lane, first + a, first + b))
+                ranges[lane] = (ranges[lane][0] if lane in ranges else first + a, first + b)
+        read = {lane: lane.read_range(a, b) for lane, (a, b) in ranges.items()}
+        whole: list[Any] = []
+        for piece in found:
+            if isinstance(piece, list):
+                whole += piece
+            else:
+                lane, a, b = piece
+                first = ranges[lane][0]
+                whole += read[lane][a - first : b - first]
+        return whole
 
 
-def _one_by_one(table: _Table) -> Generator[Any, None, None]:
+def _one_by_one(table: TurnTable) -> Generator[Any, None, None]:
     """The records of all turns, until no file is open or waiting."""
     try:
         while (turn := table.next_turn(_MOST_READY)) is not None:
