@@ -1,10 +1,5 @@
 """One open file of a walk: its records in their order, where each comes from, and where it can be entered again.
 
-**Shuffling.** ``shuffle_buffer`` is a *window shuffle*: every window of that many consecutive records of a file is
-yielded in a permutation keyed by (seed, epoch, file, window). A buffer that is refilled record by record, as in
-TensorFlow, can only be left where it was entered, by reading everything up to there; a window can be entered again by
-reading that window.
-
 **Entering again.** A lane starts at the last block of its reader in front of the record, or the window, where it was
 left, and passes over what is between. The records of a reader without blocks are passed over from the front.
 
@@ -21,7 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import partial
-from itertools import chain, count, islice
+from itertools import chain, islice
 from typing import Any, BinaryIO, NamedTuple, cast, final
 
 from torchdistinput.backends.filesystem import OpenedFile
@@ -33,6 +28,7 @@ from torchdistinput.plan.permutation import shuffled
 from torchdistinput.sources.blocks import Block, Layout, MadeRecords, Part, Records, blocks_of
 from torchdistinput.sources.pieces import read_pieces
 from torchdistinput.sources.spoiled import Spoiled, with_spoiled
+from torchdistinput.sources.windows import Window, windows
 
 __all__ = ["Lane", "Read", "RecordPlace", "Spoiled"]
 
@@ -49,18 +45,6 @@ class RecordPlace(NamedTuple):
     """The index of the record inside its file, from 0, before any shuffling."""
     file_number: int
     """The place of the file in the dataset's list."""
-
-
-@final
-class _Window:
-    """The window of a file that is being yielded: its start, the order of its records, and that of the one before."""
-
-    __slots__ = ("order", "previous", "start")
-
-    def __init__(self) -> None:
-        self.start = 0
-        self.order: list[int] = []
-        self.previous: list[int] = []
 
 
 @final
@@ -126,7 +110,7 @@ class Lane:
         self._anchors = deque([anchor], maxlen=None if window_size else 1)
         self._window_size = window_size
         self._key = key
-        self._window = _Window()
+        self._window = Window()
         self._entered = False
         self._source: Iterator[Any] = iter(())
         self._lists: Iterator[Records[Any]] | None = None  # none: a plain reader yields the records one by one
@@ -335,7 +319,7 @@ class Lane:
             records = self._source if self._blocks is None else chain.from_iterable(self._source)
             self._pass_over(records, start - record)
             first = start // self._window_size
-            self._lists = _windows(records, self._window_size, self._key, self._window, first)
+            self._lists = windows(records, self._window_size, self._key, self._window, first)
             self._go(self._lists, start, delivered)
         elif self._blocks is None:
             self._pass_over(self._source, start)
@@ -380,7 +364,7 @@ class Lane:
 
 
 def _noted(
-    blocks: Iterator[Block[Any]], record: int, anchors: deque[tuple[int, int]], window: _Window
+    blocks: Iterator[Block[Any]], record: int, anchors: deque[tuple[int, int]], window: Window
 ) -> Generator[Records[Any], None, None]:
     """The records of each block. Notes where it can be entered; forgets blocks that lie before the window."""
     for offset, records in blocks:
@@ -390,19 +374,3 @@ def _noted(
         record += len(records)
         yield records
         del records  # before the next block is read
-
-
-def _windows(
-    records: Iterator[Any], size: int, key: tuple[int, ...], window: _Window, first: int
-) -> Generator[list[Any], None, None]:
-    """Each window of records in its own order, from number ``first`` on."""
-    for number in count(first):
-        held = list(islice(records, size))
-        if not held:
-            return
-        window.start = number * size
-        window.previous = window.order
-        window.order = shuffled(len(held), *key, number)
-        held = [held[place] for place in window.order]
-        yield held
-        del held  # before the next window is read
