@@ -151,6 +151,7 @@ class BlockReader(Generic[P, T]):
       blocks: the function.
       layout: tells where the records are by the size of a file.
       starts: tells where they are by reading the file.
+      strings: whether all records are strings.
     """
 
     __name__: str
@@ -161,6 +162,8 @@ class BlockReader(Generic[P, T]):
         blocks: Callable[Concatenate[BinaryIO, int, P], Iterator[Block[T]]],
         layout: LayoutOf | None = None,
         starts: StartsOf | None = None,
+        *,
+        strings: bool = False,
     ) -> None:
         update_wrapper(self, blocks)
         signature = inspect.signature(blocks)
@@ -169,6 +172,7 @@ class BlockReader(Generic[P, T]):
         self.blocks = blocks
         self.layout = layout
         self.starts = starts
+        self.strings = strings
 
     def __call__(self, file: BinaryIO, /, *args: P.args, **options: P.kwargs) -> Iterator[T]:
         """All records of a file, from its front."""
@@ -220,12 +224,12 @@ def blocks_of(read: Callable[..., Iterable[Any]]) -> Callable[[BinaryIO, int], I
 
 
 def located(
-    *, layout: LayoutOf | None = None, starts: StartsOf | None = None
+    *, layout: LayoutOf | None = None, starts: StartsOf | None = None, strings: bool = False
 ) -> Callable[[Callable[Concatenate[BinaryIO, int, P], Iterator[Block[T]]]], BlockReader[P, T]]:
     """``in_blocks`` for a reader whose records can be found; see ``BlockReader``."""
 
     def made(blocks: Callable[Concatenate[BinaryIO, int, P], Iterator[Block[T]]]) -> BlockReader[P, T]:
-        return BlockReader(blocks, layout, starts)
+        return BlockReader(blocks, layout, starts, strings=strings)
 
     return made
 

@@ -32,7 +32,8 @@ from torchdistinput.errors import SourceError, StateMismatch
 from torchdistinput.failures import in_one_line
 from torchdistinput.plan.lanes import LanePlace, WalkPlace
 from torchdistinput.plan.permutation import shuffled
-from torchdistinput.sources.blocks import Layout, blocks_of, layout_of
+from torchdistinput.sources.blocks import BlockReader, Layout, blocks_of, layout_of
+from torchdistinput.sources.checks import as_object, check_callable, checked_int
 from torchdistinput.sources.epochs import Epochs
 from torchdistinput.sources.lanes import Lane, Read, RecordPlace, Spoiled
 from torchdistinput.sources.offsets import IndexFolder
@@ -75,7 +76,7 @@ def list_files(
     names = expand(pattern, storage_options)
     if not shuffle:
         return names
-    return [names[index] for index in shuffled(len(names), _checked_int("seed", seed))]
+    return [names[index] for index in shuffled(len(names), checked_int("seed", seed))]
 
 
 @final
@@ -133,21 +134,21 @@ class FileDataset(IterableDataset[Any]):
         index_folder: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__()
-        _check_callable("read", read)
+        check_callable("read", read)
         if map_fn is not None:
-            _check_callable("map_fn", map_fn)
-        if not isinstance(_as_object(shuffle_files), bool):
+            check_callable("map_fn", map_fn)
+        if not isinstance(as_object(shuffle_files), bool):
             raise TypeError(f"shuffle_files must be True or False, got {shuffle_files!r}")
-        if storage_options is not None and not isinstance(_as_object(storage_options), Mapping):
+        if storage_options is not None and not isinstance(as_object(storage_options), Mapping):
             raise TypeError(f"storage_options must be a mapping of argument names to values, got {storage_options!r}")
         check_compression(compression)
         self.map_fn = map_fn
         self._read = read
-        self.seed = _checked_int("seed", seed)
+        self.seed = checked_int("seed", seed)
         self._shuffle_files = shuffle_files
-        self._shuffle_buffer = _checked_int("shuffle_buffer", shuffle_buffer, at_least=0)
-        self._cycle_length = _checked_int("cycle_length", cycle_length, at_least=1)
-        self._block_length = _checked_int("block_length", block_length, at_least=1)
+        self._shuffle_buffer = checked_int("shuffle_buffer", shuffle_buffer, at_least=0)
+        self._cycle_length = checked_int("cycle_length", cycle_length, at_least=1)
+        self._block_length = checked_int("block_length", block_length, at_least=1)
         self._storage_options = None if storage_options is None else dict(storage_options)
         self._compression = compression
         self._indices = None if index_folder is None else IndexFolder(index_folder, read)
@@ -158,6 +159,11 @@ class FileDataset(IterableDataset[Any]):
     def has_index(self) -> bool:
         """Whether it has a folder for indices. Local."""
         return self._indices is not None
+
+    @property
+    def yields_strings(self) -> bool:
+        """Whether its records are strings for certain. Local."""
+        return self.map_fn is None and isinstance(self._read, BlockReader) and self._read.strings
 
     def file_order(self, epoch: int) -> list[int]:
         """The indices of ``files`` in the order of an epoch; before they are dealt to workers."""
@@ -321,7 +327,7 @@ class FileDataset(IterableDataset[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the epoch of the next ``iter()``; later ones follow. Also for loader workers that live on."""
-        self._epochs.announce(_checked_int("epoch", epoch))
+        self._epochs.announce(checked_int("epoch", epoch))
 
     def __iter__(self) -> Iterator[Any]:
         """The decoded records of the next epoch; in a loader worker, this worker's share of them."""
@@ -331,7 +337,8 @@ class FileDataset(IterableDataset[Any]):
         walk = self.walk(self.file_order(epoch), epoch)
         if self.map_fn is None:  # no Python code runs for a record of a block
             return chain.from_iterable(self._undecoded(walk, worker, num_workers))
-        return self._decoded(walk, self.map_fn, epoch, worker, num_workers)
+        read = partial(calls_on(walk, epoch_key(self.seed, epoch)), self.map_fn)
+        return self._decoded(walk, read, worker, num_workers)
 
     def _undecoded(self, walk: RecordWalk, worker: int, num_workers: int) -> Iterator[Iterable[Any]]:
         with closing(walk):
@@ -342,14 +349,11 @@ class FileDataset(IterableDataset[Any]):
                 yield records[worker::num_workers]
                 worker = (worker - len(records)) % num_workers
 
-    def _decoded(
-        self, walk: RecordWalk, map_fn: Callable[[Any], Any], epoch: int, worker: int, num_workers: int
-    ) -> Iterator[Any]:
+    def _decoded(self, walk: RecordWalk, read: Callable[[Any], Any], worker: int, num_workers: int) -> Iterator[Any]:
         with closing(walk):
-            read = calls_on(walk, epoch_key(self.seed, epoch))
             for record in islice(walk, worker, None, num_workers):
                 try:
-                    decoded = read(map_fn, record)
+                    decoded = read(record)
                 except Exception as error:
                     raise _undecodable(walk.place, error) from error
                 yield decoded
@@ -409,21 +413,3 @@ def _undecodable(place: RecordPlace, error: Exception) -> SourceError:
     return SourceError(
         f"{one_line(place.file)}: map_fn failed on record {place.record}: {in_one_line(error)}", file=place.file
     )
-
-
-def _checked_int(name: str, value: object, at_least: int | None = None) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {value!r}")
-    if at_least is not None and value < at_least:
-        raise ValueError(f"{name} must be at least {at_least}, got {value}")
-    return value
-
-
-def _as_object(value: object) -> object:
-    """Forgets what the annotation promised: callers may break it."""
-    return value
-
-
-def _check_callable(name: str, value: object) -> None:
-    if not callable(value):
-        raise TypeError(f"{name} must be a function, got {type(value).__name__}: {value!r:.100}")

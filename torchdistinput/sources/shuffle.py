@@ -8,6 +8,7 @@ from typing import Final, final
 from torch.utils.data import Sampler
 
 from torchdistinput.plan.permutation import Permutation
+from torchdistinput.sources.checks import checked_int
 
 __all__ = ["ShuffleSampler"]
 
@@ -40,11 +41,11 @@ class ShuffleSampler(Sampler[int]):
     """
 
     def __init__(self, n: int, seed: int = 0) -> None:
-        length = _checked_int("n", n)
+        length = checked_int("n", n)
         if not 0 <= length <= _MAX_LENGTH:
             raise ValueError(f"n is {length}; a ShuffleSampler needs 0 <= n <= 2**62, the number of samples.")
         self._length = length
-        self._seed = _checked_int("seed", seed)
+        self._seed = checked_int("seed", seed)
         self._epoch = 0
 
     @property
@@ -63,7 +64,7 @@ class ShuffleSampler(Sampler[int]):
         Raises:
           TypeError: ``epoch`` is not an int.
         """
-        self._epoch = _checked_int("epoch", epoch)
+        self._epoch = checked_int("epoch", epoch)
 
     def order(self, epoch: int) -> Permutation:
         """The order of an epoch, for looking up any place in it. Local."""
@@ -81,9 +82,3 @@ class ShuffleSampler(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         """The samples of the next epoch."""
         return iter(self.next_order())
-
-
-def _checked_int(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {value!r}")
-    return value
