@@ -108,3 +108,17 @@ def test_what_another_rank_told_is_as_if_seen_here() -> None:
     assert seen.digest == told.digest
     with pytest.raises(BatchingError, match="changed"):
         told.measure(torch.zeros(2))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_lists_that_hold_strings_for_certain_are_not_looked_at_and_everything_else_is(kind: str) -> None:
+    certain, other = Mould(strings=True), Mould()
+    assert certain.known_size(["a"]) is None
+    for mould in (certain, other):
+        mould.measure(KINDS[kind](3))
+    for batch in ([], ["a", "b"], ("a", "b"), KINDS[kind](2), torch.zeros(3), {"x": ["a"]}):
+        assert certain.known_size(batch) == other.known_size(batch)
+    texts = Mould(strings=True)
+    texts.measure(["a", "b"])
+    assert texts.known_size([object()] * 3) == 3  # nobody looked
+    assert texts.known_size((1, 2)) is None

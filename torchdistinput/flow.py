@@ -175,6 +175,9 @@ class Rows(Protocol):
 class Stream(Rows, Protocol):
     """One epoch of one worker's rows, which knows where it stands."""
 
+    strings: bool
+    """Whether it is certain that pieces which are lists hold strings and nothing else, so that nobody needs to look."""
+
     @property
     def owns_state(self) -> bool:
         """Whether the position holds a state of the user's own, which may differ from worker to worker."""

@@ -16,9 +16,14 @@ __all__ = ["Mould"]
 
 @final
 class Mould:
-    """The structure of the elements, learned from the first one; makes empty batches and refuses other structures."""
+    """The structure of the elements, learned from the first one; makes empty batches and refuses other structures.
 
-    def __init__(self) -> None:
+    Args:
+      strings: whether it is certain that elements which are lists hold strings and nothing else.
+    """
+
+    def __init__(self, *, strings: bool = False) -> None:
+        self._strings = strings
         self._structure: Structure | None = None
         self._signature: Any = None
         self._digest: int | None = None
@@ -26,6 +31,7 @@ class Mould:
         """Bytes of one sample in the tensors of an element; ``None`` before the first, or if elements differ in it."""
         self.last = Alike()
         """How the last element looked: one that is exactly like it needs no more looking at."""
+        self._lists_strings = False  # nor need they be looked at
 
     @property
     def structure(self) -> Structure | None:
@@ -39,6 +45,8 @@ class Mould:
 
     def known_size(self, piece: Any) -> int | None:
         """The batch size of a piece that is plainly of the known structure; else ``None``: measure it."""
+        if self._lists_strings and type(piece) is list:
+            return len(piece)
         size = self.last.size_of(piece)
         if size is None and self._structure is not None:
             size = self._structure.size_of_same(piece)
@@ -73,6 +81,9 @@ class Mould:
         elif self.row_bytes is not None and self.row_bytes != _bytes_of_row(structure):
             self.row_bytes = None
         self._structure = structure
+        self._lists_strings = (
+            self._strings and structure.kind == "rows" and (structure.dtype, structure.cls) == (str, list)
+        )
         self.last.forget()  # it had other inner dims, perhaps
 
 

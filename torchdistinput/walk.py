@@ -88,7 +88,7 @@ def compose(
     depth = last.ahead if grows and last.ahead is not None else options.least_ahead
     devices = setting.devices if options.fetch_to_device else [torch.device("cpu")] * len(setting.devices)
     copies = any(device.type != "cpu" for device in devices)
-    mould = Mould()
+    mould = Mould(strings=stream.strings)
     fetch = Fetch(stream, mould)
     pad = _new_pad(source, options)
     transfer = idle.pop() if idle else Transfer([make_copier(device) for device in devices])
@@ -269,6 +269,7 @@ class _BrokenStream:
     """The stream of a source that could not be opened: its first step fails."""
 
     in_background = False
+    strings = False
     owns_state = False
     landmarks = None
 

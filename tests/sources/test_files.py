@@ -14,15 +14,19 @@ from typing import Any, BinaryIO
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from tests.matrix import cells
 from torchdistinput.backends.filesystem import FileNames
 from torchdistinput.errors import SourceError, StateMismatch
+from torchdistinput.flow import Start
 from torchdistinput.plan.lanes import LanePlace
 from torchdistinput.plan.permutation import shuffled
+from torchdistinput.plan.sharding import AutoShardPolicy
+from torchdistinput.plan.topology import Topology
 from torchdistinput.sources import files, readers
 from torchdistinput.sources.files import FileDataset, list_files
+from torchdistinput.sources.records import RecordSource
 from torchdistinput.sources.walks import RecordPlace, RecordWalk
 
 
@@ -651,3 +655,22 @@ def test_a_file_that_is_not_there_cannot_be_walked(tmp_path: Path) -> None:
 
 def test_public_names_are_the_promised_ones() -> None:
     assert files.__all__ == ["FileDataset", "list_files"]
+
+
+def test_lists_of_lines_are_vouched_for_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("[1]\n[2]\n")
+
+    alone = Topology(num_workers=1, replicas_per_worker=1, worker=0)
+
+    def vouched(read: Any = readers.text_lines, collate: Any = None, **options: Any) -> bool:
+        dataset = FileDataset(str(tmp_path / "a"), read, **options)
+        source = RecordSource(DataLoader(dataset, 2, collate_fn=collate), AutoShardPolicy.FILE, alone)
+        return source.open(0, lambda call: call(), Start()).strings
+
+    assert vouched()
+    assert vouched(collate=default_collate)
+    assert vouched(shuffle_buffer=2)
+    assert not vouched(collate=lambda lines: [list(lines)])
+    assert not vouched(map_fn=str.encode)
+    for read in (readers.json_lines, readers.csv_rows, readers.fixed_length_records(2), iter):
+        assert not vouched(read)

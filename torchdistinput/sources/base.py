@@ -199,6 +199,7 @@ class RowStream:
       track: knows where the stream stands.
       draws: calls user code that may draw from the default random state, where all ranks must draw the same.
       landmarks: see ``Stream.landmarks``.
+      strings: see ``Stream.strings``.
     """
 
     def __init__(
@@ -210,8 +211,10 @@ class RowStream:
         close: Callable[[], None] | None = None,
         draws: Callable[[Callable[[], Any]], Any] | None = None,
         landmarks: Landmarks | None = None,
+        strings: bool = False,
     ) -> None:
         self.in_background = in_background
+        self.strings = strings
         self.landmarks = landmarks
         self._rows = rows
         self._next = partial(next, rows, None)

@@ -333,6 +333,7 @@ class _MapStream:
     DATA, rows are batches.
     """
 
+    strings = False
     owns_state = False
     landmarks = None
 

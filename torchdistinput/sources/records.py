@@ -76,6 +76,7 @@ class RecordSource:
         elif collate is None:
             collate = as_is if global_batch_size is None else default_collate
         self._dataset = cast(FileDataset, data.dataset if isinstance(data, DataLoader) else data)
+        self._lists_strings = self._dataset.yields_strings and collate is default_collate  # which gives the list back
         self._cutter = Cutter(topology, shared, global_batch_size)
         by_file = policy is AutoShardPolicy.FILE
         self.bound_to_world = not shared and not by_file  # under OFF all workers read all files
@@ -221,6 +222,7 @@ class RecordSource:
             track=_Track(position, own, common),
             close=close,
             landmarks=common,
+            strings=self._lists_strings,
         )
 
     def _position_of(self, start: Start) -> FilesPosition:
