@@ -539,7 +539,7 @@ class Reader:
             tells = number % self.told_every == 0
             if tells:
                 self.told.append(end)
-            place = json.dumps(place_after(end).to_json()) if tells else None
+            place = place_after(end) if tells else None
             yield Cut([[None]] * (end - max(first, self.begins_at)), 1, None, place=place)
 
     def read_to(self, row: int) -> None:
