@@ -135,6 +135,8 @@ class Layout(NamedTuple):
     """Where a record starts, in bytes; of ``records``: where the last one ends. The reader can be entered there."""
     read: Callable[[BinaryIO, int, int], list[Any]] | None = None
     """Reads the records from the first number up to the second; ``None``: what lies between their offsets is read."""
+    read_rows: Callable[[BinaryIO, int, int], npt.NDArray[Any]] | None = None
+    """Reads them as the rows of one array, where that is what they are."""
 
 
 LayoutOf: TypeAlias = Callable[..., Layout | None]

@@ -17,6 +17,7 @@ from functools import partial
 from itertools import chain, islice
 from typing import Any, Final, final
 
+import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from torchdistinput.backends.filesystem import (
@@ -36,6 +37,7 @@ from torchdistinput.sources.blocks import BlockReader, Layout, blocks_of, layout
 from torchdistinput.sources.checks import as_object, check_callable, checked_int
 from torchdistinput.sources.epochs import Epochs
 from torchdistinput.sources.lanes import Lane, Read, RecordPlace, Spoiled
+from torchdistinput.sources.npy import npy_rows
 from torchdistinput.sources.offsets import IndexFolder
 from torchdistinput.sources.seeds import Samples, calls_on, epoch_key
 from torchdistinput.sources.walks import RecordWalk
@@ -164,6 +166,11 @@ class FileDataset(IterableDataset[Any]):
     def yields_strings(self) -> bool:
         """Whether its records are strings for certain. Local."""
         return self.map_fn is None and isinstance(self._read, BlockReader) and self._read.strings
+
+    @property
+    def yields_rows(self) -> bool:
+        """Whether its records are rows of arrays, or tensors of their memory. Local."""
+        return self._read is npy_rows and self.map_fn in (None, torch.from_numpy)
 
     def file_order(self, epoch: int) -> list[int]:
         """The indices of ``files`` in the order of an epoch; before they are dealt to workers."""

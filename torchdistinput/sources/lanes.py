@@ -14,10 +14,12 @@ would be without the damage, and a lane that is entered again meets it again.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sized
 from functools import partial
 from itertools import chain, islice
-from typing import Any, BinaryIO, NamedTuple, cast, final
+from typing import Any, BinaryIO, NamedTuple, TypeVar, cast, final
+
+import numpy.typing as npt
 
 from torchdistinput.backends.filesystem import OpenedFile
 from torchdistinput.backends.retrying import one_line
@@ -31,6 +33,8 @@ from torchdistinput.sources.spoiled import Spoiled, with_spoiled
 from torchdistinput.sources.windows import Window, windows
 
 __all__ = ["Lane", "Read", "RecordPlace", "Spoiled"]
+
+_Found = TypeVar("_Found", bound=Sized)
 
 Read = Callable[[BinaryIO], Iterable[Any]]
 """A reader: takes a binary file object and yields the records in it."""
@@ -168,9 +172,23 @@ class Lane:
         Raises:
           SourceError: naming the file.
         """
+        return self._read_whole(self._read_of, lo, hi)
+
+    def read_rows(self, lo: int, hi: int) -> npt.NDArray[Any] | None:
+        """``read_range`` as the rows of one array; ``None`` where they are none.
+
+        Raises:
+          SourceError: naming the file.
+        """
+        rows = None if self._layout is None else self._layout.read_rows
+        if rows is None:
+            return None
+        return self._read_whole(lambda _, lo, hi: rows(self._opened.exact, lo, hi), lo, hi)
+
+    def _read_whole(self, read: Callable[[Layout, int, int], _Found], lo: int, hi: int) -> _Found:
         assert self._layout is not None
         try:
-            records = self._read_of(self._layout, lo, hi)
+            records = read(self._layout, lo, hi)
             if len(records) != hi - lo:
                 raise SourceError(
                     f"found {len(records)} of the {hi - lo} records from number {lo} on: the file is not the one that "

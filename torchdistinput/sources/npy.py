@@ -6,7 +6,7 @@ import ast
 import io
 import math
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, BinaryIO, Final, final
@@ -69,12 +69,19 @@ def _layout(file: BinaryIO, size: int) -> Layout | None:
     row_bytes = header.row_bytes
     if header.is_spread or not row_bytes or size != header.size + header.shape[0] * row_bytes:
         return None
-    return Layout(header.shape[0], lambda row: header.size + row * row_bytes, partial(_read_rows, header))
+    read = partial(_read_rows, header)
+    return Layout(header.shape[0], lambda row: header.size + row * row_bytes, partial(_read_one_by_one, read), read)
 
 
-def _read_rows(header: _Header, file: BinaryIO, lo: int, hi: int) -> list[Any]:
+def _read_rows(header: _Header, file: BinaryIO, lo: int, hi: int) -> np.ndarray[Any, Any]:
     file.seek(header.size + lo * header.row_bytes)
-    rows = header.whole_rows(read_pieces(file, (hi - lo) * header.row_bytes))
+    return header.whole_rows(read_pieces(file, (hi - lo) * header.row_bytes))
+
+
+def _read_one_by_one(
+    read: Callable[[BinaryIO, int, int], np.ndarray[Any, Any]], file: BinaryIO, lo: int, hi: int
+) -> list[Any]:
+    rows = read(file, lo, hi)
     return _made(rows, 0, len(rows))
 
 

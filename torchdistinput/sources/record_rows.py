@@ -11,8 +11,9 @@ from itertools import count
 from typing import Any, Final, final
 
 import numpy as np
+import numpy.typing as npt
 import torch
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from torchdistinput.errors import SourceError, StateMismatch
 from torchdistinput.flow import Origin, Row, Skipped
@@ -136,7 +137,8 @@ class RecordRows(IterableDataset[Any]):
         self._drop_last = drop_last
         self._with_index = with_index
         self._skip = skip
-        self._in_ranges = in_ranges
+        self._stacks = dataset.yields_rows and collate is default_collate and not skip
+        self._in_ranges = in_ranges or self._stacks
         self._entrance = Entrance()
         self._last_limits: tuple[int, Sequence[Limits]] = (0, ())
         # In shared memory, so that persistent loader workers learn of it too.
@@ -218,6 +220,10 @@ class RecordRows(IterableDataset[Any]):
 
     def _piece(self, batch: Batch, lo: int, hi: int, places: _Places, key: int) -> Any:
         """The collated piece of some records of a batch, ``Thinned`` if some were left out."""
+        if self._stacks and isinstance(batch, Reserved):
+            stacked = _stacked(batch.rows(lo, hi))
+            if stacked is not None:
+                return stacked
         records = batch if type(batch) is list and hi - lo == len(batch) else batch[lo:hi]
         if not self._skip:
             if self.dataset.map_fn is not None:
@@ -250,3 +256,18 @@ class RecordRows(IterableDataset[Any]):
             ]
             for row, numbers in zip(cut.rows, cut.numbers or (), strict=True)
         ]
+
+
+def _stacked(arrays: Sequence[npt.NDArray[Any]]) -> torch.Tensor | None:
+    """What ``default_collate`` makes of the rows of arrays; ``None`` where it would not simply stack them."""
+    kinds = {(array.dtype, array.shape[1:]) for array in arrays}
+    if len(kinds) != 1:
+        return None
+    ((dtype, inner),) = kinds
+    if not inner or dtype.kind not in "biufc":
+        return None
+    whole = np.concatenate(arrays, dtype=dtype.newbyteorder("="))
+    try:
+        return torch.from_numpy(whole).clone()  # in memory of torch's own, as of all batches
+    except TypeError:  # a dtype that torch has not
+        return None

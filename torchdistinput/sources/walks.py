@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, Final, final
 
+import numpy.typing as npt
+
 from torchdistinput.plan.lanes import LanePlace, WalkPlace
 from torchdistinput.sources.lanes import Lane, RecordPlace
 from torchdistinput.sources.turns import Turn, TurnTable, taken_turns
@@ -180,20 +182,12 @@ class Reserved:
         Raises:
           SourceError: naming the file.
         """
-        lo, hi, _ = wanted.indices(self._size)
-        found: list[list[Any] | Turn] = []
+        found = self._parts_of(*wanted.indices(self._size)[:2])
         ranges: dict[Lane, tuple[int, int]] = {}
-        for part, size in zip(self._parts, self._sizes, strict=True):
-            a, b = max(lo, 0), min(hi, size)
-            lo, hi = lo - size, hi - size  # as the next part counts
-            if a >= b:
-                continue
-            if isinstance(part, list):
-                found.append(part[a:b])
-            else:
-                lane, first, _ = part
-                found.append((lane, first + a, first + b))
-                ranges[lane] = (ranges[lane][0] if lane in ranges else first + a, first + b)
+        for piece in found:
+            if not isinstance(piece, list):
+                lane, a, b = piece
+                ranges[lane] = (ranges[lane][0] if lane in ranges else a, b)
         read = {lane: lane.read_range(a, b) for lane, (a, b) in ranges.items()}
         whole: list[Any] = []
         for piece in found:
@@ -204,6 +198,30 @@ class Reserved:
                 first = ranges[lane][0]
                 whole += read[lane][a - first : b - first]
         return whole
+
+    def rows(self, lo: int, hi: int) -> list[npt.NDArray[Any]]:
+        """The records ``[lo, hi)`` as rows of arrays, one for each file; none where they are something else.
+
+        Raises:
+          SourceError: naming the file.
+        """
+        arrays: list[npt.NDArray[Any]] = []
+        turns = [part for part in self._parts_of(lo, hi) if not isinstance(part, list)]
+        if len({lane for lane, _, _ in turns}) == len(turns):  # else the files take turns: many short pieces
+            arrays = [rows for turn in turns if (rows := turn[0].read_rows(*turn[1:])) is not None]
+        return arrays if sum(map(len, arrays)) == hi - lo else []
+
+    def _parts_of(self, lo: int, hi: int) -> list[list[Any] | Turn]:
+        found: list[list[Any] | Turn] = []
+        for part, size in zip(self._parts, self._sizes, strict=True):
+            a, b = max(lo, 0), min(hi, size)
+            lo, hi = lo - size, hi - size  # as the next part counts
+            if a < b and isinstance(part, list):
+                found.append(part[a:b])
+            elif a < b:
+                lane, first, _ = part
+                found.append((lane, first + a, first + b))
+        return found
 
 
 def _one_by_one(table: TurnTable) -> Generator[Any, None, None]:
