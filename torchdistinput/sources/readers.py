@@ -228,15 +228,22 @@ def tfrecords(file: BinaryIO, offset: int) -> Iterator[Block[bytes]]:
         payloads = [payload for payload, _ in found]
         checksums = np.frombuffer(b"".join([footer for _, footer in found]), "<u4")
         bad = np.flatnonzero(masked_crcs32c(payloads) != checksums)[:1].tolist()
-        yield start, payloads[: bad[0]] if bad else payloads
+        problem = None
         if bad:
-            length = len(payloads[bad[0]])
-            at = start + sum(16 + len(payload) for payload in payloads[: bad[0]])
-            raise SourceError(
-                f"the record at byte {at} is corrupt: the checksum of its {length} bytes does not fit",
-                offset=at,
-                resume_at=at + 16 + length,
-            )
+            payloads, length = payloads[: bad[0]], len(payloads[bad[0]])
+            problem = _corrupt(start + sum(16 + len(payload) for payload in payloads), length)
+        yield start, payloads
+        del found, payloads  # before the next block is read
+        if problem is not None:
+            raise problem
+
+
+def _corrupt(offset: int, length: int) -> SourceError:
+    return SourceError(
+        f"the record at byte {offset} is corrupt: the checksum of its {length} bytes does not fit",
+        offset=offset,
+        resume_at=offset + 16 + length,
+    )
 
 
 def _unchecked(file: BinaryIO, offset: int) -> Iterator[tuple[int, tuple[bytes, bytes]]]:
@@ -252,12 +259,14 @@ def _unchecked(file: BinaryIO, offset: int) -> Iterator[tuple[int, tuple[bytes, 
         length = _checked_length(data[at : at + 12], offset)
         end = at + 16 + length
         if len(data) < end:
-            data, at, end = data[at:] + read_pieces(file, max(BLOCK_BYTES, end - len(data))), 0, end - at
+            data, at, end = data[at:], 0, end - at
+            data += read_pieces(file, max(BLOCK_BYTES, end - len(data)))
             if len(data) < end:
                 raise _cut_off(offset, end, len(data), "record")
         offset += 16 + length
-        yield offset, (data[at + 12 : end - 4], data[end - 4 : end])
-        at = end
+        record = data[at + 12 : end - 4], data[end - 4 : end]
+        data, at = (b"", 0) if end == len(data) else (data, end)  # a large record is not held twice
+        yield offset, record
 
 
 def _checked_length(head: bytes, offset: int) -> int:

@@ -165,13 +165,16 @@ class TurnTable:
         if self._slow_turns:
             self._slow_turns -= 1
             return []
-        lanes = self._lanes_of_round()
-        per_round = len(lanes) * self._length
-        if not lanes or most < per_round:
+        if self._lane is None and self._before:
             return []
-        rounds = min(most // per_round, min(lane.num_ready for lane in lanes) // self._length)
-        if not rounds:
-            self._slow_turns = len(lanes) - 1  # until the one without has its turn, and reads
+        if self._lane is not None and self._lane.delivered - self._start != self._length:
+            return []
+        lanes = self._lanes_of_round()
+        rounds = most // (len(lanes) * self._length) if lanes else 0
+        if rounds:
+            rounds = min(rounds, min([lane.num_ready for lane in lanes]) // self._length)
+        if not rounds:  # nor will there be before each slot had its turn
+            self._slow_turns = len(lanes or self._slots) - 1
             return []
         self.taken.append(Rounds(lanes, [lane.delivered for lane in lanes], rounds, self._length))
         parts = [lane.take(rounds * self._length) for lane in lanes]
@@ -180,14 +183,8 @@ class TurnTable:
         return woven(parts, self._length)
 
     def _lanes_of_round(self) -> list[Lane]:
-        """The lanes in the order of their next turns; none in the middle of a turn, or while a file is to be opened."""
-        first, slots = self._turn, self._slots
-        if self._lane is not None:
-            first += 1
-            if self._lane.delivered - self._start != self._length:
-                return []
-        elif self._before:
-            return []
+        """The lanes in the order of their next turns; none while a file is to be opened. Between two turns."""
+        first, slots = self._turn + (self._lane is not None), self._slots
         lanes = [lane for lane in (*slots[first:], *slots[:first]) if isinstance(lane, Lane)]
         empty = slots.count(None) if self.opened == len(self._order) and not self._waiting else 0
         return lanes if len(lanes) + empty == len(slots) else []
