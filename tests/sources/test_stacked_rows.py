@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, default_collate
 
+import torchdistinput as tdi
 from torchdistinput import FileDataset, readers
 from torchdistinput.flow import ReadFailure, Start
 from torchdistinput.plan.sharding import AutoShardPolicy
@@ -121,3 +122,14 @@ def test_no_row_is_made_where_they_are_read_together(tmp_path: Path, monkeypatch
         assert [len(piece) for row, _ in found for piece in row] == (
             [4, 3, 4, 3, 3, 3] if topology.worker == 0 else [3, 3, 3]
         )
+
+
+def test_the_drop_in_loader_reads_them_together_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (tmp_path / "0").open("wb") as file:
+        np.save(file, array_of("f4", (20, 2)))
+    dataset = FileDataset(str(tmp_path / "0"), readers.npy_rows)
+    expected = list(DataLoader(dataset, 7))
+    monkeypatch.setattr("torchdistinput.sources.npy._made", None)
+    found = list(tdi.DataLoader(dataset, 7))
+    assert [type(batch) for batch in found] == [torch.Tensor] * 3
+    assert all(map(torch.equal, found, expected))

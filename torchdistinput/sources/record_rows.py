@@ -16,13 +16,14 @@ import torch
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from torchdistinput.errors import SourceError, StateMismatch
-from torchdistinput.flow import Origin, Row, Skipped
+from torchdistinput.flow import Origin, Row, Sealed, Skipped
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.batching import Row as Limits
 from torchdistinput.plan.lanes import Deals, WalkPlace, fresh_files
 from torchdistinput.plan.sharding import deal
 from torchdistinput.sources.files import FileDataset
 from torchdistinput.sources.index import labelled_batch, number_of, number_of_first_row
+from torchdistinput.sources.sealing import Sealing
 from torchdistinput.sources.seeds import epoch_key
 from torchdistinput.sources.walks import RecordPlace, RecordWalk, Reserved
 from torchdistinput.sources.worker_side import Cut, CutReady, Failure, labelled_piece, nothing_left, thinned
@@ -137,7 +138,9 @@ class RecordRows(IterableDataset[Any]):
         self._drop_last = drop_last
         self._with_index = with_index
         self._skip = skip
-        self._stacks = dataset.yields_rows and collate is default_collate and not skip
+        self._seals = isinstance(collate, Sealing)
+        plain = collate.collate if isinstance(collate, Sealing) else collate
+        self._stacks = dataset.yields_rows and plain is default_collate and not skip
         self._in_ranges = in_ranges or self._stacks
         self._entrance = Entrance()
         self._last_limits: tuple[int, Sequence[Limits]] = (0, ())
@@ -223,7 +226,7 @@ class RecordRows(IterableDataset[Any]):
         if self._stacks and isinstance(batch, Reserved):
             stacked = _stacked(batch.rows(lo, hi))
             if stacked is not None:
-                return stacked
+                return Sealed(stacked, hi - lo) if self._seals else stacked
         records = batch if type(batch) is list and hi - lo == len(batch) else batch[lo:hi]
         if not self._skip:
             if self.dataset.map_fn is not None:
