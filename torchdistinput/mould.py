@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from typing import Any, final
 
 import torch
@@ -23,6 +24,7 @@ class Mould:
     """
 
     def __init__(self, *, strings: bool = False) -> None:
+        self._learning = threading.Lock()
         self._strings = strings
         self._structure: Structure | None = None
         self._signature: Any = None
@@ -68,23 +70,25 @@ class Mould:
 
     def learn(self, structure: Structure) -> None:
         """Takes the structure of an element, here or on another rank."""
-        signature = structure.signature()
-        if self._structure is None:
-            self._signature = signature
-            self._digest = structure.digest()
-            self.row_bytes = _bytes_of_row(structure)
-        elif signature != self._signature:
-            raise BatchingError(
-                f"the structure of the elements changed: before {self._structure}, now {structure}. Nesting, names and "
-                "dtypes must be the same for every element; only sizes may differ."
+        with self._learning:  # two threads may see the first element, one of them another rank's
+            signature = structure.signature()
+            if self._structure is None:
+                self._signature = signature
+                self._digest = structure.digest()
+                self.row_bytes = _bytes_of_row(structure)
+            elif signature != self._signature:
+                raise BatchingError(
+                    f"the structure of the elements changed: before {self._structure}, now {structure}. Nesting, names and "
+                    "dtypes must be the same for every element; only sizes may differ."
+                )
+            elif self.row_bytes is not None and self.row_bytes != _bytes_of_row(structure):
+                self.row_bytes = None
+            known, self._structure = self._structure, structure
+            self._lists_strings = (
+                self._strings and structure.kind == "rows" and (structure.dtype, structure.cls) == (str, list)
             )
-        elif self.row_bytes is not None and self.row_bytes != _bytes_of_row(structure):
-            self.row_bytes = None
-        self._structure = structure
-        self._lists_strings = (
-            self._strings and structure.kind == "rows" and (structure.dtype, structure.cls) == (str, list)
-        )
-        self.last.forget()  # it had other inner dims, perhaps
+            if known is not None:
+                self.last.forget()  # it had other inner dims, perhaps
 
 
 def _bytes_of_row(structure: Structure) -> int:
