@@ -78,8 +78,8 @@ class Mould:
                 self.row_bytes = _bytes_of_row(structure)
             elif signature != self._signature:
                 raise BatchingError(
-                    f"the structure of the elements changed: before {self._structure}, now {structure}. Nesting, names and "
-                    "dtypes must be the same for every element; only sizes may differ."
+                    f"the structure of the elements changed: before {self._structure}, now {structure}. Nesting, names "
+                    "and dtypes must be the same for every element; only sizes may differ."
                 )
             elif self.row_bytes is not None and self.row_bytes != _bytes_of_row(structure):
                 self.row_bytes = None
