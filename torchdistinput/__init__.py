@@ -6,6 +6,9 @@ time, until every replica is done: each sample once, at any world size. The READ
 
 from __future__ import annotations
 
+import types
+import typing
+
 from torchdistinput.data_loader import DataLoader
 from torchdistinput.dataset import DistributedDataset
 from torchdistinput.errors import (
@@ -25,7 +28,6 @@ from torchdistinput.plan.options import InputOptions, InputReplicationMode, Step
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import InputContext, ValueContext
 from torchdistinput.replica import get_replica_context
-from torchdistinput.sources import readers
 from torchdistinput.sources.files import FileDataset, list_files
 from torchdistinput.sources.iterables import ShardedIterableDataset
 from torchdistinput.sources.samplers import DistributedBatchSampler
@@ -69,3 +71,19 @@ __all__ = [
     "readers",
     "sample_seed",
 ]
+
+if typing.TYPE_CHECKING:
+    from torchdistinput.sources import readers
+else:  # or type checkers would believe that every name is there
+
+    def __getattr__(name: str) -> types.ModuleType:
+        """What is loaded when it is first asked for; see ``tests/test_import.py``."""
+        if name == "readers":
+            from torchdistinput.sources import readers  # noqa: PLC0415 - only who reads files needs them
+
+            return readers
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

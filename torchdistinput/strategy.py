@@ -20,7 +20,6 @@ from torchdistinput.backends import launch as launcher
 from torchdistinput.backends.collectives import ProcessGroupRanks
 from torchdistinput.backends.devices import Accelerators, resolve_devices, set_current
 from torchdistinput.dataset import DistributedDataset, check_partial_batch, facts_of
-from torchdistinput.ordering import gather_ordered
 from torchdistinput.plan.ending import MAX_RANKS
 from torchdistinput.plan.options import InputOptions, InputReplicationMode
 from torchdistinput.plan.sharding import AutoShardPolicy
@@ -28,7 +27,6 @@ from torchdistinput.plan.topology import InputContext, Topology, ValueContext
 from torchdistinput.reductions import Workers
 from torchdistinput.replica import require_no_replica, run_replicas
 from torchdistinput.sources.base import Source
-from torchdistinput.sources.functions import FunctionSource
 from torchdistinput.sources.recognise import recognise
 from torchdistinput.values import PerReplica, ReduceOp, local_results
 from torchdistinput.walk import Setting
@@ -244,6 +242,8 @@ class Strategy:
           BatchingError: the function returned a dataset of single samples.
           InputError: it returned something that is not data.
         """
+        from torchdistinput.sources.functions import FunctionSource  # noqa: PLC0415 - few need it
+
         require_no_replica("distribute_datasets_from_function")
         chosen = options if isinstance(options, InputOptions) else InputOptions()
         topology = self._topology
@@ -388,6 +388,8 @@ class Strategy:
           TypeError: the index holds no ints, or a list holds what JSON cannot carry.
           RankDisagreement: the ranks call different things.
         """
+        from torchdistinput.ordering import gather_ordered  # noqa: PLC0415 - few need it
+
         require_no_replica("gather_ordered")
         return gather_ordered(index, outputs, num_local=len(self.devices), workers=self._workers, device=self.device)
 

@@ -8,7 +8,13 @@ calls, so that descriptions of files pickle and forked DataLoader workers make t
 Whatever is asked of a filesystem is asked again if it fails in passing, and a remote file is read on where it failed:
 see ``retrying``, also for how to bound the time that a filesystem may take to answer. Local files have nothing between
 them and the reader.
+
+fsspec is loaded by the first use of files, as it takes a seventh of the time that the whole library does: by
+``check_compression``, which whoever describes files asks, on the thread that does so, and not first in one that reads
+while another thread forks.
 """
+
+# ruff: noqa: PLC0415 - fsspec is imported where it is used, see above
 
 from __future__ import annotations
 
@@ -21,11 +27,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, BinaryIO, Final, TypeAlias, cast, final
-
-from fsspec.compression import compr as _decompressors
-from fsspec.core import url_to_fs
-from fsspec.implementations.local import LocalFileOpener
-from fsspec.utils import infer_compression
 
 from torchdistinput.backends.retrying import (
     BACKOFF,
@@ -49,8 +50,8 @@ _WILDCARD = re.compile(r"[*?\[]")
 _BUFFER_BYTES = 1 << 16  # what readers ask for at a time, which so comes without another copy
 _DROPPED_BYTES = 1 << 20
 
-# What reads from this machine's disks or memory: there is nothing to try again.
-_LOCAL: Final = (LocalFileOpener, io.BufferedReader, io.FileIO, io.BytesIO)
+# What Python itself reads from this machine's disks or memory.
+_PLAIN: Final = (io.BufferedReader, io.FileIO, io.BytesIO)
 
 # Under which name a filesystem tells of the last change of a file, the best one first.
 _CHANGES: Final = (
@@ -111,7 +112,7 @@ class OpenedFile:
 
         Of this and ``stream``, only one may be read.
         """
-        return cast(BinaryIO, _unwrapped(self.stored) if isinstance(self.stored, LocalFileOpener) else self.stored)
+        return cast(BinaryIO, _unwrapped(self.stored) if _is_local(self.stored) else self.stored)
 
     @cached_property
     def changed(self) -> str:
@@ -174,6 +175,9 @@ def open_file(
       SourceError: naming the file, if it is missing or cannot be read; the original is its ``__cause__``. Reading
         raises one too, whose text leaves the name to the caller, when a remote file cannot be read any more.
     """
+    from fsspec.compression import compr
+    from fsspec.utils import infer_compression
+
     ask = partial(_open_stored, name, storage_options or {})
     filesystem, path, stored = retried(ask, name, "cannot be opened", backoff, named=True)
     try:
@@ -182,15 +186,15 @@ def open_file(
         if isinstance(stored, io.BytesIO):
             # The memory filesystem gives every reader the one object that it stores, with one position for all.
             content = stored = io.BytesIO(stored.getvalue())
-        elif isinstance(stored, LocalFileOpener):
+        elif _is_local(stored):
             content = _unwrapped(stored)
-        elif not isinstance(stored, _LOCAL):
+        elif not isinstance(stored, _PLAIN):  # else there is nothing to try again
             reopen, ask_size = partial(filesystem.open, path, "rb"), partial(filesystem.size, path)
             content = stored = RetryingFile(name, stored, reopen, ask_size, backoff, plain=method is None)
         if method is not None:
             # Some decompressors believe that a read which gives less than was asked for is the last one.
             whole = io.BufferedReader(stored, _BUFFER_BYTES) if isinstance(stored, RetryingFile) else stored
-            content = _decompressors[method](whole, mode="r")
+            content = compr[method](whole, mode="r")
         stream = io.BufferedReader(content, _BUFFER_BYTES)
     except Exception as error:
         stored.close()
@@ -198,15 +202,29 @@ def open_file(
     return OpenedFile(stream, stored, filesystem, name, path, backoff, method is None)
 
 
-def _unwrapped(stored: LocalFileOpener) -> io.FileIO:
+def _unwrapped(stored: Any) -> io.FileIO:
     """The file without fsspec's methods and a second buffer around it, which take longer than the reading."""
     return io.FileIO(stored.fileno(), closefd=False)
 
 
 def _open_stored(name: str, storage_options: Mapping[str, Any]) -> tuple[Any, str, Any]:
     """The filesystem, what it calls the file, and the file as it opens it."""
-    filesystem, path = url_to_fs(name, **storage_options)
+    filesystem, path = _filesystem_of(name, storage_options)
     return filesystem, path, filesystem.open(path, "rb")
+
+
+def _filesystem_of(name: str, storage_options: Mapping[str, Any]) -> tuple[Any, str]:
+    """The filesystem, and what it calls the file."""
+    from fsspec.core import url_to_fs
+
+    return cast("tuple[Any, str]", url_to_fs(name, **storage_options))
+
+
+def _is_local(stored: Any) -> bool:
+    """Whether the file is one that fsspec opened on this machine's disks."""
+    from fsspec.implementations.local import LocalFileOpener
+
+    return isinstance(stored, LocalFileOpener)
 
 
 def skip_to(file: BinaryIO, offset: int, at: int = 0) -> None:
@@ -255,7 +273,7 @@ def file_size(name: str, storage_options: Mapping[str, Any] | None = None, backo
 
 
 def _ask_size(name: str, storage_options: Mapping[str, Any]) -> Any:
-    filesystem, path = url_to_fs(name, **storage_options)
+    filesystem, path = _filesystem_of(name, storage_options)
     return filesystem.size(path)
 
 
@@ -265,7 +283,9 @@ def check_compression(compression: str | None) -> None:
     Raises:
       ValueError: naming the compressions that are there.
     """
-    known = sorted(name for name in _decompressors if name is not None)
+    from fsspec.compression import compr
+
+    known = sorted(name for name in compr if name is not None)
     if compression not in {None, "infer", *known}:
         raise ValueError(f"compression must be 'infer', None or one of {', '.join(known)}; got {compression!r}")
 
@@ -307,7 +327,7 @@ def _expand_entry(position: int, entry: object, options: Mapping[str, Any], back
 
 
 def _glob(pattern: str, storage_options: Mapping[str, Any]) -> list[str]:
-    filesystem, asked = url_to_fs(pattern, **storage_options)
+    filesystem, asked = _filesystem_of(pattern, storage_options)
     if _is_file(filesystem, asked):  # a wildcard character in the name of a real file, or a url with a query
         return [pattern]
     if "**" in asked and _LIST_TREES & set(_protocols(filesystem)):

@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import errno
-import ftplib
 import http.client
 import io
 import logging
@@ -45,7 +44,6 @@ _PASSING: Final = (
     concurrent.futures.TimeoutError,
     EOFError,  # the other side closed the connection, or the file ended too early
     http.client.HTTPException,  # an answer that broke off, or is none
-    ftplib.error_temp,  # 4xx in FTP: busy
 )
 
 _LASTING: Final = (
@@ -63,13 +61,15 @@ _LASTING_NUMBERS: Final = {
     errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EFBIG, errno.EDQUOT,
 }  # fmt: skip
 
-# The clients of stores have classes of their own; they are known by name, because they may not be installed.
+# The clients of stores have classes of their own; they are known by name, because they may not be installed, or are
+# loaded only by who needs them.
 _PASSING_ABROAD: Final = {
     "aiohttp.client_exceptions.ClientConnectionError",
     "aiohttp.client_exceptions.ClientPayloadError",
     "botocore.exceptions.ConnectionError",
     "botocore.exceptions.HTTPClientError",
     "botocore.exceptions.IncompleteReadError",
+    "ftplib.error_temp",  # 4xx: busy
     "urllib3.exceptions.HTTPError",
 }
 

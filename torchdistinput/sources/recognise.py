@@ -26,7 +26,6 @@ from torchdistinput.sources.files import FileDataset
 from torchdistinput.sources.iterable_loaders import IterableLoaderSource
 from torchdistinput.sources.iterables import IterableSource
 from torchdistinput.sources.loaders import MapLoaderSource
-from torchdistinput.sources.records import RecordSource
 from torchdistinput.sources.table import Table, is_table
 from torchdistinput.sources.worker_side import cannot_skip
 
@@ -105,6 +104,8 @@ def recognise(
     with_index, read_ahead = options.with_index, options.most_ahead
     skip = options.on_error == "skip"
     if isinstance(data, FileDataset):
+        from torchdistinput.sources.records import RecordSource  # noqa: PLC0415 - only who reads files needs it
+
         return RecordSource(data, *place, *batching, with_index=with_index, read_ahead=read_ahead, skip=skip), resolved
     if _is_map_style(data):
         return MapLoaderSource(_loader(data, *batching, shuffle), *place, with_index=with_index, skip=skip), resolved
@@ -134,6 +135,8 @@ def _source_of_loader(
 ) -> Source:
     with_index, read_ahead, skip = options.with_index, options.most_ahead, options.on_error == "skip"
     if isinstance(loader.dataset, FileDataset):
+        from torchdistinput.sources.records import RecordSource  # noqa: PLC0415 - only who reads files needs it
+
         return RecordSource(loader, policy, topology, with_index=with_index, read_ahead=read_ahead, skip=skip)
     if isinstance(loader.dataset, IterableDataset):
         if skip:

@@ -30,7 +30,6 @@ from torchdistinput.sources.opaque import Marked, Wait, worker_number
 from torchdistinput.sources.own_state import Snapshot
 from torchdistinput.sources.sealing import Sealing
 from torchdistinput.sources.seeds import Samples
-from torchdistinput.sources.walks import RecordPlace
 
 __all__ = [
     "Cut",
@@ -103,8 +102,6 @@ def _picklable(error: Exception) -> Exception:
 class _FetchesBatches(Protocol):
     def __getitems__(self, indices: list[Any]) -> list[Any]: ...
 
-
-_Places = Callable[[int, int], list[RecordPlace]]
 
 Request = tuple[bool, Any, int]
 """What torch's loader hands to a ``PieceDataset``: whether to collate a list of samples, the index or indices (as
