@@ -58,7 +58,9 @@ def random_steps(rng: random.Random) -> list[Held]:
 def told(outcome: Outcome) -> Any:
     if isinstance(outcome, Raised):
         return type(outcome.error), str(outcome.error).splitlines()[0]
-    return (Delivered, id(outcome.share), *dataclasses.astuple(outcome)[1:]) if type(outcome) is Delivered else outcome
+    if isinstance(outcome, Delivered):
+        return (Delivered, id(outcome.share), *dataclasses.astuple(outcome)[1:])
+    return type(outcome), None if isinstance(outcome, End) else outcome
 
 
 def test_where_nobody_else_votes_a_step_is_settled_as_the_ballot_of_one_rank_decides() -> None:

@@ -230,14 +230,12 @@ class Drawn(NamedTuple):
 
 
 @final
-@dataclass(frozen=True)
 class PastEnd:
     """A step past this worker's end of data."""
 
 
 @final
-@dataclass(frozen=True)
-class Failed:
+class Failed(NamedTuple):
     """A step whose data failed.
 
     Args:
@@ -272,8 +270,7 @@ class Delivered:
 
 
 @final
-@dataclass(frozen=True)
-class PassedOver:
+class PassedOver(NamedTuple):
     """A step without a sample on any rank.
 
     Args:
@@ -284,8 +281,7 @@ class PassedOver:
 
 
 @final
-@dataclass(frozen=True)
-class Ahead:
+class Ahead(NamedTuple):
     """From here on, the ranks read so far ahead.
 
     Args:
@@ -296,14 +292,12 @@ class Ahead:
 
 
 @final
-@dataclass(frozen=True)
 class End:
     """The end of the data for every rank."""
 
 
 @final
-@dataclass(frozen=True)
-class Raised:
+class Raised(NamedTuple):
     """The error that every rank raises at this step."""
 
     error: BaseException
