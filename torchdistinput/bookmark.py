@@ -15,8 +15,8 @@ import json
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Final, final
+from dataclasses import replace
+from typing import Any, Final, NamedTuple, final
 
 import torch
 
@@ -94,8 +94,7 @@ class _Random:
 
 
 @final
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """How the next epoch begins.
 
     Args:
@@ -112,8 +111,7 @@ class Entry:
 
 
 @final
-@dataclass(frozen=True)
-class _Pending:
+class _Pending(NamedTuple):
     """A place to begin at that was loaded or sought, and not entered yet.
 
     Args:

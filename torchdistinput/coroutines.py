@@ -17,8 +17,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, final
+from typing import Any, Generic, NamedTuple, TypeVar, final
 
 import torch
 
@@ -32,8 +31,7 @@ Answer = TypeVar("Answer")
 
 
 @final
-@dataclass(frozen=True)
-class Ended:
+class Ended(NamedTuple):
     """The end of a coroutine's function, with what it returned."""
 
     value: Any
@@ -139,8 +137,7 @@ class Coroutine(Generic[Question, Answer]):
 
 
 @final
-@dataclass(frozen=True)
-class Modes:
+class Modes(NamedTuple):
     """The modes that torch keeps per thread."""
 
     grad: bool

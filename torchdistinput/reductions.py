@@ -21,8 +21,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 import torch
@@ -47,8 +46,7 @@ __all__ = [
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
-class Operands:
+class Operands(NamedTuple):
     """What this worker brings to a collective.
 
     Args:
@@ -65,8 +63,7 @@ class Operands:
 
 
 @final
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What became of the leaves at one path; equal on all workers.
 
     Args:
@@ -80,8 +77,7 @@ class Outcome:
     shapes: list[tuple[int, ...]]
 
 
-@dataclass(frozen=True)
-class _Meta:
+class _Meta(NamedTuple):
     """What the laws need to know of one replica's tensor."""
 
     dtype: str

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -32,8 +31,7 @@ _current: contextvars.ContextVar[ReplicaContext | None] = contextvars.ContextVar
 
 
 @final
-@dataclass(frozen=True)
-class _Request:
+class _Request(NamedTuple):
     """A collective as one replica asks for it; ``op`` is ``None`` for a gather, then ``axis`` is what the user gave."""
 
     name: str

@@ -12,7 +12,6 @@ import logging
 import random
 import zipfile
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,7 +50,7 @@ class Waits:
 
     @property
     def backoff(self) -> Backoff:
-        return replace(BACKOFF, sleep=self.seconds.append)
+        return BACKOFF._replace(sleep=self.seconds.append)
 
 
 @pytest.fixture
@@ -62,7 +61,7 @@ def waits() -> Waits:
 @pytest.fixture
 def no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Datasets do not wait between tries, in forked loader workers too."""
-    quick = replace(BACKOFF, sleep=lambda _: None)
+    quick = BACKOFF._replace(sleep=lambda _: None)
     for name in ("open_file", "file_size", "expand"):
         function: Callable[..., Any] = getattr(filesystem, name)
         monkeypatch.setattr(f"torchdistinput.sources.files.{name}", partial(function, backoff=quick))

@@ -13,8 +13,7 @@ What they share has an end: a leaf that is kept (or saved with its storage) keep
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol, final
+from typing import NamedTuple, Protocol, final
 
 import torch
 
@@ -36,8 +35,7 @@ class Allocator(Protocol):
 
 
 @final
-@dataclass(frozen=True)
-class Bundle:
+class Bundle(NamedTuple):
     """Leaves that travel as one copy.
 
     Args:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, cast, final
+from typing import Any, NamedTuple, cast, final
 
 import torch
 import torch.distributed as dist
@@ -28,8 +27,7 @@ __all__ = [
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
-class Members:
+class Members(NamedTuple):
     """Who takes part.
 
     Args:

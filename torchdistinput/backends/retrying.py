@@ -24,9 +24,8 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Protocol, TypeVar, final, runtime_checkable
+from typing import Any, Final, NamedTuple, Protocol, TypeVar, final, runtime_checkable
 
 from torchdistinput.errors import InputError, SourceError
 
@@ -99,8 +98,7 @@ def _http_status(error: BaseException) -> int | None:
 
 
 @final
-@dataclass(frozen=True)
-class Backoff:
+class Backoff(NamedTuple):
     """How often a request is made, and how long to wait in between. The wait doubles each time.
 
     The bound counts requests without progress: a file of which every tenth read fails is read to its end.

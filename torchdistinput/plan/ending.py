@@ -32,8 +32,7 @@ The laws, decided alike on every rank from the same sums:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import final
+from typing import NamedTuple, final
 
 __all__ = ["MAX_RANKS", "MAX_SAMPLES", "Ballot", "Verdict", "count", "decide", "weight_of"]
 
@@ -49,8 +48,7 @@ _WISHES = {0: 0, 1: 1 << _SAMPLE_BITS, -1: 1 << _HOLDING}
 
 
 @final
-@dataclass(frozen=True)
-class Ballot:
+class Ballot(NamedTuple):
     """What one rank says in one exchange.
 
     Args:
@@ -92,8 +90,7 @@ class Ballot:
 
 
 @final
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """What all ranks conclude from one exchange.
 
     Args:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, cast, final
+from typing import Any, NamedTuple, cast, final
 
 from torch.utils.data import IterableDataset
 
@@ -22,8 +21,7 @@ _END = object()
 
 
 @final
-@dataclass(frozen=True)
-class Entrance:
+class Entrance(NamedTuple):
     """Where one reader of an iterable begins.
 
     Args:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, final
 
 from torch.utils.data import get_worker_info
@@ -78,8 +77,7 @@ def worker_number() -> int:
 
 
 @final
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """A place between two rows.
 
     Args:
