@@ -421,3 +421,19 @@ def test_a_worker_that_is_killed_leaves_nothing_and_what_came_stays() -> None:
     runs.finish(run)
     assert (first == torch.stack([SAMPLES["large"](k) for k in range(4)])).all()
     assert not [name for name in os.listdir("/dev/shm") if any(f"_{pid}_" in name for pid in (*pids, os.getpid()))]
+
+
+@pytest.mark.parametrize("small", [torch.tensor, np.float32, lambda k: torch.full((9,), k)])
+def test_small_tensors_beside_large_ones_take_no_memory_of_their_own(small: Callable[[int], Any]) -> None:
+    data = Made(lambda k: (numbers(5, BIG) + k, small(k)), 80)
+    settings: dict[str, Any] = {"batch_size": 4, "num_workers": 2}
+    with tdi.DataLoader(data, **settings) as loader:
+        ours = [facts(batch) for batch in loader]
+        assert loader.stats()["fresh_batches"] == 0
+    assert ours == [facts(batch) for batch in DataLoader(data, **settings)]
+
+
+def test_small_tensors_of_several_types_are_stacked_as_torchs_loader_workers_do() -> None:
+    data = Made(lambda k: torch.tensor(k + 0.5, dtype=torch.float64 if k % 4 else torch.float32), 16)
+    settings: dict[str, Any] = {"batch_size": 4, "num_workers": 1}
+    assert list(map(facts, tdi.DataLoader(data, **settings))) == list(map(facts, DataLoader(data, **settings)))

@@ -49,7 +49,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["ENTRIES", "Arena", "Free", "Token", "forks_of_workers", "storage_over"]
+__all__ = ["ENTRIES", "Arena", "Free", "Token", "forks_of_workers", "storage_over", "tensor_over"]
 
 ENTRIES: Final = 64
 """Batches of one worker that may be in use at a time."""
@@ -204,9 +204,14 @@ class Token:
 
 def storage_over(buffer: memoryview | bytearray) -> torch.UntypedStorage:
     """A storage over the memory, which it keeps alive, also when its contents are moved elsewhere."""
-    storage = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
-    storage.buffer = buffer  # type: ignore[attr-defined] # torch keeps what is put there as long as the storage
-    return storage
+    return tensor_over(buffer, torch.uint8).untyped_storage()
+
+
+def tensor_over(buffer: memoryview | bytearray, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of one dimension over such a storage."""
+    tensor = torch.frombuffer(buffer, dtype=dtype)
+    tensor.untyped_storage().buffer = buffer  # type: ignore[attr-defined] # torch keeps what is put there with it
+    return tensor
 
 
 # A fork concerns the whole process, so what it must be told is known to the whole process.

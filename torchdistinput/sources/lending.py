@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch.utils.data._utils.collate import collate_tensor_fn
 
-from torchdistinput.backends.slots import ENTRIES, Arena, Free, Token, storage_over
+from torchdistinput.backends.slots import ENTRIES, Arena, Free, Token, tensor_over
 
-__all__ = ["Block", "DoesNotFit", "Lender", "Stack"]
+__all__ = ["Block", "DoesNotFit", "Lender", "Stack", "is_plain"]
 
 _SMALL: Final = 1 << 14
 """Bytes up to which contents travel in the message: that is no slower, and who keeps all labels keeps nothing else."""
@@ -24,6 +24,8 @@ _WIDE: Final = 64
 _NUMBERS: Final = frozenset(
     np.dtype(name) for name in ("bool", "uint8", *(f"int{8 << n}" for n in range(4)), "float16", "float32", "float64")
 )
+
+_TENSORS: Final = {torch.Tensor}
 
 _Path = tuple[Any, ...]
 
@@ -63,8 +65,10 @@ class Lender:
         self.worker = worker
         self._arena = arena
         self._ledger = arena.ledger(worker)
-        self._base: int = arena.part(worker).__array_interface__["data"][0]
-        self._size = arena.part(worker).nbytes
+        memory = arena.part(worker)
+        self._memory = memory.data  # of another array than those whose end is waited for
+        self._base: int = memory.__array_interface__["data"][0]
+        self._size = memory.nbytes
         self._free = Free(self._size)
         self._blocks: dict[int, Block] = {}
         self._batches: dict[int, list[Block]] = {}  # by entry
@@ -82,16 +86,25 @@ class Lender:
         lo = self._take(size)
         if lo is None:
             return None
-        block = self._blocks[lo]
-        storage = storage_over(block.token.buffer(lo, lo + size))
-        block.token.handed_out()
-        return torch.empty(0, dtype=dtype).set_(storage).view(shape)
+        token = self._blocks[lo].token
+        flat = tensor_over(token.buffer(lo, lo + size), dtype)
+        token.handed_out()
+        return flat.view(shape)
 
     def _take(self, size: int) -> int | None:
         lo = self._free.take(size)
         if lo is not None:
             self._blocks[lo] = Block(lo, size, Token(self._arena.part(self.worker)))
         return lo
+
+    def block_of(self, storage: torch.UntypedStorage) -> Block | None:
+        """The block that a storage is, if it is a whole one."""
+        block = self._blocks.get(storage.data_ptr() - self._base)
+        return block if block is not None and block.size == storage.nbytes() else None
+
+    def contents_of(self, block: Block) -> memoryview:
+        """What is in a block; nobody sees that it is looked at."""
+        return self._memory[block.lo : block.lo + block.size]
 
     def place(self, contents: memoryview) -> Block:
         """The block that has the contents; they are copied into one, unless they are there already.
@@ -176,12 +189,12 @@ class Stack:
         if array and not (leaf.dtype in _NUMBERS and leaf.flags.c_contiguous):
             return leaf
         tensor = torch.as_tensor(leaf)
-        if row == 0 and _is_plain(tensor):
+        if row == 0 and is_plain(tensor):
             new = self._lender.new_tensor((rows, *tensor.shape), tensor.dtype)
             if new is not None:
                 self._rows[path] = new
         piece = self._rows.get(path)
-        if piece is None or piece.dtype != tensor.dtype or piece.shape[1:] != tensor.shape or not _is_plain(tensor):
+        if piece is None or piece.dtype != tensor.dtype or piece.shape[1:] != tensor.shape or not is_plain(tensor):
             return leaf
         kept = piece[row].copy_(tensor)
         return kept.numpy() if array else kept
@@ -189,19 +202,22 @@ class Stack:
     def __call__(self, batch: Any, *, collate_fn_map: Any = None) -> Any:
         """See ``torch.utils.data._utils.collate.collate_tensor_fn``."""
         first = batch[0]
-        alike = all(type(each) is torch.Tensor and each.shape == first.shape for each in batch)
-        if not alike or not _is_plain(first) or self._lender.is_small(len(batch) * first.nbytes):
+        if set(map(type, batch)) != _TENSORS or not is_plain(first):
             return collate_tensor_fn(batch, collate_fn_map=collate_fn_map)
         for path, piece in self._rows.items():
             if _are_rows(piece, batch):
                 return self._rows.pop(path)
-        new = self._lender.new_tensor((len(batch), *first.shape), first.dtype)
+        shape = (len(batch), *first.shape)
+        if self._lender.is_small(len(batch) * first.nbytes):
+            new: torch.Tensor | None = torch.empty(shape, dtype=first.dtype)  # not shared, as torch's would be
+        else:
+            new = self._lender.new_tensor(shape, first.dtype)
         if new is None:
             return collate_tensor_fn(batch, collate_fn_map=collate_fn_map)
         return torch.stack(batch, 0, out=new)
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def is_plain(tensor: torch.Tensor) -> bool:
     """Whether it is nothing but numbers in this process's memory."""
     return (
         type(tensor) is torch.Tensor

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, NamedTuple, Protocol, cast, final, runtime_checkable
+from typing import Any, Final, NamedTuple, Protocol, cast, final, runtime_checkable
 
 import numpy as np
 import torch
@@ -19,11 +19,19 @@ from torch.utils.data import DataLoader
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
 from torchdistinput.backends.slots import Arena, Token, storage_over
-from torchdistinput.sources.lending import Block, DoesNotFit, Lender, Stack
+from torchdistinput.sources.lending import Block, DoesNotFit, Lender, Stack, is_plain
 from torchdistinput.sources.torch_loaders import WorkerInit
 from torchdistinput.sources.worker_side import Failure
 
 __all__ = ["Fresh", "Inlet", "Outlet", "Packed", "through_slots"]
+
+
+_DTYPES: Final = (
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
+    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),
+)
+_NUMBER_OF: Final = {dtype: number for number, dtype in enumerate(_DTYPES)}
+"""Of the usual types, which travel as numbers."""
 
 
 class Packed(NamedTuple):
@@ -49,19 +57,76 @@ class Fresh(NamedTuple):
 
 
 @final
+class _Contents:
+    """Where the contents of an item's tensors and arrays are.
+
+    Args:
+      lender: knows what is in the arena.
+    """
+
+    def __init__(self, lender: Lender) -> None:
+        self._lender = lender
+        self._next: tuple[pickle.PickleBuffer, Block] | None = None
+        self.blocks: list[Block] = []
+        """Those that are not in the message."""
+
+    def look_up(self, storage: torch.UntypedStorage) -> pickle.PickleBuffer | None:
+        """The contents of a storage that is a block of the arena."""
+        block = self._lender.block_of(storage)
+        if block is None:
+            return None
+        buffer = pickle.PickleBuffer(self._lender.contents_of(block))
+        self._next = buffer, block
+        return buffer
+
+    def are_inside(self, buffer: pickle.PickleBuffer) -> bool:
+        """Whether contents become a part of the message; asked by the pickler for each in turn."""
+        if self._next is not None and self._next[0] is buffer:
+            self.blocks.append(self._next[1])
+            return False
+        contents = buffer.raw()
+        if self._lender.is_small(contents.nbytes):
+            return True
+        self.blocks.append(self._lender.place(contents))
+        return False
+
+
+@final
 class _Pickler(ForkingPickler):
-    """Pickles as PyTorch does between processes, with the contents of tensors and arrays as buffers beside it."""
+    """Pickles as PyTorch does between processes, with the contents of tensors and arrays as buffers beside it.
+
+    Args:
+      message: is written to.
+      contents: is told of them. It must not know the pickler: a circle would keep the item.
+    """
+
+    def __init__(self, message: io.BytesIO, contents: _Contents) -> None:
+        super().__init__(message, pickle.HIGHEST_PROTOCOL, True, contents.are_inside)
+        self._contents = contents
 
     def reducer_override(self, obj: Any) -> Any:
-        """Of a storage: its bytes as a buffer; anything else as PyTorch does it."""
+        """Of a storage: its bytes as a buffer; of a plain tensor: over which storage; else as PyTorch does it."""
+        if type(obj) is torch.Tensor:
+            number = _NUMBER_OF.get(obj.dtype)
+            if number is None or not is_plain(obj) or obj.is_conj() or obj.is_neg():
+                return NotImplemented
+            return _tensor, (obj.untyped_storage(), number, obj.storage_offset(), tuple(obj.shape), obj.stride())
         if type(obj) is np.ndarray and not obj.flags.writeable:
             return obj.copy("A").__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # writable on the other side, as ever
         if type(obj) is not torch.UntypedStorage or not obj.nbytes():
             return NotImplemented
         if obj.device.type != "cpu" or obj.is_shared():
             raise DoesNotFit  # it needs no copy the ordinary way
-        contents = torch.empty(0, dtype=torch.uint8).set_(obj).numpy()
-        return storage_over, (pickle.PickleBuffer(contents.data),)
+        buffer = self._contents.look_up(obj)
+        if buffer is None:
+            buffer = pickle.PickleBuffer(torch.empty(0, dtype=torch.uint8).set_(obj).numpy().data)
+        return storage_over, (buffer,)
+
+
+def _tensor(
+    storage: torch.UntypedStorage, number: int, offset: int, shape: Sequence[int], stride: Sequence[int]
+) -> torch.Tensor:
+    return torch.empty(0, dtype=_DTYPES[number]).set_(storage, offset, shape, stride)
 
 
 @runtime_checkable
@@ -116,17 +181,9 @@ class Outlet:
 
 
 def _packed(item: Any, lender: Lender) -> Packed:
-    blocks: list[Block] = []
-
-    def beside(buffer: pickle.PickleBuffer) -> bool:
-        contents = buffer.raw()
-        if lender.is_small(contents.nbytes):
-            return True
-        blocks.append(lender.place(contents))
-        return False
-
-    message = io.BytesIO()
-    _Pickler(message, pickle.HIGHEST_PROTOCOL, True, beside).dump(item)
+    message, contents = io.BytesIO(), _Contents(lender)
+    _Pickler(message, contents).dump(item)
+    blocks = contents.blocks
     entry = lender.enter(blocks) if blocks else None
     places = tuple((block.lo, block.lo + block.size) for block in blocks)
     return Packed(lender.worker, lender.number, entry, places, message.getvalue())
