@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler, get_worker_info
 from torchdistinput.errors import InputError, ShardingError
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.sources.arrivals import Arrivals, arrivals_of
+from torchdistinput.sources.messages import context_for
 from torchdistinput.sources.samplers import DistributedBatchSampler
 
 __all__ = ["WorkerInit", "check_loader", "generator_digest", "settings_of"]
@@ -105,7 +106,9 @@ def settings_of(loader: DataLoader[Any]) -> dict[str, Any]:
         "pin_memory": loader.pin_memory,
         "timeout": loader.timeout,
         "worker_init_fn": init,
-        "multiprocessing_context": loader.multiprocessing_context,
+        "multiprocessing_context": context_for(
+            loader.multiprocessing_context, loader.num_workers, loader.prefetch_factor
+        ),
         "generator": loader.generator,
         "persistent_workers": loader.persistent_workers,
         **workers,

@@ -1,0 +1,126 @@
+"""Messages to loader workers and back: in order, whatever their size, and never in the way of who sends them."""
+
+from __future__ import annotations
+
+import fcntl
+import multiprocessing
+import os
+import queue
+import random
+import threading
+from collections.abc import Iterator
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import torchdistinput as tdi
+from torchdistinput.sources import messages
+from torchdistinput.sources.messages import Messages, context_for, largest
+
+WAIT_SECONDS = 30.0
+
+
+def new(on_their_way: int = 7) -> Messages:
+    return Messages(multiprocessing.get_context("fork"), on_their_way)
+
+
+@pytest.mark.parametrize("on_their_way", [1, 5, 7, 16, 17, 40, 200])
+@pytest.mark.parametrize("pages", [16, 64])
+def test_as_many_messages_as_can_be_on_their_way_fit_without_anybody_reading(on_their_way: int, pages: int) -> None:
+    made: Any = new(on_their_way)
+    writer = made._queue._writer
+    fcntl.fcntl(writer.fileno(), fcntl.F_SETPIPE_SZ, pages * 4096)
+    os.set_blocking(writer.fileno(), False)  # one that does not fit is an error
+    size = largest(pages, on_their_way)
+    assert size > 0
+    for _ in range(on_their_way):
+        writer.send_bytes(bytes(size))
+    assert [len(made._reader.recv_bytes()) for _ in range(on_their_way)] == [size] * on_their_way
+
+
+def test_messages_of_all_sizes_come_in_the_order_in_which_they_were_put() -> None:
+    rng = random.Random(0)
+    for largest_of_them in (10, 9_000, 1_000_000):
+        made = new()
+        items = [bytes([k % 256]) * rng.randint(0, largest_of_them) for k in range(60)]
+
+        def put(made: Messages = made, items: list[bytes] = items) -> None:
+            for item in items:
+                made.put(item)
+
+        sender = threading.Thread(target=put)
+        sender.start()
+        assert [made.get(WAIT_SECONDS) for _ in items] == items
+        sender.join()
+        made.close()
+
+
+def test_nothing_that_came_in_time_is_said_as_a_queue_says_it() -> None:
+    with pytest.raises(queue.Empty):
+        new().get(0.001)
+
+
+def test_what_was_pickled_for_the_thread_is_pickled_once() -> None:
+    made, times = new(), []
+
+    class Item:
+        def __reduce__(self) -> tuple[Any, ...]:
+            times.append(1)
+            return bytes, (300_000,)
+
+    made.put(Item())
+    assert made.get(WAIT_SECONDS) == bytes(300_000)
+    assert times == [1]
+    made.close()
+
+
+class Texts(Dataset[list[str]]):
+    """Samples that cannot be put into memory that is used again: small, and from some index on large."""
+
+    def __init__(self, large_from: int) -> None:
+        self.large_from = large_from
+
+    def __len__(self) -> int:
+        return 96
+
+    def __getitem__(self, index: int) -> list[str]:
+        return [str(index), "x" * (20_000 if index >= self.large_from else 10)]
+
+
+@pytest.mark.parametrize("large_from", [0, 40, 96])
+def test_batches_of_texts_of_any_size_are_torchs(large_from: int) -> None:
+    settings: dict[str, Any] = {"batch_size": 4, "num_workers": 2, "persistent_workers": True}
+    ours, torchs = tdi.DataLoader(Texts(large_from), **settings), DataLoader(Texts(large_from), **settings)
+    for _ in range(2):
+        assert list(ours) == list(torchs)
+
+
+class Rows(Dataset[torch.Tensor]):
+    """Small samples."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((8,), float(index))
+
+
+def feeders() -> Iterator[str]:
+    return (thread.name for thread in threading.enumerate() if thread.name == "QueueFeederThread")
+
+
+def test_small_batches_need_no_thread_that_sends_requests() -> None:
+    before = len(list(feeders()))
+    with tdi.DataLoader(Rows(), batch_size=4, num_workers=2, persistent_workers=True) as loader:
+        assert torch.cat(list(loader))[:, 0].tolist() == list(range(64))
+        assert len(list(feeders())) == before
+
+
+def test_workers_that_are_not_forked_have_the_queues_of_torch() -> None:
+    spawn = multiprocessing.get_context("spawn")
+    assert context_for(spawn, 2, None) is spawn
+    assert context_for(None, 0, None) is None
+    assert ForkingPickler.loads(ForkingPickler.dumps(messages._Pickled(ForkingPickler.dumps([1]).tobytes()))) == [1]
