@@ -1,4 +1,4 @@
-"""The end of a loader's run while a thread waits for its workers."""
+"""Runs of a loader: the end of one while a thread waits for its workers; the next one of workers that live on."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ import time
 from typing import Any
 
 import pytest
-from torch.utils.data import DataLoader, Dataset
+import torch
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
+import torchdistinput as tdi
 from torchdistinput.sources.runs import LoaderRuns
 from torchdistinput.sources.torch_loaders import settings_of
 from torchdistinput.sources.worker_side import PieceDataset, as_is
@@ -56,3 +59,53 @@ def test_a_thread_that_waits_for_a_run_leaves_when_it_is_closed(left_by_a_worker
     runs.finish(run)
     assert ended.wait(BOUND_SECONDS)
     assert list(run) == []
+
+
+class Drawn(Dataset[torch.Tensor]):
+    """Who read a sample, a draw of that worker, and the index; seven batches, which two workers do not share evenly."""
+
+    def __len__(self) -> int:
+        return 26
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        info = get_worker_info()
+        return torch.tensor([-1 if info is None else info.id, torch.rand(()), index])
+
+
+def loader_of(kind: Any) -> Any:
+    generator = torch.Generator().manual_seed(3)
+    return kind(Drawn(), 4, shuffle=True, num_workers=2, persistent_workers=True, generator=generator)
+
+
+@pytest.fixture
+def resets(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each time that torch's iterator is reset, whether it is its first."""
+    found: list[bool] = []
+    reset = _MultiProcessingDataLoaderIter._reset
+
+    def note(iterator: Any, loader: Any, first_iter: bool = False) -> None:
+        found.append(first_iter)
+        reset(iterator, loader, first_iter)
+
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter, "_reset", note)
+    return found
+
+
+def test_workers_that_sent_everything_go_on_as_torchs_do_without_being_asked(resets: list[bool]) -> None:
+    with loader_of(tdi.DataLoader) as ours:
+        found = [list(ours) for _ in range(3)]
+    assert resets == [True]
+    torchs = loader_of(DataLoader)
+    for each in found:
+        assert [batch.tolist() for batch in each] == [batch.tolist() for batch in torchs]
+
+
+def test_workers_that_were_left_in_an_epoch_drop_the_rest_of_it(resets: list[bool]) -> None:
+    with loader_of(tdi.DataLoader) as ours:
+        for last in (2, 8, 1):
+            for step, _ in enumerate(ours):
+                if step == last:
+                    break
+        assert sorted(torch.cat(list(ours))[:, 2].tolist()) == list(range(26))
+    assert resets.count(True) == 1
+    assert resets.count(False) >= 2

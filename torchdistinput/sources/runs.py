@@ -7,6 +7,7 @@ woken by an item that torch cannot unpack. Torch has no public way to either.
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import threading
 import time
@@ -16,13 +17,15 @@ from typing import Any, Final, final
 
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+from torch.utils.data.dataloader import _DatasetKind, _MultiProcessingDataLoaderIter
 
 from torchdistinput.backends.slots import forks_of_workers
 from torchdistinput.flow import Origin, ReadFailure
 from torchdistinput.sources.arrivals import see_in
 from torchdistinput.sources.slotted import Fresh, Inlet, Packed, through_slots
 from torchdistinput.sources.torch_loaders import WorkerInit
+
+# ruff: noqa: SLF001 - torch has no public way to its loader workers, see above
 
 __all__ = ["LoaderRun", "LoaderRuns"]
 
@@ -47,13 +50,13 @@ class LoaderRun(Iterator[Any]):
         self._iterator = iterator
         self._inlet = inlet
         self._workers = iterator if isinstance(iterator, _MultiProcessingDataLoaderIter) else None
-        self._pins: bool = self._workers is not None and self._workers._pin_memory  # noqa: SLF001 - see the top
+        self._pins: bool = self._workers is not None and self._workers._pin_memory
         self._waiting: int | None = None  # the thread in __next__
         self._left = threading.Event()
         self._closed = False
         self.fresh = 0
         """Items that came in fresh memory, as they did not fit into what is used again."""
-        init = None if self._workers is None else self._workers._worker_init_fn  # noqa: SLF001 - see the top
+        init = None if self._workers is None else self._workers._worker_init_fn
         if isinstance(init, WorkerInit) and init.arrivals is not None:
             try:
                 see_in(self._workers, init.arrivals)
@@ -115,7 +118,7 @@ class LoaderRun(Iterator[Any]):
         """The numbers of the loader workers that ended on their own, and their exit codes."""
         if self._workers is None or self._closed:
             return []
-        codes = [(number, process.exitcode) for number, process in enumerate(self._workers._workers)]  # noqa: SLF001 - top
+        codes = [(number, process.exitcode) for number, process in enumerate(self._workers._workers)]
         return [(number, code) for number, code in codes if code]
 
     def close(self) -> None:
@@ -125,7 +128,7 @@ class LoaderRun(Iterator[Any]):
         self._closed = True
         if self._workers is None:
             return
-        self._workers._shutdown_workers()  # noqa: SLF001 - see the top
+        self._workers._shutdown_workers()
         waiting = self._waiting
         if waiting is not None and waiting != threading.get_ident():
             self._wake(self._workers)
@@ -134,17 +137,17 @@ class LoaderRun(Iterator[Any]):
 
     def _wake(self, workers: _MultiProcessingDataLoaderIter) -> None:
         """Lets the thread leave that waits for an item, once the loader workers ended."""
-        results: Any = workers._data_queue  # noqa: SLF001 - see the top
+        results: Any = workers._data_queue
         if self._pins:  # the queue of a thread of this process
             results.put(None)
             return
-        lock, writer = results._wlock, results._writer  # noqa: SLF001 - see below
+        lock, writer = results._wlock, results._writer
         if lock is not None and not lock.acquire(timeout=_LOCK_SECONDS):
             # A worker that ends in the middle of a message takes the queue's lock with it, for which a `put` would wait
             # for ever. As nobody else writes, the end of the file comes in the middle of the message.
             writer.close()
         else:
-            if wait([results._reader], 0) == []:  # noqa: SLF001 - else there is something to read
+            if wait([results._reader], 0) == []:
                 writer.send_bytes(pickle.dumps(None))
             if lock is not None:
                 lock.release()
@@ -155,10 +158,31 @@ class LoaderRun(Iterator[Any]):
 
 def _begin(loader: Iterable[Any], inlet: Inlet | None) -> LoaderRun:
     with forks_of_workers():
-        run = LoaderRun(iter(loader), inlet)
+        rested = _at_rest(loader)
+        run = LoaderRun(iter(loader) if rested is None else rested, inlet)
     if inlet is not None:
         inlet.seal()
     return run
+
+
+def _at_rest(loader: Iterable[Any]) -> Iterator[Any] | None:
+    """The iterator of workers that live on, at its next epoch, if they sent all that was asked for; else ``None``.
+
+    Torch says to each worker that an epoch begins, waits until all have heard of it, and drops what they still sent of
+    the last one; the workers then look at their iterable dataset anew. Where there is nothing to drop, and the dataset
+    is map-style, all of that comes to nothing, but takes longer than the first batch.
+    """
+    workers = loader._iterator if isinstance(loader, DataLoader) else None
+    if not isinstance(workers, _MultiProcessingDataLoaderIter) or workers._dataset_kind != _DatasetKind.Map:
+        return None
+    if workers._task_info or workers._shutdown:
+        return None
+    workers._sampler_iter = iter(workers._index_sampler)
+    workers._num_yielded = 0
+    workers._worker_queue_idx_cycle = itertools.cycle(range(workers._num_workers))
+    for _ in range(workers._prefetch_factor * workers._num_workers):
+        workers._try_put_index()
+    return workers
 
 
 @final
