@@ -169,9 +169,8 @@ class Stack:
         """See ``worker_side.Keep``."""
         if row == 0:
             self._rows = {}
-        elif not self._rows:  # small ones
-            return sample
-        return self._kept(sample, (), row, rows)
+        kept = self._kept(sample, (), row, rows)
+        return kept if self._rows else None
 
     def _kept(self, value: Any, path: _Path, row: int, rows: int) -> Any:
         kind = type(value)

@@ -109,7 +109,7 @@ Request = tuple[bool, Any, int]
 
 Keep = Callable[[Any, int, int], Any]
 """Takes a sample, its position among those of a piece, and their number; returns the sample, whose contents are where
-the piece will be."""
+the piece will be, or ``None`` if it leaves this one and all that follow where they are."""
 
 
 class Cut(NamedTuple):
@@ -197,20 +197,25 @@ class PieceDataset(Dataset[Any]):
             return _failure(error, wanted)
 
     def _one_by_one(self, wanted: Sequence[Any], reading: Samples) -> list[Any]:
-        keep = self._keep
-        if keep is None:
-            return [self._sample(index, reading) for index in wanted]
-        return [keep(self._sample(index, reading), row, len(wanted)) for row, index in enumerate(wanted)]
+        dataset, keep, samples = self.dataset, self._keep, []
+        for row, index in enumerate(wanted):
+            reading.index = index
+            try:
+                sample = dataset[index]
+            except Exception as error:
+                raise ReadFailure(f"sample {index}", Origin(plain_indices([index]))) from error
+            if keep is not None:
+                kept = keep(sample, row, len(wanted))
+                if kept is None:  # nor will it keep any of the others
+                    keep = None
+                else:
+                    sample = kept
+            samples.append(sample)
+        return samples
 
     def _item(self, index: Any, reading: Samples) -> Any:
         reading.index = index
         return self.dataset[index]
-
-    def _sample(self, index: Any, reading: Samples) -> Any:
-        try:
-            return self._item(index, reading)
-        except Exception as error:
-            raise ReadFailure(f"sample {index}", Origin(plain_indices([index]))) from error
 
     def _thinned(self, request: Request, reading: Samples) -> Any:
         """The collated piece of those samples that can be read. What the collate function raises is raised."""
