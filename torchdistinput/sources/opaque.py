@@ -15,6 +15,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, final
 
 from torch.utils.data import get_worker_info
