@@ -300,6 +300,7 @@ RUNS_CODE = {
 # what a loader worker sends to the process that forked it, as torch's loader sends it; and the launcher of tests,
 # between a process and its own children.
 REASONED = {
+    "sources/messages.py": {"pickle.loads"},
     "sources/slotted.py": {"pickle.loads"},
     "sources/worker_side.py": {"pickle.loads"},
     "testing/ranks.py": {"pickle.loads"},

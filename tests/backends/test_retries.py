@@ -320,7 +320,8 @@ def test_local_files_have_nothing_between_them_and_the_reader(tmp_path: Path) ->
         opened.close()
     opened = filesystem.open_file(f"{tmp_path}/a.txt", "infer")
     assert isinstance(opened.stream, io.BufferedReader)
-    assert opened.stream.raw is opened.stored
+    assert type(opened.stream.raw) is io.FileIO
+    assert opened.stream.raw.fileno() == opened.stored.fileno()
     opened.close()
 
 

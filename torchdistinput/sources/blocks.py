@@ -18,6 +18,7 @@ from typing import (
     Concatenate,
     Final,
     Generic,
+    Literal,
     NamedTuple,
     ParamSpec,
     Protocol,
@@ -41,6 +42,7 @@ __all__ = [
     "blocks_of",
     "grouped",
     "in_blocks",
+    "kind_of",
     "layout_of",
     "located",
 ]
@@ -139,6 +141,8 @@ class Layout(NamedTuple):
     """Reads them as the rows of one array, where that is what they are."""
 
 
+RecordKind: TypeAlias = Literal["strings", "rows"]
+"""What all records of a reader are: strings, or rows of arrays."""
 LayoutOf: TypeAlias = Callable[..., Layout | None]
 """The layout of a file, of its content (at its front) and its size in bytes; ``None`` where it has to be read."""
 StartsOf: TypeAlias = Callable[..., Iterator[npt.NDArray[np.int64]]]
@@ -153,7 +157,7 @@ class BlockReader(Generic[P, T]):
       blocks: the function.
       layout: tells where the records are by the size of a file.
       starts: tells where they are by reading the file.
-      strings: whether all records are strings.
+      records: what all of them are: strings, or rows of arrays; ``None``: anything.
     """
 
     __name__: str
@@ -165,7 +169,7 @@ class BlockReader(Generic[P, T]):
         layout: LayoutOf | None = None,
         starts: StartsOf | None = None,
         *,
-        strings: bool = False,
+        records: RecordKind | None = None,
     ) -> None:
         update_wrapper(self, blocks)
         signature = inspect.signature(blocks)
@@ -174,7 +178,7 @@ class BlockReader(Generic[P, T]):
         self.blocks = blocks
         self.layout = layout
         self.starts = starts
-        self.strings = strings
+        self.records = records
 
     def __call__(self, file: BinaryIO, /, *args: P.args, **options: P.kwargs) -> Iterator[T]:
         """All records of a file, from its front."""
@@ -226,12 +230,12 @@ def blocks_of(read: Callable[..., Iterable[Any]]) -> Callable[[BinaryIO, int], I
 
 
 def located(
-    *, layout: LayoutOf | None = None, starts: StartsOf | None = None, strings: bool = False
+    *, layout: LayoutOf | None = None, starts: StartsOf | None = None, records: RecordKind | None = None
 ) -> Callable[[Callable[Concatenate[BinaryIO, int, P], Iterator[Block[T]]]], BlockReader[P, T]]:
     """``in_blocks`` for a reader whose records can be found; see ``BlockReader``."""
 
     def made(blocks: Callable[Concatenate[BinaryIO, int, P], Iterator[Block[T]]]) -> BlockReader[P, T]:
-        return BlockReader(blocks, layout, starts, strings=strings)
+        return BlockReader(blocks, layout, starts, records=records)
 
     return made
 
@@ -242,6 +246,11 @@ def layout_of(read: Callable[..., Iterable[Any]]) -> Callable[[BinaryIO, int], L
         inner = layout_of(read.func)
         return None if inner is None else partial(inner, **read.keywords)
     return read.layout if isinstance(read, BlockReader) else None
+
+
+def kind_of(read: Callable[..., Iterable[Any]]) -> RecordKind | None:
+    """What all records of a reader are for certain, if that is known."""
+    return read.records if isinstance(read, BlockReader) else None
 
 
 def grouped(records: Iterator[tuple[int, T]], start: int) -> Iterator[Block[T]]:

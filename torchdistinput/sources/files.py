@@ -33,11 +33,10 @@ from torchdistinput.errors import SourceError, StateMismatch
 from torchdistinput.failures import in_one_line
 from torchdistinput.plan.lanes import LanePlace, WalkPlace
 from torchdistinput.plan.permutation import shuffled
-from torchdistinput.sources.blocks import BlockReader, Layout, blocks_of, layout_of
+from torchdistinput.sources.blocks import Layout, blocks_of, kind_of, layout_of
 from torchdistinput.sources.checks import as_object, check_callable, checked_int
 from torchdistinput.sources.epochs import Epochs
 from torchdistinput.sources.lanes import Lane, Read, RecordPlace, Spoiled
-from torchdistinput.sources.npy import npy_rows
 from torchdistinput.sources.offsets import IndexFolder
 from torchdistinput.sources.seeds import Samples, calls_on, epoch_key
 from torchdistinput.sources.walks import RecordWalk
@@ -165,12 +164,12 @@ class FileDataset(IterableDataset[Any]):
     @property
     def yields_strings(self) -> bool:
         """Whether its records are strings for certain. Local."""
-        return self.map_fn is None and isinstance(self._read, BlockReader) and self._read.strings
+        return self.map_fn is None and kind_of(self._read) == "strings"
 
     @property
     def yields_rows(self) -> bool:
         """Whether its records are rows of arrays, or tensors of their memory. Local."""
-        return self._read is npy_rows and self.map_fn in (None, torch.from_numpy)
+        return kind_of(self._read) == "rows" and self.map_fn in (None, torch.from_numpy)
 
     def file_order(self, epoch: int) -> list[int]:
         """The indices of ``files`` in the order of an epoch; before they are dealt to workers."""

@@ -85,7 +85,7 @@ def _read_one_by_one(
     return _made(rows, 0, len(rows))
 
 
-@located(layout=_layout)
+@located(layout=_layout, records="rows")
 def npy_rows(file: BinaryIO, offset: int) -> Iterator[Block[Any]]:
     """Yields the rows of a ``.npy`` file: ``array[0], array[1], …``, in the byte order of this machine.
 

@@ -67,7 +67,7 @@ def _starts_of_lines(file: BinaryIO) -> Iterator[npt.NDArray[np.int64]]:
         yield np.array([start])
 
 
-@located(starts=_starts_of_lines, strings=True)
+@located(starts=_starts_of_lines, records="strings")
 def text_lines(file: BinaryIO, offset: int) -> Iterator[Block[str]]:
     r"""Yields the lines of a UTF-8 text, without their ends (``\n`` or ``\r\n``) and without a byte order mark.
 
