@@ -2,7 +2,7 @@
 
 The thread votes as soon as it holds a step, unless the source answered the last ticket within 200 us and has another
 one: then the next step will ride on the same message. Where it reads four steps ahead or more it waits with its vote
-until half of them are used up, so that a message covers the other half. A consumer that comes back at once begins the
+until two thirds of them are used up, so that a message covers as many. A consumer that comes back at once begins the
 votes, and looks after them, in its own time: the thread would get the interpreter's lock only when nothing is ready any
 more. What it leaves unfinished the thread takes over, within a tenth of a second or when the consumer has to wait.
 

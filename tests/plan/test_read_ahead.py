@@ -41,9 +41,9 @@ def test_a_number_that_was_given_is_never_to_be_changed() -> None:
     assert [read_ahead.wish(largest) for largest in (0, 1, 1 << 60)] == [0, 0, 0]
 
 
-def test_votes_wait_until_half_is_used_up_where_much_is_read_ahead() -> None:
+def test_votes_wait_until_two_thirds_are_used_up_where_much_is_read_ahead() -> None:
     assert all(ReadAhead(steps, None).vote_is_due(ready) for steps in range(4) for ready in range(9))
-    assert [ReadAhead(8, None).vote_is_due(ready) for ready in range(9)] == [True] * 5 + [False] * 4
+    assert [ReadAhead(9, None).vote_is_due(ready) for ready in range(10)] == [True] * 4 + [False] * 6
 
 
 def test_the_depth_stays_within_its_bounds() -> None:

@@ -73,4 +73,4 @@ class ReadAhead:
 
     def vote_is_due(self, ready: int) -> bool:
         """Whether the consumer, who has so many steps to take, may soon need what is voted for."""
-        return self._steps < _LAZY_FROM or ready <= self._steps // 2
+        return self._steps < _LAZY_FROM or ready <= self._steps // 3

@@ -25,6 +25,8 @@ If the others do not come within the grace time, the channel is aborted and they
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import threading
 import time
 from collections import deque
@@ -43,7 +45,6 @@ _GRACE_SECONDS = 2.0
 _WARN_SECONDS = 5.0
 _SOON_SECONDS: Final = 100e-6  # what it costs about to have another thread do something
 _WATCHFUL_SECONDS: Final = 5 * _SOON_SECONDS
-_NAP_SECONDS: Final = 1e-6  # the shortest that there is, some 60 us
 _LONG_SECONDS: Final = 10 * _SOON_SECONDS  # longer is counted as this, so that one long step is soon forgotten
 
 
@@ -226,7 +227,7 @@ class Buffer:
             outcome = background.ready()
             if outcome is not None:
                 return outcome
-            time.sleep(_NAP_SECONDS)  # the message may need this processor
+            _let_others_run()  # the message may need this processor
         return None
 
     def _wait(self) -> Outcome:
@@ -296,6 +297,13 @@ class Buffer:
             self._votes.abort(f"stopped reading after {self._delivered} step(s)")
             self._walk.close_source()  # a thread that waits for loader workers is released by their end
             thread.join(_GRACE_SECONDS)
+
+
+def _let_others_run() -> None:
+    if sys.platform == "win32":
+        time.sleep(0)
+    else:
+        os.sched_yield()
 
 
 def _lasting(error: BaseException, delivered: int) -> BaseException:
