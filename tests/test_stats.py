@@ -206,6 +206,7 @@ class Said:
     """Votes that were cast beforehand."""
 
     over = False
+    rounds = 0
     alone = True
     holds = True
 

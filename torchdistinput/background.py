@@ -1,10 +1,10 @@
 """The other side of ``stages.buffer``: the one background thread, which completes steps and votes for them.
 
 The thread votes as soon as it holds a step, unless the source answered the last ticket within 200 us and has another
-one: then the next step will ride on the same message. Where it reads four steps ahead or more it waits with its vote
-until two thirds of them are used up, so that a message covers as many. A consumer that comes back at once begins the
-votes, and looks after them, in its own time: the thread would get the interpreter's lock only when nothing is ready any
-more. What it leaves unfinished the thread takes over, within a tenth of a second or when the consumer has to wait.
+one: then the next step will ride on the same message. Where four steps are read ahead or more, votes wait until two
+thirds of them are used up, so that a message covers as many; and the consumer begins them, and looks after them each
+time that it comes: beside a training loop in Python the thread would get the interpreter's lock only when nothing is
+ready any more. What it leaves unfinished the thread takes over, when the consumer has to wait or is away for 0.1 s.
 
 The shares that nobody took are given up by whoever leaves last: the consumer as a rule; the thread, where the garbage
 collector drops the iterator on it, or where it still waits for its data after the grace time.
@@ -53,6 +53,10 @@ class Votes(Protocol):
     @property
     def alone(self) -> bool:
         """Whether nobody else votes."""
+
+    @property
+    def rounds(self) -> int:
+        """How many times, about, a vote has to be looked after."""
 
     @property
     def holds(self) -> bool:
@@ -123,7 +127,7 @@ class Background:
         self.walk = walk
         self._votes = votes
         self._meter = meter
-        self._read_ahead = ReadAhead(depth, room)
+        self._read_ahead = ReadAhead(depth, room, votes.rounds)
         self._making = 0.0  # seconds that completing steps took since the last vote began
         self._grows = room is not None
         self._largest = 0  # bytes of a step that was weighed
@@ -134,6 +138,7 @@ class Background:
         self._given = self._made = 0  # tickets
         self._vote: Begun[list[Outcome]] | None = None
         self._vote_began = self._looked_after = 0.0
+        self._watched = False  # whether the consumer looks after the votes
         self._at_the_urn = threading.Lock()  # held by whoever goes on with the vote
         self._lock = threading.Lock()
         self._present = 2 if threaded else 1  # the consumer, and the thread
@@ -163,8 +168,14 @@ class Background:
         self._votes.hold(held)
         self._making += time.perf_counter() - began
 
+    @property
+    def is_deep(self) -> bool:
+        """Whether so much is read ahead that votes are few."""
+        return self._read_ahead.is_deep
+
     def ask(self) -> None:
-        """Has the thread look whether it is time to vote for what the consumer made. Consumer's thread."""
+        """Leaves the votes to the thread, and wakes it if it is time for one. Consumer's thread."""
+        self._watched = False
         if not (self._votes.alone or self._at_the_urn.locked()) and self._vote_is_due():
             self._tickets.put(_LOOK)
 
@@ -173,6 +184,7 @@ class Background:
         if self._votes.alone or not self._at_the_urn.acquire(blocking=False):
             return
         self._looked_after = time.perf_counter()
+        self._watched = True
         try:
             vote = self._vote
             if vote is None and not self._votes.over and self._votes.holds and self._vote_is_due():
@@ -194,6 +206,7 @@ class Background:
 
     def wait(self, seconds: float) -> Outcome | None:
         """The next outcome, if it comes in time. Consumer's thread."""
+        self._watched = False
         self._tickets.put(_LOOK)
         try:
             return self._ready.get(timeout=seconds)
@@ -229,6 +242,8 @@ class Background:
                 self._conclude()
 
     def _is_time_to_vote(self) -> bool:
+        if self._watched:
+            return False
         return self._vote is not None or (self._votes.holds and self._tickets.empty() and self._vote_is_due())
 
     def _next_ticket(self) -> Any:
@@ -236,7 +251,8 @@ class Background:
         while True:
             with contextlib.suppress(queue.Empty):
                 return self._tickets.get(timeout=seconds)
-            if time.perf_counter() - self._looked_after > _LOOK_SECONDS:  # the consumer is away for long
+            if self._watched and time.perf_counter() - self._looked_after > _LOOK_SECONDS:  # it is away for long
+                self._watched = False
                 return _LOOK
 
     def _complete(self, ticket: Any) -> bool:
@@ -263,7 +279,7 @@ class Background:
         self._made += 1
         took = time.perf_counter() - began
         self._making += took
-        return took > _FAST_SECONDS and self._vote_is_due()
+        return took > _FAST_SECONDS and not self._watched and self._vote_is_due()
 
     def _vote_is_due(self) -> bool:
         return self._read_ahead.vote_is_due(self._ready.qsize())

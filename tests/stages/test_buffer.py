@@ -281,6 +281,7 @@ class Hearing:
 
     over = False
     alone = True
+    rounds = 0
 
     def __init__(self, *, abort_fails: bool = False) -> None:
         self.held: list[Held] = []

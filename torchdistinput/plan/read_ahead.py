@@ -42,10 +42,12 @@ class ReadAhead:
     Args:
       steps: ahead of the one that the consumer waits for, at first.
       room: bytes of steps ahead within which there may be more; ``None`` where the number stays.
+      rounds: how many times a vote is looked after, once at each step, until it is over.
     """
 
-    def __init__(self, steps: int, room: int | None) -> None:
+    def __init__(self, steps: int, room: int | None, rounds: int = 0) -> None:
         self._steps = steps
+        self._rounds = rounds
         self._room = room
         self._shown: deque[bool] = deque(maxlen=_VOTES_LOOKED_AT)
 
@@ -73,4 +75,9 @@ class ReadAhead:
 
     def vote_is_due(self, ready: int) -> bool:
         """Whether the consumer, who has so many steps to take, may soon need what is voted for."""
-        return self._steps < _LAZY_FROM or ready <= self._steps // 3
+        return not self.is_deep or ready <= max(self._steps // 3, self._rounds)
+
+    @property
+    def is_deep(self) -> bool:
+        """Whether so much is read ahead that votes are few."""
+        return self._steps >= _LAZY_FROM

@@ -198,14 +198,14 @@ class Buffer:
         background = self._background
         soon = self._helps and self._away < _SOON_SECONDS
         makes = self._helps and background.idle  # not before the thread has come to the end of what it was given
-        self._looks_after_votes = soon and makes and not self._votes.alone
+        self._looks_after_votes = self._helps and not self._votes.alone and (soon or background.is_deep)
         while makes and drawn and (soon or type(drawn[0]) is not Drawn):
             background.make(drawn.popleft())
         if not soon:
             self._hand_over()
         if self._looks_after_votes:
             background.help_voting()
-        elif makes:
+        else:
             background.ask()
 
     def _hand_over(self) -> None:
@@ -222,7 +222,7 @@ class Buffer:
         """A consumer that comes back at once looks after the vote for a moment, which is shorter than to be woken."""
         background = self._background
         until = time.perf_counter() + _WATCHFUL_SECONDS
-        while self._looks_after_votes and time.perf_counter() < until:
+        while self._looks_after_votes and self._away < _SOON_SECONDS and time.perf_counter() < until:
             background.help_voting()
             outcome = background.ready()
             if outcome is not None:

@@ -120,6 +120,11 @@ class Coordinate:
         return self._channel is None
 
     @property
+    def rounds(self) -> int:
+        """How many messages of others a vote waits for, one after the other, about."""
+        return 0 if self._channel is None else self._channel.num_ranks.bit_length()
+
+    @property
     def holds(self) -> bool:
         """Whether there is something to vote for."""
         return bool(self._arrived) or bool(self._held) or self._failure is not None or self._stopped
