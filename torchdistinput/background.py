@@ -173,16 +173,20 @@ class Background:
         """Whether so much is read ahead that votes are few."""
         return self._read_ahead.is_deep
 
-    def ask(self) -> None:
-        """Leaves the votes to the thread, and wakes it if it is time for one. Consumer's thread."""
+    def leave_votes(self, *, wake: bool) -> None:
+        """Leaves the votes to the thread. Consumer's thread.
+
+        Args:
+          wake: whether the thread may not know that there is something to vote for.
+        """
         self._watched = False
-        if not (self._votes.alone or self._at_the_urn.locked()) and self._vote_is_due():
+        if wake and not (self._votes.alone or self._at_the_urn.locked()) and self._vote_is_due():
             self._tickets.put(_LOOK)
 
     def help_voting(self) -> None:
         """Begins a vote if it is time to, and goes on with it as far as that takes no waiting. Consumer's thread."""
-        if self._votes.alone or not self._at_the_urn.acquire(blocking=False):
-            return
+        if self._present == 1 or not self._at_the_urn.acquire(blocking=False):
+            return  # the thread has left, and its last word lies there; or it goes on with the vote
         self._looked_after = time.perf_counter()
         self._watched = True
         try:

@@ -516,3 +516,24 @@ def test_a_vote_that_the_consumer_leaves_unfinished_goes_on_without_it() -> None
         return taken
 
     assert world.run(rank_reads) == [9, 9]
+
+
+@pytest.mark.usefixtures("always_soon")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_consumer_that_looks_after_the_votes_hears_of_what_ended_the_thread() -> None:
+    party = compose(FakeCollectives(1), 0, Script((1,) * 9), depth=2)
+    assert party.buffer.take() is not None
+    background = party.buffer._background
+    thread = background.thread
+    assert thread is not None
+
+    def broken(drawn: Drawn | Held) -> Held:
+        raise ZeroDivisionError("oh")
+
+    background.walk = dataclasses.replace(background.walk, produce=broken)
+    background.give(Drawn(0))
+    thread.join(10)
+    with pytest.raises(ZeroDivisionError):
+        for _ in range(9):
+            party.buffer.take()
+    party.buffer.close()

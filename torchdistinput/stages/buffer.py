@@ -206,7 +206,7 @@ class Buffer:
         if self._looks_after_votes:
             background.help_voting()
         else:
-            background.ask()
+            background.leave_votes(wake=makes)
 
     def _hand_over(self) -> None:
         while self._drawn:
