@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import gc
 import logging
@@ -534,6 +535,5 @@ def test_a_consumer_that_looks_after_the_votes_hears_of_what_ended_the_thread() 
     background.give(Drawn(0))
     thread.join(10)
     with pytest.raises(ZeroDivisionError):
-        for _ in range(9):
-            party.buffer.take()
+        collections.deque(iter(party.buffer.take, None), maxlen=0)
     party.buffer.close()
