@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 import torchdistinput as tdi
 from torchdistinput import stats, tree
 from torchdistinput.backends.exchanges import Exchange
-from torchdistinput.background import Walk
+from torchdistinput.background import Background, Walk
 from torchdistinput.flow import Delivered, Drawn, End, Held, Outcome, PassedOver, Share, Skipped, Start
 from torchdistinput.iterator import Progress
 from torchdistinput.stages.buffer import Buffer
@@ -253,7 +253,8 @@ def test_skipped_samples_are_counted_also_in_steps_that_lost_all_of_them() -> No
             End(),
         ]
     )
-    buffer = Buffer(walk, votes, depth=0, threaded=False, helps=True, timeout_seconds=9, names=int, meter=meter)
+    background = Background(walk, votes, depth=0, threaded=False, meter=meter)
+    buffer = Buffer(background, helps=True, timeout_seconds=9, names=int)
     progress = Progress(0, Start(), tuple, meter, log_every=0)
     found = []
     while (taken := buffer.take()) is not None:

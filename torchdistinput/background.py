@@ -123,10 +123,13 @@ class Background:
       room: bytes of steps ahead within which the depth may grow; ``None`` where it stays.
     """
 
-    def __init__(self, walk: Walk, votes: Votes, *, depth: int, threaded: bool, meter: Meter, room: int | None) -> None:
+    def __init__(
+        self, walk: Walk, votes: Votes, *, depth: int, threaded: bool, meter: Meter, room: int | None = None
+    ) -> None:
         self.walk = walk
-        self._votes = votes
-        self._meter = meter
+        self.votes = votes
+        self.meter = meter
+        self.depth = depth
         self._read_ahead = ReadAhead(depth, room, votes.rounds)
         self._making = 0.0  # seconds that completing steps took since the last vote began
         self._grows = room is not None
@@ -161,11 +164,11 @@ class Background:
         """Completes a ticket here. Consumer's thread, while this is idle."""
         began = time.perf_counter()
         held = self.walk.produce(ticket)
-        if self._votes.alone:
-            self._ready.put(self._votes.settle(held))
+        if self.votes.alone:
+            self._ready.put(self.votes.settle(held))
             return
         self._weigh(held)
-        self._votes.hold(held)
+        self.votes.hold(held)
         self._making += time.perf_counter() - began
 
     @property
@@ -180,7 +183,7 @@ class Background:
           wake: whether the thread may not know that there is something to vote for.
         """
         self._watched = False
-        if wake and not (self._votes.alone or self._at_the_urn.locked()) and self._vote_is_due():
+        if wake and not (self.votes.alone or self._at_the_urn.locked()) and self._vote_is_due():
             self._tickets.put(_LOOK)
 
     def help_voting(self) -> None:
@@ -191,7 +194,7 @@ class Background:
         self._watched = True
         try:
             vote = self._vote
-            if vote is None and not self._votes.over and self._votes.holds and self._vote_is_due():
+            if vote is None and not self.votes.over and self.votes.holds and self._vote_is_due():
                 vote = self._begin_vote()
             if vote is not None and vote.look():
                 self._conclude()
@@ -224,11 +227,11 @@ class Background:
     def _run(self) -> None:
         try:
             self.walk.enter_thread()
-            while not self._votes.over:
+            while not self.votes.over:
                 self._work()
         except BaseException as error:  # whatever it is, the consumer and the other ranks must hear of it
             try:
-                self._votes.abort(f"failed: {type(error).__name__}: {error}")
+                self.votes.abort(f"failed: {type(error).__name__}: {error}")
             finally:
                 self._ready.put(Raised(not_an_end(error)))
         finally:
@@ -239,19 +242,19 @@ class Background:
         due = False
         while not (due or self._is_time_to_vote()):
             due = self._complete(self._next_ticket())  # no name for it: a thread that waits would keep the last step
-        if self._votes.alone:
+        if self.votes.alone:
             return
         with self._at_the_urn:
-            if not self._votes.over and (due or self._is_time_to_vote()):  # else the consumer was faster
+            if not self.votes.over and (due or self._is_time_to_vote()):  # else the consumer was faster
                 self._conclude()
 
     def _is_time_to_vote(self) -> bool:
         if self._watched:
             return False
-        return self._vote is not None or (self._votes.holds and self._tickets.empty() and self._vote_is_due())
+        return self._vote is not None or (self.votes.holds and self._tickets.empty() and self._vote_is_due())
 
     def _next_ticket(self) -> Any:
-        seconds = None if self._votes.alone else _LOOK_SECONDS
+        seconds = None if self.votes.alone else _LOOK_SECONDS
         while True:
             with contextlib.suppress(queue.Empty):
                 return self._tickets.get(timeout=seconds)
@@ -261,7 +264,7 @@ class Background:
 
     def _complete(self, ticket: Any) -> bool:
         """Takes a ticket. Whether it is time to vote, or, where nobody else does, to look whether it is over."""
-        votes = self._votes
+        votes = self.votes
         if ticket is _LOOK:
             return False
         if type(ticket) is _Stop:
@@ -290,18 +293,18 @@ class Background:
 
     def _weigh(self, held: Held) -> None:
         """Looks how much memory a step takes, now and then: the rank's wish to read ahead depends on it."""
-        self._until_weighed -= 1
-        if self._until_weighed > 0 or type(held) is not Share:
+        if not self._grows:
             return
-        self._until_weighed = _STEPS_BETWEEN_WEIGHINGS
-        if self._grows:
+        self._until_weighed -= 1
+        if self._until_weighed <= 0 and type(held) is Share:
+            self._until_weighed = _STEPS_BETWEEN_WEIGHINGS
             self._largest = max(self._largest, self.walk.weigh(held))
 
     def _begin_vote(self) -> Begun[list[Outcome]]:
         now = time.perf_counter()
         self._between, self._vote_began = now - self._vote_began, now
         self._making = 0.0
-        self._vote = vote = Begun(self._votes.vote(self._read_ahead.wish(max(self._largest, self._meter.largest))))
+        self._vote = vote = Begun(self.votes.vote(self._read_ahead.wish(max(self._largest, self.meter.largest))))
         return vote
 
     def _conclude(self) -> None:
@@ -309,7 +312,7 @@ class Background:
 
         Pieces without a sample are made and sent in it, which counts as copying.
         """
-        meter = self._meter
+        meter = self.meter
         copying = meter.copying
         vote = self._vote or self._begin_vote()
         try:
@@ -339,7 +342,7 @@ class Background:
         if not last:
             return
         self.walk.close_source()
-        left = self._votes.stop(delivered)
+        left = self.votes.stop(delivered)
         while not self._ready.empty():
             outcome = self._ready.get()
             if isinstance(outcome, Delivered | PassedOver) and outcome.share is not None:

@@ -112,13 +112,13 @@ class DataLoader(Generic[T_co]):
         self,
         dataset: Dataset[T_co],
         batch_size: int | None = 1,
-        shuffle: bool | None = None,  # noqa: FBT001 - torch's
+        shuffle: bool | None = None,  # noqa: FBT001 - as in torch
         sampler: Iterable[Any] | None = None,
         batch_sampler: Iterable[list[Any]] | None = None,
         num_workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
-        pin_memory: bool = False,  # noqa: FBT001, FBT002 - torch's
-        drop_last: bool = False,  # noqa: FBT001, FBT002 - torch's
+        pin_memory: bool = False,  # noqa: FBT001, FBT002 - as in torch
+        drop_last: bool = False,  # noqa: FBT001, FBT002 - as in torch
         timeout: float = 0,
         worker_init_fn: Callable[[int], None] | None = None,
         multiprocessing_context: Any = None,
@@ -324,7 +324,7 @@ class DataLoader(Generic[T_co]):
         divided = self._ready() if self._divided is None else self._told(self._divided)
         return divided.dataset.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:  # noqa: FBT001, FBT002 - as in torch
         """Lets the next ``iter()`` go on where the state was taken; see ``DistributedDataset.load_state_dict``.
 
         On every rank, with the same state. Collective if it is the first thing that is asked of the loader.

@@ -155,7 +155,7 @@ class DistributedDataset:
         self._refuse_uncoordinated("state_dict()")
         return self._bookmark.state().to_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:  # noqa: FBT001, FBT002 - as in torch
         """Lets the next ``iter()`` go on where the state was taken. Local, on every rank, with the same state.
 
         The number of ranks may be another one, as may be ``prefetch`` and, but for opaque iterables, the number of

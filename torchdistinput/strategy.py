@@ -242,7 +242,7 @@ class Strategy:
           BatchingError: the function returned a dataset of single samples.
           InputError: it returned something that is not data.
         """
-        from torchdistinput.sources.functions import FunctionSource  # noqa: PLC0415 - few need it
+        from torchdistinput.sources.functions import FunctionSource  # noqa: PLC0415 - few need it, and all would pay for it at the import
 
         require_no_replica("distribute_datasets_from_function")
         chosen = options if isinstance(options, InputOptions) else InputOptions()
@@ -388,7 +388,7 @@ class Strategy:
           TypeError: the index holds no ints, or a list holds what JSON cannot carry.
           RankDisagreement: the ranks call different things.
         """
-        from torchdistinput.ordering import gather_ordered  # noqa: PLC0415 - few need it
+        from torchdistinput.ordering import gather_ordered  # noqa: PLC0415 - few need it, and all would pay for it at the import
 
         require_no_replica("gather_ordered")
         return gather_ordered(index, outputs, num_local=len(self.devices), workers=self._workers, device=self.device)

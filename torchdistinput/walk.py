@@ -12,7 +12,7 @@ from torch.autograd import profiler
 
 from torchdistinput.backends.collectives import Channel, Ranks
 from torchdistinput.backends.devices import make_copier
-from torchdistinput.background import Walk
+from torchdistinput.background import Background, Walk
 from torchdistinput.errors import InputError
 from torchdistinput.flow import Digest, Drawn, Failed, Held, Share, Start, Stream
 from torchdistinput.iterator import DistributedIterator, LastStep, Progress
@@ -107,7 +107,7 @@ def compose(
         ahead=(depth, options.least_ahead) if grows else None,
     )
     threaded = channel is not None or (depth > 0 and (stream.in_background or copies))
-    buffer = Buffer(
+    background = Background(
         Walk(
             own.draw,
             own.produce,
@@ -121,12 +121,15 @@ def compose(
         coordinate,
         depth=depth if threaded else 0,
         threaded=threaded,
+        meter=progress.meter,
+        room=options.prefetch_bytes if grows else None,
+    )
+    buffer = Buffer(
+        background,
         helps=not copies and _makes_plain_tensors(),
         timeout_seconds=setting.timeout_seconds if options.timeout_seconds is None else options.timeout_seconds,
         names=_itself if ranks is None else ranks.name,
         first_step=progress.steps,
-        meter=progress.meter,
-        room=options.prefetch_bytes if grows else None,
         deeper=last.read_ahead,
     )
     elements = _Elements(mould, source.certain_piece_size, setting.topology.replicas_per_worker, pad)

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar, final
 
 import torch
 
-from torchdistinput.background import Walk
+from torchdistinput.background import Background, Walk
 from torchdistinput.flow import Delivered, Drawn, Failed, Held, Share
 from torchdistinput.mould import Mould
 from torchdistinput.stages.buffer import Buffer
@@ -181,15 +181,10 @@ def compose(
     threaded = world is not None or depth > 0
     meter = Meter()
     buffer = Buffer(
-        walk,
-        coordinate,
-        depth=depth,
-        threaded=threaded,
+        Background(walk, coordinate, depth=depth, threaded=threaded, meter=meter, room=room),
         helps=helps,
         timeout_seconds=timeout_seconds,
         names=lambda rank: rank,
-        meter=meter,
-        room=room,
         deeper=deeper,
     )
     party = Party(buffer, stream, coordinate, meter)

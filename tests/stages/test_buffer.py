@@ -27,11 +27,12 @@ from tests.stages.scripted import (
     values,
 )
 from torchdistinput.backends.exchanges import Exchange
-from torchdistinput.background import Walk
+from torchdistinput.background import Background, Walk
 from torchdistinput.errors import CoordinationTimeout, RankLost, SourceError
 from torchdistinput.flow import Delivered, Drawn, End, Held, Outcome, Share
 from torchdistinput.stages import buffer as buffer_module
 from torchdistinput.stages.buffer import Buffer
+from torchdistinput.stats import Meter
 from torchdistinput.testing import FakeCollectives
 
 SEEDS = range(60)
@@ -338,7 +339,8 @@ def bare_walk(party: list[str], **others: object) -> Walk:
 
 
 def bare_buffer(walk: Walk, votes: Hearing, *, helps: bool = False) -> Buffer:
-    return Buffer(walk, votes, depth=0, threaded=True, helps=helps, timeout_seconds=5.0, names=lambda rank: rank)
+    background = Background(walk, votes, depth=0, threaded=True, meter=Meter())
+    return Buffer(background, helps=helps, timeout_seconds=5.0, names=lambda rank: rank)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

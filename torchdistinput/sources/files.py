@@ -39,6 +39,7 @@ from torchdistinput.sources.epochs import Epochs
 from torchdistinput.sources.lanes import Lane, Read, RecordPlace, Spoiled
 from torchdistinput.sources.offsets import IndexFolder
 from torchdistinput.sources.seeds import Samples, calls_on, epoch_key
+from torchdistinput.sources.turns import TurnTable
 from torchdistinput.sources.walks import RecordWalk
 
 __all__ = ["FileDataset", "list_files"]
@@ -236,7 +237,8 @@ class FileDataset(IterableDataset[Any]):
         if place is not None:
             self._check_place(place, len(order))
         open_lane = partial(self._lane, epoch, skip, in_ranges)
-        return RecordWalk(order, open_lane, self._cycle_length, self._block_length, place)
+        table = TurnTable(order, open_lane, self._cycle_length, self._block_length, place or WalkPlace())
+        return RecordWalk(table)
 
     def check_unchanged(self, places: Iterable[LanePlace]) -> None:
         """Asks whether files that are to be entered again are there, in the size that they had. Local.

@@ -145,7 +145,7 @@ class RecordRows(IterableDataset[Any]):
         self._entrance = Entrance()
         self._last_limits: tuple[int, Sequence[Limits]] = (0, ())
         # In shared memory, so that persistent loader workers learn of it too.
-        self._epoch: torch.Tensor = torch.zeros(1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call] # torch's
+        self._epoch: torch.Tensor = torch.zeros(1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call] # torch has no types for it
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch of the next iteration, in loader workers that live on as well."""

@@ -88,7 +88,7 @@ class TurnTable:
     """What a walk has in hand. Apart from the walk: a generator that knew its walk would keep it alive.
 
     Args:
-      order: the fresh files.
+      order: the fresh files, in the order in which they are opened; those that were opened before ``place`` too.
       open_lane: opens a file.
       cycle_length: how many slots there are, unless the place has some.
       block_length: how many records make a turn, where there are several slots.

@@ -6,12 +6,12 @@ in the same order and the same turns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any, Final, final
 
 import numpy.typing as npt
 
-from torchdistinput.plan.lanes import LanePlace, WalkPlace
+from torchdistinput.plan.lanes import WalkPlace
 from torchdistinput.sources.lanes import Lane, RecordPlace
 from torchdistinput.sources.turns import Turn, TurnTable, taken_turns
 
@@ -28,23 +28,12 @@ class RecordWalk:
     dropped.
 
     Args:
-      order: the fresh files, in the order in which they are opened; those that were opened before ``place`` too.
-      open_lane: opens a file at a place in it.
-      cycle_length: how many are open at the same time.
-      block_length: how many records one of them yields in a turn.
-      place: where to start.
+      table: its turns, where they stand.
     """
 
-    def __init__(
-        self,
-        order: Sequence[int],
-        open_lane: Callable[[LanePlace], Lane],
-        cycle_length: int,
-        block_length: int,
-        place: WalkPlace | None = None,
-    ) -> None:
-        self._table = TurnTable(order, open_lane, cycle_length, block_length, place or WalkPlace())
-        self._records = _one_by_one(self._table)
+    def __init__(self, table: TurnTable) -> None:
+        self._table = table
+        self._records = _one_by_one(table)
 
     def __iter__(self) -> Iterator[Any]:
         """The walk's one generator: a loop over it makes no call of a method for every record."""

@@ -33,10 +33,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, final
 
-from torchdistinput.background import Background, Votes, Walk, not_an_end
+from torchdistinput.background import Background, not_an_end
 from torchdistinput.errors import CoordinationTimeout, InputError
 from torchdistinput.flow import Ahead, Delivered, Drawn, End, Held, Outcome, PassedOver, Raised
-from torchdistinput.stats import Meter
 
 __all__ = ["Buffer"]
 
@@ -53,41 +52,30 @@ class Buffer:
     """Delivers agreed steps, some of them ahead.
 
     Args:
-      walk: the stages before.
-      votes: the stage that makes all ranks agree.
-      depth: steps ahead of the one that the consumer waits for, at first.
-      threaded: whether a background thread does the work.
-      helps: whether the consumer may do that work, too.
+      background: the other side, with the stages before; it has a thread or not.
+      helps: whether the consumer may do the work of a thread, too.
       timeout_seconds: how long the consumer waits for another rank.
       names: the ranks, as users know them.
       first_step: the number of the first step, for messages.
-      meter: takes down how long the exchanges take.
-      room: bytes of steps ahead within which the depth may grow; ``None`` where it stays.
       deeper: is told of each change of the depth, at the step where it comes.
     """
 
-    def __init__(  # noqa: PLR0913 - one stage is one call
+    def __init__(
         self,
-        walk: Walk,
-        votes: Votes,
+        background: Background,
         *,
-        depth: int,
-        threaded: bool,
         helps: bool,
         timeout_seconds: float,
         names: Callable[[int], int],
         first_step: int = 0,
-        meter: Meter | None = None,
-        room: int | None = None,
         deeper: Callable[[int], None] | None = None,
     ) -> None:
-        self._meter = Meter() if meter is None else meter
-        self._walk = walk
-        self._votes = votes
-        self._depth = depth
-        self._background = Background(walk, votes, depth=depth, threaded=threaded, meter=self._meter, room=room)
+        self._background = background
+        self._walk = background.walk
+        self._votes = background.votes
+        self._meter = background.meter
+        self._depth = background.depth
         self._deeper = deeper
-        self._threaded = threaded
         self._helps = helps
         self._away = _LONG_SECONDS  # between two steps, as a mean over the last ones
         self._left_at = 0.0
@@ -129,7 +117,7 @@ class Buffer:
         return self._peeked
 
     def _advance(self) -> Delivered | None:
-        if not self._threaded:
+        if self._background.thread is None:
             return self._next_in_line()
         away = time.perf_counter() - self._left_at
         self._away += ((away if away < _LONG_SECONDS else _LONG_SECONDS) - self._away) / 8
