@@ -2,9 +2,10 @@
 
 The thread votes as soon as it holds a step, unless the source answered the last ticket within 200 us and has another
 one: then the next step will ride on the same message. Where four steps are read ahead or more, votes wait until two
-thirds of them are used up, so that a message covers as many; and the consumer begins them, and looks after them each
-time that it comes: beside a training loop in Python the thread would get the interpreter's lock only when nothing is
-ready any more. What it leaves unfinished the thread takes over, when the consumer has to wait or is away for 0.1 s.
+thirds of them are used up, so that a message covers as many; and the consumer, if it may help, begins them, and looks
+after them each time that it comes: beside a training loop in Python the thread would get the interpreter's lock only
+when nothing is ready any more. What it leaves unfinished the thread takes over, when the consumer has to wait or is
+away for 0.1 s.
 
 The shares that nobody took are given up by whoever leaves last: the consumer as a rule; the thread, where the garbage
 collector drops the iterator on it, or where it still waits for its data after the grace time.

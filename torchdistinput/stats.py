@@ -2,10 +2,11 @@
 
 Problem. A loop that is slow because of its input looks like a slow model, and one slow rank makes all ranks wait.
 
-Decision. The stages add up the seconds that they take, from readings of the clock; each sum is written by one thread,
-so there is no lock. Totals are put aside every few steps, which gives a window over the last ones. What the ranks
-measured rides on the landmarks: the exchange that every rank comes to once in 64 rows anyway where workers read files
-of their own. It is the only cost that grows with the number of ranks, some 150 bytes for each.
+Decision. The stages add up the seconds that they take, from readings of the clock, without a lock: a sum is written by
+one thread at a time, but for empty pieces and padding, where an addition may be lost. Totals are put aside every few
+steps, which gives a window over the last ones. What the ranks measured rides on the landmarks: an exchange once in 64
+rows, in which workers that read files of their own also say where they stand. It is the only cost that grows with the
+number of ranks, some 150 bytes for each.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class Meter:
         """Bytes of the largest step."""
         # Written by the consumer:
         self.waiting = self.drawing = 0.0
-        # Written by the thread that produces:
+        # Written by whoever completes steps and votes:
         self.fetching = self.coordinating = self.copying = 0.0
         self.began = self._last = time.perf_counter()
         self._marks = deque([self._totals()], maxlen=_MARKS)

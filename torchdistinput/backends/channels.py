@@ -1,7 +1,7 @@
 """The door to process groups, its back room: the messages of one live iterator.
 
-Problem. Ranks exchange a few numbers for every step, from a background thread, beside a training loop whose own
-collectives may not be disturbed; no wait may last for ever or stay anonymous.
+Problem. Ranks exchange a few numbers for every step, on a background thread or in ``next``, beside a training loop
+whose own collectives may not be disturbed; no wait may last for ever or stay anonymous.
 
 Decisions.
 - Each live iterator has a gloo group of its own (a *channel*). gloo matches messages by order, so two threads on one

@@ -34,9 +34,10 @@ class InputOptions:
 
     Args:
       auto_shard_policy: how the input is divided among workers.
-      prefetch: steps made ready ahead of the one in use; 0 for none. ``None``: 2, growing up to 32 while the training
-        steps are so short that the ranks' agreement would show, on all ranks at the same step. How far user code in
-        this process is ahead then depends on timing; where that must be the same in every run, give a number.
+      prefetch: steps made ready ahead of the one in use; 0 for none. ``None``: 2, growing up to 32 while the ranks'
+        agreement takes more than an eighth of the time, on all ranks at the same step; the next epoch begins where it
+        was. How far user code in this process is ahead then depends on timing; where that must be the same in every
+        run, give a number. One process alone keeps to 2.
       prefetch_bytes: bytes of steps ahead, on this rank, within which ``None`` lets the read-ahead grow.
       fetch_to_device: whether elements come on the replicas' devices; else they stay where the source made them.
       coordination: ``"on"``: all ranks make the same steps. ``"off"``: each worker has its own end of data and sees

@@ -31,6 +31,7 @@ import numpy.typing as npt
 from torchdistinput.backends.filesystem import skip_to
 from torchdistinput.errors import SourceError
 from torchdistinput.sources.blocks import BLOCK_BYTES, Block, Layout, grouped, in_blocks, located
+from torchdistinput.sources.checks import checked_int
 from torchdistinput.sources.crc32c import masked_crc32c, masked_crcs32c
 from torchdistinput.sources.csv_files import csv_rows
 from torchdistinput.sources.npy import npy_rows
@@ -289,12 +290,7 @@ def fixed_length_records(num_bytes: int) -> Callable[[BinaryIO], Iterator[bytes]
       TypeError: if ``num_bytes`` is not an int.
       ValueError: if it is less than 1.
     """
-    given: object = num_bytes
-    if isinstance(given, bool) or not isinstance(given, int):
-        raise TypeError(f"num_bytes must be an int, got {num_bytes!r}")
-    if num_bytes < 1:
-        raise ValueError(f"num_bytes must be at least 1, got {num_bytes}")
-    return partial(_fixed_length, num_bytes=num_bytes)
+    return partial(_fixed_length, num_bytes=checked_int("num_bytes", num_bytes, at_least=1))
 
 
 def _fixed_layout(file: BinaryIO, size: int, *, num_bytes: int) -> Layout | None:

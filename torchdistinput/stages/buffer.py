@@ -6,9 +6,10 @@ a thread beside a consumer that is back at once costs more than it hides: the tw
 
 Decision. The caller draws the halves of steps that belong on its own thread, always ``depth`` beyond the one it waits
 for, and hands them over as *tickets*. The thread completes them, votes for them, and puts the outcomes in a queue. A
-caller that comes back within 100 us, step after step, completes them itself: then the thread only votes, once for many
-steps. So does a caller with steps that are complete as they are drawn. What is copied to a device stays the thread's.
-Without a thread (nothing to vote for, to copy or to fetch in the background) the caller does all of it in line.
+caller that comes back within 100 us, step after step, completes them itself and looks after the votes; the thread takes
+over when it has to wait, or is away. Steps that are complete as they are drawn are never handed over; and where many
+steps are read ahead, every caller looks after the votes. All of this stays the thread's where pieces are copied to a
+device. Without a thread (nothing to vote for, to copy or to fetch in the background) the caller does all of it in line.
 
 How far ahead: an explicit depth stays. Else it begins with two steps, and a rank *wishes* for twice as many when at
 least half of the last eight votes showed, and so many steps of the size of the largest so far fit into its bytes; it

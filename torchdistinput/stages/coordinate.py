@@ -5,11 +5,11 @@ with collectives in it hangs unless all make the same steps.
 
 Decision. A rank votes for a step when it holds it: fetched, padded, its device copy under way. A vote is one message of
 fixed size (``plan.ending``), summed over the ranks, that covers up to K steps; what is agreed is held everywhere. A
-failure, the end and a stop are flags of the same message, so nothing travels beside it. Only two flags are followed by
-a second message, which all ranks send as all saw the same sums: a failure (its story) and a wish for the structure
-(a rank without a sample must make empty batches). A third one goes round every so many steps where workers read files
-of their own: their positions, so that each rank can save the state of all. With one rank, the same sums are formed
-without a message.
+failure, the end and a stop are flags of the same message, so nothing travels beside it. Texts follow only where the
+sums call for them, and all ranks send them as all saw the same sums: the story of what ends the epoch on some rank, and
+the structure, where a rank without a sample must make empty batches. Every so many steps texts go round anyway: what
+each rank measured, and, where workers read files of their own, their positions, so that each rank can save the state of
+all. With one rank, the same sums are formed without a message.
 
 Considered and refused. Steps counted from lengths without any vote: errors and stops would need a second way. A leader
 that decides: its death would be a special case, and its load grows with the ranks. Pickled objects: data from another
@@ -57,7 +57,7 @@ _LOG = logging.getLogger("torchdistinput")
 
 @final
 class Coordinate:
-    """Votes for the steps that this rank holds. Used by one thread, but where it says otherwise.
+    """Votes for the steps that this rank holds. Used by one thread at a time, but where it says otherwise.
 
     Args:
       channel: the connection to the same iterator on the other ranks; ``None`` where nobody else votes.
