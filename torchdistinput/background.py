@@ -141,8 +141,10 @@ class Background:
         self._ready: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._given = self._made = 0  # tickets
         self._vote: Begun[list[Outcome]] | None = None
-        self._vote_began = self._looked_after = 0.0
+        self._vote_began = 0.0
         self._watched = False  # whether the consumer looks after the votes
+        self._looks = 0  # times that it did
+        self._has_failed = False  # in a vote that the consumer looked after
         self._at_the_urn = threading.Lock()  # held by whoever goes on with the vote
         self._lock = threading.Lock()
         self._present = 2 if threaded else 1  # the consumer, and the thread
@@ -189,16 +191,22 @@ class Background:
 
     def help_voting(self) -> None:
         """Begins a vote if it is time to, and goes on with it as far as that takes no waiting. Consumer's thread."""
+        self._watched = True
+        self._looks += 1
+        if self._has_failed or (self._vote is None and not self._vote_is_due()):
+            return
         if self._present == 1 or not self._at_the_urn.acquire(blocking=False):
             return  # the thread has left, and its last word lies there; or it goes on with the vote
-        self._looked_after = time.perf_counter()
-        self._watched = True
         try:
             vote = self._vote
             if vote is None and not self.votes.over and self.votes.holds and self._vote_is_due():
                 vote = self._begin_vote()
             if vote is not None and vote.look():
                 self._conclude()
+        except Exception as error:  # what is ready comes first, as where the thread fails
+            self._vote = None
+            self._has_failed = True
+            self._fail(error)
         except BaseException:
             self._vote = None  # it is over, for the thread too
             raise
@@ -231,12 +239,15 @@ class Background:
             while not self.votes.over:
                 self._work()
         except BaseException as error:  # whatever it is, the consumer and the other ranks must hear of it
-            try:
-                self.votes.abort(f"failed: {type(error).__name__}: {error}")
-            finally:
-                self._ready.put(Raised(not_an_end(error)))
+            self._fail(error)
         finally:
             self.leave(0)
+
+    def _fail(self, error: BaseException) -> None:
+        try:
+            self.votes.abort(f"failed: {type(error).__name__}: {error}")
+        finally:
+            self._ready.put(Raised(not_an_end(error)))
 
     def _work(self) -> None:
         """Completes tickets and casts one vote; where nobody else votes, completes one."""
@@ -257,9 +268,10 @@ class Background:
     def _next_ticket(self) -> Any:
         seconds = None if self.votes.alone else _LOOK_SECONDS
         while True:
+            looks = self._looks
             with contextlib.suppress(queue.Empty):
                 return self._tickets.get(timeout=seconds)
-            if self._watched and time.perf_counter() - self._looked_after > _LOOK_SECONDS:  # it is away for long
+            if self._watched and self._looks == looks:  # the consumer is away for long
                 self._watched = False
                 return _LOOK
 
@@ -290,7 +302,7 @@ class Background:
         return took > _FAST_SECONDS and not self._watched and self._vote_is_due()
 
     def _vote_is_due(self) -> bool:
-        return self._read_ahead.vote_is_due(self._ready.qsize())
+        return self._ready.qsize() <= self._read_ahead.due_at
 
     def _weigh(self, held: Held) -> None:
         """Looks how much memory a step takes, now and then: the rank's wish to read ahead depends on it."""

@@ -1,13 +1,15 @@
-"""Over real ranks: sums, texts, aborts, deaths, late ranks; the messages of live iterators on gloo."""
+"""Over real ranks: sums, texts, aborts, deaths, late ranks; the messages of live iterators, over gloo and in memory."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +29,36 @@ WORLDS = [2, 3, 5]
 QUITTERS = {2: [0, 1], 3: [2], 5: [1, 4]}
 LATECOMERS = {2: 1, 3: 0, 5: 4}
 
+# Which ranks share memory: all of them, those with even numbers, or none, as on hosts of their own.
+HOSTS = ["one host", "some on it", "a host each"]
+of_hosts = pytest.mark.parametrize("hosts", HOSTS)
 
 Played = dict[int, list[dict[str, Any]]]
 """By world, what each rank saw in each scene."""
 
 
+@contextlib.contextmanager
+def placed(hosts: str) -> Iterator[None]:
+    """As if this rank's processes were found by those of its host only."""
+    with pytest.MonkeyPatch.context() as patch:
+        if hosts == "a host each" or (hosts == "some on it" and dist.get_rank() % 2):
+            patch.setattr(os, "pidfd_open", not_found)
+        yield
+
+
+def not_found(process: int) -> int:
+    raise ProcessLookupError(f"process {process} is on another host")
+
+
 def play() -> dict[str, Any]:
     """One rank: all scenes, one after the other."""
     world = dist.get_world_size()
-    found: dict[str, Any] = {"sums": sums(), "texts": texts()}
-    found.update({f"aborted by {quitter}": aborted(quitter) for quitter in QUITTERS[world]})
+    found: dict[str, Any] = {}
+    for hosts in HOSTS:
+        with placed(hosts):
+            found.update({f"sums, {hosts}": sums(), f"texts, {hosts}": texts(), f"reused, {hosts}": reused()})
+            found.update({f"aborted by {quitter}, {hosts}": aborted(quitter) for quitter in QUITTERS[world]})
     found["late"] = late(LATECOMERS[world])
-    found["reused"] = reused()
     found["after an abort"] = after_abort()
     found["absent once"] = absent_once()
     if world == 2:
@@ -87,9 +107,10 @@ def sums() -> bool:
     return good
 
 
+@of_hosts
 @pytest.mark.parametrize("world", WORLDS)
-def test_sums_are_right_at_every_world_size(world: int, played: Played) -> None:
-    assert [rank["sums"] for rank in played[world]] == [True] * world
+def test_sums_are_right_at_every_world_size(world: int, hosts: str, played: Played) -> None:
+    assert [rank[f"sums, {hosts}"] for rank in played[world]] == [True] * world
 
 
 TEXTS = ["", "  two blanks, a line\n", "naïve ☃ 𝄞", "\udcff", "x" * 100_000]
@@ -106,11 +127,12 @@ def texts() -> tuple[list[list[str]], list[list[str]]]:
     return inside, outside
 
 
+@of_hosts
 @pytest.mark.parametrize("world", WORLDS)
-def test_texts_of_any_length_come_through_untouched(world: int, played: Played) -> None:
+def test_texts_of_any_length_come_through_untouched(world: int, hosts: str, played: Played) -> None:
     expected = [[TEXTS[(rank + turn) % len(TEXTS)] for rank in range(world)] for turn in range(len(TEXTS))]
     expected.append([""] * world)
-    for inside, outside in (rank["texts"] for rank in played[world]):
+    for inside, outside in (rank[f"texts, {hosts}"] for rank in played[world]):
         assert inside == expected
         assert outside == expected
 
@@ -137,11 +159,14 @@ def aborted(quitter: int) -> tuple[str, float]:
     return told[0], began if dist.get_rank() == quitter else ended
 
 
+@of_hosts
 @pytest.mark.parametrize(
     ("world", "quitter"), [(world, quitter) for world, quitters in QUITTERS.items() for quitter in quitters]
 )
-def test_an_abort_releases_every_waiting_rank_and_tells_the_reason(world: int, quitter: int, played: Played) -> None:
-    found = [rank[f"aborted by {quitter}"] for rank in played[world]]
+def test_an_abort_releases_every_waiting_rank_and_tells_the_reason(
+    world: int, quitter: int, hosts: str, played: Played
+) -> None:
+    found = [rank[f"aborted by {quitter}, {hosts}"] for rank in played[world]]
     began = found[quitter][1]
     for rank, (message, ended) in enumerate(found):
         if rank == quitter:
@@ -195,11 +220,12 @@ def reused() -> list[tuple[list[int], list[int], int]]:
     return found
 
 
+@of_hosts
 @pytest.mark.parametrize("world", WORLDS)
-def test_a_released_channel_is_used_again_and_keeps_in_step(world: int, played: Played) -> None:
+def test_a_released_channel_is_used_again_and_keeps_in_step(world: int, hosts: str, played: Played) -> None:
     ids = sum(range(world))
     expected = [([1], [0, ids], 0), ([1, 2], [world, ids], 10 * world), ([0, 1, 3], [2 * world, ids], 20 * world)]
-    assert [rank["reused"] for rank in played[world]] == [expected] * world
+    assert [rank[f"reused, {hosts}"] for rank in played[world]] == [expected] * world
 
 
 def after_abort() -> list[int]:
@@ -284,11 +310,12 @@ def test_ranks_that_give_up_and_come_back_at_odd_times_meet_in_the_end(played: P
     assert [rank["crossing"] for rank in played[2]] == [3, 3]
 
 
-def dies(rank: int, world: int, folder: str, victim: int) -> None:
+def dies(rank: int, world: int, folder: str, victim: int, hosts: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     ranks = make_ranks()  # its end would be that of its channels
-    channel = ranks.open_channel(0)
+    with placed(hosts):
+        channel = ranks.open_channel(0)
     conclude(channel.exchange([1]))
     if rank == victim:
         time.sleep(0.3)
@@ -299,10 +326,13 @@ def dies(rank: int, world: int, folder: str, victim: int) -> None:
     os._exit(0)  # the default group has lost a member: what its own teardown does is not the matter here
 
 
-@pytest.mark.parametrize(("world", "victim"), [(2, 1), (3, 2), (5, 1)])
-def test_a_rank_that_is_killed_is_named_by_all_survivors(world: int, victim: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("world", "victim", "hosts"),
+    [(2, 1, HOSTS[0]), (2, 1, HOSTS[2]), (3, 2, HOSTS[0]), (5, 1, HOSTS[1]), (5, 4, HOSTS[0])],
+)
+def test_a_rank_that_is_killed_is_named_by_all_survivors(world: int, victim: int, hosts: str, tmp_path: Path) -> None:
     context = multiprocessing.get_context("forkserver")
-    ranks = [context.Process(target=dies, args=(rank, world, str(tmp_path), victim)) for rank in range(world)]
+    ranks = [context.Process(target=dies, args=(rank, world, str(tmp_path), victim, hosts)) for rank in range(world)]
     for process in ranks:
         process.start()
     deadline = time.monotonic() + 60

@@ -42,8 +42,8 @@ def test_a_number_that_was_given_is_never_to_be_changed() -> None:
 
 
 def test_votes_wait_until_two_thirds_are_used_up_where_much_is_read_ahead() -> None:
-    assert all(ReadAhead(steps, None).vote_is_due(ready) for steps in range(4) for ready in range(9))
-    assert [ReadAhead(9, None).vote_is_due(ready) for ready in range(10)] == [True] * 4 + [False] * 6
+    assert all(ReadAhead(steps, None).due_at > steps for steps in range(4))
+    assert ReadAhead(9, None).due_at == 3
 
 
 def test_the_depth_stays_within_its_bounds() -> None:

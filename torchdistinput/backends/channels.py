@@ -9,18 +9,15 @@ Decisions.
 - An exchange takes ``log2 W`` rounds of messages of one fixed size (``doubling.py``), which one thread may begin and
   look after, and another one wait for (``exchanges.py``).
 - So do texts, in rows of 2 KiB; only where one is longer, a second time, in rows of its length.
-- A receive cannot be cancelled, but a second receive on the same group that expires closes all its connections, which
-  releases the first and, through closed connections, every other rank. That is ``abort``.
+- Between ranks of one host they go through memory (``mail.py``, ``neighbours.py``).
+- ``abort``, from any thread, closes all connections of this rank, which ends its own wait and that of every other rank.
 - A rank that waits long says so at the store every half second (the *watch*), so that the one that is late can be told
   from those that wait with us. When a connection breaks, every survivor signs the store: who has not signed is dead.
-
-References: gloo ``UnboundBuffer::waitRecv`` (an expired wait signals the context).
 """
 
 from __future__ import annotations
 
 import contextlib
-import datetime
 import json
 import sys
 import threading
@@ -28,39 +25,27 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Protocol, TypeVar, final
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from torchdistinput.backends.attendance import Store
-from torchdistinput.backends.doubling import STAMP_BYTES, Messenger, Round, Sums, spread
+from torchdistinput.backends.doubling import Messenger, Round, Sums, Words, spread
 from torchdistinput.backends.exchanges import Exchange
+from torchdistinput.backends.mail import Gloo, Mail
 from torchdistinput.errors import InputError, RankLost
 
-__all__ = ["Gloo", "ProcessGroupChannel", "Watch", "all_gather", "gather_texts", "plain_message"]
+__all__ = ["ProcessGroupChannel", "Watch", "all_gather", "gather_texts", "plain_message"]
 
 T = TypeVar("T")
 
 _WATCH_SECONDS = 0.5
 _SIGN_SECONDS = 1.5
-_FOREVER = datetime.timedelta(days=365)
 _MAX_TEXT = 1 << 30  # of one rank in one exchange, in bytes
 _ROW = 2048  # bytes that a rank sends at first in an exchange of texts
-_HEAD = 8  # bytes of a row that say how long the text is
+_WORD = 8  # bytes; the first one of a row says how long the text is, the last one is for the stamp
 _DISCONNECTED = "lost the connection"
-
-
-class Gloo(Messenger, Protocol):
-    """What is used of ``ProcessGroupGloo``, which torch's types leave out. Messages return a work to wait for."""
-
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor]) -> Any:
-        """From all, to all."""
-
-    def allreduce(self, tensors: list[Tensor]) -> Any:
-        """The sum, to all."""
-
-    def broadcast(self, tensor: Tensor, root: int) -> Any:
-        """From one, to all."""
 
 
 def gather_texts(group: Gloo, text: str) -> list[str]:
@@ -73,7 +58,8 @@ def gather_texts(group: Gloo, text: str) -> list[str]:
     sizes = [_checked(int(size), rank) for rank, size in enumerate(all_gather(group, torch.tensor([len(data)])))]
     padded = torch.frombuffer(bytearray(data.ljust(max(*sizes, 1))), dtype=torch.uint8)  # never empty
     parts = all_gather(group, padded)
-    return [_text_of(part, size, rank) for rank, (part, size) in enumerate(zip(parts, sizes, strict=True))]
+    texts = [part[:size].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
+    return [_text_of(text, rank) for rank, text in enumerate(texts)]
 
 
 def _checked(size: int, rank: int) -> int:
@@ -82,9 +68,9 @@ def _checked(size: int, rank: int) -> int:
     return size
 
 
-def _text_of(part: Tensor, size: int, rank: int) -> str:
+def _text_of(data: bytes, rank: int) -> str:
     try:
-        return bytes(part[:size].numpy()).decode(errors="surrogatepass")
+        return data.decode(errors="surrogatepass")
     except UnicodeDecodeError as error:
         raise InputError(f"rank {rank} of the group sent no text ({error.reason}); {_SAME_LIBRARY}") from error
 
@@ -126,15 +112,15 @@ class ProcessGroupChannel:
 
     def __init__(
         self,
-        group: Gloo,
+        mail: Mail,
         store: Store,
         watch: Watch,
         give_back: GiveBack,
         names: Sequence[int],
     ) -> None:
-        self._groups = [group]  # emptied when the interpreter exits
-        self.rank: int = group.rank()
-        self.num_ranks: int = group.size()
+        self._mails = [mail]  # emptied when the interpreter exits
+        self.rank: int = mail.rank()
+        self.num_ranks: int = mail.size()
         self._store = store
         self._watch = watch
         self._give_back = give_back
@@ -147,7 +133,7 @@ class ProcessGroupChannel:
         self._released = False
         watch.add(self)
 
-    def exchange(self, words: Sequence[int]) -> Exchange[list[int]]:
+    def exchange(self, words: Sequence[int] | Words) -> Exchange[list[int]]:
         """See ``Channel.exchange``."""
         length = len(words)
         return (yield from self._collective(lambda group, number: self._sums_of(group, length).sum_up(words, number)))
@@ -167,16 +153,18 @@ class ProcessGroupChannel:
         """See ``Channel.gather``."""
         data = text.encode(errors="surrogatepass")
         rows = yield from self._spread(data, _ROW)
-        sizes = [_checked(int(row[:_HEAD].view(torch.int64)), rank) for rank, row in enumerate(rows)]
-        if max(sizes) > len(rows[0]) - _HEAD:
-            rows = yield from self._spread(data, _HEAD + -(-max(sizes) // _HEAD) * _HEAD + STAMP_BYTES)
-        return [_text_of(row[_HEAD:], size, rank) for rank, (row, size) in enumerate(zip(rows, sizes, strict=True))]
+        sizes = [_checked(int(row[0]), rank) for rank, row in enumerate(rows)]
+        if max(sizes) > rows[0][1:].nbytes:
+            rows = yield from self._spread(data, _WORD * (2 - -max(sizes) // _WORD))
+        return [
+            _text_of(row[1:].tobytes()[:size], rank) for rank, (row, size) in enumerate(zip(rows, sizes, strict=True))
+        ]
 
-    def _spread(self, data: bytes, length: int) -> Exchange[list[Tensor]]:
+    def _spread(self, data: bytes, length: int) -> Exchange[list[Words]]:
         """The first bytes of what every rank brings, with its size in front, in rows of so many bytes. Collective."""
-        content = len(data).to_bytes(_HEAD, sys.byteorder) + data
-        own = torch.frombuffer(bytearray(content[: length - STAMP_BYTES].ljust(length)), dtype=torch.uint8)
-        return (yield from self._collective(lambda group, _: spread(group, own)))
+        content = len(data).to_bytes(_WORD, sys.byteorder) + data[: length - 2 * _WORD]
+        own = np.frombuffer(content.ljust(length), np.int64)
+        return (yield from self._collective(lambda mail, _: spread(mail, own)))
 
     def waiting_since(self) -> float | None:
         """See ``Channel.waiting_since``."""
@@ -202,7 +190,8 @@ class ProcessGroupChannel:
             self._dead = reason
         with contextlib.suppress(dist.DistError, RuntimeError):  # the store may be gone; the closing below still tells
             self._store.set(f"left/{self.rank}", reason.encode(errors="backslashreplace").decode())
-        self._close_connections()
+        for mail in self._mails:
+            mail.close()
         self._end(reusable=False)
 
     def release(self) -> None:
@@ -224,13 +213,13 @@ class ProcessGroupChannel:
 
     def drop(self) -> None:
         """Lets go of the group: its threads must not outlive the interpreter."""
-        self._groups.clear()
+        self._mails.clear()
         self._sums = None
 
-    def _messenger(self) -> Messenger:
-        if not self._groups:
+    def _mail(self) -> Mail:
+        if not self._mails:
             raise RuntimeError("the interpreter is exiting")
-        return self._groups[0]
+        return self._mails[0]
 
     def reopen(self) -> None:
         """Makes a released channel ready for another iterator."""
@@ -243,7 +232,7 @@ class ProcessGroupChannel:
         try:
             if self._dead is not None:
                 raise RankLost(f"rank {self._names[self.rank]} cannot go on: {self._dead}.")
-            return (yield from rounds(self._messenger(), self._sequence))
+            return (yield from rounds(self._mail(), self._sequence))
         except RuntimeError as error:
             raise self._lost(error) from error
         finally:
@@ -252,14 +241,6 @@ class ProcessGroupChannel:
     def _has_come(self, rank: int, sequence: int) -> bool:
         key = f"waiting/{rank}"
         return bool(self._store.check([key])) and int(self._store.get(key)) >= sequence
-
-    def _close_connections(self) -> None:
-        # A receive from a rank that has gone fails at once and closes nothing, so every other rank is tried.
-        for step in range(1, self.num_ranks):
-            peer = (self.rank + step) % self.num_ranks
-            with contextlib.suppress(RuntimeError):  # it expires: that is its purpose
-                closing = self._messenger().recv([torch.empty(1, dtype=torch.int64)], peer, 1)
-                closing.wait(datetime.timedelta(milliseconds=1))
 
     def _lost(self, error: RuntimeError) -> RankLost:
         """Closes the channel, waits until the survivors have signed, and names the rest."""

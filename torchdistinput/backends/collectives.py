@@ -25,9 +25,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchdistinput.backends.attendance import Attendance, Store, prefixed
-from torchdistinput.backends.channels import Gloo, ProcessGroupChannel, Watch, all_gather, gather_texts
+from torchdistinput.backends.channels import ProcessGroupChannel, Watch, all_gather, gather_texts
 from torchdistinput.backends.exchanges import Exchange
 from torchdistinput.backends.launch import Members
+from torchdistinput.backends.mail import Gloo, Mail
 from torchdistinput.errors import RankLost
 
 __all__ = ["Channel", "ProcessGroupRanks", "Ranks"]
@@ -187,7 +188,11 @@ class ProcessGroupRanks:
 
         store = prefixed(f"channel/{number}", self._root.clone())
         group = self._new_group(f"channel/{number}/group")
-        return ProcessGroupChannel(group, store, self._watch, give_back, self._ranks)
+        try:
+            mail = Mail(group, self._timeout_seconds)
+        except RuntimeError as error:
+            raise RankLost("iter(): the connection to another rank broke; see the other ranks' logs.") from error
+        return ProcessGroupChannel(mail, store, self._watch, give_back, self._ranks)
 
     def _new_group(self, name: str) -> Gloo:
         store = prefixed(name, self._root)

@@ -42,8 +42,11 @@ _COUNTER = (1 << _COUNTER_BITS) - 1
 MAX_RANKS = _COUNTER
 MAX_SAMPLES = (1 << _SAMPLE_BITS) - 1
 _WORD = 1 << 64
+_HALF = 1 << 63
 _HEAD = 4  # words before those of the steps
 _HOLDING = _SAMPLE_BITS + _COUNTER_BITS  # bits of a step's word below the ranks that hold it
+_HELD = 1 << _HOLDING
+_HELD_AND_LIVE = _HELD + (1 << _SAMPLE_BITS)
 _WISHES = {0: 0, 1: 1 << _SAMPLE_BITS, -1: 1 << _HOLDING}
 
 
@@ -80,12 +83,11 @@ class Ballot(NamedTuple):
         digest = self.digest or 0
         words = [sum(1 << (place * _COUNTER_BITS) for place, flag in enumerate(flags) if flag), digest, digest * digest]
         words.append(self.skipped + _WISHES[self.ahead])
-        for size in self.sizes[:num_slots]:
-            held, live = 1 << _HOLDING, 1 << _SAMPLE_BITS
-            words.append(held if size is None else held + live + size)
-        words.extend([0] * (_HEAD + num_slots - len(words)))
-        words.extend(_signed(number * weight) for number in self.drawn[:num_slots])
-        words.extend([0] * (_HEAD + 2 * num_slots - len(words)))
+        words += [_HELD if size is None else _HELD_AND_LIVE + size for size in self.sizes[:num_slots]]
+        words += [0] * (_HEAD + num_slots - len(words))
+        # A sum of such words wraps around as the numbers modulo 2**64 do.
+        words += [(number * weight + _HALF) % _WORD - _HALF for number in self.drawn[:num_slots]]
+        words += [0] * (_HEAD + 2 * num_slots - len(words))
         return words
 
 
@@ -140,8 +142,11 @@ def decide(words: Sequence[int], num_ranks: int, max_skipped: int | None = None)
     further, less = words[3] >> _SAMPLE_BITS & _COUNTER, words[3] >> _HOLDING
     slots = (len(words) - _HEAD) // 2
     pairs = zip(words[_HEAD : _HEAD + slots], words[_HEAD + slots :], strict=True)
+    last, holding, live, samples = -1, 0, 0, 0
     for word, drawn in () if differ or too_many else pairs:
-        holding, live, samples = count(word)
+        if word != last:  # most steps are as the one before
+            holding, live, samples = count(word)
+            last = word
         if holding < num_ranks:
             break
         if live == 0:
@@ -186,9 +191,3 @@ def _mix(number: int) -> int:
     word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 % _WORD
     word = (word ^ word >> 27) * 0x94D049BB133111EB % _WORD
     return word ^ word >> 31 | 1
-
-
-def _signed(number: int) -> int:
-    """The number modulo 2**64 as a signed word, which sums of tensors wrap around in the same way."""
-    word = number % _WORD
-    return word - _WORD if word >> 63 else word

@@ -46,10 +46,10 @@ class ReadAhead:
     """
 
     def __init__(self, steps: int, room: int | None, rounds: int = 0) -> None:
-        self._steps = steps
         self._rounds = rounds
         self._room = room
         self._shown: deque[bool] = deque(maxlen=_VOTES_LOOKED_AT)
+        self.agreed(steps)
 
     def voted(self, *, shown: bool) -> None:
         """A vote came back, and showed, or not."""
@@ -58,6 +58,10 @@ class ReadAhead:
     def agreed(self, steps: int) -> None:
         """The ranks read so far ahead from now on."""
         self._steps = steps
+        self.is_deep = steps >= _LAZY_FROM
+        """Whether so much is read ahead that votes are few."""
+        self.due_at = max(steps // 3, self._rounds) if self.is_deep else steps + 1
+        """The steps that are ready when it is time to vote: the consumer may soon need what is voted for."""
         self._shown.clear()
 
     def wish(self, largest: int) -> int:
@@ -72,12 +76,3 @@ class ReadAhead:
             return -1
         fits = 0 < (2 * self._steps + 1) * largest <= self._room
         return int(fits and sum(self._shown) >= _VOTES_LOOKED_AT // 2)
-
-    def vote_is_due(self, ready: int) -> bool:
-        """Whether the consumer, who has so many steps to take, may soon need what is voted for."""
-        return not self.is_deep or ready <= max(self._steps // 3, self._rounds)
-
-    @property
-    def is_deep(self) -> bool:
-        """Whether so much is read ahead that votes are few."""
-        return self._steps >= _LAZY_FROM

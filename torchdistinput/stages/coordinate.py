@@ -229,8 +229,9 @@ class Coordinate:
         if self._max_errors is not None:
             next_steps = _until_a_loss(next_steps)
             skipped = self._skipped_until_next() if self._counts else 0
-        sizes = tuple(self._size(held) for held in next_steps)
-        drawn = tuple(held.digest if isinstance(held, Share) else 0 for held in next_steps)
+        counts = self._counts
+        sizes = tuple([None if type(held) is PastEnd else sum(held.sizes) if counts else 0 for held in next_steps])
+        drawn = tuple([held.digest if type(held) is Share else 0 for held in next_steps])
         failed = self._next_failure() is not None
         ballot = Ballot(sizes, failed, self._stopped, self._mould.digest, drawn, skipped, ahead)
         words = ballot.words(self._slots, self._weight)
@@ -246,11 +247,6 @@ class Coordinate:
     def _next_failure(self) -> Failed | None:
         """The failure, once nothing is held before it."""
         return None if self._held else self._failure
-
-    def _size(self, held: Share | PastEnd) -> int | None:
-        if isinstance(held, PastEnd):
-            return None
-        return sum(held.sizes) if self._counts else 0
 
     def _agreed(self, global_size: int) -> Outcome:
         held = self._held[0]
