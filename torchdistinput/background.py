@@ -29,7 +29,7 @@ from torchdistinput.stats import COORDINATE, Meter, in_range
 __all__ = ["Background", "Votes", "Walk", "not_an_end"]
 
 _FAST_SECONDS = 200e-6
-_STEPS_BETWEEN_WEIGHINGS = 16
+_MOST_BETWEEN_WEIGHINGS = 256  # steps
 _LOOK_SECONDS = 0.1
 _LOOK = object()  # in the place of a ticket: there may be something to vote for
 
@@ -135,7 +135,7 @@ class Background:
         self._making = 0.0  # seconds that completing steps took since the last vote began
         self._grows = room is not None
         self._largest = 0  # bytes of a step that was weighed
-        self._until_weighed = 1
+        self._until_weighed = self._between_weighings = 1  # steps
         self._between = 0.0  # seconds between the beginnings of the last two votes
         self._tickets: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._ready: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
@@ -305,12 +305,13 @@ class Background:
         return self._ready.qsize() <= self._read_ahead.due_at
 
     def _weigh(self, held: Held) -> None:
-        """Looks how much memory a step takes, now and then: the rank's wish to read ahead depends on it."""
+        """Looks how much memory a step takes, ever more seldom: the rank's wish to read ahead depends on it."""
         if not self._grows:
             return
         self._until_weighed -= 1
         if self._until_weighed <= 0 and type(held) is Share:
-            self._until_weighed = _STEPS_BETWEEN_WEIGHINGS
+            self._between_weighings = min(2 * self._between_weighings, _MOST_BETWEEN_WEIGHINGS)
+            self._until_weighed = self._between_weighings
             self._largest = max(self._largest, self.walk.weigh(held))
 
     def _begin_vote(self) -> Begun[list[Outcome]]:
