@@ -24,9 +24,10 @@ class Alike:
         """No batch is like the last one."""
         self._type: type | None = None
         self._keys: list[Any] = []
-        self._dtypes: list[torch.dtype] = []
-        self._shapes: list[torch.Size] = []
+        self._leaves: list[tuple[torch.dtype, torch.Size]] = []
         self._size = 0
+        self.mark: object = None
+        """What somebody notes of the last batch; forgotten with it."""
 
     def remember(self, batch: Any, size: int) -> None:
         """This is the last batch, of so many samples. One of another kind is forgotten at once."""
@@ -36,8 +37,7 @@ class Alike:
         if cls in (Tensor, dict, list, tuple) and all(type(leaf) is Tensor for leaf in leaves):
             self._type, self._size = cls, size
             self._keys = list(batch) if cls is dict else []
-            self._dtypes = [leaf.dtype for leaf in leaves]
-            self._shapes = [leaf.shape for leaf in leaves]
+            self._leaves = [(leaf.dtype, leaf.shape) for leaf in leaves]
 
     def size_of(self, batch: Any) -> int | None:
         """The size of a batch that is exactly like the last one; else ``None``: look closer. For every step."""
@@ -51,9 +51,13 @@ class Alike:
             if list(batch) != self._keys:
                 return None
             leaves = batch.values()
-        if len(leaves) != len(self._shapes):
+        known = self._leaves
+        if len(leaves) != len(known):
             return None
-        for leaf, dtype, shape in zip(leaves, self._dtypes, self._shapes):  # noqa: B905 - compared above; strict= takes 0.2 us
+        place = 0  # counted by hand, as zip() takes a third of the time of a look, enumerate() a fifth
+        for leaf in leaves:
+            dtype, shape = known[place]
             if type(leaf) is not Tensor or leaf.dtype is not dtype or leaf.shape != shape:
                 return None
+            place += 1  # noqa: SIM113 - see above
         return self._size

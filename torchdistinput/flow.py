@@ -23,7 +23,9 @@ __all__ = [
     "End",
     "Failed",
     "Held",
+    "Known",
     "Landmarks",
+    "Like",
     "Origin",
     "Outcome",
     "PassedOver",
@@ -48,6 +50,24 @@ Digest = int | Callable[[], int]
 
 Row = list[Any]
 """One piece for each local replica; ``None`` for an empty one, ``Thinned`` around one that lost samples."""
+
+
+@final
+class Like:
+    """How a reader in this process found a row to be: all rows that come with the same object are exactly alike.
+
+    Args:
+      samples: samples in the batch that the row is of.
+      sizes: samples in each piece.
+    """
+
+    def __init__(self, samples: int, sizes: tuple[int, ...]) -> None:
+        self.samples = samples
+        self.sizes = sizes
+
+
+Known = tuple[Row, Like]
+"""A row, and how it is. A plain tuple, as one is made for every step."""
 
 
 class Origin(NamedTuple):
@@ -160,7 +180,10 @@ class Rows(Protocol):
     """Whether ``fetch`` may run on the background thread; else it runs on the caller's, right after ``draw``."""
 
     def draw(self) -> Any:
-        """Takes what belongs to the next row from user code in this process; ``None`` at the end. Caller's thread."""
+        """Takes what belongs to the next row from user code in this process; ``None`` at the end. Caller's thread.
+
+        A plain tuple is ``Known``, the row itself: there is nothing to fetch, nor did a sampler draw anything for it.
+        """
 
     def fetch(self, drawn: Any) -> Row | None:
         """The row; ``None`` past the end, where only the reading itself finds the end."""

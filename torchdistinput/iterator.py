@@ -158,10 +158,13 @@ class DistributedIterator:
         knows_all: bool,
     ) -> None:
         self._buffer = buffer
+        self._take = buffer.take
         self._transfer = transfer
+        self._moves = transfer.moves
         self._num_replicas = topology.num_replicas
         self._num_workers = topology.num_workers
         self._elements = elements
+        self._num_bytes = elements.num_bytes
         self._progress = progress
         self._last = last
         self._knows_all = knows_all
@@ -174,10 +177,9 @@ class DistributedIterator:
 
     def __next__(self) -> Any:
         began = perf_counter()
-        transfer = self._transfer
-        if transfer.moves:
-            transfer.begin_step()
-        take = self._buffer.take
+        moves, take = self._moves, self._take
+        if moves:
+            self._transfer.begin_step()
         taken = in_range(WAIT, take) if profiler._is_profiler_enabled else take()  # noqa: SLF001 - see in_range
         progress = self._progress
         if taken is None:
@@ -185,13 +187,13 @@ class DistributedIterator:
             raise StopIteration
         share = taken.share
         sizes = share.sizes
-        pieces = transfer.hand_over(share.parcels) if transfer.moves else share.parcels
+        pieces = self._transfer.hand_over(share.parcels) if moves else share.parcels
         global_size = taken.global_size if self._knows_all else None
         told = (progress.epoch, progress.steps, global_size, sizes, self._num_replicas, self._num_workers)
         self._told = self._last.told = told
         single = len(sizes) == 1
         local = sizes[0] if single else sum(sizes)
-        progress.add(taken, local, self._elements.num_bytes(local, pieces), began)
+        progress.add(taken, local, self._num_bytes(local, pieces), began)
         return pieces[0] if single else regroup_batches(pieces)
 
     def get_next(self) -> Any:

@@ -171,6 +171,7 @@ class _OwnStages:
         self, fetch: Fetch, mould: Mould, pad: Pad | None, transfer: Transfer, replicas_per_worker: int, meter: Meter
     ) -> None:
         self._fetch = fetch
+        self._draw = fetch.draw
         self._mould = mould
         self._pad = pad
         self._transfer = transfer
@@ -180,15 +181,18 @@ class _OwnStages:
 
     def draw(self) -> Drawn | Held:
         """See ``background.Walk``."""
-        began, draw = perf_counter(), self._fetch.draw
-        drawn = in_range(FETCH, draw) if profiler._is_profiler_enabled else draw()  # noqa: SLF001 - see in_range
+        began, draw = perf_counter(), self._draw
+        profiled = profiler._is_profiler_enabled  # noqa: SLF001 - see in_range
+        drawn = in_range(FETCH, draw) if profiled else draw()
+        if type(drawn) is Share and self._as_it_is and not profiled and 0 not in drawn.sizes:
+            drawn.parcels, drawn.pieces = drawn.pieces, []
         self._meter.drawing += perf_counter() - began
         return drawn
 
     def produce(self, drawn: Drawn | Held) -> Held:
         """See ``background.Walk``."""
         held = self._finish(drawn) if type(drawn) is Drawn else drawn
-        if type(held) is not Share:
+        if type(held) is not Share or held.parcels:
             return held
         if self._as_it_is and 0 not in held.sizes and not profiler._is_profiler_enabled:  # noqa: SLF001 - see in_range
             held.parcels, held.pieces = held.pieces, []

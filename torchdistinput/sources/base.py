@@ -9,7 +9,7 @@ from typing import Any, Protocol, final, runtime_checkable
 import torch
 from torch.utils.data import DataLoader
 
-from torchdistinput.flow import Digest, Landmarks, Row, Start, Stream
+from torchdistinput.flow import Digest, Known, Landmarks, Row, Start, Stream
 from torchdistinput.sources.random_state import plainly
 
 __all__ = [
@@ -182,7 +182,7 @@ class Track(Protocol):
     """See ``Stream.owns_state``."""
 
     def drawn(self) -> None:
-        """Another row was asked for. Caller's thread."""
+        """Another row was asked for, which is fetched in the background. Caller's thread."""
 
     def position(self, rows: int) -> list[Any]:
         """See ``Stream.position``."""
@@ -204,7 +204,7 @@ class RowStream:
 
     def __init__(
         self,
-        rows: Generator[Row, None, None],
+        rows: Generator[Row | Known, None, None],
         *,
         in_background: bool,
         track: Track,
@@ -216,30 +216,28 @@ class RowStream:
         self.in_background = in_background
         self.strings = strings
         self.landmarks = landmarks
+        self.draw: Callable[[], Row | Known | bool | None]
+        """See ``Stream.draw``."""
         self._rows = rows
         self._next = partial(next, rows, None)
-        self._drawn = track.drawn
         self._track = track
         self._close = close
-        self._draws = None if draws is plainly else draws
+        if in_background:
+            self.draw = partial(_asked, track)
+        elif draws is None or draws is plainly:
+            self.draw = self._next
+        else:
+            self.draw = partial(draws, self._next)
 
     @property
     def owns_state(self) -> bool:
         """See ``Stream.owns_state``. As of the last position."""
         return self._track.owns_state
 
-    def draw(self) -> Row | bool | None:
-        """See ``Stream.draw``."""
-        self._drawn()
-        if self.in_background:
-            return True
-        row: Row | None = self._next() if self._draws is None else self._draws(self._next)
-        return row
-
     def fetch(self, drawn: Any) -> Row | None:
         """See ``Stream.fetch``."""
-        row: Row | None = self._next() if self.in_background else drawn
-        return row
+        row: Row | Known | None = self._next() if self.in_background else drawn
+        return row[0] if isinstance(row, tuple) else row
 
     def digest_of(self, drawn: Any) -> Digest:
         """See ``Stream.digest_of``."""
@@ -256,3 +254,9 @@ class RowStream:
             close()
         if not self.in_background:
             self._rows.close()
+
+
+def _asked(track: Track) -> bool:
+    """Draws a row that is fetched in the background: all that is to be done here is to tell of it."""
+    track.drawn()
+    return True

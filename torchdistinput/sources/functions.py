@@ -177,12 +177,13 @@ class FunctionSource:
         # Made now: loader workers are started from the thread that asks for them.
         opened = draws(lambda: self._enter_all(place, start))
         self._has_begun = True
-        log = ReadLog(place, self._read_ahead, owns_state=True)
+        in_background = all(isinstance(each, DataLoader) and each.num_workers > 0 for each in self._datasets)
+        log = ReadLog(place, self._read_ahead, owns_state=True, in_background=in_background)
         positions = Positions(self._topology, shared=self._topology.num_workers == 1, taken=place.samples)
         rows = _dealt_rows(opened, self._per_dataset, log, place.rows, positions if self._with_index else None)
         return RowStream(
             rows,
-            in_background=all(isinstance(each, DataLoader) and each.num_workers > 0 for each in self._datasets),
+            in_background=in_background,
             track=_Track(log, states, self._datasets),
             close=lambda: _close_all(opened),
             draws=draws,
@@ -331,11 +332,12 @@ def _dealt_rows(
         problem = each.batches.pass_over(each.pass_over, each.at_least)
         if problem is not None:
             problem.reraise()
+    taken: list[Taken] = []
     while True:
         row: Row = []
-        taken: list[Taken] = []
-        for number, each in enumerate(opened):
-            taken.append(_take(number, each.batches, per_dataset, row))
+        found = [_take(number, each.batches, per_dataset, row) for number, each in enumerate(opened)]
+        if found != taken:
+            taken = found
         if all(batch is None for batch in row):
             break
         samples = 0

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from functools import cache
 from typing import Any, NamedTuple, cast, final
 
 from torch.utils.data import IterableDataset
 
 from torchdistinput.errors import StateMismatch
-from torchdistinput.flow import ReadFailure, Row
+from torchdistinput.flow import Known, ReadFailure, Row
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.sources.index import Positions
 from torchdistinput.sources.opaque import Marked, Place, Reader, ReadLog, Taken, Wait, worker_number
 from torchdistinput.sources.own_state import HasState, entered, snapshot_of
-from torchdistinput.sources.worker_side import Cut, Failure
+from torchdistinput.sources.worker_side import Cut, Failure, cut_of
 
 __all__ = ["Guarded", "GuardedIterator", "entrances_at", "labels_by_position", "rows_logged"]
 
@@ -78,7 +79,7 @@ class Guarded(IterableDataset[Any]):
         # The last of the batches may have been a short one.
         problem = guarded.pass_over(reader.since * per_batch, (reader.since - 1) * per_batch + 1 if reader.since else 0)
         if problem is None:
-            yield from guarded
+            yield from guarded.elements()
         else:
             yield from [problem] * per_batch
 
@@ -120,17 +121,42 @@ class GuardedIterator(Iterator[Any]):
             element = next(self._iterator)
         except StopIteration:
             raise
-        except ReadFailure as failure:
-            self._failure = Failure(cast(Exception, failure.__cause__), failure.where, failure.origin)
-            return self._failure
         except Exception as error:
-            self._failure = Failure(error, f"element {self._number}")
-            return self._failure
+            return self._failed(error)
         self._number += 1
-        if self._number == self._due and self._keeper is not None:
-            self._due = self._number + self._interval
-            return Marked(element, snapshot_of(self._keeper))
-        return element
+        return self._marked(element) if self._number == self._due else element
+
+    def elements(self) -> Iterator[Any]:
+        """What is left, as this iterator gives it; a loop over it makes no call of a method for every element."""
+        iterator, number, due = self._iterator, self._number, self._due
+        while True:
+            try:
+                element = next(iterator)
+            except StopIteration:
+                return
+            except Exception as error:
+                self._number = number
+                yield self._failed(error)
+                break
+            number += 1
+            if number == due:
+                self._number = number
+                element = self._marked(element)
+                due = self._due
+            yield element
+        yield from self
+
+    def _failed(self, error: Exception) -> Failure:
+        if isinstance(error, ReadFailure):
+            self._failure = Failure(cast(Exception, error.__cause__), error.where, error.origin)
+        else:
+            self._failure = Failure(error, f"element {self._number}")
+        return self._failure
+
+    def _marked(self, element: Any) -> Any:
+        """The element after which the user's own state is taken, with it."""
+        self._due = self._number + self._interval
+        return element if self._keeper is None else Marked(element, snapshot_of(self._keeper))
 
     def _fill_batch(self, failure: Failure) -> Failure:
         """The failure again, for a whole batch: torch drops one that is not full, under ``drop_last``."""
@@ -167,41 +193,38 @@ class GuardedIterator(Iterator[Any]):
 
 
 def rows_logged(
-    items: Iterable[Cut | Failure], log: ReadLog, place: Place, label: Callable[[Cut], list[Row]] | None = None
-) -> Generator[Row, None, None]:
+    items: Iterable[Cut | Known | Failure], log: ReadLog, place: Place, label: Callable[[Cut], list[Row]] | None = None
+) -> Generator[Row | Known, None, None]:
     """The rows of opaque batches from a place on, as ``rows_of``, with a note of each batch in the log.
 
     Raises:
       StateMismatch: the data has fewer rows than come before the place.
     """
-    left, taken, add = place.rows, (Taken(0, 1, None),), log.add
+    left, add, here = place.rows, log.add, _one_of(0)
     for item in items:
-        if type(item) is Failure:
-            item.reraise()
-            continue
-        rows, size, _, worker, snapshot, _ = item
-        if not rows:  # a turn that passed
-            continue
-        if label is not None:
-            rows = label(item)
-        if snapshot is not None or worker != taken[0].reader:
-            taken = (Taken(worker, 1, snapshot),)
-        add(len(rows), size, taken)
-        if snapshot is not None:
-            taken = (Taken(worker, 1, None),)
-        if left:
+        if type(item) is Failure or type(item) is Cut or left or label is not None:
+            cut = cut_of(item)
+            rows = cut.rows if label is None or not cut.rows else label(cut)
+            if rows:  # else a turn passed
+                plainly = cut.snapshot is None
+                add(len(rows), cut.size, _one_of(cut.worker) if plainly else (Taken(cut.worker, 1, cut.snapshot),))
             yield from rows[left:]
             left = max(0, left - len(rows))
-        elif len(rows) == 1:
-            yield rows[0]
         else:
-            yield from rows
+            add(1, item[1].samples, here)
+            yield item
     log.end()
     if left:
         raise StateMismatch(
             f"the data ended {left} step(s) before the one where the epoch was to begin. It must be the same data in "
             "the same order, and have that step."
         )
+
+
+@cache
+def _one_of(reader: int) -> tuple[Taken]:
+    """One batch of a reader, without a state: for each reader the same object always."""
+    return (Taken(reader, 1, None),)
 
 
 def labels_by_position(cutter: Cutter, samples: int = 0) -> Callable[[Cut], list[Row]]:

@@ -18,9 +18,10 @@ from torchdistinput.sources.guarded import Guarded, entrances_at, labels_by_posi
 from torchdistinput.sources.opaque import Place, ReadLog, place_of, warn_of_reading_again
 from torchdistinput.sources.own_state import HasState
 from torchdistinput.sources.random_state import generators_of
+from torchdistinput.sources.ready import CutReady
 from torchdistinput.sources.runs import LoaderRuns
 from torchdistinput.sources.torch_loaders import check_loader, generator_digest, settings_of
-from torchdistinput.sources.worker_side import CutReady, CutSamples, batched
+from torchdistinput.sources.worker_side import CutSamples, batched
 
 __all__ = ["IterableLoaderSource"]
 
@@ -146,11 +147,12 @@ class IterableLoaderSource:
         place = place_of(start, self._num_readers)
         dataset = self._whole if place.is_front else self._from(place, start)
         run, close = draws(lambda: self._start(dataset, start))
-        log = ReadLog(place, self._read_ahead, owns_state=self._owns_state)
+        in_background = self._loader.num_workers > 0
+        log = ReadLog(place, self._read_ahead, owns_state=self._owns_state, in_background=in_background)
         label = labels_by_position(self._cutter, place.samples) if self._with_index else None
         return RowStream(
             rows_logged(run, log, place, label),
-            in_background=self._loader.num_workers > 0,
+            in_background=in_background,
             track=log,
             close=close,
             # Every rank reads an opaque iterable under DATA: it must make the same of it everywhere.

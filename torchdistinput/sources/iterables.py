@@ -27,8 +27,9 @@ from torchdistinput.sources.base import Exchange, RowStream, SetsEpoch, Shards
 from torchdistinput.sources.guarded import Guarded, entrances_at, labels_by_position, rows_logged
 from torchdistinput.sources.opaque import Place, ReadLog, place_of, warn_of_reading_again
 from torchdistinput.sources.own_state import HasState
+from torchdistinput.sources.ready import CutReady
 from torchdistinput.sources.reopening import Reopened, is_function
-from torchdistinput.sources.worker_side import CutReady, CutSamples, as_is, batched, rows_of
+from torchdistinput.sources.worker_side import CutSamples, as_is, batched, rows_of
 
 __all__ = ["IterableSource", "ShardedIterableDataset"]
 
@@ -140,7 +141,7 @@ class IterableSource:
         else:
             cut_samples = CutSamples(self._collate or default_collate, self._cutter)
             cuts = map(cut_samples, batched(elements, size, drop_last=False))
-        log = ReadLog(place, self._read_ahead, owns_state=self._owns_state)
+        log = ReadLog(place, self._read_ahead, owns_state=self._owns_state, in_background=False)
         label = labels_by_position(self._cutter, place.samples) if self._with_index else None
         own_draws = draws if self.draws_from_default_generator else None
         return RowStream(rows_logged(cuts, log, place, label), in_background=False, track=log, draws=own_draws)

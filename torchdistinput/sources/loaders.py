@@ -32,13 +32,13 @@ from torchdistinput.sources.base_seeds import BaseSeeds
 from torchdistinput.sources.batches import batches_of
 from torchdistinput.sources.index import SampleNumbers, labelled_batch
 from torchdistinput.sources.random_state import generators_of, packed, unpacked
+from torchdistinput.sources.ready import CutReady
 from torchdistinput.sources.runs import LoaderRuns
 from torchdistinput.sources.samplers import DrawnRow, Draws, Feed
 from torchdistinput.sources.seeds import epoch_key
 from torchdistinput.sources.shuffle import ShuffleSampler
 from torchdistinput.sources.torch_loaders import check_loader, generator_digest, settings_of
 from torchdistinput.sources.worker_side import (
-    CutReady,
     Failure,
     PieceDataset,
     as_is,

@@ -5,9 +5,10 @@ dataset function, the iterators of its datasets. Nothing is known of it but how 
 the state of its own, if it has one, which is taken from time to time. To enter it again, each reader restores that
 state and passes over the batches since; without one it passes over all of them.
 
-Each batch is written to a log when it is fetched, which is ahead of its delivery. What was delivered is worked off
-on the caller's thread: all of it where a position is asked for, and what must have been delivered, as steps are read
-ahead by so many only, at each draw. So the log stays short also where nobody ever asks.
+Each batch is written to a log when it is fetched, which is ahead of its delivery; batches that count alike make one
+entry. What was delivered is worked off on the caller's thread: all of it where a position is asked for, and from time
+to time what must have been delivered, as steps are read ahead by so many only. So the log stays short also where nobody
+ever asks.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ __all__ = [
 ]
 
 _TAG: Final = "iterable"
-_DRAWS_BETWEEN_PASSES: Final = 16  # by which the log is longer; each pass costs some of what a step does
+_BETWEEN_PASSES: Final = 16  # draws, or entries; by which the log is longer. A pass costs some of what a step does
 
 
 class Reader(NamedTuple):
@@ -166,6 +167,24 @@ class _Count:
 
 
 @final
+@dataclass(slots=True)
+class _Entry:
+    """Batches in a row that count alike.
+
+    Args:
+      rows: rows of each.
+      samples: samples in each.
+      taken: which readers gave each of them.
+      times: how many there are. The last entry of the log may still grow.
+    """
+
+    rows: int
+    samples: int
+    taken: Sequence[Taken]
+    times: int = 1
+
+
+@final
 class ReadLog:
     """What was read, until it is known to be delivered. One for each stream.
 
@@ -173,24 +192,45 @@ class ReadLog:
       place: where the stream begins.
       read_ahead: how many rows may be drawn beyond the one that the consumer waits for.
       owns_state: whether it is known that the dataset has a state of its own.
+      in_background: whether rows may be fetched by another thread than the caller's, which then tells of each draw.
     """
 
-    def __init__(self, place: Place, read_ahead: int, *, owns_state: bool) -> None:
+    def __init__(self, place: Place, read_ahead: int, *, owns_state: bool, in_background: bool = True) -> None:
         self.owns_state = owns_state
         self._readers = [_Count(*reader) for reader in place.readers]
         self._turn = place.turn
         self._samples = place.samples
         self._rows = -place.rows  # where the first batch in the log begins, as rows since the stream was opened
         self._behind = read_ahead + 2  # one that the consumer waits for, one that was looked at
+        self._in_background = in_background
         self._drawn = 0
         self._ended = False
         self._refusal = ""
         # Written by the thread that fetches, read by the caller's.
-        self._read: deque[tuple[int, int, Sequence[Taken]]] = deque()
+        self._read: deque[_Entry] = deque()
+        self._last = _Entry(0, 0, (), 0)
+        self._entries = 0
+        self._fetched = self._rows  # rows before the last entry, as rows since the stream was opened
+        self._passed = 0  # batches of the first entry that were worked off
 
     def add(self, rows: int, samples: int, taken: Sequence[Taken]) -> None:
-        """Batches were fetched, which make so many rows. The thread that fetches."""
-        self._read.append((rows, samples, taken))
+        """Batches were fetched, which make so many rows. The thread that fetches.
+
+        Args:
+          rows: that.
+          samples: samples in them.
+          taken: which readers gave them; the same object again where it would be equal.
+        """
+        last = self._last
+        if taken is last.taken and samples == last.samples and rows == last.rows:
+            last.times += 1
+            return
+        self._fetched += last.rows * last.times
+        self._last = last = _Entry(rows, samples, taken)
+        self._read.append(last)
+        self._entries += 1
+        if not (self._in_background or self._entries % _BETWEEN_PASSES):
+            self._pass(self._fetched - self._behind)  # whoever asks for these rows has drawn all those before
 
     def end(self) -> None:
         """There are no more. The thread that fetches."""
@@ -199,7 +239,7 @@ class ReadLog:
     def drawn(self) -> None:
         """Another row was asked for, so those that cannot be read ahead any more were delivered. Caller's thread."""
         self._drawn += 1
-        if not self._drawn % _DRAWS_BETWEEN_PASSES:
+        if not self._drawn % _BETWEEN_PASSES:
             self._pass(self._drawn - self._behind)
 
     def position(self, rows: int) -> list[Any]:
@@ -212,27 +252,40 @@ class ReadLog:
         if self._refusal:
             raise StateMismatch(self._refusal)
         # Past its end a worker counts rows that others have.
-        left = 0 if self._ended and not self._read else rows - self._rows
+        left = 0 if self._ended and not self._left() else rows - self._rows
         readers = tuple(Reader(each.batches, each.since, each.text) for each in self._readers)
         return Place(readers, self._turn, left, self._samples).to_json()
 
+    def _left(self) -> bool:
+        """Whether a batch in the log was not worked off."""
+        return len(self._read) > 1 or (bool(self._read) and self._read[0].times > self._passed)
+
     def _pass(self, rows: int) -> None:
-        read, end, last = self._read, self._rows, None
-        while read and end + read[0][0] <= rows:
-            passed, samples, last = read.popleft()
-            end += passed
-            self._samples += samples
-            for number, batches, snapshot in last:
-                reader = self._readers[number]
-                reader.batches += batches
-                reader.since += batches
-                if snapshot is not None:
-                    reader.since, reader.text = 0, snapshot.text
-                    self._refusal = snapshot.refusal
-                    self.owns_state = True
-        self._rows = end
-        if last is not None:
-            self._turn = (last[-1].reader + 1) % len(self._readers)
+        read = self._read
+        while read:
+            grows = len(read) == 1  # looked at first: another entry is only begun when this one is done with
+            entry = read[0]
+            times = min(entry.times - self._passed, (rows - self._rows) // entry.rows)
+            if times > 0:
+                self._work_off(entry, times)
+            if grows or self._passed < entry.times:
+                return
+            read.popleft()
+            self._passed = 0
+
+    def _work_off(self, entry: _Entry, times: int) -> None:
+        self._passed += times
+        self._rows += times * entry.rows
+        self._samples += times * entry.samples
+        for number, batches, snapshot in entry.taken:
+            reader = self._readers[number]
+            reader.batches += times * batches
+            reader.since += times * batches
+            if snapshot is not None:
+                reader.since, reader.text = 0, snapshot.text
+                self._refusal = snapshot.refusal
+                self.owns_state = True
+        self._turn = (entry.taken[-1].reader + 1) % len(self._readers)
 
 
 _NOT_DRAWN_AGAIN: Final = (

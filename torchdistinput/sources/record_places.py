@@ -94,7 +94,6 @@ class Places:
         for cut in cuts:
             if isinstance(cut, Failure):
                 cut.reraise()
-                return
             before = self._row
             self._row += len(cut.rows)
             if cut.place is not None:

@@ -23,10 +23,11 @@ from torchdistinput.plan.lanes import Deals, WalkPlace, fresh_files
 from torchdistinput.plan.sharding import deal
 from torchdistinput.sources.files import FileDataset
 from torchdistinput.sources.index import labelled_batch, number_of, number_of_first_row
+from torchdistinput.sources.ready import CutReady
 from torchdistinput.sources.sealing import Sealing
 from torchdistinput.sources.seeds import epoch_key
 from torchdistinput.sources.walks import RecordPlace, RecordWalk, Reserved
-from torchdistinput.sources.worker_side import Cut, CutReady, Failure, labelled_piece, nothing_left, thinned
+from torchdistinput.sources.worker_side import Cut, Failure, labelled_piece, nothing_left, thinned
 
 __all__ = ["Entrance", "Passed", "RecordRows", "pass_over"]
 

@@ -9,18 +9,16 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, NamedTuple, Protocol, cast, final, runtime_checkable
+from typing import Any, NamedTuple, NoReturn, Protocol, cast, final, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
-from torchdistinput import tree
-from torchdistinput.alike import Alike
 from torchdistinput.errors import InputError, SourceError
 from torchdistinput.failures import in_one_line, kind_of, plain_indices, text_of, traceback_of
-from torchdistinput.flow import MOST_TOLD, NOWHERE, Origin, ReadFailure, Row, Sealed, Skipped, Thinned
+from torchdistinput.flow import MOST_TOLD, NOWHERE, Known, Origin, ReadFailure, Row, Skipped, Thinned
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.lanes import WalkPlace
 from torchdistinput.sources.in_memory import Gather, gather_of, numbers_of
@@ -33,7 +31,6 @@ from torchdistinput.sources.seeds import Samples
 
 __all__ = [
     "Cut",
-    "CutReady",
     "CutSamples",
     "Failure",
     "Keep",
@@ -41,6 +38,7 @@ __all__ = [
     "as_is",
     "batched",
     "cannot_skip",
+    "cut_of",
     "labelled_piece",
     "nothing_left",
     "rows_of",
@@ -81,7 +79,7 @@ class Failure:
             if isinstance(error, SourceError) and isinstance(error.__cause__, Exception):
                 self.cause = _picklable(error.__cause__)
 
-    def reraise(self) -> None:
+    def reraise(self) -> NoReturn:
         """Raises a ``ReadFailure`` whose cause is the exception."""
         if self.origin.traceback is not None:
             if self.cause is not None:
@@ -112,6 +110,7 @@ Keep = Callable[[Any, int, int], Any]
 the piece will be, or ``None`` if it leaves this one and all that follow where they are."""
 
 
+@final
 class Cut(NamedTuple):
     """A batch that was cut into rows."""
 
@@ -349,94 +348,20 @@ class CutSamples:
             return Failure(error, "collating")
 
 
-@final
-class CutReady:
-    """Cuts a batch that came ready into rows, along dim 0 of its leaves.
-
-    Args:
-      convert: makes tensors of what the source yields.
-      cutter: the laws of the cut.
-    """
-
-    def __init__(self, convert: Callable[[Any], Any], cutter: Cutter) -> None:
-        self._convert = convert
-        self._cutter = cutter
-        self._worker = 0
-        self._knows_worker = False
-        # Of the batch before, which most batches are like:
-        self._last = Alike()
-        self._like: tree.Structure | None = None
-        self._size = -1
-        self._limits: list[tuple[tuple[int, int], ...]] = []
-        self._is_whole = False
-        self._takes_as_is = False  # what is exactly like it
-
-    def __call__(self, batch: Any) -> Cut | Failure:
-        """The rows of a batch, or the failure that the reading met."""
-        if self._takes_as_is:
-            size = self._last.size_of(batch)
-            if size is not None:
-                return Cut([[batch]], size, None, self._worker)
-        snapshot = None
-        if type(batch) in _NO_BATCHES:
-            if isinstance(batch, Failure):
-                return batch
-            if isinstance(batch, Wait):
-                return Cut([], 0)
-            batch, snapshot = batch
-        if not self._knows_worker:
-            self._worker, self._knows_worker = worker_number(), True
-        try:
-            rows, size = self._cut(batch)
-        except Exception as error:
-            return Failure(error, "cutting a batch")
-        return Cut(rows, size, None, self._worker, snapshot)
-
-    def cut(self, batch: Any) -> Cut:
-        """The rows of a batch. A piece that is the whole batch is the batch itself."""
-        return Cut(*self._cut(batch))
-
-    def _cut(self, batch: Any) -> tuple[list[Row], int]:
-        if self._convert is not as_is:
-            batch = self._convert(batch)
-        if type(batch) is Sealed:
-            return [[batch]], batch.size
-        size = self._last.size_of(batch)
-        if size is None:
-            size = self._measured(batch)
-        if size != self._size:
-            self._limits, self._size = self._cutter.rows(size), size
-            self._is_whole = self._limits == [((0, size),)]
-            self._takes_as_is = self._is_whole and self._convert is as_is
-        if self._is_whole:
-            return [[batch]], size
-        return [[self._piece(batch, size, *limits) for limits in row] for row in self._limits], size
-
-    def _measured(self, batch: Any) -> int:
-        size = None if self._like is None else self._like.size_of_same(batch)
-        if size is None:
-            size = tree.batch_size(batch)
-            self._like = tree.structure_of(batch)
-        self._last.remember(batch, size)
-        return size
-
-    @staticmethod
-    def _piece(batch: Any, size: int, lo: int, hi: int) -> Any:
-        return batch if hi - lo == size else tree.cut(batch, lo, hi)
-
-
-_NO_BATCHES = (Failure, Wait, Marked)
+def cut_of(item: Cut | Known | Failure) -> Cut:
+    """The batch, cut; a ``Failure`` is raised."""
+    if type(item) is Failure:
+        item.reraise()
+    return item if type(item) is Cut else Cut([item[0]], item[1].samples)
 
 
 def rows_of(
-    items: Iterable[Cut | Failure], label: Callable[[Cut], list[Row]] | None = None
+    items: Iterable[Cut | Known | Failure], label: Callable[[Cut], list[Row]] | None = None
 ) -> Generator[Row, None, None]:
     """The rows, one by one, with the index beside each piece if ``label`` puts it there; a ``Failure`` is raised."""
     for item in items:
-        if isinstance(item, Failure):
-            item.reraise()
-        else:
-            yield from item.rows if label is None else label(item)
+        cut = cut_of(item)
+        yield from cut.rows if label is None else label(cut)
 
 
 def as_is(value: Any) -> Any:

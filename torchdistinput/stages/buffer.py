@@ -36,7 +36,7 @@ from typing import Final, final
 
 from torchdistinput.background import Background, not_an_end
 from torchdistinput.errors import CoordinationTimeout, InputError
-from torchdistinput.flow import Ahead, Delivered, Drawn, End, Held, Outcome, PassedOver, Raised
+from torchdistinput.flow import Ahead, Delivered, Drawn, End, Held, Outcome, PassedOver, Raised, Share
 
 __all__ = ["Buffer"]
 
@@ -74,6 +74,9 @@ class Buffer:
         self._background = background
         self._walk = background.walk
         self._votes = background.votes
+        self._in_line = background.thread is None
+        self._draw = self._walk.draw
+        self._settle = self._votes.settle
         self._meter = background.meter
         self._depth = background.depth
         self._deeper = deeper
@@ -104,11 +107,12 @@ class Buffer:
         """
         delivered = self._peeked
         if delivered is None:
-            delivered = self._advance()
+            delivered = self._next_in_line() if self._in_line else self._advance()
+            if delivered is None:
+                return None
         else:
             self._peeked = None
-        if delivered is not None:
-            self._delivered += 1
+        self._delivered += 1
         return delivered
 
     def peek(self) -> Delivered | None:
@@ -118,7 +122,7 @@ class Buffer:
         return self._peeked
 
     def _advance(self) -> Delivered | None:
-        if self._background.thread is None:
+        if self._in_line:
             return self._next_in_line()
         away = time.perf_counter() - self._left_at
         self._away += ((away if away < _LONG_SECONDS else _LONG_SECONDS) - self._away) / 8
@@ -127,9 +131,11 @@ class Buffer:
         return delivered
 
     def _next_in_line(self) -> Delivered | None:
-        walk, votes = self._walk, self._votes
         while self._final is None:
-            outcome = votes.settle(walk.produce(walk.draw()))
+            held = self._draw()
+            if type(held) is not Share or not held.parcels:  # else it is complete
+                held = self._walk.produce(held)
+            outcome = self._settle(held)
             if type(outcome) is Delivered:
                 return outcome
             self._note(outcome)

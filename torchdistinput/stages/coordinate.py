@@ -106,7 +106,7 @@ class Coordinate:
         self._max_errors = max_errors
         self._skipped = 0  # samples that are missing in the agreed steps
         self._ahead, self._least_ahead = (slots, slots) if ahead is None else ahead
-        self._agrees_at_once = channel is None and max_errors is None
+        self._agrees_at_once = channel is None and max_errors is None and counts
         self._left_out: list[str] = []
 
     @property
@@ -172,8 +172,9 @@ class Coordinate:
         A step of a sample or more that lost none is agreed by law A, which is found here without forming a ballot.
         """
         if self._agrees_at_once and type(held) is Share:
-            size = sum(held.sizes)
-            if size and self._counts:
+            sizes = held.sizes
+            size = sizes[0] if len(sizes) == 1 else sum(sizes)
+            if size:
                 self._rows += 1
                 self._steps += 1
                 if not held.parcels:

@@ -14,6 +14,7 @@ from torchdistinput.flow import (
     Drawn,
     Failed,
     Held,
+    Like,
     PastEnd,
     ReadFailure,
     Row,
@@ -39,8 +40,10 @@ class Fetch:
 
     def __init__(self, stream: Rows, mould: Mould) -> None:
         self._stream = stream
+        self._draw = stream.draw
         self._mould = mould
         self._last = mould.last
+        self._before: Like | None = None
         self._drawn_out = False
         self._read_out = False
 
@@ -49,7 +52,12 @@ class Fetch:
         if self._drawn_out:
             return PastEnd()
         try:
-            content = self._stream.draw()
+            content = self._draw()
+            like: Like
+            if type(content) is tuple:
+                row, like = content
+                if like is self._last.mark and not self._read_out:
+                    return Share(row, like.sizes)
             if content is not None:
                 return Drawn(content) if self._stream.in_background else self._read(content)
         except Exception as error:
@@ -66,6 +74,8 @@ class Fetch:
         if self._read_out:
             return PastEnd()
         try:
+            if type(content) is tuple:
+                return self._learned(*content)
             row = self._stream.fetch(content)
             if row is not None:
                 # The common case is written out: a call takes as long as half of it.
@@ -80,6 +90,22 @@ class Fetch:
             return _failed(error)
         self._read_out = True
         return PastEnd()
+
+    def _learned(self, row: Row, like: Like) -> Share:
+        """A row that the reader knows. Once two of them were looked at here too, there is no need to any more.
+
+        Not where anything had to be done to the pieces, or where their structure was only just learned.
+        """
+        if like is self._before and self._at_a_look(row) == like.sizes:
+            self._last.mark = like
+            return Share(row, like.sizes)
+        self._before = like
+        sizes, skipped = self._measured(row)
+        return Share(row, sizes, skipped=skipped)
+
+    def _at_a_look(self, row: Row) -> tuple[int | None, ...]:
+        known = self._mould.known_size
+        return tuple(0 if each is None else each.size if type(each) is Sealed else known(each) for each in row)
 
     def _measured(self, row: Row) -> tuple[tuple[int, ...], Skipped]:
         sizes, skipped = [], NOTHING_SKIPPED
