@@ -450,6 +450,7 @@ class LoaderIterator:
         self._alone = divided.alone
         self._sealed = divided.sealed
         self._iterator = iter(divided.dataset)
+        self._is_fresh = True
         self._return = weakref.finalize(self, divided.dataset.put_back, self._iterator)
         self._return.atexit = False
 
@@ -457,7 +458,8 @@ class LoaderIterator:
         return self
 
     def __next__(self) -> Any:
-        self._return.detach()
+        if self._is_fresh:
+            self._keep()
         try:
             element = next(self._iterator)
         except SourceError as error:
@@ -473,8 +475,13 @@ class LoaderIterator:
 
     def close(self) -> None:
         """See ``DistributedIterator.close``."""
-        self._return.detach()
+        self._keep()
         self._iterator.close()
+
+    def _keep(self) -> None:
+        """The epoch is this iterator's from now on."""
+        self._is_fresh = False
+        self._return.detach()
 
     def __enter__(self) -> LoaderIterator:
         return self

@@ -11,7 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar, final
 from torch.autograd import profiler
 
 from torchdistinput.errors import InputError, OutOfRangeError
-from torchdistinput.flow import Delivered, Digest, Start
+from torchdistinput.flow import NOTHING_SKIPPED, Delivered, Digest, Start
 from torchdistinput.plan.options import Step
 from torchdistinput.plan.topology import Topology
 from torchdistinput.stages.buffer import Buffer
@@ -90,6 +90,7 @@ class Progress:
         self.random = random
         self.start = start
         self.meter = meter
+        self._deliver = meter.deliver
         self.steps = start.steps
         self.samples = start.samples
         self.rows = 0
@@ -112,12 +113,13 @@ class Progress:
 
     def add(self, taken: Delivered, local: int, num_bytes: int, began: float) -> None:
         """A step with so many samples and bytes here was delivered by a ``next`` that was called at ``began``."""
-        share = taken.share
+        share, size = taken.share, taken.global_size
         self.steps += 1
-        self.samples += local if taken.global_size is None else taken.global_size
+        self.samples += local if size is None else size
         self._drew = share.drew
         self.rows = taken.rows
-        self.meter.deliver(local, num_bytes, share.skipped.samples, began)
+        skipped = 0 if share.skipped is NOTHING_SKIPPED else share.skipped.samples
+        self._deliver(local, num_bytes, skipped, began)
         if self._log_every and not self.steps % self._log_every:
             _LOG.info(summary(self.epoch, self.steps, self.meter))
 

@@ -84,16 +84,15 @@ class Meter:
 
     def deliver(self, samples: int, num_bytes: int, skipped: int, began: float) -> None:
         """A step was delivered; ``next`` was called at ``began``. The consumer's."""
-        now = time.perf_counter()
-        self.steps += 1
+        now = self._last = time.perf_counter()
+        self.steps = steps = self.steps + 1
         self.samples += samples
         self.bytes += num_bytes
         if num_bytes > self.largest:  # noqa: PLR1730 - max() takes four times as long
             self.largest = num_bytes
         self.skipped += skipped
         self.waiting += now - began
-        self._last = now
-        if not self.steps % _STEPS_BETWEEN_MARKS:
+        if not steps % _STEPS_BETWEEN_MARKS:
             self._marks.append(self._totals())
 
     def _totals(self) -> tuple[float, ...]:

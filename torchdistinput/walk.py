@@ -185,7 +185,7 @@ class _OwnStages:
         profiled = profiler._is_profiler_enabled  # noqa: SLF001 - see in_range
         drawn = in_range(FETCH, draw) if profiled else draw()
         if type(drawn) is Share and self._as_it_is and not profiled and 0 not in drawn.sizes:
-            drawn.parcels, drawn.pieces = drawn.pieces, []
+            drawn.parcels = drawn.pieces
         self._meter.drawing += perf_counter() - began
         return drawn
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -38,8 +38,8 @@ class Rows:
 
     in_background = False
 
-    def __init__(self, items: Iterator[Any], *, knows: bool) -> None:
-        self._rows = rows_logged(items, ReadLog(Place((Reader(),)), 0, owns_state=False), Place((Reader(),)))
+    def __init__(self, items: Iterable[Any], cut: Callable[[Any], Any], *, knows: bool) -> None:
+        self._rows = rows_logged(items, cut, ReadLog(Place((Reader(),)), 0, owns_state=False), Place((Reader(),)))
         self._knows = knows
 
     def draw(self) -> Any:
@@ -95,7 +95,7 @@ def test_a_row_that_the_reader_knows_becomes_the_share_that_a_look_at_it_makes(r
         convert = rng.choice(converts)
         moulds = [Mould(), Mould()]
         knowing, looking = (
-            Fetch(Rows(map(CutReady(convert, cutter), batches), knows=knows), mould)
+            Fetch(Rows(batches, CutReady(convert, cutter), knows=knows), mould)
             for knows, mould in zip([True, False], moulds, strict=True)
         )
         for _ in range(len(batches) + 2):
@@ -110,7 +110,7 @@ def test_a_row_that_the_reader_knows_becomes_the_share_that_a_look_at_it_makes(r
 def test_what_another_rank_told_is_checked_before_a_row_is_known() -> None:
     cutter = Cutter(Topology(num_workers=1, replicas_per_worker=1, worker=0), shared=True)
     mould = Mould()
-    fetch = Fetch(Rows(map(CutReady(as_is, cutter), [torch.zeros(2, 3)] * 5), knows=True), mould)
+    fetch = Fetch(Rows([torch.zeros(2, 3)] * 5, CutReady(as_is, cutter), knows=True), mould)
     for step in range(4):
         assert isinstance(fetch.draw(), Share)
         assert (mould.last.mark is None) == (step == 0)
@@ -222,7 +222,7 @@ def test_a_known_row_is_numbered_and_passed_over_like_any_other() -> None:
     batches = [torch.full((2,), number) for number in range(6)]
     place = Place((Reader(),), rows=2)
     log = ReadLog(place, 0, owns_state=False, in_background=False)
-    rows: list[Any] = list(rows_logged(map(CutReady(as_is, cutter), batches), log, place))
+    rows: list[Any] = list(rows_logged(batches, CutReady(as_is, cutter), log, place))
     assert [(row[0] if type(row) is tuple else row)[0].tolist() for row in rows] == [[n, n] for n in range(2, 6)]
     assert any(type(row) is tuple for row in rows)
     assert log.position(3) == Place((Reader(5, 5),), samples=10).to_json()

@@ -193,26 +193,38 @@ class GuardedIterator(Iterator[Any]):
 
 
 def rows_logged(
-    items: Iterable[Cut | Known | Failure], log: ReadLog, place: Place, label: Callable[[Cut], list[Row]] | None = None
+    items: Iterable[Any],
+    cut: Callable[[Any], Cut | Known | Failure],
+    log: ReadLog,
+    place: Place,
+    label: Callable[[Cut], list[Row]] | None = None,
 ) -> Generator[Row | Known, None, None]:
     """The rows of opaque batches from a place on, as ``rows_of``, with a note of each batch in the log.
+
+    Args:
+      items: what is read: batches, or samples of one.
+      cut: cuts it into rows. A function or method: it is called for every step, where other objects take much longer.
+      log: takes the notes.
+      place: where the rows begin.
+      label: puts the index beside each piece.
 
     Raises:
       StateMismatch: the data has fewer rows than come before the place.
     """
     left, add, here = place.rows, log.add, _one_of(0)
     for item in items:
-        if type(item) is Failure or type(item) is Cut or left or label is not None:
-            cut = cut_of(item)
-            rows = cut.rows if label is None or not cut.rows else label(cut)
+        found = cut(item)
+        if type(found) is Failure or type(found) is Cut or left or label is not None:
+            whole = cut_of(found)
+            rows = whole.rows if label is None or not whole.rows else label(whole)
             if rows:  # else a turn passed
-                plainly = cut.snapshot is None
-                add(len(rows), cut.size, _one_of(cut.worker) if plainly else (Taken(cut.worker, 1, cut.snapshot),))
+                plainly, reader = whole.snapshot is None, whole.worker
+                add(len(rows), whole.size, _one_of(reader) if plainly else (Taken(reader, 1, whole.snapshot),))
             yield from rows[left:]
             left = max(0, left - len(rows))
         else:
-            add(1, item[1].samples, here)
-            yield item
+            add(1, found[1].samples, here)
+            yield found
     log.end()
     if left:
         raise StateMismatch(

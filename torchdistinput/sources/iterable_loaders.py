@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from typing import Any, cast, final
 
 import torch
@@ -21,7 +21,7 @@ from torchdistinput.sources.random_state import generators_of
 from torchdistinput.sources.ready import CutReady
 from torchdistinput.sources.runs import LoaderRuns
 from torchdistinput.sources.torch_loaders import check_loader, generator_digest, settings_of
-from torchdistinput.sources.worker_side import CutSamples, batched
+from torchdistinput.sources.worker_side import CutSamples, as_is, batched
 
 __all__ = ["IterableLoaderSource"]
 
@@ -69,7 +69,7 @@ class IterableLoaderSource:
         self._read_ahead = read_ahead
         self._owns_state = isinstance(dataset, HasState)
         self._seeds = BaseSeeds(loader.generator, lasting=loader.persistent_workers)
-        self._cut: Callable[[Any], Any]
+        self._cut: CutReady | CutSamples
         self._cut = CutReady(collate, cutter) if size is None else CutSamples(collate, cutter)
         self._runs = LoaderRuns(self._build, lasting=loader.persistent_workers)
         self.needs_default_state = loader.generator is None and shared
@@ -146,12 +146,12 @@ class IterableLoaderSource:
         """See ``Source.open``."""
         place = place_of(start, self._num_readers)
         dataset = self._whole if place.is_front else self._from(place, start)
-        run, close = draws(lambda: self._start(dataset, start))
+        items, cut, close = draws(lambda: self._start(dataset, start))
         in_background = self._loader.num_workers > 0
         log = ReadLog(place, self._read_ahead, owns_state=self._owns_state, in_background=in_background)
         label = labels_by_position(self._cutter, place.samples) if self._with_index else None
         return RowStream(
-            rows_logged(run, log, place, label),
+            rows_logged(items, cut, log, place, label),
             in_background=in_background,
             track=log,
             close=close,
@@ -167,8 +167,8 @@ class IterableLoaderSource:
         self._runs.close()
         return Guarded(self._dataset, per_batch, self._snapshot_every, entrances_at(place))
 
-    def _start(self, dataset: Guarded, start: Start) -> tuple[Iterator[Any], Callable[[], None]]:
-        """What reads the batches of an epoch, and what ends it, after the draws that torch would have made by now.
+    def _start(self, dataset: Guarded, start: Start) -> tuple[Iterable[Any], Callable[[Any], Any], Callable[[], None]]:
+        """What reads an epoch, cuts it and ends it, after the draws that torch would have made by now.
 
         Without loader workers that is this process itself: torch's loader would do nothing else.
         """
@@ -177,12 +177,11 @@ class IterableLoaderSource:
             self._seeds.draw()
         if not self._loader.num_workers and not self._loader.pin_memory:
             size = self._cutter.global_batch_size
-            batches: Iterable[Any] = (
-                dataset if size is None else batched(dataset, size, drop_last=self._loader.drop_last)
-            )
-            return map(self._cut, batches), _nothing
+            if size is None:
+                return dataset, self._cut.__call__, _nothing
+            return batched(dataset, size, drop_last=self._loader.drop_last), self._cut.__call__, _nothing
         run = self._runs.start(dataset)
-        return run, lambda: self._runs.finish(run)
+        return run, as_is, lambda: self._runs.finish(run)
 
 
 def _nothing() -> None:

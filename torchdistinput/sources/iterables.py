@@ -136,15 +136,18 @@ class IterableSource:
         data, place, size = self._reopen(), place_of(start, 1), self._cutter.global_batch_size
         warn_of_reading_again(start, place, size or 1, self._data)
         elements = Guarded(data, size or 1, self._snapshot_every, entrances_at(place))
+        items: Iterable[Any] = elements
+        cut: CutReady | CutSamples
         if size is None:
-            cuts = map(CutReady(self._collate or as_is, self._cutter), elements)
+            cut = CutReady(self._collate or as_is, self._cutter)
         else:
-            cut_samples = CutSamples(self._collate or default_collate, self._cutter)
-            cuts = map(cut_samples, batched(elements, size, drop_last=False))
+            items = batched(elements, size, drop_last=False)
+            cut = CutSamples(self._collate or default_collate, self._cutter)
         log = ReadLog(place, self._read_ahead, owns_state=self._owns_state, in_background=False)
         label = labels_by_position(self._cutter, place.samples) if self._with_index else None
         own_draws = draws if self.draws_from_default_generator else None
-        return RowStream(rows_logged(cuts, log, place, label), in_background=False, track=log, draws=own_draws)
+        rows = rows_logged(items, cut.__call__, log, place, label)
+        return RowStream(rows, in_background=False, track=log, draws=own_draws)
 
 
 @final

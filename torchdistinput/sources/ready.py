@@ -11,6 +11,7 @@ from torchdistinput import tree
 from torchdistinput.alike import Alike
 from torchdistinput.flow import Known, Like, Row, Sealed
 from torchdistinput.plan.batching import Cutter
+from torchdistinput.sources.converting import swift
 from torchdistinput.sources.opaque import Marked, Wait
 from torchdistinput.sources.worker_side import Cut, Failure, as_is
 
@@ -29,7 +30,7 @@ class CutReady:
     """
 
     def __init__(self, convert: Callable[[Any], Any], cutter: Cutter) -> None:
-        self._convert = convert
+        self._convert = swift(convert)
         self._cutter = cutter
         self._worker: int | None = None
         self._is_here = False  # not in a loader worker, from where no object comes as the same

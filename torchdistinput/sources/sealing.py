@@ -9,6 +9,7 @@ from torchdistinput import tree
 from torchdistinput.alike import Alike
 from torchdistinput.errors import BatchingError
 from torchdistinput.flow import Sealed
+from torchdistinput.sources.converting import swift
 
 __all__ = ["Sealing"]
 
@@ -24,13 +25,15 @@ class Sealing:
 
     def __init__(self, collate: Callable[[Any], Any], *, counts: bool) -> None:
         self.collate = collate
+        self._make = swift(collate)
         self._counts = counts
         self._last = Alike()
 
     def __call__(self, samples: Any) -> Sealed:
         """The batch, with the number of its samples."""
-        batch = self.collate(samples)
-        return Sealed(batch, len(samples) if self._counts else self._size_of(batch))
+        batch = self._make(samples)
+        size = len(samples) if self._counts else self._size_of(batch)
+        return tuple.__new__(Sealed, (batch, size))  # half the time of Sealed(batch, size)
 
     def _size_of(self, batch: Any) -> int:
         size = self._last.size_of(batch)
