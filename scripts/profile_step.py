@@ -63,7 +63,6 @@ def one_process(steps: int) -> dict[str, float]:
     # The rooms of the house, as the iterator holds them.
     buffer, progress, elements = iterator._buffer, iterator._progress, iterator._elements
     own, votes = buffer._walk.draw.__self__, buffer._votes  # type: ignore[attr-defined]
-    fetch, mould = own._fetch, own._mould
     stream = dataset._source.open(0, lambda call: call(), Start())
     row, sizes = [batch], (256,)
     sent = Share([], sizes, row)
@@ -71,11 +70,10 @@ def one_process(steps: int) -> dict[str, float]:
     parts: dict[str, Callable[[], Any]] = {
         "next()": lambda: next(iterator),
         "  take: what the stages do": buffer.take,
-        "    draw: source, size and structure": own.draw,
-        "      the source": stream.draw,
-        "      size and structure": lambda: fetch._measured(row),
-        "        known at a look": lambda: mould.known_size(batch),
-        "    produce: nothing to copy": lambda: own.produce(Share(row, sizes)),
+        "    draw: the step, complete": own.draw,
+        "      fetch: the share": own._fetch.draw,
+        "        the source: read, cut and noted": stream.draw,
+        "          alike, at a look": lambda: own._mould.last.size_of(batch),
         "    settle: the verdict of one rank": lambda: votes.settle(sent),
         "  bytes of the step": lambda: elements.num_bytes(256, row),
         "  progress and stats": lambda: progress.add(taken, 256, 1, 0.0),

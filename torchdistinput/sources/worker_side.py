@@ -21,6 +21,7 @@ from torchdistinput.failures import in_one_line, kind_of, plain_indices, text_of
 from torchdistinput.flow import MOST_TOLD, NOWHERE, Known, Origin, ReadFailure, Row, Skipped, Thinned
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.lanes import WalkPlace
+from torchdistinput.sources.converting import swift
 from torchdistinput.sources.in_memory import Gather, gather_of, numbers_of
 from torchdistinput.sources.index import labelled
 from torchdistinput.sources.numbers import Numbers
@@ -140,6 +141,7 @@ class PieceDataset(Dataset[Any]):
     def __init__(self, dataset: Any, collate: Callable[[Any], Any], *, skip: bool = False) -> None:
         self.dataset = dataset
         self._collate = collate
+        self._make = swift(collate)
         self._skip = skip
         self._fetches_batches = isinstance(dataset, _FetchesBatches)
         self._gather: Gather | None = None
@@ -189,7 +191,7 @@ class PieceDataset(Dataset[Any]):
                     samples = self.dataset.__getitems__(wanted)
                 else:
                     samples = self._one_by_one(wanted, reading)
-            return self._collate(samples)
+            return self._make(samples)
         except ReadFailure as failure:
             return Failure(cast(Exception, failure.__cause__), failure.where, failure.origin)
         except Exception as error:
@@ -225,7 +227,7 @@ class PieceDataset(Dataset[Any]):
             except Exception as error:
                 samples_in_it = len(wanted) if isinstance(wanted, list) else 1
                 return thinned(dict.fromkeys(range(samples_in_it), _unread(wanted, error)), None)
-            return self._collate(item)
+            return self._make(item)
         left_out: dict[int, str] = {}
         samples = self._readable(wanted, reading, left_out)
         return thinned(left_out, self._collate(samples) if samples or not wanted else None)
