@@ -51,3 +51,27 @@ def test_what_cannot_be_known_at_a_look_is_not_remembered(last: Any) -> None:
     alike.remember((x, y), 4)
     alike.remember(last, 4)
     assert all(alike.size_of(batch) is None for batch in [*KNOWN, *UNKNOWN, *OTHERS])
+
+
+@pytest.mark.parametrize("last", KNOWN, ids=lambda _: "")
+def test_what_differs_in_its_size_only_is_what_the_structure_takes_for_the_same(last: Any) -> None:
+    structure = tree.structure_of(last)
+    twice = tree.map_leaves(lambda leaf: torch.cat([leaf, leaf]), last)
+    sizes = [tree.cut(twice, 0, size) for size in (0, 1, 4, 7)]
+    uneven = [leaf[:1] for leaf in last] if isinstance(last, list) else last
+    for other in [*sizes, *KNOWN, *UNKNOWN, *OTHERS, uneven, torch.tensor(3), (torch.tensor(3), y)]:
+        alike = Alike()
+        alike.remember(last, 4)
+        alike.mark = "noted"
+        # Tensors of other classes may be anything.
+        plain = structure.size_of_same(other) if own_class(other) == own_class(last) else None
+        assert alike.resized(other) == plain
+        assert alike.mark == "noted"
+        now = last if plain is None else other
+        assert alike.size_of(now) == tree.batch_size(now)
+        assert alike.size_of(last) == (4 if plain in (None, 4) else None)
+
+
+def own_class(batch: Any) -> bool:
+    leaves = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, list | tuple) else [batch]
+    return any(isinstance(leaf, Own) for leaf in leaves)

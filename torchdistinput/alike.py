@@ -27,7 +27,7 @@ class Alike:
         self._leaves: list[tuple[torch.dtype, torch.Size]] = []
         self._size = 0
         self.mark: object = None
-        """What somebody notes of the last batch; forgotten with it."""
+        """What somebody notes of the last batch, and of all that are like it but for their size; forgotten with it."""
 
     def remember(self, batch: Any, size: int) -> None:
         """This is the last batch, of so many samples. One of another kind is forgotten at once."""
@@ -61,3 +61,28 @@ class Alike:
                 return None
             place += 1  # noqa: SIM113 - see above
         return self._size
+
+    def resized(self, batch: Any) -> int | None:
+        """The size of a batch that is like the last one but for it, and is the last one from now on; else ``None``.
+
+        The size is that of dim 0 of every leaf.
+        """
+        cls = type(batch)
+        if cls is not self._type or (cls is dict and list(batch) != self._keys):
+            return None
+        leaves: Any = (batch,) if cls is Tensor else batch.values() if cls is dict else batch
+        if len(leaves) != len(self._leaves):
+            return None
+        size, found = None, []
+        for leaf, (dtype, (_, *inner)) in zip(leaves, self._leaves, strict=True):
+            if type(leaf) is not Tensor or leaf.dtype is not dtype or not leaf.dim():
+                return None
+            shape = leaf.shape
+            rows, *dims = shape
+            if dims != inner or (size is not None and rows != size):
+                return None
+            size = rows
+            found.append((dtype, shape))
+        if size is not None:
+            self._leaves, self._size = found, size
+        return size

@@ -57,11 +57,13 @@ class Like:
     """How a reader in this process found a row to be: all rows that come with the same object are exactly alike.
 
     Args:
+      kind: the same object for all rows that are alike but for their sizes.
       samples: samples in the batch that the row is of.
       sizes: samples in each piece.
     """
 
-    def __init__(self, samples: int, sizes: tuple[int, ...]) -> None:
+    def __init__(self, kind: object, samples: int, sizes: tuple[int, ...]) -> None:
+        self.kind = kind
         self.samples = samples
         self.sizes = sizes
 

@@ -50,6 +50,8 @@ class Mould:
         if self._lists_strings and type(piece) is list:
             return len(piece)
         size = self.last.size_of(piece)
+        if size is None:
+            size = self.last.resized(piece)
         if size is None and self._structure is not None:
             size = self._structure.size_of_same(piece)
             if size is not None:

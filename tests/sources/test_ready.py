@@ -22,7 +22,7 @@ from torchdistinput.sources.ready import CutReady
 from torchdistinput.sources.sealing import Sealing
 from torchdistinput.sources.worker_side import Cut, Failure, as_is, rows_of
 from torchdistinput.stages.fetch import Fetch
-from torchdistinput.tree import flatten, structure_of
+from torchdistinput.tree import batch_size, flatten, structure_of
 
 OTHERS: list[Callable[[int], Any]] = [
     lambda n: {"y": torch.zeros(n, dtype=torch.int32), "x": torch.zeros(n, 5, dtype=torch.float64)},  # another order
@@ -132,9 +132,11 @@ def test_batches_have_the_same_look_only_if_every_leaf_has_it(kind: str) -> None
         if not isinstance(item, Cut):
             assert structure_of(item[0][0]) == structure_of(batch)
             assert item[0][0] is batch
-            if before is not None and item[1] is before[1]:
-                assert structure_of(batch) == structure_of(before[0][0])
-                assert item[1].sizes == (len(before[0][0]) if isinstance(batch, torch.Tensor) else item[1].samples,)
+            assert item[1].sizes == (batch_size(batch),) == (item[1].samples,)
+            if before is not None:
+                same = structure_of(batch) == structure_of(before[0][0])
+                assert (item[1].kind is before[1].kind) == same
+                assert (item[1] is before[1]) == (same and item[1].sizes == before[1].sizes)
         before = None if isinstance(item, Cut) else item
 
 

@@ -43,7 +43,7 @@ class Fetch:
         self._draw = stream.draw
         self._mould = mould
         self._last = mould.last
-        self._before: Like | None = None
+        self._before: object = None
         self._drawn_out = False
         self._read_out = False
 
@@ -56,7 +56,7 @@ class Fetch:
             like: Like
             if type(content) is tuple:
                 row, like = content
-                if like is self._last.mark and not self._read_out:
+                if like.kind is self._last.mark and not self._read_out:
                     return Share(row, like.sizes)
             if content is not None:
                 return Drawn(content) if self._stream.in_background else self._read(content)
@@ -92,14 +92,14 @@ class Fetch:
         return PastEnd()
 
     def _learned(self, row: Row, like: Like) -> Share:
-        """A row that the reader knows. Once two of them were looked at here too, there is no need to any more.
+        """A row that the reader knows. Once two of its kind were looked at here too, there is no need to any more.
 
         Not where anything had to be done to the pieces, or where their structure was only just learned.
         """
-        if like is self._before and self._at_a_look(row) == like.sizes:
-            self._last.mark = like
+        if like.kind is self._before and self._at_a_look(row) == like.sizes:
+            self._last.mark = like.kind
             return Share(row, like.sizes)
-        self._before = like
+        self._before = like.kind
         sizes, skipped = self._measured(row)
         return Share(row, sizes, skipped=skipped)
 
