@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from tests.structures import KINDS
+from torchdistinput.tree import flatten, map_leaves, structure_of
 from torchdistinput.values import PerReplica, ReduceOp, local_results, regroup, regroup_batches, select, take_apart
 
 
@@ -145,3 +147,22 @@ def test_a_value_of_another_strategy_is_refused() -> None:
         local_results({"x": PerReplica([1, 2])}, 3)
     with pytest.raises(ValueError, match="none for local replica 2"):
         select(PerReplica([1, 2]), 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_of_every_structure_come_together_leaf_by_leaf(kind: str) -> None:
+    pieces = [KINDS[kind](size) for size in (2, 1, 0)]
+    whole = regroup_batches(pieces)
+    leaves = iter(list(zip(*(flatten(piece)[0] for piece in pieces), strict=True)))
+    expected = map_leaves(lambda _: PerReplica(next(leaves)), pieces[0])
+    assert type(whole) is type(expected)
+    assert repr(whole) == repr(expected)
+    for replica, piece in enumerate(pieces):
+        mine, structure = flatten(select(whole, replica))
+        assert structure == structure_of(piece)
+        assert all(each is own for each, own in zip(mine, flatten(piece)[0], strict=True))
+
+
+def test_batches_of_different_numbers_of_leaves_do_not_come_together() -> None:
+    with pytest.raises(ValueError, match="zip"):
+        regroup_batches([(torch.zeros(1), torch.zeros(1)), (torch.zeros(1),)])

@@ -34,6 +34,8 @@ __all__ = [
     "map_leaves",
     "named_leaves",
     "open_container",
+    "plain_leaves",
+    "plainly_rebuilt",
     "structure_of",
 ]
 
@@ -426,13 +428,23 @@ def named_leaves(value: Any, path: str = "") -> Iterable[tuple[str, Any]]:
             yield from named_leaves(child, f"{path}[{key!r}]")
 
 
-def _plain_leaves(batch: Any) -> Collection[torch.Tensor]:
-    """The leaves, if the batch is plainly a tensor, or a dict, list or tuple of tensors; else none. For every step."""
+def plain_leaves(batch: Any) -> Collection[torch.Tensor]:
+    """The leaves, if the batch is plainly a tensor, or a dict, list or tuple of tensors; else none. For every step.
+
+    Local.
+    """
     kind = type(batch)
     if kind is torch.Tensor:
         return (batch,)
     leaves: Collection[Any] = batch.values() if kind is dict else batch if kind is tuple or kind is list else ()
     return leaves if all(type(leaf) is torch.Tensor for leaf in leaves) else ()
+
+
+def plainly_rebuilt(batch: Any, leaves: list[Any]) -> Any:
+    """A batch that has ``plain_leaves``, with others in their place. Local."""
+    if type(batch) is dict:
+        return dict(zip(batch, leaves, strict=True))
+    return leaves[0] if type(batch) is torch.Tensor else type(batch)(leaves)
 
 
 def batch_size(batch: Any) -> int:
@@ -441,7 +453,7 @@ def batch_size(batch: Any) -> int:
     Raises:
       BatchingError: there is no leaf, a leaf is a scalar, or two leaves differ; the leaves are named by path.
     """
-    alike = {leaf.shape[:1] for leaf in _plain_leaves(batch)}
+    alike = {leaf.shape[:1] for leaf in plain_leaves(batch)}
     if len(alike) == 1 and () not in alike:
         return int(alike.pop()[0])
     sizes: dict[int, str] = {}
@@ -486,9 +498,5 @@ def bytes_held(batch: Any) -> int | None:
 
 def cut(batch: Any, lo: int, hi: int) -> Any:
     """Rows ``[lo, hi)`` of every leaf; a view where the leaf is a tensor. Local."""
-    leaves = [leaf[lo:hi] for leaf in _plain_leaves(batch)]
-    if not leaves:
-        return map_leaves(lambda leaf: leaf[lo:hi], batch)
-    if type(batch) is dict:
-        return dict(zip(batch, leaves, strict=True))
-    return leaves[0] if type(batch) is torch.Tensor else type(batch)(leaves)
+    leaves = [leaf[lo:hi] for leaf in plain_leaves(batch)]
+    return plainly_rebuilt(batch, leaves) if leaves else map_leaves(lambda leaf: leaf[lo:hi], batch)

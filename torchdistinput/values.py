@@ -10,7 +10,7 @@ import enum
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar, final
 
-from torchdistinput.tree import flatten, map_leaves, open_container
+from torchdistinput.tree import flatten, map_leaves, open_container, plain_leaves, plainly_rebuilt
 
 __all__ = ["PerReplica", "ReduceOp", "local_results", "regroup", "regroup_batches", "select", "take_apart"]
 
@@ -132,6 +132,9 @@ def regroup_batches(pieces: Sequence[Any]) -> Any:
     """
     if len(pieces) == 1:
         return pieces[0]
+    plain = [plain_leaves(piece) for piece in pieces]
+    if all(plain) and len(set(map(len, plain))) == 1:
+        return plainly_rebuilt(pieces[0], [PerReplica(values) for values in zip(*plain, strict=True)])
     leaves = iter(list(zip(*(flatten(piece)[0] for piece in pieces), strict=True)))
     return map_leaves(lambda _: PerReplica(next(leaves)), pieces[0])
 
