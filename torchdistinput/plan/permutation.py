@@ -191,7 +191,7 @@ class _Network:
       state: what the round keys are made of.
     """
 
-    __slots__ = ("_constants", "_keys", "_length", "_low", "_rows", "_word")
+    __slots__ = ("_constants", "_keys", "_length", "_low", "_one_word", "_rows", "_word")
 
     def __init__(self, length: int, state: int) -> None:
         bits = (length - 1).bit_length()
@@ -199,6 +199,7 @@ class _Network:
         self._word: type[np.uint32 | np.uint64] = np.uint32 if short else np.uint64
         width = 32 if short else 64
         self._length = length
+        self._one_word = bits <= width  # an element fits in a word, as its parts do
         self._low = max(bits // 2, bits - _MAX_ROW_BITS) if short else bits // 2
         self._rows = -(-length >> self._low)
         row_bits = self._rows.bit_length()
@@ -222,7 +223,7 @@ class _Network:
             np.add(row, self._word(at >> self._low), out=row)
             np.bitwise_and(low, self._word(mask), out=low)
             self._send(row, low, mixed, free, found)
-        return elements
+        return self._inside(elements)
 
     def at(self, places: Indices) -> Indices:
         """The elements at these places, which may be any numbers of the network's domain; in one dimension."""
@@ -234,17 +235,25 @@ class _Network:
             np.right_shift(wanted, self._low, out=row, casting="unsafe")
             np.bitwise_and(wanted, 2**self._low - 1, out=low, casting="unsafe")
             self._send(row, low, mixed, free, elements[start : start + _BLOCK])
+        return self._inside(elements)
+
+    def _inside(self, elements: Indices) -> Indices:
+        """The elements, in place, after those that fell outside were sent through again."""
+        if self._rows << self._low > self._length:  # not for every piece: few go through as slowly as many
+            outside = np.flatnonzero(elements >= self._length)
+            if outside.size:
+                elements[outside] = self.at(elements[outside])
         return elements
 
     def _send(self, row: Any, low: Any, mixed: Any, free: Any, elements: Indices) -> None:
-        """Sends numbers through all rounds, and again those that fall outside.
+        """Sends numbers through all rounds.
 
         Args:
           row: the rows of the numbers; overwritten.
           low: their low bits; overwritten.
           mixed: memory of the same shape and dtype.
           free: the same.
-          elements: where the results are put.
+          elements: where the results are put; some may fall outside.
         """
         first, second, rows, half, to_low, to_factor, to_row = self._constants
         for number, key in enumerate(self._keys):
@@ -266,13 +275,14 @@ class _Network:
                 np.subtract(row, rows, out=mixed)
                 np.minimum(row, mixed, out=row)
         words = elements.view(np.uint64)
-        np.copyto(words, row)
-        np.left_shift(words, np.uint64(self._low), out=words)
-        np.bitwise_or(words, low, out=words)
-        if int(row.max()) == self._rows - 1:  # the only row with numbers outside
-            outside = np.flatnonzero(elements >= self._length)
-            if outside.size:
-                elements[outside] = self.at(elements[outside])
+        if self._one_word:
+            np.left_shift(row, self._word(self._low), out=row)
+            np.bitwise_or(row, low, out=row)
+            np.copyto(words, row)
+        else:
+            np.copyto(words, row)
+            np.left_shift(words, np.uint64(self._low), out=words)
+            np.bitwise_or(words, low, out=words)
 
 
 def word(*key: int) -> int:
