@@ -49,7 +49,11 @@ def agree(
         return [extra]
     problem = None if error is None else [type(error).__name__, str(error)]
     text = json.dumps({"what": what, "facts": dict(facts), "problem": problem, "extra": extra}, default=str)
-    told = [_message(each) for each in ranks.gather_texts(text, what)]
+    texts = ranks.gather_texts(text, what)
+    read = {each: _message(each) for each in dict.fromkeys(texts)}
+    told = [read[each] for each in texts]
+    if len(read) == 1 and error is None:  # mostly
+        return [each["extra"] for each in told]
     try:
         _compare(ranks, "calls", [each["what"] for each in told])
     except RankDisagreement as disagreement:

@@ -1,11 +1,15 @@
 """The door to process groups, its porch: ranks sign in at the store before they do something together.
 
 A wait at the store is bounded and interruptible, and who has not signed is known by name; a collective has neither.
+
+With its signature a rank leaves the digest of what it has to say, which each compares with that of the first to sign: a
+request of the same cost for any number of ranks. Mostly all say the same, and then nothing has to be sent any more.
 """
 
 from __future__ import annotations
 
 import datetime
+import hashlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast, final
@@ -17,6 +21,8 @@ from torchdistinput.errors import CoordinationTimeout, RankLost
 __all__ = ["Attendance", "Store", "prefixed"]
 
 _ASK_SECONDS = 1.0
+_ASK_AGAIN_SECONDS = 10e-6  # for each rank: a store answers some 100,000 requests a second
+_SAME = "same"
 _LAST_MOMENT_SECONDS = 0.5  # from the last rank's signature to its word that all have signed
 
 
@@ -31,6 +37,9 @@ class Store(Protocol):
 
     def add(self, key: str, amount: int) -> int:
         """Adds to a counter, and returns what it then is."""
+
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+        """Writes if the key is as expected, ``""`` for not there; returns what it then is."""
 
     def check(self, keys: list[str]) -> bool:
         """Whether the keys are there."""
@@ -66,33 +75,36 @@ class Attendance:
         self._names = names
         self._times = 0
 
-    def wait_for_all(self, what: str, timeout_seconds: float) -> None:
+    def wait_for_all(self, what: str, timeout_seconds: float, text: str = "") -> bool:
         """Signs in and waits until every rank has. Collective: every rank calls this.
 
         Args:
           what: the call that this serves, for messages.
           timeout_seconds: how long to wait.
+          text: what this rank has to say.
+
+        Returns:
+          Whether the ranks are known to have the same to say; the same on all of them.
 
         Raises:
           CoordinationTimeout: a rank did not come; it is named. This rank's signature is taken back.
           RankLost: the store is gone.
         """
         try:
-            self._sign_and_wait(what, timeout_seconds)
+            return self._sign_and_wait(what, timeout_seconds, text)
         except dist.DistError as error:
             raise RankLost(
                 f"{what}: the store is gone; the rank that hosts it (usually rank {self._names[0]}) ended or lost its "
                 "connection. Its own log tells why."
             ) from error
 
-    def _sign_and_wait(self, what: str, timeout_seconds: float) -> None:
+    def _sign_and_wait(self, what: str, timeout_seconds: float, text: str) -> bool:
         number, count = self._times + 1, len(self._names)
+        self._compare(number, text)
         self._store.set(f"at/{self._rank}", str(number))
         self._times = number
         if self._store.add("signed", 1) == number * count:
-            self._store.set(f"all/{number}", "")
-            self._store.delete_key(f"all/{number - 1}")
-            return
+            return self._close(number)
         all_signed = False
         absent: list[int] = []
         try:
@@ -107,6 +119,21 @@ class Attendance:
                 f"{what}: rank {names} did not come within {timeout_seconds:g} seconds. Every rank of the strategy "
                 "calls this, in the same order; if the rank is only slow, raise timeout_seconds."
             )
+        return self._store.get(f"all/{number}") == _SAME.encode()
+
+    def _compare(self, number: int, text: str) -> None:
+        """Before it signs; a rank that takes its signature back may say something else when it comes again."""
+        digest = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
+        if self._store.compare_set(f"said/{number}", "", digest) != digest.encode():
+            self._store.set(f"differ/{number}", "")
+
+    def _close(self, number: int) -> bool:
+        """The last one to sign tells the others, and clears away what nobody reads any more."""
+        same = not self._store.check([f"differ/{number}"])
+        self._store.set(f"all/{number}", _SAME if same else "")
+        for key in [f"all/{number - 1}", f"said/{number}", *([] if same else [f"differ/{number}"])]:
+            self._store.delete_key(key)
+        return same
 
     def _take_back(self, number: int) -> bool:
         """As if this rank had not signed; ``False`` if the last rank signed meanwhile: it counts on us, so we stay."""
@@ -149,7 +176,7 @@ class Attendance:
             if meanwhile is not None and now - asked > _ASK_SECONDS:
                 asked = now
                 meanwhile()
-            time.sleep(min(0.0002 + (now - began) / 10, 0.25))
+            time.sleep(min(_ASK_AGAIN_SECONDS * len(self._names) + (now - began) / 10, 0.25))
         return True
 
     def _has_signed(self, rank: int, number: int) -> bool:

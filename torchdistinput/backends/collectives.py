@@ -6,7 +6,8 @@ Decisions.
   rank outside the strategy takes part, they outlive a default group that is ended first, and a name is never used twice
   (``new_group(use_local_synchronization=True)`` reuses the name of a destroyed group and then dials its old addresses).
 - Before an agreement the ranks sign in at the store (``attendance.py``), so an absent rank is known by name and the
-  wait stays interruptible. That is two or three requests of each rank, once an epoch.
+  wait stays interruptible. That is some five requests of each rank, once an epoch, which also tell whether all have
+  the same to say; only if not are their texts gathered.
 - The store of the default group comes from a private function of torch (torch's own FSDP gets it so): there is no
   public way to it, and a second store would need a second address.
 """
@@ -157,7 +158,8 @@ class ProcessGroupRanks:
 
     def gather_texts(self, text: str, what: str) -> list[str]:
         """See ``Ranks.gather_texts``."""
-        self._attendance.wait_for_all(what, self._timeout_seconds)
+        if self._attendance.wait_for_all(what, self._timeout_seconds, text):
+            return [text] * self.num_ranks
         try:
             return gather_texts(self._control(), text)
         except RuntimeError as error:
