@@ -17,7 +17,7 @@ from torchdistinput.iterator import DistributedIterator, LastStep, Progress, del
 from torchdistinput.plan.options import InputOptions, Step
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.base import HasWorkers, Source
-from torchdistinput.sources.random_state import BorrowedRandomState, plainly, state_of_epoch
+from torchdistinput.sources.random_state import AlikeStates, BorrowedRandomState, plainly, state_of_epoch
 from torchdistinput.stages.transfer import Transfer
 from torchdistinput.stats import Meter
 from torchdistinput.walk import Opened, Setting, compose, open_stream
@@ -56,6 +56,7 @@ class DistributedDataset:
             name,
             lent=setting.lent,
         )
+        self._alike = AlikeStates()
         self._progress: Progress | None = None
         self._meter = self._new_meter()
         self._last = LastStep()
@@ -296,9 +297,14 @@ class DistributedDataset:
         return Meter(0 if ranks is None else ranks.name(ranks.rank), told, fresh)
 
     def _agree_on_epoch(self, ranks: Ranks, entry: Entry) -> list[Any]:
-        extra = {"channels": ranks.free_channels()}
         facts = {"dataset": self._name, "start": entry.mark, **self._source.epoch_fingerprint()}
-        return agree(ranks, f"iter() of dataset {self._name}", facts, extra=extra)
+        # Not where the data is to be brought to a step first, which may draw.
+        asks = self._source.draws_from_default_generator and not entry.start.steps
+        digest = self._alike.digest_of(_default_of(entry)) if asks else None
+        extra = {"channels": ranks.free_channels(), "random": digest}
+        told = agree(ranks, f"iter() of dataset {self._name}", facts, extra=extra)
+        self._alike.compare([each["random"] for each in told])
+        return told
 
     def _share_at_start(self, make: Callable[[], Any]) -> list[Any]:
         """See ``sources.base.Exchange``. Collective: every rank comes here, as all agreed on where to start."""
@@ -319,8 +325,10 @@ class DistributedDataset:
         lent = self._setting.lent
         if self._options.coordination == "off":
             return BorrowedRandomState(state_of_epoch(self._seed, entry.epoch), lent)
-        state = torch.get_rng_state() if entry.default is None else entry.default
-        ranks.broadcast_from_first(state)
+        state = self._alike.common
+        if state is None:
+            state = _default_of(entry)
+            ranks.broadcast_from_first(state)
         return BorrowedRandomState(state, lent)
 
 
@@ -336,6 +344,10 @@ def check_partial_batch(source: Source, options: InputOptions) -> None:
             "source yields batches of any size (ready batches, a batch sampler of your own, a dataset function). Give "
             "a DataLoader with batch_size=, or single samples with global_batch_size=."
         )
+
+
+def _default_of(entry: Entry) -> torch.Tensor:
+    return torch.get_rng_state() if entry.default is None else entry.default
 
 
 def _check_number(name: str, value: object) -> None:

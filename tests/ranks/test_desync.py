@@ -278,3 +278,29 @@ def test_default_random_states_that_differ_are_no_difference_of_the_input() -> N
     ranks = run_ranks(2, default_states_that_differ)
     drawn = [index for steps in zip(*ranks, strict=True) for pieces in steps for index in pieces]
     assert sorted(drawn) == list(range(12))
+
+
+ALIKE_OR_NOT = [(5, 5), (6, 6), (7, 8), (9, 9)]  # the seeds of the ranks before each epoch
+
+
+def default_states_now_alike_now_not() -> list[tuple[list[list[int]], list[int]]]:
+    """The epochs, and what the rank draws after each; rank 0's state need not be sent where it is everyone's."""
+    data = distribute(numbers(12, 4, shuffle=True))
+    found = []
+    for seeds in ALIKE_OR_NOT:
+        torch.manual_seed(seeds[dist.get_rank()])
+        found.append(([element.tolist() for element in data], torch.randint(1000, (3,)).tolist()))
+    return found
+
+
+def test_the_order_is_rank_0s_whether_the_default_states_are_alike_or_not() -> None:
+    ranks = run_ranks(2, default_states_now_alike_now_not)
+    for epoch, seeds in enumerate(ALIKE_OR_NOT):
+        torch.manual_seed(seeds[0])
+        wanted = torch.cat(list(numbers(12, 4, shuffle=True))).tolist()
+        after = torch.randint(1000, (3,)).tolist()
+        steps = zip(ranks[0][epoch][0], ranks[1][epoch][0], strict=True)
+        assert [index for pieces in steps for piece in pieces for index in piece] == wanted
+        torch.manual_seed(seeds[1])
+        afters = [after, after if seeds[0] == seeds[1] else torch.randint(1000, (3,)).tolist()]
+        assert [rank[epoch][1] for rank in ranks] == afters

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, TensorDataset
 
 import torchdistinput as tdi
-from torchdistinput.sources.random_state import BorrowedRandomState, generators_of, packed, unpacked
+from torchdistinput.sources.random_state import AlikeStates, BorrowedRandomState, generators_of, packed, unpacked
 
 
 def used(seed: int, numbers: int, *, normal: bool = False) -> torch.Generator:
@@ -111,3 +111,23 @@ def test_the_lent_state_is_told_as_the_calls_left_it() -> None:
     assert torch.equal(inside[1], lent.get_state())
     assert torch.equal(borrowed.state, lent.get_state())
     assert torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(1).get_state())
+
+
+def test_states_are_compared_until_they_differ_once() -> None:
+    one, other = used(1, 5).get_state(), used(1, 6).get_state()
+    ranks = [AlikeStates(), AlikeStates()]
+
+    def meet(*states: torch.Tensor) -> list[torch.Tensor | None]:
+        told = [rank.digest_of(state) for rank, state in zip(ranks, states, strict=True)]
+        for rank in ranks:
+            rank.compare(told)
+        return [rank.common for rank in ranks]
+
+    for state in (one, other, one):
+        same = state.clone()
+        found = meet(state, same)
+        assert found[0] is state
+        assert found[1] is same
+    assert meet(one, other) == [None, None]
+    assert meet(one, one) == [None, None]
+    assert [rank.digest_of(one) for rank in ranks] == [None, None]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Final, NoReturn, final
 
@@ -14,7 +15,16 @@ import torch
 
 from torchdistinput.errors import StateMismatch
 
-__all__ = ["BorrowedRandomState", "LentState", "generators_of", "packed", "plainly", "state_of_epoch", "unpacked"]
+__all__ = [
+    "AlikeStates",
+    "BorrowedRandomState",
+    "LentState",
+    "generators_of",
+    "packed",
+    "plainly",
+    "state_of_epoch",
+    "unpacked",
+]
 
 _HEADER: Final = struct.Struct("<III")  # bytes of the state, their checksum, bytes of the compressed bitmap
 
@@ -25,6 +35,31 @@ class LentState:
 
     def __init__(self) -> None:
         self.state: torch.Tensor | None = None
+
+
+@final
+class AlikeStates:
+    """Whether all ranks have the same default random state, so that rank 0's need not be sent to the others.
+
+    Where they once had not, they are not asked again: to find a difference costs more than to send the state.
+    """
+
+    def __init__(self) -> None:
+        self._asks = True
+        self._own: torch.Tensor | None = None
+        self.common: torch.Tensor | None = None
+        """The state of all ranks, if they last told each other the same."""
+
+    def digest_of(self, state: torch.Tensor) -> str | None:
+        """What this rank tells the others of its state. Local."""
+        self._own = state
+        return hashlib.sha256(state.numpy().tobytes()).hexdigest() if self._asks else None
+
+    def compare(self, told: Sequence[str | None]) -> None:
+        """Takes down what all ranks told. Local; with the same on every rank."""
+        differ = len(set(told)) > 1
+        self.common = None if differ or told[0] is None else self._own
+        self._asks = self._asks and not differ
 
 
 @final
