@@ -129,6 +129,7 @@ class Background:
     ) -> None:
         self.walk = walk
         self.votes = votes
+        self._alone = votes.alone
         self.meter = meter
         self.depth = depth
         self._read_ahead = ReadAhead(depth, room, votes.rounds)
@@ -165,14 +166,18 @@ class Background:
 
     def make(self, ticket: Drawn | Held) -> None:
         """Completes a ticket here. Consumer's thread, while this is idle."""
-        began = time.perf_counter()
-        held = self.walk.produce(ticket)
-        if self.votes.alone:
+        if type(ticket) is Share and ticket.parcels:  # it is complete
+            held: Held = ticket
+        else:
+            began = time.perf_counter()
+            held = self.walk.produce(ticket)
+            self._making += time.perf_counter() - began
+        if self._alone:
             self._ready.put(self.votes.settle(held))
             return
-        self._weigh(held)
+        if self._grows:
+            self._weigh(held)
         self.votes.hold(held)
-        self._making += time.perf_counter() - began
 
     @property
     def is_deep(self) -> bool:
@@ -186,7 +191,7 @@ class Background:
           wake: whether the thread may not know that there is something to vote for.
         """
         self._watched = False
-        if wake and not (self.votes.alone or self._at_the_urn.locked()) and self._vote_is_due():
+        if wake and not self._at_the_urn.locked() and self._vote_is_due():
             self._tickets.put(_LOOK)
 
     def help_voting(self) -> None:
@@ -254,7 +259,7 @@ class Background:
         due = False
         while not (due or self._is_time_to_vote()):
             due = self._complete(self._next_ticket())  # no name for it: a thread that waits would keep the last step
-        if self.votes.alone:
+        if self._alone:
             return
         with self._at_the_urn:
             if not self.votes.over and (due or self._is_time_to_vote()):  # else the consumer was faster
@@ -266,7 +271,7 @@ class Background:
         return self._vote is not None or (self.votes.holds and self._tickets.empty() and self._vote_is_due())
 
     def _next_ticket(self) -> Any:
-        seconds = None if self.votes.alone else _LOOK_SECONDS
+        seconds = None if self._alone else _LOOK_SECONDS
         while True:
             looks = self._looks
             with contextlib.suppress(queue.Empty):
@@ -285,16 +290,17 @@ class Background:
                 if self._vote is not None:
                     self._conclude()
                 self.walk.discard(votes.stop(ticket.delivered))
-            if votes.alone:
+            if self._alone:
                 self._ready.put(conclude(votes.vote())[0])
             return True
         began = time.perf_counter()
         held = self.walk.produce(ticket)
-        if votes.alone:
+        if self._alone:
             self._ready.put(votes.settle(held))
             self._made += 1
             return True
-        self._weigh(held)
+        if self._grows:
+            self._weigh(held)
         votes.hold(held)
         self._made += 1
         took = time.perf_counter() - began
@@ -306,8 +312,6 @@ class Background:
 
     def _weigh(self, held: Held) -> None:
         """Looks how much memory a step takes, ever more seldom: the rank's wish to read ahead depends on it."""
-        if not self._grows:
-            return
         self._until_weighed -= 1
         if self._until_weighed <= 0 and type(held) is Share:
             self._between_weighings = min(2 * self._between_weighings, _MOST_BETWEEN_WEIGHINGS)

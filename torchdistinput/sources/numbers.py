@@ -67,7 +67,8 @@ def _weights(count: int) -> npt.NDArray[np.int64]:
     words = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     words = (words ^ words >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ words >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
-    return (words ^ words >> np.uint64(31) | np.uint64(1)).view(np.int64)
+    odd: npt.NDArray[np.uint64] = words ^ words >> np.uint64(31) | np.uint64(1)
+    return odd.view(np.int64)
 
 
 _WEIGHTS: Final = _weights(4096)

@@ -77,6 +77,7 @@ class Buffer:
         self._in_line = background.thread is None
         self._draw = self._walk.draw
         self._settle = self._votes.settle
+        self._with_others = not self._votes.alone
         self._meter = background.meter
         self._depth = background.depth
         self._deeper = deeper
@@ -151,7 +152,7 @@ class Buffer:
                 self._end_by(error)
                 raise not_an_end(error) from error.__cause__
             if outcome is None:
-                if not self._votes.alone:  # else the thread is about to bring something; it has something to do
+                if self._with_others:  # else the thread is about to bring something; it has something to do
                     self._hand_over()
                 outcome = self._wait()
             if type(outcome) is Delivered:
@@ -186,21 +187,21 @@ class Buffer:
         Never less when something is ready already: how often user code was called at the k-th step must not depend on
         timing, or seeded runs would not repeat, and generators would differ between ranks.
         """
-        drawn, draw = self._drawn, self._walk.draw
+        drawn, draw = self._drawn, self._draw
         while self._in_flight <= self._depth:
             drawn.append(draw())
             self._in_flight += 1
         background = self._background
         soon = self._helps and self._away < _SOON_SECONDS
         makes = self._helps and background.idle  # not before the thread has come to the end of what it was given
-        self._looks_after_votes = self._helps and not self._votes.alone and (soon or background.is_deep)
         while makes and drawn and (soon or type(drawn[0]) is not Drawn):
             background.make(drawn.popleft())
-        if not soon:
+        if drawn and not soon:
             self._hand_over()
+        self._looks_after_votes = self._helps and self._with_others and (soon or background.is_deep)
         if self._looks_after_votes:
             background.help_voting()
-        else:
+        elif self._with_others:
             background.leave_votes(wake=makes)
 
     def _hand_over(self) -> None:
