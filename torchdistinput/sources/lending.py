@@ -151,6 +151,31 @@ class Lender:
 
 
 @final
+class _Rows:
+    """A piece that is being read, row by row.
+
+    Args:
+      piece: its memory.
+      kind: of its samples: arrays or tensors.
+    """
+
+    def __init__(self, piece: torch.Tensor, kind: type[Any]) -> None:
+        self.piece = piece
+        self.kind = kind
+        # Made once: looking up a row takes as long as copying a tenth of it.
+        self.rows: Sequence[Any] = list(piece.numpy()) if kind is np.ndarray else piece.unbind(0)
+        self._dtype = self.rows[0].dtype
+        self._shape = self.rows[0].shape
+
+    def is_like(self, leaf: Any) -> bool:
+        """Whether stacking it makes such a row."""
+        if type(leaf) is not self.kind or leaf.dtype != self._dtype or leaf.shape != self._shape:
+            return False
+        whole: bool = leaf.flags.c_contiguous if self.kind is np.ndarray else is_plain(leaf)
+        return whole
+
+
+@final
 class Stack:
     """Stacks tensors as ``default_collate`` does in a loader worker, in memory of the arena.
 
@@ -163,7 +188,7 @@ class Stack:
 
     def __init__(self, lender: Lender) -> None:
         self._lender = lender
-        self._rows: dict[_Path, torch.Tensor] = {}  # of the piece that is being read, by the leaf's place in a sample
+        self._rows: dict[_Path, _Rows] = {}  # of the piece that is being read, by the leaf's place in a sample
 
     def keep(self, sample: Any, row: int, rows: int) -> Any:
         """See ``worker_side.Keep``."""
@@ -184,28 +209,40 @@ class Stack:
 
     def _in_row(self, leaf: Any, path: _Path, row: int, rows: int) -> Any:
         """The leaf with its contents in its row of the piece; as it is, where it is not like the one before."""
-        array = type(leaf) is np.ndarray
-        if array and not (leaf.dtype in _NUMBERS and leaf.flags.c_contiguous):
+        if row == 0:
+            begun = self._begun(leaf, rows)
+            if begun is None:
+                return leaf
+            self._rows[path] = begun
+        else:
+            begun = self._rows.get(path)
+        if begun is None or not begun.is_like(leaf):
             return leaf
+        kept = begun.rows[row]
+        if begun.kind is np.ndarray:
+            np.copyto(kept, leaf)
+        else:
+            kept.copy_(leaf)
+        return kept
+
+    def _begun(self, leaf: Any, rows: int) -> _Rows | None:
+        """A piece for leaves like this one; ``None`` if there can be none."""
+        if type(leaf) is np.ndarray and not (leaf.dtype in _NUMBERS and leaf.flags.c_contiguous):
+            return None
         tensor = torch.as_tensor(leaf)
-        if row == 0 and is_plain(tensor):
-            new = self._lender.new_tensor((rows, *tensor.shape), tensor.dtype)
-            if new is not None:
-                self._rows[path] = new
-        piece = self._rows.get(path)
-        if piece is None or piece.dtype != tensor.dtype or piece.shape[1:] != tensor.shape or not is_plain(tensor):
-            return leaf
-        kept = piece[row].copy_(tensor)
-        return kept.numpy() if array else kept
+        if not is_plain(tensor):
+            return None
+        piece = self._lender.new_tensor((rows, *tensor.shape), tensor.dtype)
+        return None if piece is None else _Rows(piece, type(leaf))
 
     def __call__(self, batch: Any, *, collate_fn_map: Any = None) -> Any:
         """See ``torch.utils.data._utils.collate.collate_tensor_fn``."""
         first = batch[0]
         if set(map(type, batch)) != _TENSORS or not is_plain(first):
             return collate_tensor_fn(batch, collate_fn_map=collate_fn_map)
-        for path, piece in self._rows.items():
-            if _are_rows(piece, batch):
-                return self._rows.pop(path)
+        for path, begun in self._rows.items():
+            if _are_rows(begun.piece, batch):
+                return self._rows.pop(path).piece
         shape = (len(batch), *first.shape)
         if self._lender.is_small(len(batch) * first.nbytes):
             new: torch.Tensor | None = torch.empty(shape, dtype=first.dtype)  # not shared, as torch's would be
