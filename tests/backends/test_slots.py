@@ -135,13 +135,21 @@ def fork_and_wait() -> None:
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_memory_that_a_forked_process_may_look_at_is_never_free() -> None:
-    token = Token(new_arena().part(0))
-    token.handed_out()
+    dropped = Token(new_arena().part(0))
+    dropped.handed_out()
+    fork_and_wait()
+    assert dropped.is_free  # already at the fork, though nobody had looked
+    worker, other = Token(new_arena().part(0)), Token(new_arena().part(0))
+    storages = [storage_over(token.buffer(0, 64)) for token in (worker, other)]
+    worker.handed_out()
     with forks_of_workers():
         fork_and_wait()
-    found = [token.is_free]
+    del storages[0]
+    found = worker.is_free
+    other.handed_out()
     fork_and_wait()
-    assert [*found, token.is_free] == [True, False]
+    storages.clear()
+    assert [found, other.is_free] == [True, False]
     later = Token(new_arena().part(0))
     later.handed_out()
     assert later.is_free

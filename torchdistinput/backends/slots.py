@@ -193,8 +193,8 @@ class Token:
         self._buffer = None
 
     def keep(self) -> None:
-        """A forked process may look at the memory from now on."""
-        self._kept = True
+        """A forked process may look at the memory from now on, if anybody still does."""
+        self._kept = self._kept or self._memory() is not None
 
     @property
     def is_free(self) -> bool:
