@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import struct
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,6 +78,26 @@ class Drawn(Dataset[torch.Tensor]):
 def loader_of(kind: Any) -> Any:
     generator = torch.Generator().manual_seed(3)
     return kind(Drawn(), 4, shuffle=True, num_workers=2, persistent_workers=True, generator=generator)
+
+
+def open_arenas() -> int:
+    links = (os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink())
+    return sum("memfd:torchdistinput" in link for link in links)
+
+
+@pytest.mark.filterwarnings("ignore:Got pickle error")
+@pytest.mark.parametrize("lasting", [False, True])
+def test_workers_that_cannot_be_started_leave_no_file_open_and_are_started_anew(lasting: bool) -> None:
+    user = DataLoader(Slow(), num_workers=1, persistent_workers=lasting, multiprocessing_context="spawn")
+    runs = LoaderRuns(
+        lambda pieces: DataLoader(pieces, batch_size=None, sampler=[], collate_fn=lambda x: x, **settings_of(user)),
+        lasting=lasting,
+    )
+    before = open_arenas()
+    for _ in range(2):
+        with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
+            runs.start(PieceDataset(Slow(), as_is))
+    assert open_arenas() == before
 
 
 @pytest.fixture

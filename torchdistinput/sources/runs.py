@@ -169,12 +169,13 @@ class LoaderRun(Iterator[Any]):
 
 
 def _begin(loader: Iterable[Any], inlet: Inlet | None) -> LoaderRun:
-    with forks_of_workers():
-        rested = _at_rest(loader)
-        run = LoaderRun(iter(loader) if rested is None else rested, inlet)
-    if inlet is not None:
-        inlet.seal()
-    return run
+    try:
+        with forks_of_workers():
+            rested = _at_rest(loader)
+            return LoaderRun(iter(loader) if rested is None else rested, inlet)
+    finally:  # also where the workers could not be started: nobody else would close what it closes
+        if inlet is not None:
+            inlet.seal()
 
 
 def _at_rest(loader: Iterable[Any]) -> Iterator[Any] | None:
@@ -229,7 +230,11 @@ class LoaderRuns:
         if self.can_last() and not once:
             if self._lasting is None:
                 self._lasting = self._new_loader(dataset)
-            run = self._user = self._last = _begin(*self._lasting)
+            try:
+                run = self._user = self._last = _begin(*self._lasting)
+            except BaseException:
+                self.close()  # the next run has workers of its own, whatever became of these
+                raise
         else:
             run = _begin(*self._new_loader(dataset))
         self._running.append(run)
