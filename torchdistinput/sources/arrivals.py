@@ -86,7 +86,7 @@ def see_in(iterator: Any, arrivals: Arrivals) -> None:
       arrivals: what its workers say.
 
     Raises:
-      InputError: a worker did not come up in three attempts.
+      InputError: a worker did not come up, nor did any of those that were forked in its place.
     """
     for _ in range(_ATTEMPTS):
         missing = _wait(iterator, arrivals)

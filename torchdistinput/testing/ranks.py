@@ -105,8 +105,8 @@ def run_ranks(
     Raises:
       RankFailed: with the first failing rank's traceback and the original exception as ``__cause__`` where it can be
         pickled, the signal that ended a rank, or the stacks of the ranks that had not finished in time. The other
-        ranks are killed at once.
-      TypeError: if ``fn``, an argument or a result cannot be pickled.
+        ranks are killed at once. A rank whose result cannot be pickled failed, too.
+      TypeError: if ``fn`` or an argument cannot be pickled.
     """
     call = _pickled_call(fn, args)
     multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOADED)
