@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import random
+import signal
+import sys
+import time
 from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -126,33 +130,93 @@ def test_an_array_holds_memory_that_its_tensor_left(moved: str) -> None:
     assert token.is_free
 
 
-def fork_and_wait() -> None:
+def forked(life: Callable[[int], object], until: int) -> int:
     child = os.fork()
     if not child:
+        life(until)
         os._exit(0)
-    os.waitpid(child, 0)
+    return child
+
+
+def waits(until: int) -> None:
+    os.read(until, 1)
+
+
+def ends_before_what_it_forks(until: int) -> None:
+    forked(waits, until)
+
+
+def becomes_another_program(until: int) -> None:
+    os.read(until, 1)
+    os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(60)"])
+
+
+def in_use(arena: Arena) -> tuple[Token, torch.UntypedStorage]:
+    token = Token(arena.part(0))
+    storage = storage_over(token.buffer(0, 64))
+    token.handed_out()
+    return token, storage
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_memory_that_a_forked_process_may_look_at_is_never_free() -> None:
-    dropped = Token(new_arena().part(0))
+@pytest.mark.parametrize("life", [waits, ends_before_what_it_forks, becomes_another_program])
+def test_memory_in_use_at_a_fork_is_not_free_while_what_came_of_it_may_look(life: Callable[[int], None]) -> None:
+    arena = new_arena()
+    until, end = os.pipe()
+    gc.collect()
+    files = open_files()
+    token, storage = in_use(arena)
+    dropped = Token(arena.part(0))
     dropped.handed_out()
-    fork_and_wait()
-    assert dropped.is_free  # already at the fork, though nobody had looked
-    worker, other = Token(new_arena().part(0)), Token(new_arena().part(0))
-    storages = [storage_over(token.buffer(0, 64)) for token in (worker, other)]
-    worker.handed_out()
+    child = forked(life, until)
+    try:
+        later = Token(arena.part(0))
+        later.handed_out()
+        del storage
+        time.sleep(0.05)  # for a child that ends at once
+        assert [dropped.is_free, later.is_free, token.is_free] == [True, True, False]
+        os.write(end, b".")
+        deadline = time.monotonic() + 30
+        while not token.is_free and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert token.is_free
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert open_files() == files
+    os.close(until)
+    os.close(end)
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_forks_of_workers_do_not_look_at_memory_in_use() -> None:
+    token, storage = in_use(new_arena())
+    until, end = os.pipe()
     with forks_of_workers():
-        fork_and_wait()
-    del storages[0]
-    found = worker.is_free
-    other.handed_out()
-    fork_and_wait()
-    storages.clear()
-    assert [found, other.is_free] == [True, False]
-    later = Token(new_arena().part(0))
-    later.handed_out()
-    assert later.is_free
+        child = forked(waits, until)
+    del storage
+    found = token.is_free
+    os.write(end, b".")
+    os.waitpid(child, 0)
+    os.close(until)
+    os.close(end)
+    assert found
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_fork_of_which_nobody_can_know_whether_it_is_over_never_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_many() -> tuple[int, int]:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    token, storage = in_use(new_arena())
+    with monkeypatch.context() as patch:
+        patch.setattr("torchdistinput.backends.slots.os.pipe", too_many)
+        child = os.fork()
+        if not child:
+            os._exit(0)
+    os.waitpid(child, 0)
+    del storage
+    assert not token.is_free
 
 
 def test_a_process_that_gets_the_file_sees_the_same_memory() -> None:

@@ -411,6 +411,21 @@ def test_a_consumer_that_keeps_all_gets_fresh_memory_which_is_counted(monkeypatc
     assert runs.fresh_batches() == 20 - 2 * 3
 
 
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_processes_forked_beside_take_memory_only_as_long_as_they_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slots, "_MOST_BYTES", 2 * 36 * 4096)  # six batches a worker
+    runs = runs_over(Made(SAMPLES["large"], 80), lasting=False)
+    run = runs.start(PieceDataset(Made(SAMPLES["large"], 80), default_collate))
+    for step, batch in enumerate(run):
+        child = os.fork()
+        if not child:
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert (batch == torch.stack([SAMPLES["large"](4 * step + k) for k in range(4)])).all()
+    runs.finish(run)
+    assert runs.fresh_batches() == 0
+
+
 def test_a_worker_that_is_killed_leaves_nothing_and_what_came_stays() -> None:
     runs = runs_over(Made(SAMPLES["large"], 80), lasting=False)
     run = runs.start(PieceDataset(Made(SAMPLES["large"], 80), default_collate))

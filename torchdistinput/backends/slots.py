@@ -19,9 +19,10 @@ moves its contents elsewhere and lets go of the buffer, while a NumPy array made
 an array holds the tensor, so torch's storage object holds the buffer once more, as an attribute. Tokens are looked at
 when the next batch is asked for; nothing runs when a batch is dropped.
 
-*Forks.* A process that is forked keeps seeing the memory of the batches in use at that time, and nobody would know how
-long. So that memory is not used again. Loader workers do not look at the batches of their parent; their forks do not
-count, if they are made within ``forks_of_workers``.
+*Forks.* A process that is forked, the worker of another loader, say, keeps seeing the memory of the batches in use at
+that time. So that memory is not used again before it has ended, and whatever it forked, or has become another program:
+until then each of them has the writing end of a pipe. Loader workers of ours do not look at the batches of their
+parent; their forks do not count, if they are made within ``forks_of_workers``.
 
 **Considered and refused.** *A shared-memory storage of torch's over the file* can be sent to a third process without a
 copy, which would then read what the worker writes next. *Slots of one size* would have to know the size of a batch
@@ -29,7 +30,8 @@ beforehand, and waste the difference where sizes vary. *Copying each batch out* 
 pages as before.
 
 **Limits.** Linux. The number of entries and the size of the file are bounds: a batch that does not fit takes fresh
-memory, the ordinary way. What is left of a closed loader is the memory of the batches that are still in use.
+memory, the ordinary way. What is left of a closed loader is the memory of the batches that are still in use. A forked
+process must not close all files that it finds open, and then go on to read a batch of its parent.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ import threading
 import weakref
 from bisect import insort
 from collections.abc import Iterable, Iterator
+from multiprocessing.connection import Connection
 from multiprocessing.reduction import DupFd
 from typing import Any, Final, final
 
@@ -179,7 +182,7 @@ class Token:
         # A view of an array refers to the owner of the memory, but a view of a memoryview refers to the memoryview.
         self._memory = weakref.ref(memory)
         self._buffer: memoryview | None = memory.data
-        self._kept = False
+        self._forks: list[_Fork] = []
         with _LOCK:
             _TOKENS.add(self)
 
@@ -192,14 +195,53 @@ class Token:
         """All tensors and arrays are made."""
         self._buffer = None
 
-    def keep(self) -> None:
-        """A forked process may look at the memory from now on, if anybody still does."""
-        self._kept = self._kept or self._memory() is not None
+    def keep(self, fork: _Fork) -> None:
+        """Processes that are forked now may look at the memory."""
+        self._forks.append(fork)
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether this process refers to the memory."""
+        return self._memory() is not None
 
     @property
     def is_free(self) -> bool:
         """Whether the memory can be written to."""
-        return not self._kept and self._memory() is None
+        if self._memory() is not None:
+            return False
+        self._forks = [fork for fork in self._forks if not fork.is_over]
+        return not self._forks
+
+
+@final
+class _Fork:
+    """The processes that come of one fork: each has the writing end of a pipe, until it ends or is another program."""
+
+    def __init__(self) -> None:
+        self._ends: tuple[Connection, int] | None = None
+        self._is_over = False
+        with contextlib.suppress(OSError):  # too many files are open: then nobody knows, and it is never over
+            reader, writer = os.pipe()
+            self._ends = Connection(reader, writable=False), writer
+
+    def in_parent(self) -> None:
+        """It was made, or could not be."""
+        if self._ends is not None:
+            os.close(self._ends[1])
+
+    def in_child(self) -> None:
+        """This is one of them."""
+        if self._ends is not None:
+            self._ends[0].close()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all of them are gone."""
+        with _LOCK:
+            if self._ends is not None and not self._is_over and self._ends[0].poll():
+                self._is_over = True
+                self._ends[0].close()
+            return self._is_over
 
 
 def storage_over(buffer: memoryview | bytearray) -> torch.UntypedStorage:
@@ -232,15 +274,29 @@ def forks_of_workers() -> Iterator[None]:
 
 def _before_fork() -> None:
     _LOCK.acquire()  # released on both sides: what is forked must not find it taken by a thread that it does not have
+    _FORKING.fork = None
     if not _FORKING.__dict__.get("workers", False):
-        for token in _TOKENS:
-            token.keep()
+        used = [token for token in _TOKENS if token.is_in_use]
+        if used:
+            _FORKING.fork = _Fork()
+        for token in used:
+            token.keep(_FORKING.fork)
+
+
+def _in_parent() -> None:
+    fork, _FORKING.fork = _FORKING.fork, None
+    if fork is not None:
+        fork.in_parent()
+    _LOCK.release()
 
 
 def _in_child() -> None:
+    fork, _FORKING.fork = _FORKING.fork, None
+    if fork is not None:
+        fork.in_child()
     _TOKENS.clear()
     _LOCK.release()
 
 
 if sys.platform != "win32":
-    os.register_at_fork(before=_before_fork, after_in_parent=_LOCK.release, after_in_child=_in_child)
+    os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)
