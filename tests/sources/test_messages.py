@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import multiprocessing
 import os
 import queue
 import random
 import threading
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -39,6 +41,27 @@ def test_as_many_messages_as_can_be_on_their_way_fit_without_anybody_reading(on_
     for _ in range(on_their_way):
         writer.send_bytes(bytes(size))
     assert [len(made._reader.recv_bytes()) for _ in range(on_their_way)] == [size] * on_their_way
+
+
+class Leaving:
+    """Says a word when it is garbage, as torch's loader does."""
+
+    def __init__(self, made: Messages) -> None:
+        self.made = made
+        self.itself = self
+
+    def __del__(self) -> None:
+        self.made.put("good-bye")
+
+
+def test_who_is_garbage_can_still_say_a_word() -> None:
+    leaving = Leaving(new())
+    reader = Connection(os.dup(leaving.made._reader.fileno()), writable=False)
+    del leaving
+    gc.collect()
+    assert reader.poll(WAIT_SECONDS)
+    assert ForkingPickler.loads(reader.recv_bytes()) == "good-bye"
+    reader.close()
 
 
 def test_messages_of_all_sizes_come_in_the_order_in_which_they_were_put() -> None:

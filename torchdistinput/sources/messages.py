@@ -19,6 +19,7 @@ import pickle
 import queue
 import select
 import sys
+import weakref
 from multiprocessing.context import BaseContext
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Final, cast, final
@@ -54,6 +55,9 @@ class Messages:
         self._by_thread = False
         self._poll = select.poll()
         self._poll.register(self._reader.fileno(), select.POLLIN)
+        # A loader that is garbage takes leave of its workers through this queue. If the pipe were garbage, too, it
+        # might be closed by then, and its number be another file's; but the finalizer refers to it.
+        weakref.finalize(self, _nothing, self._reader, self._writer).atexit = False
 
     def put(self, item: Any) -> None:
         """Sends an item."""
@@ -93,6 +97,10 @@ class Messages:
     def close(self) -> None:
         """This process sends no more."""
         self._queue.close()
+
+
+def _nothing(*_: object) -> None:
+    pass
 
 
 @final
