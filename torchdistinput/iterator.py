@@ -182,7 +182,11 @@ class DistributedIterator:
         moves, take = self._moves, self._take
         if moves:
             self._transfer.begin_step()
-        taken = in_range(WAIT, take) if profiler._is_profiler_enabled else take()  # noqa: SLF001 - see in_range
+        try:
+            taken = in_range(WAIT, take) if profiler._is_profiler_enabled else take()  # noqa: SLF001 - see in_range
+        except BaseException:
+            self._let_go()
+            raise
         progress = self._progress
         if taken is None:
             progress.end(of_data=self._finalizer.alive)  # else it was closed before its end
@@ -227,8 +231,17 @@ class DistributedIterator:
         Raises:
           InputError: the data ended before the first element.
         """
-        self._buffer.peek()
+        try:
+            self._buffer.peek()
+        except BaseException:
+            self._let_go()
+            raise
         return self._elements.spec()
+
+    def _let_go(self) -> None:
+        """After an error: the buffer keeps it, its traceback this iterator, and the finalizer would keep the buffer."""
+        if self._buffer.closed:
+            self._finalizer.detach()
 
     @property
     def step(self) -> Step:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import os
 import pickle
 import struct
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -132,3 +135,32 @@ def test_workers_that_were_left_in_an_epoch_drop_the_rest_of_it(resets: list[boo
         assert sorted(torch.cat(list(ours))[:, 2].tolist()) == list(range(26))
     assert resets.count(True) == 1
     assert resets.count(False) >= 2
+
+
+class Failing(Dataset[int]):
+    """Its third sample cannot be read."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> int:
+        if index == 2:
+            raise ValueError("no sample")
+        return index
+
+
+@pytest.mark.parametrize("ask", [list, lambda iterator: [iterator.element_spec]])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_iterator_that_failed_is_gone_when_nobody_refers_to_it(ask: Any, workers: int) -> None:
+    before = set(multiprocessing.active_children())
+    data = DataLoader(Failing(), 4, num_workers=workers, persistent_workers=workers > 0)
+    dataset = tdi.Strategy(["cpu"]).distribute_dataset(data)
+    iterator = iter(dataset)
+    gone = weakref.ref(iterator)
+    try:
+        ask(iterator)
+    except tdi.SourceError:
+        del iterator, dataset, data
+    gc.collect()  # the error and the iterator refer to each other
+    assert gone() is None
+    assert set(multiprocessing.active_children()) <= before
