@@ -35,7 +35,7 @@ from torchdistinput import tree
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.in_memory import gather_of, numbers_of
 from torchdistinput.sources.index import SampleNumbers
-from torchdistinput.sources.numbers import Numbers, digest_of
+from torchdistinput.sources.numbers import Digests, Numbers, digest_of
 from torchdistinput.sources.table import Table
 from torchdistinput.sources.worker_side import PieceDataset
 from torchdistinput.testing import run_ranks
@@ -521,6 +521,24 @@ def test_numbers_are_what_torch_would_yield() -> None:
         assert numbers.array().dtype == np.int64
         own = SampleNumbers(Topology(num_workers=2, replicas_per_worker=1, worker=1), sharded=True, shared=False)
         assert own.of_batch(numbers).tolist() == [2**48 + number for number in range(3, 9)]
+
+
+def test_digests_that_are_made_together_are_those_of_each_batch() -> None:
+    """Whatever the sizes, and in whatever order they are asked for; some end where a block does."""
+    order = torch.randperm(20_000, generator=generator()).numpy()
+    for count in (1, 7, 100, 300, 4096, 5000):
+        together = Digests(order)
+        starts = [*range(0, 20_000 - count, count), 20_000 - count, 3, 0, count, 2 * count + 1]
+        assert [together.at(start, count) for start in starts] == [
+            digest_of(order[start : start + count].tolist()) for start in starts
+        ]
+    mixed = Digests(order)
+    for start, count in ((0, 10), (10, 10), (20, 5), (20, 10), (30, 5000), (30, 1)):
+        own = Numbers(order[start : start + count], mixed, start)
+        assert own.digest() == digest_of(order[start : start + count].tolist())
+        assert pickle.loads(pickle.dumps(own)).digest() == own.digest()
+        assert len(pickle.dumps(own)) < 8 * count + 1000
+        assert own[1:3].digest() == digest_of(order[start : start + count].tolist()[1:3])
 
 
 def test_a_digest_is_that_of_the_values_however_they_are_kept() -> None:

@@ -22,7 +22,7 @@ import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from torchdistinput.plan.permutation import Permutation
-from torchdistinput.sources.numbers import Numbers
+from torchdistinput.sources.numbers import Digests, Numbers
 from torchdistinput.sources.shuffle import ShuffleSampler
 
 __all__ = ["Batches", "Passed", "batches_of", "size_of"]
@@ -257,13 +257,14 @@ class _ChunkedIndices:
         self._place = 0  # in the chunk: what comes after the ready ones
         self._ready: npt.NDArray[np.int64] | range = range(0)
         self._used = 0  # of the ready ones
+        self._digests: Digests | None = None
 
     def take(self, count: int) -> Numbers:
         """See ``_Indices.take``."""
         used = self._used
         if used + count <= len(self._ready):
             self._used = used + count
-            return Numbers(self._ready[used : used + count])
+            return Numbers(self._ready[used : used + count], self._digests, used)
         drawn = self.take_drawn(count)
         # A copy, as a view would keep the whole permutation while the next one is drawn.
         parts = [drawn.array().copy()] if len(drawn) else []
@@ -271,9 +272,10 @@ class _ChunkedIndices:
         while left and self._reach(left):
             chunk = self._chunk
             stop = min(self._place + max(left, chunk.together - chunk.together % left), chunk.length)
-            self._ready = chunk.between(self._place, stop)
+            self._ready = ready = chunk.between(self._place, stop)
+            self._digests = None if isinstance(ready, range) else Digests(ready)
             self._place, self._used = stop, min(left, len(self._ready))
-            first = Numbers(self._ready[: self._used])
+            first = Numbers(self._ready[: self._used], self._digests)
             if self._used == count:
                 return first
             parts.append(first.array())
@@ -301,7 +303,7 @@ class _ChunkedIndices:
         """Whether there is another index; draws the chunk that it is in."""
         while self._place == self._chunk.length:
             # Frees a permutation before the next one is drawn.
-            self._chunk, self._place, self._ready, self._used = _NOTHING, 0, range(0), 0
+            self._chunk, self._place, self._ready, self._used, self._digests = _NOTHING, 0, range(0), 0, None
             chunk = self._chunks(wanted)
             if chunk is None:
                 return False

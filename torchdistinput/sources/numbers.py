@@ -14,7 +14,39 @@ from typing import Any, Final, final
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Numbers", "digest_of"]
+__all__ = ["Digests", "Numbers", "digest_of"]
+
+
+@final
+class Digests:
+    """Digests of batches that are taken from indices one after the other: many are made at once.
+
+    Args:
+      indices: int64, ``(n,)``.
+    """
+
+    def __init__(self, indices: npt.NDArray[np.int64]) -> None:
+        self._indices = indices
+        self._first = self._count = 0
+        self._found: list[int] = []  # of the batches of so many that follow the first one
+
+    def at(self, start: int, count: int) -> int:
+        """That of ``count`` indices from ``start`` on; one or more, as there are."""
+        place, rest = divmod(start - self._first, count)
+        if count != self._count or rest or not 0 <= place < len(self._found):
+            self._make(start, count)
+            place = 0
+        return self._found[place]
+
+    def _make(self, start: int, count: int) -> None:
+        indices = self._indices[start:]
+        self._first, self._count = start, count
+        if count > len(_WEIGHTS):
+            self._found = [_digest(indices[:count])]
+            return
+        batches = min(len(indices) // count, _TOGETHER)
+        sums: list[int] = indices[: batches * count].reshape(batches, count).dot(_WEIGHTS[:count]).tolist()
+        self._found = [(count * _STEP + number) % _LARGEST + 1 for number in sums]
 
 
 @final
@@ -23,12 +55,19 @@ class Numbers:
 
     Args:
       content: int64, ``(n,)``; or a range with steps of 1.
+      digests: where the digest is made together with others; ``None`` where it is not.
+      start: where the indices begin there.
     """
 
-    __slots__ = ("content",)
+    __slots__ = ("_digests", "_start", "content")
 
-    def __init__(self, content: npt.NDArray[np.int64] | range) -> None:
+    def __init__(self, content: npt.NDArray[np.int64] | range, digests: Digests | None = None, start: int = 0) -> None:
         self.content = content
+        self._digests = digests
+        self._start = start
+
+    def __reduce__(self) -> tuple[type[Numbers], tuple[Any]]:
+        return Numbers, (self.content,)  # all indices would come along with the digests
 
     def __len__(self) -> int:
         return len(self.content)
@@ -43,6 +82,8 @@ class Numbers:
 
     def digest(self) -> int:
         """See ``digest_of``."""
+        if self._digests is not None and len(self.content):
+            return self._digests.at(self._start, len(self.content))
         return _digest(self.array())
 
     def tolist(self) -> list[int]:
@@ -73,6 +114,8 @@ def _weights(count: int) -> npt.NDArray[np.int64]:
 
 _WEIGHTS: Final = _weights(4096)
 _STEP: Final = 0x9E3779B97F4A7C15
+_LARGEST: Final = 1 << 63
+_TOGETHER: Final = 64  # batches
 
 
 def _digest(indices: npt.NDArray[np.int64]) -> int:
@@ -86,4 +129,4 @@ def _digest(indices: npt.NDArray[np.int64]) -> int:
     for start in range(0, count, len(_WEIGHTS)):
         block = indices[start : start + len(_WEIGHTS)]
         number = number * _STEP + int(block.dot(_WEIGHTS[: len(block)]))
-    return number % (1 << 63) + 1
+    return number % _LARGEST + 1
