@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import multiprocessing
 import os
@@ -61,6 +62,7 @@ def play() -> dict[str, Any]:
     found["late"] = late(LATECOMERS[world])
     found["after an abort"] = after_abort()
     found["absent once"] = absent_once()
+    found["forked"] = forked()
     if world == 2:
         found["taking turns"] = taking_turns()
         found["crossing"] = crossing()
@@ -242,6 +244,40 @@ def after_abort() -> list[int]:
 @pytest.mark.parametrize("world", WORLDS)
 def test_an_aborted_channel_is_not_used_again(world: int, played: Played) -> None:
     assert [rank["after an abort"] for rank in played[world]] == [[1, 5 * world]] * world
+
+
+def forked() -> int:
+    """The exit status of a fork that collects garbage with a group in it, which it has, but not its threads."""
+    ranks = make_ranks()
+    channel = ranks.open_channel(0)
+    conclude(channel.exchange([1]))
+    channel.abort("left")
+    dist.barrier()
+    garbage: list[Any] = [ranks, channel]
+    garbage.append(garbage)
+    gc.disable()
+    try:
+        del ranks, channel, garbage
+        child = os.fork()
+        if child == 0:
+            gc.collect()
+            os._exit(0)
+    finally:
+        gc.enable()
+    until = time.monotonic() + HANG_SECONDS
+    while time.monotonic() < until:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return -signal.SIGKILL
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_fork_ends_no_group_of_its_parent(world: int, played: Played) -> None:
+    assert [rank["forked"] for rank in played[world]] == [0] * world
 
 
 def absent_once() -> tuple[str, list[str]]:

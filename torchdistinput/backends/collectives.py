@@ -28,6 +28,7 @@ from torch import Tensor
 from torchdistinput.backends.attendance import Attendance, Store, prefixed
 from torchdistinput.backends.channels import ProcessGroupChannel, Watch, all_gather, gather_texts
 from torchdistinput.backends.exchanges import Exchange
+from torchdistinput.backends.forks import never_ended_by_forks
 from torchdistinput.backends.launch import Members
 from torchdistinput.backends.mail import Gloo, Mail
 from torchdistinput.errors import RankLost
@@ -199,7 +200,9 @@ class ProcessGroupRanks:
     def _new_group(self, name: str) -> Gloo:
         store = prefixed(name, self._root)
         timeout = datetime.timedelta(seconds=self._timeout_seconds)
-        return cast(Gloo, cast(Any, dist).ProcessGroupGloo(store, self.rank, self.num_ranks, timeout))
+        group = cast(Any, dist).ProcessGroupGloo(store, self.rank, self.num_ranks, timeout)
+        never_ended_by_forks(group)
+        return cast(Gloo, group)
 
     def broadcast_from_first(self, tensor: Tensor) -> None:
         """See ``Ranks.broadcast_from_first``."""
