@@ -171,10 +171,11 @@ def spread(group: Messenger, own: Words) -> Generator[Round, None, list[Words]]:
     seat = rank % power
     table[seat, rank // power] = own
     if rank >= power:
-        table[seat, 1, -1] = _UP
-        sent = group.send(table[seat, 1], seat, _TEXTS)
+        row = table[seat, 1]
+        row[-1] = _UP
         table = np.zeros_like(table)
-        yield Round(group.recv(table.reshape(-1), seat, _TEXTS), sent)
+        awaited = group.recv(table.reshape(-1), seat, _TEXTS)  # first: gloo sends what is awaited
+        yield Round(awaited, group.send(row, seat, _TEXTS))
     else:
         stands_in = rank + power < num_ranks
         if stands_in:
