@@ -206,6 +206,19 @@ def test_only_who_finds_each_other_uses_memory(monkeypatch: pytest.MonkeyPatch) 
     assert reached == [[False, False, True], [False] * 3, [True, False, False]]
 
 
+def test_to_ring_where_nobody_is_any_more_is_no_error() -> None:
+    """Nor a signal, which is fatal to scripts that have set SIGPIPE so."""
+    first, second = pair()
+    desk = second._desk
+    assert desk is not None
+    desk.words[neighbours._ASLEEP] = 1
+    with Path(os.devnull).open() as nothing:
+        os.dup2(nothing.fileno(), desk.bell, inheritable=False)  # as if its process had ended
+    for _ in range(70_000):  # more than a pipe takes
+        first._by_rank[1].ring()
+    first.send(np.zeros(1, np.int64), 1)
+
+
 def descriptors() -> set[str]:
     return {os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.exists()}
 

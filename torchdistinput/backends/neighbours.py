@@ -19,7 +19,7 @@ again.
 *A reader that waits* says so in its memory, and sleeps until it is rung: a byte in a pipe, which the neighbour writes
 only then. The end of the neighbour's process wakes it too. Whether one fell asleep and the other one sent at the same
 moment depends on the order in which processors see each other's memory; a lock between the two steps makes it certain
-on those that we know, and nobody sleeps longer than 50 ms without looking.
+where that is a full barrier (x86), likely elsewhere (ARM), and nobody sleeps longer than 50 ms without looking.
 
 References: Dekker's algorithm, in E. W. Dijkstra, "Cooperating sequential processes", 1965. Linux ``pidfd_open(2)``,
 ``memfd_create(2)``, ``proc_pid_fd(5)``.
@@ -226,7 +226,7 @@ def _stamp(number: int, message: Words) -> int:
 
 
 def _ring(button: int) -> None:
-    with contextlib.suppress(BlockingIOError, BrokenPipeError):  # it rings already; nobody is there any more
+    with contextlib.suppress(BlockingIOError):  # it rings already
         os.write(button, b"\0")
 
 
@@ -327,7 +327,8 @@ def _visit(desk: _Desk, box: int, offer: _Offer, their_box: int, their_boxes: in
         pipe = f"pipe:[{offer.pipe}]"
         if [os.readlink(f"{folder}/{offer.file}"), os.readlink(f"{folder}/{offer.bell}")] != [offer.name, pipe]:
             raise FileNotFoundError(f"process {offer.process} is another one here")
-        button = os.open(f"{folder}/{offer.bell}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        # For reading too: a write to a pipe that nobody reads any more would raise SIGPIPE.
+        button = os.open(f"{folder}/{offer.bell}", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         opened.callback(os.close, button)
         file = os.open(f"{folder}/{offer.file}", os.O_RDWR | os.O_CLOEXEC)
         try:
