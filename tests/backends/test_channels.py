@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from torchdistinput.backends import neighbours
 from torchdistinput.backends.collectives import Channel, ProcessGroupRanks
 from torchdistinput.backends.exchanges import conclude
 from torchdistinput.backends.launch import find_members
@@ -346,29 +347,54 @@ def test_ranks_that_give_up_and_come_back_at_odd_times_meet_in_the_end(played: P
     assert [rank["crossing"] for rank in played[2]] == [3, 3]
 
 
-def dies(rank: int, world: int, folder: str, victim: int, hosts: str) -> None:
+BETWEEN_SUMS, AS_THEY_MEET = "between sums", "as they meet"
+
+
+def dies(rank: int, world: int, folder: str, victim: int, hosts: str, moment: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     ranks = make_ranks()  # its end would be that of its channels
-    with placed(hosts):
-        channel = ranks.open_channel(0)
-    conclude(channel.exchange([1]))
-    if rank == victim:
-        time.sleep(0.3)
-        os.kill(os.getpid(), signal.SIGKILL)
     started = time.monotonic()
-    told: dict[str, Any] = {"message": loses(channel), "waited": time.monotonic() - started}
+    try:
+        with placed(hosts), pytest.MonkeyPatch.context() as patch:
+            if rank == victim and moment == AS_THEY_MEET:
+                patch.setattr(neighbours, "_visit", killed)
+            channel = ranks.open_channel(0)
+        if moment == BETWEEN_SUMS:
+            conclude(channel.exchange([1]))
+            if rank == victim:
+                time.sleep(0.3)
+                killed()
+        started = time.monotonic()
+        message = loses(channel)
+    except RankLost as error:
+        message = str(error)
+    told: dict[str, Any] = {"message": message, "waited": time.monotonic() - started}
     Path(folder, f"{rank}.json").write_text(json.dumps(told))
     os._exit(0)  # the default group has lost a member: what its own teardown does is not the matter here
 
 
+def killed(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 @pytest.mark.parametrize(
-    ("world", "victim", "hosts"),
-    [(2, 1, HOSTS[0]), (2, 1, HOSTS[2]), (3, 2, HOSTS[0]), (5, 1, HOSTS[1]), (5, 4, HOSTS[0])],
+    ("world", "victim", "hosts", "moment"),
+    [
+        (2, 1, HOSTS[0], BETWEEN_SUMS),
+        (2, 1, HOSTS[2], BETWEEN_SUMS),
+        (3, 2, HOSTS[0], BETWEEN_SUMS),
+        (5, 1, HOSTS[1], BETWEEN_SUMS),
+        (5, 4, HOSTS[0], BETWEEN_SUMS),
+        (3, 2, HOSTS[0], AS_THEY_MEET),
+    ],
 )
-def test_a_rank_that_is_killed_is_named_by_all_survivors(world: int, victim: int, hosts: str, tmp_path: Path) -> None:
+def test_a_rank_that_is_killed_is_named_by_all_survivors(
+    world: int, victim: int, hosts: str, moment: str, tmp_path: Path
+) -> None:
     context = multiprocessing.get_context("forkserver")
-    ranks = [context.Process(target=dies, args=(rank, world, str(tmp_path), victim, hosts)) for rank in range(world)]
+    folder = str(tmp_path)
+    ranks = [context.Process(target=dies, args=(rank, world, folder, victim, hosts, moment)) for rank in range(world)]
     for process in ranks:
         process.start()
     deadline = time.monotonic() + 60

@@ -206,6 +206,35 @@ def test_only_who_finds_each_other_uses_memory(monkeypatch: pytest.MonkeyPatch) 
     assert reached == [[False, False, True], [False] * 3, [True, False, False]]
 
 
+def test_who_met_one_that_then_failed_does_not_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 tells rank 1 that they have found each other, and fails over another partner."""
+    told, desks = neighbours._told, neighbours._Desk
+    kept: list[Any] = []
+
+    def fails(group: Any, peers: Any, said: Any) -> list[list[int]]:
+        answers = told(group, peers, said)
+        if len(said[0]) == 1 and group.rank() == 0:
+            raise RuntimeError("another one went away")
+        return answers
+
+    def made(num_boxes: int) -> Any:
+        kept.append(desks(num_boxes))
+        return kept[-1]
+
+    def join(post: Post) -> str:
+        try:
+            found = meet(post, [1 - post.rank()])
+            assert found.reaches(0, np.zeros(1, np.int64))
+            found.recv(np.zeros(1, np.int64), 0).wait()
+        except RuntimeError as error:
+            return str(error)
+        return "nothing"
+
+    monkeypatch.setattr(neighbours, "_told", fails)
+    monkeypatch.setattr(neighbours, "_Desk", made)  # and kept, as the error may be
+    assert together(2, join) == ["another one went away", "a neighbour left"]
+
+
 def test_to_ring_where_nobody_is_any_more_is_no_error() -> None:
     """Nor a signal, which is fatal to scripts that have set SIGPIPE so."""
     first, second = pair()

@@ -36,7 +36,7 @@ from torchdistinput.backends.exchanges import Exchange
 from torchdistinput.backends.mail import Gloo, Mail
 from torchdistinput.errors import InputError, RankLost
 
-__all__ = ["ProcessGroupChannel", "Watch", "all_gather", "gather_texts", "plain_message"]
+__all__ = ["ProcessGroupChannel", "Watch", "all_gather", "gather_texts", "not_met", "plain_message"]
 
 T = TypeVar("T")
 
@@ -243,38 +243,51 @@ class ProcessGroupChannel:
         return bool(self._store.check([key])) and int(self._store.get(key)) >= sequence
 
     def _lost(self, error: RuntimeError) -> RankLost:
-        """Closes the channel, waits until the survivors have signed, and names the rest."""
+        """Closes the channel, and tells who is lost."""
         mine = self._dead
         self.abort(_DISCONNECTED)
         if mine is not None:
             return RankLost(f"rank {self._names[self.rank]} cannot go on: {mine}.")
-        try:
-            return RankLost(self._roll_call())
-        except (dist.DistError, RuntimeError) as gone:
-            return RankLost(
-                "the connection to the other ranks broke, and the rank that hosts the store (usually rank 0) is gone "
-                f"too. Its own error tells why; here it was {type(gone).__name__} after {type(error).__name__}."
-            )
-
-    def _roll_call(self) -> str:
-        deadline = time.monotonic() + _SIGN_SECONDS
-        others = [rank for rank in range(self.num_ranks) if rank != self.rank]
-        reasons: dict[int, str] = {}
-        while len(reasons) < len(others) and time.monotonic() < deadline:
-            for rank in others:
-                if rank not in reasons and self._store.check([f"left/{rank}"]):
-                    reasons[rank] = self._store.get(f"left/{rank}").decode()
-            time.sleep(0.02)
-        told = [f"rank {self._names[rank]} {why}" for rank, why in sorted(reasons.items()) if why != _DISCONNECTED]
-        dead = [str(self._names[rank]) for rank in others if rank not in reasons]
-        if told:
-            return f"{'; '.join(told)}. Every rank must read the same number of steps."
-        if dead:
-            return f"rank {', '.join(dead)} died or lost its connection; see its own log for the reason."
-        return "the connection between the ranks broke, though all of them are alive. Look at the network between them."
+        return _lost(self._store, self.rank, self._names, error)
 
     def __repr__(self) -> str:
         return f"ProcessGroupChannel(rank={self.rank} of {self.num_ranks}, exchange {self._sequence})"
+
+
+def not_met(store: Store, rank: int, names: Sequence[int], error: RuntimeError) -> RankLost:
+    """What to raise where a channel could not be made, for this error; its connections are closed. Local."""
+    with contextlib.suppress(dist.DistError, RuntimeError):  # no store: that is told
+        store.set(f"left/{rank}", _DISCONNECTED)
+    return _lost(store, rank, names, error)
+
+
+def _lost(store: Store, rank: int, names: Sequence[int], error: RuntimeError) -> RankLost:
+    """Waits until the survivors have signed, and names the rest."""
+    try:
+        return RankLost(_roll_call(store, rank, names))
+    except (dist.DistError, RuntimeError) as gone:
+        return RankLost(
+            "the connection to the other ranks broke, and the rank that hosts the store (usually rank 0) is gone "
+            f"too. Its own error tells why; here it was {type(gone).__name__} after {type(error).__name__}."
+        )
+
+
+def _roll_call(store: Store, this: int, names: Sequence[int]) -> str:
+    deadline = time.monotonic() + _SIGN_SECONDS
+    others = [rank for rank in range(len(names)) if rank != this]
+    reasons: dict[int, str] = {}
+    while len(reasons) < len(others) and time.monotonic() < deadline:
+        for rank in others:
+            if rank not in reasons and store.check([f"left/{rank}"]):
+                reasons[rank] = store.get(f"left/{rank}").decode()
+        time.sleep(0.02)
+    told = [f"rank {names[rank]} {why}" for rank, why in sorted(reasons.items()) if why != _DISCONNECTED]
+    dead = [str(names[rank]) for rank in others if rank not in reasons]
+    if told:
+        return f"{'; '.join(told)}. Every rank must read the same number of steps."
+    if dead:
+        return f"rank {', '.join(dead)} died or lost its connection; see its own log for the reason."
+    return "the connection between the ranks broke, though all of them are alive. Look at the network between them."
 
 
 @final

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchdistinput.backends.attendance import Attendance, Store, prefixed
-from torchdistinput.backends.channels import ProcessGroupChannel, Watch, all_gather, gather_texts
+from torchdistinput.backends.channels import ProcessGroupChannel, Watch, all_gather, gather_texts, not_met
 from torchdistinput.backends.exchanges import Exchange
 from torchdistinput.backends.forks import never_ended_by_forks
 from torchdistinput.backends.launch import Members
@@ -190,11 +190,10 @@ class ProcessGroupRanks:
                 free.add(number)
 
         store = prefixed(f"channel/{number}", self._root.clone())
-        group = self._new_group(f"channel/{number}/group")
         try:
-            mail = Mail(group, self._timeout_seconds)
+            mail = Mail(self._new_group(f"channel/{number}/group"), self._timeout_seconds)
         except RuntimeError as error:
-            raise RankLost("iter(): the connection to another rank broke; see the other ranks' logs.") from error
+            raise not_met(store, self.rank, self._ranks, error) from error
         return ProcessGroupChannel(mail, store, self._watch, give_back, self._ranks)
 
     def _new_group(self, name: str) -> Gloo:

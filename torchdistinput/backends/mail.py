@@ -138,7 +138,7 @@ class Mail:
       timeout_seconds: how long a rank may take to make one.
 
     Raises:
-      RuntimeError: a rank went away meanwhile, or did not come.
+      RuntimeError: a rank went away meanwhile, or did not come; all connections are closed.
     """
 
     def __init__(self, group: Gloo, timeout_seconds: float) -> None:
@@ -147,7 +147,11 @@ class Mail:
         self.size = group.size
         self._over_gloo = _OverGloo(group, _FOREVER)
         patience = datetime.timedelta(seconds=timeout_seconds)
-        self._neighbours = meet(_OverGloo(group, patience), partners(group.rank(), group.size()))
+        try:
+            self._neighbours = meet(_OverGloo(group, patience), partners(group.rank(), group.size()))
+        except RuntimeError:
+            _close(group)
+            raise
         self._written = _Written()
 
     def send(self, words: Words, peer: int, tag: int) -> Pending:
@@ -166,9 +170,14 @@ class Mail:
     def close(self) -> None:
         """Ends all waits, here and on other ranks. Local: any thread."""
         self._neighbours.leave()
-        # A receive from a rank that has gone fails at once and closes nothing, so every other rank is tried.
-        rank, num_ranks = self.rank(), self.size()
-        for step in range(1, num_ranks):
-            with contextlib.suppress(RuntimeError):  # it expires: that is its purpose
-                closing = self._group.recv([torch.empty(1, dtype=torch.int64)], (rank + step) % num_ranks, _CLOSING)
-                closing.wait(datetime.timedelta(milliseconds=1))
+        _close(self._group)
+
+
+def _close(group: Gloo) -> None:
+    """Closes all connections of this rank."""
+    # A receive from a rank that has gone fails at once and closes nothing, so every other rank is tried.
+    rank, num_ranks = group.rank(), group.size()
+    for step in range(1, num_ranks):
+        with contextlib.suppress(RuntimeError):  # it expires: that is its purpose
+            closing = group.recv([torch.empty(1, dtype=torch.int64)], (rank + step) % num_ranks, _CLOSING)
+            closing.wait(datetime.timedelta(milliseconds=1))

@@ -286,6 +286,10 @@ def meet(group: Messenger, peers: Sequence[int]) -> Neighbours:
         desk = None
     try:
         return _meet(group, peers, desk)
+    except BaseException:
+        if desk is not None:
+            desk.words[_LEFT] = 1  # some may have met us, and wait
+        raise
     finally:
         if desk is not None:
             os.close(desk.file)
