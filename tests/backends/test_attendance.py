@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
@@ -70,3 +71,15 @@ def test_the_store_does_not_grow() -> None:
         ranks.say([f"{turn} {rank * (turn % 2)}" for rank in range(3)])
         sizes.append(ranks.store.num_keys())
     assert len(set(sizes)) == 1
+
+
+def test_the_end_of_a_fork_is_not_that_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """User code that forks inherits what runs at the rank's exit."""
+    store = cast(Any, dist).HashStore()
+    attendance = Attendance(cast(Store, store), 0, range(2))
+    with monkeypatch.context() as forked:
+        forked.setattr(os, "getpid", os.getppid)
+        attendance.leave()
+    assert not store.check(["gone/0"])
+    attendance.leave()
+    assert store.check(["gone/0"])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast, final
@@ -74,6 +75,7 @@ class Attendance:
         self._rank = rank
         self._names = names
         self._times = 0
+        self._process = os.getpid()
 
     def wait_for_all(self, what: str, timeout_seconds: float, text: str = "") -> bool:
         """Signs in and waits until every rank has. Collective: every rank calls this.
@@ -147,6 +149,8 @@ class Attendance:
 
     def leave(self) -> None:
         """Tells the others that this rank's process ends: nobody needs to wait for it. Local."""
+        if os.getpid() != self._process:  # a fork's end is not the rank's
+            return
         self._store.set(f"gone/{self._rank}", "")
         self._store.add("gone", 1)
 
