@@ -1,7 +1,7 @@
 """The door to process groups, its back door: what a fork has of them, and must not end.
 
 A forked process, a loader worker for instance, has the groups of its parent, but none of their threads. To end one
-there waits for those threads, or crashes. Nobody would do so on purpose, but the garbage collector does, where the group
+there waits for those threads, or crashes. Nobody would do so on purpose, but the garbage collector does, where a group
 is garbage of the parent's that was not collected yet; and so does the end of the interpreter. So a fork begins with one
 more reference to each group, which nobody ever gives back.
 """

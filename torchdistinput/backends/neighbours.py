@@ -82,13 +82,15 @@ def _name(secret: int) -> str:
 
 @final
 class _Desk:
-    """What this rank has: its letterboxes, and its bell. The file is closed once the others opened it.
+    """What this rank has: its letterboxes, and its bell. The descriptor of the file is closed once the others opened it.
 
     Args:
       num_boxes: one for each rank that it writes to.
     """
 
     def __init__(self, num_boxes: int) -> None:
+        if os.readlink("/proc/self") != str(os.getpid()):
+            raise FileNotFoundError("/proc shows the processes under other numbers")
         self.secret = secrets.randbits(62)
         self.bell, self._button = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         weakref.finalize(self, _close, [self.bell, self._button]).atexit = False

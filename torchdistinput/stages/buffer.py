@@ -210,7 +210,9 @@ class Buffer:
 
     def _end_by(self, error: BaseException) -> None:
         """What was being done is lost, by Ctrl-C, say: so there can be no further step."""
-        self._votes.abort(f"failed: {type(error).__name__}: {error}")
+        lost = self._walk.lost_workers()  # torch tells of them wherever this thread happens to be
+        why = f"stopped reading after {self._delivered} step(s), as its {lost}" if lost else ""
+        self._votes.abort(why or f"failed: {type(error).__name__}: {error}")
         self._final = Raised(_lasting(error, self._delivered))
         self.close()
 
