@@ -82,7 +82,7 @@ def _name(secret: int) -> str:
 
 @final
 class _Desk:
-    """What this rank has: its letterboxes, and its bell. The descriptor of the file is closed once the others opened it.
+    """What this rank has: letterboxes, and a bell. The descriptor of the file is closed once the others opened it.
 
     Args:
       num_boxes: one for each rank that it writes to.
