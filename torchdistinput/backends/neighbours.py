@@ -30,7 +30,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import secrets
 import select
 import sys
 import threading
@@ -91,7 +90,7 @@ class _Desk:
     def __init__(self, num_boxes: int) -> None:
         if os.readlink("/proc/self") != str(os.getpid()):
             raise FileNotFoundError("/proc shows the processes under other numbers")
-        self.secret = secrets.randbits(62)
+        self.secret = int.from_bytes(os.urandom(8), sys.byteorder) >> 2
         self.bell, self._button = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         weakref.finalize(self, _close, [self.bell, self._button]).atexit = False
         size = _words_with(num_boxes) * 8
