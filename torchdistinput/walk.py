@@ -195,7 +195,7 @@ class _OwnStages:
         if type(held) is not Share or held.parcels:
             return held
         if self._as_it_is and 0 not in held.sizes and not profiler._is_profiler_enabled:  # noqa: SLF001 - see in_range
-            held.parcels, held.pieces = held.pieces, []
+            held.parcels = held.pieces
         elif self._mould.structure is not None:
             try:
                 self.complete(held)

@@ -133,7 +133,7 @@ class ProcessGroupChannel:
         self._released = False
         watch.add(self)
 
-    def exchange(self, words: Sequence[int] | Words) -> Exchange[list[int]]:
+    def exchange(self, words: Sequence[int]) -> Exchange[list[int]]:
         """See ``Channel.exchange``."""
         length = len(words)
         return (yield from self._collective(lambda group, number: self._sums_of(group, length).sum_up(words, number)))

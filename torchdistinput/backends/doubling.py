@@ -127,7 +127,7 @@ class Sums:
             heard = zip(self._heard, self._theirs, strict=True)
             self._receiving = [self._group.recv(theirs, peer, _SUMS) for (peer, _), theirs in heard]
 
-    def sum_up(self, words: Sequence[int] | Words, number: int) -> Generator[Round, None, list[int]]:
+    def sum_up(self, words: Sequence[int], number: int) -> Generator[Round, None, list[int]]:
         """The sums of these words over the ranks. Collective: every rank of the group calls this.
 
         Args:

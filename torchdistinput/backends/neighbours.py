@@ -53,7 +53,6 @@ _LEFT, _ASLEEP, _HEAD = 0, 1, 8  # words in front of the boxes
 # Python leaves out what the system did not have where it was built.
 _SHARES: Final = sys.platform == "linux" and {"memfd_create", "pidfd_open"} <= set(dir(os))
 _NAP_SECONDS: Final = 0.05
-_OFFER_BYTES: Final = 256
 _TAG: Final = 3
 
 
@@ -106,8 +105,9 @@ class _Desk:
         """What others need to find it."""
         return _Offer(os.getpid(), self.file, self.bell, os.fstat(self.bell).st_ino, self.secret)
 
-    def ring(self) -> None:
-        """Wakes whoever sleeps here. Any thread."""
+    def leave(self) -> None:
+        """Says that this rank left, and wakes it if it sleeps. Any thread, idempotent."""
+        self.words[_LEFT] = 1
         _ring(self._button)
 
 
@@ -265,8 +265,7 @@ class Neighbours:
         """Ends all waits, here and with the neighbours. Any thread, idempotent."""
         if self._desk is None:
             return
-        self._desk.words[_LEFT] = 1
-        self._desk.ring()
+        self._desk.leave()
         for neighbour in self._by_rank.values():
             neighbour.ring()
 
@@ -289,7 +288,7 @@ def meet(group: Messenger, peers: Sequence[int]) -> Neighbours:
         return _meet(group, peers, desk)
     except BaseException:
         if desk is not None:
-            desk.words[_LEFT] = 1  # some may have met us, and wait
+            desk.leave()  # some may have met us, and wait
         raise
     finally:
         if desk is not None:
@@ -312,15 +311,14 @@ def _meet(group: Messenger, peers: Sequence[int], desk: _Desk | None) -> Neighbo
 
 
 def _told(group: Messenger, peers: Sequence[int], said: Sequence[Sequence[int]]) -> list[list[int]]:
-    """What each of these ranks tells this one, for what it tells them."""
-    length = _OFFER_BYTES // 8
-    rows = [np.zeros(length, np.int64) for _ in peers]
-    outgoing = [np.array([*words, *[0] * (length - len(words))], np.int64) for words in said]
+    """What each of these ranks tells this one, for what it tells them: as many words."""
+    outgoing = [np.array(words, np.int64) for words in said]
+    rows = [np.zeros_like(words) for words in outgoing]
     waits = [group.recv(row, peer, _TAG) for row, peer in zip(rows, peers, strict=True)]
     waits += [group.send(words, peer, _TAG) for words, peer in zip(outgoing, peers, strict=True)]
     for each in waits:
         each.wait()
-    return [row.tolist()[: len(words)] for row, words in zip(rows, said, strict=True)]
+    return [row.tolist() for row in rows]
 
 
 def _visit(desk: _Desk, box: int, offer: _Offer, their_box: int, their_boxes: int) -> _Neighbour:

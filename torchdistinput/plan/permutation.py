@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     Indices: TypeAlias = npt.NDArray[np.int64]
     Words: TypeAlias = npt.NDArray[np.uint64]
 
-__all__ = ["Permutation", "shuffled", "word"]
+__all__ = ["Permutation", "random_words", "shuffled", "word"]
 
 _MAX_LENGTH: Final = 2**62
 _MAX_SORTED: Final = 2**12
@@ -79,8 +79,8 @@ def _digest(key: tuple[int, ...]) -> int:
     return state
 
 
-def _stream(state: int, count: int) -> Words:
-    """``count`` words of the SplitMix64 generator that starts at ``state``."""
+def random_words(state: int, count: int) -> Words:
+    """``count`` words of the SplitMix64 generator that starts at ``state``. Local."""
     steps = np.arange(1, count + 1, dtype=np.uint64)
     return _mix_words(steps * np.uint64(_GOLDEN) + np.uint64(state))
 
@@ -169,7 +169,7 @@ class _Sorted:
     __slots__ = ("_elements",)
 
     def __init__(self, length: int, state: int) -> None:
-        self._elements: Indices = np.argsort(_stream(state, length), kind="stable").astype(np.int64)
+        self._elements: Indices = np.argsort(random_words(state, length), kind="stable").astype(np.int64)
 
     def block(self, start: int, stop: int) -> Indices:
         """The elements at places ``start`` to ``stop - 1``."""
@@ -207,7 +207,7 @@ class _Network:
         # As arrays: NumPy would make one of each in each of its calls.
         shifts = (width // 2, width - self._low, row_bits, width - row_bits)
         self._constants = tuple(np.array(each, self._word) for each in (*factors, self._rows, *shifts))
-        self._keys = [np.array(key >> (64 - width), self._word) for key in _stream(state, _ROUNDS).tolist()]
+        self._keys = [np.array(key >> (64 - width), self._word) for key in random_words(state, _ROUNDS).tolist()]
 
     def block(self, start: int, stop: int) -> Indices:
         """The elements at places ``start`` to ``stop - 1``."""

@@ -14,6 +14,8 @@ from typing import Any, Final, final
 import numpy as np
 import numpy.typing as npt
 
+from torchdistinput.plan.permutation import random_words
+
 __all__ = ["Digests", "Numbers", "digest_of"]
 
 
@@ -103,16 +105,8 @@ def digest_of(indices: Numbers | Sequence[Any]) -> int:
         return zlib.crc32(repr(indices).encode()) + 1
 
 
-def _weights(count: int) -> npt.NDArray[np.int64]:
-    """Odd 64-bit words that look random: the finisher of splitmix64 (Steele, Lea, Flood, 2014) of 1, 2, 3, ..."""
-    words = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    words = (words ^ words >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ words >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
-    odd: npt.NDArray[np.uint64] = words ^ words >> np.uint64(31) | np.uint64(1)
-    return odd.view(np.int64)
-
-
-_WEIGHTS: Final = _weights(4096)
+# Odd words that look random, of 64 bits.
+_WEIGHTS: Final = (random_words(0, 4096) | np.uint64(1)).view(np.int64)
 _STEP: Final = 0x9E3779B97F4A7C15
 _LARGEST: Final = 1 << 63
 _TOGETHER: Final = 64  # batches

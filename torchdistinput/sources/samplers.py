@@ -203,10 +203,8 @@ class Draws:
         size = len(indices)
         numbers = None if self._numbers is None else self._numbers.of_batch(indices)
         digest: Digest = 0
-        if self._cutter.shared:
-            # One process compares it for a state only. What is known stays; a list may be another one by then.
-            later = known and self._cutter.topology.num_workers == 1
-            digest = indices.digest if later else digest_of(indices)
+        if self._cutter.shared:  # a list may be another one when somebody asks; what is known stays
+            digest = indices.digest if known else digest_of(indices)
         rows = self._cut_rows if size == self._cut_size else self._cut(size)
         for limits, pieces, wanted in rows[first:] if first else rows:
             index = None if numbers is None else tuple(numbers[lo:hi] for lo, hi in limits)

@@ -211,8 +211,7 @@ class Buffer:
     def _end_by(self, error: BaseException) -> None:
         """What was being done is lost, by Ctrl-C, say: so there can be no further step."""
         lost = self._walk.lost_workers()  # torch tells of them wherever this thread happens to be
-        why = f"stopped reading after {self._delivered} step(s), as its {lost}" if lost else ""
-        self._votes.abort(why or f"failed: {type(error).__name__}: {error}")
+        self._votes.abort(self._stopped(lost) if lost else f"failed: {type(error).__name__}: {error}")
         self._final = Raised(_lasting(error, self._delivered))
         self.close()
 
@@ -269,6 +268,11 @@ class Buffer:
             self._warned = True
             _LOG.warning("waiting for rank %s %s for %.0f seconds", late, place, waited)
 
+    def _stopped(self, lost_workers: str = "") -> str:
+        """What the other ranks are told."""
+        why = f", as its {lost_workers}" if lost_workers else ""
+        return f"stopped reading after {self._delivered} step(s){why}"
+
     def close(self) -> None:
         """Ends the iteration: thread, loader workers, parcels. Idempotent; takes a few milliseconds when all stop."""
         if self._closed:
@@ -278,10 +282,10 @@ class Buffer:
             self._final = End()
         lost = "" if self._votes.over else self._walk.lost_workers()
         if lost:  # torch told the training thread, wherever it was, before the thread could vote for a failure
-            self._votes.abort(f"stopped reading after {self._delivered} step(s), as its {lost}")
+            self._votes.abort(self._stopped(lost))
         thread = self._background.thread
         if thread is None:
-            self._votes.abort(f"stopped reading after {self._delivered} step(s)")
+            self._votes.abort(self._stopped())
         else:
             self._background.stop(self._delivered)
             if thread is not threading.current_thread():
@@ -290,9 +294,9 @@ class Buffer:
         self._background.leave(self._delivered, peeked)
 
     def _end_thread(self, thread: threading.Thread) -> None:
-        thread.join(0 if self._votes.alone else _GRACE_SECONDS)
+        thread.join(_GRACE_SECONDS if self._with_others else 0)
         if thread.is_alive():
-            self._votes.abort(f"stopped reading after {self._delivered} step(s)")
+            self._votes.abort(self._stopped())
             self._walk.close_source()  # a thread that waits for loader workers is released by their end
             thread.join(_GRACE_SECONDS)
 
