@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from torchdistinput.plan.read_ahead import ReadAhead, changed, shows
+from torchdistinput.plan.read_ahead import ReadAhead, changed, drawn_at_once, shows
 
 
 def test_half_of_the_last_eight_votes_must_have_shown() -> None:
@@ -57,3 +57,11 @@ def test_the_depth_stays_within_its_bounds() -> None:
 
 def test_a_vote_shows_if_it_takes_more_than_an_eighth_of_the_time_between_two() -> None:
     assert [shows(2.0, between) for between in (0.0, 15.0, 16.0, 99.0)] == [True, True, False, False]
+
+
+def test_steps_are_drawn_in_rows_of_a_quarter_of_those_ahead_and_never_so_many_that_none_is_left() -> None:
+    rows = [drawn_at_once(steps) for steps in range(1000)]
+    assert rows[:8] == [1] * 8
+    assert rows == sorted(rows)
+    assert rows[-1] == 8
+    assert all(row <= max(1, steps // 4) for steps, row in enumerate(rows))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import random
 import time
 import weakref
@@ -12,6 +13,7 @@ from typing import final
 import pytest
 
 from tests.stages.scripted import Script, compose, play, results_of
+from torchdistinput.plan.read_ahead import drawn_at_once
 from torchdistinput.testing import FakeCollectives
 
 MOST = 32
@@ -69,8 +71,9 @@ def test_a_loop_that_is_faster_than_the_votes_lets_all_ranks_read_further_ahead(
     assert others == [first] * len(others)
     assert max(first[:560]) == MOST
     assert first[0] == FIRST
-    assert set(first[:560]) <= {2, 4, 8, 16, 32}
-    assert first[:560] == sorted(first[:560])
+    furthest = list(itertools.accumulate(first[:560], max))
+    assert set(furthest) <= {2, 4, 8, 16, 32}
+    assert all(most - drawn_at_once(most) < ahead for ahead, most in zip(first, furthest, strict=False))
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -85,9 +88,17 @@ def test_ranks_of_different_speed_are_equally_far_ahead_at_each_step(seed: int) 
 
 
 def test_an_explicit_depth_stays() -> None:
-    for depth in (0, 1, 2, 5):
+    for depth in (0, 1, 2, 5, 7):
         for found in ahead_at_each_step([Loop(room=None)] * 2, 60, depth=depth):
             assert set(found[:50]) == {depth}
+
+
+@pytest.mark.parametrize(("depth", "at_once"), [(8, 2), (16, 4), (20, 5), (32, 8), (48, 8)])
+def test_where_much_is_read_ahead_steps_are_drawn_in_rows_the_same_ones_on_all_ranks(depth: int, at_once: int) -> None:
+    expected = [depth - step % at_once for step in range(100)]
+    loops = [Loop(room=None, seed=seed) for seed in (None, 0.5, 0.25)]
+    for found in ahead_at_each_step(loops, 150, depth=depth):
+        assert found[:100] == expected
 
 
 @pytest.mark.parametrize(("room", "most"), [(4, 2), (5, 4), (8, 4), (9, 8), (32, 16), (33, 32)])

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import deque
 from typing import Final, final
 
-__all__ = ["ReadAhead", "changed", "shows"]
+__all__ = ["ReadAhead", "changed", "drawn_at_once", "shows"]
 
 _VOTES_LOOKED_AT: Final = 8
 _LAZY_FROM: Final = 4  # steps ahead; with fewer, a vote that waits comes too late
 _MUCH: Final = 1 / 8
+_MOST_AT_ONCE: Final = 8
 
 
 def changed(steps: int, change: int, least: int, most: int) -> int:
@@ -20,6 +21,18 @@ def changed(steps: int, change: int, least: int, most: int) -> int:
     """
     wanted = steps * 2 if change > 0 else steps // 2 if change < 0 else steps
     return min(max(wanted, least), most)
+
+
+def drawn_at_once(steps: int) -> int:
+    """How many steps are drawn in a row, where so many are read ahead: a quarter of them, at least 1 and at most 8.
+
+    What draws a step is no longer in the caches after a training step, and costs ten times as much as the second time.
+    It is the same on all ranks at each step, as the steps ahead are.
+
+    >>> [drawn_at_once(steps) for steps in (0, 2, 8, 32, 1000)]
+    [1, 1, 2, 8, 8]
+    """
+    return min(max(1, steps // 4), _MOST_AT_ONCE)
 
 
 def shows(took: float, between: float) -> bool:

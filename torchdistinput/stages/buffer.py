@@ -19,6 +19,9 @@ change otherwise: how far user code is drawn ahead must be the same on all ranks
 early would leave the generators of the ranks in different states. So the new depth comes as an outcome, between the
 steps, at the same place for all. One process alone has no votes that could show, and keeps to its two steps.
 
+Where many are read ahead, they are drawn in rows of a few, each time that there is room for as many: a training step
+puts the code and the data of a draw out of the caches, and what draws the first step of a row brings them back for all.
+
 Closing: the thread says in its next vote that nobody reads here any more, which all ranks answer at once when all stop.
 If the others do not come within the grace time, the channel is aborted and they learn the reason.
 """
@@ -37,6 +40,7 @@ from typing import Final, final
 from torchdistinput.background import Background, not_an_end
 from torchdistinput.errors import CoordinationTimeout, InputError
 from torchdistinput.flow import Ahead, Delivered, Drawn, End, Held, Outcome, PassedOver, Raised, Share
+from torchdistinput.plan.read_ahead import drawn_at_once
 
 __all__ = ["Buffer"]
 
@@ -79,7 +83,7 @@ class Buffer:
         self._settle = self._votes.settle
         self._with_others = not self._votes.alone
         self._meter = background.meter
-        self._depth = background.depth
+        self._read_ahead(background.depth)
         self._deeper = deeper
         self._helps = helps
         self._away = _LONG_SECONDS  # between two steps, as a mean over the last ones
@@ -170,27 +174,33 @@ class Buffer:
                 self._meter.skipped += outcome.share.skipped.samples
                 self._walk.discard([outcome.share])
         elif isinstance(outcome, Ahead):
-            self._depth = outcome.steps
+            self._read_ahead(outcome.steps)
             if self._deeper is not None:
                 self._deeper(outcome.steps)
         elif isinstance(outcome, End | Raised):
             self._final = outcome
             self.close()
 
+    def _read_ahead(self, steps: int) -> None:
+        self._depth = steps
+        self._draws_at = steps + 1 - drawn_at_once(steps)
+
     def _raise_what_ended_it(self) -> None:
         if isinstance(self._final, Raised):
             raise self._final.error
 
     def _top_up(self) -> None:
-        """Draws as far ahead as there is room.
+        """Draws as far ahead as there is room, once that is a row of steps.
 
         Never less when something is ready already: how often user code was called at the k-th step must not depend on
         timing, or seeded runs would not repeat, and generators would differ between ranks.
         """
-        drawn, draw = self._drawn, self._draw
-        while self._in_flight <= self._depth:
-            drawn.append(draw())
-            self._in_flight += 1
+        drawn = self._drawn
+        if self._in_flight <= self._draws_at:
+            draw = self._draw
+            while self._in_flight <= self._depth:
+                drawn.append(draw())
+                self._in_flight += 1
         background = self._background
         soon = self._helps and self._away < _SOON_SECONDS
         makes = self._helps and background.idle  # not before the thread has come to the end of what it was given
