@@ -541,6 +541,13 @@ def test_digests_that_are_made_together_are_those_of_each_batch() -> None:
         assert own[1:3].digest() == digest_of(order[start : start + count].tolist()[1:3])
 
 
+def test_the_digest_of_indices_in_a_row_is_found_without_making_them() -> None:
+    for start in (0, 1, 4095, 10**6, 2**40, 2**62):
+        for count in (0, 1, 2, 511, 4095, 4096, 4097, 8192, 9000):
+            assert Numbers(range(start, start + count)).digest() == digest_of([*range(start, start + count)])
+    assert Numbers(range(10**12, 10**12 + 3)).digest() == digest_of([10**12, 10**12 + 1, 10**12 + 2])
+
+
 def test_a_digest_is_that_of_the_values_however_they_are_kept() -> None:
     order = torch.randperm(5000, generator=generator()).tolist()
     same = (Numbers(np.array(order)), order, tuple(order), [np.int64(number) for number in order])

@@ -84,9 +84,12 @@ class Numbers:
 
     def digest(self) -> int:
         """See ``digest_of``."""
-        if self._digests is not None and len(self.content):
-            return self._digests.at(self._start, len(self.content))
-        return _digest(self.array())
+        content = self.content
+        if isinstance(content, range):
+            return _digest_of_range(content.start, len(content))
+        if self._digests is not None and len(content):
+            return self._digests.at(self._start, len(content))
+        return _digest(content)
 
     def tolist(self) -> list[int]:
         """The indices as Python ints."""
@@ -109,6 +112,8 @@ def digest_of(indices: Numbers | Sequence[Any]) -> int:
 _WEIGHTS: Final = (random_words(0, 4096) | np.uint64(1)).view(np.int64)
 _STEP: Final = 0x9E3779B97F4A7C15
 _LARGEST: Final = 1 << 63
+_SUMS: Final = _WEIGHTS.cumsum()  # of the first ones, and of as many multiplied by their places
+_SUMS_BY_PLACE: Final = (_WEIGHTS * np.arange(len(_WEIGHTS))).cumsum()
 _TOGETHER: Final = 64  # batches
 
 
@@ -123,4 +128,13 @@ def _digest(indices: npt.NDArray[np.int64]) -> int:
     for start in range(0, count, len(_WEIGHTS)):
         block = indices[start : start + len(_WEIGHTS)]
         number = number * _STEP + int(block.dot(_WEIGHTS[: len(block)]))
+    return number % _LARGEST + 1
+
+
+def _digest_of_range(start: int, count: int) -> int:
+    """The same of ``count`` indices in a row, without making them."""
+    number = count
+    for first in range(start, start + count, len(_WEIGHTS)):
+        last = min(start + count - first, len(_WEIGHTS)) - 1
+        number = number * _STEP + first * int(_SUMS[last]) + int(_SUMS_BY_PLACE[last])
     return number % _LARGEST + 1
