@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 import torchdistinput as tdi
-from torchdistinput.flow import Delivered, Share, Start
+from torchdistinput.flow import Share, Start
 from torchdistinput.plan.ending import Ballot, decide
 from torchdistinput.sources.numbers import Numbers
 from torchdistinput.testing import run_ranks
@@ -62,21 +62,19 @@ def one_process(steps: int) -> dict[str, float]:
         next(iterator)
     # The rooms of the house, as the iterator holds them.
     buffer, progress, elements = iterator._buffer, iterator._progress, iterator._elements
-    own, votes = buffer._walk.draw.__self__, buffer._votes  # type: ignore[attr-defined]
+    fetch, votes = buffer._walk.draw.__self__, buffer._votes  # type: ignore[attr-defined]
     stream = dataset._source.open(0, lambda call: call(), Start())
     row, sizes = [batch], (256,)
-    sent = Share([], sizes, row)
-    taken = Delivered(sent, 256, 1)
+    sent = Share([], sizes, row, global_size=256, rows=1)
     parts: dict[str, Callable[[], Any]] = {
         "next()": lambda: next(iterator),
         "  take: what the stages do": buffer.take,
-        "    draw: the step, complete": own.draw,
-        "      fetch: the share": own._fetch.draw,
-        "        the source: read, cut and noted": stream.draw,
-        "          alike, at a look": lambda: own._mould.last.size_of(batch),
+        "    draw: the step, complete": fetch.draw,
+        "      the source: read, cut and noted": stream.draw,
+        "        alike, at a look": lambda: fetch._mould.last.size_of(batch),
         "    settle: the verdict of one rank": lambda: votes.settle(sent),
         "  bytes of the step": lambda: elements.num_bytes(256, row),
-        "  progress and stats": lambda: progress.add(taken, 256, 1, 0.0),
+        "  progress and stats": lambda: progress.add(sent, 256, 1),
         "    a reading of the clock": time.perf_counter,
         "aside: a call of an empty function": lambda: None,
         "aside: making loader.step, when asked": lambda: iterator.step,
@@ -102,7 +100,7 @@ def in_memory(steps: int) -> dict[str, float]:
     batch = next(iterator)
     order = torch.randperm(samples)
     rows = Numbers(order[:size].numpy())
-    stream = iterator._buffer._walk.draw.__self__._fetch._stream  # type: ignore[attr-defined]
+    stream = iterator._buffer._walk.draw.__self__._stream  # type: ignore[attr-defined]
     draws, pieces, mould = stream.draw.__self__, dataset._source._pieces, iterator._elements._mould  # type: ignore[attr-defined]
     starts = itertools.cycle(range(0, samples - size, size))
 

@@ -21,8 +21,9 @@ import torchdistinput as tdi
 from torchdistinput import stats, tree
 from torchdistinput.backends.exchanges import Exchange
 from torchdistinput.background import Background, Walk
-from torchdistinput.flow import Delivered, Drawn, End, Held, Outcome, PassedOver, Share, Skipped, Start
+from torchdistinput.flow import Drawn, End, Held, Outcome, PassedOver, Share, Skipped, Start
 from torchdistinput.iterator import Progress
+from torchdistinput.plan.topology import Topology
 from torchdistinput.stages.buffer import Buffer
 from torchdistinput.stats import Meter, StatsLandmarks, summary
 
@@ -248,18 +249,20 @@ def test_skipped_samples_are_counted_also_in_steps_that_lost_all_of_them() -> No
     votes = Said(
         [
             PassedOver(Share([], (0,), skipped=Skipped(2, ("a", "b")))),
-            Delivered(Share([], (3,), skipped=Skipped(1, ("c",))), 3, 2),
+            Share([], (3,), skipped=Skipped(1, ("c",)), global_size=3, rows=2),
             PassedOver(None),
-            Delivered(Share([], (4,)), 4, 3),
+            Share([], (4,), global_size=4, rows=3),
             End(),
         ]
     )
     background = Background(walk, votes, depth=0, threaded=False, meter=meter)
     buffer = Buffer(background, helps=True, timeout_seconds=9, names=int)
-    progress = Progress(0, Start(), tuple, meter, log_every=0)
+    progress = Progress(
+        0, Start(), tuple, meter, Topology(num_workers=1, replicas_per_worker=1, worker=0), knows_all=True, log_every=0
+    )
     found = []
     while (taken := buffer.take()) is not None:
-        progress.add(taken, sum(taken.share.sizes), 10, time.perf_counter())
+        progress.add(taken, sum(taken.sizes), 10)
         found.append((meter.skipped, meter.samples, meter.bytes, meter.stats(0)["window"]["skipped"]))
     assert found == [(3, 3, 10, 3), (3, 7, 20, 3)]
     assert len(left) == 1
@@ -327,7 +330,9 @@ def test_the_line_tells_the_share_of_waiting_and_the_rank_that_reads_and_copies_
         meter.fetching += 0.002
         meter.coordinating += 0.005
         meter.copying += 0.0004
-        meter.deliver(8, 64, 0, clock.now - 0.0012)
+        meter.waiting += 0.0012
+        meter.last = clock.now
+        meter.deliver(8, 64)
     own = "step 640 of epoch 2: input-bound 12 %, 3.4 ms/step (reading 3.0, copying 0.4; coordinating 5.0, waiting 1.2)"
     assert summary(2, 640, meter) == own
     slow = {"rank": 3, "steps": 64, "seconds_reading": 0.512, "seconds_copying": 0.0064, "seconds_waiting": 0.1088}
@@ -362,7 +367,8 @@ class Told:
 def test_the_landmarks_of_the_stream_pass_through_unchanged() -> None:
     meters, inner = [Meter(rank) for rank in (2, 5)], [Told(), Told()]
     both = [StatsLandmarks(meter, each) for meter, each in zip(meters, inner, strict=True)]
-    meters[1].deliver(7, 28, 1, time.perf_counter())
+    meters[1].deliver(7, 28)
+    meters[1].skipped += 1
     texts = [each.mine(48) for each in both]
     assert max(map(len, texts)) < 300
     for each in both:
@@ -387,8 +393,12 @@ def forever() -> Iterator[torch.Tensor]:
     return (torch.zeros(2) for _ in itertools.count())
 
 
-def test_the_ranges_appear_in_a_profile_of_one_process() -> None:
-    with tdi.Strategy(devices=["cpu"]).distribute_dataset(forever, tdi.InputOptions(prefetch=0)) as dataset:
+@pytest.mark.parametrize("pads", [False, True])
+def test_the_ranges_appear_in_a_profile_of_one_process(pads: bool) -> None:
+    """Where nothing is padded or sent anywhere, nothing is copied."""
+    options = tdi.InputOptions(prefetch=0, partial_batch="pad" if pads else "keep")
+    data, size = (lambda: itertools.repeat(torch.zeros(2)), 3) if pads else (forever, None)
+    with tdi.Strategy(devices=["cpu"]).distribute_dataset(data, options, global_batch_size=size) as dataset:
         iterator = iter(dataset)
         next(iterator)
         with profile(activities=[ProfilerActivity.CPU]) as profiled:
@@ -397,7 +407,11 @@ def test_the_ranges_appear_in_a_profile_of_one_process() -> None:
         next(iterator)
         iterator.close()
     found = [event.name for event in profiled.events() if event.name.startswith("torchdistinput::")]
-    assert {name: found.count(name) for name in found} == {stats.FETCH: 3, stats.COPY: 3, stats.WAIT: 3}
+    assert {name: found.count(name) for name in found} == {
+        stats.FETCH: 3,
+        stats.WAIT: 3,
+        **({stats.COPY: 3} if pads else {}),
+    }
 
 
 def test_without_a_profiler_no_range_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, final
 
 from torchdistinput.backends.exchanges import Begun, Exchange, conclude
-from torchdistinput.flow import Ahead, Delivered, Drawn, Held, Outcome, PassedOver, Raised, Share
+from torchdistinput.flow import Ahead, Drawn, Held, Outcome, PassedOver, Raised, Share
 from torchdistinput.plan.read_ahead import ReadAhead, shows
 from torchdistinput.stats import COORDINATE, Meter, in_range
 
@@ -345,7 +345,7 @@ class Background:
                 self._read_ahead.agreed(outcome.steps)
             self._ready.put(outcome)
 
-    def leave(self, delivered: int, peeked: Delivered | None = None) -> None:
+    def leave(self, delivered: int, peeked: Share | None = None) -> None:
         """The last one to leave, consumer or thread, gives up what nobody took.
 
         Args:
@@ -356,14 +356,16 @@ class Background:
             self._present -= 1
             last = self._present == 0
         if peeked is not None:
-            self.walk.discard([peeked.share])
+            self.walk.discard([peeked])
         if not last:
             return
         self.walk.close_source()
         left = self.votes.stop(delivered)
         while not self._ready.empty():
             outcome = self._ready.get()
-            if isinstance(outcome, Delivered | PassedOver) and outcome.share is not None:
+            if isinstance(outcome, Share):
+                left.append(outcome)
+            elif isinstance(outcome, PassedOver) and outcome.share is not None:
                 left.append(outcome.share)
         self.walk.discard(left)
         self.walk.close_devices()

@@ -284,7 +284,15 @@ class DistributedDataset:
             raise
         self._meter = self._new_meter(self._meter.ranks)
         log_every = self._options.log_every if ranks is None or ranks.rank == 0 else 0
-        self._progress = Progress(entry.epoch, start, random, self._meter, log_every=log_every)
+        self._progress = Progress(
+            entry.epoch,
+            start,
+            random,
+            self._meter,
+            self._setting.topology,
+            knows_all=ranks is None or channel is not None,
+            log_every=log_every,
+        )
         self._bookmark.begun(entry, self._progress, stream)
         opened = Opened(channel, stream, self._progress, self._last)
         iterator = compose(self._source, self._setting, self._options, opened, self._idle_transfers)

@@ -17,7 +17,6 @@ __all__ = [
     "NOWHERE",
     "ROWS_BETWEEN_LANDMARKS",
     "Ahead",
-    "Delivered",
     "Digest",
     "Drawn",
     "End",
@@ -66,6 +65,8 @@ class Like:
         self.kind = kind
         self.samples = samples
         self.sizes = sizes
+        self.is_full = 0 not in sizes
+        """Whether no piece is empty."""
 
 
 Known = tuple[Row, Like]
@@ -221,7 +222,7 @@ class Stream(Rows, Protocol):
 @final
 @dataclass(slots=True)
 class Share:
-    """One piece for each local replica.
+    """This worker's part of a step: one piece for each local replica; and once it is agreed, what all ranks know of it.
 
     Args:
       pieces: the batches; ``None`` for an empty one that could not be made yet.
@@ -229,6 +230,8 @@ class Share:
       parcels: the pieces on their way to the devices.
       drew: of what the sampler drew; 0 where there is none to compare.
       skipped: samples that are missing in the pieces.
+      global_size: of a step that is agreed: samples over all replicas.
+      rows: of such a step: rows of the stream up to this one, those passed over included.
     """
 
     pieces: list[Any]
@@ -236,6 +239,8 @@ class Share:
     parcels: Sequence[Any] = ()
     drew: Digest = 0
     skipped: Skipped = NOTHING_SKIPPED
+    global_size: int = 0
+    rows: int = 0
 
     @property
     def digest(self) -> int:
@@ -279,22 +284,6 @@ Held = Share | PastEnd | Failed
 
 
 @final
-@dataclass(slots=True)
-class Delivered:
-    """An agreed step. Not frozen, which would take three times as long to make, for every step.
-
-    Args:
-      share: this worker's part.
-      global_size: samples over all replicas, or ``None`` where that is not known.
-      rows: rows of the stream up to this one, those passed over included.
-    """
-
-    share: Share
-    global_size: int | None
-    rows: int
-
-
-@final
 class PassedOver(NamedTuple):
     """A step without a sample on any rank.
 
@@ -328,5 +317,5 @@ class Raised(NamedTuple):
     error: BaseException
 
 
-Outcome = Delivered | PassedOver | Ahead | End | Raised
+Outcome = Share | PassedOver | Ahead | End | Raised
 """What the ranks agreed on."""

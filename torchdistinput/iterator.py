@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from time import perf_counter
 from typing import Any, Generic, Protocol, TypeVar, final
 
 from torch.autograd import profiler
 
 from torchdistinput.errors import InputError, OutOfRangeError
-from torchdistinput.flow import NOTHING_SKIPPED, Delivered, Digest, Start
+from torchdistinput.flow import NOTHING_SKIPPED, Share, Start
 from torchdistinput.plan.options import Step
 from torchdistinput.plan.topology import Topology
 from torchdistinput.stages.buffer import Buffer
@@ -24,8 +23,6 @@ __all__ = ["DistributedIterator", "Elements", "LastStep", "Optional", "Progress"
 _LOG = logging.getLogger("torchdistinput")
 
 T = TypeVar("T")
-
-Told = tuple[int, int, int | None, tuple[int, ...], int, int]
 
 
 @final
@@ -56,8 +53,8 @@ class LastStep:
     """The step that was delivered last by any iterator of a dataset. Made when somebody asks, not for every step."""
 
     def __init__(self) -> None:
-        self.told: Told | None = None
-        """The fields of the step."""
+        self.progress: Progress | None = None
+        """The epoch that it is of."""
         self.ahead: int | None = None
         """How many steps the ranks last agreed to read ahead, if they did: the next epoch begins with that."""
 
@@ -68,7 +65,7 @@ class LastStep:
     @property
     def step(self) -> Step | None:
         """The step; ``None`` before the first."""
-        return None if self.told is None else Step(*self.told)
+        return None if self.progress is None else self.progress.step
 
 
 @final
@@ -80,46 +77,73 @@ class Progress:
       start: where in it the iterator began.
       random: how the order of the epoch is drawn, as a saved state has it.
       meter: what is measured in it.
+      topology: where this worker stands.
+      knows_all: whether the sizes of all workers are known (not with ``coordination="off"``).
       log_every: after how many steps each a line is logged; 0 for never.
     """
 
     def __init__(
-        self, epoch: int, start: Start, random: Callable[[], tuple[str, ...]], meter: Meter, *, log_every: int
+        self,
+        epoch: int,
+        start: Start,
+        random: Callable[[], tuple[str, ...]],
+        meter: Meter,
+        topology: Topology,
+        *,
+        knows_all: bool,
+        log_every: int,
     ) -> None:
         self.epoch = epoch
         self.random = random
         self.start = start
         self.meter = meter
         self._deliver = meter.deliver
-        self.steps = start.steps
         self.samples = start.samples
-        self.rows = 0
         self.ended = False
-        self._drew: Digest = start.drawn
+        self._taken: Share | None = None  # the last one
+        self._topology = topology
+        self._knows_all = knows_all
         self._log_every = log_every
+
+    @property
+    def step(self) -> Step | None:
+        """The last step; ``None`` before the first. Made when somebody asks, not for every step."""
+        taken, topology = self._taken, self._topology
+        if taken is None:
+            return None
+        size = taken.global_size if self._knows_all else None
+        return Step(self.epoch, self.steps - 1, size, taken.sizes, topology.num_replicas, topology.num_workers)
+
+    @property
+    def steps(self) -> int:
+        """Steps of the epoch that were delivered, those before ``start`` included."""
+        return self.start.steps + self.meter.steps
+
+    @property
+    def rows(self) -> int:
+        """Rows of the stream up to the last step."""
+        return 0 if self._taken is None else self._taken.rows
 
     @property
     def drawn(self) -> int:
         """The digest of what the sampler drew for the last step; 0 where there is none to compare."""
-        drew = self._drew
-        if not isinstance(drew, int):
-            drew = self._drew = drew()
-        return drew
+        return self.start.drawn if self._taken is None else self._taken.digest
 
     def end(self, *, of_data: bool) -> None:
         """Nothing more comes: the data has ended, or the iteration was left."""
         self.ended = of_data
-        self._drew = self.drawn  # what makes it would keep the order of the epoch in memory
+        taken = self._taken
+        if taken is not None:
+            taken.drew = taken.digest  # what makes it would keep the order of the epoch in memory
 
-    def add(self, taken: Delivered, local: int, num_bytes: int, began: float) -> None:
-        """A step with so many samples and bytes here was delivered by a ``next`` that was called at ``began``."""
-        share, size = taken.share, taken.global_size
-        self.steps += 1
-        self.samples += local if size is None else size
-        self._drew = share.drew
-        self.rows = taken.rows
-        skipped = 0 if share.skipped is NOTHING_SKIPPED else share.skipped.samples
-        self._deliver(local, num_bytes, skipped, began)
+    def add(self, taken: Share, local: int, num_bytes: int) -> None:
+        """A step with so many samples and bytes here was delivered. Its pieces are the user's from now on."""
+        taken.pieces = taken.parcels = []
+        self._taken = taken
+        self.samples += taken.global_size
+        if taken.skipped is not NOTHING_SKIPPED:
+            self.meter.skipped += taken.skipped.samples
+        self._deliver(local, num_bytes)
         if self._log_every and not self.steps % self._log_every:
             _LOG.info(summary(self.epoch, self.steps, self.meter))
 
@@ -141,36 +165,27 @@ class DistributedIterator:
     Args:
       buffer: delivers the agreed steps.
       transfer: hands their pieces over on their devices.
-      topology: where this worker stands.
       elements: what is known of the elements.
       progress: where the dataset finds what was delivered in this epoch.
       last: where it finds the last step.
-      knows_all: whether the sizes of all workers are known (not with ``coordination="off"``).
     """
 
     def __init__(
         self,
         buffer: Buffer,
         transfer: Transfer,
-        topology: Topology,
         elements: Elements,
         progress: Progress,
         last: LastStep,
-        *,
-        knows_all: bool,
     ) -> None:
         self._buffer = buffer
         self._take = buffer.take
         self._transfer = transfer
         self._moves = transfer.moves
-        self._num_replicas = topology.num_replicas
-        self._num_workers = topology.num_workers
         self._elements = elements
         self._num_bytes = elements.num_bytes
         self._progress = progress
         self._last = last
-        self._knows_all = knows_all
-        self._told: Told | None = None
         # Runs when the iterator is dropped (a loop that was left), and at exit, whichever comes first.
         self._finalizer = weakref.finalize(self, buffer.close)
 
@@ -178,7 +193,6 @@ class DistributedIterator:
         return self
 
     def __next__(self) -> Any:
-        began = perf_counter()
         moves, take = self._moves, self._take
         if moves:
             self._transfer.begin_step()
@@ -191,15 +205,12 @@ class DistributedIterator:
         if taken is None:
             progress.end(of_data=self._finalizer.alive)  # else it was closed before its end
             raise StopIteration
-        share = taken.share
-        sizes = share.sizes
-        pieces = self._transfer.hand_over(share.parcels) if moves else share.parcels
-        global_size = taken.global_size if self._knows_all else None
-        told = (progress.epoch, progress.steps, global_size, sizes, self._num_replicas, self._num_workers)
-        self._told = self._last.told = told
+        sizes = taken.sizes
+        pieces = self._transfer.hand_over(taken.parcels) if moves else taken.parcels
         single = len(sizes) == 1
         local = sizes[0] if single else sum(sizes)
-        progress.add(taken, local, self._num_bytes(local, pieces), began)
+        progress.add(taken, local, self._num_bytes(local, pieces))
+        self._last.progress = progress
         return pieces[0] if single else regroup_batches(pieces)
 
     def get_next(self) -> Any:
@@ -250,7 +261,7 @@ class DistributedIterator:
         Raises:
           InputError: none was delivered yet.
         """
-        return delivered(None if self._told is None else Step(*self._told))
+        return delivered(self._progress.step)
 
     def reads(self, progress: Progress | None) -> bool:
         """Whether this is the iterator of that epoch. Local."""

@@ -75,23 +75,20 @@ class Meter:
         self.steps = self.samples = self.bytes = self.skipped = 0
         self.largest = 0
         """Bytes of the largest step."""
-        # Written by the consumer:
+        # Written by the consumer; the last one says when the last step was delivered:
         self.waiting = self.drawing = 0.0
+        self.began = self.last = time.perf_counter()
         # Written by whoever completes steps and votes:
         self.fetching = self.coordinating = self.copying = 0.0
-        self.began = self._last = time.perf_counter()
         self._marks = deque([self._totals()], maxlen=_MARKS)
 
-    def deliver(self, samples: int, num_bytes: int, skipped: int, began: float) -> None:
-        """A step was delivered; ``next`` was called at ``began``. The consumer's."""
-        now = self._last = time.perf_counter()
+    def deliver(self, samples: int, num_bytes: int) -> None:
+        """A step was delivered. The consumer's."""
         self.steps = steps = self.steps + 1
         self.samples += samples
         self.bytes += num_bytes
         if num_bytes > self.largest:  # noqa: PLR1730 - max() takes four times as long
             self.largest = num_bytes
-        self.skipped += skipped
-        self.waiting += now - began
         if not steps % _STEPS_BETWEEN_MARKS:
             self._marks.append(self._totals())
 
@@ -99,7 +96,7 @@ class Meter:
         reading = self.drawing + self.fetching
         return (
             *(self.steps, self.samples, self.bytes, self.skipped),
-            *(self._last - self.began, self.waiting, reading, self.coordinating, self.copying),
+            *(self.last - self.began, self.waiting, reading, self.coordinating, self.copying),
         )
 
     def window(self) -> dict[str, Any]:

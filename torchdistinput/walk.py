@@ -8,7 +8,6 @@ from time import perf_counter
 from typing import Any, NamedTuple, final
 
 import torch
-from torch.autograd import profiler
 
 from torchdistinput.backends.collectives import Channel, Ranks
 from torchdistinput.backends.devices import make_copier
@@ -89,9 +88,9 @@ def compose(
     devices = setting.devices if options.fetch_to_device else [torch.device("cpu")] * len(setting.devices)
     copies = any(device.type != "cpu" for device in devices)
     mould = Mould(strings=stream.strings)
-    fetch = Fetch(stream, mould)
     pad = _new_pad(source, options)
     transfer = idle.pop() if idle else Transfer([make_copier(device) for device in devices])
+    fetch = Fetch(stream, mould, as_read=pad is None and not transfer.moves)
     own = _OwnStages(fetch, mould, pad, transfer, setting.topology.replicas_per_worker, progress.meter)
     ranks = setting.ranks
     coordinate = Coordinate(
@@ -109,7 +108,7 @@ def compose(
     threaded = channel is not None or (depth > 0 and (stream.in_background or copies))
     background = Background(
         Walk(
-            own.draw,
+            fetch.draw,
             own.produce,
             own.discard,
             transfer.enter_thread,
@@ -133,9 +132,7 @@ def compose(
         deeper=last.read_ahead,
     )
     elements = _Elements(mould, source.certain_piece_size, setting.topology.replicas_per_worker, pad)
-    knows_all = channel is not None or ranks is None
-    place = (setting.topology, elements, progress, last)
-    return DistributedIterator(buffer, transfer, *place, knows_all=knows_all)
+    return DistributedIterator(buffer, transfer, elements, progress, last)
 
 
 def _new_pad(source: Source, options: InputOptions) -> Pad | None:
@@ -171,32 +168,16 @@ class _OwnStages:
         self, fetch: Fetch, mould: Mould, pad: Pad | None, transfer: Transfer, replicas_per_worker: int, meter: Meter
     ) -> None:
         self._fetch = fetch
-        self._draw = fetch.draw
         self._mould = mould
         self._pad = pad
         self._transfer = transfer
         self._local = replicas_per_worker
         self._meter = meter
-        self._as_it_is = pad is None and not transfer.moves  # a step without an empty piece: nothing becomes of it
-
-    def draw(self) -> Drawn | Held:
-        """See ``background.Walk``."""
-        began, draw = perf_counter(), self._draw
-        profiled = profiler._is_profiler_enabled  # noqa: SLF001 - see in_range
-        drawn = in_range(FETCH, draw) if profiled else draw()
-        if type(drawn) is Share and self._as_it_is and not profiled and 0 not in drawn.sizes:
-            drawn.parcels = drawn.pieces
-        self._meter.drawing += perf_counter() - began
-        return drawn
 
     def produce(self, drawn: Drawn | Held) -> Held:
         """See ``background.Walk``."""
         held = self._finish(drawn) if type(drawn) is Drawn else drawn
-        if type(held) is not Share or held.parcels:
-            return held
-        if self._as_it_is and 0 not in held.sizes and not profiler._is_profiler_enabled:  # noqa: SLF001 - see in_range
-            held.parcels = held.pieces
-        elif self._mould.structure is not None:
+        if type(held) is Share and not held.parcels and self._mould.structure is not None:
             try:
                 self.complete(held)
             except Exception as error:  # out of memory, say: a failed step like any other

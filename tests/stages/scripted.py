@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar, final
 import torch
 
 from torchdistinput.background import Background, Walk
-from torchdistinput.flow import Delivered, Drawn, Failed, Held, Share
+from torchdistinput.flow import Drawn, Failed, Held, Share
 from torchdistinput.mould import Mould
 from torchdistinput.stages.buffer import Buffer
 from torchdistinput.stages.coordinate import Coordinate
@@ -195,9 +195,9 @@ def _nothing() -> None:
     pass
 
 
-def values(delivered: Delivered) -> tuple[int | None, list[int]]:
+def values(delivered: Share) -> tuple[int | None, list[int]]:
     """What a step brought this rank."""
-    return delivered.global_size, [value for parcel in delivered.share.parcels for value in parcel.tolist()]
+    return delivered.global_size, [value for parcel in delivered.parcels for value in parcel.tolist()]
 
 
 def read(party: Party, script: Script) -> Seen:

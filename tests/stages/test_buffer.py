@@ -29,7 +29,7 @@ from tests.stages.scripted import (
 from torchdistinput.backends.exchanges import Exchange
 from torchdistinput.background import Background, Walk
 from torchdistinput.errors import CoordinationTimeout, RankLost, SourceError
-from torchdistinput.flow import Delivered, Drawn, End, Held, Outcome, Share
+from torchdistinput.flow import Drawn, End, Held, Outcome, Share
 from torchdistinput.stages import buffer as buffer_module
 from torchdistinput.stages.buffer import Buffer
 from torchdistinput.stats import Meter
@@ -160,7 +160,7 @@ def test_reading_ahead_stays_within_the_depth(depth: int) -> None:
 def test_the_end_comes_again_and_again() -> None:
     party = compose(FakeCollectives(1), 0, Script((1,)), depth=2)
     taken = [party.buffer.take() for _ in range(4)]
-    assert isinstance(taken[0], Delivered)
+    assert isinstance(taken[0], Share)
     assert taken[1:] == [None] * 3
 
 
@@ -179,7 +179,7 @@ def test_peek_shows_the_step_that_take_returns_and_close_gives_it_up() -> None:
     second = party.buffer.peek()
     assert second is not None
     party.buffer.close()
-    assert second.share in party.discarded
+    assert second in party.discarded
     assert party.buffer.take() is None
 
 
@@ -296,7 +296,7 @@ class Hearing:
 
     def settle(self, held: Held) -> Outcome:
         assert isinstance(held, Share)
-        return Delivered(held, 1, 1)
+        return held
 
     def hold(self, held: Held) -> None:
         self.held.append(held)
@@ -308,7 +308,7 @@ class Hearing:
             return [End()]
         shares = [held for held in self.held if isinstance(held, Share)]
         self.held.clear()
-        return [Delivered(share, 1, 1) for share in shares]
+        return [*shares]
 
     def stop(self, delivered: int) -> list[Share]:
         self.stopped.set()

@@ -13,7 +13,7 @@ from tests.stages.scripted import results_of
 from torchdistinput.backends.collectives import Channel
 from torchdistinput.backends.exchanges import conclude
 from torchdistinput.errors import BatchingError, RankDisagreement, RankLost, SourceError
-from torchdistinput.flow import Delivered, Failed, Held, Outcome, PassedOver, PastEnd, Raised, Share, Skipped
+from torchdistinput.flow import Failed, Held, Outcome, PassedOver, PastEnd, Raised, Share, Skipped
 from torchdistinput.mould import Mould
 from torchdistinput.stages.coordinate import Coordinate
 from torchdistinput.testing import FakeCollectives
@@ -74,10 +74,7 @@ def together(turns: list[Turn], pieces: list[Any] | None = None, *, slots: int =
 
 def sizes(outcomes: list[Outcome]) -> list[Any]:
     """What was agreed, in short."""
-    return [
-        (each.global_size, *each.share.sizes) if isinstance(each, Delivered) else type(each).__name__
-        for each in outcomes
-    ]
+    return [(each.global_size, *each.sizes) if isinstance(each, Share) else type(each).__name__ for each in outcomes]
 
 
 def error(outcomes: list[Outcome]) -> BaseException:
@@ -103,8 +100,8 @@ def test_a_rank_past_its_end_gets_empty_shares_until_all_are() -> None:
     assert sizes(first) == [(4, 3), (2, 2), "End"]
     assert sizes(second) == [(4, 1), (2, 0), "End"]
     padded = second[1]
-    assert isinstance(padded, Delivered)
-    assert padded.share.pieces[0].shape == (0,)
+    assert isinstance(padded, Share)
+    assert padded.pieces[0].shape == (0,)
 
 
 def test_a_step_without_a_sample_is_passed_over_and_is_not_the_end() -> None:
@@ -213,8 +210,8 @@ def test_a_rank_that_saw_no_sample_learns_the_structure_from_the_others() -> Non
     assert sizes(first) == [(2, 0)]
     assert sizes(second) == [(2, 2)]
     told = first[0]
-    assert isinstance(told, Delivered)
-    (empty,) = told.share.pieces
+    assert isinstance(told, Share)
+    (empty,) = told.pieces
     assert empty["x"].shape == (0, 5)
     assert empty["x"].dtype == torch.float64
     assert (empty["s"], empty["n"]) == ([], 3)
@@ -327,7 +324,7 @@ def test_samples_that_are_left_out_are_counted_over_all_ranks_and_steps() -> Non
     )
     for max_errors, before in ((0, 1), (1, 1), (2, 3), (3, 3), (4, 4)):
         first, second = lossy_votes(*steps, max_errors=max_errors)
-        assert [type(each).__name__ for each in first] == ["Delivered"] * before + ["Raised"]
+        assert [type(each).__name__ for each in first] == ["Share"] * before + ["Raised"]
         found = error(first[before:])
         assert isinstance(found, SourceError)
         assert str(found) == str(error(second[before:]))
@@ -336,7 +333,7 @@ def test_samples_that_are_left_out_are_counted_over_all_ranks_and_steps() -> Non
         assert "\nrank 0: a" in str(found)
         assert "\nrank 1: d" in str(found)
     for outcomes in lossy_votes(*steps, max_errors=5):
-        assert [type(each).__name__ for each in outcomes] == ["Delivered"] * 5 + ["End"]
+        assert [type(each).__name__ for each in outcomes] == ["Share"] * 5 + ["End"]
 
 
 def test_a_failure_at_the_same_step_comes_before_too_many_that_are_left_out() -> None:
@@ -347,7 +344,7 @@ def test_a_failure_at_the_same_step_comes_before_too_many_that_are_left_out() ->
 def test_of_ranks_that_read_the_same_one_counts_what_is_left_out() -> None:
     steps: tuple[list[Held], list[Held]] = ([lossy(1, "a"), PastEnd()], [lossy(1, "a"), PastEnd()])
     for outcomes in lossy_votes(*steps, max_errors=1, counting=(True, False)):
-        assert [type(each).__name__ for each in outcomes] == ["Delivered", "End"]
+        assert [type(each).__name__ for each in outcomes] == ["Share", "End"]
     for outcomes in lossy_votes(*steps, max_errors=0, counting=(True, False)):
         found = error(outcomes)
         assert isinstance(found, SourceError)

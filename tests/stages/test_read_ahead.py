@@ -54,7 +54,7 @@ def ahead_at_each_step(loops: list[Loop], rows: int, *, depth: int = FIRST) -> l
         found: list[int] = []
         while len(found) != loop.leaves_after and party.buffer.take() is not None:
             num_bytes = loop.step_bytes * (100 if len(found) >= loop.large_from else 1)
-            party.meter.deliver(1, num_bytes, 0, time.perf_counter())
+            party.meter.deliver(1, num_bytes)
             found.append(len(party.stream.draws) - len(found) - 1)
             assert max(told) >= found[-1]
             if loop.seed is not None and rng.random() < 0.2:
@@ -121,7 +121,7 @@ def test_one_rank_whose_steps_are_long_beside_the_votes_keeps_the_read_ahead_sho
         party = compose(world, rank, Script((1,) * 30), depth=FIRST, room=PLENTY)
         most = 0
         while party.buffer.take() is not None:
-            party.meter.deliver(1, 1, 0, time.perf_counter())
+            party.meter.deliver(1, 1)
             most = max(most, party.buffer._depth)
             if rank:
                 time.sleep(0.02)
@@ -147,7 +147,7 @@ def test_a_step_that_was_taken_and_dropped_is_kept_by_nobody(depth: int) -> None
     for _ in range(20):
         delivered = party.buffer.take()
         assert delivered is not None
-        gone = weakref.ref(delivered.share.parcels[0])
+        gone = weakref.ref(delivered.parcels[0])
         party.sent.clear()
         del delivered
         gc.collect()

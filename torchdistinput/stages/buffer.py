@@ -35,12 +35,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from time import perf_counter
 from typing import Final, final
+
+from torch.autograd import profiler
 
 from torchdistinput.background import Background, not_an_end
 from torchdistinput.errors import CoordinationTimeout, InputError
-from torchdistinput.flow import Ahead, Delivered, Drawn, End, Held, Outcome, PassedOver, Raised, Share
+from torchdistinput.flow import Ahead, Drawn, End, Held, Outcome, PassedOver, Raised, Share
 from torchdistinput.plan.read_ahead import drawn_at_once
+from torchdistinput.stats import FETCH, in_range
 
 __all__ = ["Buffer"]
 
@@ -87,11 +91,10 @@ class Buffer:
         self._deeper = deeper
         self._helps = helps
         self._away = _LONG_SECONDS  # between two steps, as a mean over the last ones
-        self._left_at = 0.0
         self._looks_after_votes = False
         self._timeout_seconds = timeout_seconds
         self._names = names
-        self._peeked: Delivered | None = None
+        self._peeked: Share | None = None
         self._in_flight = 0
         self._drawn: deque[Drawn | Held] = deque()  # what the thread was not given yet
         self._delivered = first_step
@@ -104,50 +107,55 @@ class Buffer:
         """Whether nothing more will be delivered: it ended, failed, or was closed."""
         return self._closed
 
-    def take(self) -> Delivered | None:
+    @property
+    def _taken(self) -> int:
+        """The number of the step that comes next, for messages."""
+        return self._delivered - (self._peeked is not None)
+
+    def take(self) -> Share | None:
         """The next step; ``None`` at the end, and again on each further call. Caller's thread.
 
         Raises:
           InputError: what went wrong, on every rank; again on each further call.
         """
-        delivered = self._peeked
-        if delivered is None:
-            delivered = self._next_in_line() if self._in_line else self._advance()
-            if delivered is None:
-                return None
-        else:
-            self._peeked = None
-        self._delivered += 1
-        return delivered
+        if self._peeked is None:
+            return self._next_in_line() if self._in_line else self._next_ahead()
+        share, self._peeked = self._peeked, None
+        return share
 
-    def peek(self) -> Delivered | None:
+    def peek(self) -> Share | None:
         """The step that ``take`` will return."""
         if self._peeked is None:
-            self._peeked = self._advance()
+            self._peeked = self._next_in_line() if self._in_line else self._next_ahead()
         return self._peeked
 
-    def _advance(self) -> Delivered | None:
-        if self._in_line:
-            return self._next_in_line()
-        away = time.perf_counter() - self._left_at
-        self._away += ((away if away < _LONG_SECONDS else _LONG_SECONDS) - self._away) / 8
-        delivered = self._next_ahead()
-        self._left_at = time.perf_counter()
-        return delivered
-
-    def _next_in_line(self) -> Delivered | None:
+    def _next_in_line(self) -> Share | None:
+        began = drew = perf_counter()
+        meter = self._meter
         while self._final is None:
-            held = self._draw()
-            if type(held) is not Share or not held.parcels:  # else it is complete
+            held = in_range(FETCH, self._draw) if profiler._is_profiler_enabled else self._draw()  # noqa: SLF001 - see in_range
+            complete = True
+            if type(held) is not Share or not held.parcels:
+                complete = False
+                meter.drawing += perf_counter() - drew
                 held = self._walk.produce(held)
             outcome = self._settle(held)
-            if type(outcome) is Delivered:
+            if type(outcome) is Share:
+                meter.last = now = perf_counter()
+                meter.waiting += now - began
+                if complete:
+                    meter.drawing += now - drew
+                self._delivered += 1
                 return outcome
             self._note(outcome)
+            drew = perf_counter()
         self._raise_what_ended_it()
         return None
 
-    def _next_ahead(self) -> Delivered | None:
+    def _next_ahead(self) -> Share | None:
+        began, meter = perf_counter(), self._meter
+        away = began - meter.last
+        self._away += ((away if away < _LONG_SECONDS else _LONG_SECONDS) - self._away) / 8
         while self._final is None:
             try:
                 self._top_up()
@@ -159,8 +167,11 @@ class Buffer:
                 if self._with_others:  # else the thread is about to bring something; it has something to do
                     self._hand_over()
                 outcome = self._wait()
-            if type(outcome) is Delivered:
+            if type(outcome) is Share:
+                meter.last = now = perf_counter()
+                meter.waiting += now - began
                 self._in_flight -= 1
+                self._delivered += 1
                 return outcome
             self._note(outcome)
         self._raise_what_ended_it()
@@ -197,10 +208,12 @@ class Buffer:
         """
         drawn = self._drawn
         if self._in_flight <= self._draws_at:
-            draw = self._draw
+            began, draw = perf_counter(), self._draw
+            profiled = profiler._is_profiler_enabled  # noqa: SLF001 - see in_range
             while self._in_flight <= self._depth:
-                drawn.append(draw())
+                drawn.append(in_range(FETCH, draw) if profiled else draw())
                 self._in_flight += 1
+            self._meter.drawing += perf_counter() - began
         background = self._background
         soon = self._helps and self._away < _SOON_SECONDS
         makes = self._helps and background.idle  # not before the thread has come to the end of what it was given
@@ -222,14 +235,14 @@ class Buffer:
         """What was being done is lost, by Ctrl-C, say: so there can be no further step."""
         lost = self._walk.lost_workers()  # torch tells of them wherever this thread happens to be
         self._votes.abort(self._stopped(lost) if lost else f"failed: {type(error).__name__}: {error}")
-        self._final = Raised(_lasting(error, self._delivered))
+        self._final = Raised(_lasting(error, self._taken))
         self.close()
 
     def _look_a_while(self) -> Outcome | None:
         """A consumer that comes back at once looks after the vote for a moment, which is shorter than to be woken."""
         background = self._background
-        until = time.perf_counter() + _WATCHFUL_SECONDS
-        while self._looks_after_votes and self._away < _SOON_SECONDS and time.perf_counter() < until:
+        until = perf_counter() + _WATCHFUL_SECONDS
+        while self._looks_after_votes and self._away < _SOON_SECONDS and perf_counter() < until:
             background.help_voting()
             outcome = background.ready()
             if outcome is not None:
@@ -263,7 +276,7 @@ class Buffer:
         if waited < min(_WARN_SECONDS, self._timeout_seconds):
             return
         late = ", ".join(str(self._names(rank)) for rank in self._votes.late()) or "unknown"
-        place = f"at step {self._delivered}"
+        place = f"at step {self._taken}"
         if waited >= self._timeout_seconds:
             self._votes.abort(f"gave up waiting for rank {late} {place} after {self._timeout_seconds:g} seconds")
             error = CoordinationTimeout(
@@ -281,7 +294,7 @@ class Buffer:
     def _stopped(self, lost_workers: str = "") -> str:
         """What the other ranks are told."""
         why = f", as its {lost_workers}" if lost_workers else ""
-        return f"stopped reading after {self._delivered} step(s){why}"
+        return f"stopped reading after {self._taken} step(s){why}"
 
     def close(self) -> None:
         """Ends the iteration: thread, loader workers, parcels. Idempotent; takes a few milliseconds when all stop."""
@@ -297,11 +310,11 @@ class Buffer:
         if thread is None:
             self._votes.abort(self._stopped())
         else:
-            self._background.stop(self._delivered)
+            self._background.stop(self._taken)
             if thread is not threading.current_thread():
                 self._end_thread(thread)
-        peeked, self._peeked = self._peeked, None
-        self._background.leave(self._delivered, peeked)
+        taken, peeked, self._peeked = self._taken, self._peeked, None
+        self._background.leave(taken, peeked)
 
     def _end_thread(self, thread: threading.Thread) -> None:
         thread.join(_GRACE_SECONDS if self._with_others else 0)

@@ -34,7 +34,6 @@ from torchdistinput.failures import error_of, story_of, too_many
 from torchdistinput.flow import (
     MOST_TOLD,
     Ahead,
-    Delivered,
     End,
     Failed,
     Held,
@@ -179,7 +178,8 @@ class Coordinate:
                 self._steps += 1
                 if not held.parcels:
                     self._complete(held)
-                return Delivered(held, size, self._rows)
+                held.global_size, held.rows = size, self._rows
+                return held
         self.hold(held)
         (outcome,) = conclude(self.vote())
         return outcome
@@ -261,7 +261,8 @@ class Coordinate:
         self._complete(share)
         self._held.popleft()
         self._steps += 1
-        return Delivered(share, global_size, self._rows)
+        share.global_size, share.rows = global_size, self._rows
+        return share
 
     def _pass_landmarks(self, before: int) -> Exchange[None]:
         """Where a landmark was passed, all workers say where they stood there. Collective, as every rank counts alike.

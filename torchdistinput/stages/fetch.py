@@ -11,6 +11,7 @@ from typing import Any, final
 from torchdistinput import tree
 from torchdistinput.flow import (
     NOTHING_SKIPPED,
+    Digest,
     Drawn,
     Failed,
     Held,
@@ -36,10 +37,12 @@ class Fetch:
     Args:
       stream: the rows of one epoch.
       mould: learns the structure of the elements.
+      as_read: whether a step without an empty piece is complete as it is read: it is neither padded nor sent anywhere.
     """
 
-    def __init__(self, stream: Rows, mould: Mould) -> None:
+    def __init__(self, stream: Rows, mould: Mould, *, as_read: bool = False) -> None:
         self._stream = stream
+        self._as_read = as_read
         self._draw = stream.draw
         self._mould = mould
         self._last = mould.last
@@ -57,7 +60,7 @@ class Fetch:
             if type(content) is tuple:
                 row, like = content
                 if like.kind is self._last.mark and not self._read_out:
-                    return Share(row, like.sizes)
+                    return Share(row, like.sizes, row if self._as_read and like.is_full else ())
             if content is not None:
                 return Drawn(content) if self._stream.in_background else self._read(content)
         except Exception as error:
@@ -84,7 +87,7 @@ class Fetch:
                     piece = row[0]
                     size = piece.size if type(piece) is Sealed else self._last.size_of(piece)
                 sizes, skipped = self._measured(row) if size is None else ((size,), NOTHING_SKIPPED)
-                return Share(row, sizes, (), self._stream.digest_of(content), skipped)
+                return self._share(row, sizes, self._stream.digest_of(content), skipped)
         except Exception as error:
             self._read_out = True
             return _failed(error)
@@ -98,10 +101,13 @@ class Fetch:
         """
         if like.kind is self._before and self._at_a_look(row) == like.sizes:
             self._last.mark = like.kind
-            return Share(row, like.sizes)
+            return self._share(row, like.sizes)
         self._before = like.kind
         sizes, skipped = self._measured(row)
-        return Share(row, sizes, skipped=skipped)
+        return self._share(row, sizes, skipped=skipped)
+
+    def _share(self, row: Row, sizes: tuple[int, ...], drew: Digest = 0, skipped: Skipped = NOTHING_SKIPPED) -> Share:
+        return Share(row, sizes, row if self._as_read and 0 not in sizes else (), drew, skipped)
 
     def _at_a_look(self, row: Row) -> tuple[int | None, ...]:
         known = self._mould.known_size
