@@ -179,11 +179,6 @@ class Background:
             self._weigh(held)
         self.votes.hold(held)
 
-    @property
-    def is_deep(self) -> bool:
-        """Whether so much is read ahead that votes are few."""
-        return self._read_ahead.is_deep
-
     def leave_votes(self, *, wake: bool) -> None:
         """Leaves the votes to the thread. Consumer's thread.
 
@@ -198,8 +193,8 @@ class Background:
         """Begins a vote if it is time to, and goes on with it as far as that takes no waiting. Consumer's thread."""
         self._watched = True
         self._looks += 1
-        if self._has_failed or (self._vote is None and not self._vote_is_due()):
-            return
+        if self._has_failed or (self._vote is None and self._ready.qsize() > self._read_ahead.due_at):
+            return  # as most times, after as few calls as possible
         if self._present == 1 or not self._at_the_urn.acquire(blocking=False):
             return  # the thread has left, and its last word lies there; or it goes on with the vote
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Final, final
 
-__all__ = ["ReadAhead", "changed", "drawn_at_once", "shows"]
+__all__ = ["ReadAhead", "changed", "drawn_at_once", "is_deep", "shows"]
 
 _VOTES_LOOKED_AT: Final = 8
 _LAZY_FROM: Final = 4  # steps ahead; with fewer, a vote that waits comes too late
@@ -21,6 +21,11 @@ def changed(steps: int, change: int, least: int, most: int) -> int:
     """
     wanted = steps * 2 if change > 0 else steps // 2 if change < 0 else steps
     return min(max(wanted, least), most)
+
+
+def is_deep(steps: int) -> bool:
+    """Whether so much is read ahead that votes are few."""
+    return steps >= _LAZY_FROM
 
 
 def drawn_at_once(steps: int) -> int:
@@ -71,9 +76,7 @@ class ReadAhead:
     def agreed(self, steps: int) -> None:
         """The ranks read so far ahead from now on."""
         self._steps = steps
-        self.is_deep = steps >= _LAZY_FROM
-        """Whether so much is read ahead that votes are few."""
-        self.due_at = max(steps // 3, self._rounds) if self.is_deep else steps + 1
+        self.due_at = max(steps // 3, self._rounds) if is_deep(steps) else steps + 1
         """The steps that are ready when it is time to vote: the consumer may soon need what is voted for."""
         self._shown.clear()
 

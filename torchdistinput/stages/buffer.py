@@ -43,7 +43,7 @@ from torch.autograd import profiler
 from torchdistinput.background import Background, not_an_end
 from torchdistinput.errors import CoordinationTimeout, InputError
 from torchdistinput.flow import Ahead, Drawn, End, Held, Outcome, PassedOver, Raised, Share
-from torchdistinput.plan.read_ahead import drawn_at_once
+from torchdistinput.plan.read_ahead import drawn_at_once, is_deep
 from torchdistinput.stats import FETCH, in_range
 
 __all__ = ["Buffer"]
@@ -195,6 +195,7 @@ class Buffer:
     def _read_ahead(self, steps: int) -> None:
         self._depth = steps
         self._draws_at = steps + 1 - drawn_at_once(steps)
+        self._is_deep = is_deep(steps)
 
     def _raise_what_ended_it(self) -> None:
         if isinstance(self._final, Raised):
@@ -206,26 +207,37 @@ class Buffer:
         Never less when something is ready already: how often user code was called at the k-th step must not depend on
         timing, or seeded runs would not repeat, and generators would differ between ranks.
         """
-        drawn = self._drawn
         if self._in_flight <= self._draws_at:
-            began, draw = perf_counter(), self._draw
-            profiled = profiler._is_profiler_enabled  # noqa: SLF001 - see in_range
-            while self._in_flight <= self._depth:
-                drawn.append(in_range(FETCH, draw) if profiled else draw())
-                self._in_flight += 1
-            self._meter.drawing += perf_counter() - began
-        background = self._background
+            self._draw_ahead()
         soon = self._helps and self._away < _SOON_SECONDS
+        makes = bool(self._drawn) and self._make_ahead(soon=soon)
+        self._looks_after_votes = self._helps and self._with_others and (soon or self._is_deep)
+        if self._looks_after_votes:
+            self._background.help_voting()
+        elif self._with_others:
+            self._background.leave_votes(wake=makes)
+
+    def _draw_ahead(self) -> None:
+        drawn, draw, profiled = self._drawn, self._draw, profiler._is_profiler_enabled  # noqa: SLF001 - see in_range
+        began = perf_counter()
+        while self._in_flight <= self._depth:
+            drawn.append(in_range(FETCH, draw) if profiled else draw())
+            self._in_flight += 1
+        self._meter.drawing += perf_counter() - began
+
+    def _make_ahead(self, *, soon: bool) -> bool:
+        """Completes what was drawn, here or by handing it over; whether some of it was for this side to complete.
+
+        Args:
+          soon: whether the thread would only be in the way.
+        """
+        background, drawn = self._background, self._drawn
         makes = self._helps and background.idle  # not before the thread has come to the end of what it was given
         while makes and drawn and (soon or type(drawn[0]) is not Drawn):
             background.make(drawn.popleft())
         if drawn and not soon:
             self._hand_over()
-        self._looks_after_votes = self._helps and self._with_others and (soon or background.is_deep)
-        if self._looks_after_votes:
-            background.help_voting()
-        elif self._with_others:
-            background.leave_votes(wake=makes)
+        return makes
 
     def _hand_over(self) -> None:
         while self._drawn:
