@@ -17,7 +17,8 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, final
 
@@ -139,7 +140,10 @@ class Background:
         self._until_weighed = self._between_weighings = 1  # steps
         self._between = 0.0  # seconds between the beginnings of the last two votes
         self._tickets: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._ready: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        self.ready: deque[Outcome] = deque()
+        """What the ranks agreed on, and nobody took yet. The consumer takes from its left side."""
+        self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._is_waited_for = False
         self._given = self._made = 0  # tickets
         self._vote: Begun[list[Outcome]] | None = None
         self._vote_began = 0.0
@@ -173,7 +177,7 @@ class Background:
             held = self.walk.produce(ticket)
             self._making += time.perf_counter() - began
         if self._alone:
-            self._ready.put(self.votes.settle(held))
+            self._put([self.votes.settle(held)])
             return
         if self._grows:
             self._weigh(held)
@@ -193,8 +197,8 @@ class Background:
         """Begins a vote if it is time to, and goes on with it as far as that takes no waiting. Consumer's thread."""
         self._watched = True
         self._looks += 1
-        if self._has_failed or (self._vote is None and self._ready.qsize() > self._read_ahead.due_at):
-            return  # as most times, after as few calls as possible
+        if self._has_failed or (self._vote is None and not self._vote_is_due()):
+            return
         if self._present == 1 or not self._at_the_urn.acquire(blocking=False):
             return  # the thread has left, and its last word lies there; or it goes on with the vote
         try:
@@ -213,21 +217,25 @@ class Background:
         finally:
             self._at_the_urn.release()
 
-    def ready(self) -> Outcome | None:
-        """The next outcome, if there is one. Consumer's thread."""
-        try:
-            return self._ready.get_nowait()
-        except queue.Empty:
-            return None
+    @property
+    def to_spare(self) -> int:
+        """Outcomes that may be taken before there is anything to do for votes. Consumer's thread, which helps."""
+        return len(self.ready) - self._read_ahead.due_at if self._vote is None else 0
 
-    def wait(self, seconds: float) -> Outcome | None:
-        """The next outcome, if it comes in time. Consumer's thread."""
+    def wait(self, seconds: float) -> None:
+        """Until there is an outcome, or that time has passed. Consumer's thread."""
         self._watched = False
         self._tickets.put(_LOOK)
-        try:
-            return self._ready.get(timeout=seconds)
-        except queue.Empty:
-            return None
+        self._is_waited_for = True
+        if not self.ready:  # looked at once more: who did not see that it is waited for put it there before
+            with contextlib.suppress(queue.Empty):
+                self._bell.get(timeout=seconds)
+        self._is_waited_for = False
+
+    def _put(self, outcomes: Iterable[Outcome]) -> None:
+        self.ready.extend(outcomes)
+        if self._is_waited_for:
+            self._bell.put(None)
 
     def stop(self, delivered: int) -> None:
         """Nobody reads here any more, after so many steps. Any thread."""
@@ -247,7 +255,7 @@ class Background:
         try:
             self.votes.abort(f"failed: {type(error).__name__}: {error}")
         finally:
-            self._ready.put(Raised(not_an_end(error)))
+            self._put([Raised(not_an_end(error))])
 
     def _work(self) -> None:
         """Completes tickets and casts one vote; where nobody else votes, completes one."""
@@ -286,12 +294,12 @@ class Background:
                     self._conclude()
                 self.walk.discard(votes.stop(ticket.delivered))
             if self._alone:
-                self._ready.put(conclude(votes.vote())[0])
+                self._put(conclude(votes.vote()))
             return True
         began = time.perf_counter()
         held = self.walk.produce(ticket)
         if self._alone:
-            self._ready.put(votes.settle(held))
+            self._put([votes.settle(held)])
             self._made += 1
             return True
         if self._grows:
@@ -303,7 +311,7 @@ class Background:
         return took > _FAST_SECONDS and not self._watched and self._vote_is_due()
 
     def _vote_is_due(self) -> bool:
-        return self._ready.qsize() <= self._read_ahead.due_at
+        return len(self.ready) <= self._read_ahead.due_at
 
     def _weigh(self, held: Held) -> None:
         """Looks how much memory a step takes, ever more seldom: the rank's wish to read ahead depends on it."""
@@ -338,7 +346,7 @@ class Background:
         for outcome in outcomes:
             if isinstance(outcome, Ahead):
                 self._read_ahead.agreed(outcome.steps)
-            self._ready.put(outcome)
+        self._put(outcomes)
 
     def leave(self, delivered: int, peeked: Share | None = None) -> None:
         """The last one to leave, consumer or thread, gives up what nobody took.
@@ -356,8 +364,8 @@ class Background:
             return
         self.walk.close_source()
         left = self.votes.stop(delivered)
-        while not self._ready.empty():
-            outcome = self._ready.get()
+        while self.ready:
+            outcome = self.ready.popleft()
             if isinstance(outcome, Share):
                 left.append(outcome)
             elif isinstance(outcome, PassedOver) and outcome.share is not None:

@@ -94,6 +94,8 @@ class Buffer:
         self._looks_after_votes = False
         self._timeout_seconds = timeout_seconds
         self._names = names
+        self._ready = background.ready
+        self._to_spare = 0  # ready steps that may be taken before there is anything else to do
         self._peeked: Share | None = None
         self._in_flight = 0
         self._drawn: deque[Drawn | Held] = deque()  # what the thread was not given yet
@@ -118,6 +120,11 @@ class Buffer:
         Raises:
           InputError: what went wrong, on every rank; again on each further call.
         """
+        if self._to_spare > 0:
+            self._to_spare -= 1
+            share = self._next_spare()
+            if share is not None:
+                return share
         if self._peeked is None:
             return self._next_in_line() if self._in_line else self._next_ahead()
         share, self._peeked = self._peeked, None
@@ -127,7 +134,23 @@ class Buffer:
         """The step that ``take`` will return."""
         if self._peeked is None:
             self._peeked = self._next_in_line() if self._in_line else self._next_ahead()
+            self._to_spare = 0
         return self._peeked
+
+    def _next_spare(self) -> Share | None:
+        """The next one of several ready steps, with nothing else to be done; ``None``: it is no such step."""
+        try:
+            outcome = self._ready.popleft()
+        except IndexError:  # closed by another thread
+            return None
+        if type(outcome) is Share:
+            self._meter.last = perf_counter()
+            self._in_flight -= 1
+            self._delivered += 1
+            return outcome
+        self._to_spare = 0
+        self._note(outcome)
+        return None
 
     def _next_in_line(self) -> Share | None:
         began = drew = perf_counter()
@@ -159,7 +182,7 @@ class Buffer:
         while self._final is None:
             try:
                 self._top_up()
-                outcome = self._background.ready() or self._look_a_while()
+                outcome = self._ready.popleft() if self._ready else self._look_a_while()
             except BaseException as error:
                 self._end_by(error)
                 raise not_an_end(error) from error.__cause__
@@ -172,6 +195,8 @@ class Buffer:
                 meter.waiting += now - began
                 self._in_flight -= 1
                 self._delivered += 1
+                if self._looks_after_votes:
+                    self._to_spare = min(self._background.to_spare, self._in_flight - self._draws_at)
                 return outcome
             self._note(outcome)
         self._raise_what_ended_it()
@@ -256,9 +281,8 @@ class Buffer:
         until = perf_counter() + _WATCHFUL_SECONDS
         while self._looks_after_votes and self._away < _SOON_SECONDS and perf_counter() < until:
             background.help_voting()
-            outcome = background.ready()
-            if outcome is not None:
-                return outcome
+            if self._ready:
+                return self._ready.popleft()
             _let_others_run()  # the message may need this processor
         return None
 
@@ -266,9 +290,9 @@ class Buffer:
         began = time.monotonic()
         while True:
             try:
-                outcome = self._background.wait(min(1.0, self._timeout_seconds / 4))
-                if outcome is not None:
-                    return outcome
+                self._background.wait(min(1.0, self._timeout_seconds / 4))
+                if self._ready:
+                    return self._ready.popleft()
             except RuntimeError as error:
                 if not str(error).startswith("DataLoader worker"):
                     raise
@@ -313,6 +337,7 @@ class Buffer:
         if self._closed:
             return
         self._closed = True
+        self._to_spare = 0
         if self._final is None:
             self._final = End()
         lost = "" if self._votes.over else self._walk.lost_workers()
