@@ -496,6 +496,7 @@ class Rule:
 
     every: int
     early: bool
+    can_wait = False
 
     def mine(self, rows: int) -> str:
         return ""
@@ -578,8 +579,8 @@ def pass_landmarks(reader: Reader, rule: Landmarks, slots: int) -> int:
     while agreed < ROWS:
         reader.read_to(reader.begins_at + agreed + reader.read_ahead + 2)
         before, agreed = agreed, agreed + slots
-        landmark = _last_landmark(agreed, rule)
-        if landmark > _last_landmark(before, rule):
+        landmark = _last_landmark(agreed, rule, 1)
+        if landmark > _last_landmark(before, rule, 1):
             passed += 1
             place = reader.last_told(reader.begins_at + landmark)
             said = {"worker": 0, "row": place[0], "place": place[1]}

@@ -168,6 +168,8 @@ class Landmarks(Protocol):
     """Rows from one landmark to the next, the same on every rank."""
     early: bool
     """Whether there are some before the first of these, after 1, 2, 4, ... rows."""
+    can_wait: bool
+    """Whether fewer of them will do where steps are so short that an exchange shows."""
 
     def mine(self, rows: int) -> str:
         """Where this worker stands after so many rows. Any thread."""

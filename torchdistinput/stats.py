@@ -5,8 +5,8 @@ Problem. A loop that is slow because of its input looks like a slow model, and o
 Decision. The stages add up the seconds that they take, from readings of the clock, without a lock: a sum is written by
 one thread at a time, but for empty pieces and padding, where an addition may be lost. Totals are put aside every few
 steps, which gives a window over the last ones. What the ranks measured rides on the landmarks: an exchange once in 64
-rows, in which workers that read files of their own also say where they stand. It is the only cost that grows with the
-number of ranks, some 150 bytes for each.
+rows (256 where steps are short), in which workers that read files of their own also say where they stand. It is the
+only cost that grows with the number of ranks, some 150 bytes for each.
 """
 
 from __future__ import annotations
@@ -127,6 +127,7 @@ class StatsLandmarks:
     def __init__(self, meter: Meter, inner: Landmarks | None) -> None:
         self.every: int = ROWS_BETWEEN_LANDMARKS if inner is None else inner.every
         self.early: bool = inner is not None and inner.early
+        self.can_wait: bool = inner is None or inner.can_wait
         self._meter = meter
         self._inner = inner
 

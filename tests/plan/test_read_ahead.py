@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from torchdistinput.plan.read_ahead import ReadAhead, changed, drawn_at_once, shows
+from torchdistinput.plan.read_ahead import ReadAhead, changed, drawn_at_once, ready_at_a_vote, shows
 
 
 def test_half_of_the_last_eight_votes_must_have_shown() -> None:
@@ -43,7 +43,12 @@ def test_a_number_that_was_given_is_never_to_be_changed() -> None:
 
 def test_votes_wait_until_two_thirds_are_used_up_where_much_is_read_ahead() -> None:
     assert all(ReadAhead(steps, None).due_at > steps for steps in range(4))
-    assert ReadAhead(9, None).due_at == 3
+    for steps in range(4, 200):
+        ready = ready_at_a_vote(steps)
+        assert ReadAhead(steps, None).due_at == ready >= 1
+        assert (steps + 1 - ready) % drawn_at_once(steps) == 0  # right after a row was drawn
+        assert abs(ready - steps / 3) <= drawn_at_once(steps) / 2
+    assert ReadAhead(32, None, rounds=12).due_at == 12
 
 
 def test_the_depth_stays_within_its_bounds() -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from tests.stages.scripted import results_of
 from torchdistinput.backends.collectives import Channel
 from torchdistinput.backends.exchanges import conclude
 from torchdistinput.errors import BatchingError, RankDisagreement, RankLost, SourceError
-from torchdistinput.flow import Failed, Held, Outcome, PassedOver, PastEnd, Raised, Share, Skipped
+from torchdistinput.flow import Ahead, Failed, Held, Outcome, PassedOver, PastEnd, Raised, Share, Skipped
 from torchdistinput.mould import Mould
 from torchdistinput.stages.coordinate import Coordinate
 from torchdistinput.testing import FakeCollectives
@@ -369,3 +369,42 @@ def test_plain_values_are_told_whatever_an_error_of_the_user_holds() -> None:
         assert found.indices is not None
         assert found.indices[:2] == (3, "(1, 2)")
         assert "Odd" in str(found.indices[2])
+
+
+@final
+class Passed:
+    """Landmarks every 4 rows, which remember where they were passed."""
+
+    every = 4
+    early = False
+
+    def __init__(self, *, can_wait: bool) -> None:
+        self.can_wait = can_wait
+        self.rows: list[int] = []
+
+    def mine(self, rows: int) -> str:
+        return str(rows)
+
+    def learn(self, rows: int, texts: Sequence[str]) -> None:
+        assert texts == [str(rows)] * 2
+        self.rows.append(rows)
+
+
+@pytest.mark.parametrize("can_wait", [False, True])
+def test_the_more_is_read_ahead_the_fewer_landmarks_are_passed_by_all_ranks_unless_they_cannot_wait(
+    can_wait: bool,
+) -> None:
+    world = FakeCollectives(2)
+
+    def rank_votes(rank: int) -> tuple[list[int], list[int]]:
+        landmarks, depths = Passed(can_wait=can_wait), [2]
+        stage = make(world.ranks(rank).open_channel(0), rank, slots=32, landmarks=landmarks, ahead=(2, 2))
+        stage._mould.measure(torch.zeros(1))
+        for step in range(64):
+            stage.hold(share(1))
+            outcomes = conclude(stage.vote(int(step in (8, 24, 40))))
+            depths += [each.steps for each in outcomes if isinstance(each, Ahead)]
+        return landmarks.rows, depths
+
+    rows = [4, 8, 16, 24, 32, 48, 64] if can_wait else [*range(4, 65, 4)]
+    assert results_of(world, rank_votes) == [(rows, [2, 4, 8, 16])] * 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Final, final
 
-__all__ = ["ReadAhead", "changed", "drawn_at_once", "is_deep", "shows"]
+__all__ = ["ReadAhead", "changed", "drawn_at_once", "is_deep", "ready_at_a_vote", "shows"]
 
 _VOTES_LOOKED_AT: Final = 8
 _LAZY_FROM: Final = 4  # steps ahead; with fewer, a vote that waits comes too late
@@ -38,6 +38,18 @@ def drawn_at_once(steps: int) -> int:
     [1, 1, 2, 8, 8]
     """
     return min(max(1, steps // 4), _MOST_AT_ONCE)
+
+
+def ready_at_a_vote(steps: int) -> int:
+    """How many of the steps ahead are left when it is time to vote: about a third, right after others were drawn.
+
+    So a vote covers as many as possible.
+
+    >>> [ready_at_a_vote(steps) for steps in (4, 8, 16, 32)]
+    [1, 3, 5, 9]
+    """
+    row = drawn_at_once(steps)
+    return min(range(steps + 1 - row, 0, -row), key=lambda ready: (abs(3 * ready - steps), ready))
 
 
 def shows(took: float, between: float) -> bool:
@@ -76,7 +88,7 @@ class ReadAhead:
     def agreed(self, steps: int) -> None:
         """The ranks read so far ahead from now on."""
         self._steps = steps
-        self.due_at = max(steps // 3, self._rounds) if is_deep(steps) else steps + 1
+        self.due_at = max(ready_at_a_vote(steps), self._rounds) if is_deep(steps) else steps + 1
         """The steps that are ready when it is time to vote: the consumer may soon need what is voted for."""
         self._shown.clear()
 

@@ -23,7 +23,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import final
+from typing import Final, final
 
 from torchdistinput import errors
 from torchdistinput.backends.channels import plain_message
@@ -52,6 +52,7 @@ from torchdistinput.tree import Structure
 __all__ = ["Coordinate"]
 
 _LOG = logging.getLogger("torchdistinput")
+_MOST_SELDOM: Final = 4
 
 
 @final
@@ -267,13 +268,15 @@ class Coordinate:
     def _pass_landmarks(self, before: int) -> Exchange[None]:
         """Where a landmark was passed, all workers say where they stood there. Collective, as every rank counts alike.
 
-        What they say grows with the number of workers, and is told once in ``every`` steps.
+        What they say grows with the number of workers, and is told once in ``every`` steps; up to four times as seldom
+        where more and more is read ahead, as the exchanges would show.
         """
         landmarks, channel = self._landmarks, self._channel
         if landmarks is None or channel is None:
             return
-        rows = _last_landmark(self._rows, landmarks)
-        if rows > _last_landmark(before, landmarks):
+        seldom = min(self._ahead // max(1, self._least_ahead), _MOST_SELDOM) if landmarks.can_wait else 1
+        rows = _last_landmark(self._rows, landmarks, seldom)
+        if rows > _last_landmark(before, landmarks, seldom):
             landmarks.learn(rows, (yield from channel.gather(landmarks.mine(rows))))
 
     def _finish(self, outcome: Outcome) -> Outcome:
@@ -374,9 +377,10 @@ class Coordinate:
             self._channel.abort(reason)
 
 
-def _last_landmark(rows: int, landmarks: Landmarks) -> int:
-    if rows >= landmarks.every or not landmarks.early:
-        return rows - rows % landmarks.every
+def _last_landmark(rows: int, landmarks: Landmarks, seldom: int) -> int:
+    every = landmarks.every * seldom
+    if rows >= every or not landmarks.early:
+        return rows - rows % every
     return 1 << (rows.bit_length() - 1) if rows else 0
 
 
