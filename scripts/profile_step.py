@@ -101,7 +101,7 @@ def in_memory(steps: int) -> dict[str, float]:
     order = torch.randperm(samples)
     rows = Numbers(order[:size].numpy())
     stream = iterator._buffer._walk.draw.__self__._stream  # type: ignore[attr-defined]
-    draws, pieces, mould = stream.draw.__self__, dataset._source._pieces, iterator._elements._mould  # type: ignore[attr-defined]
+    draws, pieces, mould = stream._draws, dataset._source._pieces, iterator._elements._mould  # type: ignore[attr-defined]
     starts = itertools.cycle(range(0, samples - size, size))
 
     def bare() -> None:
@@ -121,7 +121,7 @@ def in_memory(steps: int) -> dict[str, float]:
     parts: dict[str, Callable[[], Any]] = {
         "the limit: index_select of the rows by hand": bare,
         "next()": lambda: next(iterator),
-        "  the source": lambda: stream.fetch(stream.draw()),
+        "  the source": stream.draw,
         "    draw: the rows, and this rank's of them": drawn,
         "    gather": gathered,
         "  size and structure, known at a look": lambda: mould.known_size(batch),

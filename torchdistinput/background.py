@@ -39,6 +39,10 @@ def _unknown(share: Share) -> int:
     return 0
 
 
+def _do_nothing(steps: int) -> None:
+    pass
+
+
 class _Stop(NamedTuple):
     """In the place of a ticket: nobody reads here any more."""
 
@@ -100,6 +104,7 @@ class Walk:
       close_devices: lets go of the devices, once the thread has stopped.
       lost_workers: which loader workers died, in words; nothing where none did.
       weigh: how many bytes a step of the source takes about; 0 where that is not known.
+      expect: is told how many steps will be drawn at once.
     """
 
     draw: Callable[[], Drawn | Held]
@@ -110,6 +115,7 @@ class Walk:
     close_devices: Callable[[], None]
     lost_workers: Callable[[], str] = str
     weigh: Callable[[Share], int] = _unknown
+    expect: Callable[[int], None] = _do_nothing
 
 
 @final

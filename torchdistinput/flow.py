@@ -69,8 +69,8 @@ class Like:
         """Whether no piece is empty."""
 
 
-Known = tuple[Row, Like]
-"""A row, and how it is. A plain tuple, as one is made for every step."""
+Known = tuple[Row, Like, Digest]
+"""A row, how it is, and what the sampler drew for it. A plain tuple, as one is made for every step."""
 
 
 class Origin(NamedTuple):
@@ -187,8 +187,11 @@ class Rows(Protocol):
     def draw(self) -> Any:
         """Takes what belongs to the next row from user code in this process; ``None`` at the end. Caller's thread.
 
-        A plain tuple is ``Known``, the row itself: there is nothing to fetch, nor did a sampler draw anything for it.
+        A plain tuple is ``Known``, the row itself: there is nothing to fetch.
         """
+
+    def expect(self, rows: int) -> None:
+        """So many will be drawn at once: what nobody can tell from drawing one by one may be done together."""
 
     def fetch(self, drawn: Any) -> Row | None:
         """The row; ``None`` past the end, where only the reading itself finds the end."""

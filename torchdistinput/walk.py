@@ -116,6 +116,7 @@ def compose(
             lambda: idle.append(transfer),
             source.lost_workers if isinstance(source, HasWorkers) else str,
             own.weigh,
+            stream.expect,
         ),
         coordinate,
         depth=depth if threaded else 0,
@@ -267,6 +268,9 @@ class _BrokenStream:
     def draw(self) -> Any:
         """See ``Stream.draw``."""
         raise self._error
+
+    def expect(self, rows: int) -> None:
+        """See ``Stream.expect``."""
 
     def fetch(self, drawn: Any) -> None:
         """See ``Stream.fetch``."""

@@ -86,6 +86,9 @@ CUTS: dict[str, Callable[[Any], Iterable[Any]]] = {
     "own": lambda sampler: Buckets(sampler, 2, drop_last=False),
 }
 
+CUT = {"3", "4, full", "33", "1", "own"}
+"""Those that make lists."""
+
 States = list[torch.Tensor]
 
 
@@ -400,3 +403,45 @@ def test_a_sampler_that_draws_other_samples_than_before_is_refused_naming_both_d
     with pytest.raises(tdi.StateMismatch, match=rf"batch 2 of the epoch \(digest {second}\).*saved \(digest {first}\)"):
         draws.take_row()
     assert draws.take_row() is None
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["default state", "generator"])
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_rows_that_are_drawn_together_are_those_drawn_one_by_one_and_so_is_the_random_state_after_each(
+    sampler: str, cut: str, own: bool
+) -> None:
+    def epoch(expects: Iterator[int]) -> list[tuple[Any, ...]]:
+        torch.manual_seed(3)
+        generator = seeded() if own else None
+        draws = new_draws(CUTS[cut](SAMPLERS[sampler](generator)), cutter(2, 1, None, shared=True), collate=cut in CUT)
+        found: list[tuple[Any, ...]] = []
+        while True:
+            draws.expect(next(expects))
+            row = draws.take_row()
+            found.append(tuple(state.tolist() for state in states(generator)))
+            if row is None:
+                return found
+            digest = row.digest if isinstance(row.digest, int) else row.digest()
+            found.append((digest, row.pieces, [asked_by(draws) for wanted in row.pieces if wanted]))
+
+    expected = epoch(itertools.repeat(0))
+    for expects in ([1], [4, 0, 0, 0], [100], [2, 7, 0]):
+        assert epoch(itertools.cycle(expects)) == expected
+
+
+def test_only_what_stands_fixed_is_drawn_before_it_is_asked_for() -> None:
+    draws = new_draws(
+        CUTS["3"](RandomSampler(range(30), generator=seeded())), cutter(1, 0, 3, shared=True), collate=True
+    )
+    draws.expect(4)
+    assert len(draws._rows) == 0  # the permutation is drawn with the first batch
+    draws.take_row()
+    draws.expect(4)
+    assert len(draws._rows) == 4
+    draws.expect(100)
+    assert len(draws._rows) == 9
+    own = new_draws([[0, 1], [2], [3]], cutter(1, 0, None, shared=True), collate=True)
+    own.take_row()
+    own.expect(2)
+    assert len(own._rows) == 0

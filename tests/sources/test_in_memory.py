@@ -35,7 +35,9 @@ from torchdistinput import tree
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.in_memory import gather_of, numbers_of
 from torchdistinput.sources.index import SampleNumbers
+from torchdistinput.sources.loaders import _MapStream
 from torchdistinput.sources.numbers import Digests, Numbers, digest_of
+from torchdistinput.sources.samplers import DrawnRow
 from torchdistinput.sources.table import Table
 from torchdistinput.sources.worker_side import PieceDataset
 from torchdistinput.testing import run_ranks
@@ -411,6 +413,49 @@ def test_the_parts_of_all_replicas_are_torchs_batches(options: dict[str, Any], r
             assert torch.equal(ints()[numbers], expected[1])
         assert all(type(part) is list for part in parts)
         assert bits([torch.cat(leaves) for leaves in zip(*parts, strict=True)]) == bits(expected)
+
+
+def steps_of(data: Any, replicas: int, **options: Any) -> list[Any]:
+    """Each step to the last bit, with the state after it; and how it failed, if it did."""
+    strategy, found = tdi.Strategy(["cpu"] * replicas), list[Any]()
+    sampler = RandomSampler(range(N), generator=generator())
+    settings = tdi.InputOptions(prefetch=0, **options)
+    with strategy.distribute_dataset(DataLoader(data, 4, sampler=sampler), settings) as elements:
+        try:
+            for element in elements:
+                parts = [bits(part) for part in strategy.local_results(element)]
+                found.append((parts, elements.step, elements.state_dict()))
+        except tdi.SourceError as error:
+            found.append(str(error))
+    return found
+
+
+TROUBLED = ["subset of a concat", "too short"]
+"""Those with indices that torch has to count from the end, or to complain of."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "replicas"), [*((kind, 1) for kind in FAST), ("too short", 2), ("tensors", 2), ("tensors", 3)]
+)
+def test_rows_that_are_gathered_as_they_are_drawn_are_those_that_are_read_and_looked_at(
+    kind: str, replicas: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Types, sizes, digests, positions and errors."""
+    data = pairs(9) if kind == "too short" else FAST[kind](tmp_path)
+    ways: list[dict[str, Any]] = [{}, {"partial_batch": "pad"}, {"on_error": "skip"}]
+    fetched: list[Any] = []
+    fetch = _MapStream.fetch
+
+    def noted(stream: _MapStream, drawn: DrawnRow) -> Any:
+        fetched.append(drawn)
+        return fetch(stream, drawn)
+
+    monkeypatch.setattr(_MapStream, "fetch", noted)
+    gathered = [steps_of(data, replicas, **way) for way in ways]
+    assert len(fetched) == len(ways) or kind in TROUBLED  # the first row of each, to be learned
+    monkeypatch.setattr(PieceDataset, "gather", None)
+    assert [steps_of(data, replicas, **way) for way in ways] == gathered
+    assert len(fetched) > 2 * len(ways)
 
 
 def test_samples_that_cannot_be_read_are_left_out_of_a_gathered_batch() -> None:

@@ -78,6 +78,9 @@ class ScriptedStream:
     def digest_of(self, drawn: Any) -> int:
         return 0
 
+    def expect(self, rows: int) -> None:
+        pass
+
     def fetch(self, drawn: Any) -> list[Any] | None:
         place: int = drawn
         self.fetches.append(place)

@@ -38,6 +38,9 @@ class Rows:
     def digest_of(self, drawn: Any) -> int:
         return 0
 
+    def expect(self, rows: int) -> None:
+        pass
+
     def fetch(self, drawn: Any) -> Row | None:
         assert drawn is True
         self.log.append("fetch")
@@ -165,6 +168,9 @@ def test_an_interrupt_is_no_failed_step() -> None:
 
         def draw(self) -> Any:
             raise KeyboardInterrupt
+
+        def expect(self, rows: int) -> None:
+            pass
 
         def digest_of(self, drawn: Any) -> int:
             return 0

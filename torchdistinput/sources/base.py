@@ -234,6 +234,9 @@ class RowStream:
         """See ``Stream.owns_state``. As of the last position."""
         return self._track.owns_state
 
+    def expect(self, rows: int) -> None:
+        """See ``Stream.expect``."""
+
     def fetch(self, drawn: Any) -> Row | None:
         """See ``Stream.fetch``."""
         row: Row | Known | None = self._next() if self.in_background else drawn

@@ -53,6 +53,10 @@ class Batches(Protocol):
           StopIteration: there is none.
         """
 
+    @property
+    def stands_fixed(self) -> bool:
+        """Whether the next batch is known by now, so that making it neither draws anything nor runs user code."""
+
     def skip(self, count: int) -> Passed:
         """Passes over ``count`` batches, with the draws that making them would have cost; ``sys.maxsize``: over all."""
 
@@ -77,6 +81,10 @@ def batches_of(batches: Iterable[Any], size: Callable[[Any], int] = size_of) -> 
 
 class _Indices(Protocol):
     """The indices of one epoch, in order."""
+
+    @property
+    def num_ready(self) -> int:
+        """How many of the next ones stand fixed by now, at least."""
 
     def take(self, count: int) -> Numbers | list[Any]:
         """The next ``count``; fewer at the end, which is looked for only then."""
@@ -114,6 +122,11 @@ class _CutBatches:
         self._ended = False
         return batch
 
+    @property
+    def stands_fixed(self) -> bool:
+        """See ``Batches.stands_fixed``."""
+        return not self._ended and self._indices is not None and self._indices.num_ready >= self._size()
+
     def skip(self, count: int) -> Passed:
         """See ``Batches.skip``."""
         if self._ended or not count:
@@ -145,6 +158,8 @@ class _CutBatches:
 @final
 class _Singles:
     """Indices that are batches by themselves."""
+
+    stands_fixed = False  # not worth it
 
     def __init__(self, indices: _ChunkedIndices) -> None:
         self._indices = indices
@@ -183,6 +198,8 @@ class _Singles:
 class _IteratedBatches:
     """Batches that nobody can foretell."""
 
+    stands_fixed = False
+
     def __init__(self, batches: Iterator[Any], size: Callable[[Any], int]) -> None:
         self._batches = batches
         self._size = size
@@ -204,6 +221,8 @@ class _IteratedBatches:
 @final
 class _IteratedIndices:
     """Indices that nobody can foretell."""
+
+    num_ready = 0
 
     def __init__(self, indices: Iterator[Any]) -> None:
         self._indices = indices
@@ -281,6 +300,11 @@ class _ChunkedIndices:
             parts.append(first.array())
             left -= self._used
         return Numbers(np.concatenate(parts) if parts else range(0))
+
+    @property
+    def num_ready(self) -> int:
+        """See ``_Indices.num_ready``."""
+        return len(self._ready) - self._used
 
     def take_drawn(self, most: int) -> Numbers:
         """The next ones, up to ``most``, as far as they stand fixed by now."""

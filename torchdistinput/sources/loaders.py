@@ -23,7 +23,7 @@ from torch.utils.data import (
 )
 
 from torchdistinput.errors import ShardingError, StateMismatch
-from torchdistinput.flow import Digest, Row, Start, Stream, Thinned
+from torchdistinput.flow import Digest, Known, Row, Start, Stream, Thinned
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import Topology
@@ -103,6 +103,7 @@ class MapLoaderSource:
         self._drop_last = bool(self._collates and getattr(self._batches, "drop_last", False))
         self._feed = Feed()
         self._base_seeds = BaseSeeds(loader.generator, lasting=loader.persistent_workers)
+        self._reads_here = not loader.num_workers and not loader.pin_memory
         self._pieces = PieceDataset(self._dataset, cast(Callable[[Any], Any], loader.collate_fn), skip=skip)
         self._runs = LoaderRuns(self._build, lasting=loader.persistent_workers)
         self._given_seed: int | None = None  # by a state that was loaded
@@ -130,7 +131,7 @@ class MapLoaderSource:
         """
         self._pieces.begin()
         self._feed.draws = drawn
-        if not self._loader.num_workers and not self._loader.pin_memory:
+        if self._reads_here:
             read, next_request = self._pieces.__getitem__, drawn.take_request
             return lambda: read(next_request()), _nothing
         run = self._runs.start(self._pieces)
@@ -263,6 +264,7 @@ class MapLoaderSource:
             drawn,
             read,
             self._cutter,
+            pieces=self._pieces if self._reads_here else None,
             in_background=self._loader.num_workers > 0,
             first_row=rows,
             states=states,
@@ -343,6 +345,7 @@ class _MapStream:
         read: Callable[[], Any],
         cutter: Cutter,
         *,
+        pieces: PieceDataset | None,
         in_background: bool,
         first_row: int,
         states: Sequence[torch.Tensor],
@@ -351,13 +354,37 @@ class _MapStream:
         self.in_background = in_background
         self._first_row = first_row
         self._states = states
-        self.draw: Callable[[], DrawnRow | None] = draws.take_row
-        """See ``Stream.draw``."""
+        self._draws = draws
+        self._pieces = pieces
         self._read = read
         self._close = close
         self._cutter = cutter
         self._whole = CutReady(as_is, cutter)
         self._rows_of_whole: list[Row] = []
+
+    def expect(self, rows: int) -> None:
+        """See ``Stream.expect``."""
+        if self._pieces is not None:
+            self._draws.expect(rows)
+
+    def draw(self) -> DrawnRow | Known | None:
+        """See ``Stream.draw``. What is gathered from memory is a whole row at once, and known."""
+        drawn = self._draws.take_row()
+        if self._pieces is None or drawn is None or drawn.like is None:
+            return drawn
+        gather = self._pieces.gather
+        if gather is None:
+            return drawn
+        requests = [self._draws.take_request() for _ in range(drawn.wanted)]
+        try:
+            row: Row = [gather(numbers) for _, numbers, _ in requests]
+        except Exception:  # the ordinary way will meet it too, and tell of which samples it is
+            self._draws.give_back(requests)
+            return drawn
+        if drawn.wanted < len(drawn.pieces):
+            made = iter(row)
+            row = [next(made) if wanted else None for wanted in drawn.pieces]
+        return row, drawn.like, drawn.digest
 
     def fetch(self, drawn: DrawnRow) -> Row:
         """See ``Stream.fetch``."""

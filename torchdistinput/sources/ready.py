@@ -66,7 +66,7 @@ class CutReady:
         """The rows of a batch, or the failure that the reading met."""
         how = self._cut_as
         if how is not None and how.takes_as_is and self._last.size_of(batch) is not None:
-            return [batch], how.like
+            return [batch], how.like, 0
         snapshot = None
         if type(batch) in _NO_BATCHES:
             if type(batch) is not Marked:
@@ -80,7 +80,7 @@ class CutReady:
         except Exception as error:
             return Failure(error, "cutting a batch")
         if self._is_here and snapshot is None and self._kind is not None and len(rows) == 1:
-            return rows[0], how.like
+            return rows[0], how.like, 0
         return Cut(rows, how.like.samples, None, self._worker, snapshot)
 
     def cut(self, batch: Any) -> Cut:

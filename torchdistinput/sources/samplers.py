@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, final
 from torch.utils.data import BatchSampler, Sampler
 
 from torchdistinput.errors import StateMismatch
-from torchdistinput.flow import Digest
+from torchdistinput.flow import Digest, Like
 from torchdistinput.plan.batching import Cutter, check_replica, distinct_steps, refuse_empty_pieces, split
 from torchdistinput.sources.batches import Passed, batches_of, size_of
 from torchdistinput.sources.index import SampleNumbers
@@ -37,6 +37,8 @@ class DrawnRow(NamedTuple):
     """The numbers of the samples of each piece, if they are wanted; of a whole batch, the number of its first row."""
     wanted: int = 1
     """How many pieces will come."""
+    like: Like | None = None
+    """How the row will be, if all its pieces are gathered."""
 
 
 class _CutRow(NamedTuple):
@@ -45,6 +47,7 @@ class _CutRow(NamedTuple):
     limits: tuple[tuple[int, int], ...]
     pieces: tuple[bool, ...]
     wanted: int
+    like: Like
 
 
 @final
@@ -77,6 +80,7 @@ class Draws:
     ) -> None:
         self._batches = batches_of(batches, len if collate else size_of)
         self._cutter = cutter
+        self._kind = object()  # of the rows of an epoch, if they are gathered
         self._cut_size = -1
         self._cut_rows: list[_CutRow] = []  # of a batch of that size, which most batches have
         self._rows_a_batch = 1 if cutter.shared else cutter.topology.num_workers
@@ -114,6 +118,18 @@ class Draws:
             if not self._advance():
                 raise StopIteration
         return self._requests.popleft()
+
+    def give_back(self, requests: Sequence[Request]) -> None:
+        """Takes back the requests that were taken last."""
+        self._requests.extendleft(reversed(requests))
+
+    def expect(self, rows: int) -> None:
+        """So many rows will be taken at once: those are drawn now of which it stands fixed what comes. Caller's thread.
+
+        One after the other they would be drawn between the readings of samples, with cold caches.
+        """
+        while len(self._rows) < rows and self._batches.stands_fixed and not self._rows_to_skip and self._advance():
+            pass
 
     def take_row(self) -> DrawnRow | None:
         """The next row, with the requests that it needs drawn; ``None`` at the end. Caller's thread.
@@ -206,9 +222,9 @@ class Draws:
         if self._cutter.shared:  # a list may be another one when somebody asks; what is known stays
             digest = indices.digest if known else digest_of(indices)
         rows = self._cut_rows if size == self._cut_size else self._cut(size)
-        for limits, pieces, wanted in rows[first:] if first else rows:
+        for limits, pieces, wanted, like in rows[first:] if first else rows:
             index = None if numbers is None else tuple(numbers[lo:hi] for lo, hi in limits)
-            self._rows.append(DrawnRow(pieces, None, digest, index, wanted))
+            self._rows.append(DrawnRow(pieces, None, digest, index, wanted, like if known and index is None else None))
             self._surplus += wanted
             for lo, hi in limits:
                 if lo < hi:
@@ -220,7 +236,8 @@ class Draws:
         rows = []
         for limits in self._cutter.rows(size):
             pieces = tuple(lo < hi for lo, hi in limits)
-            rows.append(_CutRow(limits, pieces, sum(pieces)))
+            like = Like(self._kind, size, tuple(hi - lo for lo, hi in limits))
+            rows.append(_CutRow(limits, pieces, sum(pieces), like))
         self._cut_size, self._cut_rows = size, rows
         return rows
 

@@ -158,6 +158,11 @@ class PieceDataset(Dataset[Any]):
         if collate is default_collate:
             self._keep = keep
 
+    @property
+    def gather(self) -> Gather | None:
+        """What makes the pieces of this epoch from indices that are plain ints, once that is known to be possible."""
+        return self._gather if self._looked else None
+
     def begin(self) -> None:
         """An epoch begins, which sees what the user has changed in the dataset since the last one."""
         self._looked = self._gather is not None and self._gather.is_current()

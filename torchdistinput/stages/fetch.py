@@ -58,9 +58,9 @@ class Fetch:
             content = self._draw()
             like: Like
             if type(content) is tuple:
-                row, like = content
+                row, like, drew = content
                 if like.kind is self._last.mark and not self._read_out:
-                    return Share(row, like.sizes, row if self._as_read and like.is_full else ())
+                    return Share(row, like.sizes, row if self._as_read and like.is_full else (), drew)
             if content is not None:
                 return Drawn(content) if self._stream.in_background else self._read(content)
         except Exception as error:
@@ -94,19 +94,19 @@ class Fetch:
         self._read_out = True
         return PastEnd()
 
-    def _learned(self, row: Row, like: Like) -> Share:
+    def _learned(self, row: Row, like: Like, drew: Digest) -> Share:
         """A row that the reader knows. Once two of its kind were looked at here too, there is no need to any more.
 
         Not where anything had to be done to the pieces, or where their structure was only just learned.
         """
         if like.kind is self._before and self._at_a_look(row) == like.sizes:
             self._last.mark = like.kind
-            return self._share(row, like.sizes)
+            return self._share(row, like.sizes, drew)
         self._before = like.kind
         sizes, skipped = self._measured(row)
-        return self._share(row, sizes, skipped=skipped)
+        return self._share(row, sizes, drew, skipped)
 
-    def _share(self, row: Row, sizes: tuple[int, ...], drew: Digest = 0, skipped: Skipped = NOTHING_SKIPPED) -> Share:
+    def _share(self, row: Row, sizes: tuple[int, ...], drew: Digest, skipped: Skipped = NOTHING_SKIPPED) -> Share:
         return Share(row, sizes, row if self._as_read and 0 not in sizes else (), drew, skipped)
 
     def _at_a_look(self, row: Row) -> tuple[int | None, ...]:
