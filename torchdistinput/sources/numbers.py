@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, Final, final
 
 import numpy as np
@@ -112,8 +113,6 @@ def digest_of(indices: Numbers | Sequence[Any]) -> int:
 _WEIGHTS: Final = (random_words(0, 4096) | np.uint64(1)).view(np.int64)
 _STEP: Final = 0x9E3779B97F4A7C15
 _LARGEST: Final = 1 << 63
-_SUMS: Final = _WEIGHTS.cumsum()  # of the first ones, and of as many multiplied by their places
-_SUMS_BY_PLACE: Final = (_WEIGHTS * np.arange(len(_WEIGHTS))).cumsum()
 _TOGETHER: Final = 64  # batches
 
 
@@ -135,6 +134,13 @@ def _digest_of_range(start: int, count: int) -> int:
     """The same of ``count`` indices in a row, without making them."""
     number = count
     for first in range(start, start + count, len(_WEIGHTS)):
-        last = min(start + count - first, len(_WEIGHTS)) - 1
-        number = number * _STEP + first * int(_SUMS[last]) + int(_SUMS_BY_PLACE[last])
+        weights, by_place = _sums_of(min(start + count - first, len(_WEIGHTS)))
+        number = number * _STEP + first * weights + by_place
     return number % _LARGEST + 1
+
+
+@lru_cache(1024)
+def _sums_of(count: int) -> tuple[int, int]:
+    """The sum of the first weights, and that of each multiplied by its place."""
+    weights = _WEIGHTS[:count]
+    return int(weights.sum()), int(weights.dot(np.arange(count)))

@@ -33,6 +33,7 @@ from torchdistinput.errors import InputError, RankLost
 from torchdistinput.failures import error_of, story_of, too_many
 from torchdistinput.flow import (
     MOST_TOLD,
+    NOTHING_SKIPPED,
     Ahead,
     End,
     Failed,
@@ -138,6 +139,9 @@ class Coordinate:
         while arrived:
             held = arrived.popleft()
             if self._failure is not None:
+                continue
+            if type(held) is Share and held.skipped is NOTHING_SKIPPED:  # as nearly always
+                self._held.append(held)
                 continue
             if isinstance(held, Failed):
                 self._failure = held
@@ -253,13 +257,14 @@ class Coordinate:
     def _agreed(self, global_size: int) -> Outcome:
         held = self._held[0]
         self._rows += 1
-        if isinstance(held, Share):
-            self._skipped += held.skipped.samples
+        share = Share([], ()) if isinstance(held, PastEnd) else held
+        if share.skipped is not NOTHING_SKIPPED:
+            self._skipped += share.skipped.samples
         if global_size == 0:
             self._held.popleft()
-            return PassedOver(held if isinstance(held, Share) else None)
-        share = Share([], ()) if isinstance(held, PastEnd) else held
-        self._complete(share)
+            return PassedOver(None if isinstance(held, PastEnd) else held)
+        if not share.parcels:
+            self._complete(share)
         self._held.popleft()
         self._steps += 1
         share.global_size, share.rows = global_size, self._rows
