@@ -12,11 +12,11 @@ import weakref
 from collections.abc import Callable, Iterator
 from itertools import islice
 from types import FrameType
-from typing import Any
+from typing import Any, final
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import torchdistinput as tdi
 from tests.structures import KINDS
@@ -210,6 +210,52 @@ def test_an_error_of_the_data_comes_after_the_steps_before_it_and_again_without_
         with pytest.raises(SourceError, match="failed at step 3"):
             next(iterator)
     assert iterator.step.index == 2
+
+
+@final
+class Interrupting(Dataset[torch.Tensor]):
+    """Its fourth sample is read when somebody presses Ctrl-C, the first time."""
+
+    def __init__(self) -> None:
+        self.pressed = False
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 3 and not self.pressed:
+            self.pressed = True
+            raise KeyboardInterrupt
+        return torch.tensor([index])
+
+
+@pytest.mark.parametrize("while_reading", [True, False], ids=["while it reads", "while it hands over"])
+@pytest.mark.parametrize("prefetch", [0, None])
+def test_after_an_interruption_an_iterator_refuses_to_go_on_and_a_new_one_misses_nothing(
+    prefetch: int | None, while_reading: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = Interrupting()
+    data.pressed = not while_reading
+    dataset = tdi.Strategy(devices=["cpu"]).distribute_dataset(
+        DataLoader(data, batch_size=1), tdi.InputOptions(prefetch=prefetch)
+    )
+    iterator = iter(dataset)
+    assert [next(iterator).item() for _ in range(3)] == [0, 1, 2]
+    if not while_reading:
+        monkeypatch.setattr(iterator, "_num_bytes", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        next(iterator)
+    for _ in range(2):
+        with pytest.raises(tdi.InputError, match=r"interrupted while it read, after step [34]"):
+            next(iterator)
+    assert dataset.step.index == 2
+    state = dataset.state_dict()
+    dataset.load_state_dict(state)
+    assert [element.item() for element in dataset] == [3, 4, 5]
+
+
+def interrupted(*_: Any) -> int:
+    raise KeyboardInterrupt
 
 
 def test_end_comes_as_one_outcome() -> None:

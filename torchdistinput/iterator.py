@@ -196,22 +196,26 @@ class DistributedIterator:
         moves, take = self._moves, self._take
         if moves:
             self._transfer.begin_step()
+        taken = None
         try:
             taken = in_range(WAIT, take) if profiler._is_profiler_enabled else take()  # noqa: SLF001 - see in_range
-        except BaseException:
+            if taken is not None:
+                sizes = taken.sizes
+                pieces = self._transfer.hand_over(taken.parcels) if moves else taken.parcels
+                single = len(sizes) == 1
+                element = pieces[0] if single else regroup_batches(pieces)
+                local = sizes[0] if single else sum(sizes)
+                progress = self._progress
+                progress.add(taken, local, self._num_bytes(local, pieces))
+                self._last.progress = progress
+                return element
+        except BaseException as error:
+            if taken is not None:
+                self._buffer.end_by(error)
             self._let_go()
             raise
-        progress = self._progress
-        if taken is None:
-            progress.end(of_data=self._finalizer.alive)  # else it was closed before its end
-            raise StopIteration
-        sizes = taken.sizes
-        pieces = self._transfer.hand_over(taken.parcels) if moves else taken.parcels
-        single = len(sizes) == 1
-        local = sizes[0] if single else sum(sizes)
-        progress.add(taken, local, self._num_bytes(local, pieces))
-        self._last.progress = progress
-        return pieces[0] if single else regroup_batches(pieces)
+        self._progress.end(of_data=self._finalizer.alive)  # else it was closed before its end
+        raise StopIteration
 
     def get_next(self) -> Any:
         """The next element, as TensorFlow's ``get_next``.

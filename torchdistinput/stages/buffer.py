@@ -141,13 +141,16 @@ class Buffer:
         """The next one of several ready steps, with nothing else to be done; ``None``: it is no such step."""
         try:
             outcome = self._ready.popleft()
+            if type(outcome) is Share:
+                self._meter.last = perf_counter()
+                self._in_flight -= 1
+                self._delivered += 1
+                return outcome
         except IndexError:  # closed by another thread
             return None
-        if type(outcome) is Share:
-            self._meter.last = perf_counter()
-            self._in_flight -= 1
-            self._delivered += 1
-            return outcome
+        except BaseException as error:  # Ctrl-C
+            self.end_by(error)
+            raise
         self._to_spare = 0
         self._note(outcome)
         return None
@@ -155,23 +158,27 @@ class Buffer:
     def _next_in_line(self) -> Share | None:
         began = drew = perf_counter()
         meter = self._meter
-        while self._final is None:
-            held = in_range(FETCH, self._draw) if profiler._is_profiler_enabled else self._draw()  # noqa: SLF001 - see in_range
-            complete = True
-            if type(held) is not Share or not held.parcels:
-                complete = False
-                meter.drawing += perf_counter() - drew
-                held = self._walk.produce(held)
-            outcome = self._settle(held)
-            if type(outcome) is Share:
-                meter.last = now = perf_counter()
-                meter.waiting += now - began
-                if complete:
-                    meter.drawing += now - drew
-                self._delivered += 1
-                return outcome
-            self._note(outcome)
-            drew = perf_counter()
+        try:
+            while self._final is None:
+                held = in_range(FETCH, self._draw) if profiler._is_profiler_enabled else self._draw()  # noqa: SLF001 - see in_range
+                complete = True
+                if type(held) is not Share or not held.parcels:
+                    complete = False
+                    meter.drawing += perf_counter() - drew
+                    held = self._walk.produce(held)
+                outcome = self._settle(held)
+                if type(outcome) is Share:
+                    meter.last = now = perf_counter()
+                    meter.waiting += now - began
+                    if complete:
+                        meter.drawing += now - drew
+                    self._delivered += 1
+                    return outcome
+                self._note(outcome)
+                drew = perf_counter()
+        except BaseException as error:
+            self.end_by(error)
+            raise
         self._raise_what_ended_it()
         return None
 
@@ -184,7 +191,7 @@ class Buffer:
                 self._top_up()
                 outcome = self._ready.popleft() if self._ready else self._look_a_while()
             except BaseException as error:
-                self._end_by(error)
+                self.end_by(error)
                 raise not_an_end(error) from error.__cause__
             if outcome is None:
                 if self._with_others:  # else the thread is about to bring something; it has something to do
@@ -269,8 +276,10 @@ class Buffer:
         while self._drawn:
             self._background.give(self._drawn.popleft())
 
-    def _end_by(self, error: BaseException) -> None:
-        """What was being done is lost, by Ctrl-C, say: so there can be no further step."""
+    def end_by(self, error: BaseException) -> None:
+        """What was being done is lost, by Ctrl-C, say: so there can be no further step. Idempotent."""
+        if self._final is not None:
+            return
         lost = self._walk.lost_workers()  # torch tells of them wherever this thread happens to be
         self._votes.abort(self._stopped(lost) if lost else f"failed: {type(error).__name__}: {error}")
         self._final = Raised(_lasting(error, self._taken))
