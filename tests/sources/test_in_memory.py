@@ -35,7 +35,7 @@ from torchdistinput import tree
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.in_memory import gather_of, numbers_of
 from torchdistinput.sources.index import SampleNumbers
-from torchdistinput.sources.loaders import _MapStream
+from torchdistinput.sources.map_rows import MapStream
 from torchdistinput.sources.numbers import Digests, Numbers, digest_of
 from torchdistinput.sources.samplers import DrawnRow
 from torchdistinput.sources.table import Table
@@ -444,13 +444,13 @@ def test_rows_that_are_gathered_as_they_are_drawn_are_those_that_are_read_and_lo
     data = pairs(9) if kind == "too short" else FAST[kind](tmp_path)
     ways: list[dict[str, Any]] = [{}, {"partial_batch": "pad"}, {"on_error": "skip"}]
     fetched: list[Any] = []
-    fetch = _MapStream.fetch
+    fetch = MapStream.fetch
 
-    def noted(stream: _MapStream, drawn: DrawnRow) -> Any:
+    def noted(stream: MapStream, drawn: DrawnRow) -> Any:
         fetched.append(drawn)
         return fetch(stream, drawn)
 
-    monkeypatch.setattr(_MapStream, "fetch", noted)
+    monkeypatch.setattr(MapStream, "fetch", noted)
     gathered = [steps_of(data, replicas, **way) for way in ways]
     assert len(fetched) == len(ways) or kind in TROUBLED  # the first row of each, to be learned
     monkeypatch.setattr(PieceDataset, "gather", None)

@@ -23,27 +23,24 @@ from torch.utils.data import (
 )
 
 from torchdistinput.errors import ShardingError, StateMismatch
-from torchdistinput.flow import Digest, Known, Row, Start, Stream, Thinned
+from torchdistinput.flow import Start, Stream
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.base import Exchange, Shards, tell_epoch
 from torchdistinput.sources.base_seeds import BaseSeeds
 from torchdistinput.sources.batches import batches_of
-from torchdistinput.sources.index import SampleNumbers, labelled_batch
+from torchdistinput.sources.index import SampleNumbers
+from torchdistinput.sources.map_rows import MapStream
 from torchdistinput.sources.random_state import generators_of, packed, unpacked
-from torchdistinput.sources.ready import CutReady
 from torchdistinput.sources.runs import LoaderRuns
-from torchdistinput.sources.samplers import DrawnRow, Draws, Feed
+from torchdistinput.sources.samplers import Draws, Feed
 from torchdistinput.sources.seeds import epoch_key
 from torchdistinput.sources.shuffle import ShuffleSampler
 from torchdistinput.sources.torch_loaders import check_loader, generator_digest, settings_of
 from torchdistinput.sources.worker_side import (
-    Failure,
     PieceDataset,
     as_is,
-    labelled_piece,
-    nothing_left,
 )
 
 __all__ = ["MapLoaderSource"]
@@ -260,7 +257,7 @@ class MapLoaderSource:
             return drawn, *self._start(drawn)
 
         drawn, read, close = draws(begin)
-        return _MapStream(
+        return MapStream(
             drawn,
             read,
             self._cutter,
@@ -325,100 +322,3 @@ class MapLoaderSource:
 
 def _nothing() -> None:
     pass
-
-
-@final
-class _MapStream:
-    """The rows of a map-style loader: indices are drawn on the caller's thread, pieces fetched where torch does.
-
-    Its position is ``["map", rows]``, and under HINT the states of this worker's generators as the epoch began. Under
-    DATA, rows are batches.
-    """
-
-    strings = False
-    owns_state = False
-    landmarks = None
-
-    def __init__(
-        self,
-        draws: Draws,
-        read: Callable[[], Any],
-        cutter: Cutter,
-        *,
-        pieces: PieceDataset | None,
-        in_background: bool,
-        first_row: int,
-        states: Sequence[torch.Tensor],
-        close: Callable[[], None],
-    ) -> None:
-        self.in_background = in_background
-        self._first_row = first_row
-        self._states = states
-        self._draws = draws
-        self._pieces = pieces
-        self._read = read
-        self._close = close
-        self._cutter = cutter
-        self._whole = CutReady(as_is, cutter)
-        self._rows_of_whole: list[Row] = []
-
-    def expect(self, rows: int) -> None:
-        """See ``Stream.expect``."""
-        if self._pieces is not None:
-            self._draws.expect(rows)
-
-    def draw(self) -> DrawnRow | Known | None:
-        """See ``Stream.draw``. What is gathered from memory is a whole row at once, and known."""
-        drawn = self._draws.take_row()
-        if self._pieces is None or drawn is None or drawn.like is None:
-            return drawn
-        gather = self._pieces.gather
-        if gather is None:
-            return drawn
-        requests = [self._draws.take_request() for _ in range(drawn.wanted)]
-        try:
-            row: Row = [gather(numbers) for _, numbers, _ in requests]
-        except Exception:  # the ordinary way will meet it too, and tell of which samples it is
-            self._draws.give_back(requests)
-            return drawn
-        if drawn.wanted < len(drawn.pieces):
-            made = iter(row)
-            row = [next(made) if wanted else None for wanted in drawn.pieces]
-        return row, drawn.like, drawn.digest
-
-    def fetch(self, drawn: DrawnRow) -> Row:
-        """See ``Stream.fetch``."""
-        pieces: Row = []
-        for wanted in drawn.pieces:
-            piece = self._read() if wanted else None
-            if type(piece) is Failure:
-                piece.reraise()
-            pieces.append(piece)
-        if drawn.row_of_whole is None:
-            return pieces if drawn.numbers is None else _labelled(pieces, drawn.numbers)
-        if drawn.pieces[0]:  # the first row that is read of a whole batch
-            self._rows_of_whole = self._cut_whole(pieces[0], drawn)
-        return self._rows_of_whole[drawn.row_of_whole]
-
-    def _cut_whole(self, item: Any, drawn: DrawnRow) -> list[Row]:
-        if isinstance(item, Thinned):
-            rows = nothing_left(item.skipped, self._cutter)
-            return [*rows[1:][: drawn.row_of_whole], rows[0], *rows[1:][drawn.row_of_whole :]]
-        cut = self._whole.cut(item)
-        return cut.rows if drawn.numbers is None else labelled_batch(drawn.numbers[0], cut.rows, cut.size, self._cutter)
-
-    def digest_of(self, drawn: DrawnRow) -> Digest:
-        """See ``Stream.digest_of``."""
-        return drawn.digest
-
-    def position(self, rows: int) -> list[Any]:
-        """See ``Stream.position``."""
-        return ["map", self._first_row + rows, *map(packed, self._states)]
-
-    def close(self) -> None:
-        """See ``Stream.close``."""
-        self._close()
-
-
-def _labelled(pieces: Row, index: Sequence[torch.Tensor]) -> Row:
-    return [labelled_piece(numbers, piece) for piece, numbers in zip(pieces, index, strict=True)]

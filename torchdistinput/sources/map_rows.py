@@ -1,0 +1,135 @@
+"""The rows of a map-style loader, from its first index on.
+
+Indices are drawn on the caller's thread, pieces fetched where torch does. What is gathered from memory in this process
+is a whole row as soon as its indices are drawn, and known: nobody needs to look at it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import torch
+
+from torchdistinput.flow import Digest, Known, Row, Thinned
+from torchdistinput.plan.batching import Cutter
+from torchdistinput.sources.index import labelled_batch
+from torchdistinput.sources.random_state import packed
+from torchdistinput.sources.ready import CutReady
+from torchdistinput.sources.samplers import DrawnRow, Draws
+from torchdistinput.sources.worker_side import (
+    Failure,
+    PieceDataset,
+    as_is,
+    labelled_piece,
+    nothing_left,
+)
+
+__all__ = ["MapStream"]
+
+
+@final
+class MapStream:
+    """The stream of one epoch.
+
+    Its position is ``["map", rows]``, and under HINT the states of this worker's generators as the epoch began. Under
+    DATA, rows are batches.
+
+    Args:
+      draws: draws the indices.
+      read: gives the next piece.
+      cutter: the laws of the cut.
+      pieces: what makes the pieces in this process; ``None`` where torch's loader does.
+      in_background: see ``Stream.in_background``.
+      first_row: rows of the epoch before the first one.
+      states: under HINT, the states of this worker's generators as the epoch began.
+      close: ends what reads.
+    """
+
+    strings = False
+    owns_state = False
+    landmarks = None
+
+    def __init__(
+        self,
+        draws: Draws,
+        read: Callable[[], Any],
+        cutter: Cutter,
+        *,
+        pieces: PieceDataset | None,
+        in_background: bool,
+        first_row: int,
+        states: Sequence[torch.Tensor],
+        close: Callable[[], None],
+    ) -> None:
+        self.in_background = in_background
+        self._first_row = first_row
+        self._states = states
+        self._draws = draws
+        self._pieces = pieces
+        self._read = read
+        self._close = close
+        self._cutter = cutter
+        self._whole = CutReady(as_is, cutter)
+        self._rows_of_whole: list[Row] = []
+
+    def expect(self, rows: int) -> None:
+        """See ``Stream.expect``."""
+        if self._pieces is not None:
+            self._draws.expect(rows)
+
+    def draw(self) -> DrawnRow | Known | None:
+        """See ``Stream.draw``. What is gathered from memory is a whole row at once, and known."""
+        drawn = self._draws.take_row()
+        if self._pieces is None or drawn is None or drawn.like is None:
+            return drawn
+        gather = self._pieces.gather
+        if gather is None:
+            return drawn
+        requests = [self._draws.take_request() for _ in range(drawn.wanted)]
+        try:
+            row: Row = [gather(numbers) for _, numbers, _ in requests]
+        except Exception:  # the ordinary way will meet it too, and tell of which samples it is
+            self._draws.give_back(requests)
+            return drawn
+        if drawn.wanted < len(drawn.pieces):
+            made = iter(row)
+            row = [next(made) if wanted else None for wanted in drawn.pieces]
+        return row, drawn.like, drawn.digest
+
+    def fetch(self, drawn: DrawnRow) -> Row:
+        """See ``Stream.fetch``."""
+        pieces: Row = []
+        for wanted in drawn.pieces:
+            piece = self._read() if wanted else None
+            if type(piece) is Failure:
+                piece.reraise()
+            pieces.append(piece)
+        if drawn.row_of_whole is None:
+            return pieces if drawn.numbers is None else _labelled(pieces, drawn.numbers)
+        if drawn.pieces[0]:  # the first row that is read of a whole batch
+            self._rows_of_whole = self._cut_whole(pieces[0], drawn)
+        return self._rows_of_whole[drawn.row_of_whole]
+
+    def _cut_whole(self, item: Any, drawn: DrawnRow) -> list[Row]:
+        if isinstance(item, Thinned):
+            rows = nothing_left(item.skipped, self._cutter)
+            return [*rows[1:][: drawn.row_of_whole], rows[0], *rows[1:][drawn.row_of_whole :]]
+        cut = self._whole.cut(item)
+        return cut.rows if drawn.numbers is None else labelled_batch(drawn.numbers[0], cut.rows, cut.size, self._cutter)
+
+    def digest_of(self, drawn: DrawnRow) -> Digest:
+        """See ``Stream.digest_of``."""
+        return drawn.digest
+
+    def position(self, rows: int) -> list[Any]:
+        """See ``Stream.position``."""
+        return ["map", self._first_row + rows, *map(packed, self._states)]
+
+    def close(self) -> None:
+        """See ``Stream.close``."""
+        self._close()
+
+
+def _labelled(pieces: Row, index: Sequence[torch.Tensor]) -> Row:
+    return [labelled_piece(numbers, piece) for piece, numbers in zip(pieces, index, strict=True)]
