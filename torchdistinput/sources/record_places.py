@@ -20,8 +20,9 @@ from typing import Any, NamedTuple, TypeVar, final
 
 from torchdistinput.backends.channels import plain_message
 from torchdistinput.errors import InputError, StateMismatch
-from torchdistinput.flow import ROWS_BETWEEN_LANDMARKS, Row
+from torchdistinput.flow import ROWS_BETWEEN_LANDMARKS, Known, Row
 from torchdistinput.plan.lanes import Deals, WalkPlace, checked_deals
+from torchdistinput.sources.record_rows import KnownRows
 from torchdistinput.sources.worker_side import Cut, Failure
 
 __all__ = ["CommonPlaces", "FilesPosition", "Places"]
@@ -88,8 +89,8 @@ class Places:
         self._lock = threading.Lock()  # rows are read on one thread, places asked for on another
 
     def rows_of(
-        self, cuts: Iterator[Cut | Failure], label: Callable[[Cut], list[Row]] | None
-    ) -> Generator[Row, None, None]:
+        self, cuts: Iterator[Cut | KnownRows | Failure], label: Callable[[Cut], list[Row]] | None
+    ) -> Generator[Row | Known, None, None]:
         """The rows, one by one; a ``Failure`` is raised."""
         for cut in cuts:
             if isinstance(cut, Failure):
@@ -98,7 +99,7 @@ class Places:
             self._row += len(cut.rows)
             if cut.place is not None:
                 self._note(before, cut.place)
-            yield from cut.rows if label is None else label(cut)
+            yield from cut.rows if label is None or isinstance(cut, KnownRows) else label(cut)
 
     def _note(self, row_before: int, place: WalkPlace) -> None:
         with self._lock:

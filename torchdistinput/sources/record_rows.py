@@ -8,7 +8,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import Any, Final, final
+from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from torchdistinput.errors import SourceError, StateMismatch
-from torchdistinput.flow import Origin, Row, Sealed, Skipped
+from torchdistinput.flow import Known, Like, Origin, Row, Sealed, Skipped
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.batching import Row as Limits
 from torchdistinput.plan.lanes import Deals, WalkPlace, fresh_files
@@ -29,7 +29,7 @@ from torchdistinput.sources.seeds import epoch_key
 from torchdistinput.sources.walks import RecordPlace, RecordWalk, Reserved
 from torchdistinput.sources.worker_side import Cut, Failure, labelled_piece, nothing_left, thinned
 
-__all__ = ["Entrance", "Passed", "RecordRows", "pass_over"]
+__all__ = ["Entrance", "KnownRows", "Passed", "RecordRows", "pass_over"]
 
 # Telling a place costs a microsecond or two a file; what was read since the last one is read again, undecoded, by who
 # goes on there.
@@ -58,6 +58,15 @@ class Entrance:
     place: WalkPlace = field(default_factory=WalkPlace)
     rows: int = 0
     must_exist: bool = False
+
+
+@final
+class KnownRows(NamedTuple):
+    """The rows of a batch of which all is known."""
+
+    rows: list[Known]
+    place: WalkPlace | None = None
+    """Where the walk stood after this batch, where it was told."""
 
 
 @final
@@ -118,9 +127,10 @@ class RecordRows(IterableDataset[Any]):
       with_index: whether the numbers of the samples are wanted.
       skip: whether records that cannot be read, or decoded, are left out.
       in_ranges: whether somebody else reads a part of each batch, or some batches.
+      strings: whether the records are strings, and collating gives the list of them back, in this process.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one kind of rows is one call
         self,
         dataset: FileDataset,
         cutter: Cutter,
@@ -131,6 +141,7 @@ class RecordRows(IterableDataset[Any]):
         with_index: bool,
         skip: bool = False,
         in_ranges: bool = False,
+        strings: bool = False,
     ) -> None:
         self.dataset = dataset
         self._cutter = cutter
@@ -145,6 +156,12 @@ class RecordRows(IterableDataset[Any]):
         self._in_ranges = in_ranges or self._stacks
         self._entrance = Entrance()
         self._last_limits: tuple[int, Sequence[Limits]] = (0, ())
+        self._slices_strings = strings and not (with_index or skip) and cutter.global_batch_size is not None
+        self._whole, self._lacking = (
+            object(),
+            object(),
+        )  # kinds of rows: one without a sample tells nothing of the others
+        self._likes: tuple[int, Sequence[tuple[Limits, Like]]] = (0, ())
         # In shared memory, so that persistent loader workers learn of it too.
         self._epoch: torch.Tensor = torch.zeros(1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call] # torch has no types for it
 
@@ -159,7 +176,7 @@ class RecordRows(IterableDataset[Any]):
         rows._entrance = entrance or Entrance()  # noqa: SLF001 - its own copy
         return rows
 
-    def __iter__(self) -> Iterator[Cut | Failure]:
+    def __iter__(self) -> Iterator[Cut | KnownRows | Failure]:
         epoch, entrance = int(self._epoch), self._entrance
         order: Sequence[int] = fresh_files(self.dataset.file_order(epoch), entrance.deals)
         if self._by_file:
@@ -171,7 +188,7 @@ class RecordRows(IterableDataset[Any]):
         except (SourceError, StateMismatch) as error:
             yield Failure(error, "")
 
-    def _cuts(self, walk: RecordWalk, entrance: Entrance, key: int) -> Iterator[Cut | Failure]:
+    def _cuts(self, walk: RecordWalk, entrance: Entrance, key: int) -> Iterator[Cut | KnownRows | Failure]:
         """This loader worker's share of the batches after so many rows."""
         info = get_worker_info()
         worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
@@ -195,7 +212,10 @@ class RecordRows(IterableDataset[Any]):
                     place = walk.position()
                     untold, untold_batches = _RECORDS_BETWEEN_PLACES * max(1, len(place.slots)), _BATCHES_BETWEEN_PLACES
                     opened = place.opened
-                yield self._cut(records, walk.places, key, first, place)
+                if self._slices_strings and type(records) is list:
+                    yield KnownRows(self._sliced(records)[first:], place)
+                else:
+                    yield self._cut(records, walk.places, key, first, place)
             first, records = 0, []
 
     def _cut(self, records: Batch, places: _Places, key: int, first: int, place: WalkPlace | None) -> Cut | Failure:
@@ -215,6 +235,19 @@ class RecordRows(IterableDataset[Any]):
             start = places(0, 1)[0]
             where = f"collating from record {start.record} of {start.file} on"
             return Failure(error, where, Origin(file=start.file))
+
+    def _sliced(self, records: list[Any]) -> list[Known]:
+        """What ``_cut`` makes of strings that are collated to a list of them."""
+        size = len(records)
+        if size != self._likes[0]:
+            self._likes = size, [(limits, self._like(limits, size)) for limits in self._limits(size)]
+        return [
+            ([records[lo:hi] if lo < hi else None for lo, hi in limits], like, 0) for limits, like in self._likes[1]
+        ]
+
+    def _like(self, limits: Limits, size: int) -> Like:
+        sizes = tuple(hi - lo for lo, hi in limits)
+        return Like(self._lacking if 0 in sizes else self._whole, size, sizes)
 
     def _limits(self, size: int) -> Sequence[Limits]:
         """The rows of a batch; nearly all batches have the same size."""

@@ -22,7 +22,7 @@ from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.base import Exchange, RowStream
 from torchdistinput.sources.files import FileDataset
 from torchdistinput.sources.record_places import CommonPlaces, FilesPosition, Places
-from torchdistinput.sources.record_rows import Entrance, RecordRows, pass_over
+from torchdistinput.sources.record_rows import Entrance, KnownRows, RecordRows, pass_over
 from torchdistinput.sources.runs import LoaderRuns
 from torchdistinput.sources.torch_loaders import check_loader, generator_digest, settings_of
 from torchdistinput.sources.worker_side import Cut, Failure, as_is
@@ -83,6 +83,7 @@ class RecordSource:
         self._with_index = with_index
         self._read_ahead = read_ahead
         self._skip = skip
+        self._reads_here = self._loader is None or not (self._loader.num_workers or self._loader.pin_memory)
         # Where several read the same batches, each reads its own part of them, if the files are such that one can.
         num_readers = 1 if self._loader is None else max(1, self._loader.num_workers)
         in_ranges = num_readers > 1 or (shared and topology.num_workers > 1)
@@ -97,9 +98,9 @@ class RecordSource:
             with_index=with_index,
             skip=skip,
             in_ranges=in_ranges,
+            strings=self._lists_strings and self._reads_here,
         )
         self._runs = None if self._loader is None else _runs_of(self._loader)
-        self._reads_here = self._loader is not None and not self._loader.num_workers and not self._loader.pin_memory
         self.draws_from_default_generator = self._loader is not None and self._loader.generator is None
         certain = shared and not skip
         self.certain_piece_size = self._cutter.certain_piece_size(drop_last=self._drop_last) if certain else None
@@ -204,7 +205,7 @@ class RecordSource:
             rows = rows.of_epoch(epoch)
         else:
             rows.set_epoch(epoch)
-        cuts: Iterator[Cut | Failure] = iter(())
+        cuts: Iterator[Cut | KnownRows | Failure] = iter(())
         close: Callable[[], None] | None = None
         runs = self._runs
         if runs is None:
