@@ -573,15 +573,28 @@ def test_the_place_at_each_landmark_is_still_known_when_it_is_asked_for() -> Non
                     reader.places.at(reader.begins_at - 10 * 8)
 
 
-def pass_landmarks(reader: Reader, rule: Landmarks, slots: int) -> int:
+def test_the_place_is_known_at_each_row_where_landmarks_get_fewer_as_more_is_read_ahead() -> None:
+    for workers, slots, told_every in itertools.product((1, 3), (1, 32), (1, 4)):
+        for seldom in ((1,), (4,), (1, 2, 4), (4, 2, 1)):
+            reader = Reader(workers, 32, workers, told_every)
+            each = ROWS * 5 // len(seldom) + slots
+            changes = [times for times in seldom for _ in range(each)]
+            pass_landmarks(reader, RULES[0], slots, changes.__getitem__, ROWS * 5)
+
+
+def pass_landmarks(
+    reader: Reader, rule: Landmarks, slots: int, seldom: Callable[[int], int] = lambda _: 1, rows: int = ROWS
+) -> int:
     """Agrees on rows, as many at a time as one message covers, with as much read ahead as ever may be."""
     agreed = passed = 0
-    while agreed < ROWS:
+    learned = [reader.begins_at]
+    while agreed < rows:
         reader.read_to(reader.begins_at + agreed + reader.read_ahead + 2)
         before, agreed = agreed, agreed + slots
-        landmark = _last_landmark(agreed, rule, 1)
-        if landmark > _last_landmark(before, rule, 1):
+        landmark = _last_landmark(agreed, rule, seldom(before))
+        if landmark > _last_landmark(before, rule, seldom(before)):
             passed += 1
+            learned.append(reader.begins_at + landmark)
             place = reader.last_told(reader.begins_at + landmark)
             said = {"worker": 0, "row": place[0], "place": place[1]}
             assert json.loads(reader.common.mine(landmark)) == said, (reader, rule, landmark)
@@ -592,4 +605,12 @@ def pass_landmarks(reader: Reader, rule: Landmarks, slots: int) -> int:
                 assert reader.common.at(row) == [tuple(place)] * reader.workers
         for row in range(reader.begins_at + before, reader.begins_at + agreed + 1):
             assert list(reader.places.at(row)) == reader.last_told(row)
+        delivered = max(0, agreed - reader.read_ahead - 1)  # at least
+        for row in {
+            reader.begins_at + delivered,
+            reader.begins_at + (delivered + agreed) // 2,
+            reader.begins_at + agreed,
+        }:
+            landmark = max(each for each in learned if each <= row)
+            assert reader.common.at(row) == [tuple(reader.last_told(landmark))] * reader.workers
     return passed

@@ -6,8 +6,8 @@ the rows delivered. Rows count from the last change of the world. From the place
 again, undecoded.
 
 **Who knows what.** Where all workers read the same (DATA, or one worker) each knows the place. Under FILE each has a
-walk of its own; all tell where theirs stands after 1, 2, 4, ... and then every 64 rows, so a state is local, and the
-same on every rank.
+walk of its own; all tell where theirs stands after 1, 2, 4, ... and then every 64 rows (256 where steps are short, and
+read again in a moment), so a state is local, and the same on every rank.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class CommonPlaces:
 
     every = ROWS_BETWEEN_LANDMARKS
     early = True  # a state of the first steps knows the files that are open, too
-    can_wait = False
+    can_wait = True
 
     def __init__(self, own: Places, begun: FilesPosition, worker: int, read_ahead: int) -> None:
         self._own = own
