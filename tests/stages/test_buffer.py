@@ -419,6 +419,23 @@ def always_soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("always_soon")
+@pytest.mark.parametrize("world", [None, FakeCollectives(1)], ids=["alone", "with votes"])
+def test_what_nobody_else_would_bring_is_handed_over_before_the_consumer_waits(
+    world: FakeCollectives | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread may seem busy with a step that was taken already: it counts a step only after it put it there."""
+    monkeypatch.setattr(Background, "idle", False)
+    script = Script((1,) * 20, in_background=True)
+    party = compose(world, 0, script, depth=2)
+    found: list[Seen] = []
+    reader = threading.Thread(target=lambda: found.append(read(party, script)), daemon=True)
+    reader.start()
+    reader.join(20)
+    assert not reader.is_alive()
+    assert len(found[0].steps) == 20
+
+
+@pytest.mark.usefixtures("always_soon")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_consumer_that_does_the_work_itself_gets_what_the_laws_say(seed: int) -> None:
     world, scripts, depth, rng = world_of(seed, may_fail=seed % 2 == 0)

@@ -194,7 +194,8 @@ class Buffer:
                 self.end_by(error)
                 raise not_an_end(error) from error.__cause__
             if outcome is None:
-                if self._with_others:  # else the thread is about to bring something; it has something to do
+                # Alone, the thread brings a step for each that it was given: it need not be given more while one is due.
+                if self._with_others or self._in_flight == len(self._drawn):
                     self._hand_over()
                 outcome = self._wait()
             if type(outcome) is Share:
