@@ -9,28 +9,35 @@ Decision. Whoever puts a message writes it to the pipe, as long as messages are 
 way fit in it together, so that nobody ever waits for the reader. From the first larger one on, all go the ordinary way,
 in order: torch's loader has at most ``prefetch_factor`` batches of each worker on their way.
 
+Messages are pickled as ``multiprocessing`` pickles them. But its pickler copies all reducers that anybody registered,
+for each message: after a batch was decoded, in caches that know nothing of it, that takes as long as all other work on
+the message together.
+
 Linux, and workers that are forked; elsewhere torch's queues are as they were.
 """
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import pickle
 import queue
 import select
 import sys
 import weakref
+from collections.abc import Callable
 from multiprocessing.context import BaseContext
 from multiprocessing.reduction import ForkingPickler
+from types import FunctionType
 from typing import Any, Final, cast, final
 
 if sys.platform == "linux":
     import fcntl
     from multiprocessing.context import ForkContext
 
-# ruff: noqa: SLF001 - the pipe of a queue has no public name
+# ruff: noqa: SLF001 - the pipe of a queue has no public name, nor have the reducers that are registered
 
-__all__ = ["Messages", "context_for", "largest"]
+__all__ = ["Messages", "context_for", "largest", "reduction_of"]
 
 _PAGE: Final = 4096
 _LARGE_PIPE: Final = 1 << 18
@@ -61,13 +68,13 @@ class Messages:
 
     def put(self, item: Any) -> None:
         """Sends an item."""
-        message = ForkingPickler.dumps(item)
+        message = _pickled(item)
         if not self._by_thread and self._fits(len(message)):
             with self._wlock:
                 self._writer.send_bytes(message)
         else:
             self._by_thread = True
-            self._queue.put(_Pickled(bytes(message)))
+            self._queue.put(_Pickled(message))
 
     def _fits(self, size: int) -> bool:
         """Whether as many messages of this size as may come fit in the pipe, which is made larger where that helps."""
@@ -101,6 +108,35 @@ class Messages:
 
 def _nothing(*_: object) -> None:
     pass
+
+
+_REDUCERS: Final[dict[type[Any], Callable[[Any], Any]]] = cast(Any, ForkingPickler)._extra_reducers
+"""What was registered with ``ForkingPickler`` so far, and will be."""
+
+
+def reduction_of(obj: Any) -> Any:
+    """What ``ForkingPickler`` makes of an object, where ``pickle`` alone would do otherwise; else ``NotImplemented``.
+
+    To be asked for each object that is none of the types that every pickler knows: a ``reducer_override``.
+    """
+    cls = type(obj)
+    reduce = None if cls is type or cls is FunctionType else _REDUCERS.get(cls)  # these two are looked at before
+    return NotImplemented if reduce is None else reduce(obj)
+
+
+@final
+class _Pickler(pickle.Pickler):
+    """Pickles as ``ForkingPickler`` does."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        """See ``reduction_of``."""
+        return reduction_of(obj)
+
+
+def _pickled(item: Any) -> bytes:
+    message = io.BytesIO()
+    _Pickler(message).dump(item)
+    return message.getvalue()
 
 
 @final

@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable, Sequence
-from multiprocessing.reduction import ForkingPickler
 from typing import Any, Final, NamedTuple, Protocol, cast, final, runtime_checkable
 
 import numpy as np
@@ -20,6 +19,7 @@ from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_f
 
 from torchdistinput.backends.slots import Arena, Token, storage_over
 from torchdistinput.sources.lending import Block, DoesNotFit, Lender, Stack, is_plain
+from torchdistinput.sources.messages import reduction_of
 from torchdistinput.sources.torch_loaders import WorkerInit
 from torchdistinput.sources.worker_side import Failure
 
@@ -92,7 +92,7 @@ class _Contents:
 
 
 @final
-class _Pickler(ForkingPickler):
+class _Pickler(pickle.Pickler):
     """Pickles as PyTorch does between processes, with the contents of tensors and arrays as buffers beside it.
 
     Args:
@@ -101,7 +101,7 @@ class _Pickler(ForkingPickler):
     """
 
     def __init__(self, message: io.BytesIO, contents: _Contents) -> None:
-        super().__init__(message, pickle.HIGHEST_PROTOCOL, True, contents.are_inside)
+        super().__init__(message, pickle.HIGHEST_PROTOCOL, buffer_callback=contents.are_inside)
         self._contents = contents
 
     def reducer_override(self, obj: Any) -> Any:
@@ -109,12 +109,12 @@ class _Pickler(ForkingPickler):
         if type(obj) is torch.Tensor:
             number = _NUMBER_OF.get(obj.dtype)
             if number is None or not is_plain(obj) or obj.is_conj() or obj.is_neg():
-                return NotImplemented
+                return reduction_of(obj)
             return _tensor, (obj.untyped_storage(), number, obj.storage_offset(), tuple(obj.shape), obj.stride())
         if type(obj) is np.ndarray and not obj.flags.writeable:
             return obj.copy("A").__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # writable on the other side, as ever
         if type(obj) is not torch.UntypedStorage or not obj.nbytes():
-            return NotImplemented
+            return reduction_of(obj)
         if obj.device.type != "cpu" or obj.is_shared():
             raise DoesNotFit  # it needs no copy the ordinary way
         buffer = self._contents.look_up(obj)
