@@ -9,10 +9,12 @@ import os
 import queue
 import random
 import threading
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -83,6 +85,55 @@ def test_messages_of_all_sizes_come_in_the_order_in_which_they_were_put() -> Non
 def test_nothing_that_came_in_time_is_said_as_a_queue_says_it() -> None:
     with pytest.raises(queue.Empty):
         new().get(0.001)
+
+
+class Registered:
+    """Of which ``ForkingPickler`` is told how to pickle it, once there are queues."""
+
+    def itself(self) -> Registered:
+        """A method."""
+        return self
+
+
+def reduced(_: Registered) -> tuple[Any, ...]:
+    return str, ("registered",)
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        pytest.param(item, id=name)
+        for name, item in {
+            "request": (3, (True, [1, 2], 7)),
+            "class": Registered,
+            "function": reduced,
+            "method": random.Random(3).random,
+            "method of ours": [Registered().itself],
+            "type of a type": type,
+            "partial": partial(max, 1),
+            "dtype": torch.float16,
+            "array": np.arange(5.0),
+            "generator": random.Random(3),
+            "deep": {"a": [partial(len, "abc")] * 2, ("b",): frozenset("x")},
+        }.items()
+    ],
+)
+def test_a_message_is_pickled_as_multiprocessing_does_it(item: Any) -> None:
+    assert messages._pickled(item) == bytes(ForkingPickler.dumps(item))
+
+
+def test_what_is_registered_later_and_what_torch_shares_is_sent_as_multiprocessing_does_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(messages._REDUCERS, Registered, reduced)
+    made, tensor = new(), torch.zeros(3)
+    made.put((Registered(), tensor))
+    text, other = made.get(WAIT_SECONDS)
+    assert text == "registered"
+    assert tensor.untyped_storage().is_shared()
+    tensor[1] = 5
+    assert other[1] == 5
+    made.close()
 
 
 def test_what_was_pickled_for_the_thread_is_pickled_once() -> None:

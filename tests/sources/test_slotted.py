@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
+from torch.utils.data._utils.pin_memory import pin_memory
 
 import torchdistinput as tdi
 from tests.structures import Batch, Pair
@@ -159,6 +160,13 @@ def test_tensors_of_one_storage_stay_tensors_of_one_storage() -> None:
     assert more["same"].data_ptr() == x.data_ptr()
 
 
+@pytest.mark.parametrize("item", [numbers(4, BIG), "text"])
+def test_what_torchs_thread_that_pins_makes_of_it_is_opened_as_well(item: Any) -> None:
+    pipe = Pipe()
+    for _ in range(3):
+        assert facts(pipe.inlet.open(pin_memory(pipe.send(item)))) == facts(item)  # type: ignore[no-untyped-call] # torch's
+
+
 def test_what_is_shared_already_needs_no_copy() -> None:
     shared = numbers(4, BIG).share_memory_()  # type: ignore[no-untyped-call] # torch's
     pipe = Pipe()
@@ -250,7 +258,7 @@ def test_large_samples_are_copied_once() -> None:
     assert pipe.holds(x)
     place = x.data_ptr()
     sent = pipe.send(made)
-    assert isinstance(sent, Packed)
+    assert not isinstance(sent, Fresh)
     del made, x
     assert pipe.inlet.open(sent)[0].data_ptr() == place
 
@@ -316,7 +324,7 @@ def test_whoever_keeps_a_batch_keeps_it_whoever_drops_it_frees_it(seed: int, mon
     for worker in (0, 1):  # all is free again, so that one batch may have it all
         pipe.through(numbers(2000), worker)
         pipe.through(0, worker)
-        assert isinstance(pipe.send(torch.zeros(40 * 1024), worker), Packed)
+        assert not isinstance(pipe.send(torch.zeros(40 * 1024), worker), Fresh)
 
 
 def test_there_are_so_many_entries_and_no_more() -> None:
@@ -326,7 +334,7 @@ def test_there_are_so_many_entries_and_no_more() -> None:
     batches.pop()
     pipe.inlet.take_back()
     pipe.send(0)
-    assert isinstance(pipe.send(numbers(4, BIG)), Packed)
+    assert not isinstance(pipe.send(numbers(4, BIG)), Fresh)
 
 
 def test_of_what_nobody_has_the_pages_are_given_back_when_the_loader_is_closed() -> None:

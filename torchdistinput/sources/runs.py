@@ -23,7 +23,7 @@ from torch.utils.data.dataloader import _DatasetKind, _MultiProcessingDataLoader
 from torchdistinput.backends.slots import forks_of_workers
 from torchdistinput.flow import Origin, ReadFailure
 from torchdistinput.sources.arrivals import see_in
-from torchdistinput.sources.slotted import Fresh, Inlet, Packed, through_slots
+from torchdistinput.sources.slotted import Fresh, Inlet, through_slots
 from torchdistinput.sources.torch_loaders import WorkerInit
 
 # ruff: noqa: SLF001 - torch has no public way to its loader workers, see above
@@ -94,8 +94,9 @@ class LoaderRun(Iterator[Any]):
         inlet.take_back()
         sent = self._sent()
         item = inlet.open(sent)
-        self.fresh += isinstance(sent, Fresh)
-        if self._pins and isinstance(sent, Packed):  # torch's own thread has not seen what is in it
+        fresh = isinstance(sent, Fresh)
+        self.fresh += fresh
+        if self._pins and not fresh:  # torch's own thread has not seen what is in it
             item = pin_memory(item)  # type: ignore[no-untyped-call] # torch's
         return item
 

@@ -34,17 +34,14 @@ _NUMBER_OF: Final = {dtype: number for number, dtype in enumerate(_DTYPES)}
 """Of the usual types, which travel as numbers."""
 
 
-class Packed(NamedTuple):
-    """An item of a loader worker, whose tensors are elsewhere."""
+Places = Sequence[tuple[int, int]]
+"""Where contents are in a worker's part: the first byte, and the one after the last."""
 
-    worker: int
-    number: int
-    """How many of the worker's items took memory so far."""
-    entry: int | None
-    """Of the ledger; ``None`` if this one took no memory."""
-    places: tuple[tuple[int, int], ...]
-    """Where the contents are in the worker's part: the first byte, and the one after the last."""
-    pickled: bytes
+Packed = tuple[int, int, int | None, Places, bytes]
+"""An item of a loader worker whose tensors are elsewhere: the worker, how many of its items took memory so far, the
+entry in the ledger (``None`` if this one took no memory), the places of the contents, and the rest of it, pickled.
+
+A plain tuple, as the name of a class takes as long on the way as all of that."""
 
 
 class Fresh(NamedTuple):
@@ -186,7 +183,7 @@ def _packed(item: Any, lender: Lender) -> Packed:
     blocks = contents.blocks
     entry = lender.enter(blocks) if blocks else None
     places = tuple((block.lo, block.lo + block.size) for block in blocks)
-    return Packed(lender.worker, lender.number, entry, places, message.getvalue())
+    return lender.worker, lender.number, entry, places, message.getvalue()
 
 
 def through_slots(loader: DataLoader[Any]) -> Inlet | None:
@@ -214,7 +211,8 @@ class Inlet:
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
-        self._tokens: dict[tuple[int, int], tuple[Token, Packed]] = {}  # by worker and entry of the ledger
+        # By worker and entry of the ledger, with the places of the item.
+        self._tokens: dict[tuple[int, int], tuple[Token, Places]] = {}
         self._numbers = [0] * arena.workers
         self._closed = False
         # What torch sets up at the first use of a function must not happen in another thread while a worker is forked.
@@ -232,26 +230,31 @@ class Inlet:
                 self._arena.ledger(worker)[entry] = 0
 
     def open(self, sent: Packed | Fresh) -> Any:
-        """The item that a worker sent.
+        """The item that a worker sent, of which torch's thread that pins may have made a list.
 
         Raises:
           StopIteration: the loader was closed.
         """
-        took = isinstance(sent, Packed) and sent.entry is not None
-        if sent.number != self._numbers[sent.worker] + took:
-            self._forget(sent.worker, sent.number - took)
-        self._numbers[sent.worker] = sent.number
         if isinstance(sent, Fresh):
+            self._count(sent.worker, sent.number, took=False)
             return sent.item
-        if sent.entry is None:
-            return pickle.loads(sent.pickled)
-        token = Token(self._arena.part(sent.worker))
-        self._tokens[sent.worker, sent.entry] = token, sent
+        worker, number, entry, places, pickled = sent
+        self._count(worker, number, took=entry is not None)
+        if entry is None:
+            return pickle.loads(pickled)
+        token = Token(self._arena.part(worker))
+        self._tokens[worker, entry] = token, places
         if self._closed:  # after the token was put down, as close() looks for tokens after it says so
             raise StopIteration
-        buffers = [token.buffer(lo, hi) for lo, hi in sent.places]
+        buffers = [token.buffer(lo, hi) for lo, hi in places]
         token.handed_out()
-        return pickle.loads(sent.pickled, buffers=buffers)
+        return pickle.loads(pickled, buffers=buffers)
+
+    def _count(self, worker: int, number: int, *, took: bool) -> None:
+        """An item came, the worker's so-and-so-many that took memory."""
+        if number != self._numbers[worker] + took:
+            self._forget(worker, number - took)
+        self._numbers[worker] = number
 
     def _forget(self, worker: int, number: int) -> None:
         """Frees what an epoch before sent and torch threw away: it comes in order, so what is missing never comes."""
@@ -264,8 +267,8 @@ class Inlet:
         """Gives the memory back to the system, but for the batches that are in use. Idempotent; any thread."""
         self._closed = True
         used: list[list[tuple[int, int]]] = [[] for _ in range(self._arena.workers)]
-        for token, sent in list(self._tokens.values()):
+        for (worker, _), (token, places) in list(self._tokens.items()):
             if not token.is_free:
-                used[sent.worker].extend(sent.places)
-        for worker, places in enumerate(used):
-            self._arena.give_up(worker, places)
+                used[worker].extend(places)
+        for worker, taken in enumerate(used):
+            self._arena.give_up(worker, taken)
