@@ -104,6 +104,11 @@ def twice() -> Any:
     return [x, x[1:3], x.view(-1), {"same": x}]
 
 
+def part_first() -> Any:
+    x = numbers(4, BIG)
+    return [x[1:3], x, x.view(-1), (x[2:], x)]
+
+
 class Own(torch.Tensor):
     """A subclass without anything of its own."""
 
@@ -121,6 +126,14 @@ ITEMS: dict[str, Callable[[], Any]] = {
     "offset": lambda: numbers(4, BIG)[1:, 7:],
     "expanded": lambda: numbers(BIG).expand(4, BIG),
     "one storage": twice,
+    "one storage, its part first": part_first,
+    "rows of one element": lambda: [numbers(1, BIG), numbers(BIG, 1), numbers(1, 1, BIG, 1), numbers(1)],
+    "strides of one element": lambda: [
+        numbers(BIG).as_strided((1, BIG), (7, 1)),
+        numbers(9).as_strided((1, 9), (5, 1)),
+    ],
+    "many dimensions": lambda: numbers(BIG).view(*[1] * 40, BIG),
+    "negative": lambda: torch.full((BIG,), 2j).conj().imag,
     "parameter": lambda: torch.nn.Parameter(numbers(4, BIG)),
     "requires grad": lambda: numbers(4, BIG).requires_grad_(),
     "subclass": lambda: numbers(4, BIG).as_subclass(Own),
@@ -158,6 +171,27 @@ def test_tensors_of_one_storage_stay_tensors_of_one_storage() -> None:
     part.fill_(-1)
     assert (flat.view(4, -1)[1:3] == -1).all()
     assert more["same"].data_ptr() == x.data_ptr()
+    part, x, flat, (rest, same) = Pipe().through(part_first())
+    part.fill_(-1)
+    assert (flat.view(4, -1)[1:3] == -1).all()
+    assert (rest[0] == -1).all()
+    assert same is x
+
+
+@pytest.mark.parametrize("size", [4, BIG])
+def test_a_storage_stays_that_of_its_tensor(size: int) -> None:
+    x = numbers(size)
+    for order in (1, -1):
+        tensor, storage = Pipe().through([x, x.untyped_storage()][::order])[::order]
+        assert storage is tensor.untyped_storage()
+        assert torch.equal(tensor, x)
+
+
+def test_storages_over_the_same_memory_come_as_storages_of_their_own() -> None:
+    array = numbers(4, BIG).numpy()
+    one, other = Pipe().through([torch.from_numpy(array), torch.from_numpy(array)])
+    one.fill_(-1)
+    assert (other == numbers(4, BIG)).all()
 
 
 @pytest.mark.parametrize("item", [numbers(4, BIG), "text"])

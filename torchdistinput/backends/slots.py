@@ -52,7 +52,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["ENTRIES", "Arena", "Free", "Token", "forks_of_workers", "storage_over", "tensor_over"]
+__all__ = ["ENTRIES", "Arena", "Free", "Token", "forks_of_workers", "keeping", "storage_over", "tensor_over"]
 
 ENTRIES: Final = 64
 """Batches of one worker that may be in use at a time."""
@@ -251,7 +251,11 @@ def storage_over(buffer: memoryview | bytearray) -> torch.UntypedStorage:
 
 def tensor_over(buffer: memoryview | bytearray, dtype: torch.dtype) -> torch.Tensor:
     """A tensor of one dimension over such a storage."""
-    tensor = torch.frombuffer(buffer, dtype=dtype)
+    return keeping(torch.frombuffer(buffer, dtype=dtype), buffer)
+
+
+def keeping(tensor: torch.Tensor, buffer: memoryview | bytearray) -> torch.Tensor:
+    """A tensor over some memory, the storage of which keeps it alive from now on."""
     tensor.untyped_storage().buffer = buffer  # type: ignore[attr-defined] # torch keeps what is put there with it
     return tensor
 
