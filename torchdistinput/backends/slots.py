@@ -43,7 +43,7 @@ import sys
 import threading
 import weakref
 from bisect import insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import DupFd
 from typing import Any, Final, final
@@ -52,7 +52,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["ENTRIES", "Arena", "Free", "Token", "forks_of_workers", "keeping", "storage_over", "tensor_over"]
+__all__ = ["ENTRIES", "Arena", "Free", "Token", "forks_of_workers", "storage_over", "tensor_over"]
 
 ENTRIES: Final = 64
 """Batches of one worker that may be in use at a time."""
@@ -60,6 +60,13 @@ ENTRIES: Final = 64
 _MOST_BYTES: Final = 1 << 30
 _PAGE: Final = mmap.PAGESIZE
 _ALIGNMENT: Final = 64
+
+_NUMPYS: Final = {
+    getattr(torch, name): np.dtype(name)
+    for name in ("float32", "float64", "float16", "uint8", "int8", "int16", "int32", "int64", "bool")
+}
+_MOST_DIMENSIONS: Final = 32
+"""Of an array, in every version of NumPy."""
 
 _Bytes = npt.NDArray[np.uint8]
 
@@ -246,16 +253,22 @@ class _Fork:
 
 def storage_over(buffer: memoryview | bytearray) -> torch.UntypedStorage:
     """A storage over the memory, which it keeps alive, also when its contents are moved elsewhere."""
-    return tensor_over(buffer, torch.uint8).untyped_storage()
+    return tensor_over(buffer, torch.uint8, (len(buffer),)).untyped_storage()
 
 
-def tensor_over(buffer: memoryview | bytearray, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of one dimension over such a storage."""
-    return keeping(torch.frombuffer(buffer, dtype=dtype), buffer)
+def tensor_over(buffer: memoryview | bytearray, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """A contiguous tensor that is all of such a storage.
 
-
-def keeping(tensor: torch.Tensor, buffer: memoryview | bytearray) -> torch.Tensor:
-    """A tensor over some memory, the storage of which keeps it alive from now on."""
+    Args:
+      buffer: the memory, of as many bytes as the tensor has.
+      dtype: of the tensor.
+      shape: of the tensor.
+    """
+    number = _NUMPYS.get(dtype)
+    if number is not None and len(shape) <= _MOST_DIMENSIONS:  # torch's own way to a shape takes several times as long
+        tensor = torch.from_numpy(np.ndarray(shape, number, buffer))
+    else:
+        tensor = torch.frombuffer(buffer, dtype=dtype).view(shape)
     tensor.untyped_storage().buffer = buffer  # type: ignore[attr-defined] # torch keeps what is put there with it
     return tensor
 

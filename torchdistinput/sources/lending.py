@@ -87,9 +87,9 @@ class Lender:
         if lo is None:
             return None
         token = self._blocks[lo].token
-        flat = tensor_over(token.buffer(lo, lo + size), dtype)
+        tensor = tensor_over(token.buffer(lo, lo + size), dtype, shape)
         token.handed_out()
-        return flat.view(shape)
+        return tensor
 
     def _take(self, size: int) -> int | None:
         lo = self._free.take(size)

@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
-from torchdistinput.backends.slots import Arena, Token, keeping, storage_over
+from torchdistinput.backends.slots import Arena, Token, storage_over, tensor_over
 from torchdistinput.sources.lending import Block, DoesNotFit, Lender, Stack, is_plain
 from torchdistinput.sources.messages import reduction_of
 from torchdistinput.sources.torch_loaders import WorkerInit
@@ -33,9 +33,6 @@ _DTYPES: Final = (
 )
 _NUMBER_OF: Final = {dtype: number for number, dtype in enumerate(_DTYPES)}
 """Of the usual types, which travel as numbers."""
-_NUMPYS: Final = tuple(None if each is torch.bfloat16 else torch.empty(0, dtype=each).numpy().dtype for each in _DTYPES)
-_MOST_DIMENSIONS: Final = 32
-"""Of an array, in every version of NumPy."""
 
 
 Places = Sequence[tuple[int, int]]
@@ -124,7 +121,7 @@ class _Pickler(pickle.Pickler):
             if number is None or not is_plain(obj) or obj.is_neg():
                 return reduction_of(obj)
             storage, shape, stride = obj.untyped_storage(), tuple(obj.shape), obj.stride()
-            if _is_whole(obj, storage, number) and self._contents.is_new(storage, obj):
+            if _is_whole(obj, storage) and self._contents.is_new(storage, obj):
                 return _whole, (self._buffer(storage, obj), number, shape)
             return _tensor, (storage, number, obj.storage_offset(), shape, stride)
         if type(obj) is np.ndarray and not obj.flags.writeable:
@@ -142,26 +139,24 @@ class _Pickler(pickle.Pickler):
             return buffer
         if storage.device.type != "cpu" or storage.is_shared():
             raise DoesNotFit  # it needs no copy the ordinary way
-        if whole is None:
+        if whole is None or whole.dtype is torch.bfloat16:  # no array can be of that
             whole = torch.empty(0, dtype=torch.uint8).set_(storage)
         return pickle.PickleBuffer(whole.numpy().data)
 
 
-def _is_whole(tensor: torch.Tensor, storage: torch.UntypedStorage, number: int) -> bool:
-    """Whether a plain tensor is all of its storage, in the order of an array that has no strides given."""
+def _is_whole(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
+    """Whether a plain tensor is all of its storage, as a new one of its shape would be."""
     shape = tensor.shape
     return (
         tensor.is_contiguous()
         and 0 < storage.nbytes() == tensor.nbytes
-        and _NUMPYS[number] is not None
-        and len(shape) <= _MOST_DIMENSIONS
         and (1 not in shape or tensor.stride() == tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape))))
     )
 
 
 def _whole(buffer: memoryview | bytearray, number: int, shape: Sequence[int]) -> torch.Tensor:
-    """The tensor that is all of a storage. NumPy makes it in a third of the time that ``_tensor`` takes."""
-    return keeping(torch.from_numpy(np.ndarray(shape, _NUMPYS[number], buffer)), buffer)
+    """A tensor that is all of its storage."""
+    return tensor_over(buffer, _DTYPES[number], shape)
 
 
 def _tensor(
