@@ -194,7 +194,7 @@ class Buffer:
                 self.end_by(error)
                 raise not_an_end(error) from error.__cause__
             if outcome is None:
-                # Alone, the thread brings a step for each that it was given: it need not be given more while one is due.
+                # Alone, the thread brings a step for each that it was given, and needs no more of them until then.
                 if self._with_others or self._in_flight == len(self._drawn):
                     self._hand_over()
                 outcome = self._wait()
