@@ -4,7 +4,7 @@ Problem. The training thread must never sit in an exchange with other ranks, nor
 must run on it all the same where torch would run it; whoever waits must stay interruptible and name the late rank; and
 a thread beside a consumer that is back at once costs more than it hides: the two wait for each other's lock.
 
-Decision. The caller draws the halves of steps that belong on its own thread, always ``depth`` beyond the one it waits
+Decision. The caller draws the halves of steps that belong on its own thread, up to ``depth`` beyond the one it waits
 for, and hands them over as *tickets*. The thread completes them, votes for them, and puts the outcomes in a queue. A
 caller that comes back within 100 us, step after step, completes them itself and looks after the votes; the thread takes
 over when it has to wait, or is away. Steps that are complete as they are drawn are never handed over; and where many
@@ -120,11 +120,22 @@ class Buffer:
         Raises:
           InputError: what went wrong, on every rank; again on each further call.
         """
-        if self._to_spare > 0:
+        if self._to_spare > 0:  # nothing else is to be done
             self._to_spare -= 1
-            share = self._next_spare()
-            if share is not None:
-                return share
+            try:
+                outcome = self._ready.popleft()
+                if type(outcome) is Share:
+                    self._meter.last = perf_counter()
+                    self._in_flight -= 1
+                    self._delivered += 1
+                    return outcome
+                self._to_spare = 0
+                self._note(outcome)
+            except IndexError:  # closed by another thread
+                self._to_spare = 0
+            except BaseException as error:  # Ctrl-C
+                self.end_by(error)
+                raise
         if self._peeked is None:
             return self._next_in_line() if self._in_line else self._next_ahead()
         share, self._peeked = self._peeked, None
@@ -136,24 +147,6 @@ class Buffer:
             self._peeked = self._next_in_line() if self._in_line else self._next_ahead()
             self._to_spare = 0
         return self._peeked
-
-    def _next_spare(self) -> Share | None:
-        """The next one of several ready steps, with nothing else to be done; ``None``: it is no such step."""
-        try:
-            outcome = self._ready.popleft()
-            if type(outcome) is Share:
-                self._meter.last = perf_counter()
-                self._in_flight -= 1
-                self._delivered += 1
-                return outcome
-        except IndexError:  # closed by another thread
-            return None
-        except BaseException as error:  # Ctrl-C
-            self.end_by(error)
-            raise
-        self._to_spare = 0
-        self._note(outcome)
-        return None
 
     def _next_in_line(self) -> Share | None:
         began = drew = perf_counter()
