@@ -269,6 +269,8 @@ class DistributedDataset:
             told = self._agree_on_epoch(ranks, entry)
             # The next unused number is the same everywhere, so there is always one that is free on all ranks.
             number = min(set.intersection(*(set(each["channels"]) for each in told)))
+            # Not the same where the epoch before was left at different steps; and what the ranks tell hangs on it.
+            self._last.ahead = min(each["ahead"] for each in told) or None
         start = entry.start
         if start.steps:
             start = self._source.resume(entry.epoch, start, self._share_at_start)
@@ -309,7 +311,7 @@ class DistributedDataset:
         # Not where the data is to be brought to a step first, which may draw.
         asks = self._source.draws_from_default_generator and not entry.start.steps
         digest = self._alike.digest_of(_default_of(entry)) if asks else None
-        extra = {"channels": ranks.free_channels(), "random": digest}
+        extra = {"channels": ranks.free_channels(), "random": digest, "ahead": self._last.ahead or 0}
         told = agree(ranks, f"iter() of dataset {self._name}", facts, extra=extra)
         self._alike.compare([each["random"] for each in told])
         return told

@@ -234,3 +234,17 @@ def begins_where_the_last_epoch_was() -> list[int]:
 
 def test_an_epoch_begins_as_far_ahead_as_the_ranks_agreed_in_the_one_before() -> None:
     assert run_ranks(2, begins_where_the_last_epoch_was) == [[3, 9, 4, 4]] * 2
+
+
+def goes_on_after_different_steps() -> int:
+    dataset = one().distribute_dataset(number_range(400, 2))
+    dataset._last.read_ahead(2 << dist.get_rank())  # as where one rank left before that came, and the other after it
+    steps = 0
+    for _ in itertools.islice(dataset, 150):  # beyond two landmarks
+        time.sleep(0.001)  # so that votes do not show, and it stays as it is
+        steps += 1
+    return steps
+
+
+def test_where_the_ranks_left_at_different_steps_the_next_epoch_begins_alike_all_the_same() -> None:
+    assert run_ranks(2, goes_on_after_different_steps, timeout_seconds=HANG_SECONDS) == [150] * 2
