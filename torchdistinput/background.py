@@ -233,10 +233,12 @@ class Background:
         self._watched = False
         self._tickets.put(_LOOK)
         self._is_waited_for = True
-        if not self.ready:  # looked at once more: who did not see that it is waited for put it there before
-            with contextlib.suppress(queue.Empty):
-                self._bell.get(timeout=seconds)
-        self._is_waited_for = False
+        try:
+            if not self.ready:  # looked at once more: who did not see that it is waited for put it there before
+                with contextlib.suppress(queue.Empty):
+                    self._bell.get(timeout=seconds)
+        finally:
+            self._is_waited_for = False
 
     def _put(self, outcomes: Iterable[Outcome]) -> None:
         self.ready.extend(outcomes)

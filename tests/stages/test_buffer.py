@@ -5,11 +5,16 @@ from __future__ import annotations
 import collections
 import dataclasses
 import gc
+import itertools
 import logging
 import random
+import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -26,9 +31,10 @@ from tests.stages.scripted import (
     results_of,
     values,
 )
+from torchdistinput import background as background_module
 from torchdistinput.backends.exchanges import Exchange
 from torchdistinput.background import Background, Walk
-from torchdistinput.errors import CoordinationTimeout, RankLost, SourceError
+from torchdistinput.errors import CoordinationTimeout, InputError, RankLost, SourceError
 from torchdistinput.flow import Drawn, End, Held, Outcome, Share
 from torchdistinput.stages import buffer as buffer_module
 from torchdistinput.stages.buffer import Buffer
@@ -514,6 +520,59 @@ def test_after_an_interruption_no_step_is_lost_in_silence(error: BaseException) 
     assert first[0].startswith(type(error).__name__)
     assert ("interrupted while it read" if isinstance(error, KeyboardInterrupt) else "ValueError: oh") in first[1]
     assert all(f"rank 0 failed: {type(error).__name__}" in each for each in second)
+
+
+def read_with_an_interruption(world: FakeCollectives | None, moment: int, found: list[Any]) -> None:
+    """Reads to the end, with a Ctrl-C at one of the moments at which Python would raise it: calls and their ends.
+
+    Not while it closes, when nothing comes any more.
+    """
+    files = {buffer_module.__file__, background_module.__file__}
+    party = compose(world, 0, Script((1, 0, 1, 1, 1), in_background=True), depth=2)
+    moments = itertools.count()
+
+    def press(frame: FrameType, event: str, _: Any) -> None:
+        comes = event in {"call", "c_return"} and frame.f_code.co_filename in files and not party.buffer.closed
+        if comes and next(moments) == moment:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    steps: list[list[int]] = []
+    sys.setprofile(press)
+    try:
+        for _ in range(7):
+            try:
+                taken = party.buffer.take()
+            except KeyboardInterrupt:
+                continue
+            if taken is None:
+                break
+            steps.append(values(taken)[1])
+    except InputError:  # it refuses to go on
+        steps.append([-1])
+    finally:
+        sys.setprofile(None)
+        party.buffer.close()
+    found += [next(moments) > moment, steps]
+
+
+@pytest.mark.parametrize("world", [lambda: None, lambda: FakeCollectives(1)], ids=["alone", "with votes"])
+def test_wherever_it_is_interrupted_no_step_is_lost_in_silence(
+    world: Callable[[], FakeCollectives | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buffer_module, "_GRACE_SECONDS", 0.05)
+    for moment in itertools.count():
+        found: list[Any] = []
+        reader = threading.Thread(target=read_with_an_interruption, args=(world(), moment, found), daemon=True)
+        reader.start()
+        reader.join(20)
+        assert not reader.is_alive(), moment
+        pressed, steps = found
+        delivered, refused = [step for step in steps if step != [-1]], steps[-1:] == [[-1]]
+        assert delivered == [[0], [2], [3], [4]][: len(delivered)], moment
+        assert refused or len(delivered) == 4, moment
+        if not pressed:
+            return
 
 
 @pytest.mark.usefixtures("always_soon")

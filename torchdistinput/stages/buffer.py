@@ -176,21 +176,36 @@ class Buffer:
         return None
 
     def _next_ahead(self) -> Share | None:
-        began, meter = perf_counter(), self._meter
-        away = began - meter.last
+        began = perf_counter()
+        away = began - self._meter.last
         self._away += ((away if away < _LONG_SECONDS else _LONG_SECONDS) - self._away) / 8
         while self._final is None:
             try:
                 self._top_up()
-                outcome = self._ready.popleft() if self._ready else self._look_a_while()
+                # Alone, the thread brings a step for each that it was given, and needs no more of them until then.
+                if not (self._ready or self._look_a_while()) and (
+                    self._with_others or self._in_flight == len(self._drawn)
+                ):
+                    self._hand_over()
             except BaseException as error:
                 self.end_by(error)
                 raise not_an_end(error) from error.__cause__
-            if outcome is None:
-                # Alone, the thread brings a step for each that it was given, and needs no more of them until then.
-                if self._with_others or self._in_flight == len(self._drawn):
-                    self._hand_over()
-                outcome = self._wait()
+            if not self._ready:
+                self._wait()  # an interruption loses nothing there
+            share = self._next_ready(began)
+            if share is not None:
+                return share
+        self._raise_what_ended_it()
+        return None
+
+    def _next_ready(self, began: float) -> Share | None:
+        """The next outcome, if it is a step; else it is seen to. An interruption would lose it, or count it wrongly."""
+        meter = self._meter
+        try:
+            try:
+                outcome = self._ready.popleft()
+            except IndexError:  # closed by another thread
+                return None
             if type(outcome) is Share:
                 meter.last = now = perf_counter()
                 meter.waiting += now - began
@@ -200,7 +215,9 @@ class Buffer:
                     self._to_spare = min(self._background.to_spare, self._in_flight - self._draws_at)
                 return outcome
             self._note(outcome)
-        self._raise_what_ended_it()
+        except BaseException as error:
+            self.end_by(error)
+            raise
         return None
 
     def _note(self, outcome: Outcome) -> None:
@@ -279,32 +296,34 @@ class Buffer:
         self._final = Raised(_lasting(error, self._taken))
         self.close()
 
-    def _look_a_while(self) -> Outcome | None:
-        """A consumer that comes back at once looks after the vote for a moment, which is shorter than to be woken."""
+    def _look_a_while(self) -> bool:
+        """A consumer that comes back at once looks after the vote for a moment, which is shorter than to be woken.
+
+        Whether something is ready then.
+        """
         background = self._background
         until = perf_counter() + _WATCHFUL_SECONDS
         while self._looks_after_votes and self._away < _SOON_SECONDS and perf_counter() < until:
             background.help_voting()
             if self._ready:
-                return self._ready.popleft()
+                return True
             _let_others_run()  # the message may need this processor
-        return None
+        return False
 
-    def _wait(self) -> Outcome:
+    def _wait(self) -> None:
+        """Until something is ready, or this is closed by another thread."""
         began = time.monotonic()
         while True:
             try:
                 self._background.wait(min(1.0, self._timeout_seconds / 4))
-                if self._ready:
-                    return self._ready.popleft()
             except RuntimeError as error:
                 if not str(error).startswith("DataLoader worker"):
                     raise
                 # torch's signal handler, which tells of a dead loader worker wherever the main thread happens to be.
                 # The background thread meets the same worker, and its vote tells all ranks at the same step.
                 _LOG.debug("while waiting: %s", error)
-            if self._final is not None:  # closed by another thread meanwhile
-                return self._final
+            if self._ready or self._final is not None:
+                return
             self._look_at_clock(began)
 
     def _look_at_clock(self, began: float) -> None:
