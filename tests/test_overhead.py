@@ -29,6 +29,7 @@ from torchdistinput.mould import Mould
 from torchdistinput.sources.numbers import digest_of
 from torchdistinput.stages.coordinate import Coordinate
 from torchdistinput.stages.transfer import Transfer
+from torchdistinput.stats import Meter
 from torchdistinput.testing import FakeCollectives
 from torchdistinput.tree import structure_of
 
@@ -229,20 +230,21 @@ class Interrupting(Dataset[torch.Tensor]):
         return torch.tensor([index])
 
 
-@pytest.mark.parametrize("while_reading", [True, False], ids=["while it reads", "while it hands over"])
+@pytest.mark.parametrize("during", ["reading", "_num_bytes", "_deliver"])
 @pytest.mark.parametrize("prefetch", [0, None])
 def test_after_an_interruption_an_iterator_refuses_to_go_on_and_a_new_one_misses_nothing(
-    prefetch: int | None, while_reading: bool, monkeypatch: pytest.MonkeyPatch
+    prefetch: int | None, during: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = Interrupting()
-    data.pressed = not while_reading
+    data.pressed = during != "reading"
     dataset = tdi.Strategy(devices=["cpu"]).distribute_dataset(
         DataLoader(data, batch_size=1), tdi.InputOptions(prefetch=prefetch)
     )
     iterator = iter(dataset)
     assert [next(iterator).item() for _ in range(3)] == [0, 1, 2]
-    if not while_reading:
-        monkeypatch.setattr(iterator, "_num_bytes", interrupted)
+    if during != "reading":
+        owner: Any = iterator if during == "_num_bytes" else iterator._progress
+        monkeypatch.setattr(owner, during, interrupted)
     with pytest.raises(KeyboardInterrupt):
         next(iterator)
     for _ in range(2):
@@ -250,12 +252,23 @@ def test_after_an_interruption_an_iterator_refuses_to_go_on_and_a_new_one_misses
             next(iterator)
     assert dataset.step.index == 2
     state = dataset.state_dict()
+    assert (state["step"], state["samples"]) == (3, 3)
     dataset.load_state_dict(state)
     assert [element.item() for element in dataset] == [3, 4, 5]
 
 
 def interrupted(*_: Any) -> int:
     raise KeyboardInterrupt
+
+
+def test_a_step_does_not_count_where_its_counting_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    meter = Meter()
+    for _ in range(7):
+        meter.deliver(1, 1)
+    monkeypatch.setattr(meter, "_totals", interrupted)  # which the eighth puts aside
+    with pytest.raises(KeyboardInterrupt):
+        meter.deliver(1, 1)
+    assert meter.steps == 7
 
 
 def test_end_comes_as_one_outcome() -> None:

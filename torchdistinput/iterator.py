@@ -138,12 +138,12 @@ class Progress:
 
     def add(self, taken: Share, local: int, num_bytes: int) -> None:
         """A step with so many samples and bytes here was delivered. Its pieces are the user's from now on."""
+        if taken.skipped is not NOTHING_SKIPPED:
+            self.meter.skipped += taken.skipped.samples
+        self._deliver(local, num_bytes)  # before the rest, which no interruption can part from its count of steps
         taken.pieces = taken.parcels = []
         self._taken = taken
         self.samples += taken.global_size
-        if taken.skipped is not NOTHING_SKIPPED:
-            self.meter.skipped += taken.skipped.samples
-        self._deliver(local, num_bytes)
         if self._log_every and not self.steps % self._log_every:
             _LOG.info(summary(self.epoch, self.steps, self.meter))
 

@@ -83,14 +83,15 @@ class Meter:
         self._marks = deque([self._totals()], maxlen=_MARKS)
 
     def deliver(self, samples: int, num_bytes: int) -> None:
-        """A step was delivered. The consumer's."""
-        self.steps = steps = self.steps + 1
+        """A step was delivered. The consumer's. After an interruption in here it does not count."""
+        steps = self.steps + 1
         self.samples += samples
         self.bytes += num_bytes
         if num_bytes > self.largest:  # noqa: PLR1730 - max() takes four times as long
             self.largest = num_bytes
         if not steps % _STEPS_BETWEEN_MARKS:
-            self._marks.append(self._totals())
+            self._marks.append((steps, *self._totals()[1:]))
+        self.steps = steps
 
     def _totals(self) -> tuple[float, ...]:
         reading = self.drawing + self.fetching
