@@ -26,6 +26,7 @@ FLOORS = {
     "failures": 2,
     "stats": 2,
     "mould": 2,
+    "patience": 2,
     "values": 2,
     "background": 3,
     "agreement": 3,
@@ -58,7 +59,10 @@ NARROWER = {
     "plan": {"errors"},
     "backends": {"errors", "tree"},
     "values": {"errors", "tree"},
-    "stages": {"errors", "tree", "failures", "flow", "mould", "plan", "backends", "stats", "values", "background"},
+    "stages": {
+        *("errors", "tree", "failures", "flow", "mould", "plan", "backends", "stats", "values"),
+        *("background", "patience"),
+    },
 }
 
 RUN_TIME_PACKAGES = {"torch", "numpy", "fsspec"}

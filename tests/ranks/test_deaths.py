@@ -24,7 +24,7 @@ from tests.matrix import cells
 from tests.ranks import faults, scenes
 from tests.ranks.faults import Numbers, Stall
 from tests.ranks.scenes import SETTINGS, Expected, Group, Played, Scene, Stage, check
-from torchdistinput.stages import buffer
+from torchdistinput import patience
 from torchdistinput.testing import run_ranks
 
 # ------------------------------------------------------------------------ ranks and workers that die or stall
@@ -106,7 +106,7 @@ def training_is_slow(stage: Stage) -> None:
     """Rank 1 computes for longer than the others wait; then it wants to go on."""
     release = stage.folder / "release"
     try:
-        with mock.patch.object(buffer, "_WARN_SECONDS", 1.0):
+        with mock.patch.object(patience, "_WARN_SECONDS", 1.0):
             stage.read(stage.numbers({}), 3, Stall(release) if stage.rank == 1 else bool, timeout_seconds=3)
     finally:
         if stage.rank == 0:

@@ -32,6 +32,7 @@ from tests.stages.scripted import (
     values,
 )
 from torchdistinput import background as background_module
+from torchdistinput import patience
 from torchdistinput.backends.exchanges import Exchange
 from torchdistinput.background import Background, Walk
 from torchdistinput.errors import CoordinationTimeout, InputError, RankLost, SourceError
@@ -239,7 +240,7 @@ def test_a_late_rank_is_named_within_the_timeout_and_learns_that_it_was_given_up
 def test_a_long_wait_is_told_once_in_a_warning_that_names_the_rank(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(buffer_module, "_WARN_SECONDS", 0.1)
+    monkeypatch.setattr(patience, "_WARN_SECONDS", 0.1)
     world = FakeCollectives(2).delay(rank=1, step=1, seconds=0.7)
     with caplog.at_level(logging.WARNING, "torchdistinput"):
         seen = play(world, [Script((1,) * 3)] * 2, depth=0, timeout_seconds=1.6)

@@ -157,10 +157,7 @@ class RecordRows(IterableDataset[Any]):
         self._entrance = Entrance()
         self._last_limits: tuple[int, Sequence[Limits]] = (0, ())
         self._slices_strings = strings and not (with_index or skip) and cutter.global_batch_size is not None
-        self._whole, self._lacking = (
-            object(),
-            object(),
-        )  # kinds of rows: one without a sample tells nothing of the others
+        self._whole, self._lacking = object(), object()  # kinds of rows: one without a sample tells nothing of others
         self._likes: tuple[int, Sequence[tuple[Limits, Like]]] = (0, ())
         # In shared memory, so that persistent loader workers learn of it too.
         self._epoch: torch.Tensor = torch.zeros(1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call] # torch has no types for it

@@ -80,7 +80,8 @@ class Draws:
     ) -> None:
         self._batches = batches_of(batches, len if collate else size_of)
         self._cutter = cutter
-        self._kind = object()  # of the rows of an epoch, if they are gathered
+        # The kinds of the rows of an epoch, if they are gathered: one without a sample tells nothing of others.
+        self._whole, self._lacking = object(), object()
         self._cut_size = -1
         self._cut_rows: list[_CutRow] = []  # of a batch of that size, which most batches have
         self._rows_a_batch = 1 if cutter.shared else cutter.topology.num_workers
@@ -236,7 +237,7 @@ class Draws:
         rows = []
         for limits in self._cutter.rows(size):
             pieces = tuple(lo < hi for lo, hi in limits)
-            like = Like(self._kind, size, tuple(hi - lo for lo, hi in limits))
+            like = Like(self._whole if any(pieces) else self._lacking, size, tuple(hi - lo for lo, hi in limits))
             rows.append(_CutRow(limits, pieces, sum(pieces), like))
         self._cut_size, self._cut_rows = size, rows
         return rows

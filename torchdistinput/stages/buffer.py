@@ -41,8 +41,9 @@ from typing import Final, final
 from torch.autograd import profiler
 
 from torchdistinput.background import Background, not_an_end
-from torchdistinput.errors import CoordinationTimeout, InputError
+from torchdistinput.errors import InputError
 from torchdistinput.flow import Ahead, Drawn, End, Held, Outcome, PassedOver, Raised, Share
+from torchdistinput.patience import Patience
 from torchdistinput.plan.read_ahead import drawn_at_once, is_deep
 from torchdistinput.stats import FETCH, in_range
 
@@ -50,7 +51,6 @@ __all__ = ["Buffer"]
 
 _LOG = logging.getLogger("torchdistinput")
 _GRACE_SECONDS = 2.0
-_WARN_SECONDS = 5.0
 _SOON_SECONDS: Final = 100e-6  # what it costs about to have another thread do something
 _WATCHFUL_SECONDS: Final = 5 * _SOON_SECONDS
 _LONG_SECONDS: Final = 10 * _SOON_SECONDS  # longer is counted as this, so that one long step is soon forgotten
@@ -92,8 +92,7 @@ class Buffer:
         self._helps = helps
         self._away = _LONG_SECONDS  # between two steps, as a mean over the last ones
         self._looks_after_votes = False
-        self._timeout_seconds = timeout_seconds
-        self._names = names
+        self._patience = Patience(self._votes, timeout_seconds, names)
         self._ready = background.ready
         self._to_spare = 0  # ready steps that may be taken before there is anything else to do
         self._peeked: Share | None = None
@@ -102,7 +101,6 @@ class Buffer:
         self._delivered = first_step
         self._final: End | Raised | None = None
         self._closed = False
-        self._warned = False
 
     @property
     def closed(self) -> bool:
@@ -110,7 +108,7 @@ class Buffer:
         return self._closed
 
     @property
-    def _taken(self) -> int:
+    def _next_step(self) -> int:
         """The number of the step that comes next, for messages."""
         return self._delivered - (self._peeked is not None)
 
@@ -129,13 +127,13 @@ class Buffer:
                     self._in_flight -= 1
                     self._delivered += 1
                     return outcome
-                self._to_spare = 0
-                self._note(outcome)
+                self._ready.appendleft(outcome)
             except IndexError:  # closed by another thread
-                self._to_spare = 0
+                pass
             except BaseException as error:  # Ctrl-C
                 self.end_by(error)
                 raise
+            self._to_spare = 0
         if self._peeked is None:
             return self._next_in_line() if self._in_line else self._next_ahead()
         share, self._peeked = self._peeked, None
@@ -293,7 +291,7 @@ class Buffer:
             return
         lost = self._walk.lost_workers()  # torch tells of them wherever this thread happens to be
         self._votes.abort(self._stopped(lost) if lost else f"failed: {type(error).__name__}: {error}")
-        self._final = Raised(_lasting(error, self._taken))
+        self._final = Raised(_lasting(error, self._next_step))
         self.close()
 
     def _look_a_while(self) -> bool:
@@ -315,7 +313,7 @@ class Buffer:
         began = time.monotonic()
         while True:
             try:
-                self._background.wait(min(1.0, self._timeout_seconds / 4))
+                self._background.wait(self._patience.nap_seconds)
             except RuntimeError as error:
                 if not str(error).startswith("DataLoader worker"):
                     raise
@@ -324,36 +322,16 @@ class Buffer:
                 _LOG.debug("while waiting: %s", error)
             if self._ready or self._final is not None:
                 return
-            self._look_at_clock(began)
-
-    def _look_at_clock(self, began: float) -> None:
-        """Names who is late, first in a warning, then in an error. Time spent on our own data does not count."""
-        since = self._votes.waiting_since()
-        if since is None:
-            return
-        waited = time.monotonic() - max(began, since)
-        if waited < min(_WARN_SECONDS, self._timeout_seconds):
-            return
-        late = ", ".join(str(self._names(rank)) for rank in self._votes.late()) or "unknown"
-        place = f"at step {self._taken}"
-        if waited >= self._timeout_seconds:
-            self._votes.abort(f"gave up waiting for rank {late} {place} after {self._timeout_seconds:g} seconds")
-            error = CoordinationTimeout(
-                f"rank {late} did not come to the exchange {place} within {self._timeout_seconds:g} seconds. It is "
-                "still busy with its data or its training step, or it left its loop; look at what it does there "
-                "(py-spy dump --pid). If it is only slow, raise timeout_seconds."
-            )
-            self._final = Raised(error)
-            self.close()
-            raise error
-        if not self._warned:
-            self._warned = True
-            _LOG.warning("waiting for rank %s %s for %.0f seconds", late, place, waited)
+            late = self._patience.look(began, self._next_step)
+            if late is not None:
+                self._final = Raised(late)
+                self.close()
+                raise late
 
     def _stopped(self, lost_workers: str = "") -> str:
         """What the other ranks are told."""
         why = f", as its {lost_workers}" if lost_workers else ""
-        return f"stopped reading after {self._taken} step(s){why}"
+        return f"stopped reading after {self._next_step} step(s){why}"
 
     def close(self) -> None:
         """Ends the iteration: thread, loader workers, parcels. Idempotent; takes a few milliseconds when all stop."""
@@ -370,10 +348,10 @@ class Buffer:
         if thread is None:
             self._votes.abort(self._stopped())
         else:
-            self._background.stop(self._taken)
+            self._background.stop(self._next_step)
             if thread is not threading.current_thread():
                 self._end_thread(thread)
-        taken, peeked, self._peeked = self._taken, self._peeked, None
+        taken, peeked, self._peeked = self._next_step, self._peeked, None
         self._background.leave(taken, peeked)
 
     def _end_thread(self, thread: threading.Thread) -> None:
