@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import itertools
 import random
 import time
@@ -150,7 +149,6 @@ def test_a_step_that_was_taken_and_dropped_is_kept_by_nobody(depth: int) -> None
         gone = weakref.ref(delivered.parcels[0])
         party.sent.clear()
         del delivered
-        gc.collect()
         deadline = time.monotonic() + 10
         while gone() is not None and time.monotonic() < deadline:
             time.sleep(0.001)
