@@ -496,7 +496,6 @@ class Rule:
 
     every: int
     early: bool
-    can_wait = False
 
     def mine(self, rows: int) -> str:
         return ""

@@ -22,6 +22,7 @@ __all__ = [
     "End",
     "Failed",
     "Held",
+    "Kinds",
     "Known",
     "Landmarks",
     "Like",
@@ -67,6 +68,19 @@ class Like:
         self.sizes = sizes
         self.is_full = 0 not in sizes
         """Whether no piece is empty."""
+
+
+@final
+class Kinds:
+    """The kinds of the rows that one reader makes: one with an empty piece tells nothing of the others."""
+
+    def __init__(self) -> None:
+        self._full, self._lacking = object(), object()
+
+    def like(self, samples: int, limits: Sequence[tuple[int, int]]) -> Like:
+        """How a row will be, with the limits of its pieces in a batch of so many samples."""
+        sizes = tuple(hi - lo for lo, hi in limits)
+        return Like(self._lacking if 0 in sizes else self._full, samples, sizes)
 
 
 Known = tuple[Row, Like, Digest]
@@ -168,8 +182,6 @@ class Landmarks(Protocol):
     """Rows from one landmark to the next, the same on every rank."""
     early: bool
     """Whether there are some before the first of these, after 1, 2, 4, ... rows."""
-    can_wait: bool
-    """Whether fewer of them will do where steps are so short that an exchange shows."""
 
     def mine(self, rows: int) -> str:
         """Where this worker stands after so many rows. Any thread."""

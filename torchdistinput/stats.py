@@ -128,7 +128,6 @@ class StatsLandmarks:
     def __init__(self, meter: Meter, inner: Landmarks | None) -> None:
         self.every: int = ROWS_BETWEEN_LANDMARKS if inner is None else inner.every
         self.early: bool = inner is not None and inner.early
-        self.can_wait: bool = inner is None or inner.can_wait
         self._meter = meter
         self._inner = inner
 

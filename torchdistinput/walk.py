@@ -192,9 +192,7 @@ class _OwnStages:
         return held
 
     def complete(self, share: Share) -> None:
-        """Makes the empty pieces of a share, pads it and sends it, unless that was done."""
-        if share.parcels:
-            return
+        """Makes the empty pieces of a share, pads it and sends it: once."""
         began = perf_counter()
         in_range(COPY, self._send, share)
         self._meter.copying += perf_counter() - began

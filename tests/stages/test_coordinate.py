@@ -378,8 +378,7 @@ class Passed:
     every = 4
     early = False
 
-    def __init__(self, *, can_wait: bool) -> None:
-        self.can_wait = can_wait
+    def __init__(self) -> None:
         self.rows: list[int] = []
 
     def mine(self, rows: int) -> str:
@@ -390,15 +389,15 @@ class Passed:
         self.rows.append(rows)
 
 
-@pytest.mark.parametrize("can_wait", [False, True])
-def test_the_more_is_read_ahead_the_fewer_landmarks_are_passed_by_all_ranks_unless_they_cannot_wait(
-    can_wait: bool,
-) -> None:
+@pytest.mark.parametrize("grows", [False, True])
+def test_the_more_is_read_ahead_the_fewer_landmarks_are_passed_by_all_ranks(grows: bool) -> None:
     world = FakeCollectives(2)
 
     def rank_votes(rank: int) -> tuple[list[int], list[int]]:
-        landmarks, depths = Passed(can_wait=can_wait), [2]
-        stage = make(world.ranks(rank).open_channel(0), rank, slots=32, landmarks=landmarks, ahead=(2, 2))
+        landmarks, depths = Passed(), [2]
+        stage = make(
+            world.ranks(rank).open_channel(0), rank, slots=32, landmarks=landmarks, ahead=(2, 2) if grows else None
+        )
         stage._mould.measure(torch.zeros(1))
         for step in range(64):
             stage.hold(share(1))
@@ -406,5 +405,5 @@ def test_the_more_is_read_ahead_the_fewer_landmarks_are_passed_by_all_ranks_unle
             depths += [each.steps for each in outcomes if isinstance(each, Ahead)]
         return landmarks.rows, depths
 
-    rows = [4, 8, 16, 24, 32, 48, 64] if can_wait else [*range(4, 65, 4)]
-    assert results_of(world, rank_votes) == [(rows, [2, 4, 8, 16])] * 2
+    expected = ([4, 8, 16, 24, 32, 48, 64], [2, 4, 8, 16]) if grows else ([*range(4, 65, 4)], [2])
+    assert results_of(world, rank_votes) == [expected] * 2

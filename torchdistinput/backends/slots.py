@@ -52,7 +52,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["ENTRIES", "Arena", "Free", "Token", "forks_of_workers", "storage_over", "tensor_over"]
+__all__ = ["ENTRIES", "NUMPYS", "Arena", "Free", "Token", "forks_of_workers", "storage_over", "tensor_over"]
 
 ENTRIES: Final = 64
 """Batches of one worker that may be in use at a time."""
@@ -61,10 +61,11 @@ _MOST_BYTES: Final = 1 << 30
 _PAGE: Final = mmap.PAGESIZE
 _ALIGNMENT: Final = 64
 
-_NUMPYS: Final = {
+NUMPYS: Final = {
     getattr(torch, name): np.dtype(name)
     for name in ("float32", "float64", "float16", "uint8", "int8", "int16", "int32", "int64", "bool")
 }
+"""The types of tensors whose memory NumPy can show, as it calls them."""
 _MOST_DIMENSIONS: Final = 32
 """Of an array, in every version of NumPy."""
 
@@ -264,7 +265,7 @@ def tensor_over(buffer: memoryview | bytearray, dtype: torch.dtype, shape: Seque
       dtype: of the tensor.
       shape: of the tensor.
     """
-    number = _NUMPYS.get(dtype)
+    number = NUMPYS.get(dtype)
     if number is not None and len(shape) <= _MOST_DIMENSIONS:  # torch's own way to a shape takes several times as long
         tensor = torch.from_numpy(np.ndarray(shape, number, buffer))
     else:

@@ -34,6 +34,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, final
 
+import numpy as np
+
+from torchdistinput.plan.permutation import random_words
+
 __all__ = ["MAX_RANKS", "MAX_SAMPLES", "Ballot", "Verdict", "count", "decide", "weight_of"]
 
 _COUNTER_BITS = 15
@@ -180,14 +184,5 @@ def weight_of(rank: int, num_ranks: int) -> int:
     """
     if num_ranks == 1:
         return 0
-    if rank < num_ranks - 1:
-        return _mix(rank)
-    return -sum(map(_mix, range(num_ranks - 1))) % _WORD
-
-
-def _mix(number: int) -> int:
-    """An odd 64-bit word that looks random: the finisher of splitmix64 (Steele, Lea, Flood, 2014)."""
-    word = (number + 1) * 0x9E3779B97F4A7C15 % _WORD
-    word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 % _WORD
-    word = (word ^ word >> 27) * 0x94D049BB133111EB % _WORD
-    return word ^ word >> 31 | 1
+    words = random_words(0, num_ranks - 1) | np.uint64(1)
+    return int(words[rank]) if rank < num_ranks - 1 else -int(words.sum()) % _WORD

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data._utils.collate import collate_tensor_fn
 
-from torchdistinput.backends.slots import ENTRIES, Arena, Free, Token, tensor_over
+from torchdistinput.backends.slots import ENTRIES, NUMPYS, Arena, Free, Token, tensor_over
 
 __all__ = ["Block", "DoesNotFit", "Lender", "Stack", "is_plain"]
 
@@ -21,9 +21,7 @@ _LARGE: Final = 1 << 16
 _WIDE: Final = 64
 """Entries up to which a list in a sample is looked through for such large ones."""
 
-_NUMBERS: Final = frozenset(
-    np.dtype(name) for name in ("bool", "uint8", *(f"int{8 << n}" for n in range(4)), "float16", "float32", "float64")
-)
+_NUMBERS: Final = frozenset(NUMPYS.values())
 
 _TENSORS: Final = {torch.Tensor}
 

@@ -130,7 +130,6 @@ class CommonPlaces:
 
     every = ROWS_BETWEEN_LANDMARKS
     early = True  # a state of the first steps knows the files that are open, too
-    can_wait = True
 
     def __init__(self, own: Places, begun: FilesPosition, worker: int, read_ahead: int) -> None:
         self._own = own

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from torchdistinput.errors import SourceError, StateMismatch
-from torchdistinput.flow import Known, Like, Origin, Row, Sealed, Skipped
+from torchdistinput.flow import Kinds, Known, Like, Origin, Row, Sealed, Skipped
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.batching import Row as Limits
 from torchdistinput.plan.lanes import Deals, WalkPlace, fresh_files
@@ -157,7 +157,7 @@ class RecordRows(IterableDataset[Any]):
         self._entrance = Entrance()
         self._last_limits: tuple[int, Sequence[Limits]] = (0, ())
         self._slices_strings = strings and not (with_index or skip) and cutter.global_batch_size is not None
-        self._whole, self._lacking = object(), object()  # kinds of rows: one without a sample tells nothing of others
+        self._kinds = Kinds()
         self._likes: tuple[int, Sequence[tuple[Limits, Like]]] = (0, ())
         # In shared memory, so that persistent loader workers learn of it too.
         self._epoch: torch.Tensor = torch.zeros(1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call] # torch has no types for it
@@ -237,14 +237,10 @@ class RecordRows(IterableDataset[Any]):
         """What ``_cut`` makes of strings that are collated to a list of them."""
         size = len(records)
         if size != self._likes[0]:
-            self._likes = size, [(limits, self._like(limits, size)) for limits in self._limits(size)]
+            self._likes = size, [(limits, self._kinds.like(size, limits)) for limits in self._limits(size)]
         return [
             ([records[lo:hi] if lo < hi else None for lo, hi in limits], like, 0) for limits, like in self._likes[1]
         ]
-
-    def _like(self, limits: Limits, size: int) -> Like:
-        sizes = tuple(hi - lo for lo, hi in limits)
-        return Like(self._lacking if 0 in sizes else self._whole, size, sizes)
 
     def _limits(self, size: int) -> Sequence[Limits]:
         """The rows of a batch; nearly all batches have the same size."""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, final
 from torch.utils.data import BatchSampler, Sampler
 
 from torchdistinput.errors import StateMismatch
-from torchdistinput.flow import Digest, Like
+from torchdistinput.flow import Digest, Kinds, Like
 from torchdistinput.plan.batching import Cutter, check_replica, distinct_steps, refuse_empty_pieces, split
 from torchdistinput.sources.batches import Passed, batches_of, size_of
 from torchdistinput.sources.index import SampleNumbers
@@ -80,8 +80,7 @@ class Draws:
     ) -> None:
         self._batches = batches_of(batches, len if collate else size_of)
         self._cutter = cutter
-        # The kinds of the rows of an epoch, if they are gathered: one without a sample tells nothing of others.
-        self._whole, self._lacking = object(), object()
+        self._kinds = Kinds()  # of the rows of an epoch, if they are gathered
         self._cut_size = -1
         self._cut_rows: list[_CutRow] = []  # of a batch of that size, which most batches have
         self._rows_a_batch = 1 if cutter.shared else cutter.topology.num_workers
@@ -237,8 +236,7 @@ class Draws:
         rows = []
         for limits in self._cutter.rows(size):
             pieces = tuple(lo < hi for lo, hi in limits)
-            like = Like(self._whole if any(pieces) else self._lacking, size, tuple(hi - lo for lo, hi in limits))
-            rows.append(_CutRow(limits, pieces, sum(pieces), like))
+            rows.append(_CutRow(limits, pieces, sum(pieces), self._kinds.like(size, limits)))
         self._cut_size, self._cut_rows = size, rows
         return rows
 

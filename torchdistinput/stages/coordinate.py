@@ -279,7 +279,7 @@ class Coordinate:
         landmarks, channel = self._landmarks, self._channel
         if landmarks is None or channel is None:
             return
-        seldom = min(self._ahead // max(1, self._least_ahead), _MOST_SELDOM) if landmarks.can_wait else 1
+        seldom = min(self._ahead // max(1, self._least_ahead), _MOST_SELDOM)
         rows = _last_landmark(self._rows, landmarks, seldom)
         if rows > _last_landmark(before, landmarks, seldom):
             landmarks.learn(rows, (yield from channel.gather(landmarks.mine(rows))))
