@@ -203,6 +203,22 @@ def test_batches_that_stay_arrays_are_those_of_torch_with_all_random_states(samp
         assert all(map(torch.equal, states(generator), seen[-1]))
 
 
+@pytest.mark.parametrize("most_narrow", [2**31 - 1, 16_383], ids=["in 32 bits", "in 64 bits"])
+def test_permutations_of_either_width_are_torchs_across_the_blocks_in_which_they_are_widened(
+    monkeypatch: pytest.MonkeyPatch, most_narrow: int
+) -> None:
+    monkeypatch.setattr("torchdistinput.sources.batches._MOST_NARROW", most_narrow)
+    for n, num_samples in ((16_384, None), (40_001, None), (40_001, 57_003), (20_000, 9)):
+        theirs, ours = (RandomSampler(range(n), num_samples=num_samples, generator=seeded()) for _ in range(2))
+        for _ in range(2):  # the second epoch goes on with the generator of the first
+            expected, batches = (
+                list(BatchSampler(theirs, 1000, drop_last=False)),
+                batches_of(BatchSampler(ours, 1000, drop_last=False)),
+            )
+            assert rest_of(batches) == expected
+            assert torch.equal(theirs.generator.get_state(), ours.generator.get_state())
+
+
 def test_a_shuffle_sampler_is_passed_over_without_being_asked_for_its_indices() -> None:
     n = 10**12
     order = ShuffleSampler(n, seed=5).order(0)

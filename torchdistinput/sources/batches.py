@@ -27,7 +27,8 @@ from torchdistinput.sources.shuffle import ShuffleSampler
 
 __all__ = ["Batches", "Passed", "batches_of", "size_of"]
 
-_BLOCK: Final = 16_384  # indices that a keyed permutation is evaluated for together
+_BLOCK: Final = 16_384  # indices that a keyed permutation is evaluated for, or a drawn one is widened for, together
+_MOST_NARROW: Final = 2**31 - 1
 _DRAWN_TOGETHER: Final = 32  # by a RandomSampler with replacement
 _MOST_GROUPS: Final = 2**12
 _FEW: Final = 64  # indices that are batches by themselves and are made Python ints together
@@ -351,6 +352,23 @@ def _chunk_of_tensor(numbers: torch.Tensor) -> _Chunk:
     return _Chunk(len(array), lambda lo, hi: array[lo:hi])
 
 
+def _permutation(generator: torch.Generator, n: int, first: int) -> _Chunk:
+    """The ``first`` indices of the permutation of ``n`` that ``torch.randperm`` draws.
+
+    In 32 bits, where they suffice, torch makes the same swaps with the same draws in half the memory, and so in half
+    the time, as most of it is spent waiting for memory.
+    """
+    if n > _MOST_NARROW:
+        return _chunk_of_tensor(_start(torch.randperm(n, generator=generator), first))
+    narrow = _start(torch.randperm(n, generator=generator, dtype=torch.int32), first).numpy()
+    return _Chunk(first, lambda lo, hi: narrow[lo:hi].astype(np.int64), _BLOCK)
+
+
+def _start(permutation: torch.Tensor, first: int) -> torch.Tensor:
+    """So many numbers of it; a copy, so that the rest is freed, if they are not all."""
+    return permutation if first == len(permutation) else permutation[:first].clone()
+
+
 def _generator_of(sampler: RandomSampler) -> torch.Generator:
     """The generator that an epoch draws from: the sampler's, or a new one with a seed from the default state."""
     if sampler.generator is not None:
@@ -364,11 +382,10 @@ def _permutations(sampler: RandomSampler) -> Iterator[_Chunk]:
     n = len(sampler.data_source)
     generator = _generator_of(sampler)
     for _ in range(sampler.num_samples // n):
-        yield _chunk_of_tensor(torch.randperm(n, generator=generator))
+        yield _permutation(generator, n, n)
     rest = sampler.num_samples % n
     if rest or sampler.generator is not None:  # nobody sees what state the epoch's own generator would be left in
-        # A copy, so that the rest of the permutation is freed.
-        yield _chunk_of_tensor(torch.randperm(n, generator=generator)[:rest].clone())
+        yield _permutation(generator, n, rest)
 
 
 @final

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple, cast, final
 from torch.utils.data import IterableDataset
 
 from torchdistinput.errors import StateMismatch
-from torchdistinput.flow import Known, ReadFailure, Row
+from torchdistinput.flow import Known, Like, ReadFailure, Row
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.sources.index import Positions
-from torchdistinput.sources.opaque import Marked, Place, Reader, ReadLog, Taken, Wait, worker_number
+from torchdistinput.sources.opaque import Entry, Marked, Place, Reader, ReadLog, Taken, Wait, worker_number
 from torchdistinput.sources.own_state import HasState, entered, snapshot_of
 from torchdistinput.sources.worker_side import Cut, Failure, cut_of
 
@@ -211,7 +211,9 @@ def rows_logged(
     Raises:
       StateMismatch: the data has fewer rows than come before the place.
     """
-    left, add, here = place.rows, log.add, _one_of(0)
+    left, here = place.rows, _one_of(0)
+    before: Like | None = None  # how the row before was, and where it is counted, if nothing had to be done to it
+    entry: Entry | None = None
     for item in items:
         found = cut(item)
         if type(found) is Failure or type(found) is Cut or left or label is not None:
@@ -219,12 +221,17 @@ def rows_logged(
             rows = whole.rows if label is None or not whole.rows else label(whole)
             if rows:  # else a turn passed
                 plainly, reader = whole.snapshot is None, whole.worker
-                add(len(rows), whole.size, _one_of(reader) if plainly else (Taken(reader, 1, whole.snapshot),))
+                log.add(len(rows), whole.size, _one_of(reader) if plainly else (Taken(reader, 1, whole.snapshot),))
+            entry = None
             yield from rows[left:]
             left = max(0, left - len(rows))
+            continue
+        like = found[1]
+        if entry is None or like is not before:
+            before, entry = like, log.add(1, like.samples, here)
         else:
-            add(1, found[1].samples, here)
-            yield found
+            entry.times += 1  # written out, as the call takes as long as all the rest
+        yield found
     log.end()
     if left:
         raise StateMismatch(

@@ -69,8 +69,12 @@ class Numbers:
         self._digests = digests
         self._start = start
 
-    def __reduce__(self) -> tuple[type[Numbers], tuple[Any]]:
-        return Numbers, (self.content,)  # all indices would come along with the digests
+    def __reduce__(self) -> tuple[Any, ...]:
+        # All indices would come along with the digests. Ints and bytes, as a range or an array takes thrice as long.
+        content = self.content
+        if isinstance(content, range):
+            return _in_a_row, (content.start, content.stop)
+        return _of_bytes, (content.tobytes(),)
 
     def __len__(self) -> int:
         return len(self.content)
@@ -97,6 +101,14 @@ class Numbers:
         content = self.content
         numbers: list[int] = list(content) if isinstance(content, range) else content.tolist()
         return numbers
+
+
+def _in_a_row(start: int, stop: int) -> Numbers:
+    return Numbers(range(start, stop))
+
+
+def _of_bytes(content: bytes) -> Numbers:
+    return Numbers(np.frombuffer(bytearray(content), np.int64))  # that can be written to, as it was
 
 
 def digest_of(indices: Numbers | Sequence[Any]) -> int:

@@ -26,6 +26,7 @@ from torchdistinput.flow import Start
 from torchdistinput.sources.own_state import Snapshot
 
 __all__ = [
+    "Entry",
     "Marked",
     "Place",
     "ReadLog",
@@ -168,8 +169,8 @@ class _Count:
 
 @final
 @dataclass(slots=True)
-class _Entry:
-    """Batches in a row that count alike.
+class Entry:
+    """Of the log: batches in a row that count alike.
 
     Args:
       rows: rows of each.
@@ -207,14 +208,16 @@ class ReadLog:
         self._ended = False
         self._refusal = ""
         # Written by the thread that fetches, read by the caller's.
-        self._read: deque[_Entry] = deque()
-        self._last = _Entry(0, 0, (), 0)
+        self._read: deque[Entry] = deque()
+        self._last = Entry(0, 0, (), 0)
         self._entries = 0
         self._fetched = self._rows  # rows before the last entry, as rows since the stream was opened
         self._passed = 0  # batches of the first entry that were worked off
 
-    def add(self, rows: int, samples: int, taken: Sequence[Taken]) -> None:
+    def add(self, rows: int, samples: int, taken: Sequence[Taken]) -> Entry:
         """Batches were fetched, which make so many rows. The thread that fetches.
+
+        Returns where they are counted; the next ones that count alike may be counted there as well as by another call.
 
         Args:
           rows: that.
@@ -224,13 +227,14 @@ class ReadLog:
         last = self._last
         if taken is last.taken and samples == last.samples and rows == last.rows:
             last.times += 1
-            return
+            return last
         self._fetched += last.rows * last.times
-        self._last = last = _Entry(rows, samples, taken)
+        self._last = last = Entry(rows, samples, taken)
         self._read.append(last)
         self._entries += 1
         if not (self._in_background or self._entries % _BETWEEN_PASSES):
             self._pass(self._fetched - self._behind)  # whoever asks for these rows has drawn all those before
+        return last
 
     def end(self) -> None:
         """There are no more. The thread that fetches."""
@@ -273,7 +277,7 @@ class ReadLog:
             read.popleft()
             self._passed = 0
 
-    def _work_off(self, entry: _Entry, times: int) -> None:
+    def _work_off(self, entry: Entry, times: int) -> None:
         self._passed += times
         self._rows += times * entry.rows
         self._samples += times * entry.samples

@@ -112,12 +112,15 @@ class Buffer:
         """The number of the step that comes next, for messages."""
         return self._delivered - (self._peeked is not None)
 
-    def take(self) -> Share | None:
-        """The next step; ``None`` at the end, and again on each further call. Caller's thread.
+    @property
+    def take(self) -> Callable[[], Share | None]:
+        """What gives the next step; ``None`` at the end, and again on each further call. Caller's thread.
 
-        Raises:
-          InputError: what went wrong, on every rank; again on each further call.
+        It raises what went wrong, on every rank, and again on each further call: ``InputError``, as a rule.
         """
+        return self._take_in_line if self._in_line else self._take_ahead
+
+    def _take_ahead(self) -> Share | None:
         if self._to_spare > 0:  # nothing else is to be done
             self._to_spare -= 1
             try:
@@ -135,18 +138,21 @@ class Buffer:
                 raise
             self._to_spare = 0
         if self._peeked is None:
-            return self._next_in_line() if self._in_line else self._next_ahead()
+            return self._next_ahead()
         share, self._peeked = self._peeked, None
         return share
 
     def peek(self) -> Share | None:
         """The step that ``take`` will return."""
         if self._peeked is None:
-            self._peeked = self._next_in_line() if self._in_line else self._next_ahead()
+            self._peeked = self.take()
             self._to_spare = 0
         return self._peeked
 
-    def _next_in_line(self) -> Share | None:
+    def _take_in_line(self) -> Share | None:
+        if self._peeked is not None:
+            share, self._peeked = self._peeked, None
+            return share
         began = drew = perf_counter()
         meter = self._meter
         try:
