@@ -61,6 +61,21 @@ def test_a_worker_that_hangs_in_its_fork_is_forked_anew(
     assert not multiprocessing.active_children()
 
 
+def test_a_worker_that_is_forked_anew_gets_what_its_release_of_torch_gives() -> None:
+    """Since torch 2.15 that is a list with the dataset, which the worker empties; before, it was the dataset."""
+
+    def plain(dataset: Any, worker_id: int) -> None:
+        """As until torch 2.14."""
+
+    def held(dataset_holder: Any, worker_id: int) -> None:
+        """As since torch 2.15."""
+
+    data = range(4)
+    iterator = iter(DataLoader(data, num_workers=1))  # type: ignore[arg-type] # a dataset by its methods
+    assert arrivals._arguments_of(plain, iterator, 0) == {"dataset": data, "worker_id": 0}
+    assert arrivals._arguments_of(held, iterator, 0) == {"dataset_holder": [data], "worker_id": 0}
+
+
 def test_a_worker_that_never_comes_up_is_an_error_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     hang_in_forks(monkeypatch, worker=1, times=100)
     monkeypatch.setattr(arrivals, "_SECONDS", 0.4)

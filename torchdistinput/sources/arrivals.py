@@ -15,13 +15,14 @@ Considered and refused. Other start methods by default: they take seconds, and d
 from __future__ import annotations
 
 import ctypes
+import inspect
 import logging
 import mmap
 import multiprocessing
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, final
 
 import torch
@@ -134,27 +135,32 @@ def _fork_anew(iterator: Any, missing: Sequence[int]) -> None:
         old = iterator._workers[worker]
         old.kill()
         old.join()
-        new = multiprocessing.get_context("fork").Process(
-            target=_utils.worker._worker_loop,
-            args=(
-                iterator._dataset_kind,
-                iterator._dataset,
-                iterator._index_queues[worker],
-                iterator._worker_result_queue,
-                iterator._workers_done_event,
-                iterator._auto_collation,
-                iterator._collate_fn,
-                iterator._drop_last,
-                iterator._base_seed,
-                iterator._worker_init_fn,
-                worker,
-                iterator._num_workers,
-                iterator._persistent_workers,
-                iterator._shared_seed,
-            ),
-            daemon=True,
-        )
+        loop = _utils.worker._worker_loop
+        arguments = _arguments_of(loop, iterator, worker)
+        new = multiprocessing.get_context("fork").Process(target=loop, kwargs=arguments, daemon=True)
         new.start()
         iterator._workers[worker] = new
     pids = tuple(process.pid for process in iterator._workers)
     _set_worker_pids(id(iterator), pids)
+
+
+def _arguments_of(loop: Callable[..., None], iterator: Any, worker: int) -> dict[str, Any]:
+    """What torch gives to a loader worker, by name: not all releases of torch give the same."""
+    known = {
+        "dataset_kind": iterator._dataset_kind,
+        "dataset": iterator._dataset,
+        "dataset_holder": [iterator._dataset],  # since torch 2.15: the worker empties it
+        "index_queue": iterator._index_queues[worker],
+        "data_queue": iterator._worker_result_queue,
+        "done_event": iterator._workers_done_event,
+        "auto_collation": iterator._auto_collation,
+        "collate_fn": iterator._collate_fn,
+        "drop_last": iterator._drop_last,
+        "base_seed": iterator._base_seed,
+        "init_fn": iterator._worker_init_fn,
+        "worker_id": worker,
+        "num_workers": iterator._num_workers,
+        "persistent_workers": iterator._persistent_workers,
+        "shared_seed": iterator._shared_seed,
+    }
+    return {name: known[name] for name in inspect.signature(loop).parameters}
