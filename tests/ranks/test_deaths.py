@@ -247,7 +247,10 @@ def test_the_interpreter_ends_with_iterators_alive(how: str, interpreters: Inter
         assert codes == [1, 1], errors
         assert "RankLost" in errors[0]
         assert "rank 1" in errors[0]
-        assert errors[1].strip().endswith("KeyError: 'the training fails'")
+        _, last, after = errors[1].partition("KeyError: 'the training fails'")
+        assert last
+        assert "Traceback" not in after  # torch 2.15 may count there what its own bindings leak
+        assert "torchdistinput" not in after
     else:
         assert codes == [7 if how == "exit on both" else 0] * 2, errors
         assert "Traceback" not in "".join(errors)
