@@ -348,7 +348,7 @@ def _chunk_of_order(order: Permutation) -> _Chunk:
 
 
 def _chunk_of_tensor(numbers: torch.Tensor) -> _Chunk:
-    array = cast("npt.NDArray[np.int64]", numbers.numpy())
+    array = cast("npt.NDArray[np.int64]", numbers.numpy(force=True))  # a default device may have drawn them
     return _Chunk(len(array), lambda lo, hi: array[lo:hi])
 
 
@@ -356,9 +356,9 @@ def _permutation(generator: torch.Generator, n: int, first: int) -> _Chunk:
     """The ``first`` indices of the permutation of ``n`` that ``torch.randperm`` draws.
 
     In 32 bits, where they suffice, torch makes the same swaps with the same draws in half the memory, and so in half
-    the time, as most of it is spent waiting for memory.
+    the time, as most of it is spent waiting for memory. So on the CPU; another default device draws in its own way.
     """
-    if n > _MOST_NARROW:
+    if n > _MOST_NARROW or torch.get_default_device().type != "cpu":
         return _chunk_of_tensor(_start(torch.randperm(n, generator=generator), first))
     narrow = _start(torch.randperm(n, generator=generator, dtype=torch.int32), first).numpy()
     return _Chunk(first, lambda lo, hi: narrow[lo:hi].astype(np.int64), _BLOCK)
