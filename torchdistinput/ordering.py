@@ -157,13 +157,13 @@ def _part(index: Any, outputs: Any, who: str) -> _Part:
 
 def _checked_index(index: Any, who: str) -> Tensor:
     if isinstance(index, np.ndarray):
-        index = torch.as_tensor(index)
+        index = torch.as_tensor(index, device="cpu")
     if not isinstance(index, Tensor):
         raise TypeError(f"the index{who} is a {type(index).__name__}; an int64 tensor with an entry per row is needed.")
     if index.dim() != 1:
         raise ValueError(f"the index{who} has shape {list(index.shape)}; one dimension is needed, an entry per row.")
     if len(index) == 0:
-        return torch.empty(0, dtype=torch.int64)
+        return torch.empty(0, dtype=torch.int64, device="cpu")
     if index.dtype.is_floating_point or index.dtype.is_complex or index.dtype == torch.bool:
         raise TypeError(f"the index{who} is of {index.dtype}; ints are needed, as with_index=True yields them.")
     numbers = index.detach().to("cpu", torch.int64)

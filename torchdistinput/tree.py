@@ -207,7 +207,7 @@ class Structure:
     def empty(self) -> Any:
         """A batch of size 0: the right nesting, dtypes and inner dims, no sample. On the CPU."""
         if self.kind == "tensor":
-            return torch.zeros((0, *self.inner_dims), dtype=cast(torch.dtype, self.dtype))
+            return torch.zeros((0, *self.inner_dims), dtype=cast(torch.dtype, self.dtype), device="cpu")
         if self.kind == "rows":
             return () if self.cls is tuple else []
         if self.kind == "constant":

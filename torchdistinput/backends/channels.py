@@ -55,7 +55,8 @@ def gather_texts(group: Gloo, text: str) -> list[str]:
       InputError: a rank sent what is no text, or too long.
     """
     data = text.encode(errors="surrogatepass")  # names of files may hold what is no proper unicode
-    sizes = [_checked(int(size), rank) for rank, size in enumerate(all_gather(group, torch.tensor([len(data)])))]
+    told = all_gather(group, torch.tensor([len(data)], device="cpu"))
+    sizes = [_checked(int(size), rank) for rank, size in enumerate(told)]
     padded = torch.frombuffer(bytearray(data.ljust(max(*sizes, 1))), dtype=torch.uint8)  # never empty
     parts = all_gather(group, padded)
     texts = [part[:size].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]

@@ -15,8 +15,17 @@ from typing import Any, final
 import torch
 
 from torchdistinput.backends.copiers import Copier, DirectCopier, Handling, HostCopier, StreamCopier
+from torchdistinput.errors import InputError
 
-__all__ = ["Accelerators", "TorchStreams", "make_copier", "resolve_devices", "set_current"]
+__all__ = [
+    "Accelerators",
+    "TorchStreams",
+    "default_state",
+    "make_copier",
+    "new_generator",
+    "resolve_devices",
+    "set_current",
+]
 
 # Accelerators whose torch backend has a single stream: `torch.Stream(device)` cannot make a second one there.
 _ONE_STREAM = frozenset({"mps"})
@@ -136,6 +145,35 @@ def set_current(device: torch.device) -> None:
         torch.accelerator.set_stream(torch.accelerator.current_stream(device))  # sets the index too, in every version
 
 
+def default_state(device: torch.device) -> torch.Tensor:
+    """The state of a device's default random generator: uint8, on the CPU, a copy. Local.
+
+    Args:
+      device: one that random numbers can be drawn on.
+    """
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    module = torch.get_device_module(device)
+    state: torch.Tensor = module.get_rng_state() if device.type in _ONE_STREAM else module.get_rng_state(device)
+    return state
+
+
+def new_generator(device: torch.device) -> torch.Generator:
+    """A random generator of a device. Local.
+
+    Raises:
+      InputError: no random numbers can be drawn there.
+    """
+    try:
+        return torch.Generator(device)
+    except RuntimeError as error:
+        raise InputError(
+            f"the default device is {device}, where no random numbers can be drawn ({error}), but torch draws a seed "
+            "for the loader there when an epoch begins. Begin it outside of `with torch.device(...)`, or after "
+            "torch.set_default_device('cpu')."
+        ) from error
+
+
 @final
 class TorchStreams:
     """One accelerator through torch's generic API. See ``StreamBackend`` for the calls."""
@@ -187,7 +225,7 @@ class TorchStreams:
 
     def staging(self, num_bytes: int) -> torch.Tensor:
         """From torch's cache of pinned blocks, too."""
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def empty(self, num_bytes: int, stream: torch.Stream) -> torch.Tensor:
         """As ``empty_like``."""

@@ -87,8 +87,9 @@ def _members_of_mesh(mesh: Any, data_dims: Sequence[str] | None) -> Members:
     if dist.get_rank() not in ranks:
         raise ValueError(f"rank {dist.get_rank()} is not in the mesh {ranks}; only its members make the strategy.")
     axes = list(range(grid.dim())) if not names else [names.index(name) for name in data_dims]
-    places = torch.cartesian_prod(*(torch.arange(size) for size in grid.shape)).reshape(len(ranks), grid.dim())
-    workers = torch.zeros(len(ranks), dtype=torch.int64)
+    along = [torch.arange(size, device="cpu") for size in grid.shape]
+    places = torch.cartesian_prod(*along).reshape(len(ranks), grid.dim())
+    workers = torch.zeros(len(ranks), dtype=torch.int64, device="cpu")
     for axis in axes:  # the mixed radix of the coordinates in the data dims
         workers = workers * grid.shape[axis] + places[:, axis]
     return Members(ranks=ranks, workers=tuple(workers.tolist()), rank=ranks.index(dist.get_rank()))

@@ -179,5 +179,5 @@ def _close(group: Gloo) -> None:
     rank, num_ranks = group.rank(), group.size()
     for step in range(1, num_ranks):
         with contextlib.suppress(RuntimeError):  # it expires: that is its purpose
-            closing = group.recv([torch.empty(1, dtype=torch.int64)], (rank + step) % num_ranks, _CLOSING)
+            closing = group.recv([torch.empty(1, dtype=torch.int64, device="cpu")], (rank + step) % num_ranks, _CLOSING)
             closing.wait(datetime.timedelta(milliseconds=1))

@@ -61,7 +61,7 @@ class Arrivals:
         thread = threading.Thread(target=_nothing)
         thread.start()
         thread.join()
-        torch.zeros(1).share_memory_()  # type: ignore[no-untyped-call] # torch has no types for it
+        torch.zeros(1, device="cpu").share_memory_()  # type: ignore[no-untyped-call] # torch has no types for it
         self._came[worker] = 1
 
     def missing(self) -> list[int]:

@@ -1,6 +1,7 @@
 """The seed of a loader's workers, which torch draws from the user's random state when it makes an iterator.
 
-Torch draws one for each epoch, with persistent workers one for the first epoch only. A resumed epoch, which starts
+Torch draws one for each epoch, with persistent workers one for the first epoch only; on the default device, if one is
+set, which a generator must then be of. A resumed epoch, which starts
 workers anew, must draw when the uninterrupted one drew and not else, or all that is drawn later would differ.
 """
 
@@ -9,6 +10,8 @@ from __future__ import annotations
 from typing import final
 
 import torch
+
+from torchdistinput.backends.devices import default_state, new_generator
 
 __all__ = ["BaseSeeds"]
 
@@ -32,7 +35,10 @@ class BaseSeeds:
     def draw(self) -> None:
         """An epoch begins: its seed is drawn, if it has one."""
         own = self._generator
-        self.generator.set_state(torch.get_rng_state() if own is None else own.get_state())
+        device = torch.get_default_device() if own is None else own.device
+        if self.generator.device != device:
+            self.generator = new_generator(device)
+        self.generator.set_state(default_state(device) if own is None else own.get_state())
         if self.when != "never":
             torch.empty((), dtype=torch.int64).random_(generator=own)
         if self.when == "first":

@@ -21,7 +21,7 @@ class Epochs:
     def __init__(self) -> None:
         self._next = 0
         self._heard = 0
-        self._announced = torch.frombuffer(mmap.mmap(-1, 16), dtype=torch.int64)  # the epoch; how many were announced
+        self._announced = _new_board()
 
     def announce(self, epoch: int) -> None:
         """Sets the next epoch, in every process that shares the memory."""
@@ -39,4 +39,10 @@ class Epochs:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         if not self._announced.is_shared():  # type: ignore[no-untyped-call] # a copy, whose workers are yet to be forked
-            self._announced = torch.frombuffer(mmap.mmap(-1, 16), dtype=torch.int64).copy_(self._announced)
+            self._announced = _new_board().copy_(self._announced)
+
+
+def _new_board() -> torch.Tensor:
+    """The epoch, and how many were announced."""
+    with torch.inference_mode(mode=False):  # else nobody could write on it outside of that mode
+        return torch.frombuffer(mmap.mmap(-1, 16), dtype=torch.int64)

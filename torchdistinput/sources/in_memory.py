@@ -78,6 +78,7 @@ class Gather:
     def __init__(self, reader: _Reader, build: Callable[[list[torch.Tensor]], Any]) -> None:
         self._reader = reader
         self._build = build
+        self._default_device = torch.get_default_device()  # where torch makes tensors of arrays
 
     def __call__(self, rows: Numbers) -> Any:
         """The batch of these rows.
@@ -88,8 +89,8 @@ class Gather:
         return self._build(self._reader.read(rows))
 
     def is_current(self) -> bool:
-        """Whether the dataset still has the parts that it had. To be asked when an epoch begins."""
-        return self._reader.is_current()
+        """Whether torch's way would still give the same. To be asked when an epoch begins."""
+        return torch.get_default_device() == self._default_device and self._reader.is_current()
 
 
 def gather_of(dataset: Any, collate: Any, *, many: bool) -> Gather | None:
@@ -329,6 +330,7 @@ def _same(expected: Any, found: Any) -> bool:
         return False
     if isinstance(expected, torch.Tensor):
         alike = expected.dtype is found.dtype and expected.shape == found.shape and expected.stride() == found.stride()
+        alike = alike and expected.device == found.device
         return alike and torch.equal(expected.reshape(-1).view(torch.uint8), found.reshape(-1).view(torch.uint8))
     if isinstance(expected, Mapping):
         return list(expected) == list(found) and all(_same(expected[key], found[key]) for key in expected)

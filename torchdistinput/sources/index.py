@@ -104,7 +104,7 @@ class Positions:
             if batch is not None:
                 size = tree.batch_size(batch)
                 start = self.take(size)
-                batch = torch.arange(start, start + size), batch  # noqa: PLW2901 - the pair takes its place
+                batch = torch.arange(start, start + size, device="cpu"), batch  # noqa: PLW2901 - the pair takes its place
             numbered.append(batch)
         return numbered, self._next - first
 
@@ -129,7 +129,7 @@ def labelled_from(first: int, rows: Sequence[Row], size: int, cutter: Cutter) ->
     all_limits = cutter.rows(size)
     return [
         [
-            None if piece is None else labelled(torch.arange(first + lo, first + hi), piece)
+            None if piece is None else labelled(torch.arange(first + lo, first + hi, device="cpu"), piece)
             for piece, (lo, hi) in zip(row, limits, strict=True)
         ]
         for row, limits in zip(rows, all_limits[len(all_limits) - len(rows) :], strict=True)
@@ -165,7 +165,7 @@ class SampleNumbers:
         try:
             numbers = np.fromiter(map(operator.index, indices), dtype=np.int64, count=len(indices))
         except TypeError:
-            return torch.arange(first, first + len(indices))
+            return torch.arange(first, first + len(indices), device="cpu")
         if len(numbers) and numbers.min() < 0:
             raise _negative(int(numbers.min()))
         return torch.from_numpy(numbers + self._base)

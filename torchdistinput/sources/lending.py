@@ -227,7 +227,7 @@ class Stack:
         """A piece for leaves like this one; ``None`` if there can be none."""
         if type(leaf) is np.ndarray and not (leaf.dtype in _NUMBERS and leaf.flags.c_contiguous):
             return None
-        tensor = torch.as_tensor(leaf)
+        tensor = torch.as_tensor(leaf, device="cpu")
         if not is_plain(tensor):
             return None
         piece = self._lender.new_tensor((rows, *tensor.shape), tensor.dtype)
@@ -243,7 +243,8 @@ class Stack:
                 return self._rows.pop(path).piece
         shape = (len(batch), *first.shape)
         if self._lender.is_small(len(batch) * first.nbytes):
-            new: torch.Tensor | None = torch.empty(shape, dtype=first.dtype)  # not shared, as torch's would be
+            # Not shared, as torch's would be.
+            new: torch.Tensor | None = torch.empty(shape, dtype=first.dtype, device="cpu")
         else:
             new = self._lender.new_tensor(shape, first.dtype)
         if new is None:

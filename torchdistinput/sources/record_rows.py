@@ -160,7 +160,8 @@ class RecordRows(IterableDataset[Any]):
         self._kinds = Kinds()
         self._likes: tuple[int, Sequence[tuple[Limits, Like]]] = (0, ())
         # In shared memory, so that persistent loader workers learn of it too.
-        self._epoch: torch.Tensor = torch.zeros(1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call] # torch has no types for it
+        with torch.inference_mode(mode=False):  # else nobody could set it outside of that mode
+            self._epoch: torch.Tensor = torch.zeros(1, dtype=torch.int64, device="cpu").share_memory_()  # type: ignore[no-untyped-call] # torch has no types for it
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch of the next iteration, in loader workers that live on as well."""
@@ -169,7 +170,7 @@ class RecordRows(IterableDataset[Any]):
     def of_epoch(self, epoch: int, entrance: Entrance | None = None) -> RecordRows:
         """The rows of one epoch, whatever this one is told later; from an entrance on, if one is given."""
         rows = copy.copy(self)
-        rows._epoch = torch.tensor([epoch])  # noqa: SLF001 - its own copy
+        rows._epoch = torch.tensor([epoch], device="cpu")  # noqa: SLF001 - its own copy
         rows._entrance = entrance or Entrance()  # noqa: SLF001 - its own copy
         return rows
 
@@ -251,7 +252,8 @@ class RecordRows(IterableDataset[Any]):
     def _piece(self, batch: Batch, lo: int, hi: int, places: _Places, key: int) -> Any:
         """The collated piece of some records of a batch, ``Thinned`` if some were left out."""
         if self._stacks and isinstance(batch, Reserved):
-            stacked = _stacked(batch.rows(lo, hi))
+            # Rows without a conversion of the user's are converted by collating, on torch's default device.
+            stacked = _stacked(batch.rows(lo, hi), None if self.dataset.map_fn is None else "cpu")
             if stacked is not None:
                 return Sealed(stacked, hi - lo) if self._seals else stacked
         records = batch if type(batch) is list and hi - lo == len(batch) else batch[lo:hi]
@@ -288,7 +290,7 @@ class RecordRows(IterableDataset[Any]):
         ]
 
 
-def _stacked(arrays: Sequence[npt.NDArray[Any]]) -> torch.Tensor | None:
+def _stacked(arrays: Sequence[npt.NDArray[Any]], device: str | None) -> torch.Tensor | None:
     """What ``default_collate`` makes of the rows of arrays; ``None`` where it would not simply stack them."""
     kinds = {(array.dtype, array.shape[1:]) for array in arrays}
     if len(kinds) != 1:
@@ -298,6 +300,6 @@ def _stacked(arrays: Sequence[npt.NDArray[Any]]) -> torch.Tensor | None:
         return None
     whole = np.concatenate(arrays, dtype=dtype.newbyteorder("="))
     try:
-        return torch.from_numpy(whole).clone()  # in memory of torch's own, as of all batches
+        return torch.tensor(whole, device=device)  # in memory of torch's own, as of all batches
     except TypeError:  # a dtype that torch has not
         return None

@@ -140,7 +140,7 @@ class _Pickler(pickle.Pickler):
         if storage.device.type != "cpu" or storage.is_shared():
             raise DoesNotFit  # it needs no copy the ordinary way
         if whole is None or whole.dtype is torch.bfloat16:  # no array can be of that
-            whole = torch.empty(0, dtype=torch.uint8).set_(storage)
+            whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
         return pickle.PickleBuffer(whole.numpy().data)
 
 
@@ -162,7 +162,7 @@ def _whole(buffer: memoryview | bytearray, number: int, shape: Sequence[int]) ->
 def _tensor(
     storage: torch.UntypedStorage, number: int, offset: int, shape: Sequence[int], stride: Sequence[int]
 ) -> torch.Tensor:
-    return torch.empty(0, dtype=_DTYPES[number]).set_(storage, offset, shape, stride)
+    return torch.empty(0, dtype=_DTYPES[number], device="cpu").set_(storage, offset, shape, stride)
 
 
 @runtime_checkable

@@ -317,7 +317,7 @@ def labelled_piece(index: torch.Tensor | None, piece: Any) -> Any:
     if isinstance(piece, Thinned):
         if piece.piece is None or index is None:
             return piece
-        kept = torch.ones(len(index), dtype=torch.bool)
+        kept = torch.ones(len(index), dtype=torch.bool, device="cpu")
         kept[list(piece.left_out)] = False
         return piece._replace(piece=labelled(index[kept], piece.piece))
     return None if piece is None or index is None else labelled(index, piece)

@@ -57,7 +57,7 @@ class Pad:
                 f"a piece has {size} rows, and partial_batch='pad' makes pieces of {self._rows}: the collate function "
                 "made more rows than it was given samples. Let it make one row for each sample, or do without padding."
             )
-        mask = torch.arange(self._rows) < size
+        mask = torch.arange(self._rows, device="cpu") < size
         if self._with_index:
             index, element = piece
             filled = index.new_full((self._rows,), -1)

@@ -287,7 +287,7 @@ class FakeDevice:
         block.owners += 1
         lease = block.memory[:]  # lives as long as the storage of the tensors over it
         strides = torch.empty_like(like, device="meta").stride()
-        tensor = torch.empty(0, dtype=like.dtype)
+        tensor = torch.empty(0, dtype=like.dtype, device="cpu")
         tensor.set_(torch.from_numpy(lease).untyped_storage(), 0, like.shape, strides)
         self._owned[_address(tensor)] = (block, block.owners, pool)
         weakref.finalize(lease, self._free, _address(tensor), block, free).atexit = False
@@ -339,9 +339,9 @@ def _address(tensor: torch.Tensor) -> int:
 def _unowned(block: _Block, tensor: torch.Tensor) -> torch.Tensor:
     """The same memory, by a tensor that does not keep the block from being handed on."""
     memory = torch.from_numpy(block.memory).untyped_storage()
-    empty = torch.empty(0, dtype=tensor.dtype)
+    empty = torch.empty(0, dtype=tensor.dtype, device="cpu")
     return empty.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def _poison(num_bytes: int) -> torch.Tensor:
-    return torch.full((-(-num_bytes // 8),), POISON).view(torch.uint8)[:num_bytes]
+    return torch.full((-(-num_bytes // 8),), POISON, device="cpu").view(torch.uint8)[:num_bytes]
