@@ -10,12 +10,13 @@ import struct
 import threading
 import time
 import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 import torchdistinput as tdi
@@ -164,3 +165,48 @@ def test_an_iterator_that_failed_is_gone_when_nobody_refers_to_it(ask: Any, work
     gc.collect()  # the error and the iterator refer to each other
     assert gone() is None
     assert set(multiprocessing.active_children()) <= before
+
+
+class Streamed(IterableDataset[int]):
+    """What is read in order."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(8))
+
+
+def _drop_in() -> Any:
+    return tdi.DataLoader(range(8), batch_size=4, num_workers=1, persistent_workers=True)  # type: ignore[arg-type] # a dataset by its methods
+
+
+def _map_style() -> Any:
+    loader = DataLoader(range(8), batch_size=4, num_workers=1, persistent_workers=True)  # type: ignore[arg-type, var-annotated] # as above
+    return tdi.Strategy(["cpu"]).distribute_dataset(loader)
+
+
+def _iterable() -> Any:
+    loader = DataLoader(Streamed(), batch_size=4, num_workers=1, persistent_workers=True)
+    return tdi.Strategy(["cpu"]).distribute_dataset(loader)
+
+
+def _of_function() -> Any:
+    def loader(_context: tdi.InputContext) -> DataLoader[int]:
+        return DataLoader(Streamed(), batch_size=4, num_workers=1, persistent_workers=True)
+
+    return tdi.Strategy(["cpu"]).distribute_datasets_from_function(loader)
+
+
+@pytest.mark.parametrize("make", [_drop_in, _map_style, _iterable, _of_function])
+def test_workers_that_live_on_end_with_their_loader_as_torchs_do(make: Callable[[], Any]) -> None:
+    """When the last reference goes, not at some garbage collection later."""
+    gc.collect()
+    before = set(multiprocessing.active_children())
+    gc.disable()
+    try:
+        loader = make()
+        assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        workers = set(multiprocessing.active_children()) - before
+        assert len(workers) == 1
+        del loader
+        assert not workers & set(multiprocessing.active_children())
+    finally:
+        gc.enable()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from functools import partial
 from typing import Any, cast, final
 
 import torch
@@ -71,19 +72,14 @@ class IterableLoaderSource:
         self._seeds = BaseSeeds(loader.generator, lasting=loader.persistent_workers)
         self._cut: CutReady | CutSamples
         self._cut = CutReady(collate, cutter) if size is None else CutSamples(collate, cutter)
-        self._runs = LoaderRuns(self._build, lasting=loader.persistent_workers)
+        build = partial(_build, loader, size, self._cut, self._seeds)  # no method: in a circle, workers would live on
+        self._runs = LoaderRuns(build, lasting=loader.persistent_workers)
         self.needs_default_state = loader.generator is None and shared
         self.bound_to_world = not shared
         self.collective_state = not shared or self._owns_state
         self.draws_from_default_generator = loader.generator is None
         self.certain_piece_size = cutter.certain_piece_size(drop_last=loader.drop_last) if shared else None
         self.largest_piece_size = cutter.largest_piece_size
-
-    def _build(self, dataset: Guarded) -> DataLoader[Any]:
-        size = self._cutter.global_batch_size
-        batching: dict[str, Any] = {} if size is None else {"drop_last": self._loader.drop_last}
-        settings = {**settings_of(self._loader), "generator": self._seeds.generator}
-        return DataLoader(dataset, batch_size=size, collate_fn=self._cut, **batching, **settings)
 
     def fingerprint(self) -> Mapping[str, Any]:
         """See ``Source.fingerprint``."""
@@ -182,6 +178,15 @@ class IterableLoaderSource:
             return batched(dataset, size, drop_last=self._loader.drop_last), self._cut.__call__, _nothing
         run = self._runs.start(dataset)
         return run, as_is, lambda: self._runs.finish(run)
+
+
+def _build(
+    loader: DataLoader[Any], size: int | None, cut: CutReady | CutSamples, seeds: BaseSeeds, dataset: Guarded
+) -> DataLoader[Any]:
+    """The loader that reads a dataset, and cuts what it reads."""
+    batching: dict[str, Any] = {} if size is None else {"drop_last": loader.drop_last}
+    settings = {**settings_of(loader), "generator": seeds.generator}
+    return DataLoader(dataset, batch_size=size, collate_fn=cut, **batching, **settings)
 
 
 def _nothing() -> None:

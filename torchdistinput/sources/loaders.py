@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence, Sized
+from functools import partial
 from typing import Any, cast, final
 
 import torch
@@ -102,7 +103,8 @@ class MapLoaderSource:
         self._base_seeds = BaseSeeds(loader.generator, lasting=loader.persistent_workers)
         self._reads_here = not loader.num_workers and not loader.pin_memory
         self._pieces = PieceDataset(self._dataset, cast(Callable[[Any], Any], loader.collate_fn), skip=skip)
-        self._runs = LoaderRuns(self._build, lasting=loader.persistent_workers)
+        build = partial(_build, loader, self._feed, self._base_seeds)  # no method: in a circle, workers would live on
+        self._runs = LoaderRuns(build, lasting=loader.persistent_workers)
         self._given_seed: int | None = None  # by a state that was loaded
         self._used_seed: int | None = None
         inner = _sampler_in(self._batches)
@@ -116,10 +118,6 @@ class MapLoaderSource:
         certain = shared and not skip
         self.certain_piece_size = self._cutter.certain_piece_size(drop_last=self._drop_last) if certain else None
         self.largest_piece_size = self._cutter.largest_piece_size
-
-    def _build(self, dataset: PieceDataset) -> DataLoader[Any]:
-        settings = {**settings_of(self._loader), "generator": self._base_seeds.generator}
-        return DataLoader(dataset, batch_size=None, sampler=self._feed, collate_fn=as_is, **settings)
 
     def _start(self, drawn: Draws) -> tuple[Callable[[], Any], Callable[[], None]]:
         """What reads the next piece of an epoch, and what ends it.
@@ -318,6 +316,12 @@ class MapLoaderSource:
 
     def _new_numbers(self) -> SampleNumbers:
         return SampleNumbers(self._cutter.topology, sharded=self.draws_alone, shared=self._cutter.shared)
+
+
+def _build(loader: DataLoader[Any], feed: Feed, seeds: BaseSeeds, dataset: PieceDataset) -> DataLoader[Any]:
+    """The loader that reads the pieces."""
+    settings = {**settings_of(loader), "generator": seeds.generator}
+    return DataLoader(dataset, batch_size=None, sampler=feed, collate_fn=as_is, **settings)
 
 
 def _nothing() -> None:
