@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol, final, runtime_checkable
@@ -26,6 +27,7 @@ __all__ = [
     "tell_epoch",
 ]
 
+_LOG = logging.getLogger("torchdistinput")
 
 Exchange = Callable[[Callable[[], Any]], list[Any]]
 """Makes a plain value on every rank, or fails there; returns those of all ranks, or fails alike on all."""
@@ -252,11 +254,17 @@ class RowStream:
 
     def close(self) -> None:
         """See ``Stream.close``. Closes the user's files and generators too, unless a thread may still read them."""
-        close, self._close = self._close, None
-        if close is not None:
-            close()
-        if not self.in_background:
+        if self._close is not None:
+            self._close()
+            self._close = None
+        if self.in_background:
+            return
+        try:
             self._rows.close()
+        except ValueError as error:
+            if str(error) != "generator already executing":
+                raise
+            _LOG.debug("closed while another thread reads, which closes its files when it is done: %s", error)
 
 
 def _asked(track: Track) -> bool:
