@@ -277,8 +277,13 @@ class DistributedIterator:
         return self._finalizer.alive and not self._buffer.closed
 
     def close(self) -> None:
-        """Ends the iteration. Idempotent; every rank should leave its loop at the same step."""
-        self._finalizer()
+        """Ends the iteration. Idempotent; every rank should leave its loop at the same step.
+
+        Where an interruption cuts it short, the next call, or the end of this iterator, does what is left to do. A
+        thread that reads meanwhile gets an ``InputError``: let it leave its loop first.
+        """
+        self._buffer.close()
+        self._finalizer.detach()
 
     def __enter__(self) -> DistributedIterator:
         return self
