@@ -156,9 +156,12 @@ class Background:
         self._watched = False  # whether the consumer looks after the votes
         self._looks = 0  # times that it did
         self._has_failed = False  # in a vote that the consumer looked after
-        self._at_the_urn = threading.Lock()  # held by whoever goes on with the vote
-        self._lock = threading.Lock()
-        self._present = 2 if threaded else 1  # the consumer, and the thread
+        self._at_the_urn = threading.RLock()  # held by whoever goes on with the vote; it knows by which thread
+        self._concludes = False  # whether that is the thread, which waits for it
+        self._lock = threading.RLock()
+        self._consumer_left, self._thread_left = False, not threaded
+        self._left: list[Outcome] = []  # of what nobody took, as far as it was not given up yet
+        self._is_tidy = False
         self.thread: threading.Thread | None = None
         if threaded:
             self.thread = threading.Thread(target=self._run, name="torchdistinput-input", daemon=True)
@@ -196,7 +199,7 @@ class Background:
           wake: whether the thread may not know that there is something to vote for.
         """
         self._watched = False
-        if wake and not self._at_the_urn.locked() and self._vote_is_due():
+        if wake and not self._concludes and self._vote_is_due():
             self._tickets.put(_LOOK)
 
     def help_voting(self) -> None:
@@ -205,7 +208,7 @@ class Background:
         self._looks += 1
         if self._has_failed or (self._vote is None and not self._vote_is_due()):
             return
-        if self._present == 1 or not self._at_the_urn.acquire(blocking=False):
+        if self._thread_left or not self._at_the_urn.acquire(blocking=False):
             return  # the thread has left, and its last word lies there; or it goes on with the vote
         try:
             vote = self._vote
@@ -221,7 +224,10 @@ class Background:
             self._vote = None  # it is over, for the thread too
             raise
         finally:
-            self._at_the_urn.release()
+            try:  # noqa: SIM105 - for every step, and `suppress` takes as long as all the rest
+                self._at_the_urn.release()
+            except RuntimeError:  # a signal's handler closed the iterator meanwhile, and released it
+                pass
 
     @property
     def to_spare(self) -> int:
@@ -246,7 +252,10 @@ class Background:
             self._bell.put(None)
 
     def stop(self, delivered: int) -> None:
-        """Nobody reads here any more, after so many steps. Any thread."""
+        """Nobody reads here any more, after so many steps. Any thread, as often as it likes."""
+        urn: Any = self._at_the_urn  # to `release` what is not held would put an error into the context of others
+        if urn._is_owned() and threading.current_thread() is not self.thread:  # noqa: SLF001 - has no public name
+            urn.release()  # an interruption came just before it was left
         self._tickets.put(_Stop(delivered))
 
     def _run(self) -> None:
@@ -257,7 +266,8 @@ class Background:
         except BaseException as error:  # whatever it is, the consumer and the other ranks must hear of it
             self._fail(error)
         finally:
-            self.leave(0)
+            self._thread_left = True
+            self._tidy_up(0)
 
     def _fail(self, error: BaseException) -> None:
         try:
@@ -274,7 +284,9 @@ class Background:
             return
         with self._at_the_urn:
             if not self.votes.over and (due or self._is_time_to_vote()):  # else the consumer was faster
+                self._concludes = True
                 self._conclude()
+                self._concludes = False
 
     def _is_time_to_vote(self) -> bool:
         if self._watched:
@@ -357,29 +369,34 @@ class Background:
         self._put(outcomes)
 
     def leave(self, delivered: int, peeked: Share | None = None) -> None:
-        """The last one to leave, consumer or thread, gives up what nobody took.
+        """The consumer leaves; any thread may say so, as often as it likes.
 
         Args:
           delivered: steps that the consumer took.
           peeked: one that it looked at and did not take.
         """
-        with self._lock:
-            self._present -= 1
-            last = self._present == 0
         if peeked is not None:
             self.walk.discard([peeked])
-        if not last:
-            return
-        self.walk.close_source()
-        left = self.votes.stop(delivered)
-        while self.ready:
-            outcome = self.ready.popleft()
-            if isinstance(outcome, Share):
-                left.append(outcome)
-            elif isinstance(outcome, PassedOver) and outcome.share is not None:
-                left.append(outcome.share)
-        self.walk.discard(left)
-        self.walk.close_devices()
+        self._consumer_left = True
+        self._tidy_up(delivered)
+
+    def _tidy_up(self, delivered: int) -> None:
+        """The last one to leave, consumer or thread, gives up what nobody took, or what was left of that."""
+        with self._lock:
+            if not (self._consumer_left and self._thread_left) or self._is_tidy:
+                return
+            self.walk.close_source()
+            left = self._left
+            left += self.votes.stop(delivered)
+            with contextlib.suppress(IndexError):  # a consumer on another thread may take the last one
+                while self.ready:
+                    left.append(self.ready.popleft())
+            shares = [each.share if isinstance(each, PassedOver) else each for each in left]
+            self.walk.discard([share for share in shares if isinstance(share, Share)])
+            left.clear()
+            if not self._is_tidy:  # by a garbage collection in between, on this thread
+                self._is_tidy = True  # before the devices go to the next iterator, which they must not do twice
+                self.walk.close_devices()
 
 
 def not_an_end(error: BaseException) -> BaseException:

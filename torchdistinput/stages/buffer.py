@@ -100,11 +100,12 @@ class Buffer:
         self._drawn: deque[Drawn | Held] = deque()  # what the thread was not given yet
         self._delivered = first_step
         self._final: End | Raised | None = None
+        self._closed_by: int | None = None  # the thread that closed it before its end
         self._closed = False
 
     @property
     def closed(self) -> bool:
-        """Whether nothing more will be delivered: it ended, failed, or was closed."""
+        """Whether it ended, failed or was closed, and nothing of it is left behind: ``close`` has come to its end."""
         return self._closed
 
     @property
@@ -175,6 +176,7 @@ class Buffer:
                 drew = perf_counter()
         except BaseException as error:
             self.end_by(error)
+            self._raise_if_closed_elsewhere(error)
             raise
         self._raise_what_ended_it()
         return None
@@ -193,6 +195,7 @@ class Buffer:
                     self._hand_over()
             except BaseException as error:
                 self.end_by(error)
+                self._raise_if_closed_elsewhere(error)
                 raise not_an_end(error) from error.__cause__
             if not self._ready:
                 self._wait()  # an interruption loses nothing there
@@ -236,7 +239,8 @@ class Buffer:
             if self._deeper is not None:
                 self._deeper(outcome.steps)
         elif isinstance(outcome, End | Raised):
-            self._final = outcome
+            if self._final is None:  # else it was closed meanwhile, and this is what the ranks said to that
+                self._final = outcome
             self.close()
 
     def _read_ahead(self, steps: int) -> None:
@@ -247,6 +251,21 @@ class Buffer:
     def _raise_what_ended_it(self) -> None:
         if isinstance(self._final, Raised):
             raise self._final.error
+        self._raise_if_closed_elsewhere(None)
+
+    def _raise_if_closed_elsewhere(self, error: BaseException | None) -> None:
+        """Another thread closed this one's iterator: to this one that is neither the end of the data nor its failure.
+
+        Args:
+          error: what this thread met, if it met anything; a Ctrl-C goes on.
+        """
+        if self._closed_by in (None, threading.get_ident()) or not isinstance(error, Exception | None):
+            return
+        self._walk.close_source()  # what this thread was reading then could not be closed there
+        raise InputError(
+            f"the iterator was closed by another thread after step {self._next_step}, while this one reads it. Let the "
+            "thread that reads leave its loop first: set a flag that the loop looks at, and close afterwards."
+        ) from error
 
     def _top_up(self) -> None:
         """Draws as far ahead as there is room, once that is a row of steps.
@@ -293,11 +312,10 @@ class Buffer:
 
     def end_by(self, error: BaseException) -> None:
         """What was being done is lost, by Ctrl-C, say: so there can be no further step. Idempotent."""
-        if self._final is not None:
-            return
-        lost = self._walk.lost_workers()  # torch tells of them wherever this thread happens to be
-        self._votes.abort(self._stopped(lost) if lost else f"failed: {type(error).__name__}: {error}")
-        self._final = Raised(_lasting(error, self._next_step))
+        if self._final is None:
+            self._final = Raised(_lasting(error, self._next_step))
+            lost = self._walk.lost_workers()  # torch tells of them wherever this thread happens to be
+            self._votes.abort(self._stopped(lost) if lost else f"failed: {type(error).__name__}: {error}")
         self.close()
 
     def _look_a_while(self) -> bool:
@@ -340,13 +358,16 @@ class Buffer:
         return f"stopped reading after {self._next_step} step(s){why}"
 
     def close(self) -> None:
-        """Ends the iteration: thread, loader workers, parcels. Idempotent; takes a few milliseconds when all stop."""
+        """Ends the iteration: thread, loader workers, parcels. Takes a few milliseconds when all stop.
+
+        Any thread. Idempotent, and where an interruption cut it short, the next call does what is left to do.
+        """
         if self._closed:
             return
-        self._closed = True
-        self._to_spare = 0
         if self._final is None:
+            self._closed_by = threading.get_ident()
             self._final = End()
+        self._to_spare = 0
         lost = "" if self._votes.over else self._walk.lost_workers()
         if lost:  # torch told the training thread, wherever it was, before the thread could vote for a failure
             self._votes.abort(self._stopped(lost))
@@ -357,8 +378,9 @@ class Buffer:
             self._background.stop(self._next_step)
             if thread is not threading.current_thread():
                 self._end_thread(thread)
-        taken, peeked, self._peeked = self._next_step, self._peeked, None
-        self._background.leave(taken, peeked)
+        self._background.leave(self._next_step, self._peeked)
+        self._peeked = None
+        self._closed = True
 
     def _end_thread(self, thread: threading.Thread) -> None:
         thread.join(_GRACE_SECONDS if self._with_others else 0)
