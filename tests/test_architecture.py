@@ -24,6 +24,7 @@ FLOORS = {
     "backends": 2,
     "flow": 1,
     "failures": 2,
+    "endings": 2,
     "stats": 2,
     "mould": 2,
     "patience": 2,
@@ -61,7 +62,7 @@ NARROWER = {
     "values": {"errors", "tree"},
     "stages": {
         *("errors", "tree", "failures", "flow", "mould", "plan", "backends", "stats", "values"),
-        *("background", "patience"),
+        *("background", "endings", "patience"),
     },
 }
 

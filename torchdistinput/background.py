@@ -23,11 +23,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, final
 
 from torchdistinput.backends.exchanges import Begun, Exchange, conclude
-from torchdistinput.flow import Ahead, Drawn, Held, Outcome, PassedOver, Raised, Share
+from torchdistinput.endings import Parting, not_an_end
+from torchdistinput.flow import Ahead, Drawn, Held, Outcome, Raised, Share
 from torchdistinput.plan.read_ahead import ReadAhead, shows
 from torchdistinput.stats import COORDINATE, Meter, in_range
 
-__all__ = ["Background", "Votes", "Walk", "not_an_end"]
+__all__ = ["Background", "Votes", "Walk"]
 
 _FAST_SECONDS = 200e-6
 _MOST_BETWEEN_WEIGHINGS = 256  # steps
@@ -158,10 +159,7 @@ class Background:
         self._has_failed = False  # in a vote that the consumer looked after
         self._at_the_urn = threading.RLock()  # held by whoever goes on with the vote; it knows by which thread
         self._concludes = False  # whether that is the thread, which waits for it
-        self._lock = threading.RLock()
-        self._consumer_left, self._thread_left = False, not threaded
-        self._left: list[Outcome] = []  # of what nobody took, as far as it was not given up yet
-        self._is_tidy = False
+        self.parting = Parting(walk, votes, self.ready, threaded=threaded)
         self.thread: threading.Thread | None = None
         if threaded:
             self.thread = threading.Thread(target=self._run, name="torchdistinput-input", daemon=True)
@@ -208,7 +206,7 @@ class Background:
         self._looks += 1
         if self._has_failed or (self._vote is None and not self._vote_is_due()):
             return
-        if self._thread_left or not self._at_the_urn.acquire(blocking=False):
+        if self.parting.thread_left or not self._at_the_urn.acquire(blocking=False):
             return  # the thread has left, and its last word lies there; or it goes on with the vote
         try:
             vote = self._vote
@@ -266,8 +264,7 @@ class Background:
         except BaseException as error:  # whatever it is, the consumer and the other ranks must hear of it
             self._fail(error)
         finally:
-            self._thread_left = True
-            self._tidy_up(0)
+            self.parting.thread_leaves()
 
     def _fail(self, error: BaseException) -> None:
         try:
@@ -367,42 +364,3 @@ class Background:
             if isinstance(outcome, Ahead):
                 self._read_ahead.agreed(outcome.steps)
         self._put(outcomes)
-
-    def leave(self, delivered: int, peeked: Share | None = None) -> None:
-        """The consumer leaves; any thread may say so, as often as it likes.
-
-        Args:
-          delivered: steps that the consumer took.
-          peeked: one that it looked at and did not take.
-        """
-        if peeked is not None:
-            self.walk.discard([peeked])
-        self._consumer_left = True
-        self._tidy_up(delivered)
-
-    def _tidy_up(self, delivered: int) -> None:
-        """The last one to leave, consumer or thread, gives up what nobody took, or what was left of that."""
-        with self._lock:
-            if not (self._consumer_left and self._thread_left) or self._is_tidy:
-                return
-            self.walk.close_source()
-            left = self._left
-            left += self.votes.stop(delivered)
-            with contextlib.suppress(IndexError):  # a consumer on another thread may take the last one
-                while self.ready:
-                    left.append(self.ready.popleft())
-            shares = [each.share if isinstance(each, PassedOver) else each for each in left]
-            self.walk.discard([share for share in shares if isinstance(share, Share)])
-            left.clear()
-            if not self._is_tidy:  # by a garbage collection in between, on this thread
-                self._is_tidy = True  # before the devices go to the next iterator, which they must not do twice
-                self.walk.close_devices()
-
-
-def not_an_end(error: BaseException) -> BaseException:
-    """The error; a ``StopIteration`` from within would end the user's loop as if the data had ended."""
-    if not isinstance(error, StopIteration):
-        return error
-    found = RuntimeError("an iterator of the input's own ended where it must not: a defect of torchdistinput.")
-    found.__cause__ = error
-    return found

@@ -32,7 +32,7 @@ from tests.stages.scripted import (
     values,
 )
 from torchdistinput import background as background_module
-from torchdistinput import patience
+from torchdistinput import endings, patience
 from torchdistinput.backends.exchanges import Exchange
 from torchdistinput.background import Background, Walk
 from torchdistinput.errors import CoordinationTimeout, InputError, RankLost, SourceError
@@ -529,7 +529,7 @@ def read_with_an_interruption(world: FakeCollectives | None, moment: int, found:
 
     Not while it closes, when nothing comes any more.
     """
-    files = {buffer_module.__file__, background_module.__file__}
+    files = {buffer_module.__file__, background_module.__file__, endings.__file__}
     party = compose(world, 0, Script((1, 0, 1, 1, 1), in_background=True), depth=2)
     moments = itertools.count()
 

@@ -40,8 +40,8 @@ from typing import Final, final
 
 from torch.autograd import profiler
 
-from torchdistinput.background import Background, not_an_end
-from torchdistinput.errors import InputError
+from torchdistinput.background import Background
+from torchdistinput.endings import closed_elsewhere, lasting, not_an_end
 from torchdistinput.flow import Ahead, Drawn, End, Held, Outcome, PassedOver, Raised, Share
 from torchdistinput.patience import Patience
 from torchdistinput.plan.read_ahead import drawn_at_once, is_deep
@@ -262,10 +262,7 @@ class Buffer:
         if self._closed_by in (None, threading.get_ident()) or not isinstance(error, Exception | None):
             return
         self._walk.close_source()  # what this thread was reading then could not be closed there
-        raise InputError(
-            f"the iterator was closed by another thread after step {self._next_step}, while this one reads it. Let the "
-            "thread that reads leave its loop first: set a flag that the loop looks at, and close afterwards."
-        ) from error
+        raise closed_elsewhere(self._next_step) from error
 
     def _top_up(self) -> None:
         """Draws as far ahead as there is room, once that is a row of steps.
@@ -313,7 +310,7 @@ class Buffer:
     def end_by(self, error: BaseException) -> None:
         """What was being done is lost, by Ctrl-C, say: so there can be no further step. Idempotent."""
         if self._final is None:
-            self._final = Raised(_lasting(error, self._next_step))
+            self._final = Raised(lasting(error, self._next_step))
             lost = self._walk.lost_workers()  # torch tells of them wherever this thread happens to be
             self._votes.abort(self._stopped(lost) if lost else f"failed: {type(error).__name__}: {error}")
         self.close()
@@ -378,7 +375,7 @@ class Buffer:
             self._background.stop(self._next_step)
             if thread is not threading.current_thread():
                 self._end_thread(thread)
-        self._background.leave(self._next_step, self._peeked)
+        self._background.parting.consumer_leaves(self._next_step, self._peeked)
         self._peeked = None
         self._closed = True
 
@@ -395,13 +392,3 @@ def _let_others_run() -> None:
         time.sleep(0)
     else:
         os.sched_yield()
-
-
-def _lasting(error: BaseException, delivered: int) -> BaseException:
-    """What each further call raises. Not a Ctrl-C, which was meant for the moment."""
-    if isinstance(error, Exception):
-        return not_an_end(error)
-    return InputError(
-        f"the input was interrupted while it read, after step {delivered}, by {type(error).__name__}; what it was "
-        "reading is lost, so it cannot go on. Begin another iterator, or go on from a state that was saved before."
-    )

@@ -1,0 +1,117 @@
+"""How an iterator ends: who leaves last tidies up, and what whoever still asks is told.
+
+An interruption may come between any two steps of it, so each can be done again, and is, by the next one who closes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol, final
+
+from torchdistinput.errors import InputError
+from torchdistinput.flow import Outcome, PassedOver, Share
+
+__all__ = ["Parting", "closed_elsewhere", "lasting", "not_an_end"]
+
+
+class _Walk(Protocol):
+    """See ``background.Walk``."""
+
+    def close_source(self) -> None: ...
+
+    def close_devices(self) -> None: ...
+
+    def discard(self, shares: Sequence[Share], /) -> None: ...
+
+
+class _Votes(Protocol):
+    """See ``background.Votes``."""
+
+    def stop(self, delivered: int) -> list[Share]: ...
+
+
+@final
+class Parting:
+    """The last one to leave, consumer or thread, gives up what nobody took.
+
+    Args:
+      walk: the stages before.
+      votes: holds shares that nobody took.
+      ready: so does this.
+      threaded: whether there is a thread.
+    """
+
+    def __init__(self, walk: _Walk, votes: _Votes, ready: deque[Outcome], *, threaded: bool) -> None:
+        self._walk = walk
+        self._votes = votes
+        self._ready = ready
+        self._lock = threading.RLock()
+        self._consumer_left = False
+        self.thread_left = not threaded
+        """Whether nobody votes any more but the consumer."""
+        self._left: list[Outcome] = []  # of what nobody took, as far as it was not given up yet
+        self._is_tidy = False
+
+    def consumer_leaves(self, delivered: int, peeked: Share | None) -> None:
+        """Nobody takes a step any more. Any thread, as often as it likes.
+
+        Args:
+          delivered: steps that the consumer took.
+          peeked: one that it looked at and did not take.
+        """
+        if peeked is not None:
+            self._walk.discard([peeked])
+        self._consumer_left = True
+        self._tidy_up(delivered)
+
+    def thread_leaves(self) -> None:
+        """The thread does nothing any more. That thread."""
+        self.thread_left = True
+        self._tidy_up(0)
+
+    def _tidy_up(self, delivered: int) -> None:
+        with self._lock:
+            if not (self._consumer_left and self.thread_left) or self._is_tidy:
+                return
+            self._walk.close_source()
+            left = self._left
+            left += self._votes.stop(delivered)
+            with contextlib.suppress(IndexError):  # a consumer on another thread may take the last one
+                while self._ready:
+                    left.append(self._ready.popleft())
+            shares = [each.share if isinstance(each, PassedOver) else each for each in left]
+            self._walk.discard([share for share in shares if isinstance(share, Share)])
+            left.clear()
+            if not self._is_tidy:  # by a garbage collection in between, on this thread
+                self._is_tidy = True  # before the devices go to the next iterator, which they must not do twice
+                self._walk.close_devices()
+
+
+def not_an_end(error: BaseException) -> BaseException:
+    """The error; a ``StopIteration`` from within would end the user's loop as if the data had ended."""
+    if not isinstance(error, StopIteration):
+        return error
+    found = RuntimeError("an iterator of the input's own ended where it must not: a defect of torchdistinput.")
+    found.__cause__ = error
+    return found
+
+
+def lasting(error: BaseException, delivered: int) -> BaseException:
+    """What each further call raises. Not a Ctrl-C, which was meant for the moment."""
+    if isinstance(error, Exception):
+        return not_an_end(error)
+    return InputError(
+        f"the input was interrupted while it read, after step {delivered}, by {type(error).__name__}; what it was "
+        "reading is lost, so it cannot go on. Begin another iterator, or go on from a state that was saved before."
+    )
+
+
+def closed_elsewhere(delivered: int) -> InputError:
+    """What a thread is told that reads while another one closes."""
+    return InputError(
+        f"the iterator was closed by another thread after step {delivered}, while this one reads it. Let the thread "
+        "that reads leave its loop first: set a flag that the loop looks at, and close afterwards."
+    )
