@@ -250,3 +250,12 @@ def test_in_and_out_of_modes_the_batches_are_torchs(
             return [*found, all_of(loader)]
 
     assert epochs(tdi.DataLoader) == epochs(DataLoader)
+
+
+def test_an_empty_part_is_made_beside_the_others() -> None:
+    strategy = tdi.Strategy(devices=["cpu"] * 3)
+    with Elsewhere():
+        dataset = strategy.distribute_dataset(DataLoader(TENSORS, 4), tdi.InputOptions(prefetch=0))
+        parts = [part for x, _ in dataset for part in strategy.local_results(x)]
+    assert [part.tolist() for part in parts[:3]] == [[0, 1], [2, 3], []]
+    assert {part.device.type for part in parts} == {"cpu"}
