@@ -113,6 +113,19 @@ class UnevenBatches(Sampler[list[int]]):
 
 
 @final
+class BatchesDrawnAtOnce(Sampler[list[int]]):
+    """Draws all batches of an epoch as soon as it is asked for its iterator, not at the first ``next``."""
+
+    def __init__(self, length: int, generator: torch.Generator | None = None) -> None:
+        self.length = length
+        self.generator = generator
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = torch.randperm(self.length, generator=self.generator)
+        return iter([batch.tolist() for batch in order.split(3)])
+
+
+@final
 class Count(IterableDataset[int]):
     """0 .. n-1; with DataLoader workers each yields its share, so the batches are those of one process."""
 

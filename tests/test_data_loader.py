@@ -220,6 +220,21 @@ def test_in_one_process_all_random_draws_come_where_torch_makes_them() -> None:
     assert drawn(Ours) == drawn(Torchs)
 
 
+@pytest.mark.parametrize("own_generator", [False, True])
+@pytest.mark.parametrize("workers", [{}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}])
+def test_a_batch_sampler_that_draws_as_soon_as_it_is_asked_is_asked_when_and_as_often_as_by_torch(
+    workers: dict[str, Any], own_generator: bool
+) -> None:
+    found = []
+    for cls in (Ours, Torchs):
+        torch.manual_seed(1)
+        generator = inputs.generator() if own_generator else None
+        sampler = inputs.BatchesDrawnAtOnce(10, generator)
+        loader = cls(range(10), batch_sampler=sampler, generator=generator, **workers)
+        found.append([([batch.tolist() for batch in loader], torch.rand(()).item()) for _ in range(3)])
+    assert found[0] == found[1]
+
+
 class Recorder(Dataset[int]):
     """Notes which samples were asked for, and on which thread."""
 

@@ -118,6 +118,25 @@ def test_another_number_of_loader_workers_changes_nothing(all_cells: bool, tmp_p
             resumed.loader.close()
 
 
+@pytest.mark.parametrize(("before", "after"), [(NO_WORKERS, WORKERS), (WORKERS, NO_WORKERS), (LASTING, LASTING)])
+def test_a_batch_sampler_that_draws_as_soon_as_it_is_asked_goes_on_with_other_loader_workers_too(
+    before: dict[str, Any], after: dict[str, Any]
+) -> None:
+    """Torch asks it twice where it starts workers; the resumed run as often as the one that was interrupted."""
+
+    def make(cls: Any, **more: Any) -> Any:
+        sampler = inputs.BatchesDrawnAtOnce(11)
+        return cls(range(11), batch_sampler=sampler, **more)
+
+    torch.manual_seed(SEED)
+    delivered, states = record(run_of(make, Setting(more=before)))
+    for saved in states[1:-1:4]:
+        torch.manual_seed(OTHER_SEED)
+        resumed = run_of(make, Setting(prefetch=2, more=after)).load(saved)
+        assert list(steps(resumed)) == delivered[saved.done :]
+        resumed.loader.close()
+
+
 def test_loader_workers_that_persist_or_not_give_the_rest_of_the_epoch(tmp_path: Path) -> None:
     """Later epochs are those of torch: it draws one number less from the generator where workers persist."""
     make = known("shuffled by a generator", tmp_path)

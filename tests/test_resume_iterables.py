@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, get_worker_info
 
+from tests import inputs
 from tests.epochs import lists
 from torchdistinput.errors import StateMismatch
 from torchdistinput.flow import ReadFailure, Row, Start
@@ -448,6 +449,10 @@ FUNCTIONS: dict[str, Make] = {
         ),
         topology=one_of(1),
     ),
+    "own batch sampler that draws at once": by_function(
+        lambda: DataLoader(Counted(13), batch_sampler=inputs.BatchesDrawnAtOnce(13, inputs.generator())),
+        topology=one_of(1),
+    ),
     "batches": by_function(lambda: Batches(9), topology=one_of(2, 2, 1)),
     "batches with a state": by_function(lambda: DataLoader(Kept(23), batch_size=4), topology=one_of(1)),
     "iterable with a state": by_function(lambda: map_of(Kept(23)), lambda: map_of(Kept(13)), topology=one_of(1, 2)),
@@ -541,11 +546,17 @@ def test_workers_of_a_function_that_live_on_draw_no_second_seed() -> None:
         resumed.close()
 
 
+@pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("lasting", [False, True])
-def test_the_draws_of_a_functions_epochs_before_are_made_again(lasting: bool) -> None:
+def test_the_draws_of_a_functions_epochs_before_are_made_again(lasting: bool, at_once: bool) -> None:
     def make() -> FunctionSource:
-        more: dict[str, Any] = {"persistent_workers": True} if lasting else {}
-        return FunctionSource([shuffled(14, 3, 7, 2 if lasting else 0, **more)], one_of(1))
+        generator = inputs.generator()
+        sampler: Any = inputs.BatchesDrawnAtOnce(14, generator)
+        if not at_once:
+            sampler = BatchSampler(RandomSampler(range(14), generator=generator), 3, drop_last=False)
+        more: dict[str, Any] = {"num_workers": 2, "persistent_workers": True} if lasting else {}
+        loader: Any = DataLoader(Counted(14), batch_sampler=sampler, generator=generator, **more)
+        return FunctionSource([loader], one_of(1))
 
     source, resumed = make(), make()
     epochs = [read(source)[0] for _ in range(4)]

@@ -27,6 +27,7 @@ from torchdistinput.flow import Start, Stream
 from torchdistinput.iterator import Progress
 from torchdistinput.plan.state import SavedState, differences
 from torchdistinput.sources.base import DrawsAlone, SeedsSamples, Source
+from torchdistinput.sources.base_seeds import TIMES
 from torchdistinput.sources.random_state import BorrowedRandomState, LentState, packed, unpacked
 
 __all__ = ["Bookmark", "Entry"]
@@ -75,7 +76,7 @@ class _Random:
                 "the input the generators that it had (generator= of the DataLoader and of its sampler)."
             )
         base_seed, _, replay = texts[0].partition(" ")
-        if base_seed not in ("every", "first", "never") or not replay.isdecimal():
+        if base_seed not in TIMES or not replay.isdecimal():
             raise StateMismatch(f"random: found {texts[0]!r:.60} as its first entry. Load the state as it was saved.")
         default = unpacked(texts[1]) if texts[1] else None
         return cls(base_seed, int(replay), default, [unpacked(text) for text in texts[2:]])

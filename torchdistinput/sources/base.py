@@ -53,7 +53,8 @@ class Source(Protocol):
     def base_seed(self) -> str:
         """When torch's loader draws a seed for its workers: "every" epoch, the "first" one only, or "never" again.
 
-        It draws from the random state that the order of the data may follow from.
+        It draws from the random state that the order of the data may follow from. With "+again" the sampler is asked
+        for its batches before and once more after each such draw.
         """
 
     def fingerprint(self) -> Mapping[str, Any]:

@@ -100,7 +100,8 @@ class MapLoaderSource:
         self._cutter = Cutter(topology, shared, size)
         self._drop_last = bool(self._collates and getattr(self._batches, "drop_last", False))
         self._feed = Feed()
-        self._base_seeds = BaseSeeds(loader.generator, lasting=loader.persistent_workers)
+        again = loader.num_workers > 0 and type(self._batches) not in (BatchSampler, *_TORCH_SAMPLERS)
+        self._base_seeds = BaseSeeds(loader.generator, lasting=loader.persistent_workers, again=again)
         self._reads_here = not loader.num_workers and not loader.pin_memory
         self._pieces = PieceDataset(self._dataset, cast(Callable[[Any], Any], loader.collate_fn), skip=skip)
         build = partial(_build, loader, self._feed, self._base_seeds)  # no method: in a circle, workers would live on
@@ -249,7 +250,8 @@ class MapLoaderSource:
                 tell_epoch(self._loader, self._told)
             self._tell_shuffle(epoch + lead)
             drawn = self._new_draws(draws)
-            self._base_seeds.draw()
+            if self._base_seeds.draw():
+                drawn = self._new_draws(draws)
             drawn.skip(rows, start.drawn)
             drawn.key = epoch_key(self._seed_of_samples(), epoch)
             return drawn, *self._start(drawn)
@@ -300,7 +302,8 @@ class MapLoaderSource:
     def _replay(self) -> None:
         """Makes the random draws of a whole epoch, and nothing else."""
         batches = batches_of(self._batches)
-        self._base_seeds.draw()
+        if self._base_seeds.draw():
+            batches = batches_of(self._batches)
         batches.skip(sys.maxsize)
 
     def _lead_of_shuffle(self, epoch: int) -> int:

@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torchdistinput.errors import StateMismatch
 from torchdistinput.flow import Start
 from torchdistinput.sources.base_seeds import BaseSeeds
-from torchdistinput.sources.batches import batches_of
+from torchdistinput.sources.batches import Batches, batches_of
 from torchdistinput.sources.shuffle import ShuffleSampler
 from torchdistinput.sources.torch_loaders import settings_of
 
@@ -39,14 +39,19 @@ def passing_over(loader: DataLoader[Any], batches: int, at_least: int, start: St
     seeds.when = start.base_seed or seeds.when
     shuffler = _shuffler(loader)
     number = 0 if shuffler is None else shuffler.epoch
-    for _ in range(start.replay):
-        epoch = batches_of(own)
+
+    def begun() -> Batches:
+        """An epoch as torch begins it; see ``base_seeds``."""
+        again = loader.num_workers > 0 and shuffler is None and seeds.when != "never"
+        asked = batches_of(own)
         seeds.draw()
-        epoch.skip(sys.maxsize)
+        return batches_of(own) if again else asked
+
+    for _ in range(start.replay):
+        begun().skip(sys.maxsize)
     if shuffler is not None:
         shuffler.set_epoch(number)  # it counts its epochs, those of which only the draws were made too
-    seeds.draw()
-    later = _Later(own, batches, at_least)
+    later = _Later(own, begun(), batches, at_least)
     arguments: dict[str, Any] = {"batch_sampler": later}
     if loader.batch_sampler is None:
         arguments = {"batch_size": None, "sampler": later}
@@ -72,19 +77,22 @@ class _Later:
 
     Args:
       batches: the user's.
+      first: the first epoch of them, as it begins.
       skip: how many to pass over.
       at_least: how many there must be.
     """
 
-    def __init__(self, batches: Iterable[Any], skip: int, at_least: int) -> None:
+    def __init__(self, batches: Iterable[Any], first: Batches, skip: int, at_least: int) -> None:
         self._batches = batches
+        self._first: Batches | None = first
         self._skip = skip
         self._at_least = at_least
 
     def __iter__(self) -> Iterator[Any]:
         # Torch asks for two iterators where it has loader workers, and uses the second.
         skip, self._skip = self._skip, 0
-        batches = batches_of(self._batches)
+        first, self._first = self._first, None
+        batches = batches_of(self._batches) if first is None else first
         if skip:
             passed = batches.skip(skip)
             if passed.batches < self._at_least:
