@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 import torchdistinput as tdi
@@ -68,6 +70,8 @@ KINDS: dict[str, Callable[[int], Any]] = {
     "flags": flags,
     "mapping": mapping,
     "strings": strings,
+    "strings of NumPy": lambda size: [torch.arange(size), [*np.full(size, "a")]],
+    "ordered mapping": lambda size: OrderedDict(y=torch.arange(size), x=torch.zeros(size, 2)),
     "named": named,
     "data class": data_class,
     "nested": nested,
@@ -80,7 +84,7 @@ def described(batch: Any) -> Any:
     if isinstance(batch, torch.Tensor):
         return ("tensor", str(batch.dtype), tuple(batch.shape))
     if isinstance(batch, dict):
-        return ("dict", {key: described(value) for key, value in batch.items()})
+        return (type(batch).__name__, {key: described(value) for key, value in batch.items()})
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         fields = [described(getattr(batch, field.name)) for field in dataclasses.fields(batch)]
         return (type(batch).__name__, fields)

@@ -316,13 +316,17 @@ def _key_name(key: Any) -> str:
     return repr(key) if isinstance(key, str) else str(key)
 
 
-def _find_class(kind: str, name: str | None) -> type | None:
-    if name is None or kind not in ("namedtuple", "dataclass"):
+def _find_class(kind: str, name: Any) -> type | None:
+    if name is None or kind not in ("namedtuple", "dataclass", "dict"):
         return None
+    if type(name) is not str:
+        raise TypeError(f"{name!r:.40} is no name of a class")
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in path.split("."):
         found = None if found is None else vars(found).get(part)
+    if kind == "dict":  # one that is not found, or is built in another way, is a plain dict: its content counts
+        return found if isinstance(found, type) and issubclass(found, Mapping) else None
     fits = isinstance(found, type) and (
         _named_tuple_fields(found) is not None if kind == "namedtuple" else dataclasses.is_dataclass(found)
     )
@@ -351,9 +355,14 @@ def _is_rows(value: Any) -> bool:
     """Whether a list or tuple is one leaf: it holds no tensor, no array, no container. An empty one has size 0."""
     if type(value) not in (list, tuple):
         return False
-    return _PLAIN.issuperset(map(type, value)) or not any(
-        isinstance(item, torch.Tensor | np.ndarray | np.generic) or open_container(item) is not None for item in value
-    )
+    return _PLAIN.issuperset(map(type, value)) or not any(map(_is_nested, value))
+
+
+def _is_nested(item: Any) -> bool:
+    """Whether what is in a list makes it more than one leaf. NumPy's strings are strings, its numbers arrays."""
+    if isinstance(item, str | bytes):
+        return False
+    return isinstance(item, torch.Tensor | np.ndarray | np.generic) or open_container(item) is not None
 
 
 def _as_leaf(value: Any) -> Any | None:
