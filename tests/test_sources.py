@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import ChainDataset, DataLoader, Dataset, SequentialSampler
 
 import torchdistinput as tdi
 from tests import inputs
@@ -57,6 +57,41 @@ def test_a_source_of_unknown_length_has_no_length(name: str, tmp_path: Path) -> 
     dataset = distributed(inputs.FINITE[name], tmp_path, tdi.Strategy(devices=["cpu"]), 2)
     with pytest.raises(TypeError):
         len(dataset)
+
+
+def chained() -> ChainDataset:
+    """Has a ``__len__``, but one of its parts has none."""
+    return ChainDataset([inputs.Count(5), inputs.Repeated(3)])
+
+
+class OfNoLength(Dataset[int]):
+    """As a base class says that its children may have a length."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+@pytest.mark.filterwarnings("ignore:.*is read again from its front")
+@pytest.mark.parametrize(
+    ("make", "size"),
+    [
+        (chained, 2),
+        (lambda: DataLoader(chained(), batch_size=2), None),
+        (lambda: DataLoader(OfNoLength(), batch_size=2, sampler=SequentialSampler(range(8))), None),
+    ],
+)
+def test_data_whose_length_raises_is_read_and_resumed_as_data_without_one(make: Any, size: int | None) -> None:
+    strategy = tdi.Strategy(devices=["cpu"])
+    dataset = strategy.distribute_dataset(make(), global_batch_size=size)
+    whole = epoch(strategy, dataset)
+    assert len(whole) == 4
+    states = [dataset.state_dict() for _ in dataset]
+    with strategy.distribute_dataset(make(), global_batch_size=size) as resumed:
+        resumed.load_state_dict(states[1])
+        assert epoch(strategy, resumed) == whole[2:]
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence, Sized
 from functools import partial
 from typing import Any, Protocol, final, runtime_checkable
 
@@ -24,6 +24,7 @@ __all__ = [
     "Shards",
     "Source",
     "Track",
+    "length_of",
     "tell_epoch",
 ]
 
@@ -168,6 +169,20 @@ class Shards(Protocol):
 
     def shard(self, num_shards: int, index: int) -> Any:
         """The ``index``-th of ``num_shards`` parts."""
+
+
+def length_of(data: object) -> int | None:
+    """The length of the user's object, where it knows it.
+
+    What is made of others, as torch's ``ChainDataset``, has a ``__len__`` that raises what ``len`` raises for one of
+    those without a length; base classes raise ``NotImplementedError``. Neither is needed to read it.
+    """
+    if not isinstance(data, Sized):
+        return None
+    try:
+        return len(data)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def tell_epoch(loader: DataLoader[Any], epoch: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast, final
 
@@ -13,7 +13,7 @@ from torchdistinput.flow import Start, Stream
 from torchdistinput.plan.batching import Cutter, check_batch_size
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.base import Exchange, RowStream, Shards, tell_epoch
+from torchdistinput.sources.base import Exchange, RowStream, Shards, length_of, tell_epoch
 from torchdistinput.sources.base_seeds import BaseSeeds
 from torchdistinput.sources.guarded import Guarded, entrances_at, labels_by_position, rows_logged
 from torchdistinput.sources.opaque import Place, ReadLog, place_of, warn_of_reading_again
@@ -97,9 +97,7 @@ class IterableLoaderSource:
 
     def num_steps(self) -> int | None:
         """See ``Source.num_steps``."""
-        if not self._shared or not isinstance(self._loader.dataset, Sized):
-            return None
-        return len(self._loader)
+        return length_of(self._loader) if self._shared else None
 
     def set_epoch(self, epoch: int) -> None:
         """See ``Source.set_epoch``."""

@@ -5,7 +5,7 @@ Also ``ShardedIterableDataset``, the wrapper for a plain torch ``DataLoader``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast, final
 
 import torch
@@ -23,7 +23,7 @@ from torchdistinput.plan.batching import (
 )
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.base import Exchange, RowStream, SetsEpoch, Shards
+from torchdistinput.sources.base import Exchange, RowStream, SetsEpoch, Shards, length_of
 from torchdistinput.sources.guarded import Guarded, entrances_at, labels_by_position, rows_logged
 from torchdistinput.sources.opaque import Place, ReadLog, place_of, warn_of_reading_again
 from torchdistinput.sources.own_state import HasState
@@ -97,7 +97,7 @@ class IterableSource:
         """See ``Source.fingerprint``."""
         return {
             "kind": f"iterable {type(self._data).__name__}",
-            "length": len(self._data) if self._shared and isinstance(self._data, Sized) else None,
+            "length": length_of(self._data) if self._shared else None,
             "batch size": self._cutter.global_batch_size,
         }
 
@@ -107,9 +107,8 @@ class IterableSource:
 
     def num_steps(self) -> int | None:
         """See ``Source.num_steps``."""
-        if not self._shared or not isinstance(self._data, Sized):
-            return None
-        return num_batches(len(self._data), self._cutter.global_batch_size or 1)
+        length = length_of(self._data) if self._shared else None
+        return None if length is None else num_batches(length, self._cutter.global_batch_size or 1)
 
     def set_epoch(self, epoch: int) -> None:
         """See ``Source.set_epoch``."""
@@ -187,9 +186,8 @@ class ShardedIterableDataset(IterableDataset[Any]):
         self._collate = collate_fn
         if global_batch_size is not None:
             check_batch_size(global_batch_size)
-            if isinstance(dataset, Sized):
-                for step, size in distinct_steps(len(dataset), global_batch_size, drop_last=False):
-                    refuse_empty_pieces(step, size, num_replicas)
+            for step, size in distinct_steps(length_of(dataset) or 0, global_batch_size, drop_last=False):
+                refuse_empty_pieces(step, size, num_replicas)
 
     def __iter__(self) -> Iterator[Any]:
         size, count = self._cutter.global_batch_size, self._cutter.topology.num_replicas

@@ -8,7 +8,7 @@ death are torch's.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast, final
 
@@ -28,7 +28,7 @@ from torchdistinput.flow import Start, Stream
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.base import Exchange, Shards, tell_epoch
+from torchdistinput.sources.base import Exchange, Shards, length_of, tell_epoch
 from torchdistinput.sources.base_seeds import BaseSeeds
 from torchdistinput.sources.batches import batches_of
 from torchdistinput.sources.index import SampleNumbers
@@ -156,10 +156,9 @@ class MapLoaderSource:
 
     def fingerprint(self) -> Mapping[str, Any]:
         """See ``Source.fingerprint``."""
-        length = len(self._dataset) if isinstance(self._dataset, Sized) else None
         return {
             "kind": f"map-style {type(self._loader.dataset).__name__}",
-            "length": None if self._policy is AutoShardPolicy.HINT else length,
+            "length": None if self._policy is AutoShardPolicy.HINT else length_of(self._dataset),
             "batch size": self._cutter.global_batch_size,
             "drop_last": self._drop_last,
             "sampler": type(self._loader.sampler).__name__,
@@ -175,8 +174,7 @@ class MapLoaderSource:
 
     def num_steps(self) -> int | None:
         """See ``Source.num_steps``."""
-        batches = self._batches
-        return len(batches) if self._cutter.shared and isinstance(_sampler_in(batches), Sized) else None
+        return length_of(self._batches) if self._cutter.shared else None
 
     def set_epoch(self, epoch: int) -> None:
         """See ``Source.set_epoch``."""
