@@ -248,6 +248,19 @@ def test_a_function_that_returns_no_data_is_refused() -> None:
         list(strategy().distribute_datasets_from_function(lambda context: None))
 
 
+def test_data_that_was_divided_is_not_divided_again() -> None:
+    divided = strategy().distribute_dataset([torch.zeros(4)])
+    for data in (divided, iter(divided)):
+        with pytest.raises(tdi.InputError, match=f"found a {type(data).__name__} .*is divided among the ranks already"):
+            strategy().distribute_dataset(data)
+
+
+def test_data_in_place_of_a_dataset_function_is_refused() -> None:
+    function: Any = [torch.zeros(4)]
+    with pytest.raises(TypeError, match="dataset_fn is a list; a function of an InputContext is needed"):
+        strategy().distribute_datasets_from_function(function)
+
+
 def test_what_the_users_data_raises_is_the_cause_of_the_error() -> None:
     def data() -> Iterator[torch.Tensor]:
         yield torch.zeros(2)

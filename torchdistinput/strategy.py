@@ -19,7 +19,7 @@ from torchdistinput.agreement import agree
 from torchdistinput.backends import launch as launcher
 from torchdistinput.backends.collectives import ProcessGroupRanks
 from torchdistinput.backends.devices import Accelerators, resolve_devices, set_current
-from torchdistinput.dataset import DistributedDataset, check_partial_batch, facts_of
+from torchdistinput.dataset import DistributedDataset, check_partial_batch, facts_of, refuse_divided
 from torchdistinput.plan.ending import MAX_RANKS
 from torchdistinput.plan.options import InputOptions, InputReplicationMode
 from torchdistinput.plan.sharding import AutoShardPolicy
@@ -199,7 +199,7 @@ class Strategy:
             each epoch: torch's ``RandomSampler``, which draws from the default random state.
 
         Raises:
-          InputError: ``data`` is no data, or cannot be shuffled here.
+          InputError: ``data`` is no data, was divided already, or cannot be shuffled here.
           BatchingError: a batch size is missing, given twice, or not a positive int; or ``partial_batch="pad"`` without
             a known global batch size.
           ShardingError: the policy does not fit the data or the number of workers.
@@ -215,6 +215,7 @@ class Strategy:
                     "replication_mode PER_REPLICA belongs to distribute_datasets_from_function; distribute_dataset "
                     "cuts one dataset for all replicas."
                 )
+            refuse_divided(data)
             return recognise(
                 data,
                 chosen,
@@ -241,6 +242,8 @@ class Strategy:
         Raises:
           BatchingError: the function returned a dataset of single samples.
           InputError: it returned something that is not data.
+          TypeError: ``dataset_fn`` is no function.
+          RankDisagreement: the ranks were given different options.
         """
         from torchdistinput.sources.functions import FunctionSource  # noqa: PLC0415 - few need it, and all would pay for it at the import
 
@@ -250,6 +253,11 @@ class Strategy:
 
         def make() -> tuple[Source, AutoShardPolicy]:
             _check_options(options)
+            if not callable(dataset_fn):
+                raise TypeError(
+                    f"dataset_fn is a {type(dataset_fn).__name__}; a function of an InputContext is needed, which "
+                    "returns this worker's dataset. distribute_dataset takes data as it is."
+                )
             if chosen.replication_mode is InputReplicationMode.PER_REPLICA:
                 pipelines, ids = topology.num_replicas, topology.replica_ids
             else:

@@ -404,7 +404,8 @@ def deals() -> Any:
     found.append((iterator.step.epoch, len(loader), loader.stats()["samples"]))
     loader.close()
     strategy = tdi.Strategy(devices=["cpu"] * 2)
-    found.append([lists(strategy.local_results(each)) for each in strategy.distribute_dataset(loader)])
+    for handed in (loader, lambda: loader):
+        found.append([lists(strategy.local_results(each)) for each in strategy.distribute_dataset(handed)])
     with tdi.DataLoader(data, batch_size=4, strategy=strategy) as given:
         found.append([lists(strategy.local_results(each)) for each in given])
     return found
@@ -415,8 +416,8 @@ def test_steps_epochs_and_figures_and_the_loader_given_to_a_strategy(scenes: Sce
     assert first[0] == [(0, 0, 4, (2,)), (0, 1, 3, (2,))]
     assert second[1] == [(1, 0, 4, (2,)), (1, 1, 3, (1,))]
     assert first[2] == second[2] == (7, 2, 2)
-    assert first[3] == first[4] == [([0], [1]), ([4], [5])]
-    assert second[3] == second[4] == [([2], [3]), ([6], [])]
+    assert first[3] == first[4] == first[5] == [([0], [1]), ([4], [5])]
+    assert second[3] == second[4] == second[5] == [([2], [3]), ([6], [])]
 
 
 # --------------------------------------------------------------------------------------------- a death

@@ -74,7 +74,7 @@ def recognise(
     first = None
     if callable(data) and not isinstance(data, Iterable | Dataset | DataLoader):
         first = data()
-        if isinstance(first, DataLoader | Dataset | Mapping) or not isinstance(first, Iterable):
+        if isinstance(first, DataLoader | Dataset | Mapping | HoldsTorchLoader) or not isinstance(first, Iterable):
             try:
                 return recognise(
                     first,
