@@ -194,6 +194,14 @@ def test_in_one_process_the_step_counts_the_samples_of_any_batch() -> None:
     assert [(loader.step.index, loader.step.global_size) for _ in loader] == [(0, 2), (1, 2), (2, 1)]
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_batch_without_samples_is_passed_over_and_not_counted(workers: int) -> None:
+    lists = Ours(range(5), batch_sampler=[[], [0, 1], [], [2], []], num_workers=workers, collate_fn=list)
+    assert [(batch, lists.step.index) for batch in lists] == [([0, 1], 0), ([2], 1)]
+    items = Ours([torch.zeros(0), torch.ones(2), torch.zeros(0)], batch_size=None, num_workers=workers)
+    assert [(batch.tolist(), items.step.index) for batch in items] == [([1.0, 1.0], 0)]
+
+
 class Draws(Dataset[float]):
     """Its samples draw from every global random state of this process."""
 

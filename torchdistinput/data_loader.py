@@ -13,6 +13,7 @@ Decisions.
   its samples outside, unless it is gathered from memory, without user code. There an exception of the user's code comes
   as itself; with several ranks all of them raise the same ``SourceError``, whose ``__cause__`` is the original on the
   rank that failed.
+- A batch without samples is passed over also in one process, as a step is the same at every number of ranks.
 - Batches stay on the CPU, as torch's do, unless a device or a strategy is given.
 """
 
@@ -68,7 +69,8 @@ _OWN_COLLATES = (default_collate, default_convert)
 class DataLoader(Generic[T_co]):
     """torch's ``DataLoader`` for any number of ranks: write it for one process, with the global batch size.
 
-    In one process it behaves as torch's: the same batches, random draws and exceptions. Under torchrun or in an
+    In one process it behaves as torch's: the same batches, random draws and exceptions; but a batch without samples (an
+    empty list of a batch sampler, an item of length 0 with ``batch_size=None``) is passed over. Under torchrun or in an
     initialised process group each rank gets its part of the same global batches, on the CPU (pinned, if asked for)
     unless ``device`` or ``strategy`` is given. Each ``iter()`` is collective there: every rank iterates, in the same
     order. Construction, ``len`` and ``set_epoch`` are local.
