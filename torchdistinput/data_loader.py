@@ -252,6 +252,7 @@ class DataLoader(Generic[T_co]):
         return True
 
     def __iter__(self) -> LoaderIterator:
+        """The next epoch. Collective. Raises what ``DistributedDataset`` does; in one process what torch does."""
         return LoaderIterator(self._ready())
 
     def _ready(self) -> _Divided:

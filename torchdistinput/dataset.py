@@ -66,10 +66,24 @@ class DistributedDataset:
         self._idle_transfers: list[Transfer] = []
 
     def __iter__(self) -> DistributedIterator:
+        """The next epoch. Collective.
+
+        Raises:
+          RankDisagreement: the ranks are at different epochs, or have different generators or states.
+          CoordinationTimeout: a rank did not come in time; it is named.
+          RankLost: by ``next`` (as the two below), if a rank died, or left the loop before the others.
+          SourceError: the data of a rank failed, on every rank after the same number of steps.
+          BatchingError: an element cannot be cut, or is unlike those before.
+        """
         iterator, self._opened = self._opened, None
         return self._open() if iterator is None else iterator
 
     def __len__(self) -> int:
+        """The steps of an epoch, over all ranks. Local.
+
+        Raises:
+          TypeError: they are not known before the data is read.
+        """
         steps = self._source.num_steps()
         if steps is None:
             raise TypeError("the number of steps is not known before the data is read.")

@@ -76,7 +76,8 @@ class Strategy:
 
     Raises:
       ValueError: a device does not exist, the process is not in the group, or the arguments contradict each other.
-      CoordinationTimeout: a rank did not come; it is named.
+      TypeError: ``devices`` is a single one, not a sequence.
+      CoordinationTimeout: a rank did not come in time; it is named. So do all collective methods.
     """
 
     def __init__(
