@@ -121,8 +121,8 @@ class BatchesDrawnAtOnce(Sampler[list[int]]):
         self.generator = generator
 
     def __iter__(self) -> Iterator[list[int]]:
-        order = torch.randperm(self.length, generator=self.generator)
-        return iter([batch.tolist() for batch in order.split(3)])
+        order = torch.randperm(self.length, generator=self.generator).tolist()
+        return iter([order[first : first + 3] for first in range(0, self.length, 3)])
 
 
 @final
