@@ -7,6 +7,7 @@ import io
 import json
 import struct
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -248,11 +249,17 @@ def test_a_function_that_returns_no_data_is_refused() -> None:
         list(strategy().distribute_datasets_from_function(lambda context: None))
 
 
+def _given(data: Any, _: tdi.InputContext) -> Any:
+    return data
+
+
 def test_data_that_was_divided_is_not_divided_again() -> None:
     divided = strategy().distribute_dataset([torch.zeros(4)])
     for data in (divided, iter(divided)):
         with pytest.raises(tdi.InputError, match=f"found a {type(data).__name__} .*is divided among the ranks already"):
             strategy().distribute_dataset(data)
+        with pytest.raises(tdi.InputError, match=f"found a {type(data).__name__} .*is divided among the ranks already"):
+            strategy().distribute_datasets_from_function(partial(_given, data))
 
 
 def test_data_in_place_of_a_dataset_function_is_refused() -> None:

@@ -265,6 +265,8 @@ class Strategy:
                 pipelines, ids = topology.num_workers, (topology.worker,)
             contexts = [InputContext(pipelines, each, topology.num_replicas) for each in ids]
             datasets = [dataset_fn(context) for context in contexts]
+            for dataset in datasets:
+                refuse_divided(dataset)
             source = FunctionSource(
                 datasets,
                 topology,
