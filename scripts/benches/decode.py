@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ __all__ = ["tables"]
 EPOCH = "samples/s, whole epochs"
 STEADY = "samples/s, steady"
 LIMIT = "2 processes, no loader"
+KEPT = "2 processes, no loader, batches kept"
+BATCHES_KEPT = 3
 BATCH = 32
 DECODE_SECONDS = 200e-6
 
@@ -72,13 +74,23 @@ def _decode(data: Decoded, indices: range, barrier: Barrier) -> None:
     barrier.wait()
 
 
-def bare(length: int, floats: int, turns: int) -> Measured:
-    """The limit: what two processes decode, if nobody wants to have it."""
+def _stack(data: Decoded, indices: range, barrier: Barrier) -> None:
+    """Each sample goes to its row of a batch; the memory of a batch is used again after some others."""
+    kept = [torch.zeros(BATCH, data.floats) for _ in range(BATCHES_KEPT)]
+    barrier.wait()
+    for index in indices:
+        batch, row = divmod(index, BATCH)
+        kept[batch % BATCHES_KEPT][row].copy_(data[index])
+    barrier.wait()
+
+
+def bare(length: int, floats: int, turns: int, work: Callable[[Decoded, range, Barrier], None] = _decode) -> Measured:
+    """The limit: what two processes decode if nobody wants to have it; with ``_stack``, if it is kept for a while."""
     torch.set_num_threads(1)
     context = multiprocessing.get_context("fork")
     barrier, data = context.Barrier(3), Decoded(length, floats, turns)
     halves = [range(length // 2), range(length // 2, length)]
-    processes = [context.Process(target=_decode, args=(data, half, barrier)) for half in halves]
+    processes = [context.Process(target=work, args=(data, half, barrier)) for half in halves]
     for process in processes:
         process.start()
     barrier.wait()
@@ -182,6 +194,7 @@ def tables(*, small: bool, folder: Path) -> Sequence[Table]:
         args = (200 if small else length, floats, turns_for(floats))
         contenders = (
             Contender(LIMIT, "limit", bare, args),
+            Contender(KEPT, "limit", bare, (*args, _stack)),
             Contender("tdi.DataLoader, 2 workers", "ours", drop_in, args),
             Contender("distribute_dataset, 2 workers", "ours", distributed, args),
             Contender("DataLoader, 2 workers", "peer", torch_loader, args),
