@@ -84,11 +84,6 @@ def test_the_same_object_on_all_replicas_stays_bare_also_as_a_leaf() -> None:
     assert regroup([None, None]) is None
 
 
-def test_always_wrap_wraps_single_and_shared_values_too() -> None:
-    assert regroup([7], always_wrap=True).values == (7,)
-    assert regroup([{"a": None}, {"a": None}], always_wrap=True)["a"].values == (None, None)
-
-
 def test_equal_numbers_of_the_replicas_need_not_be_told_apart() -> None:
     assert local_results(regroup([5, 5]), 2) == (5,)
 

@@ -16,7 +16,6 @@ from torchdistinput.errors import InputError, SourceError
 from torchdistinput.flow import Failed
 
 __all__ = [
-    "clipped",
     "error_of",
     "in_one_line",
     "kind_of",
@@ -33,7 +32,7 @@ _NAME: Final = 200
 _INDICES: Final = 1024
 
 
-def clipped(text: str, limit: int) -> str:
+def _clipped(text: str, limit: int) -> str:
     """The text; of one of more than ``limit`` characters the middle is left out, which is then said."""
     if len(text) <= limit:
         return text
@@ -56,18 +55,18 @@ def kind_of(error: BaseException) -> str:
     """The name of the original's type: behind a ``SourceError`` that tells of a file, that of what was raised there."""
     while isinstance(error, SourceError) and isinstance(error.__cause__, Exception):
         error = error.__cause__
-    return clipped(type(error).__name__, _NAME)
+    return _clipped(type(error).__name__, _NAME)
 
 
 def text_of(error: BaseException) -> str:
     """The exception as Python prints it, clipped."""
     told = traceback.TracebackException.from_exception(error, limit=0).format_exception_only()
-    return clipped("".join(told).strip().removeprefix(f"{errors.__name__}."), _TEXT)
+    return _clipped("".join(told).strip().removeprefix(f"{errors.__name__}."), _TEXT)
 
 
 def traceback_of(error: BaseException) -> str:
     """Its traceback as Python prints it, clipped."""
-    return clipped("".join(traceback.format_exception(error)), _TRACEBACK)
+    return _clipped("".join(traceback.format_exception(error)), _TRACEBACK)
 
 
 def plain_indices(indices: Iterable[Any]) -> tuple[int | str, ...]:
@@ -77,7 +76,7 @@ def plain_indices(indices: Iterable[Any]) -> tuple[int | str, ...]:
 
 def _plain(index: Any) -> int | str:
     if isinstance(index, str):
-        return clipped(index, _NAME)
+        return _clipped(index, _NAME)
     try:
         return operator.index(index)
     except Exception:  # no number, or one that has more than one element
@@ -86,7 +85,7 @@ def _plain(index: Any) -> int | str:
 
 def _words(value: Any) -> str:
     try:
-        return clipped(repr(value), _NAME)
+        return _clipped(repr(value), _NAME)
     except Exception:  # in its own __repr__; the kind must do
         return f"<{type(value).__name__}>"
 
@@ -108,7 +107,7 @@ def story_of(failed: Failed, rank: int | None, epoch: int, step: int) -> dict[st
         "rank": rank,
         "epoch": epoch,
         "step": step,
-        "where": clipped(failed.where, _TEXT),
+        "where": _clipped(failed.where, _TEXT),
         "kind": origin.kind or kind_of(error),
         "class": kind if ours else "SourceError",
         "text": origin.text or text_of(error),

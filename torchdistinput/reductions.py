@@ -37,7 +37,6 @@ __all__ = [
     "Workers",
     "as_tensor",
     "concatenate",
-    "describe_call",
     "gather",
     "gather_axis",
     "perform",
@@ -85,7 +84,7 @@ class _Meta(NamedTuple):
     wants_grad: bool
 
 
-def describe_call(name: str, op: ReduceOp | None, axes: tuple[int, ...] | None) -> str:
+def _describe_call(name: str, op: ReduceOp | None, axes: tuple[int, ...] | None) -> str:
     """The call as a message shows it, for example ``reduce(MEAN, axis=0)``."""
     axis = "None" if axes is None else str(axes[0] if len(axes) == 1 else list(axes))
     return f"{name}(axis={axis})" if op is None else f"{name}({op.value}, axis={axis})"
@@ -276,7 +275,7 @@ def _agree(
     except Exception as error:  # whatever it is: the others must hear of it, or they wait for this worker
         agree(ranks, name, {}, error=error)
         raise
-    does = describe_call(operands.name, operands.op, operands.axes)
+    does = _describe_call(operands.name, operands.op, operands.axes)
     facts = {"the call": does, "the leaves of the value": list(operands.leaves)}
     extra = [[_told(tensor) for tensor in leaf] for leaf in operands.leaves.values()]
     said = agree(ranks, name, facts, extra=extra)

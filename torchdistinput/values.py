@@ -75,26 +75,25 @@ class ReduceOp(enum.Enum):
         raise ValueError(f"{op!r} is not a valid ReduceOp; give ReduceOp.SUM, ReduceOp.MEAN, or their names")
 
 
-def regroup(values: Sequence[Any], *, always_wrap: bool = False) -> Any:
+def regroup(values: Sequence[Any]) -> Any:
     """What the local replicas returned, as one value: the structure outside, a ``PerReplica`` at each leaf. Local.
 
     A leaf that is the *same object* on all replicas stays bare, as in TensorFlow; so does anything of a single replica.
 
     Args:
       values: one value per local replica, all of the same structure.
-      always_wrap: makes every leaf a ``PerReplica``, also those that would stay bare.
 
     Raises:
       ValueError: if the structures differ; the message names the path.
     """
     if not values:
         raise ValueError("no value to regroup: a strategy has at least one local replica")
-    return _regroup(tuple(values), "", always_wrap=always_wrap)
+    return _regroup(tuple(values), "")
 
 
-def _regroup(values: tuple[Any, ...], path: str, *, always_wrap: bool) -> Any:
+def _regroup(values: tuple[Any, ...], path: str) -> Any:
     first = values[0]
-    if not always_wrap and all(value is first for value in values):
+    if all(value is first for value in values):
         return first
     opened = [open_container(value) for value in values]
     head = opened[0]
@@ -108,9 +107,7 @@ def _regroup(values: tuple[Any, ...], path: str, *, always_wrap: bool) -> Any:
             "Return the same nesting and the same keys on every replica; rows of different number belong in a tensor."
         )
     by_key = [dict(zip(c.keys, c.children, strict=True)) for c in opened if c is not None]
-    return head.rebuild(
-        _regroup(tuple(each[key] for each in by_key), f"{path}[{key!r}]", always_wrap=always_wrap) for key in head.keys
-    )
+    return head.rebuild(_regroup(tuple(each[key] for each in by_key), f"{path}[{key!r}]") for key in head.keys)
 
 
 def _kind(value: Any) -> str:

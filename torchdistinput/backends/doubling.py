@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from torchdistinput.backends.exchanges import Pending
 
-__all__ = ["Messenger", "Round", "Sums", "Words", "partners", "power_below", "spread"]
+__all__ = ["Messenger", "Round", "Sums", "Words", "partners", "spread"]
 
 Words = npt.NDArray[np.int64]
 """In one dimension, in one piece."""
@@ -69,10 +69,10 @@ class Round:
             self._sent.wait()
 
 
-def power_below(num_ranks: int) -> int:
+def _power_below(num_ranks: int) -> int:
     """The largest power of two that is not above it.
 
-    >>> [power_below(num_ranks) for num_ranks in (1, 2, 3, 4, 7)]
+    >>> [_power_below(num_ranks) for num_ranks in (1, 2, 3, 4, 7)]
     [1, 2, 2, 4, 4]
     """
     return 1 << (num_ranks.bit_length() - 1)
@@ -84,7 +84,7 @@ def partners(rank: int, num_ranks: int) -> list[int]:
     >>> partners(1, 6), partners(5, 6)
     ([0, 3, 5], [1])
     """
-    power = power_below(num_ranks)
+    power = _power_below(num_ranks)
     if rank >= power:
         return [rank - power]
     others = [rank ^ 1 << place for place in range(power.bit_length() - 1)]
@@ -101,7 +101,7 @@ class Sums:
     """
 
     def __init__(self, group: Messenger, length: int) -> None:
-        rank, power = group.rank(), power_below(group.size())
+        rank, power = group.rank(), _power_below(group.size())
         self._group = group
         self._stands_for = rank + power if rank + power < group.size() else None
         self._partner = rank - power if rank >= power else None
@@ -165,7 +165,7 @@ def spread(group: Messenger, own: Words) -> Generator[Round, None, list[Words]]:
       own: this rank's row, of the same length on all ranks; its last word is for the stamp.
     """
     rank, num_ranks = group.rank(), group.size()
-    power = power_below(num_ranks)
+    power = _power_below(num_ranks)
     # The row of a rank lies beside that of its partner, so that what is exchanged is always in one piece.
     table = np.zeros((power, 2, len(own)), np.int64)
     seat = rank % power

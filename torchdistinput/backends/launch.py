@@ -112,7 +112,6 @@ class Launch:
         self.rank = int(environment.get("RANK", "0"))
         self.world_size = int(environment.get("WORLD_SIZE", "1"))
         self.local_rank = int(environment.get("LOCAL_RANK", "0"))
-        self.local_world_size = int(environment.get("LOCAL_WORLD_SIZE", "1"))
         self.node = int(environment.get("GROUP_RANK", "0"))
         self.address = environment.get("MASTER_ADDR")
         self.port = int(environment.get("MASTER_PORT", "0"))

@@ -34,7 +34,6 @@ __all__ = [
     "SampleNumbers",
     "labelled",
     "labelled_batch",
-    "labelled_from",
     "number_of",
     "number_of_first_row",
 ]
@@ -110,7 +109,7 @@ class Positions:
 
     def label(self, rows: Sequence[Row], size: int, cutter: Cutter) -> list[Row]:
         """The rows of the next batch, each piece with its index."""
-        return labelled_from(self.take(size), rows, size, cutter)
+        return _labelled_from(self.take(size), rows, size, cutter)
 
 
 def labelled_batch(first: int, rows: Sequence[Row], size: int, cutter: Cutter) -> list[Row]:
@@ -121,10 +120,10 @@ def labelled_batch(first: int, rows: Sequence[Row], size: int, cutter: Cutter) -
     """
     if size > _ROWS:
         raise BatchingError(f"a batch has {size} rows; with_index=True can tell {_ROWS} rows of a ready batch apart.")
-    return labelled_from(first, rows, size, cutter)
+    return _labelled_from(first, rows, size, cutter)
 
 
-def labelled_from(first: int, rows: Sequence[Row], size: int, cutter: Cutter) -> list[Row]:
+def _labelled_from(first: int, rows: Sequence[Row], size: int, cutter: Cutter) -> list[Row]:
     """The rows of a batch of ``size`` samples, the last ones if some were passed over, numbered from ``first`` on."""
     all_limits = cutter.rows(size)
     return [

@@ -19,7 +19,7 @@ from torchdistinput.plan.permutation import word
 from torchdistinput.sources.index import number_of
 from torchdistinput.sources.walks import RecordPlace, RecordWalk
 
-__all__ = ["Samples", "epoch_key", "sample_seed"]
+__all__ = ["Samples", "calls_on", "epoch_key", "sample_seed"]
 
 _WAY_OUT = (
     "It works inside the __getitem__ of a map-style dataset that is asked for one sample by its int index, and inside "

@@ -36,6 +36,7 @@ __all__ = [
     "Failure",
     "Keep",
     "PieceDataset",
+    "Request",
     "as_is",
     "batched",
     "cannot_skip",

@@ -34,6 +34,7 @@ from torchdistinput.backends.copiers import Handling
 __all__ = ["POISON", "FakeDevice", "FakeEvent", "FakeStream", "Turns"]
 
 POISON = -777
+_MOST_PAUSES = 100_000  # after so many, the functions are taken to wait for each other for ever
 
 
 @final
@@ -42,12 +43,11 @@ class Turns:
 
     Args:
       rng: makes the choices.
-      max_pauses: after so many turns the functions are taken to wait for each other for ever.
     """
 
-    def __init__(self, rng: random.Random, max_pauses: int = 100_000) -> None:
+    def __init__(self, rng: random.Random) -> None:
         self._rng = rng
-        self._left = max_pauses
+        self._left = _MOST_PAUSES
         self._waiting: dict[int, threading.Semaphore] = {}  # by actor, those that have not ended
         self._here = threading.local()
         self._failures: list[BaseException] = []
