@@ -28,7 +28,7 @@ from torchdistinput.iterator import Progress
 from torchdistinput.plan.state import SavedState, differences
 from torchdistinput.sources.base import DrawsAlone, SeedsSamples, Source
 from torchdistinput.sources.base_seeds import TIMES
-from torchdistinput.sources.random_state import BorrowedRandomState, LentState, packed, unpacked
+from torchdistinput.sources.random_state import BorrowedRandomState, Draw, LentState, packed, unpacked
 
 __all__ = ["Bookmark", "Entry"]
 
@@ -222,7 +222,7 @@ class Bookmark:
         self._epoch = entry.epoch
         self._pending = self._entered
 
-    def record(self, draws: Callable[[Callable[[], Any]], Any]) -> Callable[[], tuple[str, ...]]:
+    def record(self, draws: Draw) -> Callable[[], tuple[str, ...]]:
         """Takes down the random states, right before the stream of the epoch is opened."""
         default = draws.state if isinstance(draws, BorrowedRandomState) else None
         if default is None and self._ranks is None:

@@ -29,17 +29,7 @@ from typing import Any, Generic, TypeVar, final
 import numpy as np
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import (
-    Dataset,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    TensorDataset,
-    WeightedRandomSampler,
-    default_collate,
-    default_convert,
-)
+from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate, default_convert
 
 from torchdistinput.backends import launch
 from torchdistinput.dataset import DistributedDataset
@@ -49,8 +39,7 @@ from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.sources.files import FileDataset
 from torchdistinput.sources.in_memory import gathers
 from torchdistinput.sources.sealing import Sealing
-from torchdistinput.sources.shuffle import ShuffleSampler
-from torchdistinput.sources.torch_loaders import check_loader
+from torchdistinput.sources.torch_loaders import TORCH_SAMPLERS, check_loader, sampler_in
 from torchdistinput.stats import Meter
 from torchdistinput.strategy import Strategy
 
@@ -61,7 +50,6 @@ _LOG = logging.getLogger("torchdistinput")
 T_co = TypeVar("T_co", covariant=True)
 
 _OWN_DATASETS = (TensorDataset, torch.Tensor, np.ndarray, range)
-_OWN_SAMPLERS = (RandomSampler, SequentialSampler, ShuffleSampler, SubsetRandomSampler, WeightedRandomSampler)
 _OWN_COLLATES = (default_collate, default_convert)
 
 
@@ -528,6 +516,5 @@ def _as_torch_raises(error: SourceError) -> BaseException:
 def _fetch_is_ours(loader: TorchDataLoader[Any]) -> bool:
     """Whether making a batch runs no code of the user: tensors and arrays, torch's samplers and collate functions."""
     batches = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    sampler = batches.sampler if type(batches) is torch.utils.data.BatchSampler else batches
     ours = type(loader.dataset) in _OWN_DATASETS and loader.collate_fn in _OWN_COLLATES
-    return type(sampler) in _OWN_SAMPLERS and (ours or gathers(loader))
+    return type(sampler_in(batches)) in TORCH_SAMPLERS and (ours or gathers(loader))

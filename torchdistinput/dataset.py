@@ -17,7 +17,7 @@ from torchdistinput.iterator import DistributedIterator, LastStep, Progress, del
 from torchdistinput.plan.options import InputOptions, Step
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.base import HasWorkers, Source
-from torchdistinput.sources.random_state import AlikeStates, BorrowedRandomState, plainly, state_of_epoch
+from torchdistinput.sources.random_state import AlikeStates, BorrowedRandomState, Draw, plainly, state_of_epoch
 from torchdistinput.stages.transfer import Transfer
 from torchdistinput.stats import Meter
 from torchdistinput.walk import Opened, Setting, compose, open_stream
@@ -339,7 +339,7 @@ class DistributedDataset:
             problem = error
         return agree(self._setting.ranks, f"iter() of dataset {self._name}", {}, error=problem, extra=made)
 
-    def _draws_of(self, entry: Entry) -> Callable[[Callable[[], Any]], Any]:
+    def _draws_of(self, entry: Entry) -> Draw:
         """What calls user code that may draw from the default random state: all ranks must draw the same."""
         ranks = self._setting.ranks
         if not self._source.draws_from_default_generator:

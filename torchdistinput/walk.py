@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, NamedTuple, final
@@ -19,7 +19,7 @@ from torchdistinput.mould import Mould
 from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.base import HasWorkers, Source
-from torchdistinput.sources.random_state import LentState
+from torchdistinput.sources.random_state import Draw, LentState
 from torchdistinput.stages.buffer import Buffer
 from torchdistinput.stages.coordinate import Coordinate
 from torchdistinput.stages.fetch import Fetch
@@ -62,7 +62,7 @@ class Opened(NamedTuple):
     last: LastStep
 
 
-def open_stream(source: Source, epoch: int, draws: Callable[[Callable[[], Any]], Any], start: Start) -> Stream:
+def open_stream(source: Source, epoch: int, draws: Draw, start: Start) -> Stream:
     """The rows of an epoch; where the source cannot be opened, all ranks raise that at the first step."""
     try:
         return source.open(epoch, draws, start)

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from torchdistinput.flow import Digest, Known, Landmarks, Row, Start, Stream
-from torchdistinput.sources.random_state import plainly
+from torchdistinput.sources.random_state import Draw, plainly
 
 __all__ = [
     "DrawsAlone",
@@ -98,7 +98,7 @@ class Source(Protocol):
           StateMismatch: the position cannot be entered.
         """
 
-    def open(self, epoch: int, draws: Callable[[Callable[[], Any]], Any], start: Start) -> Stream:
+    def open(self, epoch: int, draws: Draw, start: Start) -> Stream:
         """A stream of one epoch. Caller's thread.
 
         Args:
@@ -227,7 +227,7 @@ class RowStream:
         in_background: bool,
         track: Track,
         close: Callable[[], None] | None = None,
-        draws: Callable[[Callable[[], Any]], Any] | None = None,
+        draws: Draw | None = None,
         landmarks: Landmarks | None = None,
         strings: bool = False,
     ) -> None:

@@ -17,15 +17,13 @@ from torchdistinput.sources.guarded import GuardedIterator
 from torchdistinput.sources.index import Positions
 from torchdistinput.sources.opaque import Marked, Place, Reader, ReadLog, Taken, place_of, warn_of_reading_again
 from torchdistinput.sources.own_state import Snapshot, entered
-from torchdistinput.sources.random_state import BorrowedRandomState, generators_of, packed, unpacked
+from torchdistinput.sources.random_state import BorrowedRandomState, Draw, generators_of, packed, unpacked
 from torchdistinput.sources.reentry import can_pass_over, passing_over, tell_shuffler
 from torchdistinput.sources.reopening import Reopened
 from torchdistinput.sources.runs import LoaderRun
 from torchdistinput.sources.worker_side import Failure, cannot_skip
 
 __all__ = ["FunctionSource"]
-
-Draw = Callable[[Callable[[], Any]], Any]
 
 
 @final

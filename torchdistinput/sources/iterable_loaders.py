@@ -18,15 +18,13 @@ from torchdistinput.sources.base_seeds import BaseSeeds
 from torchdistinput.sources.guarded import Guarded, entrances_at, labels_by_position, rows_logged
 from torchdistinput.sources.opaque import Place, ReadLog, place_of, warn_of_reading_again
 from torchdistinput.sources.own_state import HasState
-from torchdistinput.sources.random_state import generators_of
+from torchdistinput.sources.random_state import Draw, generators_of
 from torchdistinput.sources.ready import CutReady
 from torchdistinput.sources.runs import LoaderRuns
 from torchdistinput.sources.torch_loaders import check_loader, generator_digest, settings_of
 from torchdistinput.sources.worker_side import CutSamples, as_is, batched
 
 __all__ = ["IterableLoaderSource"]
-
-Draw = Callable[[Callable[[], Any]], Any]
 
 
 @final
@@ -161,7 +159,9 @@ class IterableLoaderSource:
         self._runs.close()
         return Guarded(self._dataset, per_batch, self._snapshot_every, entrances_at(place))
 
-    def _start(self, dataset: Guarded, start: Start) -> tuple[Iterable[Any], Callable[[Any], Any], Callable[[], None]]:
+    def _start(
+        self, dataset: Guarded, start: Start
+    ) -> tuple[Iterable[Any], Callable[[Any], Any], Callable[[], None] | None]:
         """What reads an epoch, cuts it and ends it, after the draws that torch would have made by now.
 
         Without loader workers that is this process itself: torch's loader would do nothing else.
@@ -171,9 +171,8 @@ class IterableLoaderSource:
             self._seeds.draw()
         if not self._loader.num_workers and not self._loader.pin_memory:
             size = self._cutter.global_batch_size
-            if size is None:
-                return dataset, self._cut.__call__, _nothing
-            return batched(dataset, size, drop_last=self._loader.drop_last), self._cut.__call__, _nothing
+            items: Iterable[Any] = dataset if size is None else batched(dataset, size, drop_last=self._loader.drop_last)
+            return items, self._cut.__call__, None
         run = self._runs.start(dataset)
         return run, as_is, lambda: self._runs.finish(run)
 
@@ -185,7 +184,3 @@ def _build(
     batching: dict[str, Any] = {} if size is None else {"drop_last": loader.drop_last}
     settings = {**settings_of(loader), "generator": seeds.generator}
     return DataLoader(dataset, batch_size=size, collate_fn=cut, **batching, **settings)
-
-
-def _nothing() -> None:
-    pass

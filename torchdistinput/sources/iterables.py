@@ -27,13 +27,13 @@ from torchdistinput.sources.base import Exchange, RowStream, SetsEpoch, Shards, 
 from torchdistinput.sources.guarded import Guarded, entrances_at, labels_by_position, rows_logged
 from torchdistinput.sources.opaque import Place, ReadLog, place_of, warn_of_reading_again
 from torchdistinput.sources.own_state import HasState
+from torchdistinput.sources.random_state import Draw
 from torchdistinput.sources.ready import CutReady
 from torchdistinput.sources.reopening import Reopened, is_function
 from torchdistinput.sources.worker_side import CutSamples, as_is, batched, rows_of
 
 __all__ = ["IterableSource", "ShardedIterableDataset"]
 
-Draw = Callable[[Callable[[], Any]], Any]
 Collate = Callable[[Any], Any]
 
 

@@ -19,8 +19,6 @@ from torch.utils.data import (
     DistributedSampler,
     RandomSampler,
     SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
 )
 
 from torchdistinput.errors import ShardingError, StateMismatch
@@ -33,35 +31,29 @@ from torchdistinput.sources.base_seeds import BaseSeeds
 from torchdistinput.sources.batches import batches_of
 from torchdistinput.sources.index import SampleNumbers
 from torchdistinput.sources.map_rows import MapStream
-from torchdistinput.sources.random_state import generators_of, packed, unpacked
+from torchdistinput.sources.random_state import Draw, generators_of, packed, unpacked
 from torchdistinput.sources.runs import LoaderRuns
 from torchdistinput.sources.samplers import Draws, Feed
 from torchdistinput.sources.seeds import epoch_key
 from torchdistinput.sources.shuffle import ShuffleSampler
-from torchdistinput.sources.torch_loaders import check_loader, generator_digest, settings_of
-from torchdistinput.sources.worker_side import (
-    PieceDataset,
-    as_is,
+from torchdistinput.sources.torch_loaders import (
+    TORCH_SAMPLERS,
+    check_loader,
+    generator_digest,
+    sampler_in,
+    settings_of,
 )
+from torchdistinput.sources.worker_side import PieceDataset, as_is
 
 __all__ = ["MapLoaderSource"]
 
-_TORCH_SAMPLERS = (RandomSampler, SequentialSampler, ShuffleSampler, SubsetRandomSampler, WeightedRandomSampler)
-"""Samplers that draw from the default random state at their first index only, or never."""
 _WITHOUT_DRAWS = (SequentialSampler, ShuffleSampler, DistributedSampler)
 """Samplers whose order needs no random state."""
-
-Draw = Callable[[Callable[[], Any]], Any]
-
-
-def _sampler_in(batches: Any) -> Any:
-    """What yields the single indices: the sampler in torch's own batch sampler, else the object itself."""
-    return batches.sampler if type(batches) is BatchSampler else batches
 
 
 def _draws_by_default(batches: Any) -> bool:
     """Whether the order may follow from torch's default random state; not if it is known not to."""
-    inner = _sampler_in(batches)
+    inner = sampler_in(batches)
     return type(inner) not in _WITHOUT_DRAWS and not generators_of(inner)
 
 
@@ -100,7 +92,7 @@ class MapLoaderSource:
         self._cutter = Cutter(topology, shared, size)
         self._drop_last = bool(self._collates and getattr(self._batches, "drop_last", False))
         self._feed = Feed()
-        again = loader.num_workers > 0 and type(self._batches) not in (BatchSampler, *_TORCH_SAMPLERS)
+        again = loader.num_workers > 0 and type(self._batches) not in (BatchSampler, *TORCH_SAMPLERS)
         self._base_seeds = BaseSeeds(loader.generator, lasting=loader.persistent_workers, again=again)
         self._reads_here = not loader.num_workers and not loader.pin_memory
         self._pieces = PieceDataset(self._dataset, cast(Callable[[Any], Any], loader.collate_fn), skip=skip)
@@ -108,7 +100,7 @@ class MapLoaderSource:
         self._runs = LoaderRuns(build, lasting=loader.persistent_workers)
         self._given_seed: int | None = None  # by a state that was loaded
         self._used_seed: int | None = None
-        inner = _sampler_in(self._batches)
+        inner = sampler_in(self._batches)
         self._shuffle = inner if type(inner) is ShuffleSampler else None
         self._told: int | None = None
         self._shuffle_epoch = self._shuffle_lead = 0 if self._shuffle is None else self._shuffle.epoch
@@ -285,8 +277,8 @@ class MapLoaderSource:
 
     def _new_draws(self, draws: Draw) -> Draws:
         lead = self._loader.num_workers * (self._loader.prefetch_factor or 0)
-        inner = _sampler_in(self._batches)
-        plain = type(inner) in _TORCH_SAMPLERS and type(self._batches) in (BatchSampler, *_TORCH_SAMPLERS)
+        inner = sampler_in(self._batches)
+        plain = type(inner) in TORCH_SAMPLERS and type(self._batches) in (BatchSampler, *TORCH_SAMPLERS)
         return Draws(
             self._batches,
             self._cutter,

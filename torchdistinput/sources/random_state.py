@@ -18,6 +18,7 @@ from torchdistinput.errors import StateMismatch
 __all__ = [
     "AlikeStates",
     "BorrowedRandomState",
+    "Draw",
     "LentState",
     "generators_of",
     "packed",
@@ -25,6 +26,9 @@ __all__ = [
     "state_of_epoch",
     "unpacked",
 ]
+
+Draw = Callable[[Callable[[], Any]], Any]
+"""Calls user code that may draw from torch's default random state, and returns what it returns."""
 
 _HEADER: Final = struct.Struct("<III")  # bytes of the state, their checksum, bytes of the compressed bitmap
 

@@ -21,6 +21,7 @@ from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.base import Exchange, RowStream
 from torchdistinput.sources.files import FileDataset
+from torchdistinput.sources.random_state import Draw
 from torchdistinput.sources.record_places import CommonPlaces, FilesPosition, Places
 from torchdistinput.sources.record_rows import Entrance, KnownRows, RecordRows, pass_over
 from torchdistinput.sources.runs import LoaderRuns
@@ -29,7 +30,6 @@ from torchdistinput.sources.worker_side import Cut, Failure, as_is
 
 __all__ = ["RecordSource"]
 
-Draw = Callable[[Callable[[], Any]], Any]
 Collate = Callable[[Any], Any]
 
 

@@ -12,15 +12,35 @@ from collections.abc import Callable
 from typing import Any, Final, final
 
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, get_worker_info
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
 
 from torchdistinput.errors import InputError, ShardingError
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.sources.arrivals import Arrivals, arrivals_of
 from torchdistinput.sources.messages import context_for
 from torchdistinput.sources.samplers import DistributedBatchSampler
+from torchdistinput.sources.shuffle import ShuffleSampler
 
-__all__ = ["WorkerInit", "check_loader", "generator_digest", "settings_of"]
+__all__ = ["TORCH_SAMPLERS", "WorkerInit", "check_loader", "generator_digest", "sampler_in", "settings_of"]
+
+TORCH_SAMPLERS: Final = (
+    RandomSampler,
+    SequentialSampler,
+    ShuffleSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+"""Samplers without code of the user's. They draw from the default random state at their first index only, or never."""
+
 
 _PR_SET_PDEATHSIG: Final = 1
 
@@ -46,6 +66,11 @@ def check_loader(loader: DataLoader[Any], policy: AutoShardPolicy) -> None:
                 "divided twice. Give the sampler of one process (or shuffle=True) and the global batch size; or "
                 "AutoShardPolicy.OFF, which takes each rank's part as it is."
             )
+
+
+def sampler_in(batches: Any) -> Any:
+    """What yields the single indices: the sampler in torch's own batch sampler, else the object itself."""
+    return batches.sampler if type(batches) is BatchSampler else batches
 
 
 def generator_digest(generator: torch.Generator | None) -> str | None:
