@@ -16,7 +16,7 @@ from torchdistinput.errors import BatchingError, InputError
 from torchdistinput.iterator import DistributedIterator, LastStep, Progress, delivered
 from torchdistinput.plan.options import InputOptions, Step
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.base import HasWorkers, Source
+from torchdistinput.sources.base import Source
 from torchdistinput.sources.random_state import AlikeStates, BorrowedRandomState, Draw, plainly, state_of_epoch
 from torchdistinput.stages.transfer import Transfer
 from torchdistinput.stats import Meter
@@ -316,8 +316,8 @@ class DistributedDataset:
         return iterator
 
     def _new_meter(self, told: Sequence[dict[str, Any]] = ()) -> Meter:
-        ranks = self._setting.ranks
-        fresh = self._source.fresh_batches if isinstance(self._source, HasWorkers) else int
+        ranks, workers = self._setting.ranks, self._source.workers
+        fresh = int if workers is None else workers.fresh_batches
         return Meter(0 if ranks is None else ranks.name(ranks.rank), told, fresh)
 
     def _agree_on_epoch(self, ranks: Ranks, entry: Entry) -> list[Any]:

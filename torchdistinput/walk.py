@@ -18,7 +18,7 @@ from torchdistinput.iterator import DistributedIterator, LastStep, Progress
 from torchdistinput.mould import Mould
 from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.base import HasWorkers, Source
+from torchdistinput.sources.base import Source
 from torchdistinput.sources.random_state import Draw, LentState
 from torchdistinput.stages.buffer import Buffer
 from torchdistinput.stages.coordinate import Coordinate
@@ -114,7 +114,7 @@ def compose(
             transfer.enter_thread,
             fetch.close,
             lambda: idle.append(transfer),
-            source.lost_workers if isinstance(source, HasWorkers) else str,
+            str if source.workers is None else source.workers.lost_workers,
             own.weigh,
             stream.expect,
         ),

@@ -16,8 +16,8 @@ from torchdistinput.sources.random_state import Draw, plainly
 __all__ = [
     "DrawsAlone",
     "Exchange",
-    "HasWorkers",
     "HoldsTorchLoader",
+    "LoaderWorkers",
     "RowStream",
     "SeedsSamples",
     "SetsEpoch",
@@ -32,6 +32,16 @@ _LOG = logging.getLogger("torchdistinput")
 
 Exchange = Callable[[Callable[[], Any]], list[Any]]
 """Makes a plain value on every rank, or fails there; returns those of all ranks, or fails alike on all."""
+
+
+class LoaderWorkers(Protocol):
+    """The loader workers that a source reads through."""
+
+    def lost_workers(self) -> str:
+        """Which of them died, in words; nothing where none did. Local."""
+
+    def fresh_batches(self) -> int:
+        """Batches that came from them in fresh memory, as none that is used again was free. Local."""
 
 
 class Source(Protocol):
@@ -49,6 +59,10 @@ class Source(Protocol):
     """Whether a saved position fits the same number of workers only."""
     collective_state: bool
     """Whether each worker has a position of its own, so that all must meet for a state."""
+
+    @property
+    def workers(self) -> LoaderWorkers | None:
+        """The loader workers of this process, where it may have some."""
 
     @property
     def base_seed(self) -> str:
@@ -114,17 +128,6 @@ class SetsEpoch(Protocol):
 
     def set_epoch(self, epoch: int) -> None:
         """Takes the number of the coming epoch."""
-
-
-@runtime_checkable
-class HasWorkers(Protocol):
-    """A source that reads through loader workers."""
-
-    def lost_workers(self) -> str:
-        """Which of them died, in words; nothing where none did. Local."""
-
-    def fresh_batches(self) -> int:
-        """Batches that came from them in fresh memory, as none that is used again was free. Local."""
 
 
 @runtime_checkable

@@ -43,6 +43,7 @@ class FunctionSource:
       BatchingError: it is a dataset of single samples.
     """
 
+    workers = None
     bound_to_world = True
     collective_state = True
     certain_piece_size: int | None = None

@@ -71,7 +71,7 @@ class IterableLoaderSource:
         self._cut: CutReady | CutSamples
         self._cut = CutReady(collate, cutter) if size is None else CutSamples(collate, cutter)
         build = partial(_build, loader, size, self._cut, self._seeds)  # no method: in a circle, workers would live on
-        self._runs = LoaderRuns(build, lasting=loader.persistent_workers)
+        self.workers = LoaderRuns(build, lasting=loader.persistent_workers)
         self.needs_default_state = loader.generator is None and shared
         self.bound_to_world = not shared
         self.collective_state = not shared or self._owns_state
@@ -103,15 +103,7 @@ class IterableLoaderSource:
 
     def close(self) -> None:
         """See ``Source.close``."""
-        self._runs.close()
-
-    def lost_workers(self) -> str:
-        """See ``HasWorkers.lost_workers``."""
-        return self._runs.lost_workers()
-
-    def fresh_batches(self) -> int:
-        """See ``HasWorkers.fresh_batches``."""
-        return self._runs.fresh_batches()
+        self.workers.close()
 
     @property
     def base_seed(self) -> str:
@@ -156,7 +148,7 @@ class IterableLoaderSource:
         per_batch = self._cutter.global_batch_size or 1
         lived_on = self._loader.num_workers > 0 and start.base_seed == "never"
         warn_of_reading_again(start, place, per_batch, self._dataset, lived_on=lived_on)
-        self._runs.close()
+        self.workers.close()
         return Guarded(self._dataset, per_batch, self._snapshot_every, entrances_at(place))
 
     def _start(
@@ -173,8 +165,8 @@ class IterableLoaderSource:
             size = self._cutter.global_batch_size
             items: Iterable[Any] = dataset if size is None else batched(dataset, size, drop_last=self._loader.drop_last)
             return items, self._cut.__call__, None
-        run = self._runs.start(dataset)
-        return run, as_is, lambda: self._runs.finish(run)
+        run = self.workers.start(dataset)
+        return run, as_is, lambda: self.workers.finish(run)
 
 
 def _build(

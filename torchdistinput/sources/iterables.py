@@ -60,6 +60,7 @@ class IterableSource:
       read_ahead: steps that are made ready ahead of the one in use, at most.
     """
 
+    workers = None
     base_seed = "every"
 
     def __init__(  # noqa: PLR0913 - one dataset is one call

@@ -97,7 +97,7 @@ class MapLoaderSource:
         self._reads_here = not loader.num_workers and not loader.pin_memory
         self._pieces = PieceDataset(self._dataset, cast(Callable[[Any], Any], loader.collate_fn), skip=skip)
         build = partial(_build, loader, self._feed, self._base_seeds)  # no method: in a circle, workers would live on
-        self._runs = LoaderRuns(build, lasting=loader.persistent_workers)
+        self.workers = LoaderRuns(build, lasting=loader.persistent_workers)
         self._given_seed: int | None = None  # by a state that was loaded
         self._used_seed: int | None = None
         inner = sampler_in(self._batches)
@@ -122,8 +122,8 @@ class MapLoaderSource:
         if self._reads_here:
             read, next_request = self._pieces.__getitem__, drawn.take_request
             return lambda: read(next_request()), _nothing
-        run = self._runs.start(self._pieces)
-        return run.__next__, lambda: self._runs.finish(run)
+        run = self.workers.start(self._pieces)
+        return run.__next__, lambda: self.workers.finish(run)
 
     def _shard(self, topology: Topology) -> None:
         """Policy HINT: the dataset's own shard, with the user's kind of sampling over it."""
@@ -176,15 +176,7 @@ class MapLoaderSource:
 
     def close(self) -> None:
         """See ``Source.close``."""
-        self._runs.close()
-
-    def lost_workers(self) -> str:
-        """See ``HasWorkers.lost_workers``."""
-        return self._runs.lost_workers()
-
-    def fresh_batches(self) -> int:
-        """See ``HasWorkers.fresh_batches``."""
-        return self._runs.fresh_batches()
+        self.workers.close()
 
     @property
     def base_seed(self) -> str:

@@ -100,7 +100,7 @@ class RecordSource:
             in_ranges=in_ranges,
             strings=self._lists_strings and self._reads_here,
         )
-        self._runs = None if self._loader is None else _runs_of(self._loader)
+        self.workers = None if self._loader is None else _runs_of(self._loader)
         self.draws_from_default_generator = self._loader is not None and self._loader.generator is None
         certain = shared and not skip
         self.certain_piece_size = self._cutter.certain_piece_size(drop_last=self._drop_last) if certain else None
@@ -124,16 +124,8 @@ class RecordSource:
 
     def close(self) -> None:
         """See ``Source.close``."""
-        if self._runs is not None:
-            self._runs.close()
-
-    def lost_workers(self) -> str:
-        """See ``HasWorkers.lost_workers``."""
-        return "" if self._runs is None else self._runs.lost_workers()
-
-    def fresh_batches(self) -> int:
-        """See ``HasWorkers.fresh_batches``."""
-        return 0 if self._runs is None else self._runs.fresh_batches()
+        if self.workers is not None:
+            self.workers.close()
 
     def generators(self) -> Sequence[torch.Generator]:
         """See ``Source.generators``. The order follows from the dataset's seed."""
@@ -201,13 +193,13 @@ class RecordSource:
         rows = self._rows
         if position.rows or start.position is not None:
             rows = rows.of_epoch(epoch, Entrance(position.deals, place, position.rows - row, self._cutter.shared))
-        elif self._runs is None or not self._runs.can_last():
+        elif self.workers is None or not self.workers.can_last():
             rows = rows.of_epoch(epoch)
         else:
             rows.set_epoch(epoch)
         cuts: Iterator[Cut | KnownRows | Failure] = iter(())
         close: Callable[[], None] | None = None
-        runs = self._runs
+        runs = self.workers
         if runs is None:
             cuts = iter(rows)
         else:
