@@ -20,7 +20,7 @@ import pytest
 import torchdistinput as tdi
 from tests import flickering
 from torchdistinput import readers
-from torchdistinput.backends import filesystem
+from torchdistinput.backends import filesystem, patterns
 from torchdistinput.backends.retrying import Backoff, one_line, reason
 from torchdistinput.errors import SourceError
 from torchdistinput.sources.crc32c import masked_crc32c
@@ -213,13 +213,13 @@ def is_one_plain_line(text: str) -> bool:
 def test_odd_names_of_files_are_read_and_shown_in_one_line(name: str, tmp_path: Path) -> None:
     path = f"{tmp_path}/{name}"
     Path(path).write_bytes(b"content\n")
-    assert filesystem.expand(f"{tmp_path}/*.txt") == [path]
+    assert patterns.expand(f"{tmp_path}/*.txt") == [path]
     assert list(tdi.FileDataset(f"{tmp_path}/*.txt", readers.text_lines)) == ["content"]
     assert is_one_plain_line(one_line(path))
     for ask in (
         lambda: filesystem.open_file(f"{path}.gone", None),
         lambda: filesystem.file_size(f"{path}.gone"),
-        lambda: filesystem.expand(f"{path}.gone*"),
+        lambda: patterns.expand(f"{path}.gone*"),
     ):
         with pytest.raises(SourceError) as caught:
             ask()

@@ -18,7 +18,7 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from torchdistinput.backends import filesystem
+from torchdistinput.backends import filesystem, patterns
 from torchdistinput.errors import SourceError
 
 
@@ -51,17 +51,17 @@ def read(name: str, compression: str | None = "infer", **options: Any) -> bytes:
 def test_a_pattern_gives_its_files_sorted_and_without_folders(tmp_path: Path) -> None:
     put_all(tmp_path, "b.txt", "a.txt", "c.csv", "B.txt")
     (tmp_path / "d.txt").mkdir()
-    assert filesystem.expand(f"{tmp_path}/*.txt") == [f"{tmp_path}/{name}" for name in ("B.txt", "a.txt", "b.txt")]
-    assert filesystem.expand(tmp_path / "[ac].*") == [f"{tmp_path}/a.txt", f"{tmp_path}/c.csv"]
-    assert filesystem.expand(f"{tmp_path}/[ab].txt") == [f"{tmp_path}/a.txt", f"{tmp_path}/b.txt"]
-    assert filesystem.expand(f"{tmp_path}//[a].txt") == [f"{tmp_path}/a.txt"]
+    assert patterns.expand(f"{tmp_path}/*.txt") == [f"{tmp_path}/{name}" for name in ("B.txt", "a.txt", "b.txt")]
+    assert patterns.expand(tmp_path / "[ac].*") == [f"{tmp_path}/a.txt", f"{tmp_path}/c.csv"]
+    assert patterns.expand(f"{tmp_path}/[ab].txt") == [f"{tmp_path}/a.txt", f"{tmp_path}/b.txt"]
+    assert patterns.expand(f"{tmp_path}//[a].txt") == [f"{tmp_path}/a.txt"]
 
 
 def test_two_stars_go_into_every_folder(tmp_path: Path) -> None:
     (tmp_path / "x" / "y").mkdir(parents=True)
     names = put_all(tmp_path, "a.txt", "x/b.txt", "x/y/c.txt")
-    assert filesystem.expand(f"{tmp_path}/**/*.txt") == names
-    assert filesystem.expand(f"{tmp_path}/*/*.txt") == names[1:2]
+    assert patterns.expand(f"{tmp_path}/**/*.txt") == names
+    assert patterns.expand(f"{tmp_path}/*/*.txt") == names[1:2]
 
 
 def test_names_are_as_the_user_wrote_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,39 +69,39 @@ def test_names_are_as_the_user_wrote_them(tmp_path: Path, monkeypatch: pytest.Mo
     put_all(tmp_path, "data/a.txt", "data/b.txt")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert filesystem.expand("data/*.txt") == ["data/a.txt", "data/b.txt"]
-    assert filesystem.expand("./data/*.txt") == ["./data/a.txt", "./data/b.txt"]
-    assert filesystem.expand("*/a.txt") == ["data/a.txt"]
-    assert filesystem.expand(f"../{tmp_path.name}/data/a*") == [f"../{tmp_path.name}/data/a.txt"]
-    assert filesystem.expand("~/data/a*") == [f"{tmp_path}/data/a.txt"]
-    assert filesystem.expand(f"file://{tmp_path}/data/a*") == [f"{tmp_path}/data/a.txt"]
-    assert filesystem.expand(f"file://{tmp_path}/data/a.txt") == [f"{tmp_path}/data/a.txt"]
+    assert patterns.expand("data/*.txt") == ["data/a.txt", "data/b.txt"]
+    assert patterns.expand("./data/*.txt") == ["./data/a.txt", "./data/b.txt"]
+    assert patterns.expand("*/a.txt") == ["data/a.txt"]
+    assert patterns.expand(f"../{tmp_path.name}/data/a*") == [f"../{tmp_path.name}/data/a.txt"]
+    assert patterns.expand("~/data/a*") == [f"{tmp_path}/data/a.txt"]
+    assert patterns.expand(f"file://{tmp_path}/data/a*") == [f"{tmp_path}/data/a.txt"]
+    assert patterns.expand(f"file://{tmp_path}/data/a.txt") == [f"{tmp_path}/data/a.txt"]
     assert read("data/b.txt") == b"data/b.txt"
 
 
 def test_a_list_keeps_its_order_and_its_repetitions(tmp_path: Path) -> None:
     a, b, c = put_all(tmp_path, "a.txt", "b.txt", "c.txt")
-    assert filesystem.expand([c, a, c]) == [c, a, c]
-    assert filesystem.expand((c, Path(a), f"{tmp_path}/[ab].txt")) == [c, a, a, b]
+    assert patterns.expand([c, a, c]) == [c, a, c]
+    assert patterns.expand((c, Path(a), f"{tmp_path}/[ab].txt")) == [c, a, a, b]
 
 
 def test_names_without_wildcards_are_not_looked_up() -> None:
-    assert filesystem.expand("/no/such/file") == ["/no/such/file"]
-    assert filesystem.expand(["s3://bucket/a", "/no/such/file"]) == ["s3://bucket/a", "/no/such/file"]
+    assert patterns.expand("/no/such/file") == ["/no/such/file"]
+    assert patterns.expand(["s3://bucket/a", "/no/such/file"]) == ["s3://bucket/a", "/no/such/file"]
 
 
 def test_a_wildcard_in_the_name_of_a_real_file_is_a_character(tmp_path: Path) -> None:
     put_all(tmp_path, "a[1].txt", "a1.txt")
-    assert filesystem.expand(f"{tmp_path}/a[1].txt") == [f"{tmp_path}/a[1].txt"]
+    assert patterns.expand(f"{tmp_path}/a[1].txt") == [f"{tmp_path}/a[1].txt"]
     assert read(f"{tmp_path}/a[1].txt") == b"a[1].txt"
-    assert filesystem.expand(f"{tmp_path}/a[12].txt") == [f"{tmp_path}/a1.txt"]
+    assert patterns.expand(f"{tmp_path}/a[12].txt") == [f"{tmp_path}/a1.txt"]
 
 
 def test_other_filesystems_keep_their_protocol(memory: str) -> None:
     names = put_all(memory, "b.txt", "a.txt", "x/c.txt")
-    assert filesystem.expand(f"{memory}/*.txt") == [names[1], names[0]]
-    assert filesystem.expand(f"{memory}/**/*.txt") == [names[1], names[0], names[2]]
-    assert filesystem.expand(f"{memory.replace('memory://', 'memory:///')}/*/c*") == [
+    assert patterns.expand(f"{memory}/*.txt") == [names[1], names[0]]
+    assert patterns.expand(f"{memory}/**/*.txt") == [names[1], names[0], names[2]]
+    assert patterns.expand(f"{memory.replace('memory://', 'memory:///')}/*/c*") == [
         names[2].replace("memory://", "memory:///")
     ]
     assert [read(name) for name in names] == [b"b.txt", b"a.txt", b"x/c.txt"]
@@ -109,13 +109,13 @@ def test_other_filesystems_keep_their_protocol(memory: str) -> None:
 
 def test_chained_urls_are_expanded_in_the_link_with_the_pattern(memory: str, tmp_path: Path) -> None:
     put_all(memory, "a.txt", "b.txt")
-    cached = filesystem.expand(f"simplecache::{memory}/*.txt", {"simplecache": {"cache_storage": str(tmp_path / "c")}})
+    cached = patterns.expand(f"simplecache::{memory}/*.txt", {"simplecache": {"cache_storage": str(tmp_path / "c")}})
     assert cached == [f"simplecache::{memory}/a.txt", f"simplecache::{memory}/b.txt"]
     assert read(cached[1], simplecache={"cache_storage": str(tmp_path / "c")}) == b"b.txt"
     with zipfile.ZipFile(tmp_path / "all.zip", "w") as archive:
         for name in ("in/a.txt", "in/b.txt", "c.txt"):
             archive.writestr(name, name)
-    members = filesystem.expand(f"zip://in/*.txt::{tmp_path}/all.zip")
+    members = patterns.expand(f"zip://in/*.txt::{tmp_path}/all.zip")
     assert members == [f"zip://in/a.txt::{tmp_path}/all.zip", f"zip://in/b.txt::{tmp_path}/all.zip"]
     assert [read(name) for name in members] == [b"in/a.txt", b"in/b.txt"]
 
@@ -123,7 +123,7 @@ def test_chained_urls_are_expanded_in_the_link_with_the_pattern(memory: str, tmp
 def test_storage_options_reach_the_filesystem(tmp_path: Path) -> None:
     put_all(tmp_path, "a.txt")
     options = {"path": str(tmp_path), "target_protocol": "file"}
-    assert filesystem.expand("dir://*.txt", {"path": str(tmp_path), "target_protocol": "file"}) == ["dir://a.txt"]
+    assert patterns.expand("dir://*.txt", {"path": str(tmp_path), "target_protocol": "file"}) == ["dir://a.txt"]
     assert read("dir://a.txt", **options) == b"a.txt"
     assert filesystem.file_size("dir://a.txt", options) == 5
     with pytest.raises(SourceError, match="cannot be opened"):
@@ -133,28 +133,28 @@ def test_storage_options_reach_the_filesystem(tmp_path: Path) -> None:
 @pytest.mark.parametrize("pattern", ["*.txt", "**/*.nothing", "x/*"])
 def test_a_pattern_that_matches_nothing_is_named(pattern: str, tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="matches no file") as caught:
-        filesystem.expand(["a", f"{tmp_path}/{pattern}"])
+        patterns.expand(["a", f"{tmp_path}/{pattern}"])
     assert caught.value.file == f"{tmp_path}/{pattern}"
     assert f"{tmp_path}/{pattern}" in str(caught.value)
 
 
 def test_a_pattern_of_an_unknown_protocol_is_named() -> None:
     with pytest.raises(SourceError, match=r"^nowhere://x/\*: .*nowhere") as caught:
-        filesystem.expand("nowhere://x/*")
+        patterns.expand("nowhere://x/*")
     assert isinstance(caught.value.__cause__, ValueError)
 
 
 @pytest.mark.parametrize("files", [b"a.txt", 3, None, {"a.txt"}, iter(["a.txt"]), {"a": 1}.keys(), [b"a.txt"], [None]])
 def test_what_is_not_a_name_or_a_list_of_names_is_refused(files: Any) -> None:
     with pytest.raises(TypeError, match=r"must be a"):
-        filesystem.expand(files)
+        patterns.expand(files)
 
 
 def test_an_empty_list_and_an_empty_name_are_refused() -> None:
     with pytest.raises(ValueError, match="empty list"):
-        filesystem.expand([])
+        patterns.expand([])
     with pytest.raises(ValueError, match="file 1 of the list is an empty string"):
-        filesystem.expand(["a", ""])
+        patterns.expand(["a", ""])
 
 
 @pytest.mark.parametrize(
@@ -244,5 +244,5 @@ def test_a_decompressor_that_refuses_a_file_leaves_it_closed(tmp_path: Path) -> 
 
 def test_names_pickle_and_are_opened_where_they_are_used(tmp_path: Path) -> None:
     put_all(tmp_path, "a.txt")
-    names = pickle.loads(pickle.dumps(filesystem.expand(f"{tmp_path}/*.txt")))
+    names = pickle.loads(pickle.dumps(patterns.expand(f"{tmp_path}/*.txt")))
     assert [read(name) for name in names] == [b"a.txt"]

@@ -26,7 +26,7 @@ import torchdistinput as tdi
 from tests import flickering
 from tests.matrix import cells
 from torchdistinput import readers
-from torchdistinput.backends import filesystem
+from torchdistinput.backends import filesystem, patterns
 from torchdistinput.backends.retrying import BACKOFF, Backoff, RetryingFile, is_passing
 from torchdistinput.errors import SourceError
 from torchdistinput.sources.crc32c import masked_crc32c
@@ -62,8 +62,12 @@ def waits() -> Waits:
 def no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Datasets do not wait between tries, in forked loader workers too."""
     quick = BACKOFF._replace(sleep=lambda _: None)
-    for name in ("open_file", "file_size", "expand"):
-        function: Callable[..., Any] = getattr(filesystem, name)
+    asking: dict[str, Callable[..., Any]] = {
+        "open_file": filesystem.open_file,
+        "file_size": filesystem.file_size,
+        "expand": patterns.expand,
+    }
+    for name, function in asking.items():
         monkeypatch.setattr(f"torchdistinput.sources.files.{name}", partial(function, backoff=quick))
 
 
@@ -280,7 +284,7 @@ def test_a_folder_that_cannot_be_listed_at_once_leaves_no_file_out(script: str, 
         (tmp_path / each).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / each).touch()
     given = options(script)
-    found = filesystem.expand(f"flicker://{tmp_path}/**/*.txt", given, waits.backoff)
+    found = patterns.expand(f"flicker://{tmp_path}/**/*.txt", given, waits.backoff)
     assert found == [f"flicker://{tmp_path}/{each}" for each in names]
     assert sum(flickering.instance(given).failed.values()) == len(waits.seconds) > 0
 
@@ -291,12 +295,12 @@ def test_a_pattern_that_cannot_be_expanded_is_named_with_the_tries(
     stored(tmp_path, b"")
     pattern = f"flicker://{tmp_path}/*.bin"
     with pytest.raises(SourceError, match="the pattern cannot be expanded, tried 5 times: Connection") as caught:
-        filesystem.expand(pattern, options("ls=" + "R" * 9), waits.backoff)
+        patterns.expand(pattern, options("ls=" + "R" * 9), waits.backoff)
     assert caught.value.file == pattern
     caplog.clear()
     (tmp_path / "x").mkdir()
     stored(tmp_path / "x", b"")
-    found = filesystem.expand(f"flicker://{tmp_path}/**", options("ls=...P"), waits.backoff)  # the root's two, then x's
+    found = patterns.expand(f"flicker://{tmp_path}/**", options("ls=...P"), waits.backoff)  # the root's two, then x's
     assert found == [f"flicker://{tmp_path}/a.bin", f"flicker://{tmp_path}/x/a.bin"]
     assert [record.getMessage().partition(":")[0] for record in caplog.records] == [f"{tmp_path}/x"]
 

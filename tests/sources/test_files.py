@@ -17,7 +17,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from tests.matrix import cells
-from torchdistinput.backends.filesystem import FileNames
+from torchdistinput.backends.patterns import FileNames
 from torchdistinput.errors import SourceError, StateMismatch
 from torchdistinput.flow import Start
 from torchdistinput.plan.lanes import LanePlace

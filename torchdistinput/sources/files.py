@@ -20,14 +20,8 @@ from typing import Any, Final, final
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from torchdistinput.backends.filesystem import (
-    FileNames,
-    OpenedFile,
-    check_compression,
-    expand,
-    file_size,
-    open_file,
-)
+from torchdistinput.backends.filesystem import OpenedFile, check_compression, file_size, open_file
+from torchdistinput.backends.patterns import FileNames, expand
 from torchdistinput.backends.retrying import one_line
 from torchdistinput.errors import SourceError, StateMismatch
 from torchdistinput.failures import in_one_line
