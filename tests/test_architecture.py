@@ -17,8 +17,10 @@ PACKAGE = ROOT / "torchdistinput"
 # The floors of the house: a module imports from the floors below its own.
 FLOORS = {
     "alike": 0,
+    "containers": 0,
     "coroutines": 0,
     "errors": 0,
+    "structure": 0,
     "tree": 0,
     "plan": 1,
     "backends": 2,
@@ -50,7 +52,8 @@ FLOORS = {
 
 # Floors whose modules know each other (never in a circle); everywhere else neighbours are strangers.
 NEIGHBOURS_MAY_MEET = {
-    *("errors", "tree", "plan", "backends", "sources", "testing"),
+    *("containers", "errors", "structure", "tree"),
+    *("plan", "backends", "sources", "testing"),
     *("bookmark", "dataset", "iterator", "walk"),
     *("data_loader", "losses", "replica", "strategy"),
 }
@@ -59,9 +62,9 @@ NEIGHBOURS_MAY_MEET = {
 NARROWER = {
     "plan": {"errors"},
     "backends": {"errors", "tree"},
-    "values": {"errors", "tree"},
+    "values": {"containers", "errors", "tree"},
     "stages": {
-        *("errors", "tree", "failures", "flow", "mould", "plan", "backends", "stats", "values"),
+        *("errors", "structure", "tree", "failures", "flow", "mould", "plan", "backends", "stats", "values"),
         *("background", "endings", "patience"),
     },
 }

@@ -12,7 +12,8 @@ import torch
 from torchdistinput.agreement import agree
 from torchdistinput.backends.channels import gather_texts, plain_message
 from torchdistinput.errors import BatchingError, InputError
-from torchdistinput.tree import Structure, structure_of
+from torchdistinput.structure import Structure
+from torchdistinput.tree import structure_of
 
 GARBAGE = ["", "x", "{", "[" * 10**5, '{"a":' * 10**5, "9" * 10**5, "null", "[]", "3", '"x"', "\0", "NaN", "\ud800"]
 

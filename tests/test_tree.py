@@ -15,7 +15,7 @@ import torch
 from tests.structures import KINDS, Batch, Pair, described
 from torchdistinput import tree
 from torchdistinput.errors import BatchingError
-from torchdistinput.tree import Structure, TensorSpec
+from torchdistinput.structure import Structure, TensorSpec
 
 
 class Longer(Pair):

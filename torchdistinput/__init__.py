@@ -34,7 +34,7 @@ from torchdistinput.sources.samplers import DistributedBatchSampler
 from torchdistinput.sources.seeds import sample_seed
 from torchdistinput.sources.shuffle import ShuffleSampler
 from torchdistinput.strategy import Strategy, get_strategy
-from torchdistinput.tree import TensorSpec
+from torchdistinput.structure import TensorSpec
 from torchdistinput.values import PerReplica, ReduceOp
 
 __all__ = [

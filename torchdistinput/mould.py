@@ -10,7 +10,8 @@ import torch
 
 from torchdistinput.alike import Alike
 from torchdistinput.errors import BatchingError
-from torchdistinput.tree import Structure, flatten, structure_of
+from torchdistinput.structure import Structure
+from torchdistinput.tree import flatten, structure_of
 
 __all__ = ["Mould"]
 

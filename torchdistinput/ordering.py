@@ -25,9 +25,10 @@ from torch import Tensor
 from torchdistinput import tree
 from torchdistinput.agreement import agree
 from torchdistinput.backends.channels import plain_message
+from torchdistinput.containers import open_container
 from torchdistinput.errors import InputError
 from torchdistinput.reductions import Workers, concatenate
-from torchdistinput.tree import Structure
+from torchdistinput.structure import Structure
 from torchdistinput.values import PerReplica, select
 
 __all__ = ["gather_ordered"]
@@ -125,7 +126,7 @@ def _per_replicas(value: Any) -> Iterator[PerReplica[Any]]:
     if isinstance(value, PerReplica):
         yield value
         return
-    container = tree.open_container(value)
+    container = open_container(value)
     for child in () if container is None else container.children:
         yield from _per_replicas(child)
 
@@ -186,7 +187,7 @@ class _Record:
 
 def _with_records(value: Any) -> Any:
     """The outputs, where a list of dicts without tensors became a list of records."""
-    container = tree.open_container(value)
+    container = open_container(value)
     if container is None:
         return value
     if container.kind == "list" and any(isinstance(item, Mapping) for item in value) and not _holds_tensors(value):
@@ -200,7 +201,7 @@ def _with_records(value: Any) -> Any:
 def _holds_tensors(value: Any) -> bool:
     if isinstance(value, Tensor | np.ndarray):
         return True
-    container = tree.open_container(value)
+    container = open_container(value)
     return container is not None and any(_holds_tensors(child) for child in container.children)
 
 

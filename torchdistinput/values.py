@@ -10,7 +10,8 @@ import enum
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar, final
 
-from torchdistinput.tree import flatten, map_leaves, open_container, plain_leaves, plainly_rebuilt
+from torchdistinput.containers import open_container
+from torchdistinput.tree import flatten, map_leaves, plain_leaves, plainly_rebuilt
 
 __all__ = ["PerReplica", "ReduceOp", "local_results", "regroup", "regroup_batches", "select", "take_apart"]
 

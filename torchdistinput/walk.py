@@ -26,7 +26,8 @@ from torchdistinput.stages.fetch import Fetch
 from torchdistinput.stages.pad import Pad
 from torchdistinput.stages.transfer import Transfer
 from torchdistinput.stats import COPY, FETCH, Meter, StatsLandmarks, in_range
-from torchdistinput.tree import TensorSpec, bytes_held, flatten
+from torchdistinput.structure import TensorSpec
+from torchdistinput.tree import bytes_held, flatten
 from torchdistinput.values import PerReplica
 
 __all__ = ["Opened", "Setting", "compose", "open_stream"]

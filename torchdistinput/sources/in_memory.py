@@ -30,9 +30,11 @@ from torch.utils.data import (
 )
 
 from torchdistinput import tree
+from torchdistinput.containers import open_container
 from torchdistinput.sources.columns import ARRAYS, Column, column_of
 from torchdistinput.sources.numbers import Numbers
 from torchdistinput.sources.table import Table, columns_in
+from torchdistinput.structure import Structure
 
 __all__ = ["Gather", "gather_of", "gathers", "numbers_of"]
 
@@ -194,7 +196,7 @@ class _Columns:
 
 
 def _nest_of(columns: Any) -> Any:
-    container = tree.open_container(columns)
+    container = open_container(columns)
     return None if container is None else (type(columns), container.keys, *map(_nest_of, container.children))
 
 
@@ -320,7 +322,7 @@ def _itself(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return tensors
 
 
-def _nested(structure: tree.Structure) -> Callable[[list[torch.Tensor]], Any]:
+def _nested(structure: Structure) -> Callable[[list[torch.Tensor]], Any]:
     return lambda tensors: structure.build(iter(tensors))
 
 

@@ -14,6 +14,7 @@ from torchdistinput.plan.batching import Cutter
 from torchdistinput.sources.converting import swift
 from torchdistinput.sources.opaque import Marked, Wait
 from torchdistinput.sources.worker_side import Cut, Failure, as_is
+from torchdistinput.structure import Structure
 
 __all__ = ["CutReady"]
 
@@ -57,7 +58,7 @@ class CutReady:
         self._is_here = False  # not in a loader worker, from where no object comes as the same
         # Of the batch before, which most batches are like, but for their size perhaps:
         self._last = Alike()
-        self._structure: tree.Structure | None = None
+        self._structure: Structure | None = None
         self._kind: object = None
         self._cuts: dict[int, _Cut] = {}  # of its kind, by size
         self._cut_as: _Cut | None = None

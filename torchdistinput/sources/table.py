@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from torchdistinput import tree
+from torchdistinput.containers import open_container
 from torchdistinput.errors import BatchingError
 
 __all__ = ["Table", "columns_in", "is_table"]
@@ -52,7 +52,7 @@ def columns_in(columns: Any) -> list[Any]:
 
 def _named(columns: Any, path: str) -> Iterator[tuple[str, Any]]:
     # Not as in ``tree``: an array stays an array, and a list is never a leaf.
-    container = tree.open_container(columns)
+    container = open_container(columns)
     if container is None:
         yield path, columns
         return
@@ -61,7 +61,7 @@ def _named(columns: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _map_columns(fn: Callable[[Any], Any], columns: Any) -> Any:
-    container = tree.open_container(columns)
+    container = open_container(columns)
     if container is None:
         return fn(columns)
     return container.rebuild([_map_columns(fn, child) for child in container.children])

@@ -48,7 +48,7 @@ from torchdistinput.flow import (
 from torchdistinput.mould import Mould
 from torchdistinput.plan.ending import Ballot, Verdict, decide, weight_of
 from torchdistinput.plan.read_ahead import changed
-from torchdistinput.tree import Structure
+from torchdistinput.structure import Structure
 
 __all__ = ["Coordinate"]
 

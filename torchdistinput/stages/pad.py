@@ -13,7 +13,7 @@ import torch
 from torchdistinput import tree
 from torchdistinput.errors import BatchingError
 from torchdistinput.flow import Share
-from torchdistinput.tree import Structure
+from torchdistinput.structure import Structure
 
 __all__ = ["Pad"]
 
