@@ -1,7 +1,8 @@
 """TensorFlow's distributed input, native to PyTorch.
 
-Write the loader for one process, with the global batch size; every replica gets its share, on its device, ahead of
-time, until every replica is done: each sample once, at any world size. The README has the promises and the walk.
+Write the loader for one process, with the global batch size. Every replica gets its share of each batch, on its device
+and ahead of time, and all replicas make the same number of steps: each sample once, at any world size. The README lists
+the promises, and follows a batch from the data to the loop.
 """
 
 from __future__ import annotations

@@ -1,14 +1,20 @@
 """The other side of ``stages.buffer``: the one background thread, which completes steps and votes for them.
 
-The thread votes as soon as it holds a step, unless the source answered the last ticket within 200 us and has another
-one: then the next step will ride on the same message. Where four steps are read ahead or more, votes wait until two
-thirds of them are used up, so that a message covers as many; and the consumer, if it may help, begins them, and looks
-after them each time that it comes: beside a training loop in Python the thread would get the interpreter's lock only
-when nothing is ready any more. What it leaves unfinished the thread takes over, when the consumer has to wait or is
-away for 0.1 s.
+The *consumer* is the user's thread, in ``next``. It hands over *tickets*: steps of which its own half is done. The
+thread completes them, and tells the other ranks in *votes* that it holds them.
 
-The shares that nobody took are given up by whoever leaves last: the consumer as a rule; the thread, where the garbage
-collector drops the iterator on it, or where it still waits for its data after the grace time.
+When to vote. As soon as a step is held; but if that step was complete within 200 us and another ticket lies there, that
+one is completed first, so that one message covers both. Where four steps or more are read ahead, a vote waits until two
+thirds of them are used up, so that a message covers as many.
+
+Who votes. The thread; but where four steps or more are read ahead, the consumer begins the votes, and looks after them
+each time that it comes, if it may help. Beside a training loop in Python the thread would get the interpreter's lock
+too late: when nothing is ready any more. Votes that the consumer leaves unfinished are taken over by the thread, when
+the consumer has to wait or stays away for 0.1 s.
+
+At the end, whoever leaves last gives up the shares that nobody took. That is the consumer as a rule. It is the thread
+where the garbage collector drops the iterator on that very thread, or where the thread still waits for its data after
+the grace time.
 """
 
 from __future__ import annotations

@@ -1,19 +1,21 @@
 """The drop-in ``DataLoader``: torch's, but each rank of a run gets its part of the same batches.
 
-Problem. A script that was written for one process should run on many by a change of one import, and give the same
-training run. Frameworks build loaders before the ranks know each other, and some of them divide every
+Problem. A script that was written for one process should run on many when one import is changed, and train the same.
+But frameworks build loaders before the ranks know each other, and some frameworks divide every
 ``torch.utils.data.DataLoader`` that they see.
 
 Decisions.
-- It holds a torch loader, made of the same arguments (which torch itself checks), and is none: an instance would be
-  divided a second time by accelerate and Lightning.
-- Who takes part is found out at the first ``iter``. A process group that appears later is found at the next one.
-- All loaders of a run share one strategy for each device: a strategy holds connections, and loaders come and go.
-- In one process nothing is cut, so a batch may be anything, as in torch: it travels sealed, with the number of
-  its samples outside, unless it is gathered from memory, without user code. There an exception of the user's code comes
-  as itself; with several ranks all of them raise the same ``SourceError``, whose ``__cause__`` is the original on the
-  rank that failed.
-- A batch without samples is passed over also in one process, as a step is the same at every number of ranks.
+- It holds a torch loader made of the same arguments, so torch itself checks them. It is not a subclass of torch's:
+  accelerate and Lightning would divide it a second time.
+- The ranks are found out at the first ``iter``. If a process group appears later, the next ``iter`` finds it.
+- All loaders of a run that have the same device share one strategy: a strategy holds connections, and loaders come and
+  go.
+- In one process nothing is cut, so a batch may be any object, as in torch. It travels *sealed*: nobody looks into it,
+  and the number of its samples is kept beside it. Only batches that are gathered from memory, without code of the
+  user's, are not sealed.
+- In one process an exception of the user's code comes as itself. With several ranks all of them raise the same
+  ``SourceError``; on the rank that failed, its ``__cause__`` is the original.
+- A batch without samples is passed over, in one process too: a step is the same at every number of ranks.
 - Batches stay on the CPU, as torch's do, unless a device or a strategy is given.
 """
 
@@ -414,7 +416,7 @@ class _Divided:
 
     Args:
       dataset: gives this process's parts.
-      group: the default process group then.
+      group: the default process group when it was divided.
       alone: whether this is the only process that reads.
       sealed: whether the batches travel sealed.
     """
@@ -430,8 +432,8 @@ class _Divided:
 class LoaderIterator:
     """One epoch of a ``DataLoader``. Made by ``iter(loader)``; ends when the loop is left, or at ``close``.
 
-    One that is dropped before its first batch leaves the epoch to the next one: Lightning calls ``iter`` once more, to
-    see whether it can, on loaders that are not torch's, and that must not change the order of the samples.
+    If it is dropped before its first batch, the next ``iter`` gets the same epoch: on loaders that are not torch's,
+    Lightning calls ``iter`` once more, only to see whether it can, and that must not change the order of the samples.
 
     Args:
       divided: the data.

@@ -1,4 +1,4 @@
-"""Distributed datasets: their epochs, and where they stand in them."""
+"""``DistributedDataset``: data that is divided among replicas, epoch after epoch, and can be left and resumed."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class DistributedDataset:
 
     Args:
       source: the data, as this worker reads it.
-      setting: where the dataset lives.
+      setting: what the strategy tells.
       options: what the user asked for.
       name: tells this dataset from the strategy's others, the same on every rank.
       policy: the name of the policy in force.
-      seed: the same on every rank; for random draws of ranks that do not meet before an epoch.
+      seed: the same on every rank; ranks that do not meet before an epoch draw from it.
     """
 
     def __init__(
@@ -357,10 +357,10 @@ class DistributedDataset:
 
 
 def check_partial_batch(source: Source, options: InputOptions) -> None:
-    """Refuses padding where the size is not known to which it would pad. Local.
+    """Refuses padding where the size to pad to is not known. Local.
 
     Raises:
-      BatchingError: it is not.
+      BatchingError: padding is asked for, and the size is not known.
     """
     if options.partial_batch == "pad" and source.largest_piece_size is None:
         raise BatchingError(
@@ -393,7 +393,7 @@ def _check_number(name: str, value: object) -> None:
 
 
 def _identity_of(source: Source, policy: str, topology: Topology) -> Mapping[str, Any]:
-    """What tells this input from others when a state is loaded; with the world, if it is bound to that."""
+    """What tells this input from others when a state is loaded; its world too, if its states fit that one only."""
     facts = {**source.fingerprint(), "policy": policy}
     if not source.bound_to_world:
         return facts
@@ -401,7 +401,7 @@ def _identity_of(source: Source, policy: str, topology: Topology) -> Mapping[str
 
 
 def facts_of(source: Source, policy: str, options: InputOptions) -> Mapping[str, Any]:
-    """What the ranks must have in common when a dataset is distributed."""
+    """What must be equal on all ranks when a dataset is distributed."""
     alone = source.epoch_fingerprint() if options.coordination == "off" else {}  # ranks do not meet at each epoch
     asked = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
     del asked["auto_shard_policy"]  # the policy in force counts

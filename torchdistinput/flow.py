@@ -1,8 +1,14 @@
-"""What flows through the house: rows from a source, shares from stage to stage, outcomes to the consumer.
+"""What is passed on, from the source to the user's loop: rows, shares, outcomes.
 
-A *row* is one piece for each local replica, in order; ``None`` stands for an empty piece, which is made later, when the
-structure is known. A stream of rows is read in two halves, so that user code runs where torch would run it: ``draw`` on
-the caller's thread (the user's sampler, and in-process data), ``fetch`` on the thread that ``in_background`` names.
+- A source reads *rows*. A row is one piece of a batch for each local replica, in order. ``None`` stands for an empty
+  piece; it is made later, when the structure of the batches is known.
+- The stages pass on *shares*: a row that was measured, as this worker's part of a step.
+- What all ranks agreed on is an *outcome*: a share that every rank now delivers, a step to pass over, how far to read
+  ahead from here on, the end, or an error.
+
+Rows are read in two halves, so that user code runs where torch would run it. ``draw`` runs on the caller's thread: the
+user's sampler, and data that is read in this process. ``fetch`` does the rest; it may run on the background thread
+where ``in_background`` says so.
 """
 
 from __future__ import annotations
@@ -43,10 +49,11 @@ __all__ = [
 ]
 
 MOST_TOLD: Final = 10
-"""How many of the samples that were left out are told of, by each worker in each epoch."""
+"""Of how many samples that were left out each worker tells in an epoch; the others are only counted."""
 
 Digest = int | Callable[[], int]
-"""A number of what the user's sampler drew, equal on all ranks, or what makes it when somebody asks; 0: of nothing."""
+"""A number made of what the user's sampler drew, so that ranks can compare that; or a function that makes the number
+when it is asked for. 0 where there is nothing to compare."""
 
 Row = list[Any]
 """One piece for each local replica; ``None`` for an empty one, ``Thinned`` around one that lost samples."""
@@ -54,11 +61,11 @@ Row = list[Any]
 
 @final
 class Like:
-    """How a reader in this process found a row to be: all rows that come with the same object are exactly alike.
+    """What a reader in this process knows of a row. Rows that come with the same ``Like`` are exactly alike.
 
     Args:
       kind: the same object for all rows that are alike but for their sizes.
-      samples: samples in the batch that the row is of.
+      samples: samples in the batch that the row is cut from.
       sizes: samples in each piece.
     """
 
@@ -72,23 +79,23 @@ class Like:
 
 @final
 class Kinds:
-    """The kinds of the rows that one reader makes: one with an empty piece tells nothing of the others."""
+    """The two kinds of rows of one reader: without an empty piece, and with one, which tells nothing of the others."""
 
     def __init__(self) -> None:
         self._full, self._lacking = object(), object()
 
     def like(self, samples: int, limits: Sequence[tuple[int, int]]) -> Like:
-        """How a row will be, with the limits of its pieces in a batch of so many samples."""
+        """What is known of a row, from the limits of its pieces in a batch of so many samples."""
         sizes = tuple(hi - lo for lo, hi in limits)
         return Like(self._lacking if 0 in sizes else self._full, samples, sizes)
 
 
 Known = tuple[Row, Like, Digest]
-"""A row, how it is, and what the sampler drew for it. A plain tuple, as one is made for every step."""
+"""A row, what is known of it, and the digest of what the sampler drew. A plain tuple: one is made for every step."""
 
 
 class Origin(NamedTuple):
-    """Where data failed, and how, as far as the place of the failure knew it. Plain values, of bounded size."""
+    """Where and how data failed, as far as that is known where it failed. Plain values, of bounded size."""
 
     indices: tuple[int | str, ...] | None = None
     """The samples."""
@@ -98,7 +105,7 @@ class Origin(NamedTuple):
     worker: int | None = None
     """The loader worker."""
     kind: str | None = None
-    """The name of the exception's type; where the exception itself could not come along, it has another one."""
+    """The name of the type of what was raised; an exception that cannot travel arrives as one of another type."""
     text: str | None = None
     """The exception as Python prints it."""
     traceback: str | None = None
@@ -117,7 +124,7 @@ class ReadFailure(Exception):
 
 
 class Skipped(NamedTuple):
-    """Samples that were left out, as they could not be read."""
+    """Samples that were left out because they could not be read."""
 
     samples: int = 0
     """How many."""
@@ -136,11 +143,11 @@ class Thinned(NamedTuple):
     """What is left; ``None`` where nothing is."""
     skipped: Skipped
     left_out: tuple[int, ...] = ()
-    """Their positions among the samples that the piece was to have."""
+    """Positions of the samples left out, among those that the piece was to have."""
 
 
 class Sealed(NamedTuple):
-    """A batch that nobody looks into, as it stays in this process. A named tuple, so that torch pins what is in it."""
+    """A batch that nobody looks into: it stays in this process. A named tuple, so that torch pins what is in it."""
 
     content: Any
     size: int
@@ -150,7 +157,7 @@ class Sealed(NamedTuple):
 NOTHING_SKIPPED: Final = Skipped()
 
 ROWS_BETWEEN_LANDMARKS: Final = 64
-"""Where the workers tell each other something, see ``Landmarks``."""
+"""Rows from one landmark to the next: there the workers tell each other something, see ``Landmarks``."""
 
 
 @final
@@ -162,7 +169,7 @@ class Start:
       steps: steps that were delivered before.
       samples: samples in them, over all replicas.
       drawn: the digest of what the sampler drew for the last of them; 0 where there is none to compare.
-      position: what the stream's ``position`` said then; ``None``: where so many steps end, counted from the front.
+      position: what the stream's ``position`` said there; ``None`` where so many steps, counted from the front, end.
       replay: whole epochs whose random draws come before this one.
       base_seed: when a loader draws the seed of its workers; see ``sources.base.Source``.
     """
@@ -176,7 +183,7 @@ class Start:
 
 
 class Landmarks(Protocol):
-    """What a worker tells the others from time to time of where it stands, so that each knows all positions."""
+    """What a worker tells the others of where it stands, from time to time: so every worker knows all positions."""
 
     every: int
     """Rows from one landmark to the next, the same on every rank."""
@@ -203,13 +210,13 @@ class Rows(Protocol):
         """
 
     def expect(self, rows: int) -> None:
-        """So many will be drawn at once: what nobody can tell from drawing one by one may be done together."""
+        """So many rows will be drawn at once; what is done for each may be done together, if no user can tell."""
 
     def fetch(self, drawn: Any) -> Row | None:
         """The row; ``None`` past the end, where only the reading itself finds the end."""
 
     def digest_of(self, drawn: Any) -> Digest:
-        """Of what the user's sampler drew for the row; 0 where there is none to compare."""
+        """The digest of what the user's sampler drew for the row; 0 where there is nothing to compare."""
 
     def close(self) -> None:
         """Ends loader workers and open files. Idempotent."""
@@ -219,7 +226,7 @@ class Stream(Rows, Protocol):
     """One epoch of one worker's rows, which knows where it stands."""
 
     strings: bool
-    """Whether it is certain that pieces which are lists hold strings and nothing else, so that nobody needs to look."""
+    """Whether pieces that are lists certainly hold strings and nothing else, so that nobody needs to look."""
 
     @property
     def owns_state(self) -> bool:
@@ -239,16 +246,16 @@ class Stream(Rows, Protocol):
 @final
 @dataclass(slots=True)
 class Share:
-    """This worker's part of a step: one piece for each local replica; and once it is agreed, what all ranks know of it.
+    """This worker's part of a step: one piece for each local replica; and what all ranks know of it, once it is agreed.
 
     Args:
       pieces: the batches; ``None`` for an empty one that could not be made yet.
       sizes: samples in each.
       parcels: the pieces on their way to the devices.
-      drew: of what the sampler drew; 0 where there is none to compare.
+      drew: the digest of what the sampler drew; 0 where there is nothing to compare.
       skipped: samples that are missing in the pieces.
-      global_size: of a step that is agreed: samples over all replicas.
-      rows: of such a step: rows of the stream up to this one, those passed over included.
+      global_size: samples over all replicas, once the step is agreed.
+      rows: rows of the stream up to this one, those passed over included, once the step is agreed.
     """
 
     pieces: list[Any]
@@ -261,7 +268,7 @@ class Share:
 
     @property
     def digest(self) -> int:
-        """The number of what the sampler drew. It is made when somebody asks: one rank alone never compares it."""
+        """The number made of what the sampler drew. Made when it is asked for: a rank that is alone seldom asks."""
         drew = self.drew
         if not isinstance(drew, int):
             drew = self.drew = drew()
@@ -270,10 +277,10 @@ class Share:
 
 @final
 class Drawn(NamedTuple):
-    """A row whose in-process half was done; the rest is fetched in the background."""
+    """A row that was drawn in this process; the rest of it is fetched in the background."""
 
     content: Any
-    """What the stream gave."""
+    """What the stream's ``draw`` gave."""
 
 
 @final
@@ -305,7 +312,7 @@ class PassedOver(NamedTuple):
     """A step without a sample on any rank.
 
     Args:
-      share: this worker's empty part, to be given up; ``None`` past its end.
+      share: this worker's empty part, to be given up; ``None`` past the worker's end of data.
     """
 
     share: Share | None = None
@@ -313,10 +320,10 @@ class PassedOver(NamedTuple):
 
 @final
 class Ahead(NamedTuple):
-    """From here on, the ranks read so far ahead.
+    """How far the ranks read ahead from here on.
 
     Args:
-      steps: beyond the one that the consumer waits for.
+      steps: how many, beyond the one that the consumer waits for.
     """
 
     steps: int

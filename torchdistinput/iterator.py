@@ -1,4 +1,4 @@
-"""One epoch, element by element: what ``iter(dataset)`` returns."""
+"""``DistributedIterator``: one epoch, element by element, as ``iter(dataset)`` returns it."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ class Optional(Generic[T]):
 
 @final
 class LastStep:
-    """The step that was delivered last by any iterator of a dataset. Made when somebody asks, not for every step."""
+    """The step that was delivered last by any iterator of a dataset."""
 
     def __init__(self) -> None:
         self.progress: Progress | None = None
         """The epoch that it is of."""
         self.ahead: int | None = None
-        """How many steps the ranks last agreed to read ahead, if they did: the next epoch begins with that."""
+        """How many steps the ranks last agreed to read ahead, if they agreed: the next epoch begins with as many."""
 
     def read_ahead(self, steps: int) -> None:
         """Notes how many steps are read ahead from here on."""
@@ -64,7 +64,7 @@ class LastStep:
 
     @property
     def step(self) -> Step | None:
-        """The step; ``None`` before the first."""
+        """The step; ``None`` before the first. Made when it is asked for, not at every step."""
         return None if self.progress is None else self.progress.step
 
 
@@ -75,8 +75,8 @@ class Progress:
     Args:
       epoch: its number.
       start: where in it the iterator began.
-      random: how the order of the epoch is drawn, as a saved state has it.
-      meter: what is measured in it.
+      random: tells how the order of the epoch is drawn, as a saved state has it.
+      meter: takes down what is measured in it.
       topology: where this worker stands.
       knows_all: whether the sizes of all workers are known (not with ``coordination="off"``).
       log_every: after how many steps each a line is logged; 0 for never.
@@ -107,7 +107,7 @@ class Progress:
 
     @property
     def step(self) -> Step | None:
-        """The last step; ``None`` before the first. Made when somebody asks, not for every step."""
+        """The last step; ``None`` before the first. Made when it is asked for, not at every step."""
         taken, topology = self._taken, self._topology
         if taken is None:
             return None
@@ -130,14 +130,14 @@ class Progress:
         return self.start.drawn if self._taken is None else self._taken.digest
 
     def end(self, *, of_data: bool) -> None:
-        """Nothing more comes: the data has ended, or the iteration was left."""
+        """Notes that nothing more comes: the data has ended, or the iteration was left."""
         self.ended = of_data
         taken = self._taken
         if taken is not None:
             taken.drew = taken.digest  # what makes it would keep the order of the epoch in memory
 
     def add(self, taken: Share, local: int, num_bytes: int) -> None:
-        """A step with so many samples and bytes here was delivered. Its pieces are the user's from now on."""
+        """Notes a delivered step, with so many samples and bytes here. Its pieces are the user's from now on."""
         if taken.skipped is not NOTHING_SKIPPED:
             self.meter.skipped += taken.skipped.samples
         self._deliver(local, num_bytes)  # before the rest, which no interruption can part from its count of steps
@@ -155,7 +155,7 @@ class Elements(Protocol):
         """The element spec."""
 
     def num_bytes(self, samples: int, pieces: Sequence[Any]) -> int:
-        """Bytes of the tensors in the pieces of a step, which have so many samples together. For every step."""
+        """Bytes of the tensors in the pieces of a step, which have so many samples together. Called at every step."""
 
 
 @final
@@ -166,8 +166,8 @@ class DistributedIterator:
       buffer: delivers the agreed steps.
       transfer: hands their pieces over on their devices.
       elements: what is known of the elements.
-      progress: where the dataset finds what was delivered in this epoch.
-      last: where it finds the last step.
+      progress: takes down what was delivered in this epoch, for the dataset.
+      last: takes down the last step, for the dataset.
     """
 
     def __init__(

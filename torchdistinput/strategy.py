@@ -64,7 +64,7 @@ class Strategy:
 
     Collective: every rank makes its strategies in the same order. Inside an initialised process group each rank is a
     worker. Under torchrun without a group this sets the device, initialises the default group, and ends it at exit. In
-    a single process it is the only worker.
+    a single process, that process is the only worker.
 
     Args:
       devices: the devices of this process, one replica each; by default the accelerator of its local rank, or the CPU.
@@ -282,7 +282,7 @@ class Strategy:
     def _distribute(
         self, what: str, make: Callable[[], tuple[Source, AutoShardPolicy]], options: InputOptions
     ) -> DistributedDataset:
-        """Makes the source; what this rank was given, or its error, is compared with the others'."""
+        """Makes the source; then all ranks compare what they were given, or raise what failed on one of them."""
         self._datasets += 1
         facts: Mapping[str, Any] = {}
         made, problem = None, None

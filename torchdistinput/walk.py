@@ -1,4 +1,4 @@
-"""The walk of the data; ``compose`` is the one place where it is put together."""
+"""The walk of the data: ``compose`` puts the stages together, and is the only place that knows all of them."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ __all__ = ["Opened", "Setting", "compose", "open_stream"]
 @final
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Where a distributed dataset lives: what its strategy knows.
+    """What a strategy tells its datasets.
 
     Args:
       topology: where this worker stands.
       devices: one for each local replica.
-      ranks: the ranks that must agree; ``None`` where there is one only.
-      timeout_seconds: the strategy's bound of a wait for another rank.
-      lent: the default random state that the ranks draw from together, as they left it.
+      ranks: the ranks that must agree; ``None`` where there is only one.
+      timeout_seconds: how long a rank waits for another one, unless the options say otherwise.
+      lent: torch's default random state, as the ranks left it when they last drew from it together.
     """
 
     topology: Topology
@@ -64,7 +64,7 @@ class Opened(NamedTuple):
 
 
 def open_stream(source: Source, epoch: int, draws: Draw, start: Start) -> Stream:
-    """The rows of an epoch; where the source cannot be opened, all ranks raise that at the first step."""
+    """The rows of an epoch. If the source cannot be opened, all ranks raise that at the first step."""
     try:
         return source.open(epoch, draws, start)
     except Exception as error:
@@ -78,10 +78,10 @@ def compose(
 
     Args:
       source: the data.
-      setting: where the dataset lives.
+      setting: what the strategy tells.
       options: what the user asked for.
       opened: the epoch that has begun.
-      idle: streams and their memory, kept for the life of the dataset; one is taken, and given back at the end.
+      idle: device streams and their memory, kept for the life of the dataset; one is taken, and given back at the end.
     """
     channel, stream, progress, last = opened
     grows = options.prefetch is None
@@ -143,7 +143,7 @@ def _new_pad(source: Source, options: InputOptions) -> Pad | None:
 
 
 def _fill(share: Share, mould: Mould, replicas_per_worker: int, pad: Pad | None) -> None:
-    """Puts empty batches where a replica has no sample, and pads."""
+    """Puts an empty batch where a replica has no sample, and pads if that is asked for."""
     if mould.structure is None:
         return
     pieces = share.pieces or [None] * replicas_per_worker
@@ -155,7 +155,7 @@ def _fill(share: Share, mould: Mould, replicas_per_worker: int, pad: Pad | None)
 
 @final
 class _OwnStages:
-    """The stages that no other rank takes part in, put together and timed.
+    """The stages before the vote, in which no other rank takes part, put together and timed.
 
     Args:
       fetch: reads the rows.
@@ -193,7 +193,7 @@ class _OwnStages:
         return held
 
     def complete(self, share: Share) -> None:
-        """Makes the empty pieces of a share, pads it and sends it: once."""
+        """Makes the empty pieces of a share, pads it and sends it to the devices. Called once for each share."""
         began = perf_counter()
         in_range(COPY, self._send, share)
         self._meter.copying += perf_counter() - began
@@ -204,7 +204,7 @@ class _OwnStages:
         share.pieces = []
 
     def weigh(self, share: Share) -> int:
-        """See ``background.Walk``. What is on its way to a device is of tensors, which the meter counts."""
+        """See ``background.Walk``. What is on its way to a device consists of tensors, which the meter counts."""
         if self._transfer.moves:
             return 0
         weights = [bytes_held(piece) for piece in share.parcels or share.pieces if piece is not None]
@@ -240,7 +240,7 @@ class _Elements:
         return spec if self._local == 1 else PerReplica([spec] * self._local)
 
     def num_bytes(self, samples: int, pieces: Sequence[Any]) -> int:
-        """See ``iterator.Elements``. Only elements that differ in shape are looked into, one by one."""
+        """See ``iterator.Elements``. Elements are looked into, one by one, only if their shapes differ."""
         of_row = self._mould.row_bytes
         if of_row is not None and self._pad is None:
             return of_row * samples
@@ -287,7 +287,7 @@ class _BrokenStream:
 
 
 def _makes_plain_tensors() -> bool:
-    """Whether tensors that are made on this thread are such as the background thread makes, which has no modes set."""
+    """Whether tensors made on this thread are as on the background thread, which has none of torch's modes set."""
     return torch.get_default_device().type == "cpu" and not torch.is_inference_mode_enabled()
 
 

@@ -1,1 +1,1 @@
-"""The walk of a step: fetch, transfer, coordinate, buffer."""
+"""The stages that a step goes through, in this order: fetch, pad (if asked for), transfer, coordinate, buffer."""

@@ -1,29 +1,34 @@
 """The last stage: steps ahead of the consumer, as the consumer sees it; the other side of it is ``background``.
 
-Problem. The training thread must never sit in an exchange with other ranks, nor wait for a copy; user code of the data
-must run on it all the same where torch would run it; whoever waits must stay interruptible and name the late rank; and
-a thread beside a consumer that is back at once costs more than it hides: the two wait for each other's lock.
+Problem. The training thread must never sit in an exchange with other ranks, nor wait for a copy. User code of the data
+must run on that thread all the same, where torch would run it there. Whoever waits must stay interruptible, and name
+the rank that is late. And beside a consumer that is back at once a thread costs more than it hides: the two wait for
+each other's lock.
 
-Decision. The caller draws the halves of steps that belong on its own thread, up to ``depth`` beyond the one it waits
-for, and hands them over as *tickets*. The thread completes them, votes for them, and puts the outcomes in a queue. A
-caller that comes back within 100 us, step after step, completes them itself and looks after the votes; the thread takes
-over when it has to wait, or is away. Steps that are complete as they are drawn are never handed over; and where many
-steps are read ahead, every caller looks after the votes. All of this stays the thread's where pieces are copied to a
-device. Without a thread (nothing to vote for, to copy or to fetch in the background) the caller does all of it in line.
+Decision. The caller draws its own half of each step, up to ``depth`` steps beyond the one that it waits for, and hands
+them over as *tickets*. The thread completes them, votes for them, and puts the outcomes in a queue. Exceptions:
+- A caller that comes back within 100 us, step after step, completes the tickets itself and looks after the votes. The
+  thread takes over when the caller has to wait, or stays away.
+- Steps that are complete as they are drawn are never handed over.
+- Where many steps are read ahead, every caller looks after the votes.
+- Where pieces are copied to a device, all of this stays the work of the thread.
+- Where there is no thread (nothing to vote for, to copy, or to fetch in the background), the caller does it in line.
 
-How far ahead: an explicit depth stays. Else it begins with two steps, and a rank *wishes* for twice as many when at
-least half of the last eight votes showed, and so many steps of the size of the largest so far fit into its bytes; it
-objects when those ahead do not fit. A vote shows when it takes more than an eighth of the time from one to the next.
-Wishes ride on the votes, and where all wish and none objects the depth doubles (law H of ``plan.ending``). It may not
-change otherwise: how far user code is drawn ahead must be the same on all ranks at each step, or a loop that is left
-early would leave the generators of the ranks in different states. So the new depth comes as an outcome, between the
-steps, at the same place for all. One process alone has no votes that could show, and keeps to its two steps.
+How far ahead. An explicit depth stays. Else it begins with two steps, and may change:
+- A vote *shows* when it takes more than an eighth of the time from one vote to the next.
+- A rank *wishes* for twice the depth when at least half of the last eight votes showed, and that many steps, each as
+  large as the largest so far, fit into its bytes. It objects when the present depth does not fit.
+- Wishes travel in the votes. Where all wish, the depth doubles; where one objects, it halves (law H of
+  ``plan.ending``). The change comes as an outcome between two steps, at the same place on every rank: how far user code
+  was drawn ahead must be the same everywhere at each step, or leaving the loop early would leave the ranks' generators
+  in different states.
+- A process that is alone has no votes that could show, and keeps to its two steps.
 
-Where many are read ahead, they are drawn in rows of a few, each time that there is room for as many: a training step
-puts the code and the data of a draw out of the caches, and what draws the first step of a row brings them back for all.
+Where many steps are read ahead, a few are drawn in a row, each time that there is room for as many. A training step
+puts the code and data of a draw out of the caches; the first draw of a row brings them back for the others.
 
-Closing: the thread says in its next vote that nobody reads here any more, which all ranks answer at once when all stop.
-If the others do not come within the grace time, the channel is aborted and they learn the reason.
+Closing. The thread says in its next vote that nobody reads here any more. If all ranks stop, all answer at once. If the
+others do not come within the grace time, the channel is aborted, and they learn the reason.
 """
 
 from __future__ import annotations

@@ -1,17 +1,19 @@
-"""The stage that makes all ranks take the same steps. The end, the sizes, the errors and the stops all ride on it.
+"""The stage that makes all ranks take the same steps. Sizes, the end, errors and early stops all travel in its votes.
 
-Problem. Ranks have different amounts of data, fail at different times and stop at different places; a training loop
-with collectives in it hangs unless all make the same steps.
+Problem. Ranks have different amounts of data, fail at different times and stop at different places. But a training loop
+with collectives in it hangs unless all ranks make the same steps.
 
-Decision. A rank votes for a step when it holds it: fetched, padded, its device copy under way. A vote is one message of
-fixed size (``plan.ending``), summed over the ranks, that covers up to K steps; what is agreed is held everywhere. A
-failure, the end and a stop are flags of the same message, so nothing travels beside it. Texts follow only where the
-sums call for them, and all ranks send them as all saw the same sums: the story of what ends the epoch on some rank, and
-the structure, where a rank without a sample must make empty batches. Every so many steps texts go round anyway: what
-each rank measured, and, where workers read files of their own, their positions, so that each rank can save the state of
-all. With one rank, the same sums are formed without a message.
+Decision. A rank votes for a step when it holds it: fetched, padded, its device copy under way. So a step that is agreed
+is held by every rank. A vote is one message of fixed size, which covers up to K steps; the messages of all ranks are
+summed (``plan.ending``). A failure, the end and a stop are flags in that message.
 
-Considered and refused. Steps counted from lengths without any vote: errors and stops would need a second way. A leader
+Texts follow only where the sums call for them. As all ranks see the same sums, all send their texts at the same place:
+what ended the epoch on some rank, or the structure of the batches, for ranks that must make empty ones without having
+seen a sample. Besides, texts go round every so many steps: what each rank measured, and, where workers read files of
+their own, their positions, so that each rank can save the state of all. A rank that is alone forms the same sums
+without a message.
+
+Considered and refused. Counting steps from lengths, without votes: errors and stops would need a second way. A leader
 that decides: its death would be a special case, and its load grows with the ranks. Pickled objects: data from another
 rank must not run code here.
 """

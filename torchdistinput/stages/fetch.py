@@ -1,7 +1,7 @@
-"""The first stage: rows of the source become shares, measured and checked.
+"""The first stage: rows of the source become shares, which are measured and whose structure is checked.
 
-A row is read in two halves. ``draw`` runs on the caller's thread, where in-process user code belongs, as in torch;
-``finish`` runs on the background thread, and reads there what loader workers made ready.
+A row is read in two halves. ``draw`` runs on the caller's thread, where user code of this process belongs, as in torch.
+``finish`` may run on the background thread, and reads there what loader workers made ready.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The stage that gives every piece the same number of rows, for programs that are compiled for one shape.
 
-Nothing is counted here: the sizes of a share stay those of its samples, and a mask tells them from the rows that were
-added. Those rows are zeros in tensors, and in lists empty strings, or ``None`` where a list holds other things.
+The rows that are added count nowhere: the sizes of a share stay those of its samples, and a mask beside the piece tells
+samples from added rows. Added rows are zeros in tensors. In lists they are empty strings where the list holds strings,
+else ``None``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The stage that brings the pieces of a step onto the devices of this process, one piece per local replica."""
+"""The stage that brings the pieces of a step to the devices of this process, one piece for each local replica."""
 
 from __future__ import annotations
 
