@@ -40,6 +40,7 @@ FLOORS = {
     "bookmark": 5,
     "dataset": 5,
     "walk": 5,
+    "elements": 5,
     "iterator": 5,
     "data_loader": 6,
     "losses": 6,
@@ -54,7 +55,7 @@ FLOORS = {
 NEIGHBOURS_MAY_MEET = {
     *("containers", "errors", "structure", "tree"),
     *("plan", "backends", "sources", "testing"),
-    *("bookmark", "dataset", "iterator", "walk"),
+    *("bookmark", "dataset", "elements", "iterator", "walk"),
     *("data_loader", "losses", "replica", "strategy"),
 }
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, Generic, Protocol, TypeVar, final
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar, final
 
 from torch.autograd import profiler
 
+from torchdistinput.elements import Elements
 from torchdistinput.errors import InputError, OutOfRangeError
 from torchdistinput.flow import NOTHING_SKIPPED, Share, Start
 from torchdistinput.plan.options import Step
@@ -18,7 +19,7 @@ from torchdistinput.stages.transfer import Transfer
 from torchdistinput.stats import WAIT, Meter, in_range, summary
 from torchdistinput.values import regroup_batches
 
-__all__ = ["DistributedIterator", "Elements", "LastStep", "Optional", "Progress", "delivered"]
+__all__ = ["DistributedIterator", "LastStep", "Optional", "Progress", "delivered"]
 
 _LOG = logging.getLogger("torchdistinput")
 
@@ -146,16 +147,6 @@ class Progress:
         self.samples += taken.global_size
         if self._log_every and not self.steps % self._log_every:
             _LOG.info(summary(self.epoch, self.steps, self.meter))
-
-
-class Elements(Protocol):
-    """What is known of the elements, once one was seen."""
-
-    def spec(self) -> Any:
-        """The element spec."""
-
-    def num_bytes(self, samples: int, pieces: Sequence[Any]) -> int:
-        """Bytes of the tensors in the pieces of a step, which have so many samples together. Called at every step."""
 
 
 @final

@@ -13,39 +13,18 @@ Example: G = 5 over W = 2, parts of 3 and 2: the factors are 2/5 and 2/5, where 
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
+from torchdistinput.plan.options import Step
 from torchdistinput.replica import get_replica_context
 from torchdistinput.strategy import get_strategy
 from torchdistinput.values import ReduceOp
 
-__all__ = ["StepSizes", "average_loss"]
+__all__ = ["average_loss"]
 
 
-class StepSizes(Protocol):
-    """What the loss needs to know of a step."""
-
-    @property
-    def global_size(self) -> int | None:
-        """The samples of the step over all replicas; ``None`` if the workers are not coordinated."""
-
-    @property
-    def local_sizes(self) -> tuple[int, ...]:
-        """The samples of each local replica."""
-
-    @property
-    def num_workers(self) -> int:
-        """The number of processes over which gradients are averaged."""
-
-    @property
-    def num_replicas(self) -> int:
-        """The number of replicas over all workers."""
-
-
-def average_loss(per_sample_loss: Tensor, step: StepSizes, weights: Tensor | None = None) -> Tensor:
+def average_loss(per_sample_loss: Tensor, step: Step, weights: Tensor | None = None) -> Tensor:
     """This replica's share of the mean loss over the global batch, to call ``backward`` on.
 
     Local without weights. With weights collective: every replica calls this, in the same order.
@@ -84,7 +63,7 @@ def average_loss(per_sample_loss: Tensor, step: StepSizes, weights: Tensor | Non
     return per_sample_loss.sum() * step.num_workers / global_size
 
 
-def _global_size(step: StepSizes) -> int:
+def _global_size(step: Step) -> int:
     if step.global_size is None:
         raise RuntimeError(
             "average_loss needs the size of the global batch, and step.global_size is None: with coordination='off' a "
@@ -107,7 +86,7 @@ def _check_loss(loss: Tensor) -> None:
         )
 
 
-def _check_size(loss: Tensor, step: StepSizes) -> None:
+def _check_size(loss: Tensor, step: Step) -> None:
     context = get_replica_context()
     sizes = step.local_sizes
     possible = sizes if context is None else (sizes[context.replica_id_in_sync_group % len(sizes)],)
@@ -129,7 +108,7 @@ def _check_weights(weights: Tensor, loss: Tensor) -> None:
         )
 
 
-def _weight_of_all(weights: Tensor, step: StepSizes) -> Tensor:
+def _weight_of_all(weights: Tensor, step: Step) -> Tensor:
     # float64, as counts of tokens leave the exact range of float32; one accelerator (mps) has none.
     exact = torch.float32 if weights.device.type == "mps" else torch.float64
     own = weights.detach().sum(dtype=exact)

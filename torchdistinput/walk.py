@@ -12,6 +12,7 @@ import torch
 from torchdistinput.backends.collectives import Channel, Ranks
 from torchdistinput.backends.devices import make_copier
 from torchdistinput.background import Background, Walk
+from torchdistinput.elements import Elements
 from torchdistinput.errors import InputError
 from torchdistinput.flow import Digest, Drawn, Failed, Held, Share, Start, Stream
 from torchdistinput.iterator import DistributedIterator, LastStep, Progress
@@ -26,9 +27,7 @@ from torchdistinput.stages.fetch import Fetch
 from torchdistinput.stages.pad import Pad
 from torchdistinput.stages.transfer import Transfer
 from torchdistinput.stats import COPY, FETCH, Meter, StatsLandmarks, in_range
-from torchdistinput.structure import TensorSpec
-from torchdistinput.tree import bytes_held, flatten
-from torchdistinput.values import PerReplica
+from torchdistinput.tree import bytes_held
 
 __all__ = ["Opened", "Setting", "compose", "open_stream"]
 
@@ -133,7 +132,7 @@ def compose(
         first_step=progress.steps,
         deeper=last.read_ahead,
     )
-    elements = _Elements(mould, source.certain_piece_size, setting.topology.replicas_per_worker, pad)
+    elements = Elements(mould, source.certain_piece_size, setting.topology.replicas_per_worker, pad)
     return DistributedIterator(buffer, transfer, elements, progress, last)
 
 
@@ -215,41 +214,6 @@ class _OwnStages:
         for share in shares:
             if share.parcels:
                 self._transfer.discard(share.parcels)
-
-
-@final
-class _Elements:
-    """What the mould knows of the elements; see ``iterator.Elements``."""
-
-    def __init__(self, mould: Mould, piece_size: int | None, replicas_per_worker: int, pad: Pad | None) -> None:
-        self._mould = mould
-        self._piece_size = piece_size
-        self._local = replicas_per_worker
-        self._pad = pad
-
-    def spec(self) -> Any:
-        """See ``iterator.Elements``."""
-        structure = self._mould.structure
-        if structure is None:
-            raise InputError("the data ended before the first element, so there is no element spec.")
-        if self._pad is not None:
-            return self._pad.structure(structure).spec(self._pad.rows, self._for_each_replica)
-        return structure.spec(self._piece_size, self._for_each_replica)
-
-    def _for_each_replica(self, spec: TensorSpec) -> Any:
-        return spec if self._local == 1 else PerReplica([spec] * self._local)
-
-    def num_bytes(self, samples: int, pieces: Sequence[Any]) -> int:
-        """See ``iterator.Elements``. Elements are looked into, one by one, only if their shapes differ."""
-        of_row = self._mould.row_bytes
-        if of_row is not None and self._pad is None:
-            return of_row * samples
-        if self._mould.structure is None:  # batches that nobody looks into
-            return 0
-        if of_row is None or self._pad is None:
-            leaves = (leaf for piece in pieces for leaf in flatten(piece)[0] if isinstance(leaf, torch.Tensor))
-            return sum(leaf.numel() * leaf.element_size() for leaf in leaves)
-        return self._local * self._pad.rows * (of_row + 1)  # a mask has a byte for each row
 
 
 @final

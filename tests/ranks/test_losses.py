@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 
 import pytest
@@ -15,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from torchdistinput.losses import average_loss
+from torchdistinput.plan.options import Step
 from torchdistinput.strategy import Strategy
 from torchdistinput.testing import run_ranks
 from torchdistinput.values import PerReplica
@@ -22,14 +22,6 @@ from torchdistinput.values import PerReplica
 CUTS = {2: [[3, 2], [5, 0], [1, 0]], 3: [[2, 2, 1], [1, 0, 0]], 4: [[4, 4, 1, 0], [1, 0, 0, 0]]}
 WRAPPERS = ["DDP", "DDP with static_graph", "FSDP"]
 BOUND = 1e-12
-
-
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    global_size: int
-    local_sizes: tuple[int, ...]
-    num_workers: int
-    num_replicas: int
 
 
 class Net(nn.Module):
@@ -87,7 +79,7 @@ def error_of_one_replica_per_rank(cut: list[int], wrapper: str, *, weighted: boo
     start = sum(cut[:rank])
     rows, labels, weights = batch_of(size)
     mine = slice(start, start + cut[rank])
-    step = Sizes(size, (cut[rank],), len(cut), len(cut))
+    step = Step(0, 0, size, (cut[rank],), len(cut), len(cut))
     net, reference = new_net(), new_net()
     model = wrap(net, wrapper)
     for _ in range(2):
@@ -129,7 +121,7 @@ def errors_of_two_replicas_per_rank() -> dict[str, float]:
     rows, labels, weights = batch_of(9)
     for weighted in (False, True):
         net, reference = new_net(), new_net()
-        sizes = Sizes(9, tuple(cut[2 * rank : 2 * rank + 2]), 2, 4)
+        sizes = Step(0, 0, 9, tuple(cut[2 * rank : 2 * rank + 2]), num_replicas=4, num_workers=2)
         parts = [PerReplica(torch.split(all_of, cut)[2 * rank : 2 * rank + 2]) for all_of in (rows, labels, weights)]
         strategy.run(step, parts)
         for parameter in net.parameters():

@@ -12,12 +12,12 @@ from torch.utils.data import DataLoader
 
 from torchdistinput.flow import Digest, Known, Landmarks, Row, Start, Stream
 from torchdistinput.sources.random_state import Draw, plainly
+from torchdistinput.sources.runs import LoaderRuns
 
 __all__ = [
     "DrawsAlone",
     "Exchange",
     "HoldsTorchLoader",
-    "LoaderWorkers",
     "RowStream",
     "SeedsSamples",
     "SetsEpoch",
@@ -32,16 +32,6 @@ _LOG = logging.getLogger("torchdistinput")
 
 Exchange = Callable[[Callable[[], Any]], list[Any]]
 """Makes a plain value on every rank, or fails there; returns those of all ranks, or fails alike on all."""
-
-
-class LoaderWorkers(Protocol):
-    """The loader workers that a source reads through."""
-
-    def lost_workers(self) -> str:
-        """Which of them died, in words; nothing where none did. Local."""
-
-    def fresh_batches(self) -> int:
-        """Batches that came from them in fresh memory, as none that is used again was free. Local."""
 
 
 class Source(Protocol):
@@ -61,7 +51,7 @@ class Source(Protocol):
     """Whether each worker has a position of its own, so that all must meet for a state."""
 
     @property
-    def workers(self) -> LoaderWorkers | None:
+    def workers(self) -> LoaderRuns | None:
         """The loader workers of this process, where it may have some."""
 
     @property

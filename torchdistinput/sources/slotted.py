@@ -11,7 +11,7 @@ import io
 import math
 import pickle
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple, Protocol, cast, final, runtime_checkable
+from typing import Any, Final, NamedTuple, cast, final
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from torchdistinput.backends.slots import Arena, Token, storage_over, tensor_ove
 from torchdistinput.sources.lending import Block, DoesNotFit, Lender, Stack, is_plain
 from torchdistinput.sources.messages import reduction_of
 from torchdistinput.sources.torch_loaders import WorkerInit
-from torchdistinput.sources.worker_side import Failure
+from torchdistinput.sources.worker_side import Failure, PieceDataset
 
 __all__ = ["Fresh", "Inlet", "Outlet", "Packed", "through_slots"]
 
@@ -165,14 +165,6 @@ def _tensor(
     return torch.empty(0, dtype=_DTYPES[number], device="cpu").set_(storage, offset, shape, stride)
 
 
-@runtime_checkable
-class _ReadsOneByOne(Protocol):
-    """A dataset that reads the samples of a piece one by one."""
-
-    def keep_samples(self, keep: Callable[[Any, int, int], Any]) -> None:
-        """See ``worker_side.PieceDataset``."""
-
-
 @final
 class Outlet:
     """What the items of a loader worker pass last: its ``collate_fn``.
@@ -192,7 +184,7 @@ class Outlet:
         self._lender = Lender(self._arena, worker)
         if default_collate_fn_map.get(torch.Tensor) is collate_tensor_fn:
             default_collate_fn_map[torch.Tensor] = stack = Stack(self._lender)
-            if isinstance(dataset, _ReadsOneByOne):
+            if isinstance(dataset, PieceDataset):
                 dataset.keep_samples(stack.keep)
 
     def __call__(self, data: Any) -> Packed | Fresh:

@@ -1,0 +1,66 @@
+"""What is known of the elements of an iterator: their spec, and how many bytes they take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+
+from torchdistinput.errors import InputError
+from torchdistinput.mould import Mould
+from torchdistinput.stages.pad import Pad
+from torchdistinput.structure import TensorSpec
+from torchdistinput.tree import flatten
+from torchdistinput.values import PerReplica
+
+__all__ = ["Elements"]
+
+
+@final
+class Elements:
+    """What is known of the elements, once one was seen.
+
+    Args:
+      mould: knows their structure.
+      piece_size: samples of each piece, where that is certain.
+      replicas_per_worker: pieces of an element.
+      pad: gives the pieces one size, if asked for.
+    """
+
+    def __init__(self, mould: Mould, piece_size: int | None, replicas_per_worker: int, pad: Pad | None) -> None:
+        self._mould = mould
+        self._piece_size = piece_size
+        self._local = replicas_per_worker
+        self._pad = pad
+
+    def spec(self) -> Any:
+        """The element spec.
+
+        Raises:
+          InputError: the data ended before the first element.
+        """
+        structure = self._mould.structure
+        if structure is None:
+            raise InputError("the data ended before the first element, so there is no element spec.")
+        if self._pad is not None:
+            return self._pad.structure(structure).spec(self._pad.rows, self._for_each_replica)
+        return structure.spec(self._piece_size, self._for_each_replica)
+
+    def _for_each_replica(self, spec: TensorSpec) -> Any:
+        return spec if self._local == 1 else PerReplica([spec] * self._local)
+
+    def num_bytes(self, samples: int, pieces: Sequence[Any]) -> int:
+        """Bytes of the tensors in the pieces of a step, which have so many samples together. Called at every step.
+
+        Elements are looked into, one by one, only if their shapes differ.
+        """
+        of_row = self._mould.row_bytes
+        if of_row is not None and self._pad is None:
+            return of_row * samples
+        if self._mould.structure is None:  # batches that nobody looks into
+            return 0
+        if of_row is None or self._pad is None:
+            leaves = (leaf for piece in pieces for leaf in flatten(piece)[0] if isinstance(leaf, torch.Tensor))
+            return sum(leaf.numel() * leaf.element_size() for leaf in leaves)
+        return self._local * self._pad.rows * (of_row + 1)  # a mask has a byte for each row
