@@ -41,6 +41,7 @@ FLOORS = {
     "dataset": 5,
     "walk": 5,
     "elements": 5,
+    "epoch_draws": 5,
     "iterator": 5,
     "data_loader": 6,
     "losses": 6,
@@ -55,7 +56,7 @@ FLOORS = {
 NEIGHBOURS_MAY_MEET = {
     *("containers", "errors", "structure", "tree"),
     *("plan", "backends", "sources", "testing"),
-    *("bookmark", "dataset", "elements", "iterator", "walk"),
+    *("bookmark", "dataset", "elements", "epoch_draws", "iterator", "walk"),
     *("data_loader", "losses", "replica", "strategy"),
 }
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final, NamedTuple, final
 
@@ -22,76 +22,18 @@ import torch
 
 from torchdistinput.agreement import agree
 from torchdistinput.backends.collectives import Ranks
+from torchdistinput.epoch_draws import EpochDraws
 from torchdistinput.errors import InputError, StateMismatch
 from torchdistinput.flow import Start, Stream
 from torchdistinput.iterator import Progress
 from torchdistinput.plan.state import SavedState, differences
 from torchdistinput.sources.base import DrawsAlone, SeedsSamples, Source
-from torchdistinput.sources.base_seeds import TIMES
-from torchdistinput.sources.random_state import BorrowedRandomState, Draw, LentState, packed, unpacked
+from torchdistinput.sources.random_state import BorrowedRandomState, Draw, LentState
 
 __all__ = ["Bookmark", "Entry"]
 
 _LOG = logging.getLogger("torchdistinput")
 _REMEMBERED_EPOCHS: Final = 64  # some KiB each
-
-
-@final
-class _Random:
-    """How the order of an epoch is drawn: random states, packed when somebody asks.
-
-    Args:
-      base_seed: when torch's loader draws the seed of its workers.
-      replay: whole epochs whose draws come first.
-      default: torch's default state; ``None`` where it does not matter, or is not known on this rank.
-      generators: the states of the input's generators.
-    """
-
-    def __init__(
-        self, base_seed: str, replay: int, default: torch.Tensor | None, generators: Sequence[torch.Tensor]
-    ) -> None:
-        self.base_seed = base_seed
-        self.replay = replay
-        self.default = default
-        self.generators = generators
-        self._texts: tuple[str, ...] | None = None
-
-    @classmethod
-    def of(cls, source: Source, default: torch.Tensor | None) -> _Random:
-        """As it is now."""
-        wanted = default if source.needs_default_state else None
-        return cls(source.base_seed, 0, wanted, [generator.get_state() for generator in source.generators()])
-
-    @classmethod
-    def from_texts(cls, texts: Sequence[str], source: Source) -> _Random:
-        """As a state has it.
-
-        Raises:
-          StateMismatch: the texts are none of a state, or of an input with other generators.
-        """
-        expected = len(source.generators())
-        if len(texts) != 2 + expected:
-            raise StateMismatch(
-                f"random: the state has {max(len(texts) - 2, 0)} generator(s), the input here has {expected}. Give "
-                "the input the generators that it had (generator= of the DataLoader and of its sampler)."
-            )
-        base_seed, _, replay = texts[0].partition(" ")
-        if base_seed not in TIMES or not replay.isdecimal():
-            raise StateMismatch(f"random: found {texts[0]!r:.60} as its first entry. Load the state as it was saved.")
-        default = unpacked(texts[1]) if texts[1] else None
-        return cls(base_seed, int(replay), default, [unpacked(text) for text in texts[2:]])
-
-    def restore(self, source: Source) -> None:
-        """Sets the input's generators to what they were."""
-        for generator, state in zip(source.generators(), self.generators, strict=True):
-            generator.set_state(state)
-
-    def texts(self) -> tuple[str, ...]:
-        """As a state has it."""
-        if self._texts is None:
-            default = "" if self.default is None else packed(self.default)
-            self._texts = (f"{self.base_seed} {self.replay}", default, *map(packed, self.generators))
-        return self._texts
 
 
 @final
@@ -123,7 +65,7 @@ class _Pending(NamedTuple):
     """
 
     saved: SavedState
-    random: _Random | None
+    random: EpochDraws | None
     restores: bool
     unread: bool = False
 
@@ -166,9 +108,9 @@ class Bookmark:
         self._entered: _Pending | None = None
         self._progress: Progress | None = None
         self._stream: Stream | None = None
-        self._random: _Random | None = None
+        self._random: EpochDraws | None = None
         self._told_then: int | None = None
-        self._known: deque[tuple[int, _Random]] = deque(maxlen=_REMEMBERED_EPOCHS)
+        self._known: deque[tuple[int, EpochDraws]] = deque(maxlen=_REMEMBERED_EPOCHS)
 
     @property
     def next_epoch(self) -> int:
@@ -227,7 +169,7 @@ class Bookmark:
         default = draws.state if isinstance(draws, BorrowedRandomState) else None
         if default is None and self._ranks is None:
             default = torch.get_rng_state()
-        self._random = _Random.of(self._source, default)
+        self._random = EpochDraws.of(self._source, default)
         return self._random.texts
 
     def begun(self, entry: Entry, progress: Progress, stream: Stream) -> None:
@@ -258,7 +200,8 @@ class Bookmark:
         """Where the next epoch begins, as it is saved. Local."""
         if self._pending is not None:
             return replace(self._pending.saved, told_epoch=self._told, fingerprint=self._fingerprint)
-        return self._saved(self._epoch, _Random.of(self._source, self._default_now()).texts(), Start(), told=self._told)
+        draws = EpochDraws.of(self._source, self._default_now())
+        return self._saved(self._epoch, draws.texts(), Start(), told=self._told)
 
     def state(self) -> SavedState:
         """What was delivered, as it is saved. Collective where the workers' positions differ."""
@@ -335,7 +278,7 @@ class Bookmark:
         """
         saved = SavedState.from_dict(state, strict=strict)
         saved = self._compared(saved, strict=strict)
-        random = _Random.from_texts(saved.random, self._source)
+        random = EpochDraws.from_texts(saved.random, self._source)
         self._check_position(saved)
         self._leave()
         self._epoch = saved.epoch
@@ -404,11 +347,11 @@ class Bookmark:
             self._source.set_epoch(epoch)
         self._epoch = epoch
         samples = step * size if isinstance(size, int) else 0
-        texts = _Random.of(self._source, None).texts() if random is None else random.texts()
+        texts = EpochDraws.of(self._source, None).texts() if random is None else random.texts()
         saved = self._saved(epoch, texts, Start(step, samples), told=self._told)
         self._pending = _Pending(saved, random, restores=True)
 
-    def _random_of(self, epoch: int) -> _Random | None:
+    def _random_of(self, epoch: int) -> EpochDraws | None:
         """From which random states to draw for an epoch, with how many epochs before it; ``None`` for none."""
         if self._alone is not None and epoch != self._epoch:
             raise InputError(
@@ -420,7 +363,7 @@ class Bookmark:
         known = list(self._known)
         pending = self._pending
         if pending is None:
-            known.append((self._epoch, _Random.of(self._source, self._default_now())))
+            known.append((self._epoch, EpochDraws.of(self._source, self._default_now())))
         elif pending.random is not None:
             known.append((pending.saved.epoch, pending.random))
         by_base = {base - random.replay: random for base, random in known}
@@ -432,4 +375,4 @@ class Bookmark:
                 "ShuffleSampler(n, seed), whose epochs follow from the seed."
             )
         random = by_base[max(before)]
-        return _Random(random.base_seed, epoch - max(before), random.default, random.generators)
+        return EpochDraws(random.base_seed, epoch - max(before), random.default, random.generators)

@@ -26,7 +26,7 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Generic, TypeVar, final
+from typing import Any, Generic, NamedTuple, TypeVar, final
 
 import numpy as np
 import torch
@@ -411,7 +411,7 @@ class DataLoader(Generic[T_co]):
 
 
 @final
-class _Divided:
+class _Divided(NamedTuple):
     """The data as it was divided.
 
     Args:
@@ -421,11 +421,10 @@ class _Divided:
       sealed: whether the batches travel sealed.
     """
 
-    def __init__(self, dataset: DistributedDataset, group: Any, *, alone: bool, sealed: bool) -> None:
-        self.dataset = dataset
-        self.group = group
-        self.alone = alone
-        self.sealed = sealed
+    dataset: DistributedDataset
+    group: Any
+    alone: bool
+    sealed: bool
 
 
 @final
