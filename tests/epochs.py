@@ -75,3 +75,16 @@ def raised(call: Callable[[], object]) -> Raised | None:
             offset=error.offset if isinstance(error, tdi.SourceError) else None,
         )
     return None
+
+
+def steps_until_raised(data: Iterable[Any]) -> tuple[int, Raised | None]:
+    """How many steps a loop makes, and what ends it, if that is an error."""
+    steps = 0
+
+    def loop() -> None:
+        nonlocal steps
+        for _ in data:
+            steps += 1
+
+    error = raised(loop)
+    return steps, error

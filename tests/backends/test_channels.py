@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
-import multiprocessing
 import os
 import signal
 import threading
@@ -18,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.processes import run_to_the_end
 from torchdistinput.backends import neighbours
 from torchdistinput.backends.collectives import Channel, ProcessGroupRanks
 from torchdistinput.backends.exchanges import conclude
@@ -392,20 +392,7 @@ def killed(*_: Any) -> None:
 def test_a_rank_that_is_killed_is_named_by_all_survivors(
     world: int, victim: int, hosts: str, moment: str, tmp_path: Path
 ) -> None:
-    context = multiprocessing.get_context("forkserver")
-    folder = str(tmp_path)
-    ranks = [context.Process(target=dies, args=(rank, world, folder, victim, hosts, moment)) for rank in range(world)]
-    for process in ranks:
-        process.start()
-    deadline = time.monotonic() + 60
-    try:
-        for process in ranks:
-            process.join(max(0.0, deadline - time.monotonic()))
-        assert [process.is_alive() for process in ranks] == [False] * world, "a rank hangs"
-    finally:
-        for process in ranks:
-            process.kill()
-            process.join()
+    run_to_the_end(dies, [(rank, world, str(tmp_path), victim, hosts, moment) for rank in range(world)])
     for rank in set(range(world)) - {victim}:
         found = json.loads((tmp_path / f"{rank}.json").read_text())
         assert f"rank {victim} died or lost its connection" in found["message"]

@@ -25,6 +25,7 @@ import torchdistinput as tdi
 from tests import inputs
 from tests.epochs import lists, raised
 from tests.matrix import cells
+from tests.processes import run_to_the_end
 from torchdistinput import tree
 from torchdistinput.testing import run_ranks
 
@@ -479,18 +480,7 @@ def reader(rank: int, folder: str, kind: str, busy: bool) -> None:
 def test_a_loader_worker_that_is_killed_is_named_on_every_rank_within_10_seconds(
     kind: str, busy: bool, tmp_path: Path
 ) -> None:
-    context = multiprocessing.get_context("forkserver")
-    ranks = [context.Process(target=reader, args=(rank, str(tmp_path), kind, busy)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    try:
-        for process in ranks:
-            process.join(60)
-        assert [process.is_alive() for process in ranks] == [False, False], "a rank hangs"
-    finally:
-        for process in ranks:
-            process.kill()
-            process.join()
+    run_to_the_end(reader, [(rank, str(tmp_path), kind, busy) for rank in range(2)])
     other, own = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert other["kind"] in ("SourceError", "RankLost")
     assert "rank 1" in other["message"]

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
 from tests import structures
-from tests.epochs import Raised, raised
+from tests.epochs import Raised, raised, steps_until_raised
 from tests.ranks.launched import Scenes, launched
 from torchdistinput import readers
 
@@ -251,15 +251,7 @@ def failing(step: int, on: list[int], way: str, prefetch: int) -> tuple[int, Rai
         workers = 1 if way == "workers" else 0
         data = DataLoader(FailsAt(step, on), batch_size=2 * dist.get_world_size(), num_workers=workers)
         dataset = strategy.distribute_dataset(data, options)
-    steps = 0
-
-    def loop() -> None:
-        nonlocal steps
-        for _ in dataset:
-            steps += 1
-
-    error = raised(loop)
-    return steps, error
+    return steps_until_raised(dataset)
 
 
 class FailsAt(torch.utils.data.Dataset[int]):

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
 from tests import structures
-from tests.epochs import Raised, lists, raised
+from tests.epochs import Raised, lists, raised, steps_until_raised
 from torchdistinput.testing import run_ranks
 
 HANG_SECONDS = 20.0  # far above any healthy run, far below the coordination timeouts that these tests leave alone
@@ -191,15 +191,7 @@ def uncoordinated_failure() -> tuple[int, Raised | None]:
         yield torch.ones(1)
 
     dataset = one().distribute_datasets_from_function(dataset_fn, tdi.InputOptions(coordination="off"))
-    steps = 0
-
-    def loop() -> None:
-        nonlocal steps
-        for _ in dataset:
-            steps += 1
-
-    error = raised(loop)
-    return steps, error
+    return steps_until_raised(dataset)
 
 
 def test_without_coordination_a_failure_stays_on_its_worker() -> None:

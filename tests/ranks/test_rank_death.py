@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import time
@@ -20,8 +19,8 @@ from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
 from tests.epochs import raised
+from tests.processes import run_to_the_end
 
-BOUND_SECONDS = 60.0
 HANG_SECONDS = 20.0
 
 
@@ -55,19 +54,7 @@ def reader(rank: int, world: int, folder: str, victim: int, where: str) -> None:
 
 @pytest.mark.parametrize(("world", "victim", "where"), [(2, 1, "map-style"), (3, 1, "iterable")])
 def test_a_rank_that_is_killed_is_named_to_the_others(world: int, victim: int, where: str, tmp_path: Path) -> None:
-    context = multiprocessing.get_context("forkserver")
-    ranks = [context.Process(target=reader, args=(rank, world, str(tmp_path), victim, where)) for rank in range(world)]
-    for process in ranks:
-        process.start()
-    deadline = time.monotonic() + BOUND_SECONDS
-    try:
-        for process in ranks:
-            process.join(max(0.0, deadline - time.monotonic()))
-        assert [process.is_alive() for process in ranks] == [False] * world, "a rank hangs"
-    finally:
-        for process in ranks:
-            process.kill()
-            process.join()
+    run_to_the_end(reader, [(rank, world, str(tmp_path), victim, where) for rank in range(world)])
     for rank in range(world):
         told = tmp_path / f"{rank}.json"
         if rank == victim:
