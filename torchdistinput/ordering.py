@@ -25,9 +25,10 @@ from torch import Tensor
 from torchdistinput import tree
 from torchdistinput.agreement import agree
 from torchdistinput.backends.channels import plain_message
+from torchdistinput.backends.collectives import Ranks
 from torchdistinput.containers import open_container
 from torchdistinput.errors import InputError
-from torchdistinput.reductions import Workers, concatenate
+from torchdistinput.reductions import concatenate
 from torchdistinput.structure import Structure
 from torchdistinput.values import PerReplica, select
 
@@ -37,7 +38,7 @@ _NAME: Final = "gather_ordered()"
 _SHOWN: Final = 5
 
 
-def gather_ordered(index: Any, outputs: Any, *, num_local: int, workers: Workers | None, device: torch.device) -> Any:
+def gather_ordered(index: Any, outputs: Any, *, num_local: int, workers: Ranks | None, device: torch.device) -> Any:
     """See ``Strategy.gather_ordered``. Collective if there are several workers.
 
     Args:
@@ -240,7 +241,7 @@ def _is_plain(row: Any) -> bool:
 # ----------------------------------------------------------------------------------------------------------- agreement
 
 
-def _tell(workers: Workers | None, parts: Sequence[_Part], problem: Exception | None) -> list[list[_Said]]:
+def _tell(workers: Ranks | None, parts: Sequence[_Part], problem: Exception | None) -> list[list[_Said]]:
     """``[worker][local replica]``: what all bring. Raises alike on all workers."""
     extra = None
     if problem is None:
@@ -269,7 +270,7 @@ def _comparable(structure: dict[str, Any]) -> dict[str, Any]:
 
 
 def _agreed_structure(
-    workers: Workers | None, parts: Sequence[_Part], said: Sequence[Sequence[_Said]]
+    workers: Ranks | None, parts: Sequence[_Part], said: Sequence[Sequence[_Said]]
 ) -> Structure | None:
     """The structure of the outputs of all replicas; ``None`` if none was given a row. Raises alike on all workers."""
     found: dict[str, list[int]] = {}
@@ -318,7 +319,7 @@ def _sizes(said: Sequence[Sequence[_Said]]) -> list[int]:
     return [sum(one.size for one in each) for each in said]
 
 
-def _order(parts: Sequence[_Part], said: Sequence[Sequence[_Said]], workers: Workers | None) -> Tensor:
+def _order(parts: Sequence[_Part], said: Sequence[Sequence[_Said]], workers: Ranks | None) -> Tensor:
     """The places of all rows, in replica order, by rising index.
 
     Raises:
@@ -347,7 +348,7 @@ def _sorted_tensor(
     leaf: Structure,
     parts: Sequence[_Part],
     said: Sequence[Sequence[_Said]],
-    workers: Workers | None,
+    workers: Ranks | None,
     order: Tensor,
 ) -> Tensor:
     """One leaf of all replicas, a tensor. On the device of the order."""
@@ -361,7 +362,7 @@ def _sorted_rows(
     number: int,
     parts: Sequence[_Part],
     said: Sequence[Sequence[_Said]],
-    workers: Workers | None,
+    workers: Ranks | None,
     order: Tensor,
 ) -> list[Any]:
     """One leaf of all replicas, a list."""

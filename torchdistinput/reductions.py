@@ -28,13 +28,12 @@ import torch
 from torch import Tensor
 
 from torchdistinput.agreement import agree
-from torchdistinput.backends.collectives import Ranks as Workers
+from torchdistinput.backends.collectives import Ranks
 from torchdistinput.values import PerReplica, ReduceOp, select, take_apart
 
 __all__ = [
     "Operands",
     "Outcome",
-    "Workers",
     "as_tensor",
     "concatenate",
     "gather",
@@ -99,7 +98,7 @@ def reduce(
     axis: int | Sequence[int] | None = None,
     *,
     num_local: int,
-    workers: Workers | None,
+    workers: Ranks | None,
     device: torch.device,
 ) -> Any:
     """The values of all replicas reduced to one, the same on every worker; gradients do not flow through it.
@@ -140,7 +139,7 @@ def reduce(
     return rebuild(outcomes[path].result for path in paths)
 
 
-def gather(value: Any, axis: int, *, num_local: int, workers: Workers | None, device: torch.device) -> Any:
+def gather(value: Any, axis: int, *, num_local: int, workers: Ranks | None, device: torch.device) -> Any:
     """The values of all replicas concatenated in replica order, the same on every worker; gradients do not flow.
 
     Collective if there are several workers.
@@ -169,7 +168,7 @@ def gather(value: Any, axis: int, *, num_local: int, workers: Workers | None, de
 
 
 def perform(
-    name: str, prepare: Callable[[], Operands], workers: Workers | None, device: torch.device
+    name: str, prepare: Callable[[], Operands], workers: Ranks | None, device: torch.device
 ) -> dict[str, Outcome]:
     """One collective from start to end: agree, check, compute. Collective if there are several workers.
 
@@ -201,7 +200,7 @@ def perform(
     return outcomes
 
 
-def _alone(workers: Workers | None) -> bool:
+def _alone(workers: Ranks | None) -> bool:
     return workers is None or workers.num_workers == 1
 
 
@@ -266,9 +265,7 @@ def _at(path: str) -> str:
 # ----------------------------------------------------------------------------------------------------------- agreement
 
 
-def _agree(
-    name: str, prepare: Callable[[], Operands], ranks: Workers | None
-) -> tuple[Operands, list[list[list[_Meta]]]]:
+def _agree(name: str, prepare: Callable[[], Operands], ranks: Ranks | None) -> tuple[Operands, list[list[list[_Meta]]]]:
     """This worker's operands, and ``[worker][leaf][local replica]``: what all bring. Raises alike on all workers."""
     try:
         operands = prepare()
@@ -330,7 +327,7 @@ def _reduce(
     local: Sequence[Tensor],
     metas: Sequence[_Meta],
     axes: tuple[int, ...] | None,
-    workers: Workers | None,
+    workers: Ranks | None,
 ) -> Tensor:
     dtype = _sum_dtype(op, local[0].dtype)
     parts = [v.to(dtype) if axes is None else v.sum(dim=axes, dtype=dtype) for v in local]
@@ -349,20 +346,20 @@ def _sum_dtype(op: ReduceOp, dtype: torch.dtype) -> torch.dtype:
     return torch.int64 if op is ReduceOp.MEAN or dtype == torch.bool else dtype  # a mean must not overflow on its way
 
 
-def _sum_over_workers(total: Tensor, workers: Workers) -> Tensor:
+def _sum_over_workers(total: Tensor, workers: Ranks) -> Tensor:
     wire = torch.int32 if total.dtype == torch.int16 else total.dtype  # gloo has no 16-bit ints
     return workers.all_reduce_sum(total.to(wire).contiguous()).to(total.dtype)
 
 
 def _gather(
-    local: Sequence[Tensor], by_worker: Sequence[Sequence[_Meta]], axes: tuple[int, ...], workers: Workers | None
+    local: Sequence[Tensor], by_worker: Sequence[Sequence[_Meta]], axes: tuple[int, ...], workers: Ranks | None
 ) -> Tensor:
     axis = axes[0]
     joined = local[0] if len(local) == 1 else torch.cat(list(local), dim=axis)
     return concatenate(joined, axis, [sum(meta.shape[axis] for meta in metas) for metas in by_worker], workers)
 
 
-def concatenate(joined: Tensor, axis: int, sizes: Sequence[int], workers: Workers | None) -> Tensor:
+def concatenate(joined: Tensor, axis: int, sizes: Sequence[int], workers: Ranks | None) -> Tensor:
     """The tensors of all workers, one after the other along an axis. Collective if there are several workers.
 
     Args:

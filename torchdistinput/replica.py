@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from torchdistinput.backends.collectives import Ranks
 from torchdistinput.coroutines import Coroutine, Ended, Modes
-from torchdistinput.reductions import Operands, Outcome, Workers, as_tensor, gather_axis, perform
+from torchdistinput.reductions import Operands, Outcome, as_tensor, gather_axis, perform
 from torchdistinput.values import ReduceOp, regroup, select, take_apart
 
 __all__ = ["ReplicaContext", "get_replica_context", "require_no_replica", "run_replicas"]
@@ -194,7 +195,7 @@ def run_replicas(
     replica_ids: Sequence[int],
     num_replicas_in_sync: int,
     devices: Sequence[torch.device],
-    workers: Workers | None,
+    workers: Ranks | None,
     enter_thread: Callable[[int], None] = lambda local_replica: None,
 ) -> Any:
     """Calls ``fn`` for each local replica with its part of every ``PerReplica``, and regroups what it returns.
@@ -284,7 +285,7 @@ def _skipped(said: Sequence[_Request | Ended], replica_ids: Sequence[int]) -> st
     )
 
 
-def _meet(requests: Sequence[_Request], devices: Sequence[torch.device], workers: Workers | None) -> list[_Outcomes]:
+def _meet(requests: Sequence[_Request], devices: Sequence[torch.device], workers: Ranks | None) -> list[_Outcomes]:
     """The collective that all local replicas wait for; one answer for each of them, which share no memory."""
     first = requests[0]
 

@@ -17,14 +17,13 @@ from torch import nn
 from torchdistinput import reductions
 from torchdistinput.agreement import agree
 from torchdistinput.backends import launch as launcher
-from torchdistinput.backends.collectives import ProcessGroupRanks
+from torchdistinput.backends.collectives import ProcessGroupRanks, Ranks
 from torchdistinput.backends.devices import Accelerators, resolve_devices, set_current
 from torchdistinput.dataset import DistributedDataset, check_partial_batch, facts_of, refuse_divided
 from torchdistinput.plan.ending import MAX_RANKS
 from torchdistinput.plan.options import InputOptions, InputReplicationMode
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import InputContext, Topology, ValueContext
-from torchdistinput.reductions import Workers
 from torchdistinput.replica import require_no_replica, run_replicas
 from torchdistinput.sources.base import Source
 from torchdistinput.sources.recognise import recognise
@@ -136,7 +135,7 @@ class Strategy:
             ranks=ranks,
             timeout_seconds=timeout_seconds,
         )
-        self._workers: Workers | None = None if topology.num_workers == 1 else ranks
+        self._workers: Ranks | None = None if topology.num_workers == 1 else ranks
         self._resolver = resolver
         self._datasets = 0
 

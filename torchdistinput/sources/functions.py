@@ -174,7 +174,7 @@ class FunctionSource:
         elif self.draws_alone:
             states = self._states_now()
         # Made now: loader workers are started from the thread that asks for them.
-        opened = draws(lambda: self._enter_all(place, start))
+        opened = draws(lambda: [self._enter(number, reader, start) for number, reader in enumerate(place.readers)])
         self._has_begun = True
         in_background = all(isinstance(each, DataLoader) and each.num_workers > 0 for each in self._datasets)
         log = ReadLog(place, self._read_ahead, owns_state=True, in_background=in_background)
@@ -197,9 +197,6 @@ class FunctionSource:
             return place_of(start, count), []
         passed = start.steps * self._per_dataset
         return Place((Reader(passed, passed),) * count), []
-
-    def _enter_all(self, place: Place, start: Start) -> list[_Opened]:
-        return [self._enter(number, reader, start) for number, reader in enumerate(place.readers)]
 
     def _enter(self, number: int, reader: Reader, start: Start) -> _Opened:
         data = self._reopen[number]()

@@ -271,6 +271,7 @@ class MapLoaderSource:
         lead = self._loader.num_workers * (self._loader.prefetch_factor or 0)
         inner = sampler_in(self._batches)
         plain = type(inner) in TORCH_SAMPLERS and type(self._batches) in (BatchSampler, *TORCH_SAMPLERS)
+        numbers = SampleNumbers(self._cutter.topology, sharded=self.draws_alone, shared=self._cutter.shared)
         return Draws(
             self._batches,
             self._cutter,
@@ -278,7 +279,7 @@ class MapLoaderSource:
             lead=lead,
             draw=draws,
             once=plain,
-            numbers=self._new_numbers() if self._with_index else None,
+            numbers=numbers if self._with_index else None,
         )
 
     def _replay(self) -> None:
@@ -298,9 +299,6 @@ class MapLoaderSource:
         if self._shuffle is not None:
             self._shuffle.set_epoch(epoch)
             self._shuffle_epoch = epoch + 1
-
-    def _new_numbers(self) -> SampleNumbers:
-        return SampleNumbers(self._cutter.topology, sharded=self.draws_alone, shared=self._cutter.shared)
 
 
 def _build(loader: DataLoader[Any], feed: Feed, seeds: BaseSeeds, dataset: PieceDataset) -> DataLoader[Any]:
