@@ -217,7 +217,7 @@ class Bookmark:
         if progress.steps or self._alone is not None:
             rows = progress.rows
             place, random = self._positions(progress.epoch, progress.steps, random, lambda: stream.position(rows))
-        return self._saved(progress.epoch, random, reached, place, self._told_then)
+        return self._saved(progress.epoch, random, reached, place, told=self._told_then)
 
     def _saved(
         self,
@@ -225,7 +225,8 @@ class Bookmark:
         random: tuple[str, ...],
         reached: Start,
         position: list[Any] | None = None,
-        told: int | None = None,
+        *,
+        told: int | None,
     ) -> SavedState:
         return SavedState(
             epoch=epoch,

@@ -315,7 +315,7 @@ class PassedOver(NamedTuple):
       share: this worker's empty part, to be given up; ``None`` past the worker's end of data.
     """
 
-    share: Share | None = None
+    share: Share | None
 
 
 @final

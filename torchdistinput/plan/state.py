@@ -99,7 +99,7 @@ class SavedState:
         return f"epoch {self.epoch}, step {self.step}, {zlib.crc32(_plain([self.random, self.position])):08x}"
 
     @classmethod
-    def from_dict(cls, state: object, *, strict: bool = True) -> SavedState:
+    def from_dict(cls, state: object, *, strict: bool) -> SavedState:
         """A state that was saved, checked.
 
         Args:

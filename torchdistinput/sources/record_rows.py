@@ -65,7 +65,7 @@ class KnownRows(NamedTuple):
     """The rows of a batch of which all is known."""
 
     rows: list[Known]
-    place: WalkPlace | None = None
+    place: WalkPlace | None
     """Where the walk stood after this batch, where it was told."""
 
 
