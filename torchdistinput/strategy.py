@@ -17,7 +17,7 @@ from torch import nn
 from torchdistinput import reductions
 from torchdistinput.agreement import agree
 from torchdistinput.backends import launch as launcher
-from torchdistinput.backends.collectives import ProcessGroupRanks, Ranks
+from torchdistinput.backends.collectives import ProcessGroupRanks
 from torchdistinput.backends.devices import Accelerators, resolve_devices, set_current
 from torchdistinput.dataset import DistributedDataset, check_partial_batch, facts_of, refuse_divided
 from torchdistinput.plan.ending import MAX_RANKS
@@ -102,7 +102,7 @@ class Strategy:
                 raise problem
             if process_group is not None or mesh is not None:
                 raise ValueError("a process group or mesh was given, but no process group is initialised.")
-            self._settle(_only_worker(found), found, None, timeout_seconds)
+            self._settle(_alone_on(found, timeout_seconds))
             return
         members = launcher.find_members(process_group, mesh, data_dims)
         if len(members.ranks) > MAX_RANKS:
@@ -116,26 +116,14 @@ class Strategy:
         topology = Topology(
             num_workers=members.num_workers, replicas_per_worker=len(found), worker=members.workers[members.rank]
         )
-        self._settle(topology, found, ranks, timeout_seconds, resolver)
+        self._settle(Setting(topology=topology, devices=found, ranks=ranks, timeout_seconds=timeout_seconds), resolver)
 
-    def _settle(
-        self,
-        topology: Topology,
-        devices: tuple[torch.device, ...],
-        ranks: ProcessGroupRanks | None,
-        timeout_seconds: float,
-        resolver: ClusterResolver | None = None,
-    ) -> None:
-        set_current(devices[0])
-        self._topology = topology
-        self._ranks = ranks
-        self._setting = Setting(
-            topology=topology,
-            devices=devices,
-            ranks=ranks,
-            timeout_seconds=timeout_seconds,
-        )
-        self._workers: Ranks | None = None if topology.num_workers == 1 else ranks
+    def _settle(self, setting: Setting, resolver: ClusterResolver | None = None) -> None:
+        set_current(setting.devices[0])
+        self._setting = setting
+        self._topology = setting.topology
+        self._ranks = setting.ranks
+        self._workers = None if setting.topology.num_workers == 1 else setting.ranks
         self._resolver = resolver
         self._datasets = 0
 
@@ -476,8 +464,10 @@ def _try_devices(
         return (), error
 
 
-def _only_worker(devices: Sequence[torch.device]) -> Topology:
-    return Topology(num_workers=1, replicas_per_worker=len(devices), worker=0)
+def _alone_on(devices: Sequence[torch.device], timeout_seconds: float) -> Setting:
+    """The setting of a process that is the only worker."""
+    topology = Topology(num_workers=1, replicas_per_worker=len(devices), worker=0)
+    return Setting(topology=topology, devices=devices, ranks=None, timeout_seconds=timeout_seconds)
 
 
 _current: contextvars.ContextVar[Strategy | None] = contextvars.ContextVar("strategy", default=None)
@@ -491,5 +481,5 @@ def get_strategy() -> Strategy:
 def _alone() -> Strategy:
     strategy = Strategy.__new__(Strategy)
     devices = resolve_devices(None, launcher.find_launch().local_rank)
-    strategy._settle(_only_worker(devices), devices, None, 600.0)  # noqa: SLF001 - a second constructor
+    strategy._settle(_alone_on(devices, 600.0))  # noqa: SLF001 - a second constructor
     return strategy
