@@ -453,7 +453,6 @@ def test_a_consumer_that_keeps_all_gets_fresh_memory_which_is_counted(monkeypatc
     assert runs.fresh_batches() == 20 - 2 * 3
 
 
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_processes_forked_beside_take_memory_only_as_long_as_they_live(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slots, "_MOST_BYTES", 2 * 36 * 4096)  # six batches a worker
     runs = runs_over(Made(SAMPLES["large"], 80), lasting=False)
