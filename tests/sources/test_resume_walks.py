@@ -218,7 +218,7 @@ def npy(array: np.ndarray[Any, Any]) -> bytes:
 
 
 BIG: dict[str, tuple[Callable[[BinaryIO], Iterable[Any]], Callable[[], bytes]]] = {
-    "text_lines": (readers.text_lines, lambda: b"".join(b"line number %d\n" % number for number in range(250_000))),
+    "text_lines": (readers.text_lines, lambda: b"".join(b"line number %d\n" % number for number in range(120_000))),
     "json_lines": (readers.json_lines, lambda: b"".join(b'{"a": "%99d"}\n' % number for number in range(40_000))),
     "csv_rows": (readers.csv_rows, lambda: b"a,b\n" + b"".join(b'"%99d",x\n' % number for number in range(40_000))),
     "npy_rows": (readers.npy_rows, lambda: npy(np.arange(1_000_000, dtype=np.int64).reshape(-1, 100))),
