@@ -52,7 +52,7 @@ def check_loader(loader: DataLoader[Any], policy: AutoShardPolicy) -> None:
       InputError: ``in_order=False``: batches would pair up with the wrong steps.
       ShardingError: a per-rank sampler is inside; its part would be divided again. Policy OFF divides nothing.
     """
-    if not getattr(loader, "in_order", True):  # an attribute since torch 2.7
+    if not loader.in_order:
         raise InputError(
             "the DataLoader has in_order=False, so its batches come in any order and the ranks' parts of a step would "
             "belong to different batches. Build it with in_order=True."
