@@ -230,7 +230,7 @@ class Interrupting(Dataset[torch.Tensor]):
         return torch.tensor([index])
 
 
-@pytest.mark.parametrize("during", ["reading", "_num_bytes", "_deliver"])
+@pytest.mark.parametrize("during", ["reading", "num_bytes", "deliver"])
 @pytest.mark.parametrize("prefetch", [0, None])
 def test_after_an_interruption_an_iterator_refuses_to_go_on_and_a_new_one_misses_nothing(
     prefetch: int | None, during: str, monkeypatch: pytest.MonkeyPatch
@@ -243,7 +243,7 @@ def test_after_an_interruption_an_iterator_refuses_to_go_on_and_a_new_one_misses
     iterator = iter(dataset)
     assert [next(iterator).item() for _ in range(3)] == [0, 1, 2]
     if during != "reading":
-        owner: Any = iterator if during == "_num_bytes" else iterator._progress
+        owner: Any = iterator._elements if during == "num_bytes" else iterator._progress.meter
         monkeypatch.setattr(owner, during, interrupted)
     with pytest.raises(KeyboardInterrupt):
         next(iterator)

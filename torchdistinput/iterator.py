@@ -98,7 +98,6 @@ class Progress:
         self.random = random
         self.start = start
         self.meter = meter
-        self._deliver = meter.deliver
         self.samples = start.samples
         self.ended = False
         self._taken: Share | None = None  # the last one
@@ -141,7 +140,7 @@ class Progress:
         """Notes a delivered step, with so many samples and bytes here. Its pieces are the user's from now on."""
         if taken.skipped is not NOTHING_SKIPPED:
             self.meter.skipped += taken.skipped.samples
-        self._deliver(local, num_bytes)  # before the rest, which no interruption can part from its count of steps
+        self.meter.deliver(local, num_bytes)  # before the rest, which no interruption can part from its count of steps
         taken.pieces = taken.parcels = []
         self._taken = taken
         self.samples += taken.global_size
@@ -174,7 +173,6 @@ class DistributedIterator:
         self._transfer = transfer
         self._moves = transfer.moves
         self._elements = elements
-        self._num_bytes = elements.num_bytes
         self._progress = progress
         self._last = last
         # Runs when the iterator is dropped (a loop that was left), and at exit, whichever comes first.
@@ -197,7 +195,7 @@ class DistributedIterator:
                 element = pieces[0] if single else regroup_batches(pieces)
                 local = sizes[0] if single else sum(sizes)
                 progress = self._progress
-                progress.add(taken, local, self._num_bytes(local, pieces))
+                progress.add(taken, local, self._elements.num_bytes(local, pieces))
                 self._last.progress = progress
                 return element
         except BaseException as error:

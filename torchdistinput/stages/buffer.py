@@ -89,7 +89,6 @@ class Buffer:
         self._votes = background.votes
         self._in_line = background.thread is None
         self._draw = self._walk.draw
-        self._settle = self._votes.settle
         self._with_others = not self._votes.alone
         self._meter = background.meter
         self._read_ahead(background.depth)
@@ -160,16 +159,16 @@ class Buffer:
             share, self._peeked = self._peeked, None
             return share
         began = drew = perf_counter()
-        meter = self._meter
+        meter, draw = self._meter, self._draw
         try:
             while self._final is None:
-                held = in_range(FETCH, self._draw) if profiler._is_profiler_enabled else self._draw()  # noqa: SLF001 - see in_range
+                held = in_range(FETCH, draw) if profiler._is_profiler_enabled else draw()  # noqa: SLF001 - see in_range
                 complete = True
                 if type(held) is not Share or not held.parcels:
                     complete = False
                     meter.drawing += perf_counter() - drew
                     held = self._walk.produce(held)
-                outcome = self._settle(held)
+                outcome = self._votes.settle(held)
                 if type(outcome) is Share:
                     meter.last = now = perf_counter()
                     meter.waiting += now - began

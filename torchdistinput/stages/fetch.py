@@ -54,8 +54,9 @@ class Fetch:
         """The next step, or the half of it that belongs to the caller's thread. Past the end again and again."""
         if self._drawn_out:
             return PastEnd()
+        draw = self._draw
         try:
-            content = self._draw()
+            content = draw()
             like: Like
             if type(content) is tuple:
                 row, like, drew = content
