@@ -24,6 +24,7 @@ class Own(torch.Tensor):
 x, y = torch.zeros(4, 2), torch.zeros(4, dtype=torch.int64)
 KNOWN: list[Any] = [x, y, (x, y), [x, y], {"x": x, "y": y}, (x,), [y]]
 UNKNOWN: list[Any] = [Pair(x, y), OrderedDict(x=x), {"x": {"y": y}}, [x, "label"], (x, [y]), x.as_subclass(Own)]
+NOTHING: list[Any] = [(), [], {}]  # is no batch
 OTHERS: list[Any] = [
     *(torch.zeros(5, 2), torch.zeros(4, 3), torch.zeros(4, 2, 1), x.double()),
     *((x, y, y), (y, x), (x, x), (x, y.int()), (torch.zeros(3, 2), torch.zeros(3, dtype=torch.int64))),
@@ -45,7 +46,7 @@ def test_exactly_what_is_like_the_last_batch_is_known(last: Any) -> None:
     assert alike.size_of(last) is None
 
 
-@pytest.mark.parametrize("last", UNKNOWN, ids=lambda _: "")
+@pytest.mark.parametrize("last", [*UNKNOWN, *NOTHING], ids=lambda _: "")
 def test_what_cannot_be_known_at_a_look_is_not_remembered(last: Any) -> None:
     alike = Alike()
     alike.remember((x, y), 4)
