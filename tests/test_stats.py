@@ -24,6 +24,7 @@ from torchdistinput.background import Background, Walk
 from torchdistinput.flow import Drawn, End, Held, Outcome, PassedOver, Share, Skipped, Start
 from torchdistinput.iterator import Progress
 from torchdistinput.plan.topology import Topology
+from torchdistinput.stages import buffer as buffer_module
 from torchdistinput.stages.buffer import Buffer
 from torchdistinput.stats import Meter, StatsLandmarks, summary
 
@@ -200,9 +201,6 @@ def test_what_the_ranks_said_last_outlives_the_epoch() -> None:
         assert dataset.stats()["ranks"] == [told]
 
 
-# Samples that were left out
-
-
 @final
 class Said:
     """Votes that were cast beforehand."""
@@ -240,6 +238,52 @@ class Said:
 
 def nothing() -> None:
     pass
+
+
+@final
+class Clock:
+    """A clock that is set."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+def test_without_read_ahead_a_step_is_waited_for_from_its_draw_on_and_read_until_it_is_complete(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A complete one is read all the time; what is passed over is waited for, too, but not the end of the data."""
+    clock, meter = Clock(), Meter()
+    monkeypatch.setattr(buffer_module, "perf_counter", clock.perf_counter)
+    complete, incomplete = Share([], (2,), [torch.zeros(2)]), Share([torch.zeros(2)], (2,))
+    drawn = iter([incomplete, complete, incomplete, complete, incomplete])
+
+    def draw() -> Held:
+        clock.now += 1
+        return next(drawn)
+
+    def produce(held: Drawn | Held) -> Held:
+        clock.now += 10
+        assert held is incomplete
+        return incomplete
+
+    walk = Walk(draw, produce, print, nothing, nothing, nothing)
+    votes = Said([incomplete, complete, PassedOver(None), complete, End()])
+    buffer = Buffer(
+        Background(walk, votes, depth=0, threaded=False, meter=meter), helps=True, timeout_seconds=9, names=int
+    )
+    found = []
+    while buffer.take() is not None:
+        told = meter.window()
+        found.append((told["seconds_waiting"], told["seconds_reading"]))
+        clock.now += 1000
+    assert found == [(11, 1), (12, 2), (12 + 11 + 1, 2 + 1 + 1)]
+    assert meter.window()["seconds_waiting"] == 24
+
+
+# Samples that were left out
 
 
 def test_skipped_samples_are_counted_also_in_steps_that_lost_all_of_them() -> None:
@@ -305,17 +349,6 @@ def test_a_line_is_logged_every_so_many_steps_of_an_epoch(every: int, caplog: py
         assert line[3] is None
         assert float(line[5]) >= 3.9  # two samples of 2 ms
         assert int(line[2]) > 0
-
-
-@final
-class Clock:
-    """A clock that is set."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def perf_counter(self) -> float:
-        return self.now
 
 
 def test_the_line_tells_the_share_of_waiting_and_the_rank_that_reads_and_copies_longest(

@@ -77,10 +77,11 @@ class Meter:
         """Bytes of the largest step."""
         # Written by the consumer; the last one says when the last step was delivered:
         self.waiting = self.drawing = 0.0
+        self.reading_in_line = 0.0  # counts as both: steps that the consumer waits for as it reads them
         self.began = self.last = time.perf_counter()
         # Written by whoever completes steps and votes:
         self.fetching = self.coordinating = self.copying = 0.0
-        self._marks = deque([self._totals()], maxlen=_MARKS)
+        self._marks = deque([self._totals(0)], maxlen=_MARKS)
 
     def deliver(self, samples: int, num_bytes: int) -> None:
         """A step was delivered. The consumer's. After an interruption in here it does not count."""
@@ -90,20 +91,21 @@ class Meter:
         if num_bytes > self.largest:  # noqa: PLR1730 - max() takes four times as long
             self.largest = num_bytes
         if not steps % _STEPS_BETWEEN_MARKS:
-            self._marks.append((steps, *self._totals()[1:]))
+            self._marks.append(self._totals(steps))
         self.steps = steps
 
-    def _totals(self) -> tuple[float, ...]:
-        reading = self.drawing + self.fetching
+    def _totals(self, steps: int) -> tuple[float, ...]:
+        waiting = self.waiting + self.reading_in_line
+        reading = self.drawing + self.fetching + self.reading_in_line
         return (
-            *(self.steps, self.samples, self.bytes, self.skipped),
-            *(self.last - self.began, self.waiting, reading, self.coordinating, self.copying),
+            *(steps, self.samples, self.bytes, self.skipped),
+            *(self.last - self.began, waiting, reading, self.coordinating, self.copying),
         )
 
     def window(self) -> dict[str, Any]:
         """The numbers of the last 64 to 71 steps, or of all while there are fewer. Any thread."""
-        before = self._marks[0]
-        return dict(zip(_NUMBERS, (now - then for now, then in zip(self._totals(), before, strict=True)), strict=True))
+        before, totals = self._marks[0], self._totals(self.steps)
+        return dict(zip(_NUMBERS, (now - then for now, then in zip(totals, before, strict=True)), strict=True))
 
     def own(self) -> dict[str, Any]:
         """The window as the other ranks get it. Any thread."""
@@ -111,7 +113,8 @@ class Meter:
 
     def stats(self, epoch: int) -> dict[str, Any]:
         """Everything, as users see it. Any thread."""
-        totals = {**dict(zip(_NUMBERS, self._totals(), strict=True)), "seconds": time.perf_counter() - self.began}
+        totals = dict(zip(_NUMBERS, self._totals(self.steps), strict=True))
+        totals["seconds"] = time.perf_counter() - self.began
         totals["fresh_batches"] = self._fresh() - self._fresh_before
         return {"epoch": epoch, **totals, "window": self.window(), "ranks": [dict(each) for each in self.ranks]}
 

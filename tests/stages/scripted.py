@@ -212,6 +212,7 @@ def read(party: Party, script: Script) -> Seen:
             delivered = party.buffer.take()
             if delivered is None:
                 break
+            party.meter.deliver(sum(delivered.sizes), 0)
             steps.append(values(delivered))
             if len(steps) in script.pauses:
                 time.sleep(0.002)

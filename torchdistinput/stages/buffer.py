@@ -102,7 +102,7 @@ class Buffer:
         self._peeked: Share | None = None
         self._in_flight = 0
         self._drawn: deque[Drawn | Held] = deque()  # what the thread was not given yet
-        self._delivered = first_step
+        self._first_step = first_step
         self._final: End | Raised | None = None
         self._closed_by: int | None = None  # the thread that closed it before its end
         self._closed = False
@@ -115,7 +115,7 @@ class Buffer:
     @property
     def _next_step(self) -> int:
         """The number of the step that comes next, for messages."""
-        return self._delivered - (self._peeked is not None)
+        return self._first_step + self._meter.steps
 
     @property
     def take(self) -> Callable[[], Share | None]:
@@ -133,7 +133,6 @@ class Buffer:
                 if type(outcome) is Share:
                     self._meter.last = perf_counter()
                     self._in_flight -= 1
-                    self._delivered += 1
                     return outcome
                 self._ready.appendleft(outcome)
             except IndexError:  # closed by another thread
@@ -158,26 +157,30 @@ class Buffer:
         if self._peeked is not None:
             share, self._peeked = self._peeked, None
             return share
-        began = drew = perf_counter()
+        began = perf_counter()
         meter, draw = self._meter, self._draw
         try:
             while self._final is None:
                 held = in_range(FETCH, draw) if profiler._is_profiler_enabled else draw()  # noqa: SLF001 - see in_range
-                complete = True
-                if type(held) is not Share or not held.parcels:
-                    complete = False
-                    meter.drawing += perf_counter() - drew
-                    held = self._walk.produce(held)
-                outcome = self._votes.settle(held)
+                complete = False
+                if type(held) is Share and held.parcels:
+                    complete = True
+                    outcome = self._votes.settle(held)
+                else:
+                    meter.drawing += perf_counter() - began
+                    outcome = self._votes.settle(self._walk.produce(held))
                 if type(outcome) is Share:
                     meter.last = now = perf_counter()
-                    meter.waiting += now - began
                     if complete:
-                        meter.drawing += now - drew
-                    self._delivered += 1
+                        meter.reading_in_line += now - began
+                    else:
+                        meter.waiting += now - began
                     return outcome
                 self._note(outcome)
-                drew = perf_counter()
+                if type(outcome) is PassedOver:
+                    passed = perf_counter()
+                    meter.waiting += passed - began
+                    began = passed
         except BaseException as error:
             self.end_by(error)
             self._raise_if_closed_elsewhere(error)
@@ -221,7 +224,6 @@ class Buffer:
                 meter.last = now = perf_counter()
                 meter.waiting += now - began
                 self._in_flight -= 1
-                self._delivered += 1
                 if self._looks_after_votes:
                     self._to_spare = min(self._background.to_spare, self._in_flight - self._draws_at)
                 return outcome

@@ -102,8 +102,8 @@ class Coordinate:
         self._failure: Failed | None = None
         self._stopped = False
         self._delivered = 0
-        self._epoch, self._steps = begins_at
-        self._rows = 0
+        self._epoch, self._first_step = begins_at
+        self._rows = self._passed_over = 0
         self._landmarks = landmarks
         self._over = False
         self._max_errors = max_errors
@@ -111,6 +111,11 @@ class Coordinate:
         self._ahead, self._least_ahead = (slots, slots) if ahead is None else ahead
         self._agrees_at_once = channel is None and max_errors is None and counts
         self._left_out: list[str] = []
+
+    @property
+    def _steps(self) -> int:
+        """Steps of the epoch that are agreed, for messages."""
+        return self._first_step + self._rows - self._passed_over
 
     @property
     def over(self) -> bool:
@@ -182,7 +187,6 @@ class Coordinate:
             size = sizes[0] if len(sizes) == 1 else sum(sizes)
             if size:
                 self._rows += 1
-                self._steps += 1
                 if not held.parcels:
                     self._complete(held)
                 held.global_size, held.rows = size, self._rows
@@ -263,12 +267,12 @@ class Coordinate:
         if share.skipped is not NOTHING_SKIPPED:
             self._skipped += share.skipped.samples
         if global_size == 0:
+            self._passed_over += 1
             self._held.popleft()
             return PassedOver(None if isinstance(held, PastEnd) else held)
         if not share.parcels:
             self._complete(share)
         self._held.popleft()
-        self._steps += 1
         share.global_size, share.rows = global_size, self._rows
         return share
 
