@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -220,6 +220,21 @@ def test_a_loop_over_guarded_data_gives_what_its_iterator_gives(fails: BaseExcep
     assert iterator.asked == 6
     if isinstance(fails, KeyError):
         assert [(each.error, each.where) for each in found[5:]] == [(fails, "element 5")] * per_batch
+
+
+def test_guarded_data_is_entered_when_its_first_element_is_asked_for() -> None:
+    entered: list[int] = []
+
+    class Noted:
+        def __iter__(self) -> Iterator[int]:
+            entered.append(1)
+            return iter([5, 6])
+
+    elements = iter(Guarded(Noted(), 1, 2))
+    assert entered == []
+    assert next(elements) == 5
+    assert list(elements) == [6]
+    assert entered == [1]
 
 
 def test_a_known_row_is_numbered_and_passed_over_like_any_other() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import cache
+from itertools import chain
 from typing import Any, NamedTuple, cast, final
 
 from torch.utils.data import IterableDataset
@@ -62,26 +63,26 @@ class Guarded(IterableDataset[Any]):
         self._entrances = entrances
 
     def __iter__(self) -> Iterator[Any]:
+        return chain.from_iterable(self._parts())  # passes on what comes in half the time of `yield from`
+
+    def _parts(self) -> Iterator[Iterable[Any]]:
         # Of loader workers that live on, each process has an object of its own, and enters it again in the next epoch.
         entrances, self._entrances = self._entrances, ()
         entrance = entrances[worker_number()] if entrances else Entrance(Reader(), waits=False)
         reader, per_batch = entrance.reader, self._per_batch
         if entrance.waits:
-            yield from [Wait()] * per_batch
+            yield [Wait()] * per_batch
         try:
             elements, keeper = entered(self.dataset, reader.text)
         except Exception as error:
             where = "element 0" if reader.text is None else "restoring the dataset's own state"
-            yield from [Failure(error, where)] * per_batch
+            yield [Failure(error, where)] * per_batch
             return
         passed = reader.batches - reader.since
         guarded = GuardedIterator(elements, keeper, per_batch, self._snapshot_every, number=passed * per_batch)
         # The last of the batches may have been a short one.
         problem = guarded.pass_over(reader.since * per_batch, (reader.since - 1) * per_batch + 1 if reader.since else 0)
-        if problem is None:
-            yield from guarded.elements()
-        else:
-            yield from [problem] * per_batch
+        yield guarded.elements() if problem is None else [problem] * per_batch
 
 
 @final
@@ -212,11 +213,12 @@ def rows_logged(
       StateMismatch: the data has fewer rows than come before the place.
     """
     left, here = place.rows, _one_of(0)
+    closely = left > 0 or label is not None  # else known rows go on as they are
     before: Like | None = None  # how the row before was, and where it is counted, if nothing had to be done to it
     entry: Entry | None = None
     for item in items:
-        found = cut(item)
-        if type(found) is Failure or type(found) is Cut or left or label is not None:
+        found: Any = cut(item)
+        if closely or type(found) is not tuple:
             whole = cut_of(found)
             rows = whole.rows if label is None or not whole.rows else label(whole)
             if rows:  # else a turn passed
@@ -225,8 +227,9 @@ def rows_logged(
             entry = None
             yield from rows[left:]
             left = max(0, left - len(rows))
+            closely = left > 0 or label is not None
             continue
-        like = found[1]
+        like: Like = found[1]
         if entry is None or like is not before:
             before, entry = like, log.add(1, like.samples, here)
         else:
