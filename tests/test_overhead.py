@@ -10,7 +10,7 @@ import random
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import count, islice
 from types import FrameType
 from typing import Any, final
 
@@ -259,6 +259,41 @@ def test_after_an_interruption_an_iterator_refuses_to_go_on_and_a_new_one_misses
 
 def interrupted(*_: Any) -> int:
     raise KeyboardInterrupt
+
+
+@pytest.mark.filterwarnings("ignore:the iterable list is read again")
+def test_wherever_a_ready_step_is_interrupted_its_samples_count_with_it_or_not_at_all() -> None:
+    for moment in count():
+        dataset = tdi.Strategy(devices=["cpu"]).distribute_dataset(
+            [torch.full((2,), step) for step in range(10)], tdi.InputOptions(prefetch=0)
+        )
+        iterator = iter(dataset)
+        found = [next(iterator)[0].item() for _ in range(7)]  # the eighth is one at which totals are put aside
+        moments = count()
+
+        def press(frame: FrameType, event: str, _: Any, moment: int = moment, moments: Iterator[int] = moments) -> None:
+            """Presses Ctrl-C where Python looks whether somebody did."""
+            comes = event in {"call", "c_return"} and "torchdistinput" in frame.f_code.co_filename
+            if comes and next(moments) == moment:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+        sys.setprofile(press)
+        try:
+            found.append(next(iterator)[0].item())
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.setprofile(None)
+        state = dataset.state_dict()
+        assert (state["step"], state["samples"]) == (len(found), 2 * len(found)), moment
+        assert dataset.stats()["steps"] == iterator.step.index + 1 == len(found), moment
+        iterator.close()
+        dataset.load_state_dict(state)
+        assert [*found, *(batch[0].item() for batch in dataset)] == list(range(10)), moment
+        if len(found) == 8:
+            assert moment > 10  # it was not interrupted any more
+            return
 
 
 def test_a_step_does_not_count_where_its_counting_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:

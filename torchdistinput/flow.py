@@ -258,7 +258,7 @@ class Share:
       rows: rows of the stream up to this one, those passed over included, once the step is agreed.
     """
 
-    pieces: list[Any]
+    pieces: Sequence[Any]
     sizes: tuple[int, ...]
     parcels: Sequence[Any] = ()
     drew: Digest = 0

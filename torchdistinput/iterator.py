@@ -141,7 +141,7 @@ class Progress:
         if taken.skipped is not NOTHING_SKIPPED:
             self.meter.skipped += taken.skipped.samples
         self.meter.deliver(local, num_bytes)  # before the rest, which no interruption can part from its count of steps
-        taken.pieces = taken.parcels = []
+        taken.pieces = taken.parcels = ()
         self._taken = taken
         self.samples += taken.global_size
         if self._log_every and not self.steps % self._log_every:
