@@ -39,6 +39,7 @@ FLOORS = {
     "stages": 4,
     "bookmark": 5,
     "dataset": 5,
+    "divided": 5,
     "walk": 5,
     "elements": 5,
     "epoch_draws": 5,
@@ -56,7 +57,7 @@ FLOORS = {
 NEIGHBOURS_MAY_MEET = {
     *("containers", "errors", "structure", "tree"),
     *("plan", "backends", "sources", "testing"),
-    *("bookmark", "dataset", "elements", "epoch_draws", "iterator", "walk"),
+    *("bookmark", "dataset", "divided", "elements", "epoch_draws", "iterator", "walk"),
     *("data_loader", "losses", "replica", "strategy"),
 }
 

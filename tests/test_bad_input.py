@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 import torchdistinput as tdi
 from tests import inputs, structures
@@ -249,17 +249,29 @@ def test_a_function_that_returns_no_data_is_refused() -> None:
         list(strategy().distribute_datasets_from_function(lambda context: None))
 
 
-def _given(data: Any, _: tdi.InputContext) -> Any:
+def _given(data: Any, _: tdi.InputContext | None) -> Any:
     return data
 
 
 def test_data_that_was_divided_is_not_divided_again() -> None:
     divided = strategy().distribute_dataset([torch.zeros(4)])
-    for data in (divided, iter(divided)):
+    drop_in = tdi.DataLoader(TensorDataset(torch.zeros(4)), 2, strategy=tdi.Strategy(["cpu"] * 2))
+    for data in (divided, iter(divided), iter(drop_in)):
         with pytest.raises(tdi.InputError, match=f"found a {type(data).__name__} .*is divided among the ranks already"):
             strategy().distribute_dataset(data)
         with pytest.raises(tdi.InputError, match=f"found a {type(data).__name__} .*is divided among the ranks already"):
+            strategy().distribute_dataset(partial(_given, data, None))
+        with pytest.raises(tdi.InputError, match=f"found a {type(data).__name__} .*is divided among the ranks already"):
             strategy().distribute_datasets_from_function(partial(_given, data))
+
+
+def test_an_epoch_of_the_drop_in_in_one_process_is_whole_and_may_be_divided() -> None:
+    loader = tdi.DataLoader(TensorDataset(torch.arange(4)), 2)
+    two = tdi.Strategy(["cpu"] * 2)
+    whole = list(two.distribute_dataset(iter(loader)))
+    assert [[part.tolist() for part in batch.values] for (batch,) in whole] == [[[0], [1]], [[2], [3]]]
+    kept = list(strategy().distribute_datasets_from_function(partial(_given, iter(loader))))
+    assert [batch.tolist() for (batch,) in kept] == [[0, 1], [2, 3]]
 
 
 def test_data_in_place_of_a_dataset_function_is_refused() -> None:

@@ -24,9 +24,8 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Generic, NamedTuple, TypeVar, final
+from typing import Any, Generic, TypeVar, final
 
 import numpy as np
 import torch
@@ -34,8 +33,8 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate, default_convert
 
 from torchdistinput.backends import launch
-from torchdistinput.dataset import DistributedDataset
-from torchdistinput.errors import InputError, SourceError
+from torchdistinput.divided import Divided, LoaderIterator
+from torchdistinput.errors import InputError
 from torchdistinput.plan.options import InputOptions, Step
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.sources.files import FileDataset
@@ -45,7 +44,7 @@ from torchdistinput.sources.torch_loaders import TORCH_SAMPLERS, check_loader, s
 from torchdistinput.stats import Meter
 from torchdistinput.strategy import Strategy
 
-__all__ = ["DataLoader", "LoaderIterator"]
+__all__ = ["DataLoader"]
 
 _LOG = logging.getLogger("torchdistinput")
 
@@ -152,7 +151,7 @@ class DataLoader(Generic[T_co]):
         self._policy = policy
         self._device = device
         self._given_strategy = strategy
-        self._divided: _Divided | None = None
+        self._divided: Divided | None = None
         self._wanted_epoch: int | None = None
 
     @property
@@ -245,7 +244,7 @@ class DataLoader(Generic[T_co]):
         """The next epoch. Collective. Raises what ``DistributedDataset`` does; in one process what torch does."""
         return LoaderIterator(self._ready())
 
-    def _ready(self) -> _Divided:
+    def _ready(self) -> Divided:
         """The data divided among those who take part. Collective when the ranks are found out."""
         divided = self._divided
         if divided is None or (self._given_strategy is None and divided.group is not launch.default_group()):
@@ -255,7 +254,7 @@ class DataLoader(Generic[T_co]):
                 divided.dataset.load_state_dict(place)
         return self._told(divided)
 
-    def _told(self, divided: _Divided) -> _Divided:
+    def _told(self, divided: Divided) -> Divided:
         """The data, which knows what ``set_epoch`` said."""
         if self._wanted_epoch is not None:
             divided.dataset.set_epoch(self._wanted_epoch)
@@ -355,7 +354,7 @@ class DataLoader(Generic[T_co]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _divide(self) -> _Divided:
+    def _divide(self) -> Divided:
         """Finds out who takes part, and divides the data among them. Collective."""
         self.close()
         strategy = self._given_strategy or _SHARED.get(self._device)
@@ -371,7 +370,8 @@ class DataLoader(Generic[T_co]):
             self._tell(strategy)
         options = InputOptions(auto_shard_policy=self._policy, prefetch=self._steps_ahead(strategy))
         dataset = strategy.distribute_dataset(loader, options)
-        return _Divided(dataset, launch.default_group(), alone=alone, sealed=sealed)
+        parts = strategy.num_replicas_in_sync
+        return Divided(dataset, launch.default_group(), parts, alone=alone, sealed=sealed)
 
     def _steps_ahead(self, strategy: Strategy) -> int | None:
         if self._prefetch is not None:
@@ -411,78 +411,6 @@ class DataLoader(Generic[T_co]):
 
 
 @final
-class _Divided(NamedTuple):
-    """The data as it was divided.
-
-    Args:
-      dataset: gives this process's parts.
-      group: the default process group when it was divided.
-      alone: whether this is the only process that reads.
-      sealed: whether the batches travel sealed.
-    """
-
-    dataset: DistributedDataset
-    group: Any
-    alone: bool
-    sealed: bool
-
-
-@final
-class LoaderIterator:
-    """One epoch of a ``DataLoader``. Made by ``iter(loader)``; ends when the loop is left, or at ``close``.
-
-    If it is dropped before its first batch, the next ``iter`` gets the same epoch: on loaders that are not torch's,
-    Lightning calls ``iter`` once more, only to see whether it can, and that must not change the order of the samples.
-
-    Args:
-      divided: the data.
-    """
-
-    def __init__(self, divided: _Divided) -> None:
-        self._alone = divided.alone
-        self._sealed = divided.sealed
-        self._iterator = iter(divided.dataset)
-        self._is_fresh = True
-        self._return = weakref.finalize(self, divided.dataset.put_back, self._iterator)
-        self._return.atexit = False
-
-    def __iter__(self) -> LoaderIterator:
-        return self
-
-    def __next__(self) -> Any:
-        if self._is_fresh:
-            self._keep()
-        try:
-            element = next(self._iterator)
-        except SourceError as error:
-            failure = _as_torch_raises(error) if self._alone else error
-        else:
-            return element.content if self._sealed else element
-        raise failure
-
-    @property
-    def step(self) -> Step:
-        """See ``DistributedIterator.step``."""
-        return self._iterator.step
-
-    def close(self) -> None:
-        """See ``DistributedIterator.close``."""
-        self._keep()
-        self._iterator.close()
-
-    def _keep(self) -> None:
-        """The epoch is this iterator's from now on."""
-        self._is_fresh = False
-        self._return.detach()
-
-    def __enter__(self) -> LoaderIterator:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-@final
 class _SharedStrategies:
     """The strategies of loaders that were given none: one for each device, for the default group as it is now."""
 
@@ -506,12 +434,6 @@ class _SharedStrategies:
 
 
 _SHARED = _SharedStrategies()
-
-
-def _as_torch_raises(error: SourceError) -> BaseException:
-    """The exception of the user's code; the error itself where it comes from this library's own readers."""
-    cause = error.__cause__
-    return error if cause is None or isinstance(cause, InputError) else cause
 
 
 def _fetch_is_ours(loader: TorchDataLoader[Any]) -> bool:

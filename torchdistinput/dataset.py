@@ -22,7 +22,7 @@ from torchdistinput.stages.transfer import Transfer
 from torchdistinput.stats import Meter
 from torchdistinput.walk import Opened, Setting, compose, open_stream
 
-__all__ = ["DistributedDataset", "check_partial_batch", "facts_of", "refuse_divided"]
+__all__ = ["DistributedDataset", "check_partial_batch", "facts_of"]
 
 
 @final
@@ -367,19 +367,6 @@ def check_partial_batch(source: Source, options: InputOptions) -> None:
             "partial_batch='pad' needs a known global batch size G, to pad every piece to ceil(G / N) rows, and this "
             "source yields batches of any size (ready batches, a batch sampler of your own, a dataset function). Give "
             "a DataLoader with batch_size=, or single samples with global_batch_size=."
-        )
-
-
-def refuse_divided(data: object) -> None:
-    """Refuses data that was divided before.
-
-    Raises:
-      InputError: each rank would take its part of its part, and what the others would have taken of it would be lost.
-    """
-    if isinstance(data, DistributedDataset | DistributedIterator):
-        raise InputError(
-            f"found a {type(data).__name__} as data, which is divided among the ranks already; most of each rank's "
-            "part would be lost if it was divided again. Iterate over it, or give the data that it was made of."
         )
 
 

@@ -19,7 +19,8 @@ from torchdistinput.agreement import agree
 from torchdistinput.backends import launch as launcher
 from torchdistinput.backends.collectives import ProcessGroupRanks
 from torchdistinput.backends.devices import Accelerators, resolve_devices, set_current
-from torchdistinput.dataset import DistributedDataset, check_partial_batch, facts_of, refuse_divided
+from torchdistinput.dataset import DistributedDataset, check_partial_batch, facts_of
+from torchdistinput.divided import refuse_divided
 from torchdistinput.plan.ending import MAX_RANKS
 from torchdistinput.plan.options import InputOptions, InputReplicationMode
 from torchdistinput.plan.sharding import AutoShardPolicy
@@ -203,11 +204,11 @@ class Strategy:
                     "replication_mode PER_REPLICA belongs to distribute_datasets_from_function; distribute_dataset "
                     "cuts one dataset for all replicas."
                 )
-            refuse_divided(data)
             return recognise(
                 data,
                 chosen,
                 self._topology,
+                refuse_divided,
                 global_batch_size=global_batch_size,
                 collate_fn=collate_fn,
                 shuffle=shuffle,

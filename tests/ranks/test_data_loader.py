@@ -148,6 +148,7 @@ def play() -> dict[str, Any]:
         "iterables": iterables_with_workers(),
         "already divided, DATA": already_divided(tdi.AutoShardPolicy.DATA),
         "already divided, OFF": already_divided(tdi.AutoShardPolicy.OFF),
+        "an epoch as data": an_epoch_as_data(),
         "collate function fails, 0 workers": collate_fails_on_one_rank(0),
         "collate function fails, 1 workers": collate_fails_on_one_rank(1),
         "no samples": no_samples(),
@@ -247,6 +248,25 @@ def test_a_sampler_for_one_rank_is_taken_as_it_is_under_off(scenes: Scenes) -> N
         (None, [([0, 2], 4), ([4, 6], 4)]),
         (None, [([1, 3], 4), ([5, 7], 4)]),
     ]
+
+
+def an_epoch_as_data() -> list[Any]:
+    data: Any = list(range(4))
+    strategy, loader = tdi.Strategy(), tdi.DataLoader(data, batch_size=4)
+    return [
+        raised(lambda: strategy.distribute_dataset(iter(loader))),
+        raised(lambda: strategy.distribute_datasets_from_function(lambda _: iter(loader))),
+        lists(list(strategy.distribute_datasets_from_function(lambda _: loader))),
+    ]
+
+
+def test_an_epoch_of_the_drop_in_is_divided_already(scenes: Scenes) -> None:
+    for rank, (*refusals, parts) in enumerate(scenes("an epoch as data")):
+        assert parts == [[2 * rank, 2 * rank + 1]]
+        for refusal in refusals:
+            assert refusal.kind == "InputError"
+            assert "found a LoaderIterator as data, which is divided among the ranks already" in refusal.message
+            assert "give the data that it was made of" in refusal.message
 
 
 # ------------------------------------------------------------------------------------------------------------ failures

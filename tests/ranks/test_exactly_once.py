@@ -33,6 +33,7 @@ from tests import inputs
 from tests.resume import Saved
 from torchdistinput import readers
 from torchdistinput.dataset import DistributedDataset
+from torchdistinput.divided import refuse_divided
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.recognise import recognise
 from torchdistinput.testing import FakeCollectives, run_ranks
@@ -457,7 +458,7 @@ def play_as_thread(world: FakeCollectives, case: Case, part: Part, folder: Path,
         setting = Setting(topology=topology, devices=devices, ranks=ranks, timeout_seconds=HANG_SECONDS)
         data, size = input_of(case, part, folder)
         options = options_of(case, part)
-        source, policy = recognise(data, options, topology, global_batch_size=size, collate_fn=None)
+        source, policy = recognise(data, options, topology, refuse_divided, global_batch_size=size, collate_fn=None)
         return play(case, part, DistributedDataset(source, setting, options, "1", policy=policy.name, seed=0), saved)
 
     found = world.run(one, timeout_seconds=2 * HANG_SECONDS)

@@ -45,6 +45,7 @@ def recognise(
     data: Any,
     options: InputOptions,
     topology: Topology,
+    refuse: Callable[[object], None],
     *,
     global_batch_size: int | None,
     collate_fn: Collate | None,
@@ -56,6 +57,7 @@ def recognise(
       data: what the user gave.
       options: what was asked for.
       topology: where this worker stands.
+      refuse: raises for what only the floors above know to be no data.
       global_batch_size: G, where batches are to be made here.
       collate_fn: makes a batch of samples.
       shuffle: whether map-style data comes in a new order in each epoch.
@@ -70,16 +72,19 @@ def recognise(
     if global_batch_size is not None:
         check_batch_size(global_batch_size)
     data = _unwrapped(data)
+    refuse(data)
     _refuse(data)
     first = None
     if callable(data) and not isinstance(data, Iterable | Dataset | DataLoader):
         first = data()
+        refuse(first)
         if isinstance(first, DataLoader | Dataset | Mapping | HoldsTorchLoader) or not isinstance(first, Iterable):
             try:
                 return recognise(
                     first,
                     options,
                     topology,
+                    refuse,
                     global_batch_size=global_batch_size,
                     collate_fn=collate_fn,
                     shuffle=shuffle,

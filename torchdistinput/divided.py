@@ -1,0 +1,114 @@
+"""What was divided among the replicas: an epoch of the drop-in, and the refusal to divide a part again."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NamedTuple, final
+
+from torchdistinput.dataset import DistributedDataset
+from torchdistinput.errors import InputError, SourceError
+from torchdistinput.iterator import DistributedIterator
+from torchdistinput.plan.options import Step
+
+__all__ = ["Divided", "LoaderIterator", "refuse_divided"]
+
+
+@final
+class Divided(NamedTuple):
+    """The data as it was divided.
+
+    Args:
+      dataset: gives this process's parts.
+      group: the default process group when it was divided.
+      parts: of each batch.
+      alone: whether this is the only process that reads.
+      sealed: whether the batches travel sealed.
+    """
+
+    dataset: DistributedDataset
+    group: Any
+    parts: int
+    alone: bool
+    sealed: bool
+
+
+@final
+class LoaderIterator:
+    """One epoch of a ``DataLoader``. Made by ``iter(loader)``; ends when the loop is left, or at ``close``.
+
+    If it is dropped before its first batch, the next ``iter`` gets the same epoch: on loaders that are not torch's,
+    Lightning calls ``iter`` once more, only to see whether it can, and that must not change the order of the samples.
+
+    Args:
+      divided: the data.
+    """
+
+    def __init__(self, divided: Divided) -> None:
+        self._alone = divided.alone
+        self._parts = divided.parts
+        self._sealed = divided.sealed
+        self._iterator = iter(divided.dataset)
+        self._is_fresh = True
+        self._return = weakref.finalize(self, divided.dataset.put_back, self._iterator)
+        self._return.atexit = False
+
+    def __iter__(self) -> LoaderIterator:
+        return self
+
+    def __next__(self) -> Any:
+        if self._is_fresh:
+            self._keep()
+        try:
+            element = next(self._iterator)
+        except SourceError as error:
+            failure = _as_torch_raises(error) if self._alone else error
+        else:
+            return element.content if self._sealed else element
+        raise failure
+
+    @property
+    def is_part(self) -> bool:
+        """Whether its batches are parts, and not whole ones as of one process. Local."""
+        return self._parts > 1
+
+    @property
+    def step(self) -> Step:
+        """See ``DistributedIterator.step``."""
+        return self._iterator.step
+
+    def close(self) -> None:
+        """See ``DistributedIterator.close``."""
+        self._keep()
+        self._iterator.close()
+
+    def _keep(self) -> None:
+        """The epoch is this iterator's from now on."""
+        self._is_fresh = False
+        self._return.detach()
+
+    def __enter__(self) -> LoaderIterator:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def refuse_divided(data: object) -> None:
+    """Refuses data that was divided before. Local.
+
+    Raises:
+      InputError: each rank would take its part of its part, and what the others would have taken of it would be lost.
+    """
+    if isinstance(data, DistributedDataset | DistributedIterator) or (
+        isinstance(data, LoaderIterator) and data.is_part
+    ):
+        raise InputError(
+            f"found a {type(data).__name__} as data, which is divided among the ranks already; most of each rank's "
+            "part would be lost if it was divided again. Iterate over it, or give the data that it was made of."
+        )
+
+
+def _as_torch_raises(error: SourceError) -> BaseException:
+    """The exception of the user's code; the error itself where it comes from this library's own readers."""
+    cause = error.__cause__
+    return error if cause is None or isinstance(cause, InputError) else cause
