@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -11,7 +12,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -20,6 +23,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 import torchdistinput as tdi
+from tests.interruptions import Interruption
+from torchdistinput.sources import functions as functions_module
+from torchdistinput.sources import runs as runs_module
 from torchdistinput.sources.runs import LoaderRuns
 from torchdistinput.sources.torch_loaders import settings_of
 from torchdistinput.sources.worker_side import PieceDataset, as_is
@@ -188,11 +194,53 @@ def _iterable() -> Any:
     return tdi.Strategy(["cpu"]).distribute_dataset(loader)
 
 
-def _of_function() -> Any:
+def _of_function(data: Any = Streamed()) -> Any:  # noqa: B008 - it has no state
     def loader(_context: tdi.InputContext) -> DataLoader[int]:
-        return DataLoader(Streamed(), batch_size=4, num_workers=1, persistent_workers=True)
+        return DataLoader(data, batch_size=4, num_workers=1, persistent_workers=True)
 
     return tdi.Strategy(["cpu"]).distribute_datasets_from_function(loader)
+
+
+@pytest.mark.parametrize(
+    ("make", "module"), [(_map_style, runs_module), (partial(_of_function, range(8)), functions_module)]
+)
+def test_what_an_interruption_leaves_when_loader_workers_are_ended_the_next_close_does(
+    make: Callable[[], Any], module: ModuleType
+) -> None:
+    before = set(multiprocessing.active_children())
+    for line in itertools.count(1):
+        dataset = make()
+        dataset.seek(0, 1)
+        for batch in dataset:
+            assert batch.tolist() == [4, 5, 6, 7]
+        came = Interruption(line, module).press_in(dataset.close)
+        dataset.close()
+        assert set(multiprocessing.active_children()) <= before
+        lines = Interruption(0, module)
+        lines.press_in(dataset.close)
+        assert lines.lines <= 4  # nothing was left to do
+        if not came:
+            break
+    assert line > 3
+
+
+def test_loader_workers_that_torch_was_interrupted_in_ending_end_at_the_next_close(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(iterator: Any) -> None:
+        iterator._shutdown = True
+        raise KeyboardInterrupt
+
+    before = set(multiprocessing.active_children())
+    dataset = _map_style()
+    next(iter(dataset))
+    with monkeypatch.context() as patch:
+        patch.setattr(_MultiProcessingDataLoaderIter, "_shutdown_workers", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            dataset.close()
+    assert set(multiprocessing.active_children()) > before
+    dataset.close()
+    assert set(multiprocessing.active_children()) <= before
 
 
 @pytest.mark.parametrize("make", [_drop_in, _map_style, _iterable, _of_function])

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import gc
 import itertools
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -16,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import torchdistinput as tdi
+from tests.interruptions import Interruption
 from tests.stages.scripted import Party, Script, compose
 from torchdistinput import background as background_module
 from torchdistinput import endings
@@ -154,37 +153,7 @@ def _threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "torchdistinput-input"]
 
 
-class Interruption:
-    """A Ctrl-C at one of the lines of these files; counts them."""
-
-    FILES = (buffer_module.__file__, background_module.__file__, endings.__file__)
-
-    def __init__(self, line: int) -> None:
-        self._line = line
-        self.lines = 0
-        self.at: tuple[str, int] | None = None  # where it came
-
-    def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
-        if frame.f_code.co_filename not in self.FILES:
-            return None
-        if event == "line":
-            self.lines += 1
-            if self.lines == self._line:
-                sys.settrace(None)
-                self.at = frame.f_code.co_filename, frame.f_lineno
-                raise KeyboardInterrupt
-        return self
-
-    def press_in(self, call: Callable[[], Any]) -> bool:
-        """Whether it came."""
-        sys.settrace(self)
-        try:
-            call()
-        except KeyboardInterrupt:
-            pass
-        finally:
-            sys.settrace(None)
-        return self.at is not None
+MODULES = (buffer_module, background_module, endings)
 
 
 def check_closed(party: Party) -> None:
@@ -194,7 +163,7 @@ def check_closed(party: Party) -> None:
     assert thread is None or not thread.is_alive()
     assert party.stream.closed >= 1
     assert party.devices_closed <= 1
-    lines = Interruption(0)
+    lines = Interruption(0, *MODULES)
     lines.press_in(party.buffer.close)
     assert lines.lines <= 3  # nothing was left to do
 
@@ -218,7 +187,7 @@ def test_a_close_that_is_interrupted_at_any_line_is_finished_by_the_next_one(
         assert party.buffer.take() is not None
         if peeks:
             party.buffer.peek()
-        interruption = Interruption(line)
+        interruption = Interruption(line, *MODULES)
         came = interruption.press_in(party.buffer.close)
         check_closed(party)
         if party.devices_closed == 0:
@@ -246,7 +215,7 @@ def test_wherever_reading_is_interrupted_nothing_is_left_behind_when_it_is_close
             while party.buffer.take() is not None:
                 pass
 
-        came = Interruption(line).press_in(read)
+        came = Interruption(line, *MODULES).press_in(read)
         check_closed(party)
         if not came:
             break

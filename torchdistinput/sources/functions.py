@@ -102,10 +102,10 @@ class FunctionSource:
 
     def close(self) -> None:
         """See ``Source.close``."""
-        while self._lasting:
-            number, run = self._lasting.popitem()
+        for number, run in list(self._lasting.items()):  # an interruption leaves to the next call what is not done
             run.close()
             self._reopen[number] = Reopened(self._datasets[number])
+            self._lasting.pop(number, None)
 
     def generators(self) -> Sequence[torch.Generator]:
         """See ``Source.generators``. Of several workers each has its own, see ``DrawsAlone``."""

@@ -54,6 +54,8 @@ class LoaderRun(Iterator[Any]):
         self._pins: bool = self._workers is not None and self._workers._pin_memory
         self._waiting: int | None = None  # the thread in __next__
         self._closed = False
+        self._closing = threading.RLock()
+        self._ended = False
         self.fresh = 0
         """Items that came in fresh memory, as they did not fit into what is used again."""
         init = None if self._workers is None else self._workers._worker_init_fn
@@ -132,16 +134,24 @@ class LoaderRun(Iterator[Any]):
         return [(number, code) for number, code in codes if code]
 
     def close(self) -> None:
-        """Ends the loader workers. Idempotent, from any thread."""
-        if self._closed:
-            return
-        self._closed = True
-        if self._workers is None:
-            return
-        self._workers._shutdown_workers()
+        """Ends the loader workers. Any thread. Idempotent; the next call does what an interruption left to do."""
+        with self._closing:
+            if self._ended:
+                return
+            self._closed = True
+            if self._workers is not None:
+                self._end(self._workers)
+            self._ended = True
+
+    def _end(self, workers: _MultiProcessingDataLoaderIter) -> None:
+        workers._shutdown_workers()
+        for process in workers._workers:
+            if process.is_alive():  # torch was interrupted, and does nothing when it is asked again
+                process.terminate()
+                process.join(_DEATH_SECONDS)
         waiting = self._waiting
         if waiting is not None and waiting != threading.get_ident():
-            self._wake(self._workers)
+            self._wake(workers)
         if self._inlet is not None:
             self._inlet.close()
 
@@ -230,6 +240,7 @@ class LoaderRuns:
         """
         if self.can_last() and not once:
             if self._lasting is None:
+                self.close()  # where that was interrupted before
                 self._lasting = self._new_loader(dataset)
             try:
                 run = self._user = self._last = _begin(*self._lasting)
@@ -264,7 +275,8 @@ class LoaderRuns:
         return ", ".join(filter(None, (run.dead_workers() for run in self._running)))
 
     def close(self) -> None:
-        """Ends the loader workers that live on. Idempotent."""
-        last, self._last, self._lasting, self._user = self._last, None, None, None
-        if last is not None:
-            last.close()
+        """Ends the loader workers that live on. Idempotent; the next call does what an interruption left to do."""
+        self._lasting = self._user = None
+        if self._last is not None:
+            self._last.close()
+            self._last = None
