@@ -85,7 +85,7 @@ class Votes(Protocol):
         """One exchange: what the ranks agree on. ``ahead``: 1 to read further ahead, -1 not so far."""
 
     def stop(self, delivered: int) -> list[Share]:
-        """Nobody reads here any more, after so many steps; returns the shares that were held."""
+        """Nobody reads here any more, after so many steps; returns the shares that were held, until that is cleared."""
 
     def waiting_since(self) -> float | None:
         """When the exchange in progress began, or ``None``. Any thread."""
@@ -315,7 +315,9 @@ class Background:
             with self._at_the_urn:
                 if self._vote is not None:
                     self._conclude()
-                self.walk.discard(votes.stop(ticket.delivered))
+                dropped = votes.stop(ticket.delivered)
+                self.walk.discard(dropped)
+                dropped.clear()
             if self._alone:
                 self._put(conclude(votes.vote()))
             return True

@@ -77,8 +77,10 @@ class Parting:
             if not (self._consumer_left and self.thread_left) or self._is_tidy:
                 return
             self._walk.close_source()
+            held = self._votes.stop(delivered)
+            self._walk.discard(held)
+            held.clear()
             left = self._left
-            left += self._votes.stop(delivered)
             with contextlib.suppress(IndexError):  # a consumer on another thread may take the last one
                 while self._ready:
                     left.append(self._ready.popleft())

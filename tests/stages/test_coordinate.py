@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
 import pytest
 import torch
 
+from tests.interruptions import Interruption
 from tests.stages.scripted import results_of
 from torchdistinput.backends.collectives import Channel
 from torchdistinput.backends.exchanges import conclude
 from torchdistinput.errors import BatchingError, RankDisagreement, RankLost, SourceError
 from torchdistinput.flow import Ahead, Failed, Held, Outcome, PassedOver, PastEnd, Raised, Share, Skipped
 from torchdistinput.mould import Mould
+from torchdistinput.stages import coordinate as coordinate_module
 from torchdistinput.stages.coordinate import Coordinate
 from torchdistinput.testing import FakeCollectives
 
@@ -198,9 +202,27 @@ def test_stop_returns_what_was_held_and_offers_nothing_more() -> None:
     coordinate = make(None, 0, piece=torch.zeros(1))
     for each in held:
         coordinate.hold(each)
-    assert coordinate.stop(0) == held
+    found = coordinate.stop(0)
+    assert found == held
+    found.clear()
     assert coordinate.stop(0) == []
     assert coordinate.holds
+
+
+def test_a_stop_that_is_interrupted_at_any_line_loses_nothing_that_was_held() -> None:
+    for line in itertools.count(1):
+        coordinate = make(None, 0, piece=torch.zeros(1))
+        coordinate.hold(first := share(1))
+        coordinate._take_in()
+        coordinate.hold(second := share(2))
+        came = Interruption(line, coordinate_module).press_in(partial(coordinate.stop, 2))
+        found = coordinate.stop(2)
+        assert {id(each) for each in found} == {id(first), id(second)}
+        (outcome,) = conclude(coordinate.vote())
+        assert isinstance(outcome, Raised)  # it has stopped
+        if not came:
+            break
+    assert line > 5
 
 
 def test_a_rank_that_saw_no_sample_learns_the_structure_from_the_others() -> None:

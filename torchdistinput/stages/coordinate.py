@@ -100,6 +100,7 @@ class Coordinate:
         self._arrived: deque[Held] = deque()  # by whichever thread; the one that votes takes them over
         self._held: deque[Share | PastEnd] = deque()
         self._failure: Failed | None = None
+        self._dropped: list[Share] = []
         self._stopped = False
         self._delivered = 0
         self._epoch, self._first_step = begins_at
@@ -166,16 +167,19 @@ class Coordinate:
                 _LOG.warning("what else is left out of epoch %d here is counted, and not told", self._epoch)
 
     def stop(self, delivered: int) -> list[Share]:
-        """Nobody reads here any more, after so many steps: offers none now. Returns the shares that were held."""
-        self._take_in()
-        dropped = [held for held in self._held if isinstance(held, Share)]
-        ended = bool(self._held) and isinstance(self._held[0], PastEnd)
+        """Nobody reads here any more, after so many steps: offers none. Returns what it held, until that is cleared."""
+        arrived = tuple(self._arrived)
+        held = [*self._held, *arrived]
+        self._dropped += [each for each in held if isinstance(each, Share)]
+        ended = bool(held) and isinstance(held[0], PastEnd)
         self._held = deque([PastEnd()] if ended else [])
+        for _ in arrived:
+            self._arrived.popleft()
         self._failure = None
         self._stopped = True
         self._agrees_at_once = False
         self._delivered = delivered
-        return dropped
+        return self._dropped
 
     def settle(self, held: Held) -> Outcome:
         """Where nobody else votes: what becomes of the next step of this rank, as ``hold`` and ``vote`` would say.
