@@ -249,7 +249,7 @@ def _one_of(reader: int) -> tuple[Taken]:
     return (Taken(reader, 1, None),)
 
 
-def labels_by_position(cutter: Cutter, samples: int = 0) -> Callable[[Cut], list[Row]]:
+def labels_by_position(cutter: Cutter, samples: int) -> Callable[[Cut], list[Row]]:
     """Puts the index beside the pieces of one epoch's batches, by their order, after so many samples."""
     positions = Positions(cutter.topology, shared=cutter.shared, taken=samples)
     return lambda cut: positions.label(cut.rows, cut.size, cutter)

@@ -31,11 +31,11 @@ class DrawnRow(NamedTuple):
 
     pieces: tuple[bool, ...]
     row_of_whole: int | None
-    digest: Digest = 0
+    digest: Digest
     """Of the batch that was drawn, for comparing ranks; 0 where each worker draws its own."""
-    numbers: tuple[Any, ...] | None = None
+    numbers: tuple[Any, ...] | None
     """The numbers of the samples of each piece, if they are wanted; of a whole batch, the number of its first row."""
-    wanted: int = 1
+    wanted: int
     """How many pieces will come."""
     like: Like | None = None
     """How the row will be, if all its pieces are gathered."""
