@@ -69,7 +69,9 @@ class Pipe:
 def facts(leaf: Any) -> Any:
     """All that can be seen of a leaf."""
     if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
-        bits = leaf.detach().contiguous().view(-1).view(torch.uint8).tolist() if leaf.numel() else []
+        bits = (
+            leaf.detach().contiguous().view(-1).view(torch.uint8).tolist() if leaf.numel() and not leaf.is_meta else []
+        )
         layout = (
             leaf.shape,
             leaf.stride(),
@@ -250,6 +252,8 @@ SAMPLES: dict[str, Callable[[int], Any]] = {
     "long double": lambda k: np.full(2_000, k, np.longdouble),
     "texts in an array": lambda k: np.full(2_000, "abc"),
     "backwards": lambda k: np.arange(2_000)[::-1],
+    "sparse": lambda k: (numbers(5, BIG) * k).to_sparse(),
+    "without memory": lambda k: (torch.empty(5, BIG, device="meta"), k),
     "other types": lambda k: numbers(5, BIG) if k == 0 else 3,
 }
 

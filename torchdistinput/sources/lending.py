@@ -197,7 +197,7 @@ class Stack:
 
     def _kept(self, value: Any, path: _Path, row: int, rows: int) -> Any:
         kind = type(value)
-        if kind is np.ndarray or kind is torch.Tensor:
+        if kind is np.ndarray or (kind is torch.Tensor and value.layout is torch.strided):  # else it may have no nbytes
             return self._in_row(value, path, row, rows) if value.nbytes >= _LARGE else value
         if (kind is tuple or kind is list) and len(value) <= _WIDE:
             return kind(self._kept(each, (*path, key), row, rows) for key, each in enumerate(value))
@@ -227,7 +227,7 @@ class Stack:
         """A piece for leaves like this one; ``None`` if there can be none."""
         if type(leaf) is np.ndarray and not (leaf.dtype in _NUMBERS and leaf.flags.c_contiguous):
             return None
-        tensor = torch.as_tensor(leaf, device="cpu")
+        tensor = torch.as_tensor(leaf, device="cpu") if type(leaf) is np.ndarray else leaf
         if not is_plain(tensor):
             return None
         piece = self._lender.new_tensor((rows, *tensor.shape), tensor.dtype)
