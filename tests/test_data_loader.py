@@ -7,11 +7,12 @@ import gc
 import inspect
 import logging
 import multiprocessing
+import pickle
 import random
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -578,3 +579,19 @@ def test_pinning_is_torchs_and_so_is_its_warning_without_an_accelerator(workers:
 def test_a_loader_can_be_copied_before_it_is_read() -> None:
     loader = Ours(range(3), batch_size=2)
     assert [batch.tolist() for batch in copy.deepcopy(loader)] == [[0, 1], [2]]
+
+
+def _pickled(loader: Any) -> Any:
+    return pickle.loads(pickle.dumps(loader))
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, _pickled])
+def test_a_loader_that_was_read_can_be_copied_as_torchs(copied: Callable[[Any], Any]) -> None:
+    found = []
+    for cls in (Torchs, Ours):
+        loader = cls(range(5), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(1))
+        running = iter(loader)
+        next(running)
+        other = copied(loader)
+        found.append([[batch.tolist() for batch in each] for each in (other, running, loader, other)])
+    assert found[0] == found[1]

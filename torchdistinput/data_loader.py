@@ -154,6 +154,10 @@ class DataLoader(Generic[T_co]):
         self._divided: Divided | None = None
         self._wanted_epoch: int | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy is divided anew at its first ``iter``: of connections, threads and loader workers there is none."""
+        return {**self.__dict__, "_divided": None}
+
     @property
     def torch_loader(self) -> TorchDataLoader[T_co]:
         """The torch loader of one process that this one holds. Iterating it reads everything on every rank."""
