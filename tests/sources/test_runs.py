@@ -243,6 +243,47 @@ def test_loader_workers_that_torch_was_interrupted_in_ending_end_at_the_next_clo
     assert set(multiprocessing.active_children()) <= before
 
 
+def _in_fork(call: Callable[[], Any]) -> Any:
+    """What the call returns, or the exception that it raises, as a text, in a process that is forked for it."""
+    reader, writer = multiprocessing.Pipe(duplex=False)
+
+    def child() -> None:
+        try:
+            writer.send(call())
+        except Exception as error:
+            writer.send(repr(error))
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    assert reader.poll(BOUND_SECONDS)
+    process.join()
+    assert process.exitcode == 0
+    return reader.recv()
+
+
+@pytest.mark.parametrize("lasting", [False, True])
+def test_what_a_fork_does_with_a_run_of_its_parent_leaves_the_parents_loader_workers_alone(lasting: bool) -> None:
+    data: Any = range(60)
+    loader = tdi.DataLoader(data, batch_size=4, num_workers=1, persistent_workers=lasting)
+    held = {"iterator": iter(loader)}
+    assert next(held["iterator"]).tolist() == [0, 1, 2, 3]
+
+    def drop() -> int:
+        held.clear()
+        return gc.collect() and 0
+
+    def read_anew() -> list[int]:
+        return [len(list(loader)) for _ in range(2)]
+
+    assert _in_fork(drop) == 0
+    assert _in_fork(loader.close) is None
+    assert _in_fork(read_anew) == [15, 15]
+    assert "Begin another iterator here" in _in_fork(lambda: next(held["iterator"]))
+    assert [batch.tolist()[0] for batch in held["iterator"]] == list(range(4, 60, 4))
+    assert _in_fork(read_anew) == [15, 15]
+    assert len(list(loader)) == 15
+
+
 @pytest.mark.parametrize("make", [_drop_in, _map_style, _iterable, _of_function])
 def test_workers_that_live_on_end_with_their_loader_as_torchs_do(make: Callable[[], Any]) -> None:
     """When the last reference goes, not at some garbage collection later."""

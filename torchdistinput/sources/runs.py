@@ -3,14 +3,20 @@
 Torch ends its workers when the iterator is garbage collected, which takes seconds a worker, and leaves a thread that
 waits for them in its wait for ever. A *run* can be closed from any thread: the workers are ended, and whoever waits is
 woken by an item that torch cannot unpack. Torch has no public way to either.
+
+A process that the user forks has the runs of its parent, which go on there. What it closes or drops of them, or has at
+its end, ends no worker of the parent's.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 import pickle
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import wait
 from typing import Any, Final, final
@@ -21,6 +27,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _DatasetKind, _MultiProcessingDataLoaderIter
 
 from torchdistinput.backends.slots import forks_of_workers
+from torchdistinput.errors import InputError
 from torchdistinput.flow import Origin, ReadFailure
 from torchdistinput.sources.arrivals import see_in
 from torchdistinput.sources.slotted import Fresh, Inlet, through_slots
@@ -36,6 +43,7 @@ _LOCK_SECONDS: Final = 1.0
 """For a loader worker to end its last message, at most."""
 _LEAVE_SECONDS: Final = 5.0
 """For a thread that was woken to leave, at most."""
+_RUNS: Final[weakref.WeakSet[LoaderRun]] = weakref.WeakSet()
 
 
 @final
@@ -56,8 +64,11 @@ class LoaderRun(Iterator[Any]):
         self._closed = False
         self._closing = threading.RLock()
         self._ended = False
+        self.is_a_parents = False
+        """Whether the process that this one was forked from began it."""
         self.fresh = 0
         """Items that came in fresh memory, as they did not fit into what is used again."""
+        _RUNS.add(self)
         init = None if self._workers is None else self._workers._worker_init_fn
         if isinstance(init, WorkerInit) and init.arrivals is not None:
             try:
@@ -71,11 +82,13 @@ class LoaderRun(Iterator[Any]):
 
         Raises:
           ReadFailure: a loader worker died; it is named.
+          InputError: it was begun by the process that this one was forked from.
         """
         # Before the look at whether it is closed, as close() looks the other way round.
         self._waiting = threading.get_ident()
         try:
             if self._closed:
+                self._refuse_a_parents()
                 raise StopIteration
             return self._next()
         except (RuntimeError, OSError, EOFError, TypeError) as error:
@@ -142,6 +155,20 @@ class LoaderRun(Iterator[Any]):
             if self._workers is not None:
                 self._end(self._workers)
             self._ended = True
+
+    def leave_to_parent(self) -> None:
+        """This process was forked: the loader workers are its parent's. Only thread."""
+        self._closing = threading.RLock()  # whoever had the other one is not here
+        if self._workers is not None and not self._ended:
+            self._workers._shutdown = True  # or torch would end them when the iterator is garbage
+            self._closed = self._ended = self.is_a_parents = True
+
+    def _refuse_a_parents(self) -> None:
+        if self.is_a_parents:
+            raise InputError(
+                "an iterator whose loader workers belong to the process that this one was forked from was asked for a "
+                "batch, which that process would then lack. Begin another iterator here: iter(loader)."
+            )
 
     def _end(self, workers: _MultiProcessingDataLoaderIter) -> None:
         workers._shutdown_workers()
@@ -238,6 +265,8 @@ class LoaderRuns:
           dataset: what is read.
           once: whether the run has workers of its own, because the dataset is for this epoch only.
         """
+        if self._last is not None and self._last.is_a_parents:
+            self.close()
         if self.can_last() and not once:
             if self._lasting is None:
                 self.close()  # where that was interrupted before
@@ -280,3 +309,12 @@ class LoaderRuns:
         if self._last is not None:
             self._last.close()
             self._last = None
+
+
+def _in_child() -> None:
+    for run in list(_RUNS):
+        run.leave_to_parent()
+
+
+if sys.platform != "win32":
+    os.register_at_fork(after_in_child=_in_child)
