@@ -21,6 +21,19 @@ LOOP_LEFT_EARLY = """
 iterator = iter(strategy.distribute_dataset([torch.arange(3)] * 9))
 next(iterator)
 """
+LOOP_OF_A_DAEMON = """
+import threading, time
+from torch.utils.data import DataLoader, Dataset
+class Slow(Dataset):
+    def __len__(self): return 10_000
+    def __getitem__(self, index): time.sleep(0.01); return index
+begun = [threading.Event(), threading.Event()]
+def read(loader, event):
+    for _ in loader: event.set()
+for event, workers in zip(begun, (0, 1)):
+    threading.Thread(target=read, args=(tdi.DataLoader(Slow(), num_workers=workers), event), daemon=True).start()
+for event in begun: event.wait()
+"""
 
 
 def test_a_script_may_end_at_once(interpreters: Interpreters, tmp_path: Path) -> None:
@@ -34,6 +47,13 @@ def test_a_script_may_end_in_the_middle_of_a_loop(interpreters: Interpreters, tm
     script = tmp_path / "script.py"
     script.write_text(SCRIPT + LOOP_LEFT_EARLY)
     printed(interpreters.run_as_torchrun(2, str(script)))
+
+
+def test_a_daemon_thread_that_reads_as_the_script_ends_says_nothing(interpreters: Interpreters, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT + LOOP_OF_A_DAEMON)
+    (ended,) = interpreters.run([str(script)])
+    assert (ended.code, ended.errors) == (0, "")
 
 
 def test_torchrun_itself_sees_a_good_end(tmp_path: Path) -> None:

@@ -268,6 +268,8 @@ class Buffer:
         if self._closed_by in (None, threading.get_ident()) or not isinstance(error, Exception | None):
             return
         self._walk.close_source()  # what this thread was reading then could not be closed there
+        if not threading.main_thread().is_alive():  # the interpreter is at its end, which ends this daemon thread
+            raise SystemExit
         raise closed_elsewhere(self._next_step) from error
 
     def _top_up(self) -> None:
