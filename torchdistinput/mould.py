@@ -10,7 +10,7 @@ import torch
 
 from torchdistinput.alike import Alike
 from torchdistinput.errors import BatchingError
-from torchdistinput.structure import Structure
+from torchdistinput.structure import PER_SAMPLE, Structure
 from torchdistinput.tree import flatten, structure_of
 
 __all__ = ["Mould"]
@@ -82,7 +82,7 @@ class Mould:
             elif signature != self._signature:
                 raise BatchingError(
                     f"the structure of the elements changed: before {self._structure}, now {structure}. Nesting, names "
-                    "and dtypes must be the same for every element; only sizes may differ."
+                    f"and dtypes must be the same for every element; only sizes may differ. {PER_SAMPLE}"
                 )
             elif self.row_bytes is not None and self.row_bytes != _bytes_of_row(structure):
                 self.row_bytes = None

@@ -11,14 +11,20 @@ import hashlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import countOf
-from typing import Any, cast, final
+from typing import Any, Final, cast, final
 
 import torch
 
 from torchdistinput.containers import PLAIN_TYPES, mapping_like, named_tuple_fields, open_container
 from torchdistinput.errors import BatchingError
 
-__all__ = ["Structure", "TensorSpec"]
+__all__ = ["PER_SAMPLE", "Structure", "TensorSpec"]
+
+PER_SAMPLE: Final = (
+    "A list with a tensor or dict for each sample counts as nesting: pad and stack them, or hold each in an object of "
+    "a class of your own (no dataclass)."
+)
+"""What to do about structures that differ from batch to batch."""
 
 
 @final

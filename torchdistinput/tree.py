@@ -16,7 +16,7 @@ import torch
 
 from torchdistinput.containers import PLAIN_TYPES, open_container
 from torchdistinput.errors import BatchingError
-from torchdistinput.structure import Structure
+from torchdistinput.structure import PER_SAMPLE, Structure
 
 __all__ = [
     "batch_size",
@@ -31,6 +31,7 @@ __all__ = [
     "structure_of",
 ]
 
+_SINGLE_SAMPLES: Final = "If the source yields single samples, give global_batch_size= so that they are batched."
 _TEXTS_WEIGHED: Final = 32
 _BYTES_OF_AN_OBJECT: Final = 64  # about, with its place in a list
 
@@ -153,8 +154,8 @@ def batch_size(batch: Any) -> int:
     for path, leaf in named_leaves(batch):
         if isinstance(leaf, torch.Tensor) and leaf.dim() == 0:
             raise BatchingError(
-                f"{path} is a scalar tensor; a leaf of a batch needs a batch dimension. If the source yields single "
-                "samples, give global_batch_size= so that they are batched."
+                f"{path} is a scalar tensor; a leaf of a batch needs a batch dimension. A number of the whole batch "
+                f"may be a plain int or float (item()). {_SINGLE_SAMPLES}"
             )
         sizes.setdefault(len(leaf), path)
     if len(sizes) == 1:
@@ -162,12 +163,12 @@ def batch_size(batch: Any) -> int:
     if not sizes:
         raise BatchingError(
             f"found an element of type {type(batch).__name__} without a tensor, array or list in it; a global batch "
-            "must have a batch dimension. If the source yields single samples, give global_batch_size=."
+            f"must have a batch dimension. {_SINGLE_SAMPLES}"
         )
     found = ", ".join(f"{path} has {size}" for size, path in sizes.items())
     raise BatchingError(
-        f"the leaves of a batch have different batch sizes: {found}. All must have one entry per sample; if the source "
-        "yields single samples, give global_batch_size=."
+        f"the leaves of a batch have different batch sizes: {found}. All must have one entry per sample. {PER_SAMPLE} "
+        f"{_SINGLE_SAMPLES}"
     )
 
 

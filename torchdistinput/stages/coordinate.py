@@ -50,7 +50,7 @@ from torchdistinput.flow import (
 from torchdistinput.mould import Mould
 from torchdistinput.plan.ending import Ballot, Verdict, decide, weight_of
 from torchdistinput.plan.read_ahead import changed
-from torchdistinput.structure import Structure
+from torchdistinput.structure import PER_SAMPLE, Structure
 
 __all__ = ["Coordinate"]
 
@@ -340,7 +340,7 @@ class Coordinate:
         told = "; ".join(text for text in texts if text)
         return errors.BatchingError(
             f"the elements of the ranks differ in structure after step {self._steps}: {told}. Nesting, names and "
-            "dtypes must be the same on every rank."
+            f"dtypes must be the same on every rank. {PER_SAMPLE}"
         )
 
     def _difference_of_draws(self) -> Exchange[BaseException]:
