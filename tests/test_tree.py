@@ -54,6 +54,21 @@ def test_an_empty_batch_looks_like_a_batch_of_no_samples(kind: str) -> None:
     assert described(tree.structure_of(KINDS[kind](3)).empty()) == described(KINDS[kind](0))
 
 
+@pytest.mark.filterwarnings("ignore:Sparse (CSR tensor support|invariant checks)")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_an_empty_batch_is_as_sparse_as_the_others(layout: torch.layout) -> None:
+    structure = tree.structure_of([torch.eye(3, dtype=torch.float64).to_sparse(layout=layout)])
+    for told in (structure, Structure.from_json(json.loads(json.dumps(structure.to_json())))):
+        (found,) = told.empty()
+        assert (found.layout, found.dtype) == (layout, torch.float64)
+        assert torch.mm(found, torch.ones(3, 2, dtype=torch.float64)).shape == (0, 2)
+
+
+def test_a_layout_that_torch_does_not_have_is_refused() -> None:
+    with pytest.raises(BatchingError, match="layout 'round'"):
+        Structure.from_json({"kind": "tensor", "dtype": "int8", "layout": "round", "dims": []})
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_another_rank_can_be_told_the_structure(kind: str) -> None:
     structure = tree.structure_of(KINDS[kind](3))

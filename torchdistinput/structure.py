@@ -46,10 +46,10 @@ class TensorSpec:
 @final
 @dataclasses.dataclass(frozen=True)
 class Structure:
-    """What every batch of an input has in common: nesting, field names, dtypes; and the inner dims of one example.
+    """What every batch of an input has in common: nesting, field names, dtypes; inner dims and layouts of one example.
 
     ``kind`` is ``tensor``, ``rows`` (a list leaf), ``constant``, or the kind of a container. Two structures are the
-    same kind if nesting, names and dtypes agree; inner dims and constants may differ from batch to batch.
+    same kind if nesting, names and dtypes agree; the rest may differ from batch to batch.
     """
 
     kind: str
@@ -57,6 +57,7 @@ class Structure:
     children: tuple[Structure, ...] = ()
     dtype: torch.dtype | type | None = None
     inner_dims: tuple[int, ...] = ()
+    layout: torch.layout = torch.strided
     constant: Any = None
     cls: type | None = None
 
@@ -136,9 +137,10 @@ class Structure:
         return f"{self.kind}({inner})"
 
     def empty(self) -> Any:
-        """A batch of size 0: the right nesting, dtypes and inner dims, no sample. On the CPU."""
+        """A batch of size 0: the right nesting, dtypes, inner dims and layouts, no sample. On the CPU."""
         if self.kind == "tensor":
-            return torch.zeros((0, *self.inner_dims), dtype=cast(torch.dtype, self.dtype), device="cpu")
+            dtype = cast(torch.dtype, self.dtype)
+            return torch.zeros((0, *self.inner_dims), dtype=dtype, layout=self.layout, device="cpu")
         if self.kind == "rows":
             return () if self.cls is tuple else []
         if self.kind == "constant":
@@ -179,7 +181,9 @@ class Structure:
     def to_json(self) -> Any:
         """Plain lists, dicts, strings and numbers, for a rank that never saw a sample. Refuses what is not plain."""
         if self.kind == "tensor":
-            return {"kind": "tensor", "dtype": str(self.dtype).removeprefix("torch."), "dims": list(self.inner_dims)}
+            names = {"dtype": str(self.dtype), "layout": str(self.layout)}
+            told = {key: name.removeprefix("torch.") for key, name in names.items()}
+            return {"kind": "tensor", **told, "dims": list(self.inner_dims)}
         if self.kind == "rows":
             return {"kind": "rows", "dtype": "str" if self.dtype is str else "object", "tuple": self.cls is tuple}
         if self.kind == "constant":
@@ -225,9 +229,12 @@ class Structure:
             dtype = getattr(torch, data["dtype"], None)
             if not isinstance(dtype, torch.dtype):
                 raise BatchingError(f"another rank has a leaf of dtype {data['dtype']!r}, unknown to torch here.")
+            layout = getattr(torch, data["layout"], None)
+            if not isinstance(layout, torch.layout):
+                raise BatchingError(f"another rank has a leaf of layout {data['layout']!r}, unknown to torch here.")
             dims = tuple(int(size) for size in data["dims"])
             torch.empty((0, *dims), dtype=dtype, device="meta")  # refuses what no tensor can have
-            return Structure("tensor", dtype=dtype, inner_dims=dims)
+            return Structure("tensor", dtype=dtype, inner_dims=dims, layout=layout)
         if kind == "rows":
             dtype = str if data["dtype"] == "str" else object
             return Structure("rows", dtype=dtype, cls=tuple if data["tuple"] else list)

@@ -74,7 +74,7 @@ def _flatten(value: Any, leaves: list[Any]) -> Structure:
     if leaf is not None:
         leaves.append(leaf)
         if isinstance(leaf, torch.Tensor):
-            return Structure("tensor", dtype=leaf.dtype, inner_dims=tuple(leaf.shape[1:]))
+            return Structure("tensor", dtype=leaf.dtype, inner_dims=tuple(leaf.shape[1:]), layout=leaf.layout)
         strings = all(isinstance(item, str) for item in leaf)
         return Structure("rows", dtype=str if strings else object, cls=type(leaf))
     container = open_container(value)
