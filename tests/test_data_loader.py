@@ -581,6 +581,25 @@ def test_a_loader_can_be_copied_before_it_is_read() -> None:
     assert [batch.tolist() for batch in copy.deepcopy(loader)] == [[0, 1], [2]]
 
 
+class HoldsALock(Exception):
+    """It can be pickled without the lock."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.lock = threading.Lock()
+
+
+def raise_one_with_a_lock(samples: list[Any]) -> None:
+    raise HoldsALock(f"no {samples[0]}")
+
+
+def test_an_exception_of_a_loader_worker_comes_as_itself_without_what_cannot_be_sent() -> None:
+    loader = Ours(range(3), collate_fn=raise_one_with_a_lock, num_workers=1)
+    with pytest.raises(HoldsALock, match="^no 0$") as caught:
+        next(iter(loader))
+    assert not caught.value.lock.locked()
+
+
 def _pickled(loader: Any) -> Any:
     return pickle.loads(pickle.dumps(loader))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import islice
 from typing import Any, NamedTuple, NoReturn, Protocol, cast, final, runtime_checkable
 
@@ -91,11 +92,16 @@ class Failure:
 
 
 def _picklable(error: Exception) -> Exception:
-    try:
+    kind = type(error)
+    with suppress(Exception):
         copied = pickle.loads(pickle.dumps(error))
-    except Exception:  # whatever its reduce method does: its text still tells the story
-        copied = None
-    return copied if isinstance(copied, Exception) else RuntimeError(text_of(error))
+        if isinstance(copied, Exception):
+            return copied
+    with suppress(Exception):  # beside its arguments it may hold a lock, say, or a function
+        bare = kind.__new__(kind, *error.args)
+        if isinstance(pickle.loads(pickle.dumps(bare)), Exception):
+            return bare
+    return RuntimeError(text_of(error))  # whatever its reduce method does: its text still tells the story
 
 
 @runtime_checkable
