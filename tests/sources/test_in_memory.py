@@ -420,7 +420,7 @@ def steps_of(data: Any, replicas: int, **options: Any) -> list[Any]:
     strategy, found = tdi.Strategy(["cpu"] * replicas), list[Any]()
     sampler = RandomSampler(range(N), generator=generator())
     settings = tdi.InputOptions(prefetch=0, **options)
-    with strategy.distribute_dataset(DataLoader(data, 4, sampler=sampler), settings) as elements:
+    with strategy.distribute_dataset(DataLoader(data, 3, sampler=sampler), settings) as elements:
         try:
             for element in elements:
                 parts = [bits(part) for part in strategy.local_results(element)]
@@ -440,7 +440,7 @@ TROUBLED = ["subset of a concat", "too short"]
 def test_rows_that_are_gathered_as_they_are_drawn_are_those_that_are_read_and_looked_at(
     kind: str, replicas: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Types, sizes, digests, positions and errors."""
+    """Types, sizes, digests, positions and errors; and so are those that are gathered together."""
     data = pairs(9) if kind == "too short" else FAST[kind](tmp_path)
     ways: list[dict[str, Any]] = [{}, {"partial_batch": "pad"}, {"on_error": "skip"}]
     fetched: list[Any] = []
@@ -453,6 +453,16 @@ def test_rows_that_are_gathered_as_they_are_drawn_are_those_that_are_read_and_lo
     monkeypatch.setattr(MapStream, "fetch", noted)
     gathered = [steps_of(data, replicas, **way) for way in ways]
     assert len(fetched) == len(ways) or kind in TROUBLED  # the first row of each, to be learned
+    draw, together = MapStream.draw, list[int]()
+
+    def ahead(stream: MapStream) -> Any:
+        stream.expect(3)
+        together.append(len(stream._ahead))
+        return draw(stream)
+
+    monkeypatch.setattr(MapStream, "draw", ahead)
+    assert [steps_of(data, replicas, **way) for way in ways] == gathered
+    assert max(together) == 2
     monkeypatch.setattr(PieceDataset, "gather", None)
     assert [steps_of(data, replicas, **way) for way in ways] == gathered
     assert len(fetched) > 2 * len(ways)

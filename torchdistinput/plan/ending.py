@@ -47,6 +47,8 @@ MAX_RANKS = _COUNTER
 MAX_SAMPLES = (1 << _SAMPLE_BITS) - 1
 _WORD = 1 << 64
 _HALF = 1 << 63
+_ALL = _WORD - 1
+_LACKING, _KNOWING = 2 * _COUNTER_BITS, 3 * _COUNTER_BITS
 _HEAD = 4  # words before those of the steps
 _HOLDING = _SAMPLE_BITS + _COUNTER_BITS  # bits of a step's word below the ranks that hold it
 _HELD = 1 << _HOLDING
@@ -83,14 +85,14 @@ class Ballot(NamedTuple):
           num_slots: steps that a message has room for, K.
           weight: this rank's, from ``weight_of``; 0 for a single rank.
         """
-        flags = (self.failed, self.stopped, self.digest is None, self.digest is not None)
-        digest = self.digest or 0
-        words = [sum(1 << (place * _COUNTER_BITS) for place, flag in enumerate(flags) if flag), digest, digest * digest]
-        words.append(self.skipped + _WISHES[self.ahead])
+        digest = self.digest
+        knows = digest is not None
+        flags = self.failed | self.stopped << _COUNTER_BITS | (not knows) << _LACKING | knows << _KNOWING
+        words = [flags, digest or 0, (digest or 0) ** 2, self.skipped + _WISHES[self.ahead]]
         words += [_HELD if size is None else _HELD_AND_LIVE + size for size in self.sizes[:num_slots]]
         words += [0] * (_HEAD + num_slots - len(words))
         # A sum of such words wraps around as the numbers modulo 2**64 do.
-        words += [(number * weight + _HALF) % _WORD - _HALF for number in self.drawn[:num_slots]]
+        words += [((number * weight + _HALF) & _ALL) - _HALF for number in self.drawn[:num_slots]]
         words += [0] * (_HEAD + 2 * num_slots - len(words))
         return words
 
@@ -137,43 +139,51 @@ def decide(words: Sequence[int], num_ranks: int, max_skipped: int | None = None)
       num_ranks: how many ballots they are of.
       max_skipped: how many samples may be left out; ``None`` for any number.
     """
-    failed, stopped, lacking, knowing = (words[0] >> place * _COUNTER_BITS & _COUNTER for place in range(4))
+    flags, digests, squares, last = words[:_HEAD]
+    stopped, knowing = flags >> _COUNTER_BITS & _COUNTER, flags >> _KNOWING & _COUNTER
+    differ = knowing * squares != digests * digests
+    skipped = last & MAX_SAMPLES
+    too_many = max_skipped is not None and skipped > max_skipped
+    further, less = last >> _SAMPLE_BITS & _COUNTER, last >> _HOLDING
     steps: list[int] = []
     end = draws_differ = False
-    differ = knowing * words[2] != words[1] ** 2
-    skipped = words[3] & MAX_SAMPLES
-    too_many = max_skipped is not None and skipped > max_skipped
-    further, less = words[3] >> _SAMPLE_BITS & _COUNTER, words[3] >> _HOLDING
-    slots = (len(words) - _HEAD) // 2
-    pairs = zip(words[_HEAD : _HEAD + slots], words[_HEAD + slots :], strict=True)
-    last, holding, live, samples = -1, 0, 0, 0
-    for word, drawn in () if differ or too_many else pairs:
-        if word != last:  # most steps are as the one before
-            holding, live, samples = count(word)
-            last = word
-        if holding < num_ranks:
-            break
-        if live == 0:
-            end = True
-            break
-        if stopped:  # a stopped rank that is past its end says so, but will take no step with the others
-            break
-        if drawn % _WORD:
-            draws_differ = True
-            break
-        steps.append(samples)
+    if not (differ or too_many):
+        steps, end, draws_differ = _agreed(words, num_ranks, stopped=stopped > 0)
     return Verdict(
         steps=tuple(steps),
         end=end,
-        num_failed=failed,
+        num_failed=flags & _COUNTER,
         num_stopped=stopped,
-        structure_wanted=lacking > 0 and knowing > 0,
+        structure_wanted=knowing > 0 and flags >> _LACKING & _COUNTER > 0,
         structures_differ=differ,
         draws_differ=draws_differ,
         skipped=skipped,
         too_many_skipped=too_many,
         ahead=-1 if less else int(further == num_ranks),
     )
+
+
+def _agreed(words: Sequence[int], num_ranks: int, *, stopped: bool) -> tuple[list[int], bool, bool]:
+    """The steps that are agreed, whether the end follows, and whether draws differ there. Laws A, B, C, E and F."""
+    slots = (len(words) - _HEAD) // 2
+    drawn = words[_HEAD + slots :]
+    alike = not any(drawn)
+    steps: list[int] = []
+    before, samples = None, 0
+    for place, word in enumerate(words[_HEAD : _HEAD + slots]):
+        if word != before:  # most steps are as the one before
+            holding, live, samples = count(word)
+            if holding < num_ranks:
+                break
+            if not live:
+                return steps, True, False
+            if stopped:  # a stopped rank that is past its end says so, but will take no step with the others
+                break
+            before = word
+        if not alike and drawn[place] % _WORD:
+            return steps, False, True
+        steps.append(samples)
+    return steps, False, False
 
 
 def weight_of(rank: int, num_ranks: int) -> int:

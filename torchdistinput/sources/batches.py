@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count as counting
 from itertools import islice
 from typing import Any, Final, NamedTuple, Protocol, cast, final
@@ -54,9 +54,8 @@ class Batches(Protocol):
           StopIteration: there is none.
         """
 
-    @property
-    def stands_fixed(self) -> bool:
-        """Whether the next batch is known by now, so that making it neither draws anything nor runs user code."""
+    def draw_fixed(self, most: int, /) -> Sequence[Numbers]:
+        """The next batches, up to ``most``, as far as making them neither draws anything nor runs user code."""
 
     def skip(self, count: int) -> Passed:
         """Passes over ``count`` batches, with the draws that making them would have cost; ``sys.maxsize``: over all."""
@@ -83,15 +82,18 @@ def batches_of(batches: Iterable[Any], size: Callable[[Any], int] = size_of) -> 
 class _Indices(Protocol):
     """The indices of one epoch, in order."""
 
-    @property
-    def num_ready(self) -> int:
-        """How many of the next ones stand fixed by now, at least."""
-
     def take(self, count: int) -> Numbers | list[Any]:
         """The next ``count``; fewer at the end, which is looked for only then."""
 
+    def take_fixed(self, count: int, most: int, /) -> Sequence[Numbers]:
+        """The next ``count``, and so on, up to ``most`` times, as far as they stand fixed by now."""
+
     def skip(self, count: int) -> int:
         """Passes over ``count``; how many there were."""
+
+
+def _none_fixed(_self: object, *_counts: int) -> Sequence[Numbers]:
+    return ()
 
 
 @final
@@ -123,10 +125,10 @@ class _CutBatches:
         self._ended = False
         return batch
 
-    @property
-    def stands_fixed(self) -> bool:
-        """See ``Batches.stands_fixed``."""
-        return not self._ended and self._indices is not None and self._indices.num_ready >= self._size()
+    def draw_fixed(self, most: int) -> Sequence[Numbers]:
+        """See ``Batches.draw_fixed``."""
+        indices = self._indices
+        return () if self._ended or indices is None else indices.take_fixed(self._size(), most)
 
     def skip(self, count: int) -> Passed:
         """See ``Batches.skip``."""
@@ -160,7 +162,7 @@ class _CutBatches:
 class _Singles:
     """Indices that are batches by themselves."""
 
-    stands_fixed = False  # not worth it
+    draw_fixed = _none_fixed  # not worth it
 
     def __init__(self, indices: _ChunkedIndices) -> None:
         self._indices = indices
@@ -199,7 +201,7 @@ class _Singles:
 class _IteratedBatches:
     """Batches that nobody can foretell."""
 
-    stands_fixed = False
+    draw_fixed = _none_fixed
 
     def __init__(self, batches: Iterator[Any], size: Callable[[Any], int]) -> None:
         self._batches = batches
@@ -223,7 +225,7 @@ class _IteratedBatches:
 class _IteratedIndices:
     """Indices that nobody can foretell."""
 
-    num_ready = 0
+    take_fixed = _none_fixed
 
     def __init__(self, indices: Iterator[Any]) -> None:
         self._indices = indices
@@ -302,10 +304,12 @@ class _ChunkedIndices:
             left -= self._used
         return Numbers(np.concatenate(parts) if parts else range(0))
 
-    @property
-    def num_ready(self) -> int:
-        """See ``_Indices.num_ready``."""
-        return len(self._ready) - self._used
+    def take_fixed(self, count: int, most: int) -> Sequence[Numbers]:
+        """See ``_Indices.take_fixed``."""
+        ready, digests, used = self._ready, self._digests, self._used
+        stop = used + min((len(ready) - used) // count, most) * count
+        self._used = stop
+        return [Numbers(ready[place : place + count], digests, place) for place in range(used, stop, count)]
 
     def take_drawn(self, most: int) -> Numbers:
         """The next ones, up to ``most``, as far as they stand fixed by now."""

@@ -6,13 +6,16 @@ is a whole row as soon as its indices are drawn, and known: nobody needs to look
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any, final
 
 import torch
 
 from torchdistinput.flow import Digest, Known, Row, Thinned
 from torchdistinput.plan.batching import Cutter
+from torchdistinput.sources.in_memory import Gather
 from torchdistinput.sources.index import labelled_batch
 from torchdistinput.sources.random_state import packed
 from torchdistinput.sources.ready import CutReady
@@ -72,30 +75,42 @@ class MapStream:
         self._cutter = cutter
         self._whole = CutReady(as_is, cutter)
         self._rows_of_whole: list[Row] = []
+        self._ahead: deque[DrawnRow | Known] = deque()
 
     def expect(self, rows: int) -> None:
-        """See ``Stream.expect``."""
-        if self._pieces is not None:
-            self._draws.expect(rows)
+        """See ``Stream.expect``. What is gathered from memory is gathered now, with nothing in between."""
+        if self._pieces is None or self._ahead:
+            return
+        self._draws.expect(rows)
+        gather = self._pieces.gather
+        if gather is None:
+            return
+        known, requests = self._draws.take_known(rows)
+        try:
+            made = iter([gather(numbers) for _, numbers, _ in requests])
+        except Exception:  # whichever row it is will meet it again
+            self._draws.give_back(requests)
+            self._ahead.extend(known)
+            return
+        self._ahead.extend([_known(drawn, made) for drawn in known])
 
     def draw(self) -> DrawnRow | Known | None:
         """See ``Stream.draw``. What is gathered from memory is a whole row at once, and known."""
-        drawn = self._draws.take_row()
-        if self._pieces is None or drawn is None or drawn.like is None:
+        drawn = self._ahead.popleft() if self._ahead else self._draws.take_row()
+        if self._pieces is None or type(drawn) is not DrawnRow or drawn.like is None:
             return drawn
         gather = self._pieces.gather
-        if gather is None:
-            return drawn
+        return drawn if gather is None else self._gathered(gather, drawn)
+
+    def _gathered(self, gather: Gather, drawn: DrawnRow) -> DrawnRow | Known:
+        """The row, or what was drawn if it cannot be gathered."""
         requests = [self._draws.take_request() for _ in range(drawn.wanted)]
         try:
-            row: Row = [gather(numbers) for _, numbers, _ in requests]
+            made = iter([gather(numbers) for _, numbers, _ in requests])
         except Exception:  # the ordinary way will meet it too, and tell of which samples it is
             self._draws.give_back(requests)
             return drawn
-        if drawn.wanted < len(drawn.pieces):
-            made = iter(row)
-            row = [next(made) if wanted else None for wanted in drawn.pieces]
-        return row, drawn.like, drawn.digest
+        return _known(drawn, made)
 
     def fetch(self, drawn: DrawnRow) -> Row:
         """See ``Stream.fetch``."""
@@ -129,6 +144,13 @@ class MapStream:
     def close(self) -> None:
         """See ``Stream.close``."""
         self._close()
+
+
+def _known(drawn: DrawnRow, made: Iterator[Any]) -> Known:
+    """The row of a batch that is gathered, of the pieces that come next."""
+    wanted, pieces = drawn.wanted, drawn.pieces
+    row = [*islice(made, wanted)] if wanted == len(pieces) else [next(made) if each else None for each in pieces]
+    return row, drawn.like, drawn.digest  # type: ignore[return-value] # what can be gathered is known
 
 
 def _labelled(pieces: Row, index: Sequence[torch.Tensor]) -> Row:

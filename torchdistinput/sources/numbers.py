@@ -123,6 +123,7 @@ def digest_of(indices: Numbers | Sequence[Any]) -> int:
 
 # Odd words that look random, of 64 bits.
 _WEIGHTS: Final = (random_words(0, 4096) | np.uint64(1)).view(np.int64)
+_NUM_WEIGHTS: Final = len(_WEIGHTS)
 _STEP: Final = 0x9E3779B97F4A7C15
 _LARGEST: Final = 1 << 63
 _TOGETHER: Final = 64  # batches
@@ -144,9 +145,12 @@ def _digest(indices: npt.NDArray[np.int64]) -> int:
 
 def _digest_of_range(start: int, count: int) -> int:
     """The same of ``count`` indices in a row, without making them."""
+    if count <= _NUM_WEIGHTS:  # as nearly always
+        weights, by_place = _sums_of(count)
+        return (count * _STEP + start * weights + by_place) % _LARGEST + 1
     number = count
-    for first in range(start, start + count, len(_WEIGHTS)):
-        weights, by_place = _sums_of(min(start + count - first, len(_WEIGHTS)))
+    for first in range(start, start + count, _NUM_WEIGHTS):
+        weights, by_place = _sums_of(min(start + count - first, _NUM_WEIGHTS))
         number = number * _STEP + first * weights + by_place
     return number % _LARGEST + 1
 

@@ -84,6 +84,7 @@ class Draws:
         self._cut_size = -1
         self._cut_rows: list[_CutRow] = []  # of a batch of that size, which most batches have
         self._rows_a_batch = 1 if cutter.shared else cutter.topology.num_workers
+        self._alone = cutter.topology.num_workers == 1
         self._collate = collate
         self._draw = draw
         self._once = once
@@ -128,8 +129,25 @@ class Draws:
 
         One after the other they would be drawn between the readings of samples, with cold caches.
         """
-        while len(self._rows) < rows and self._batches.stands_fixed and not self._rows_to_skip and self._advance():
-            pass
+        missing = rows - len(self._rows)
+        if missing <= 0 or self._exhausted or self._rows_to_skip:
+            return
+        try:
+            for batch in self._batches.draw_fixed(-(-missing // self._rows_a_batch)):
+                self._add(batch, 0)
+        except Exception as error:
+            self._fail(error)
+
+    def take_known(self, most: int) -> tuple[list[DrawnRow], list[Request]]:
+        """The next rows, up to so many, that were drawn already and can be gathered; and their requests, in order."""
+        rows: list[DrawnRow] = []
+        requests: list[Request] = []
+        while self._rows and self._rows[0].like is not None and len(rows) < most:
+            row = self._rows.popleft()
+            rows.append(row)
+            requests += [self._requests.popleft() for _ in range(row.wanted)]
+        self._surplus -= len(requests)
+        return rows, requests
 
     def take_row(self) -> DrawnRow | None:
         """The next row, with the requests that it needs drawn; ``None`` at the end. Caller's thread.
@@ -165,11 +183,15 @@ class Draws:
             if self._once:
                 self._draw = plainly
             self._add(batch, 0)
-        except Exception as error:  # in torch's hands it would end the epoch before the rows that were drawn
-            self._failure = error
-            self._exhausted = True
+        except Exception as error:
+            self._fail(error)
             return False
         return True
+
+    def _fail(self, error: Exception) -> None:
+        """Keeps it for after the rows that were drawn: in torch's hands it would end the epoch before them."""
+        self._failure = error
+        self._exhausted = True
 
     def _start_after(self, rows: int) -> bool:
         """Draws the batch that the last row to be passed over is in; what is left of it comes next."""
@@ -219,8 +241,8 @@ class Draws:
         size = len(indices)
         numbers = None if self._numbers is None else self._numbers.of_batch(indices)
         digest: Digest = 0
-        if self._cutter.shared:  # a list may be another one when somebody asks; what is known stays
-            digest = indices.digest if known else digest_of(indices)
+        if self._cutter.shared:  # a list may be another one when somebody asks; of what is known, nobody asks one alone
+            digest = indices.digest if known and self._alone else digest_of(indices)
         rows = self._cut_rows if size == self._cut_size else self._cut(size)
         for limits, pieces, wanted, like in rows[first:] if first else rows:
             index = None if numbers is None else tuple(numbers[lo:hi] for lo, hi in limits)
