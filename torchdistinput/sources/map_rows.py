@@ -87,7 +87,7 @@ class MapStream:
             return
         known, requests = self._draws.take_known(rows)
         try:
-            made = iter([gather(numbers) for _, numbers, _ in requests])
+            made = iter(gather.each([numbers for _, numbers, _ in requests]))
         except Exception:  # whichever row it is will meet it again
             self._draws.give_back(requests)
             self._ahead.extend(known)
