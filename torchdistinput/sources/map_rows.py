@@ -17,9 +17,10 @@ from torchdistinput.flow import Digest, Known, Row, Thinned
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.sources.in_memory import Gather
 from torchdistinput.sources.index import labelled_batch
+from torchdistinput.sources.numbers import Numbers
 from torchdistinput.sources.random_state import packed
 from torchdistinput.sources.ready import CutReady
-from torchdistinput.sources.samplers import DrawnRow, Draws
+from torchdistinput.sources.samplers import CutRow, DrawnRow, Draws
 from torchdistinput.sources.worker_side import (
     Failure,
     PieceDataset,
@@ -75,29 +76,37 @@ class MapStream:
         self._cutter = cutter
         self._whole = CutReady(as_is, cutter)
         self._rows_of_whole: list[Row] = []
-        self._ahead: deque[DrawnRow | Known] = deque()
+        self._ahead: deque[Known] = deque()
 
     def expect(self, rows: int) -> None:
         """See ``Stream.expect``. What is gathered from memory is gathered now, with nothing in between."""
-        if self._pieces is None or self._ahead:
+        if self._pieces is None:
             return
-        self._draws.expect(rows)
-        gather = self._pieces.gather
-        if gather is None:
+        gather, draws, missing = self._pieces.gather, self._draws, rows - len(self._ahead)
+        if gather is None or not draws.comes_known:
+            draws.expect(missing)
             return
-        known, requests = self._draws.take_known(rows)
+        batches = draws.take_fixed(missing)
+        cuts: list[tuple[CutRow, Digest]] = []
+        pieces: list[Numbers] = []
         try:
-            made = iter(gather.each([numbers for _, numbers, _ in requests]))
+            for batch in batches:
+                digest, size = draws.digest_of(batch), len(batch)
+                for cut in draws.rows_of(size):
+                    cuts.append((cut, digest))
+                    pieces += [batch if hi - lo == size else batch[lo:hi] for lo, hi in cut.limits if lo < hi]
+            made = iter(gather.each(pieces))
         except Exception:  # whichever row it is will meet it again
-            self._draws.give_back(requests)
-            self._ahead.extend(known)
+            draws.put(batches)
             return
-        self._ahead.extend([_known(drawn, made) for drawn in known])
+        self._ahead.extend([_known(cut, digest, made) for cut, digest in cuts])
 
     def draw(self) -> DrawnRow | Known | None:
         """See ``Stream.draw``. What is gathered from memory is a whole row at once, and known."""
-        drawn = self._ahead.popleft() if self._ahead else self._draws.take_row()
-        if self._pieces is None or type(drawn) is not DrawnRow or drawn.like is None:
+        if self._ahead:
+            return self._ahead.popleft()
+        drawn = self._draws.take_row()
+        if self._pieces is None or drawn is None or drawn.like is None:
             return drawn
         gather = self._pieces.gather
         return drawn if gather is None else self._gathered(gather, drawn)
@@ -110,7 +119,7 @@ class MapStream:
         except Exception:  # the ordinary way will meet it too, and tell of which samples it is
             self._draws.give_back(requests)
             return drawn
-        return _known(drawn, made)
+        return _known(drawn, drawn.digest, made)
 
     def fetch(self, drawn: DrawnRow) -> Row:
         """See ``Stream.fetch``."""
@@ -146,11 +155,11 @@ class MapStream:
         self._close()
 
 
-def _known(drawn: DrawnRow, made: Iterator[Any]) -> Known:
+def _known(row: DrawnRow | CutRow, digest: Digest, made: Iterator[Any]) -> Known:
     """The row of a batch that is gathered, of the pieces that come next."""
-    wanted, pieces = drawn.wanted, drawn.pieces
-    row = [*islice(made, wanted)] if wanted == len(pieces) else [next(made) if each else None for each in pieces]
-    return row, drawn.like, drawn.digest  # type: ignore[return-value] # what can be gathered is known
+    wanted, pieces = row.wanted, row.pieces
+    content = [*islice(made, wanted)] if wanted == len(pieces) else [next(made) if each else None for each in pieces]
+    return content, row.like, digest  # type: ignore[return-value] # what can be gathered is known
 
 
 def _labelled(pieces: Row, index: Sequence[torch.Tensor]) -> Row:

@@ -23,7 +23,7 @@ from torchdistinput.sources.numbers import Numbers, digest_of
 from torchdistinput.sources.random_state import plainly
 from torchdistinput.sources.worker_side import Request
 
-__all__ = ["DistributedBatchSampler", "DrawnRow", "Draws", "Feed"]
+__all__ = ["CutRow", "DistributedBatchSampler", "DrawnRow", "Draws", "Feed"]
 
 
 class DrawnRow(NamedTuple):
@@ -41,7 +41,7 @@ class DrawnRow(NamedTuple):
     """How the row will be, if all its pieces are gathered."""
 
 
-class _CutRow(NamedTuple):
+class CutRow(NamedTuple):
     """A row of a batch of some size: the limits of its pieces, which of them have samples, and how many those are."""
 
     limits: tuple[tuple[int, int], ...]
@@ -82,7 +82,7 @@ class Draws:
         self._cutter = cutter
         self._kinds = Kinds()  # of the rows of an epoch, if they are gathered
         self._cut_size = -1
-        self._cut_rows: list[_CutRow] = []  # of a batch of that size, which most batches have
+        self._cut_rows: list[CutRow] = []  # of a batch of that size, which most batches have
         self._rows_a_batch = 1 if cutter.shared else cutter.topology.num_workers
         self._alone = cutter.topology.num_workers == 1
         self._collate = collate
@@ -129,25 +129,29 @@ class Draws:
 
         One after the other they would be drawn between the readings of samples, with cold caches.
         """
-        missing = rows - len(self._rows)
-        if missing <= 0 or self._exhausted or self._rows_to_skip:
-            return
+        self.put(self.take_fixed(rows - len(self._rows)))
+
+    @property
+    def comes_known(self) -> bool:
+        """Whether the next rows are those of ``take_fixed``, and may be gathered without being drawn here."""
+        return not self._rows and self._numbers is None
+
+    def take_fixed(self, rows: int) -> Sequence[Numbers]:
+        """The next batches, for so many rows, of which it stands fixed what they are. Caller's thread.
+
+        They come after the rows that were drawn already, and are to be ``put`` or gathered, row by row of ``rows_of``.
+        """
+        if rows <= 0 or self._exhausted or self._rows_to_skip:
+            return ()
+        return self._batches.draw_fixed(-(-rows // self._rows_a_batch))
+
+    def put(self, batches: Sequence[Numbers]) -> None:
+        """Lets their rows come next, after those that were drawn already."""
         try:
-            for batch in self._batches.draw_fixed(-(-missing // self._rows_a_batch)):
+            for batch in batches:
                 self._add(batch, 0)
         except Exception as error:
             self._fail(error)
-
-    def take_known(self, most: int) -> tuple[list[DrawnRow], list[Request]]:
-        """The next rows, up to so many, that were drawn already and can be gathered; and their requests, in order."""
-        rows: list[DrawnRow] = []
-        requests: list[Request] = []
-        while self._rows and self._rows[0].like is not None and len(rows) < most:
-            row = self._rows.popleft()
-            rows.append(row)
-            requests += [self._requests.popleft() for _ in range(row.wanted)]
-        self._surplus -= len(requests)
-        return rows, requests
 
     def take_row(self) -> DrawnRow | None:
         """The next row, with the requests that it needs drawn; ``None`` at the end. Caller's thread.
@@ -240,10 +244,8 @@ class Draws:
         indices: Any = batch if known else self._listed(batch)
         size = len(indices)
         numbers = None if self._numbers is None else self._numbers.of_batch(indices)
-        digest: Digest = 0
-        if self._cutter.shared:  # a list may be another one when somebody asks; of what is known, nobody asks one alone
-            digest = indices.digest if known and self._alone else digest_of(indices)
-        rows = self._cut_rows if size == self._cut_size else self._cut(size)
+        digest = self.digest_of(indices)
+        rows = self.rows_of(size)
         for limits, pieces, wanted, like in rows[first:] if first else rows:
             index = None if numbers is None else tuple(numbers[lo:hi] for lo, hi in limits)
             self._rows.append(DrawnRow(pieces, None, digest, index, wanted, like if known and index is None else None))
@@ -253,12 +255,21 @@ class Draws:
                     piece = indices if known and hi - lo == size else indices[lo:hi]
                     self._requests.append((self._collate, piece, self.key))
 
-    def _cut(self, size: int) -> list[_CutRow]:
+    def digest_of(self, indices: Numbers | Sequence[Any]) -> Digest:
+        """See ``DrawnRow.digest``."""
+        if not self._cutter.shared:
+            return 0
+        # A list may be another one when somebody asks. What is known stays, and one who is alone is seldom asked.
+        return indices.digest if self._alone and type(indices) is Numbers else digest_of(indices)
+
+    def rows_of(self, size: int) -> list[CutRow]:
         """The rows of a batch of so many samples."""
+        if size == self._cut_size:
+            return self._cut_rows
         rows = []
         for limits in self._cutter.rows(size):
             pieces = tuple(lo < hi for lo, hi in limits)
-            rows.append(_CutRow(limits, pieces, sum(pieces), self._kinds.like(size, limits)))
+            rows.append(CutRow(limits, pieces, sum(pieces), self._kinds.like(size, limits)))
         self._cut_size, self._cut_rows = size, rows
         return rows
 
