@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
 from typing import Any, final
 
 import torch
 
 from torchdistinput.flow import Digest, Known, Row, Thinned
 from torchdistinput.plan.batching import Cutter
-from torchdistinput.sources.in_memory import Gather
 from torchdistinput.sources.index import labelled_batch
 from torchdistinput.sources.numbers import Numbers
 from torchdistinput.sources.random_state import packed
@@ -99,7 +97,7 @@ class MapStream:
         except Exception:  # whichever row it is will meet it again
             draws.put(batches)
             return
-        self._ahead.extend([_known(cut, digest, made) for cut, digest in cuts])
+        self._ahead.extend([(_row(cut.pieces, made), cut.like, digest) for cut, digest in cuts])
 
     def draw(self) -> DrawnRow | Known | None:
         """See ``Stream.draw``. What is gathered from memory is a whole row at once, and known."""
@@ -109,17 +107,15 @@ class MapStream:
         if self._pieces is None or drawn is None or drawn.like is None:
             return drawn
         gather = self._pieces.gather
-        return drawn if gather is None else self._gathered(gather, drawn)
-
-    def _gathered(self, gather: Gather, drawn: DrawnRow) -> DrawnRow | Known:
-        """The row, or what was drawn if it cannot be gathered."""
+        if gather is None:
+            return drawn
         requests = [self._draws.take_request() for _ in range(drawn.wanted)]
         try:
-            made = iter([gather(numbers) for _, numbers, _ in requests])
+            made: Row = [gather(numbers) for _, numbers, _ in requests]
         except Exception:  # the ordinary way will meet it too, and tell of which samples it is
             self._draws.give_back(requests)
             return drawn
-        return _known(drawn, drawn.digest, made)
+        return (made if len(made) == len(drawn.pieces) else _row(drawn.pieces, iter(made))), drawn.like, drawn.digest
 
     def fetch(self, drawn: DrawnRow) -> Row:
         """See ``Stream.fetch``."""
@@ -155,11 +151,9 @@ class MapStream:
         self._close()
 
 
-def _known(row: DrawnRow | CutRow, digest: Digest, made: Iterator[Any]) -> Known:
-    """The row of a batch that is gathered, of the pieces that come next."""
-    wanted, pieces = row.wanted, row.pieces
-    content = [*islice(made, wanted)] if wanted == len(pieces) else [next(made) if each else None for each in pieces]
-    return content, row.like, digest  # type: ignore[return-value] # what can be gathered is known
+def _row(pieces: Sequence[bool], made: Iterator[Any]) -> Row:
+    """The row with these pieces, of those that come next."""
+    return [next(made) if wanted else None for wanted in pieces]
 
 
 def _labelled(pieces: Row, index: Sequence[torch.Tensor]) -> Row:

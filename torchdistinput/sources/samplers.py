@@ -245,7 +245,7 @@ class Draws:
         size = len(indices)
         numbers = None if self._numbers is None else self._numbers.of_batch(indices)
         digest = self.digest_of(indices)
-        rows = self.rows_of(size)
+        rows = self._cut_rows if size == self._cut_size else self.rows_of(size)
         for limits, pieces, wanted, like in rows[first:] if first else rows:
             index = None if numbers is None else tuple(numbers[lo:hi] for lo, hi in limits)
             self._rows.append(DrawnRow(pieces, None, digest, index, wanted, like if known and index is None else None))
