@@ -139,12 +139,12 @@ def decide(words: Sequence[int], num_ranks: int, max_skipped: int | None = None)
       num_ranks: how many ballots they are of.
       max_skipped: how many samples may be left out; ``None`` for any number.
     """
-    flags, digests, squares, last = words[:_HEAD]
+    flags, digests, squares, others = words[:_HEAD]
     stopped, knowing = flags >> _COUNTER_BITS & _COUNTER, flags >> _KNOWING & _COUNTER
     differ = knowing * squares != digests * digests
-    skipped = last & MAX_SAMPLES
+    skipped = others & MAX_SAMPLES
     too_many = max_skipped is not None and skipped > max_skipped
-    further, less = last >> _SAMPLE_BITS & _COUNTER, last >> _HOLDING
+    further, less = others >> _SAMPLE_BITS & _COUNTER, others >> _HOLDING
     steps: list[int] = []
     end = draws_differ = False
     if not (differ or too_many):

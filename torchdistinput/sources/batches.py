@@ -307,8 +307,9 @@ class _ChunkedIndices:
     def take_fixed(self, count: int, most: int) -> Sequence[Numbers]:
         """See ``_Indices.take_fixed``."""
         ready, digests, used = self._ready, self._digests, self._used
-        stop = used + min((len(ready) - used) // count, most) * count
-        self._used = stop
+        if count < 1:  # set so while the epoch runs
+            return ()
+        self._used = stop = used + min((len(ready) - used) // count, most) * count
         return [Numbers(ready[place : place + count], digests, place) for place in range(used, stop, count)]
 
     def take_drawn(self, most: int) -> Numbers:

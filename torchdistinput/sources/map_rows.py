@@ -1,7 +1,8 @@
 """The rows of a map-style loader, from its first index on.
 
 Indices are drawn on the caller's thread, pieces fetched where torch does. What is gathered from memory in this process
-is a whole row as soon as its indices are drawn, and known: nobody needs to look at it.
+is a whole row as soon as its indices are drawn, and known: nobody needs to look at it. Of several rows that are
+expected, the indices are drawn first, then all is gathered: what came between the copies would find the caches cold.
 """
 
 from __future__ import annotations
