@@ -291,7 +291,7 @@ class Buffer:
     def _draw_ahead(self) -> None:
         drawn, draw, profiled = self._drawn, self._draw, profiler._is_profiler_enabled  # noqa: SLF001 - see in_range
         began = perf_counter()
-        self._walk.expect(self._depth + 1 - self._in_flight)
+        in_range(FETCH, self._walk.expect, self._depth + 1 - self._in_flight)
         while self._in_flight <= self._depth:
             drawn.append(in_range(FETCH, draw) if profiled else draw())
             self._in_flight += 1
