@@ -90,6 +90,7 @@ class Arena:
         self._map = mmap.mmap(file, ledgers + workers * part)
         self._ledgers = np.frombuffer(self._map, np.int64, workers * ENTRIES).reshape(workers, ENTRIES)
         self._begin = ledgers
+        self._parts = [np.frombuffer(self._map, np.uint8, part, ledgers + number * part) for number in range(workers)]
 
     @classmethod
     def for_workers(cls, workers: int) -> Arena | None:
@@ -124,7 +125,7 @@ class Arena:
 
     def part(self, worker: int) -> _Bytes:
         """A worker's memory, as a new array. Torch and NumPy keep it alive while anything over it is in use."""
-        return np.frombuffer(self._map, np.uint8, self._part, self._begin + worker * self._part)
+        return self._parts[worker][:]
 
     def give_up(self, worker: int, used: Iterable[tuple[int, int]]) -> None:
         """Gives the pages of a worker's part back to the system, but for the bytes of each pair, ``lo`` to ``hi``."""
@@ -217,6 +218,8 @@ class Token:
         """Whether the memory can be written to."""
         if self._memory() is not None:
             return False
+        if not self._forks:
+            return True
         self._forks = [fork for fork in self._forks if not fork.is_over]
         return not self._forks
 

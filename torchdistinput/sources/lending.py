@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any, Final, final
 
@@ -70,6 +71,7 @@ class Lender:
         self._free = Free(self._size)
         self._blocks: dict[int, Block] = {}
         self._batches: dict[int, list[Block]] = {}  # by entry
+        self._entries = list(range(ENTRIES))  # that are free
         self.number = 0
         """Items that took memory so far."""
 
@@ -128,9 +130,9 @@ class Lender:
         Raises:
           DoesNotFit: too many batches are in use.
         """
-        entry = next((entry for entry in range(ENTRIES) if entry not in self._batches), None)
-        if entry is None:
+        if not self._entries:
             raise DoesNotFit
+        entry = self._entries.pop()
         self.number += 1
         for block in blocks:
             block.batches += 1
@@ -140,12 +142,16 @@ class Lender:
 
     def take_back(self) -> None:
         """Frees what nobody uses any more."""
-        for entry in [entry for entry in self._batches if not self._ledger[entry]]:
-            for block in self._batches.pop(entry):
-                block.batches -= 1
-        for block in [block for block in self._blocks.values() if not block.batches and block.token.is_free]:
-            del self._blocks[block.lo]
-            self._free.give_back(block.lo, block.size)
+        ledger, batches = self._ledger, self._batches
+        for entry in [*batches]:
+            if not ledger[entry]:
+                for block in batches.pop(entry):
+                    block.batches -= 1
+                self._entries.append(entry)
+        for block in [*self._blocks.values()]:
+            if not block.batches and block.token.is_free:
+                del self._blocks[block.lo]
+                self._free.give_back(block.lo, block.size)
 
 
 @final
@@ -165,12 +171,33 @@ class _Rows:
         self._dtype = self.rows[0].dtype
         self._shape = self.rows[0].shape
 
-    def is_like(self, leaf: Any) -> bool:
-        """Whether stacking it makes such a row."""
-        if type(leaf) is not self.kind or leaf.dtype != self._dtype or leaf.shape != self._shape:
+    def filled(self, row: int, leaf: Any) -> Any:
+        """A row with the contents of a leaf; the leaf, where stacking it would not make such a row."""
+        if type(leaf) is not self.kind or leaf.dtype != self._dtype:
+            return leaf
+        kept = self.rows[row]
+        if self.kind is np.ndarray:
+            if leaf.shape != self._shape or not leaf.flags.c_contiguous:
+                return leaf
+            np.copyto(kept, leaf)
+        else:
+            if not is_plain(leaf) or leaf.shape != self._shape:
+                return leaf
+            kept.copy_(leaf)
+        return kept
+
+    def are(self, batch: Sequence[torch.Tensor]) -> bool:
+        """Whether stacking these would make the piece."""
+        rows, piece = self.rows, self.piece
+        if len(batch) != len(rows) or batch[0].shape != piece.shape[1:]:
             return False
-        whole: bool = leaf.flags.c_contiguous if self.kind is np.ndarray else is_plain(leaf)
-        return whole
+        if batch[0] is rows[0] and all(map(operator.is_, batch, rows)):  # so they are, as a rule
+            return True
+        begin, step = piece.data_ptr(), piece.stride(0) * piece.element_size()
+        return all(
+            each.data_ptr() == begin + row * step and each.dtype == piece.dtype and each.is_contiguous()
+            for row, each in enumerate(batch)
+        )
 
 
 @final
@@ -192,6 +219,8 @@ class Stack:
         """See ``worker_side.Keep``."""
         if row == 0:
             self._rows = {}
+        elif whole := self._rows.get(()):  # the sample is a leaf
+            return whole.filled(row, sample)
         kept = self._kept(sample, (), row, rows)
         return kept if self._rows else None
 
@@ -214,14 +243,7 @@ class Stack:
             self._rows[path] = begun
         else:
             begun = self._rows.get(path)
-        if begun is None or not begun.is_like(leaf):
-            return leaf
-        kept = begun.rows[row]
-        if begun.kind is np.ndarray:
-            np.copyto(kept, leaf)
-        else:
-            kept.copy_(leaf)
-        return kept
+        return leaf if begun is None else begun.filled(row, leaf)
 
     def _begun(self, leaf: Any, rows: int) -> _Rows | None:
         """A piece for leaves like this one; ``None`` if there can be none."""
@@ -239,7 +261,7 @@ class Stack:
         if set(map(type, batch)) != _TENSORS or not is_plain(first):
             return collate_tensor_fn(batch, collate_fn_map=collate_fn_map)
         for path, begun in self._rows.items():
-            if _are_rows(begun.piece, batch):
+            if begun.are(batch):
                 return self._rows.pop(path).piece
         shape = (len(batch), *first.shape)
         if self._lender.is_small(len(batch) * first.nbytes):
@@ -259,15 +281,4 @@ def is_plain(tensor: torch.Tensor) -> bool:
         and tensor.device.type == "cpu"
         and tensor.layout is torch.strided
         and not (tensor.is_nested or tensor.is_quantized or tensor.requires_grad)
-    )
-
-
-def _are_rows(piece: torch.Tensor, batch: Sequence[torch.Tensor]) -> bool:
-    """Whether stacking them would make this piece."""
-    if len(batch) != len(piece) or batch[0].shape != piece.shape[1:]:
-        return False
-    begin, step = piece.data_ptr(), piece.stride(0) * piece.element_size()
-    return all(
-        each.data_ptr() == begin + row * step and each.dtype == piece.dtype and each.is_contiguous()
-        for row, each in enumerate(batch)
     )
