@@ -11,7 +11,7 @@ in order: torch's loader has at most ``prefetch_factor`` batches of each worker 
 
 Messages are pickled as ``multiprocessing`` pickles them. But its pickler copies all reducers that anybody registered,
 for each message: after a batch was decoded, in caches that know nothing of it, that takes as long as all other work on
-the message together.
+the message together. Plain tuples, as most messages are, concern no reducer, and are pickled without any.
 
 Linux, and workers that are forked; elsewhere torch's queues are as they were.
 """
@@ -41,6 +41,7 @@ __all__ = ["Messages", "context_for", "largest", "reduction_of"]
 
 _PAGE: Final = 4096
 _LARGE_PIPE: Final = 1 << 18
+_PLAIN: Final = frozenset({int, bool, str, bytes, float, type(None)})
 
 
 @final
@@ -134,9 +135,20 @@ class _Pickler(pickle.Pickler):
 
 
 def _pickled(item: Any) -> bytes:
+    if type(item) is tuple and _are_plain(item):
+        return pickle.dumps(item)
     message = io.BytesIO()
     _Pickler(message).dump(item)
     return message.getvalue()
+
+
+def _are_plain(items: tuple[Any, ...]) -> bool:
+    """Whether all of them are such, or tuples of such, that no reducer is asked for them."""
+    for item in items:
+        cls = type(item)
+        if cls not in _PLAIN and not (cls is tuple and _are_plain(item)):
+            return False
+    return True
 
 
 @final

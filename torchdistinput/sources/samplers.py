@@ -21,7 +21,7 @@ from torchdistinput.sources.batches import Passed, batches_of, size_of
 from torchdistinput.sources.index import SampleNumbers
 from torchdistinput.sources.numbers import Numbers, digest_of
 from torchdistinput.sources.random_state import plainly
-from torchdistinput.sources.worker_side import Request
+from torchdistinput.sources.worker_side import PLAIN, Request
 
 __all__ = ["CutRow", "DistributedBatchSampler", "DrawnRow", "Draws", "Feed"]
 
@@ -323,7 +323,9 @@ class _Requests(Iterator[Request]):
         self._draws = draws
 
     def __next__(self) -> Request:
-        return self._draws.take_request()
+        request = self._draws.take_request()
+        many, wanted, key = request
+        return (many | PLAIN, wanted.plain(), key) if type(wanted) is Numbers else request
 
 
 @final

@@ -10,7 +10,7 @@ import pickle
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
-from typing import Any, NamedTuple, NoReturn, Protocol, cast, final, runtime_checkable
+from typing import Any, Final, NamedTuple, NoReturn, Protocol, cast, final, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,7 @@ from torchdistinput.sources.sealing import Sealing
 from torchdistinput.sources.seeds import Samples
 
 __all__ = [
+    "PLAIN",
     "Cut",
     "CutSamples",
     "Failure",
@@ -109,9 +110,12 @@ class _FetchesBatches(Protocol):
     def __getitems__(self, indices: list[Any]) -> list[Any]: ...
 
 
-Request = tuple[bool, Any, int]
+Request = tuple[int, Any, int]
 """What torch's loader hands to a ``PieceDataset``: whether to collate a list of samples, the index or indices (as
 ``Numbers`` where torch's own sampler drew a list of them), and the word of the epoch for ``sample_seed``."""
+
+PLAIN: Final = 2
+"""Is added to the first word of a request that has ``Numbers.plain`` instead of ``Numbers``, on its way to a worker."""
 
 Keep = Callable[[Any, int, int], Any]
 """Takes a sample, its position among those of a piece, and their number; returns the sample, whose contents are where
@@ -177,8 +181,10 @@ class PieceDataset(Dataset[Any]):
     def __getitem__(self, request: Request) -> Any:
         """The collated piece, ``Thinned`` if samples were left out; or a ``Failure`` that names the indices."""
         many, wanted, key = request
+        if many & PLAIN:
+            many, wanted = bool(many & ~PLAIN), Numbers.of_plain(wanted)
         if not self._looked:
-            self._gather, self._looked = gather_of(self.dataset, self._collate, many=many), True
+            self._gather, self._looked = gather_of(self.dataset, self._collate, many=bool(many)), True
         if self._gather is not None:
             rows = wanted if type(wanted) is Numbers else numbers_of(wanted)
             if rows is not None:
@@ -192,7 +198,7 @@ class PieceDataset(Dataset[Any]):
             wanted = wanted.tolist()
         return self._read(many, wanted, key)
 
-    def _read(self, many: bool, wanted: Any, key: int) -> Any:  # noqa: FBT001 - a request taken apart
+    def _read(self, many: int, wanted: Any, key: int) -> Any:
         try:
             with Samples(key) as reading:
                 if self._skip:
