@@ -8,10 +8,9 @@ samples right there. What does not fit there, or cannot be sent so, goes the ord
 from __future__ import annotations
 
 import io
-import math
 import pickle
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple, cast, final
+from typing import Any, NamedTuple, cast, final
 
 import numpy as np
 import torch
@@ -21,28 +20,22 @@ from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_f
 from torchdistinput.backends.slots import Arena, Token, storage_over, tensor_over
 from torchdistinput.sources.lending import Block, DoesNotFit, Lender, Stack, is_plain
 from torchdistinput.sources.messages import reduction_of
+from torchdistinput.sources.plain_items import DTYPES, NUMBER_OF, UnusualError, is_whole, made, told
 from torchdistinput.sources.torch_loaders import WorkerInit
 from torchdistinput.sources.worker_side import Failure, PieceDataset
 
 __all__ = ["Fresh", "Inlet", "Outlet", "Packed", "through_slots"]
 
 
-_DTYPES: Final = (
-    *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
-    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),
-)
-_NUMBER_OF: Final = {dtype: number for number, dtype in enumerate(_DTYPES)}
-"""Of the usual types, which travel as numbers."""
-
-
 Places = Sequence[tuple[int, int]]
 """Where contents are in a worker's part: the first byte, and the one after the last."""
 
-Packed = tuple[int, int, int | None, Places, bytes]
-"""An item of a loader worker whose tensors are elsewhere: the worker, how many of its items took memory so far, the
-entry in the ledger (``None`` if this one took no memory), the places of the contents, and the rest of it, pickled.
+Packed = bytes
+"""An item of a loader worker whose tensors are elsewhere, pickled: the worker, how many of its items took memory so
+far, the entry in the ledger (``None`` if this one took no memory), the places of the contents, and the rest of it: as
+``told`` tells of it, or pickled.
 
-A plain tuple, as the name of a class takes as long on the way as all of that."""
+A plain tuple inside, as the name of a class takes as long on the way as all of that."""
 
 
 class Fresh(NamedTuple):
@@ -65,6 +58,7 @@ class _Contents:
     def __init__(self, lender: Lender) -> None:
         self._lender = lender
         self._next: tuple[pickle.PickleBuffer, Block] | None = None
+        self._containers: set[int] = set()  # by id
         self.blocks: list[Block] = []
         """Those that are not in the message."""
         self._storages: dict[int, tuple[torch.UntypedStorage, torch.Tensor | None]] = {}  # by id, while they are here
@@ -79,6 +73,24 @@ class _Contents:
     def whole_of(self, storage: torch.UntypedStorage) -> torch.Tensor | None:
         """The tensor by which a storage was told of."""
         return self._storages[id(storage)][1]
+
+    def is_first(self, container: Any) -> bool:
+        """See ``plain_items.Contents``."""
+        if id(container) in self._containers:
+            return False
+        self._containers.add(id(container))
+        return True
+
+    def put(self, storage: torch.UntypedStorage, whole: torch.Tensor) -> bytes | None:
+        """See ``plain_items.Contents``."""
+        block = self._lender.block_of(storage)
+        if block is None:
+            contents = pickle.PickleBuffer(_memory_of(storage, whole)).raw()
+            if self._lender.is_small(contents.nbytes):
+                return bytes(contents)
+            block = self._lender.place(contents)
+        self.blocks.append(block)
+        return None
 
     def look_up(self, storage: torch.UntypedStorage) -> pickle.PickleBuffer | None:
         """The contents of a storage that is a block of the arena."""
@@ -117,11 +129,11 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         """Of a storage: its bytes as a buffer; of a plain tensor: over which storage; else as PyTorch does it."""
         if type(obj) is torch.Tensor:
-            number = _NUMBER_OF.get(obj.dtype)
+            number = NUMBER_OF.get(obj.dtype)
             if number is None or not is_plain(obj) or obj.is_neg():
                 return reduction_of(obj)
             storage, shape, stride = obj.untyped_storage(), tuple(obj.shape), obj.stride()
-            if _is_whole(obj, storage) and self._contents.is_new(storage, obj):
+            if is_whole(obj, storage) and self._contents.is_new(storage, obj):
                 return _whole, (self._buffer(storage, obj), number, shape)
             return _tensor, (storage, number, obj.storage_offset(), shape, stride)
         if type(obj) is np.ndarray and not obj.flags.writeable:
@@ -137,32 +149,31 @@ class _Pickler(pickle.Pickler):
         buffer = self._contents.look_up(storage)
         if buffer is not None:
             return buffer
-        if storage.device.type != "cpu" or storage.is_shared():
-            raise DoesNotFit  # it needs no copy the ordinary way
-        if whole is None or whole.dtype is torch.bfloat16:  # no array can be of that
-            whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
-        return pickle.PickleBuffer(whole.numpy().data)
+        return pickle.PickleBuffer(_memory_of(storage, whole))
 
 
-def _is_whole(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
-    """Whether a plain tensor is all of its storage, as a new one of its shape would be."""
-    shape = tensor.shape
-    return (
-        tensor.is_contiguous()
-        and 0 < storage.nbytes() == tensor.nbytes
-        and (1 not in shape or tensor.stride() == tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape))))
-    )
+def _memory_of(storage: torch.UntypedStorage, whole: torch.Tensor | None) -> memoryview:
+    """The contents of a storage that is no block, which some tensor may be.
+
+    Raises:
+      DoesNotFit: it needs no copy the ordinary way.
+    """
+    if storage.device.type != "cpu" or storage.is_shared():
+        raise DoesNotFit
+    if whole is None or whole.dtype is torch.bfloat16:  # no array can be of that
+        whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+    return whole.numpy().data
 
 
 def _whole(buffer: memoryview | bytearray, number: int, shape: Sequence[int]) -> torch.Tensor:
     """A tensor that is all of its storage."""
-    return tensor_over(buffer, _DTYPES[number], shape)
+    return tensor_over(buffer, DTYPES[number], shape)
 
 
 def _tensor(
     storage: torch.UntypedStorage, number: int, offset: int, shape: Sequence[int], stride: Sequence[int]
 ) -> torch.Tensor:
-    return torch.empty(0, dtype=_DTYPES[number], device="cpu").set_(storage, offset, shape, stride)
+    return torch.empty(0, dtype=DTYPES[number], device="cpu").set_(storage, offset, shape, stride)
 
 
 @final
@@ -209,12 +220,22 @@ class Outlet:
 
 
 def _packed(item: Any, lender: Lender) -> Packed:
-    message, contents = io.BytesIO(), _Contents(lender)
-    _Pickler(message, contents).dump(item)
+    contents = _Contents(lender)
+    rest: Any
+    try:
+        rest = told(item, contents)
+    except (UnusualError, RecursionError):
+        message, contents = io.BytesIO(), _Contents(lender)
+        _Pickler(message, contents).dump(item)
+        rest = message.getvalue()
     blocks = contents.blocks
     entry = lender.enter(blocks) if blocks else None
-    places = tuple((block.lo, block.lo + block.size) for block in blocks)
-    return lender.worker, lender.number, entry, places, message.getvalue()
+    places = tuple([(block.lo, block.lo + block.size) for block in blocks])
+    return pickle.dumps((lender.worker, lender.number, entry, places, rest), pickle.HIGHEST_PROTOCOL)
+
+
+def _unpacked(rest: Any, buffers: list[memoryview]) -> Any:
+    return pickle.loads(rest, buffers=buffers) if type(rest) is bytes else made(rest, iter(buffers))
 
 
 def through_slots(loader: DataLoader[Any]) -> Inlet | None:
@@ -269,17 +290,17 @@ class Inlet:
         if isinstance(sent, Fresh):
             self._count(sent.worker, sent.number, took=False)
             return sent.item
-        worker, number, entry, places, pickled = sent
+        worker, number, entry, places, rest = pickle.loads(sent)
         self._count(worker, number, took=entry is not None)
         if entry is None:
-            return pickle.loads(pickled)
+            return _unpacked(rest, [])
         token = Token(self._arena.part(worker))
         self._tokens[worker, entry] = token, places
         if self._closed:  # after the token was put down, as close() looks for tokens after it says so
             raise StopIteration
         buffers = [token.buffer(lo, hi) for lo, hi in places]
         token.handed_out()
-        return pickle.loads(pickled, buffers=buffers)
+        return _unpacked(rest, buffers)
 
     def _count(self, worker: int, number: int, *, took: bool) -> None:
         """An item came, the worker's so-and-so-many that took memory."""
