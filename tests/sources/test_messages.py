@@ -17,11 +17,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 import torchdistinput as tdi
+from torchdistinput.plan.batching import Cutter
+from torchdistinput.plan.topology import Topology
 from torchdistinput.sources import messages
 from torchdistinput.sources.messages import Messages, context_for, largest
+from torchdistinput.sources.numbers import Numbers
+from torchdistinput.sources.random_state import plainly
+from torchdistinput.sources.samplers import Draws, Feed
+from torchdistinput.sources.worker_side import PieceDataset, as_is
 
 WAIT_SECONDS = 30.0
 
@@ -105,6 +111,9 @@ def reduced(_: Registered) -> tuple[Any, ...]:
         pytest.param(item, id=name)
         for name, item in {
             "request": (3, (True, [1, 2], 7)),
+            "plain request": (3, (3, (64, 96), 1 << 63)),
+            "plain": (3, (2, bytes(256), ("a", None, 2.5, ()))),
+            "tuple with more": (3, (2, torch.float16, torch.Size([3]))),
             "class": Registered,
             "function": reduced,
             "method": random.Random(3).random,
@@ -197,3 +206,31 @@ def test_workers_that_are_not_forked_have_the_queues_of_torch() -> None:
     assert context_for(spawn, 2, None) is spawn
     assert context_for(None, 0, None) is None
     assert ForkingPickler.loads(ForkingPickler.dumps(messages._Pickled(ForkingPickler.dumps([1]).tobytes()))) == [1]
+
+
+class Listed(Dataset[Any]):
+    """A sample for an index, a batch for a list of them."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return torch.tensor(index), type(index).__name__
+
+
+@pytest.mark.parametrize("content", [range(5, 9), np.array([7, 0, 7])], ids=["in a row", "array"])
+@pytest.mark.parametrize("many", [False, True])
+def test_a_request_on_its_way_to_a_worker_is_plain_and_asks_for_the_same(content: Any, many: bool) -> None:
+    draws = Draws(
+        [],
+        Cutter(Topology(num_workers=1, replicas_per_worker=1, worker=0), True, 3),
+        collate=many,
+        lead=0,
+        draw=plainly,
+    )
+    feed, request = Feed(), (many, Numbers(content), 3)
+    feed.draws = draws
+    draws.give_back([request])
+    sent = next(iter(feed))
+    assert messages._are_plain(sent)
+    expected, found = (PieceDataset(Listed(), default_collate if many else as_is)[each] for each in (request, sent))
+    assert torch.equal(expected[0], found[0])
+    assert torch.equal(found[0], torch.tensor([*content]))
+    assert expected[1] == found[1] == (("int",) * len(content) if many else "list")

@@ -23,7 +23,8 @@ import torchdistinput as tdi
 from tests.structures import Batch, Pair
 from torchdistinput.backends import slots
 from torchdistinput.backends.slots import ENTRIES, Arena
-from torchdistinput.sources import lending
+from torchdistinput.flow import Sealed
+from torchdistinput.sources import lending, slotted
 from torchdistinput.sources.runs import LoaderRuns
 from torchdistinput.sources.slotted import Fresh, Inlet, Outlet, Packed
 from torchdistinput.sources.torch_loaders import settings_of
@@ -155,7 +156,13 @@ ITEMS: dict[str, Callable[[], Any]] = {
     "texts": lambda: ["x" * 10_000, "y"],
     "bytes": lambda: [bytes(10_000), bytearray(10_000)],
     "many": lambda: [numbers(k % 3 + 1, BIG) for k in range(30)],
+    "sealed": lambda: Sealed([numbers(4, BIG), {"y": numbers(4)}], 4),
+    "sealed, unusual": lambda: Sealed(OrderedDict(x=numbers(4, BIG)), 4),
+    "containers": lambda: {"a": (numbers(4, BIG), [], ()), 3: [numbers(4), {}], None: {True: -0.0, 2.5: 1 << 70}},
+    "keys": lambda: {("a", 1): numbers(4, BIG)},
+    "sizes": lambda: [numbers(4, BIG).shape, numbers(4, BIG)],
 }
+USUAL = ("tensor", "small", "scalar", "torch.bfloat16", "many", "texts", "nothing", "sealed", "containers")
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
@@ -166,6 +173,31 @@ def test_an_item_is_what_the_ordinary_way_gives(name: str) -> None:
     for _ in range(3):  # into fresh pages, and into used ones
         found = pipe.through(ITEMS[name]())
         assert facts(found) == facts(ordinary)
+
+
+@pytest.mark.parametrize("name", USUAL)
+def test_usual_items_are_not_taken_to_a_pickler(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slotted, "_Pickler", None)
+    assert facts(Pipe().through(ITEMS[name]())) == facts(ITEMS[name]())
+
+
+def test_what_is_there_twice_stays_one_thing() -> None:
+    inner = [numbers(4, BIG)]
+    found = Pipe().through([inner, (inner, {"again": inner})])
+    assert found[0] is found[1][0] is found[1][1]["again"]
+    whole: list[Any] = [numbers(4, BIG)]
+    whole.append({"whole": whole})
+    found = Pipe().through(whole)
+    assert found[1]["whole"] is found
+    assert torch.equal(found[0], whole[0])
+
+
+def test_small_contents_can_be_written_to_and_take_no_memory() -> None:
+    pipe = Pipe()
+    one, other = pipe.through((numbers(4), numbers(4)))
+    one.fill_(-1)
+    assert torch.equal(other, numbers(4))
+    assert not pipe.holds(one)
 
 
 def test_tensors_of_one_storage_stay_tensors_of_one_storage() -> None:
