@@ -1,8 +1,9 @@
 """Batches of loader workers in memory that is used again, instead of fresh shared memory for each.
 
-A worker pickles what it sends as PyTorch does, but for the contents of tensors and arrays: they are put into the
-worker's part of the ``Arena`` (see ``backends.slots``), and only their places are sent. ``default_collate`` stacks
-samples right there. What does not fit there, or cannot be sent so, goes the ordinary way.
+A worker pickles what it sends as PyTorch does, or tells of it in plain tuples where that can be (see ``plain_items``),
+but for the contents of tensors and arrays: they are put into the worker's part of the ``Arena`` (see
+``backends.slots``), and only their places are sent. ``default_collate`` stacks samples right there. What does not fit
+there, or cannot be sent so, goes the ordinary way.
 """
 
 from __future__ import annotations
