@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final, final
 
 import torch
 
@@ -16,7 +16,7 @@ from torchdistinput.backends.slots import tensor_over
 from torchdistinput.flow import Sealed
 from torchdistinput.sources.lending import is_plain
 
-__all__ = ["DTYPES", "NUMBER_OF", "Contents", "UnusualError", "is_whole", "made", "told"]
+__all__ = ["DTYPES", "NUMBER_OF", "Tensors", "UnusualError", "is_whole", "made", "told"]
 
 DTYPES: Final = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
@@ -33,20 +33,30 @@ class UnusualError(Exception):
     """Something that must be pickled."""
 
 
-class Contents(Protocol):
-    """Where the contents of an item's tensors are."""
+@final
+class Tensors:
+    """The tensors of an item, each of which is all of a storage of its own, in the order in which they are told of."""
 
-    def is_new(self, storage: torch.UntypedStorage, whole: torch.Tensor | None) -> bool:
+    def __init__(self) -> None:
+        self.found: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}  # by the id of the storage
+        self._containers: set[int] = set()  # by id
+
+    def is_new(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
         """Whether nothing was told of a storage before. It is now."""
+        if id(storage) in self.found:
+            return False
+        self.found[id(storage)] = storage, tensor
+        return True
 
     def is_first(self, container: Any) -> bool:
         """Whether nothing was told of a list or dict before. It is now."""
+        if id(container) in self._containers:
+            return False
+        self._containers.add(id(container))
+        return True
 
-    def put(self, storage: torch.UntypedStorage, whole: torch.Tensor) -> bytes | None:
-        """The contents of a storage, if they are to be in the message."""
 
-
-def told(value: Any, contents: Contents) -> tuple[Any, ...]:
+def told(value: Any, tensors: Tensors) -> tuple[Any, ...]:
     """What an item is made of. What of it is told twice, so that it must be one thing again, is unusual.
 
     Raises:
@@ -58,41 +68,42 @@ def told(value: Any, contents: Contents) -> tuple[Any, ...]:
         if number is None or not is_plain(value) or value.is_neg():
             raise UnusualError
         storage = value.untyped_storage()
-        if not is_whole(value, storage) or not contents.is_new(storage, value):
+        if not is_whole(value, storage) or not tensors.is_new(value, storage):
             raise UnusualError
-        return number, tuple(value.shape), contents.put(storage, value)
+        return number, tuple(value.shape)
     if cls is Sealed:
-        return _SEALED, told(value.content, contents), value.size
+        return _SEALED, told(value.content, tensors), value.size
     if cls is tuple:
-        return _TUPLE, tuple([told(each, contents) for each in value])
+        return _TUPLE, tuple([told(each, tensors) for each in value])
     if cls in _ATOMS:
         return _ATOM, value
-    if cls is list and contents.is_first(value):
-        return _LIST, tuple([told(each, contents) for each in value])
-    if cls is dict and contents.is_first(value) and all(type(key) in _ATOMS for key in value):
-        return _DICT, tuple(value), tuple([told(each, contents) for each in value.values()])
+    if cls is list and tensors.is_first(value):
+        if _ATOMS.issuperset(map(type, value)):  # thousands of texts, perhaps
+            return _ATOM, value
+        return _LIST, tuple([told(each, tensors) for each in value])
+    if cls is dict and tensors.is_first(value) and all(type(key) in _ATOMS for key in value):
+        return _DICT, tuple(value), tuple([told(each, tensors) for each in value.values()])
     raise UnusualError
 
 
-def made(what: tuple[Any, ...], buffers: Iterator[memoryview]) -> Any:
+def made(what: tuple[Any, ...], contents: Iterator[memoryview | bytearray]) -> Any:
     """The item that was told of.
 
     Args:
       what: what was told.
-      buffers: the contents that were not in it, in order.
+      contents: those of its tensors, in order.
     """
     kind = what[0]
     if kind >= 0:
-        _, shape, content = what
-        return tensor_over(next(buffers) if content is None else bytearray(content), DTYPES[kind], shape)
+        return tensor_over(next(contents), DTYPES[kind], what[1])
     if kind == _SEALED:
-        return tuple.__new__(Sealed, (made(what[1], buffers), what[2]))
+        return tuple.__new__(Sealed, (made(what[1], contents), what[2]))
     if kind == _TUPLE:
-        return tuple([made(each, buffers) for each in what[1]])
+        return tuple([made(each, contents) for each in what[1]])
     if kind == _LIST:
-        return [made(each, buffers) for each in what[1]]
+        return [made(each, contents) for each in what[1]]
     if kind == _DICT:
-        return {key: made(each, buffers) for key, each in zip(what[1], what[2], strict=True)}
+        return {key: made(each, contents) for key, each in zip(what[1], what[2], strict=True)}
     return what[1]
 
 

@@ -21,7 +21,7 @@ from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_f
 from torchdistinput.backends.slots import Arena, Token, storage_over, tensor_over
 from torchdistinput.sources.lending import Block, DoesNotFit, Lender, Stack, is_plain
 from torchdistinput.sources.messages import reduction_of
-from torchdistinput.sources.plain_items import DTYPES, NUMBER_OF, UnusualError, is_whole, made, told
+from torchdistinput.sources.plain_items import DTYPES, NUMBER_OF, Tensors, UnusualError, is_whole, made, told
 from torchdistinput.sources.torch_loaders import WorkerInit
 from torchdistinput.sources.worker_side import Failure, PieceDataset
 
@@ -59,7 +59,6 @@ class _Contents:
     def __init__(self, lender: Lender) -> None:
         self._lender = lender
         self._next: tuple[pickle.PickleBuffer, Block] | None = None
-        self._containers: set[int] = set()  # by id
         self.blocks: list[Block] = []
         """Those that are not in the message."""
         self._storages: dict[int, tuple[torch.UntypedStorage, torch.Tensor | None]] = {}  # by id, while they are here
@@ -75,15 +74,8 @@ class _Contents:
         """The tensor by which a storage was told of."""
         return self._storages[id(storage)][1]
 
-    def is_first(self, container: Any) -> bool:
-        """See ``plain_items.Contents``."""
-        if id(container) in self._containers:
-            return False
-        self._containers.add(id(container))
-        return True
-
     def put(self, storage: torch.UntypedStorage, whole: torch.Tensor) -> bytes | None:
-        """See ``plain_items.Contents``."""
+        """Takes the contents of a storage, all of which a tensor is; returns them if they are to be in the message."""
         block = self._lender.block_of(storage)
         if block is None:
             contents = pickle.PickleBuffer(_memory_of(storage, whole)).raw()
@@ -221,14 +213,16 @@ class Outlet:
 
 
 def _packed(item: Any, lender: Lender) -> Packed:
-    contents = _Contents(lender)
+    contents, tensors = _Contents(lender), Tensors()
     rest: Any
     try:
-        rest = told(item, contents)
+        what = told(item, tensors)
     except (UnusualError, RecursionError):
-        message, contents = io.BytesIO(), _Contents(lender)
+        message = io.BytesIO()
         _Pickler(message, contents).dump(item)
         rest = message.getvalue()
+    else:
+        rest = what, tuple([contents.put(*each) for each in tensors.found.values()])
     blocks = contents.blocks
     entry = lender.enter(blocks) if blocks else None
     places = tuple([(block.lo, block.lo + block.size) for block in blocks])
@@ -236,7 +230,11 @@ def _packed(item: Any, lender: Lender) -> Packed:
 
 
 def _unpacked(rest: Any, buffers: list[memoryview]) -> Any:
-    return pickle.loads(rest, buffers=buffers) if type(rest) is bytes else made(rest, iter(buffers))
+    if type(rest) is bytes:
+        return pickle.loads(rest, buffers=buffers)
+    what, small = rest
+    places = iter(buffers)
+    return made(what, (next(places) if each is None else bytearray(each) for each in small))
 
 
 def through_slots(loader: DataLoader[Any]) -> Inlet | None:
