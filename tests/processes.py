@@ -1,4 +1,4 @@
-"""Ranks that may die, in processes of their own: ``run_ranks`` would end the others. They write what they saw."""
+"""Ranks that may die, in processes of their own: ``run_ranks`` would end the others. And forks of this process."""
 
 from __future__ import annotations
 
@@ -23,3 +23,25 @@ def run_to_the_end(rank: Callable[..., None], arguments: Sequence[tuple[Any, ...
         for process in ranks:
             process.kill()
             process.join()
+
+
+def in_fork(call: Callable[[], Any], seconds: float = 30.0) -> Any:
+    """What the call returns, or the exception that it raises, as a text, in a process that is forked for it."""
+    reader, writer = multiprocessing.Pipe(duplex=False)
+
+    def child() -> None:
+        try:
+            writer.send(call())
+        except Exception as error:
+            writer.send(repr(error))
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    try:
+        assert reader.poll(seconds), "a fork hangs"
+        process.join(seconds)
+    finally:
+        process.kill()
+        process.join()
+    assert process.exitcode == 0
+    return reader.recv()

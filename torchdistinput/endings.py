@@ -14,7 +14,7 @@ from typing import Protocol, final
 from torchdistinput.errors import InputError
 from torchdistinput.flow import Outcome, PassedOver, Share
 
-__all__ = ["Parting", "closed_elsewhere", "lasting", "not_an_end"]
+__all__ = ["Parting", "closed_elsewhere", "lasting", "left_to_parent", "not_an_end"]
 
 
 class _Walk(Protocol):
@@ -116,4 +116,13 @@ def closed_elsewhere(delivered: int) -> InputError:
     return InputError(
         f"the iterator was closed by another thread after step {delivered}, while this one reads it. Let the thread "
         "that reads leave its loop first: set a flag that the loop looks at, and close afterwards."
+    )
+
+
+def left_to_parent(delivered: int) -> InputError:
+    """What a forked process is told that goes on with an iterator of its parent."""
+    return InputError(
+        f"this process was forked after step {delivered} of an iterator, which the process that it was forked from "
+        "goes on with: its background thread, and its place among the ranks, are there. With one rank, begin another "
+        "iterator here: iter(loader)."
     )

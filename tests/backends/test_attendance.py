@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from torchdistinput.backends.attendance import Attendance, Store
-from torchdistinput.errors import CoordinationTimeout
+from torchdistinput.errors import CoordinationTimeout, InputError
 
 WORLDS = [1, 2, 5]
 
@@ -73,13 +73,16 @@ def test_the_store_does_not_grow() -> None:
     assert len(set(sizes)) == 1
 
 
-def test_the_end_of_a_fork_is_not_that_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_neither_ends_for_its_rank_nor_signs_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """User code that forks inherits what runs at the rank's exit."""
     store = cast(Any, dist).HashStore()
     attendance = Attendance(cast(Store, store), 0, range(2))
     with monkeypatch.context() as forked:
         forked.setattr(os, "getpid", os.getppid)
         attendance.leave()
+        with pytest.raises(InputError, match="reduce: this process was forked from rank 0"):
+            attendance.wait_for_all("reduce", 1.0)
     assert not store.check(["gone/0"])
+    assert not store.check(["signed"])
     attendance.leave()
     assert store.check(["gone/0"])

@@ -24,6 +24,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 import torchdistinput as tdi
 from tests.interruptions import Interruption
+from tests.processes import in_fork
 from torchdistinput.sources import functions as functions_module
 from torchdistinput.sources import runs as runs_module
 from torchdistinput.sources.runs import LoaderRuns
@@ -243,24 +244,6 @@ def test_loader_workers_that_torch_was_interrupted_in_ending_end_at_the_next_clo
     assert set(multiprocessing.active_children()) <= before
 
 
-def _in_fork(call: Callable[[], Any]) -> Any:
-    """What the call returns, or the exception that it raises, as a text, in a process that is forked for it."""
-    reader, writer = multiprocessing.Pipe(duplex=False)
-
-    def child() -> None:
-        try:
-            writer.send(call())
-        except Exception as error:
-            writer.send(repr(error))
-
-    process = multiprocessing.get_context("fork").Process(target=child)
-    process.start()
-    assert reader.poll(BOUND_SECONDS)
-    process.join()
-    assert process.exitcode == 0
-    return reader.recv()
-
-
 @pytest.mark.parametrize("lasting", [False, True])
 def test_what_a_fork_does_with_a_run_of_its_parent_leaves_the_parents_loader_workers_alone(lasting: bool) -> None:
     data: Any = range(60)
@@ -275,12 +258,12 @@ def test_what_a_fork_does_with_a_run_of_its_parent_leaves_the_parents_loader_wor
     def read_anew() -> list[int]:
         return [len(list(loader)) for _ in range(2)]
 
-    assert _in_fork(drop) == 0
-    assert _in_fork(loader.close) is None
-    assert _in_fork(read_anew) == [15, 15]
-    assert "Begin another iterator here" in _in_fork(lambda: next(held["iterator"]))
+    assert in_fork(drop) == 0
+    assert in_fork(loader.close) is None
+    assert in_fork(read_anew) == [15, 15]
+    assert "Begin another iterator here" in in_fork(lambda: next(held["iterator"]))
     assert [batch.tolist()[0] for batch in held["iterator"]] == list(range(4, 60, 4))
-    assert _in_fork(read_anew) == [15, 15]
+    assert in_fork(read_anew) == [15, 15]
     assert len(list(loader)) == 15
 
 

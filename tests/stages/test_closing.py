@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import torchdistinput as tdi
 from tests.interruptions import Interruption
-from tests.stages.scripted import Party, Script, compose
+from tests.processes import in_fork
+from tests.stages.scripted import Party, Script, compose, values
 from torchdistinput import background as background_module
 from torchdistinput import endings
 from torchdistinput.stages import buffer as buffer_module
@@ -220,3 +221,26 @@ def test_wherever_reading_is_interrupted_nothing_is_left_behind_when_it_is_close
         if not came:
             break
     assert line > 10
+
+
+@pytest.mark.parametrize(("world", "depth"), WORLDS.values(), ids=WORLDS)
+def test_a_fork_reads_on_only_where_that_takes_nothing_that_it_lacks(
+    world: Callable[[], FakeCollectives | None], depth: int
+) -> None:
+    """Else it would wait for ever for a thread that it does not have, or vote in the place of its parent."""
+    party = compose(world(), 0, Script((1,) * 5, in_background=depth > 0), depth=depth)
+
+    def read() -> list[Any]:
+        return [values(share) for share in iter(party.buffer.take, None)]
+
+    first = party.buffer.take()
+    assert first is not None
+    found = [in_fork(read) for _ in range(2)]
+    assert in_fork(party.buffer.close) is None
+    left = read()
+    assert len(left) == 4
+    if depth:
+        assert all(text.startswith("InputError") and "this process was forked" in text for text in found)
+    else:
+        assert found == [left, left]
+    check_closed(party)

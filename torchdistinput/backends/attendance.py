@@ -17,7 +17,7 @@ from typing import Any, Protocol, cast, final
 
 import torch.distributed as dist
 
-from torchdistinput.errors import CoordinationTimeout, RankLost
+from torchdistinput.errors import CoordinationTimeout, InputError, RankLost
 
 __all__ = ["Attendance", "Store", "prefixed"]
 
@@ -91,7 +91,14 @@ class Attendance:
         Raises:
           CoordinationTimeout: a rank did not come; it is named. This rank's signature is taken back.
           RankLost: the store is gone.
+          InputError: this process is a fork of the rank.
         """
+        if os.getpid() != self._process:
+            raise InputError(
+                f"{what}: this process was forked from rank {self._names[self._rank]}, which is the one that takes "
+                "part; a signature from here would count as its. Call this in that process, and let the fork read "
+                "with a DataLoader of torch's."
+            )
         try:
             return self._sign_and_wait(what, timeout_seconds, text)
         except dist.DistError as error:

@@ -38,6 +38,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from time import perf_counter
@@ -46,7 +47,7 @@ from typing import Final, final
 from torch.autograd import profiler
 
 from torchdistinput.background import Background
-from torchdistinput.endings import closed_elsewhere, lasting, not_an_end
+from torchdistinput.endings import closed_elsewhere, lasting, left_to_parent, not_an_end
 from torchdistinput.flow import Ahead, Drawn, End, Held, Outcome, PassedOver, Raised, Share
 from torchdistinput.patience import Patience
 from torchdistinput.plan.read_ahead import drawn_at_once, is_deep
@@ -106,6 +107,7 @@ class Buffer:
         self._final: End | Raised | None = None
         self._closed_by: int | None = None  # the thread that closed it before its end
         self._closed = False
+        _BUFFERS.add(self)
 
     @property
     def closed(self) -> bool:
@@ -387,12 +389,33 @@ class Buffer:
         self._peeked = None
         self._closed = True
 
+    def leave_to_parent(self) -> None:
+        """This process is a fork of the one that reads: of its thread and its place among the ranks there is none here.
+
+        Who reads and votes in line, alone, has none of them, and can be copied as any object.
+        """
+        if self._final is None and (self._with_others or self._background.thread is not None):
+            self._to_spare = 0
+            self._final = Raised(left_to_parent(self._next_step))
+
     def _end_thread(self, thread: threading.Thread) -> None:
         thread.join(_GRACE_SECONDS if self._with_others else 0)
         if thread.is_alive():
             self._votes.abort(self._stopped())
             self._walk.close_source()  # a thread that waits for loader workers is released by their end
             thread.join(_GRACE_SECONDS)
+
+
+_BUFFERS: Final[weakref.WeakSet[Buffer]] = weakref.WeakSet()
+
+
+def _in_child() -> None:
+    for buffer in list(_BUFFERS):
+        buffer.leave_to_parent()
+
+
+if sys.platform != "win32":
+    os.register_at_fork(after_in_child=_in_child)
 
 
 def _let_others_run() -> None:
