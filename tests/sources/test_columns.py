@@ -40,10 +40,6 @@ def test_rows_are_those_of_torch_for_batches_of_every_size(threads: int, dtype: 
     column, places = opened(tensor), PLACES[:rows]
     assert alike(column.take(places), tensor[torch.from_numpy(places)])
     assert alike(column.cut(7, 7 + rows), tensor[7 : 7 + rows].clone())
-    for given in (tensor, tensor.numpy()) if dtype != torch.bfloat16 else (tensor,):
-        column, ranges = opened(given), [range(1), range(7, 7 + rows)]
-        assert all(map(alike, column.take_each([places[:1], places]), map(column.take, [places[:1], places])))
-        assert all(map(alike, column.cut_each(ranges), [column.cut(each.start, each.stop) for each in ranges]))
 
 
 @pytest.mark.parametrize("place", [40_000, -40_001])
@@ -52,8 +48,6 @@ def test_rows_that_are_not_there_are_refused(threads: int, place: int) -> None:
     for others in (PLACES[:3], PLACES):
         with pytest.raises(IndexError):
             column.take(np.append(others, place))
-        with pytest.raises(IndexError):
-            column.take_each([others, np.append(others, place)])
 
 
 def test_rows_are_read_where_the_tensor_is_now() -> None:
@@ -67,7 +61,5 @@ def test_rows_are_read_where_the_tensor_is_now() -> None:
         assert alike(column.take(PLACES[:0] + 3), other[3:3])
         assert alike(column.take(np.array([7, 2])), other[[7, 2]])
         assert alike(column.cut(4, 9), other[4:9])
-        assert alike(column.take_each([np.array([7, 2])])[0], other[[7, 2]])
-        assert alike(column.cut_each([range(4, 9)])[0], other[4:9])
         assert opened(tensor).is_still(tensor)
         assert not opened(tensor).is_still(tensor.clone())

@@ -1,9 +1,12 @@
-"""The door to process groups, its back door: what a fork has of them, and must not end.
+"""The door to process groups, its back door: what a fork has of them and of its parent's reading, and must not end.
 
 A forked process, a loader worker for instance, has the groups of its parent, but none of their threads. To end one
 there waits for those threads, or crashes. Nobody would do so on purpose, but the garbage collector does, where a group
 is garbage of the parent's that was not collected yet; and so does the end of the interpreter. So a fork begins with one
 more reference to each group, which nobody ever gives back.
+
+What else goes on in the parent (its loader workers, its iterators with their threads and votes) is told of the fork, in
+the fork, and leaves all that to the parent.
 """
 
 from __future__ import annotations
@@ -12,11 +15,20 @@ import ctypes
 import os
 import sys
 import weakref
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
-__all__ = ["never_ended_by_forks"]
+__all__ = ["Inherited", "never_ended_by_forks", "told_of_forks"]
+
+
+class Inherited(Protocol):
+    """What a fork has only a copy of."""
+
+    def leave_to_parent(self) -> None:
+        """This process was forked, and has no other thread yet: what it stands for goes on in the parent alone."""
+
 
 _GROUPS: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
+_INHERITED: Final[weakref.WeakSet[Inherited]] = weakref.WeakSet()
 
 
 def never_ended_by_forks(group: Any) -> None:
@@ -24,10 +36,17 @@ def never_ended_by_forks(group: Any) -> None:
     _GROUPS.add(group)
 
 
-def _keep_all() -> None:
+def told_of_forks(inherited: Inherited) -> None:
+    """Remembers it for as long as it lives here: it is told of each fork, in the forked process. Local."""
+    _INHERITED.add(inherited)
+
+
+def _in_child() -> None:
     for group in list(_GROUPS):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    for inherited in list(_INHERITED):
+        inherited.leave_to_parent()
 
 
 if sys.platform != "win32":
-    os.register_at_fork(after_in_child=_keep_all)
+    os.register_at_fork(after_in_child=_in_child)

@@ -11,7 +11,6 @@ more than that by torch, on as many threads as it has. The rows are the same to 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, Final, Protocol, final
 
 import numpy as np
@@ -45,12 +44,6 @@ class Column(Protocol):
 
     def cut(self, lo: int, hi: int) -> torch.Tensor:
         """The rows from ``lo`` to ``hi - 1``, which are there, in memory of their own."""
-
-    def take_each(self, places: Sequence[Ints]) -> list[torch.Tensor]:
-        """What ``take`` gives for each of these."""
-
-    def cut_each(self, ranges: Sequence[range]) -> list[torch.Tensor]:
-        """What ``cut`` gives for each of these."""
 
     def is_still(self, column: Any) -> bool:
         """Whether this is of that one, and of the memory that it has now."""
@@ -103,18 +96,6 @@ class _OfTensor:
             return torch.from_numpy(self._view[lo:hi].copy())
         return self._tensor[lo:hi].clone(memory_format=torch.contiguous_format)
 
-    def take_each(self, places: Sequence[Ints]) -> list[torch.Tensor]:
-        """See ``Column.take_each``."""
-        if self._view is not None and self._is_for_one_thread(max(map(len, places))):
-            return [torch.from_numpy(self._view.take(each, 0)) for each in places]
-        return [self.take(each) for each in places]
-
-    def cut_each(self, ranges: Sequence[range]) -> list[torch.Tensor]:
-        """See ``Column.cut_each``."""
-        if self._view is not None and self._is_for_one_thread(max(map(len, ranges))):
-            return [torch.from_numpy(self._view[each.start : each.stop].copy()) for each in ranges]
-        return [self.cut(each.start, each.stop) for each in ranges]
-
     def _is_for_one_thread(self, rows: int) -> bool:
         # A tensor can be given other memory; the view would still be of the one before, which may be gone.
         return (rows <= self._few or torch.get_num_threads() == 1) and self._tensor.data_ptr() == self._address
@@ -158,14 +139,6 @@ class _OfArray:
     def cut(self, lo: int, hi: int) -> torch.Tensor:
         """See ``Column.cut``."""
         return torch.from_numpy(self._array[lo:hi].copy())
-
-    def take_each(self, places: Sequence[Ints]) -> list[torch.Tensor]:
-        """See ``Column.take_each``."""
-        return [self.take(each) for each in places]
-
-    def cut_each(self, ranges: Sequence[range]) -> list[torch.Tensor]:
-        """See ``Column.cut_each``."""
-        return [self.cut(each.start, each.stop) for each in ranges]
 
     def is_still(self, column: Any) -> bool:
         """See ``Column.is_still``."""

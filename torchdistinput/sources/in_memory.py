@@ -64,6 +64,9 @@ class _Reader(Protocol):
           IndexError: a row is out of range; also where torch would count it from the end.
         """
 
+    def read_each(self, batches: Sequence[Numbers]) -> Iterable[Sequence[torch.Tensor]]:
+        """What ``read`` gives for each of these."""
+
     def is_current(self) -> bool:
         """Whether the dataset still has the parts that it had."""
 
@@ -91,10 +94,8 @@ class Gather:
         return self._build(self._reader.read(rows))
 
     def each(self, batches: Sequence[Numbers]) -> list[Any]:
-        """The same of several. Column by column is faster, as each keeps memory of its own busy."""
-        reader = self._reader
-        read = reader.read_each(batches) if batches and type(reader) is _Columns else map(reader.read, batches)
-        return [self._build([*tensors]) for tensors in read]
+        """The same of several."""
+        return [self._build([*tensors]) for tensors in self._reader.read_each(batches)]
 
     def is_current(self) -> bool:
         """Whether torch's way would still give the same. To be asked when an epoch begins."""
@@ -186,30 +187,29 @@ class _Columns:
 
     def read(self, rows: Numbers) -> list[torch.Tensor]:
         """See ``_Reader.read``."""
-        content = rows.content
-        if type(content) is not range:
-            return [column.take(content) for column in self._columns]
-        self._refuse_after(content.stop)
-        return [column.cut(content.start, content.stop) for column in self._columns]
+        content = self._checked(rows)
+        return [_rows_of(column, content) for column in self._columns]
 
     def read_each(self, batches: Sequence[Numbers]) -> Iterable[Sequence[torch.Tensor]]:
-        """What ``read`` gives for each of these, one or more, read column by column."""
-        ranges = [content for each in batches if type(content := each.content) is range]
-        if len(ranges) < len(batches):
-            places = [each.array() for each in batches]
-            return zip(*[column.take_each(places) for column in self._columns], strict=True)
-        self._refuse_after(max([each.stop for each in ranges]))
-        return zip(*[column.cut_each(ranges) for column in self._columns], strict=True)
+        """See ``_Reader.read_each``. Column by column is faster, as each keeps memory of its own busy."""
+        contents = [self._checked(each) for each in batches]
+        return zip(*[[_rows_of(column, each) for each in contents] for column in self._columns], strict=True)
 
-    def _refuse_after(self, stop: int) -> None:
-        if stop > self._length:
+    def _checked(self, rows: Numbers) -> Ints | range:
+        content = rows.content
+        if type(content) is range and content.stop > self._length:  # an array is checked where it is used
             raise IndexError(f"a place outside of [0, {self._length})")
+        return content
 
     def is_current(self) -> bool:
         """See ``_Reader.is_current``."""
         now = columns_in(self._content())
         same = len(now) == len(self._columns)
         return same and all(own.is_still(column) for own, column in zip(self._columns, now, strict=True))
+
+
+def _rows_of(column: Column, content: Ints | range) -> torch.Tensor:
+    return column.cut(content.start, content.stop) if isinstance(content, range) else column.take(content)
 
 
 def _nest_of(columns: Any) -> Any:
@@ -250,6 +250,10 @@ class _Picked:
             return self._inner.read(Numbers(indices.take(places)))
         _refuse_outside(places, len(indices))
         return self._inner.read(Numbers(indices.start + indices.step * places))
+
+    def read_each(self, batches: Sequence[Numbers]) -> Iterable[Sequence[torch.Tensor]]:
+        """See ``_Reader.read_each``."""
+        return map(self.read, batches)
 
     def is_current(self) -> bool:
         """See ``_Reader.is_current``."""
@@ -301,6 +305,10 @@ class _Joined:
             for whole, part in zip(joined, own, strict=True):
                 whole.index_copy_(0, torch.from_numpy(where), part)
         return joined
+
+    def read_each(self, batches: Sequence[Numbers]) -> Iterable[Sequence[torch.Tensor]]:
+        """See ``_Reader.read_each``."""
+        return map(self.read, batches)
 
     def is_current(self) -> bool:
         """See ``_Reader.is_current``."""

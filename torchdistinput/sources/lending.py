@@ -71,7 +71,6 @@ class Lender:
         self._free = Free(self._size)
         self._blocks: dict[int, Block] = {}
         self._batches: dict[int, list[Block]] = {}  # by entry
-        self._entries = list(range(ENTRIES))  # that are free
         self.number = 0
         """Items that took memory so far."""
 
@@ -130,9 +129,9 @@ class Lender:
         Raises:
           DoesNotFit: too many batches are in use.
         """
-        if not self._entries:
+        entry = next((entry for entry in range(ENTRIES) if entry not in self._batches), None)
+        if entry is None:
             raise DoesNotFit
-        entry = self._entries.pop()
         self.number += 1
         for block in blocks:
             block.batches += 1
@@ -147,7 +146,6 @@ class Lender:
             if not ledger[entry]:
                 for block in batches.pop(entry):
                     block.batches -= 1
-                self._entries.append(entry)
         for block in [*self._blocks.values()]:
             if not block.batches and block.token.is_free:
                 del self._blocks[block.lo]

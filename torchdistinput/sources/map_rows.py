@@ -90,10 +90,10 @@ class MapStream:
         pieces: list[Numbers] = []
         try:
             for batch in batches:
-                digest, size = draws.digest_of(batch), len(batch)
-                for cut in draws.rows_of(size):
+                digest = draws.digest_of(batch)
+                for cut in draws.rows_of(len(batch)):
                     cuts.append((cut, digest))
-                    pieces += [batch if hi - lo == size else batch[lo:hi] for lo, hi in cut.limits if lo < hi]
+                    pieces += cut.parts(batch)
             made = iter(gather.each(pieces))
         except Exception:  # whichever row it is will meet it again
             draws.put(batches)

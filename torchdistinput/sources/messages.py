@@ -37,11 +37,12 @@ if sys.platform == "linux":
 
 # ruff: noqa: SLF001 - the pipe of a queue has no public name, nor have the reducers that are registered
 
+from torchdistinput.containers import PLAIN_TYPES
+
 __all__ = ["Messages", "context_for", "largest", "reduction_of"]
 
 _PAGE: Final = 4096
 _LARGE_PIPE: Final = 1 << 18
-_PLAIN: Final = frozenset({int, bool, str, bytes, float, type(None)})
 
 
 @final
@@ -146,7 +147,7 @@ def _are_plain(items: tuple[Any, ...]) -> bool:
     """Whether all of them are such, or tuples of such, that no reducer is asked for them."""
     for item in items:
         cls = type(item)
-        if cls not in _PLAIN and not (cls is tuple and _are_plain(item)):
+        if cls not in PLAIN_TYPES and not (cls is tuple and _are_plain(item)):
             return False
     return True
 

@@ -145,9 +145,6 @@ def _digest(indices: npt.NDArray[np.int64]) -> int:
 
 def _digest_of_range(start: int, count: int) -> int:
     """The same of ``count`` indices in a row, without making them."""
-    if count <= _NUM_WEIGHTS:  # as nearly always
-        weights, by_place = _sums_of(count)
-        return (count * _STEP + start * weights + by_place) % _LARGEST + 1
     number = count
     for first in range(start, start + count, _NUM_WEIGHTS):
         weights, by_place = _sums_of(min(start + count - first, _NUM_WEIGHTS))

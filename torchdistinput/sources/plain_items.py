@@ -13,6 +13,7 @@ from typing import Any, Final, final
 import torch
 
 from torchdistinput.backends.slots import tensor_over
+from torchdistinput.containers import PLAIN_TYPES
 from torchdistinput.flow import Sealed
 from torchdistinput.sources.lending import is_plain
 
@@ -26,7 +27,6 @@ NUMBER_OF: Final = {dtype: number for number, dtype in enumerate(DTYPES)}
 """Of the usual types, which travel as numbers."""
 
 _ATOM, _SEALED, _TUPLE, _LIST, _DICT = range(-1, -6, -1)
-_ATOMS: Final = frozenset({int, float, str, bytes, bool, type(None)})
 
 
 class UnusualError(Exception):
@@ -75,13 +75,13 @@ def told(value: Any, tensors: Tensors) -> tuple[Any, ...]:
         return _SEALED, told(value.content, tensors), value.size
     if cls is tuple:
         return _TUPLE, tuple([told(each, tensors) for each in value])
-    if cls in _ATOMS:
+    if cls in PLAIN_TYPES:
         return _ATOM, value
     if cls is list and tensors.is_first(value):
-        if _ATOMS.issuperset(map(type, value)):  # thousands of texts, perhaps
+        if PLAIN_TYPES.issuperset(map(type, value)):  # thousands of texts, perhaps
             return _ATOM, value
         return _LIST, tuple([told(each, tensors) for each in value])
-    if cls is dict and tensors.is_first(value) and all(type(key) in _ATOMS for key in value):
+    if cls is dict and tensors.is_first(value) and all(type(key) in PLAIN_TYPES for key in value):
         return _DICT, tuple(value), tuple([told(each, tensors) for each in value.values()])
     raise UnusualError
 

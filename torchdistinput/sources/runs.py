@@ -11,12 +11,9 @@ its end, ends no worker of the parent's.
 from __future__ import annotations
 
 import itertools
-import os
 import pickle
-import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import wait
 from typing import Any, Final, final
@@ -26,6 +23,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _DatasetKind, _MultiProcessingDataLoaderIter
 
+from torchdistinput.backends.forks import told_of_forks
 from torchdistinput.backends.slots import forks_of_workers
 from torchdistinput.errors import InputError
 from torchdistinput.flow import Origin, ReadFailure
@@ -43,7 +41,6 @@ _LOCK_SECONDS: Final = 1.0
 """For a loader worker to end its last message, at most."""
 _LEAVE_SECONDS: Final = 5.0
 """For a thread that was woken to leave, at most."""
-_RUNS: Final[weakref.WeakSet[LoaderRun]] = weakref.WeakSet()
 
 
 @final
@@ -68,7 +65,7 @@ class LoaderRun(Iterator[Any]):
         """Whether the process that this one was forked from began it."""
         self.fresh = 0
         """Items that came in fresh memory, as they did not fit into what is used again."""
-        _RUNS.add(self)
+        told_of_forks(self)
         init = None if self._workers is None else self._workers._worker_init_fn
         if isinstance(init, WorkerInit) and init.arrivals is not None:
             try:
@@ -157,7 +154,7 @@ class LoaderRun(Iterator[Any]):
             self._ended = True
 
     def leave_to_parent(self) -> None:
-        """This process was forked: the loader workers are its parent's. Only thread."""
+        """See ``forks.Inherited``: the loader workers are the parent's."""
         self._closing = threading.RLock()  # whoever had the other one is not here
         if self._workers is not None and not self._ended:
             self._workers._shutdown = True  # or torch would end them when the iterator is garbage
@@ -309,12 +306,3 @@ class LoaderRuns:
         if self._last is not None:
             self._last.close()
             self._last = None
-
-
-def _in_child() -> None:
-    for run in list(_RUNS):
-        run.leave_to_parent()
-
-
-if sys.platform != "win32":
-    os.register_at_fork(after_in_child=_in_child)

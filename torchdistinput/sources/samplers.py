@@ -49,6 +49,11 @@ class CutRow(NamedTuple):
     wanted: int
     like: Like
 
+    def parts(self, indices: Any) -> list[Any]:
+        """The indices of the pieces that have samples. A list may be another one later, and is copied."""
+        size = len(indices) if type(indices) is Numbers else -1
+        return [indices if hi - lo == size else indices[lo:hi] for lo, hi in self.limits if lo < hi]
+
 
 @final
 class Draws:
@@ -245,15 +250,13 @@ class Draws:
         size = len(indices)
         numbers = None if self._numbers is None else self._numbers.of_batch(indices)
         digest = self.digest_of(indices)
-        rows = self._cut_rows if size == self._cut_size else self.rows_of(size)
-        for limits, pieces, wanted, like in rows[first:] if first else rows:
-            index = None if numbers is None else tuple(numbers[lo:hi] for lo, hi in limits)
-            self._rows.append(DrawnRow(pieces, None, digest, index, wanted, like if known and index is None else None))
-            self._surplus += wanted
-            for lo, hi in limits:
-                if lo < hi:
-                    piece = indices if known and hi - lo == size else indices[lo:hi]
-                    self._requests.append((self._collate, piece, self.key))
+        rows = self.rows_of(size)
+        for cut in rows[first:] if first else rows:
+            index = None if numbers is None else tuple(numbers[lo:hi] for lo, hi in cut.limits)
+            like = cut.like if known and index is None else None
+            self._rows.append(DrawnRow(cut.pieces, None, digest, index, cut.wanted, like))
+            self._surplus += cut.wanted
+            self._requests += [(self._collate, part, self.key) for part in cut.parts(indices)]
 
     def digest_of(self, indices: Numbers | Sequence[Any]) -> Digest:
         """See ``DrawnRow.digest``."""

@@ -38,7 +38,6 @@ import os
 import sys
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable
 from time import perf_counter
@@ -46,6 +45,7 @@ from typing import Final, final
 
 from torch.autograd import profiler
 
+from torchdistinput.backends.forks import told_of_forks
 from torchdistinput.background import Background
 from torchdistinput.endings import closed_elsewhere, lasting, left_to_parent, not_an_end
 from torchdistinput.flow import Ahead, Drawn, End, Held, Outcome, PassedOver, Raised, Share
@@ -107,7 +107,7 @@ class Buffer:
         self._final: End | Raised | None = None
         self._closed_by: int | None = None  # the thread that closed it before its end
         self._closed = False
-        _BUFFERS.add(self)
+        told_of_forks(self)
 
     @property
     def closed(self) -> bool:
@@ -390,7 +390,7 @@ class Buffer:
         self._closed = True
 
     def leave_to_parent(self) -> None:
-        """This process is a fork of the one that reads: of its thread and its place among the ranks there is none here.
+        """See ``forks.Inherited``: the thread and the place among the ranks are the parent's.
 
         Who reads and votes in line, alone, has none of them, and can be copied as any object.
         """
@@ -404,18 +404,6 @@ class Buffer:
             self._votes.abort(self._stopped())
             self._walk.close_source()  # a thread that waits for loader workers is released by their end
             thread.join(_GRACE_SECONDS)
-
-
-_BUFFERS: Final[weakref.WeakSet[Buffer]] = weakref.WeakSet()
-
-
-def _in_child() -> None:
-    for buffer in list(_BUFFERS):
-        buffer.leave_to_parent()
-
-
-if sys.platform != "win32":
-    os.register_at_fork(after_in_child=_in_child)
 
 
 def _let_others_run() -> None:
