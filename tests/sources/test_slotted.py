@@ -391,10 +391,12 @@ def test_whoever_keeps_a_batch_keeps_it_whoever_drops_it_frees_it(seed: int, mon
         while waiting:
             pipe.inlet.open(waiting.pop(0)[1])
     del sent  # in one process what came in fresh memory is the very storage that was sent
-    for worker in (0, 1):  # all is free again, so that one batch may have it all
+    for worker in (0, 1):  # all is free again, so that two batches may have it all, on both sides of the front's end
         pipe.through(numbers(2000), worker)
         pipe.through(0, worker)
-        assert not isinstance(pipe.send(torch.zeros(40 * 1024), worker), Fresh)
+        front = pipe.arena.front(worker).length
+        sides = [torch.zeros(num_bytes // 4) for num_bytes in (front, 40 * 4096 - front) if num_bytes]
+        assert not any(isinstance(pipe.send(side, worker), Fresh) for side in sides)
 
 
 def test_there_are_so_many_entries_and_no_more() -> None:

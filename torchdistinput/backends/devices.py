@@ -8,13 +8,15 @@ versions, and keeps its state in the stream object, which two threads share here
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 import torch
 
 from torchdistinput.backends.copiers import Copier, DirectCopier, Handling, HostCopier, StreamCopier
+from torchdistinput.backends.fronts import PageLock, is_locked
 from torchdistinput.errors import InputError
 
 __all__ = [
@@ -23,6 +25,7 @@ __all__ = [
     "default_state",
     "make_copier",
     "new_generator",
+    "page_lock",
     "resolve_devices",
     "set_current",
 ]
@@ -176,10 +179,16 @@ def new_generator(device: torch.device) -> torch.Generator:
 
 @final
 class TorchStreams:
-    """One accelerator through torch's generic API. See ``StreamBackend`` for the calls."""
+    """One accelerator through torch's generic API. See ``StreamBackend`` for the calls.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+      device: the accelerator.
+      lock: locks memory for it; ``None`` if torch has no call for that.
+    """
+
+    def __init__(self, device: torch.device, lock: PageLock | None = None) -> None:
         self._device = device
+        self._lock = lock
 
     def enter_thread(self) -> None:
         """See ``set_current``."""
@@ -220,8 +229,13 @@ class TorchStreams:
         return Handling.AHEAD if ahead else Handling.LATE
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Through torch's cache of pinned blocks; an empty tensor has no memory to pin."""
-        return tensor if tensor.numel() == 0 or tensor.is_pinned() else tensor.pin_memory()
+        """Through torch's cache of pinned blocks, but for what loader workers wrote and can be locked where it is.
+
+        An empty tensor has no memory to pin.
+        """
+        if tensor.numel() == 0 or tensor.is_pinned() or (self._lock is not None and is_locked(tensor, self._lock)):
+            return tensor
+        return tensor.pin_memory()
 
     def staging(self, num_bytes: int) -> torch.Tensor:
         """From torch's cache of pinned blocks, too."""
@@ -272,4 +286,39 @@ def make_copier(device: torch.device) -> Copier:
         return HostCopier()
     if device.type in _ONE_STREAM:
         return DirectCopier(device)
-    return StreamCopier(TorchStreams(device))
+    return StreamCopier(TorchStreams(device, page_lock(device)))
+
+
+def page_lock(device: torch.device) -> PageLock | None:
+    """What locks memory of this process for an accelerator; ``None`` if torch has no call for that. Local.
+
+    Such memory is pinned for torch, too (``is_pinned``), and for all accelerators of that kind.
+    """
+    return _CudaPageLock(device) if device.type == "cuda" else None
+
+
+@final
+@dataclass(frozen=True)
+class _CudaPageLock:
+    """CUDA's and ROCm's.
+
+    Args:
+      device: whose context does it; that of another index would be made for it, with some hundred MB.
+    """
+
+    device: torch.device
+
+    def __call__(self, address: int, num_bytes: int, /) -> Callable[[], object] | None:
+        """See ``PageLock``. Where it fails (limits on locked memory, systems without it), batches are copied."""
+        cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call] # torch's
+        with torch.cuda.device(self.device):
+            if int(cudart.cudaHostRegister(address, num_bytes, 1)) == 0:  # 1: for all contexts
+                return partial(self._unlock, address)
+            # CUDA remembers the failure for this thread, and the next kernel's launch would be blamed for it.
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device=self.device)
+        return None
+
+    def _unlock(self, address: int) -> None:
+        with torch.cuda.device(self.device):
+            torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call] # torch's

@@ -24,6 +24,8 @@ that time. So that memory is not used again before it has ended, and whatever it
 until then each of them has the writing end of a pipe. Loader workers of ours do not look at the batches of their
 parent; their forks do not count, if they are made within ``forks_of_workers``.
 
+*For an accelerator* a part of it is locked in place, see ``fronts``.
+
 **Considered and refused.** *A shared-memory storage of torch's over the file* can be sent to a third process without a
 copy, which would then read what the worker writes next. *Slots of one size* would have to know the size of a batch
 beforehand, and waste the difference where sizes vary. *Copying each batch out* in the main process costs as many new
@@ -52,10 +54,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from torchdistinput.backends.fronts import Front
+
 __all__ = ["ENTRIES", "NUMPYS", "Arena", "Free", "Token", "forks_of_workers", "storage_over", "tensor_over"]
 
 ENTRIES: Final = 64
 """Batches of one worker that may be in use at a time."""
+
+_ROW: Final = ENTRIES + 1
+"""Numbers that the file has of a worker: its ledger, and how long its front is."""
 
 _MOST_BYTES: Final = 1 << 30
 _PAGE: Final = mmap.PAGESIZE
@@ -86,11 +93,11 @@ class Arena:
         self._file = file
         self.workers = workers
         self._part = part
-        ledgers = _up(workers * ENTRIES * 8, _PAGE)
-        self._map = mmap.mmap(file, ledgers + workers * part)
-        self._ledgers = np.frombuffer(self._map, np.int64, workers * ENTRIES).reshape(workers, ENTRIES)
-        self._begin = ledgers
-        self._parts = [np.frombuffer(self._map, np.uint8, part, ledgers + number * part) for number in range(workers)]
+        self._begin = begin = _before_parts(workers)
+        self._map = mmap.mmap(file, begin + workers * part)
+        self._ledgers = np.frombuffer(self._map, np.int64, workers * _ROW).reshape(workers, _ROW)
+        self._parts = [np.frombuffer(self._map, np.uint8, part, begin + number * part) for number in range(workers)]
+        self._fronts = [Front(own, row[ENTRIES:]) for own, row in zip(self._parts, self._ledgers, strict=True)]
 
     @classmethod
     def for_workers(cls, workers: int) -> Arena | None:
@@ -103,7 +110,7 @@ class Arena:
         except OSError:  # a sandbox may forbid it
             return None
         try:
-            os.ftruncate(file, _up(workers * ENTRIES * 8, _PAGE) + workers * part)
+            os.ftruncate(file, _before_parts(workers) + workers * part)
             return cls(file, workers, part)
         except (OSError, ValueError):  # a limit on the size of files, or on the address space
             os.close(file)
@@ -120,8 +127,12 @@ class Arena:
 
     def ledger(self, worker: int) -> npt.NDArray[np.int64]:
         """The numbers of a worker's batches that are in use, in any order; 0 for a free entry."""
-        row: npt.NDArray[np.int64] = self._ledgers[worker]
+        row: npt.NDArray[np.int64] = self._ledgers[worker, :ENTRIES]
         return row
+
+    def front(self, worker: int) -> Front:
+        """The memory that a worker's first batches took."""
+        return self._fronts[worker]
 
     def part(self, worker: int) -> _Bytes:
         """A worker's memory, as a new array. Torch and NumPy keep it alive while anything over it is in use."""
@@ -129,8 +140,10 @@ class Arena:
 
     def give_up(self, worker: int, used: Iterable[tuple[int, int]]) -> None:
         """Gives the pages of a worker's part back to the system, but for the bytes of each pair, ``lo`` to ``hi``."""
-        begin = 0
-        for lo, hi in (*sorted(used), (self._part, self._part)):
+        used, begin = sorted(used), 0
+        if not used:
+            self._fronts[worker].unlock()
+        for lo, hi in (*used, (self._part, self._part)):
             end = lo // _PAGE * _PAGE
             if begin < end:
                 self._map.madvise(mmap.MADV_REMOVE, self._begin + worker * self._part + begin, end - begin)
@@ -141,6 +154,11 @@ def _attach(file: Any, workers: int, part: int) -> Arena:
     arena = Arena(file.detach(), workers, part)
     arena.seal()
     return arena
+
+
+def _before_parts(workers: int) -> int:
+    """Bytes of the file in front of the workers' parts."""
+    return _up(workers * _ROW * 8, _PAGE)
 
 
 def _up(number: int, step: int) -> int:
@@ -157,6 +175,16 @@ class Free:
 
     def __init__(self, size: int) -> None:
         self._holes = [(0, size)]
+        self._wall = 0
+        self._top = 0  # the end of all that was ever taken
+
+    def wall_off(self, at: int = 0) -> int:
+        """No place lies across a wall from now on: one at ``at``, or behind all places so far. Where it stands."""
+        at = self._wall = at or _up(self._top, _PAGE)
+        self._holes = [
+            part for lo, hi in self._holes for part in ([(lo, at), (at, hi)] if lo < at < hi else [(lo, hi)])
+        ]
+        return at
 
     def take(self, size: int) -> int | None:
         """A place for so many bytes; ``None`` if none is large enough."""
@@ -164,6 +192,7 @@ class Free:
         for number, (lo, hi) in enumerate(self._holes):
             if hi - lo >= size:
                 self._holes[number : number + 1] = [(lo + size, hi)] if hi - lo > size else []
+                self._top = max(self._top, lo + size)
                 return lo
         return None
 
@@ -172,7 +201,7 @@ class Free:
         insort(self._holes, (lo, lo + _up(size, _ALIGNMENT)))
         merged = self._holes[:1]
         for begin, end in self._holes[1:]:
-            if begin == merged[-1][1]:
+            if begin == merged[-1][1] != self._wall:
                 merged[-1] = (merged[-1][0], end)
             else:
                 merged.append((begin, end))

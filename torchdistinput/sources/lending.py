@@ -22,6 +22,9 @@ _LARGE: Final = 1 << 16
 _WIDE: Final = 64
 """Entries up to which a list in a sample is looked through for such large ones."""
 
+_SETTLED: Final = 8
+"""Batches after which those that come will find room where these were, as a rule."""
+
 _NUMBERS: Final = frozenset(NUMPYS.values())
 
 _TENSORS: Final = {torch.Tensor}
@@ -69,6 +72,8 @@ class Lender:
         self._base: int = memory.__array_interface__["data"][0]
         self._size = memory.nbytes
         self._free = Free(self._size)
+        if arena.front(worker).length:  # of a worker before this one
+            self._free.wall_off(arena.front(worker).length)
         self._blocks: dict[int, Block] = {}
         self._batches: dict[int, list[Block]] = {}  # by entry
         self.number = 0
@@ -137,6 +142,9 @@ class Lender:
             block.batches += 1
         self._batches[entry] = blocks
         self._ledger[entry] = self.number
+        front = self._arena.front(self.worker)
+        if self.number >= _SETTLED and not front.length:
+            front.reach(self._free.wall_off())
         return entry
 
     def take_back(self) -> None:
