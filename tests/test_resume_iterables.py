@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from tests import inputs
 from tests.epochs import lists
 from torchdistinput.errors import StateMismatch
 from torchdistinput.flow import ReadFailure, Row, Start
+from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.base import DrawsAlone, Source
@@ -27,7 +29,8 @@ from torchdistinput.sources.shuffle import ShuffleSampler
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 
 DATA, OFF = AutoShardPolicy.DATA, AutoShardPolicy.OFF
-EVERY = 2
+FAR = InputOptions(prefetch=4096)  # an epoch may be read to its end before the first step is delivered
+NUMBERED = InputOptions(prefetch=4096, with_index=True, snapshot_every=2)
 
 
 class Plain(IterableDataset[int]):
@@ -169,8 +172,7 @@ Make = Callable[[], Source]
 
 
 def in_process(data: Callable[[], Any], policy: AutoShardPolicy, topology: Topology, size: int | None) -> Make:
-    more: dict[str, Any] = {"with_index": True, "snapshot_every": EVERY}
-    return lambda: IterableSource(data(), policy, topology, size, None, **more)
+    return lambda: IterableSource(data(), policy, topology, NUMBERED, size, None)
 
 
 def in_loader(
@@ -181,8 +183,7 @@ def in_loader(
     workers: int,
     **more: Any,
 ) -> Make:
-    options: dict[str, Any] = {"with_index": True, "snapshot_every": EVERY}
-    return lambda: IterableLoaderSource(loader_of(data(), size, workers, **more), policy, topology, **options)
+    return lambda: IterableLoaderSource(loader_of(data(), size, workers, **more), policy, topology, NUMBERED)
 
 
 SOURCES: dict[str, Make] = {
@@ -249,10 +250,10 @@ def test_a_step_is_sought_without_a_place(name: str) -> None:
 def test_data_with_a_state_is_read_again_from_the_last_snapshot_on_only() -> None:
     size = 4
     for cls in (Kept, KeptByIterator):
-        rows, positions = read(IterableSource(cls(40), DATA, one_of(1), size, None, snapshot_every=3))
+        rows, positions = read(IterableSource(cls(40), DATA, one_of(1), replace(FAR, snapshot_every=3), size, None))
         for row in range(len(rows)):
             data = cls(40)
-            source = IterableSource(data, DATA, one_of(1), size, None, snapshot_every=3)
+            source = IterableSource(data, DATA, one_of(1), replace(FAR, snapshot_every=3), size, None)
             rest, _ = read(source, Start(steps=row, position=positions[row]))  # without a warning
             assert rest == rows[row:]
             assert len(data.given) <= 40 - row * size + 2 * size
@@ -266,25 +267,25 @@ def test_a_snapshot_is_taken_each_so_many_batches() -> None:
             taken.append(self.state["next"])
             return super().state_dict()
 
-    read(IterableSource(Counted(40), DATA, one_of(1), 4, None, snapshot_every=3))
+    read(IterableSource(Counted(40), DATA, one_of(1), replace(FAR, snapshot_every=3), 4, None))
     assert taken == [4, 16, 28, 40]
 
 
 def test_reading_again_is_said_once_with_what_it_costs() -> None:
-    rows, positions = read(IterableSource(Plain(23), DATA, one_of(1), 4, None))
+    rows, positions = read(IterableSource(Plain(23), DATA, one_of(1), FAR, 4, None))
     for row in range(len(rows) + 1):
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
-            read(IterableSource(Plain(23), DATA, one_of(1), 4, None), Start(steps=row, position=positions[row]))
+            read(IterableSource(Plain(23), DATA, one_of(1), FAR, 4, None), Start(steps=row, position=positions[row]))
         assert [str(each.message).partition(". ")[0] for each in told] == [
             f"the iterable Plain is read again from its front, to go on after {row} steps: {4 * row} element(s)"
         ] * (row > 0)
 
 
 def test_data_that_became_shorter_is_a_mismatch() -> None:
-    _, positions = read(IterableSource(Plain(23), DATA, one_of(1), 4, None))
+    _, positions = read(IterableSource(Plain(23), DATA, one_of(1), FAR, 4, None))
     with pytest.raises(ReadFailure) as caught:
-        entered(IterableSource(Plain(12), DATA, one_of(1), 4, None), positions[4], 4)
+        entered(IterableSource(Plain(12), DATA, one_of(1), FAR, 4, None), positions[4], 4)
     assert isinstance(caught.value.__cause__, StateMismatch)
     assert "ended after 12 element(s), but the state says that 13 or more" in str(caught.value.__cause__)
 
@@ -295,9 +296,9 @@ def test_a_failure_while_passing_over_names_the_element() -> None:
             yield from range(6)
             raise OSError("disk")
 
-    _, positions = read(IterableSource(Plain(23), DATA, one_of(1), 4, None))
+    _, positions = read(IterableSource(Plain(23), DATA, one_of(1), FAR, 4, None))
     with pytest.raises(ReadFailure, match="element 6"):
-        entered(IterableSource(Broken(23), DATA, one_of(1), 4, None), positions[3], 3)
+        entered(IterableSource(Broken(23), DATA, one_of(1), FAR, 4, None), positions[3], 3)
 
 
 def test_a_failure_after_a_state_counts_elements_from_the_front() -> None:
@@ -308,9 +309,9 @@ def test_a_failure_after_a_state_counts_elements_from_the_front() -> None:
                     raise OSError("disk")
                 yield number
 
-    _, positions = read(IterableSource(Kept(23), DATA, one_of(1), 4, None, snapshot_every=2))
+    _, positions = read(IterableSource(Kept(23), DATA, one_of(1), replace(FAR, snapshot_every=2), 4, None))
     with pytest.raises(ReadFailure, match="element 18"):
-        entered(IterableSource(Broken(23), DATA, one_of(1), 4, None), positions[3], 3)
+        entered(IterableSource(Broken(23), DATA, one_of(1), FAR, 4, None), positions[3], 3)
 
 
 def test_a_state_that_is_not_plain_is_refused_when_it_is_asked_for() -> None:
@@ -319,9 +320,9 @@ def test_a_state_that_is_not_plain_is_refused_when_it_is_asked_for() -> None:
             return {"shards": [{"rng": torch.zeros(3)}]}
 
     for make in (
-        lambda: IterableSource(Tensors(12), DATA, one_of(1), 4, None),
-        lambda: IterableLoaderSource(loader_of(Tensors(12), 4, 2), DATA, one_of(1)),
-        lambda: FunctionSource([Tensors(12)], one_of(1)),
+        lambda: IterableSource(Tensors(12), DATA, one_of(1), FAR, 4, None),
+        lambda: IterableLoaderSource(loader_of(Tensors(12), 4, 2), DATA, one_of(1), FAR),
+        lambda: FunctionSource([Tensors(12)], one_of(1), FAR),
     ):
         stream = make().open(0, plainly, Start())
         assert stream.fetch(stream.draw()) is not None
@@ -335,7 +336,7 @@ def test_a_state_that_is_not_plain_is_refused_when_it_is_asked_for() -> None:
 
 
 def test_another_number_of_loader_workers_is_a_mismatch() -> None:
-    source = IterableLoaderSource(loader_of(Plain(12), 4, 2), DATA, one_of(1))
+    source = IterableLoaderSource(loader_of(Plain(12), 4, 2), DATA, one_of(1), FAR)
     with pytest.raises(StateMismatch, match="3 reader.* in the state, 2 here"):
         source.check(["iterable", 0, 0, 0, [[0, 0, None]] * 3])
 
@@ -353,7 +354,7 @@ def test_loader_workers_keep_their_random_seeds(lasting: bool) -> None:
     def make() -> IterableLoaderSource:
         generator = torch.Generator().manual_seed(5)
         data = loader_of(Seeded(7), 2, 3, generator=generator, persistent_workers=lasting)
-        return IterableLoaderSource(data, DATA, one_of(1))
+        return IterableLoaderSource(data, DATA, one_of(1), FAR)
 
     source = make()
     rows, positions = read(source)
@@ -368,7 +369,7 @@ def test_loader_workers_keep_their_random_seeds(lasting: bool) -> None:
 
 def test_workers_that_live_on_begin_the_next_epoch_at_the_front() -> None:
     def make() -> IterableLoaderSource:
-        return IterableLoaderSource(loader_of(Kept(14), 3, 2, persistent_workers=True), DATA, one_of(1))
+        return IterableLoaderSource(loader_of(Kept(14), 3, 2, persistent_workers=True), DATA, one_of(1), FAR)
 
     source = make()
     epochs = [read(source) for _ in range(3)]
@@ -387,7 +388,7 @@ def test_the_draws_of_epochs_before_are_made_again() -> None:
         generators = [torch.Generator().manual_seed(5) for _ in range(2)]
         sources = [
             IterableLoaderSource(
-                loader_of(Seeded(7), 2, 2, generator=generator, persistent_workers=lasting), DATA, one_of(1)
+                loader_of(Seeded(7), 2, 2, generator=generator, persistent_workers=lasting), DATA, one_of(1), FAR
             )
             for generator in generators
         ]
@@ -421,8 +422,7 @@ def shuffled(count: int, size: int, seed: int | None, workers: int = 0, **more: 
 
 
 def by_function(*datasets: Callable[[], Any], topology: Topology) -> Make:
-    more: dict[str, Any] = {"with_index": True, "snapshot_every": EVERY}
-    return lambda: FunctionSource([make() for make in datasets], topology, **more)
+    return lambda: FunctionSource([make() for make in datasets], topology, NUMBERED)
 
 
 FUNCTIONS: dict[str, Make] = {
@@ -506,10 +506,10 @@ def test_what_a_function_returned_goes_on_in_any_epoch_and_so_do_the_epochs_afte
 
 
 def test_a_loader_over_map_style_data_is_entered_without_reading() -> None:
-    rows, positions = read(FunctionSource([shuffled(40, 4, 7)], one_of(1)))
+    rows, positions = read(FunctionSource([shuffled(40, 4, 7)], one_of(1), FAR))
     for position in (positions[8], None):
         loader = shuffled(40, 4, 7)
-        found, _ = read(FunctionSource([loader], one_of(1)), Start(steps=8, position=position))  # no warning
+        found, _ = read(FunctionSource([loader], one_of(1), FAR), Start(steps=8, position=position))  # no warning
         assert found == rows[8:]
         data: Any = loader.dataset
         assert len(data.asked) == 8
@@ -518,18 +518,18 @@ def test_a_loader_over_map_style_data_is_entered_without_reading() -> None:
 def test_each_worker_of_a_function_has_random_states_of_its_own() -> None:
     """Also those of the default state, and whatever state the process that resumes is in."""
     torch.manual_seed(11)
-    source = FunctionSource([shuffled(20, 4, None)], one_of(2, 1, 1))
+    source = FunctionSource([shuffled(20, 4, None)], one_of(2, 1, 1), FAR)
     rows, positions = read(source)
     for row in range(len(rows) + 1):
         torch.manual_seed(99)
-        found, later = entered(FunctionSource([shuffled(20, 4, None)], one_of(2, 1, 1)), positions[row], row)
+        found, later = entered(FunctionSource([shuffled(20, 4, None)], one_of(2, 1, 1), FAR), positions[row], row)
         assert found == rows[row:]
         assert later[-1] == positions[-1]
 
 
 def test_workers_of_a_function_that_live_on_draw_no_second_seed() -> None:
     def make() -> FunctionSource:
-        return FunctionSource([shuffled(14, 3, 7, 2, persistent_workers=True)], one_of(1))
+        return FunctionSource([shuffled(14, 3, 7, 2, persistent_workers=True)], one_of(1), FAR)
 
     source = make()
     states, seeds, epochs = [], [], []
@@ -556,7 +556,7 @@ def test_the_draws_of_a_functions_epochs_before_are_made_again(lasting: bool, at
             sampler = BatchSampler(RandomSampler(range(14), generator=generator), 3, drop_last=False)
         more: dict[str, Any] = {"num_workers": 2, "persistent_workers": True} if lasting else {}
         loader: Any = DataLoader(Counted(14), batch_sampler=sampler, generator=generator, **more)
-        return FunctionSource([loader], one_of(1))
+        return FunctionSource([loader], one_of(1), FAR)
 
     source, resumed = make(), make()
     epochs = [read(source)[0] for _ in range(4)]
@@ -566,7 +566,7 @@ def test_the_draws_of_a_functions_epochs_before_are_made_again(lasting: bool, at
 
 
 def test_a_function_whose_batches_come_in_any_order_has_no_place() -> None:
-    source = FunctionSource([loader_of(Counted(20), 4, 2, in_order=False)], one_of(1))
+    source = FunctionSource([loader_of(Counted(20), 4, 2, in_order=False)], one_of(1), FAR)
     stream = source.open(0, plainly, Start())
     with pytest.raises(StateMismatch, match="in_order=True"):
         stream.position(0)
@@ -575,7 +575,7 @@ def test_a_function_whose_batches_come_in_any_order_has_no_place() -> None:
 
 def test_a_functions_shuffle_sampler_is_told_its_epoch() -> None:
     def make() -> FunctionSource:
-        return FunctionSource([loader_of(Counted(20), 4, 0, sampler=ShuffleSampler(20, seed=1))], one_of(1))
+        return FunctionSource([loader_of(Counted(20), 4, 0, sampler=ShuffleSampler(20, seed=1))], one_of(1), FAR)
 
     def of(source: Source, epoch: int, start: Start) -> list[Any]:
         stream = source.open(epoch, plainly, start)
@@ -588,13 +588,13 @@ def test_a_functions_shuffle_sampler_is_told_its_epoch() -> None:
 
 
 def test_fewer_batches_of_a_function_than_were_delivered_are_a_mismatch() -> None:
-    _, positions = read(FunctionSource([shuffled(20, 4, 7)], one_of(1)))
+    _, positions = read(FunctionSource([shuffled(20, 4, 7)], one_of(1), FAR))
     with pytest.raises(ReadFailure) as caught:
-        entered(FunctionSource([shuffled(9, 4, 7)], one_of(1)), positions[4], 4)
+        entered(FunctionSource([shuffled(9, 4, 7)], one_of(1), FAR), positions[4], 4)
     assert isinstance(caught.value.__cause__, StateMismatch)
 
 
 @pytest.mark.parametrize("position", [[], [1, 2], [["iterable", 0, 0, 0, [[0, 0, None]]], ["?"]], "ab"])
 def test_a_malformed_position_of_a_function_is_a_mismatch(position: Any) -> None:
     with pytest.raises(StateMismatch):
-        FunctionSource([shuffled(9, 4, 7)], one_of(1)).check(position)
+        FunctionSource([shuffled(9, 4, 7)], one_of(1), FAR).check(position)

@@ -255,15 +255,7 @@ class Strategy:
             datasets = [dataset_fn(context) for context in contexts]
             for dataset in datasets:
                 refuse_divided(dataset)
-            source = FunctionSource(
-                datasets,
-                topology,
-                with_index=chosen.with_index,
-                snapshot_every=chosen.snapshot_every,
-                read_ahead=chosen.most_ahead,
-                skip=chosen.on_error == "skip",
-            )
-            return source, AutoShardPolicy.OFF
+            return FunctionSource(datasets, topology, chosen), AutoShardPolicy.OFF
 
         return self._distribute("distribute_datasets_from_function()", make, chosen)
 

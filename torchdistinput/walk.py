@@ -102,7 +102,7 @@ def compose(
         begins_at=(progress.epoch, progress.steps),
         counts=ranks is None or ranks.rank in ranks.firsts,
         landmarks=StatsLandmarks(progress.meter, stream.landmarks),
-        max_errors=options.max_errors if options.on_error == "skip" else None,
+        max_errors=options.max_errors if options.skips else None,
         ahead=(depth, options.least_ahead) if grows else None,
     )
     threaded = channel is not None or (depth > 0 and (stream.in_background or copies))

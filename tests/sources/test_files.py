@@ -21,6 +21,7 @@ from torchdistinput.backends.patterns import FileNames
 from torchdistinput.errors import SourceError, StateMismatch
 from torchdistinput.flow import Start
 from torchdistinput.plan.lanes import LanePlace
+from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.permutation import shuffled
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import Topology
@@ -664,7 +665,7 @@ def test_lists_of_lines_are_vouched_for_and_nothing_else(tmp_path: Path) -> None
 
     def vouched(read: Any = readers.text_lines, collate: Any = None, **options: Any) -> bool:
         dataset = FileDataset(str(tmp_path / "a"), read, **options)
-        source = RecordSource(DataLoader(dataset, 2, collate_fn=collate), AutoShardPolicy.FILE, alone)
+        source = RecordSource(DataLoader(dataset, 2, collate_fn=collate), AutoShardPolicy.FILE, alone, InputOptions())
         return source.open(0, lambda call: call(), Start()).strings
 
     assert vouched()

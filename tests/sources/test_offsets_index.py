@@ -22,6 +22,7 @@ from torchdistinput import SourceError, readers
 from torchdistinput.backends.filesystem import OpenedFile
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.lanes import WalkPlace
+from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.crc32c import masked_crc32c
@@ -323,11 +324,11 @@ def test_a_source_makes_its_part_of_the_indices_and_its_loader_workers_use_them(
     options: dict[str, Any] = {"index_folder": tmp_path / "indices"} if kind in INDEXED else {}
     data = FileDataset(names, FILES[kind][0], map_fn=len, **options)
     topology = [Topology(num_workers=2, replicas_per_worker=1, worker=worker) for worker in range(2)]
-    RecordSource(data, AutoShardPolicy.FILE, topology[0], 4)
+    RecordSource(data, AutoShardPolicy.FILE, topology[0], InputOptions(), 4)
     assert index_files(tmp_path) == []  # there each reads whole files
-    RecordSource(data, AutoShardPolicy.DATA, topology[0], 4)
+    RecordSource(data, AutoShardPolicy.DATA, topology[0], InputOptions(), 4)
     assert len(index_files(tmp_path)) == (2 if kind in INDEXED else 0)
-    RecordSource(data, AutoShardPolicy.DATA, topology[1], 4)
+    RecordSource(data, AutoShardPolicy.DATA, topology[1], InputOptions(), 4)
     assert len(index_files(tmp_path)) == (4 if kind in INDEXED else 0)
     wanted = [len(record) for record in data.walk(range(len(names)), 0)]
     loader = tdi.Strategy().distribute_dataset(DataLoader(data, batch_size=4, num_workers=2))

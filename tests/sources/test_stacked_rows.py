@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, default_collate
 import torchdistinput as tdi
 from torchdistinput import FileDataset, readers
 from torchdistinput.flow import ReadFailure, Start
+from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.records import RecordSource
@@ -35,7 +36,7 @@ def pieces(
     dataset = FileDataset([str(name) for name in files], readers.npy_rows, **options)
     loader = DataLoader(dataset, 7, collate_fn=collate)
     policy = AutoShardPolicy.DATA if topology.num_workers == 2 else AutoShardPolicy.FILE
-    stream = RecordSource(loader, policy, topology).open(0, lambda call: call(), start)
+    stream = RecordSource(loader, policy, topology, InputOptions()).open(0, lambda call: call(), start)
     found: list[Any] = []
     try:
         while (row := stream.draw()) is not None:

@@ -106,6 +106,11 @@ class InputOptions:
             raise TypeError(f"with_index is {self.with_index!r}; True or False is needed.")
 
     @property
+    def skips(self) -> bool:
+        """Whether samples that cannot be read are left out."""
+        return self.on_error == "skip"
+
+    @property
     def least_ahead(self) -> int:
         """Steps that are made ready ahead at first."""
         return _FIRST_AHEAD if self.prefetch is None else self.prefetch

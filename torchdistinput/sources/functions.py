@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from torchdistinput.errors import BatchingError, InputError, StateMismatch
 from torchdistinput.flow import Row, Start, Stream
+from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.base import Exchange, RowStream, SetsEpoch, tell_epoch
 from torchdistinput.sources.guarded import GuardedIterator
@@ -33,10 +34,7 @@ class FunctionSource:
     Args:
       datasets: the worker's dataset, or one for each local replica.
       topology: where this worker stands.
-      with_index: whether each batch comes with the numbers of its samples.
-      snapshot_every: steps from one taking of a state of the user's own to the next.
-      read_ahead: steps that are made ready ahead of the one in use, at most.
-      skip: whether data that fails is to be left out, which is refused.
+      options: what the user asked for; that data that fails is left out is refused.
 
     Raises:
       InputError: what the function returned is no data, or cannot leave out what fails.
@@ -49,23 +47,12 @@ class FunctionSource:
     certain_piece_size: int | None = None
     largest_piece_size: int | None = None
 
-    def __init__(
-        self,
-        datasets: Sequence[Any],
-        topology: Topology,
-        *,
-        with_index: bool = False,
-        snapshot_every: int = 16,
-        read_ahead: int = 4096,
-        skip: bool = False,
-    ) -> None:
-        if skip:
+    def __init__(self, datasets: Sequence[Any], topology: Topology, options: InputOptions) -> None:
+        if options.skips:
             raise cannot_skip("a dataset function")
         self._datasets = datasets
         self._topology = topology
-        self._with_index = with_index
-        self._snapshot_every = snapshot_every
-        self._read_ahead = read_ahead
+        self._options = options
         self._reopen: list[Callable[[], Iterable[Any]]] = [Reopened(dataset) for dataset in datasets]
         self._has_begun = False
         self._lasting: dict[int, LoaderRun] = {}
@@ -177,9 +164,9 @@ class FunctionSource:
         opened = draws(lambda: [self._enter(number, reader, start) for number, reader in enumerate(place.readers)])
         self._has_begun = True
         in_background = all(isinstance(each, DataLoader) and each.num_workers > 0 for each in self._datasets)
-        log = ReadLog(place, self._read_ahead, owns_state=True, in_background=in_background)
+        log = ReadLog(place, self._options.most_ahead, owns_state=True, in_background=in_background)
         positions = Positions(self._topology, shared=self._topology.num_workers == 1, taken=place.samples)
-        rows = _dealt_rows(opened, self._per_dataset, log, place.rows, positions if self._with_index else None)
+        rows = _dealt_rows(opened, self._per_dataset, log, place.rows, positions if self._options.with_index else None)
         return RowStream(
             rows,
             in_background=in_background,
@@ -193,7 +180,7 @@ class FunctionSource:
         count = len(self._datasets)
         if start.position is not None:
             return self._split(start.position)
-        if self._with_index:  # the sizes of the batches before count, so they are read
+        if self._options.with_index:  # the sizes of the batches before count, so they are read
             return place_of(start, count), []
         passed = start.steps * self._per_dataset
         return Place((Reader(passed, passed),) * count), []
@@ -202,7 +189,7 @@ class FunctionSource:
         data = self._reopen[number]()
         # Of several datasets, one may have ended while the steps of the others were counted.
         at_least = reader.since if len(self._datasets) == 1 else 0
-        marks = (self._per_dataset, self._snapshot_every)
+        marks = (self._per_dataset, self._options.snapshot_every)
         if can_pass_over(data):
             loader = self._passing_over(number, data, reader, at_least, start)
             later = LoaderRun(iter(loader))

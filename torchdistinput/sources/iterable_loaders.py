@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from torchdistinput.flow import Start, Stream
 from torchdistinput.plan.batching import Cutter, check_batch_size
+from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.base import Exchange, RowStream, Shards, length_of, tell_epoch
@@ -35,9 +36,7 @@ class IterableLoaderSource:
       loader: the user's.
       policy: the policy in force.
       topology: where this worker stands.
-      with_index: whether each piece comes with the numbers of its samples.
-      snapshot_every: batches of a loader worker from one taking of a state of the user's own to the next.
-      read_ahead: steps that are made ready ahead of the one in use, at most.
+      options: what the user asked for; ``snapshot_every`` counts batches of a loader worker.
     """
 
     def __init__(
@@ -45,14 +44,10 @@ class IterableLoaderSource:
         loader: DataLoader[Any],
         policy: AutoShardPolicy,
         topology: Topology,
-        *,
-        with_index: bool = False,
-        snapshot_every: int = 16,
-        read_ahead: int = 4096,
+        options: InputOptions,
     ) -> None:
         check_loader(loader, policy)
         self._loader = loader
-        self._with_index = with_index
         dataset: Any = loader.dataset
         if policy is AutoShardPolicy.HINT and topology.num_workers > 1:
             dataset = cast(Shards, dataset).shard(num_shards=topology.num_workers, index=topology.worker)
@@ -61,11 +56,10 @@ class IterableLoaderSource:
         cutter = Cutter(topology, shared, size)
         collate = cast(Callable[[Any], Any], loader.collate_fn)
         self._dataset: Any = dataset
-        self._whole = Guarded(dataset, size or 1, snapshot_every)
+        self._whole = Guarded(dataset, size or 1, options.snapshot_every)
         self._cutter = cutter
         self._shared = shared
-        self._snapshot_every = snapshot_every
-        self._read_ahead = read_ahead
+        self._options = options
         self._owns_state = isinstance(dataset, HasState)
         self._seeds = BaseSeeds(loader.generator, lasting=loader.persistent_workers)
         self._cut: CutReady | CutSamples
@@ -132,8 +126,8 @@ class IterableLoaderSource:
         dataset = self._whole if place.is_front else self._from(place, start)
         items, cut, close = draws(lambda: self._start(dataset, start))
         in_background = self._loader.num_workers > 0
-        log = ReadLog(place, self._read_ahead, owns_state=self._owns_state, in_background=in_background)
-        label = labels_by_position(self._cutter, place.samples) if self._with_index else None
+        log = ReadLog(place, self._options.most_ahead, owns_state=self._owns_state, in_background=in_background)
+        label = labels_by_position(self._cutter, place.samples) if self._options.with_index else None
         return RowStream(
             rows_logged(items, cut, log, place, label),
             in_background=in_background,
@@ -149,7 +143,7 @@ class IterableLoaderSource:
         lived_on = self._loader.num_workers > 0 and start.base_seed == "never"
         warn_of_reading_again(start, place, per_batch, self._dataset, lived_on=lived_on)
         self.workers.close()
-        return Guarded(self._dataset, per_batch, self._snapshot_every, entrances_at(place))
+        return Guarded(self._dataset, per_batch, self._options.snapshot_every, entrances_at(place))
 
     def _start(
         self, dataset: Guarded, start: Start

@@ -21,6 +21,7 @@ from torchdistinput.plan.batching import (
     num_batches,
     refuse_empty_pieces,
 )
+from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.base import Exchange, RowStream, SetsEpoch, Shards, length_of
@@ -52,29 +53,25 @@ class IterableSource:
       data: the iterable or function.
       policy: the policy in force.
       topology: where this worker stands.
+      options: what the user asked for.
       global_batch_size: G, if samples are to be batched here.
       collate: makes a batch of samples; torch's ``default_collate`` if not given.
       first: what the function returned already, for the first epoch.
-      with_index: whether each piece comes with the numbers of its samples.
-      snapshot_every: batches from one taking of a state of the user's own to the next.
-      read_ahead: steps that are made ready ahead of the one in use, at most.
     """
 
     workers = None
     base_seed = "every"
 
-    def __init__(  # noqa: PLR0913 - one dataset is one call
+    def __init__(
         self,
         data: Any,
         policy: AutoShardPolicy,
         topology: Topology,
+        options: InputOptions,
         global_batch_size: int | None,
         collate: Collate | None,
         *,
         first: Any = None,
-        with_index: bool = False,
-        snapshot_every: int = 16,
-        read_ahead: int = 4096,
     ) -> None:
         self._owns_state = isinstance(data if first is None else first, HasState)
         if policy is AutoShardPolicy.HINT and topology.num_workers > 1:
@@ -84,9 +81,7 @@ class IterableSource:
         self._shared = policy is AutoShardPolicy.DATA or topology.num_workers == 1
         self._cutter = Cutter(topology, self._shared, global_batch_size)
         self._collate = collate
-        self._with_index = with_index
-        self._snapshot_every = snapshot_every
-        self._read_ahead = read_ahead
+        self._options = options
         # In-process data may draw from it. Of several workers each has its own, and none counts for all.
         self.needs_default_state = self.draws_from_default_generator = topology.num_workers == 1
         self.bound_to_world = not self._shared
@@ -135,7 +130,7 @@ class IterableSource:
         """See ``Source.open``."""
         data, place, size = self._reopen(), place_of(start, 1), self._cutter.global_batch_size
         warn_of_reading_again(start, place, size or 1, self._data)
-        elements = Guarded(data, size or 1, self._snapshot_every, entrances_at(place))
+        elements = Guarded(data, size or 1, self._options.snapshot_every, entrances_at(place))
         items: Iterable[Any] = elements
         cut: CutReady | CutSamples
         if size is None:
@@ -143,8 +138,8 @@ class IterableSource:
         else:
             items = batched(elements, size, drop_last=False)
             cut = CutSamples(self._collate or default_collate, self._cutter)
-        log = ReadLog(place, self._read_ahead, owns_state=self._owns_state, in_background=False)
-        label = labels_by_position(self._cutter, place.samples) if self._with_index else None
+        log = ReadLog(place, self._options.most_ahead, owns_state=self._owns_state, in_background=False)
+        label = labels_by_position(self._cutter, place.samples) if self._options.with_index else None
         own_draws = draws if self.draws_from_default_generator else None
         rows = rows_logged(items, cut.__call__, log, place, label)
         return RowStream(rows, in_background=False, track=log, draws=own_draws)

@@ -24,6 +24,7 @@ from torch.utils.data import (
 from torchdistinput.errors import ShardingError, StateMismatch
 from torchdistinput.flow import Start, Stream
 from torchdistinput.plan.batching import Cutter
+from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.base import Exchange, Shards, length_of, tell_epoch
@@ -65,8 +66,7 @@ class MapLoaderSource:
       loader: the user's.
       policy: the policy in force.
       topology: where this worker stands.
-      with_index: whether each piece comes with the numbers of its samples.
-      skip: whether samples that cannot be read are left out.
+      options: what the user asked for.
     """
 
     def __init__(
@@ -74,14 +74,12 @@ class MapLoaderSource:
         loader: DataLoader[Any],
         policy: AutoShardPolicy,
         topology: Topology,
-        *,
-        with_index: bool = False,
-        skip: bool = False,
+        options: InputOptions,
     ) -> None:
         check_loader(loader, policy)
         self._loader = loader
         self._policy = policy
-        self._with_index = with_index
+        self._with_index = options.with_index
         self._collates = loader.batch_sampler is not None
         self._dataset: Any = loader.dataset
         self._batches: Any = loader.batch_sampler if self._collates else loader.sampler
@@ -95,7 +93,7 @@ class MapLoaderSource:
         again = loader.num_workers > 0 and type(self._batches) not in (BatchSampler, *TORCH_SAMPLERS)
         self._base_seeds = BaseSeeds(loader.generator, lasting=loader.persistent_workers, again=again)
         self._reads_here = not loader.num_workers and not loader.pin_memory
-        self._pieces = PieceDataset(self._dataset, cast(Callable[[Any], Any], loader.collate_fn), skip=skip)
+        self._pieces = PieceDataset(self._dataset, cast(Callable[[Any], Any], loader.collate_fn), skip=options.skips)
         build = partial(_build, loader, self._feed, self._base_seeds)  # no method: in a circle, workers would live on
         self.workers = LoaderRuns(build, lasting=loader.persistent_workers)
         self._given_seed: int | None = None  # by a state that was loaded
@@ -108,7 +106,7 @@ class MapLoaderSource:
         self.draws_from_default_generator = loader.generator is None or self.needs_default_state
         self.bound_to_world = not shared
         self.collective_state = self.draws_alone
-        certain = shared and not skip
+        certain = shared and not options.skips
         self.certain_piece_size = self._cutter.certain_piece_size(drop_last=self._drop_last) if certain else None
         self.largest_piece_size = self._cutter.largest_piece_size
 

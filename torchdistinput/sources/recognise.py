@@ -105,27 +105,16 @@ def recognise(
     if isinstance(data, DataLoader):
         _refuse_second_batching(data, global_batch_size, collate_fn)
         return _source_of_loader(data, resolved, topology, options), resolved
-    place, batching = (resolved, topology), (global_batch_size, collate_fn)
-    with_index, read_ahead = options.with_index, options.most_ahead
-    skip = options.on_error == "skip"
+    place, batching = (resolved, topology, options), (global_batch_size, collate_fn)
     if isinstance(data, FileDataset):
         from torchdistinput.sources.records import RecordSource  # noqa: PLC0415 - only who reads files needs it
 
-        return RecordSource(data, *place, *batching, with_index=with_index, read_ahead=read_ahead, skip=skip), resolved
+        return RecordSource(data, *place, *batching), resolved
     if _is_map_style(data):
-        return MapLoaderSource(_loader(data, *batching, shuffle), *place, with_index=with_index, skip=skip), resolved
-    if skip:
+        return MapLoaderSource(_loader(data, *batching, shuffle), *place), resolved
+    if options.skips:
         raise cannot_skip(f"an iterable ({type(data).__name__})")
-    source = IterableSource(
-        data,
-        *place,
-        *batching,
-        first=first,
-        with_index=with_index,
-        snapshot_every=options.snapshot_every,
-        read_ahead=read_ahead,
-    )
-    return source, resolved
+    return IterableSource(data, *place, *batching, first=first), resolved
 
 
 def _unwrapped(data: Any) -> Any:
@@ -138,23 +127,15 @@ def _unwrapped(data: Any) -> Any:
 def _source_of_loader(
     loader: DataLoader[Any], policy: AutoShardPolicy, topology: Topology, options: InputOptions
 ) -> Source:
-    with_index, read_ahead, skip = options.with_index, options.most_ahead, options.on_error == "skip"
     if isinstance(loader.dataset, FileDataset):
         from torchdistinput.sources.records import RecordSource  # noqa: PLC0415 - only who reads files needs it
 
-        return RecordSource(loader, policy, topology, with_index=with_index, read_ahead=read_ahead, skip=skip)
+        return RecordSource(loader, policy, topology, options)
     if isinstance(loader.dataset, IterableDataset):
-        if skip:
+        if options.skips:
             raise cannot_skip(f"a DataLoader over an iterable ({type(loader.dataset).__name__})")
-        return IterableLoaderSource(
-            loader,
-            policy,
-            topology,
-            with_index=with_index,
-            snapshot_every=options.snapshot_every,
-            read_ahead=read_ahead,
-        )
-    return MapLoaderSource(loader, policy, topology, with_index=with_index, skip=skip)
+        return IterableLoaderSource(loader, policy, topology, options)
+    return MapLoaderSource(loader, policy, topology, options)
 
 
 def _refuse_second_batching(loader: DataLoader[Any], global_batch_size: int | None, collate_fn: Collate | None) -> None:

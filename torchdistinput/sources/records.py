@@ -17,6 +17,7 @@ from torchdistinput.errors import StateMismatch
 from torchdistinput.flow import Start, Stream
 from torchdistinput.plan.batching import Cutter, check_batch_size
 from torchdistinput.plan.lanes import WalkPlace, fresh_files, redeal
+from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.base import Exchange, RowStream
@@ -41,11 +42,9 @@ class RecordSource:
       data: the files, or a ``DataLoader`` over them.
       policy: the policy in force.
       topology: where this worker stands.
+      options: what the user asked for.
       global_batch_size: G, if records are to be batched; a ``DataLoader`` has its own.
       collate: makes a batch of samples; torch's ``default_collate`` if not given.
-      with_index: whether each piece comes with the numbers of its samples.
-      read_ahead: steps that may be read before they are delivered.
-      skip: whether records that cannot be read, or decoded, are left out.
     """
 
     base_seed = "every"
@@ -57,12 +56,9 @@ class RecordSource:
         data: FileDataset | DataLoader[Any],
         policy: AutoShardPolicy,
         topology: Topology,
+        options: InputOptions,
         global_batch_size: int | None = None,
         collate: Collate | None = None,
-        *,
-        with_index: bool = False,
-        read_ahead: int = 0,
-        skip: bool = False,
     ) -> None:
         shared = policy is AutoShardPolicy.DATA or topology.num_workers == 1
         self._loader = data if isinstance(data, DataLoader) else None
@@ -80,9 +76,7 @@ class RecordSource:
         self._cutter = Cutter(topology, shared, global_batch_size)
         by_file = policy is AutoShardPolicy.FILE
         self.bound_to_world = not shared and not by_file  # under OFF all workers read all files
-        self._with_index = with_index
-        self._read_ahead = read_ahead
-        self._skip = skip
+        self._options = options
         self._reads_here = self._loader is None or not (self._loader.num_workers or self._loader.pin_memory)
         # Where several read the same batches, each reads its own part of them, if the files are such that one can.
         num_readers = 1 if self._loader is None else max(1, self._loader.num_workers)
@@ -95,14 +89,14 @@ class RecordSource:
             collate,
             by_file=by_file,
             drop_last=self._drop_last,
-            with_index=with_index,
-            skip=skip,
+            with_index=options.with_index,
+            skip=options.skips,
             in_ranges=in_ranges,
             strings=self._lists_strings and self._reads_here,
         )
         self.workers = None if self._loader is None else _runs_of(self._loader)
         self.draws_from_default_generator = self._loader is not None and self._loader.generator is None
-        certain = shared and not skip
+        certain = shared and not options.skips
         self.certain_piece_size = self._cutter.certain_piece_size(drop_last=self._drop_last) if certain else None
         self.largest_piece_size = self._cutter.largest_piece_size
 
@@ -171,14 +165,14 @@ class RecordSource:
         there = Topology(num_workers=workers, replicas_per_worker=found.num_replicas // workers, worker=worker)
         cutter = Cutter(there, workers == 1, self._cutter.global_batch_size)
         files = fresh_files(self._dataset.file_order(epoch), found.deals)[worker::workers]
-        walk = self._dataset.walk(files, epoch, place, skip=self._skip)
+        walk = self._dataset.walk(files, epoch, place, skip=self._options.skips)
         try:
             passed = pass_over(walk, cutter, found.rows - row, drop_last=self._drop_last)
             if not passed.rows_left:
                 return walk.position()
         finally:
             walk.close()
-        again = self._dataset.walk(files, epoch, passed.place, skip=self._skip)
+        again = self._dataset.walk(files, epoch, passed.place, skip=self._options.skips)
         try:
             again.take(cutter.rows(len(passed.records))[passed.rows_left - 1][-1][1])
             return again.position()
@@ -207,10 +201,10 @@ class RecordSource:
             # Without loader workers and pinning, torch's loader would hand on each cut as it is: the start is all that
             # is needed of it, for the random seed that it draws.
             cuts, close = iter(rows) if self._reads_here else run, lambda: runs.finish(run)
-        own = Places(walk, position.rows, self._read_ahead)
-        common = None if self._cutter.shared else CommonPlaces(own, position, worker, self._read_ahead)
+        own = Places(walk, position.rows, self._options.most_ahead)
+        common = None if self._cutter.shared else CommonPlaces(own, position, worker, self._options.most_ahead)
         return RowStream(
-            own.rows_of(cuts, self._rows.label if self._with_index else None),
+            own.rows_of(cuts, self._rows.label if self._options.with_index else None),
             in_background=self._loader is not None and self._loader.num_workers > 0,
             track=_Track(position, own, common),
             close=close,
