@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import enum
 import gzip
 import io
 import json
 import struct
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,16 @@ def strategy(replicas: int = 1) -> tdi.Strategy:
 
 def read_all(data: Any, global_batch_size: int | None = None, replicas: int = 1) -> list[Any]:
     return list(strategy(replicas).distribute_dataset(data, global_batch_size=global_batch_size))
+
+
+class Sized:
+    """Map-style data that is no ``Dataset``."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> int:
+        return index
 
 
 # Files
@@ -233,13 +245,74 @@ def test_an_exhausted_generator_given_twice_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "data",
-    [5, 2.5, None, "a text", b"bytes", {"x": [1, 2]}, nn.Linear(2, 2), torch.float32, int],
-    ids=["int", "float", "None", "str", "bytes", "dict of lists", "module", "dtype", "class"],
+    [5, 2.5, None, "a text", b"bytes", {"x": [1, 2]}, nn.Linear(2, 2), torch.float32],
+    ids=["int", "float", "None", "str", "bytes", "dict of lists", "module", "dtype"],
 )
 def test_what_is_not_data_is_refused_by_its_type(data: Any) -> None:
     with pytest.raises(tdi.InputError) as caught:
         strategy().distribute_dataset(data)
     assert type(data).__name__ in str(caught.value)
+
+
+@pytest.mark.parametrize("data", [inputs.Records, inputs.PlainIterable, tdi.FileDataset, list, int])
+def test_a_class_in_place_of_its_instance_is_refused_before_anything_is_read(data: Any) -> None:
+    needed = rf"found the class {data.__name__} as .*; an instance of it is needed\. Give {data.__name__}\(\.\.\.\)"
+    for given, size in ((data, None), (data, 2), (lambda: data, 2), (DataLoader(data, 2), None)):
+        with pytest.raises(tdi.InputError, match=needed):
+            strategy().distribute_dataset(given, global_batch_size=size)
+    for returned in (data, DataLoader(data, 2)):
+        with pytest.raises(tdi.InputError, match=needed):
+            strategy().distribute_datasets_from_function(partial(_given, returned))
+    with pytest.raises(tdi.InputError, match=needed):
+        tdi.DataLoader(data, 2)
+
+
+class Squares(type):
+    """Of classes that are data: what an Enum's is, with numbers in place of names."""
+
+    def __len__(cls) -> int:
+        return 5
+
+    def __getitem__(cls, index: int) -> int:
+        if index >= 5:
+            raise IndexError(index)
+        return index * index
+
+
+class Five(metaclass=Squares):
+    pass
+
+
+class Colour(enum.Enum):
+    RED = 0
+    BLUE = 1
+
+
+def test_a_class_that_is_data_itself_is_read_as_torch_does() -> None:
+    five: Any = Five
+    batches = [batch.tolist() for batch in DataLoader(five, 2)]
+    assert batches == [[0, 1], [4, 9], [16]]
+    assert [batch.tolist() for batch in tdi.DataLoader(five, 2)] == batches
+    assert [batch.tolist() for batch in read_all(DataLoader(five, 2))] == batches
+    assert [batch.tolist() for batch in read_all(five, 2)] == batches
+    colour: Any = Colour
+    by_name: dict[str, Any] = {"batch_size": 2, "sampler": ["BLUE", "RED"], "collate_fn": tuple}
+    assert [*tdi.DataLoader(colour, **by_name)] == [*DataLoader(colour, **by_name)] == [(Colour.BLUE, Colour.RED)]
+    with pytest.raises(KeyError) as ours, closing(tdi.DataLoader(colour, 2)) as loader:
+        next(iter(loader))
+    with pytest.raises(KeyError) as torchs:
+        next(iter(DataLoader(colour, 2)))
+    assert ours.value.args == torchs.value.args
+    with pytest.raises(tdi.InputError, match="returned a Squares; a DataLoader or another iterable of batches"):
+        strategy().distribute_datasets_from_function(partial(_given, five))
+
+
+def test_map_style_data_that_can_be_called_is_data_and_no_function() -> None:
+    class Called(Sized):
+        def __call__(self) -> None:
+            raise AssertionError("called for the data")
+
+    assert [batch.tolist() for batch in read_all(Called(), 2)] == [[0, 1], [2]]
 
 
 def test_a_function_that_returns_no_data_is_refused() -> None:

@@ -94,7 +94,7 @@ class DataLoader(Generic[T_co]):
     Raises:
       ValueError: what torch raises for its arguments; both ``device`` and ``strategy``; a negative ``prefetch``.
       TypeError: what torch raises; a ``prefetch`` or ``policy`` of another type.
-      InputError: ``in_order=False``.
+      InputError: ``in_order=False``; a class in place of a dataset.
       ShardingError: a ``DistributedSampler`` or another sampler for one rank is inside; it would be divided again. With
         ``policy=AutoShardPolicy.OFF`` it is taken as it is: each rank's own data, in steps of ``batch_size`` over all.
     """

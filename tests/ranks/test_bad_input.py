@@ -96,6 +96,19 @@ def not_data_on_one_rank(_: Path) -> object:
     return distribute(on_rank(1, nn.Linear(2, 2), number_range(9, 4)))
 
 
+def a_class(_: Path) -> object:
+    return distribute(inputs.Records, 4)
+
+
+def a_class_in_a_loader_on_one_rank(_: Path) -> object:
+    return distribute(DataLoader(on_rank(1, inputs.Records, inputs.Records()), batch_size=4))
+
+
+def a_class_from_a_function_on_one_rank(_: Path) -> object:
+    returned = on_rank(1, inputs.PlainIterable, inputs.PlainIterable())
+    return tdi.Strategy(["cpu"]).distribute_datasets_from_function(lambda context: returned)
+
+
 def other_lengths(_: Path) -> object:
     return distribute(number_range(on_rank(1, 17, 23), 4))
 
@@ -159,6 +172,9 @@ REFUSED: list[tuple[Callable[[Path], object], str, list[str]]] = [
     (out_of_order, "InputError", ["in_order"]),
     (not_data, "InputError", ["dict"]),
     (not_data_on_one_rank, "InputError", ["Linear", "rank 1"]),
+    (a_class, "InputError", ["the class Records", "Give Records(...)"]),
+    (a_class_in_a_loader_on_one_rank, "InputError", ["the class Records", "rank 1"]),
+    (a_class_from_a_function_on_one_rank, "InputError", ["the class PlainIterable", "rank 1"]),
     (other_lengths, "RankDisagreement", ["23", "17", "1"]),
     (other_batch_sizes, "RankDisagreement", ["4", "6", "1"]),
     (other_drop_last, "RankDisagreement", ["drop_last", "1"]),

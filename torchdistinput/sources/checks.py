@@ -2,7 +2,34 @@
 
 from __future__ import annotations
 
-__all__ = ["as_object", "check_callable", "checked_int"]
+from collections.abc import Iterable
+from typing import Any, Protocol, runtime_checkable
+
+from torchdistinput.errors import InputError
+
+__all__ = ["as_object", "check_callable", "checked_int", "refuse_class"]
+
+
+@runtime_checkable
+class _Indexed(Protocol):
+    def __getitem__(self, index: Any) -> Any: ...
+
+
+def refuse_class(data: object, what: str) -> None:
+    """Refuses a class that was given in place of its instance. Local.
+
+    A class may be data itself, if its metaclass says so, as that of an ``Enum``: torch iterates over it, too.
+
+    Args:
+      data: what was given.
+      what: as what.
+
+    Raises:
+      InputError: it is a class, which cannot be indexed or iterated.
+    """
+    if isinstance(data, type) and not issubclass(type(data), Iterable | _Indexed):
+        name = data.__name__
+        raise InputError(f"found the class {name} as {what}; an instance of it is needed. Give {name}(...).")
 
 
 def checked_int(name: str, value: object, at_least: int | None = None) -> int:

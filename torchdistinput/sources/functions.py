@@ -14,6 +14,7 @@ from torchdistinput.flow import Row, Start, Stream
 from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.base import Exchange, RowStream, SetsEpoch, tell_epoch
+from torchdistinput.sources.checks import refuse_class
 from torchdistinput.sources.guarded import GuardedIterator
 from torchdistinput.sources.index import Positions
 from torchdistinput.sources.opaque import Marked, Place, Reader, ReadLog, Taken, place_of, warn_of_reading_again
@@ -276,12 +277,15 @@ class _Track:
 
 
 def _check(dataset: Any) -> None:
+    refuse_class(dataset, "what the dataset function returned")
+    if isinstance(dataset, DataLoader):
+        refuse_class(dataset.dataset, "the dataset of the DataLoader that the dataset function returned")
     if isinstance(dataset, Dataset) and not isinstance(dataset, IterableDataset):
         raise BatchingError(
             f"the dataset function returned a {type(dataset).__name__}, a map-style dataset of single samples; "
             "batches are needed. Return DataLoader(dataset, batch_size=context.get_per_replica_batch_size(G))."
         )
-    if not isinstance(dataset, Iterable) and not callable(dataset):
+    if not isinstance(dataset, Iterable) and (isinstance(dataset, type) or not callable(dataset)):
         raise InputError(
             f"the dataset function returned a {type(dataset).__name__}; a DataLoader or another iterable of "
             "batches is needed."

@@ -22,6 +22,7 @@ from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.sharding import AutoShardPolicy, resolve_policy
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.base import HoldsTorchLoader, Shards, Source
+from torchdistinput.sources.checks import refuse_class
 from torchdistinput.sources.files import FileDataset
 from torchdistinput.sources.iterable_loaders import IterableLoaderSource
 from torchdistinput.sources.iterables import IterableSource
@@ -75,7 +76,7 @@ def recognise(
     refuse(data)
     _refuse(data)
     first = None
-    if callable(data) and not isinstance(data, Iterable | Dataset | DataLoader):
+    if callable(data) and not isinstance(data, Iterable | Dataset | DataLoader) and not _is_map_style(data):
         first = data()
         refuse(first)
         if isinstance(first, DataLoader | Dataset | Mapping | HoldsTorchLoader) or not isinstance(first, Iterable):
@@ -150,7 +151,7 @@ def _refuse_second_batching(loader: DataLoader[Any], global_batch_size: int | No
 def _is_map_style(data: Any) -> bool:
     if isinstance(data, Dataset):
         return not isinstance(data, IterableDataset)
-    return isinstance(data, _MapStyle) and not isinstance(data, list | tuple)
+    return issubclass(type(data), _MapStyle) and not isinstance(data, list | tuple)  # a class has what its instances do
 
 
 def _refuse_shuffling(data: Any) -> None:
@@ -191,6 +192,7 @@ def _loader(
 
 def _refuse(data: Any) -> None:
     """Refuses what can be iterated but is no data, and what cannot be iterated at all."""
+    refuse_class(data, "data")
     if isinstance(data, str | bytes | Mapping | torch.Tensor | torch.nn.Module):
         hint = "Give torch.utils.data.TensorDataset(...) with global_batch_size=, or a DataLoader."
         if isinstance(data, Mapping):

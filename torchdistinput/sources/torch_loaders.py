@@ -26,6 +26,7 @@ from torch.utils.data import (
 from torchdistinput.errors import InputError, ShardingError
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.sources.arrivals import Arrivals, arrivals_of
+from torchdistinput.sources.checks import refuse_class
 from torchdistinput.sources.messages import context_for
 from torchdistinput.sources.samplers import DistributedBatchSampler
 from torchdistinput.sources.shuffle import ShuffleSampler
@@ -49,7 +50,7 @@ def check_loader(loader: DataLoader[Any], policy: AutoShardPolicy) -> None:
     """Refuses a ``DataLoader`` that cannot be divided.
 
     Raises:
-      InputError: ``in_order=False``: batches would pair up with the wrong steps.
+      InputError: ``in_order=False``: batches would pair up with the wrong steps; or a class in place of a dataset.
       ShardingError: a per-rank sampler is inside; its part would be divided again. Policy OFF divides nothing.
     """
     if not loader.in_order:
@@ -57,6 +58,7 @@ def check_loader(loader: DataLoader[Any], policy: AutoShardPolicy) -> None:
             "the DataLoader has in_order=False, so its batches come in any order and the ranks' parts of a step would "
             "belong to different batches. Build it with in_order=True."
         )
+    refuse_class(loader.dataset, "the dataset of a DataLoader")
     sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     for inner in (sampler, loader.sampler):
         per_rank = isinstance(inner, DistributedSampler | DistributedBatchSampler)
