@@ -581,6 +581,22 @@ def test_a_loader_can_be_copied_before_it_is_read() -> None:
     assert [batch.tolist() for batch in copy.deepcopy(loader)] == [[0, 1], [2]]
 
 
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_an_iterator_is_not_copied_as_two_would_share_its_place(copied: Callable[[Any], Any]) -> None:
+    for cls, kind in ((Torchs, NotImplementedError), (Ours, TypeError)):
+        loader = cls(range(3), batch_size=2)
+        running = iter(loader)
+        with pytest.raises(kind, match="LoaderIter"):
+            copied(running)
+        assert [batch.tolist() for batch in running] == [[0, 1], [2]]
+
+
+def test_a_copy_of_a_strategy_is_the_strategy() -> None:
+    strategy = tdi.Strategy(["cpu"])
+    assert copy.deepcopy({"of a trainer": strategy})["of a trainer"] is copy.copy(strategy) is strategy
+    assert pickle.loads(pickle.dumps(strategy)).devices == strategy.devices
+
+
 class HoldsALock(Exception):
     """It can be pickled without the lock."""
 

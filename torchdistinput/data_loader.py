@@ -155,7 +155,7 @@ class DataLoader(Generic[T_co]):
         self._wanted_epoch: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy is divided anew at its first ``iter``: of connections, threads and loader workers there is none."""
+        """A copy is divided anew at its first ``iter``, for the same strategy if one was given."""
         return {**self.__dict__, "_divided": None}
 
     @property

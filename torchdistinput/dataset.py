@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 import torch
 
@@ -13,7 +13,7 @@ from torchdistinput.agreement import agree
 from torchdistinput.backends.collectives import Ranks
 from torchdistinput.bookmark import Bookmark, Entry
 from torchdistinput.errors import BatchingError, InputError
-from torchdistinput.iterator import DistributedIterator, LastStep, Progress, delivered
+from torchdistinput.iterator import DistributedIterator, LastStep, Progress, delivered, of_this_process
 from torchdistinput.plan.options import InputOptions, Step
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.base import Source
@@ -261,6 +261,9 @@ class DistributedDataset:
         self._source.close()
         while self._idle_transfers:
             self._idle_transfers.pop().close()
+
+    def __getstate__(self) -> NoReturn:
+        raise of_this_process(self)
 
     def __enter__(self) -> DistributedDataset:
         return self

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, NoReturn, final
 
 from torchdistinput.dataset import DistributedDataset
 from torchdistinput.errors import InputError, SourceError
-from torchdistinput.iterator import DistributedIterator
+from torchdistinput.iterator import DistributedIterator, of_this_process
 from torchdistinput.plan.options import Step
 
 __all__ = ["Divided", "LoaderIterator", "refuse_divided"]
@@ -80,6 +80,9 @@ class LoaderIterator:
         """See ``DistributedIterator.close``."""
         self._keep()
         self._iterator.close()
+
+    def __getstate__(self) -> NoReturn:
+        raise of_this_process(self)
 
     def _keep(self) -> None:
         """The epoch is this iterator's from now on."""

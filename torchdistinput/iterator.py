@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar, final
+from typing import Any, Generic, NoReturn, TypeVar, final
 
 from torch.autograd import profiler
 
@@ -19,7 +19,7 @@ from torchdistinput.stages.transfer import Transfer
 from torchdistinput.stats import WAIT, Meter, in_range, summary
 from torchdistinput.values import regroup_batches
 
-__all__ = ["DistributedIterator", "LastStep", "Optional", "Progress", "delivered"]
+__all__ = ["DistributedIterator", "LastStep", "Optional", "Progress", "delivered", "of_this_process"]
 
 _LOG = logging.getLogger("torchdistinput")
 
@@ -265,6 +265,9 @@ class DistributedIterator:
         """Whether more may come: it has not ended, failed, or been closed. Local."""
         return self._finalizer.alive and not self._buffer.closed
 
+    def __getstate__(self) -> NoReturn:
+        raise of_this_process(self)
+
     def close(self) -> None:
         """Ends the iteration. Idempotent; every rank should leave its loop at the same step.
 
@@ -279,6 +282,15 @@ class DistributedIterator:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def of_this_process(what: object) -> TypeError:
+    """Why something is neither copied nor pickled. Python's own type: who tries whether it can be, looks for that."""
+    return TypeError(
+        f"cannot copy or pickle a {type(what).__name__}: its threads, loader workers and connections to other ranks "
+        "are of this process, and there is one set of them. Distribute the data again, where it is needed; "
+        "state_dict() and load_state_dict() take the place in it over."
+    )
 
 
 def delivered(step: Step | None) -> Step:

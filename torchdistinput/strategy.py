@@ -128,6 +128,24 @@ class Strategy:
         self._resolver = resolver
         self._datasets = 0
 
+    def __copy__(self) -> Strategy:
+        """Itself: it stands for connections, of which there is one set. So what holds a strategy can be copied."""
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Strategy:
+        """See ``__copy__``."""
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Raises TypeError, as Python does for what cannot be pickled, where there are other ranks."""
+        if self._ranks is not None:
+            raise TypeError(
+                "cannot pickle a Strategy of several ranks, nor what holds one: its connections are of this process. "
+                "Make a Strategy() in the other process, and what is made with it; state_dict() of a loader takes its "
+                "place in the data over."
+            )
+        return self.__dict__
+
     @property
     def num_replicas_in_sync(self) -> int:
         """Replicas over all workers. Local."""

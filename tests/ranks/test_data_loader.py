@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import multiprocessing
 import os
+import pickle
 import random
 import signal
 import threading
@@ -12,6 +14,7 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +152,7 @@ def play() -> dict[str, Any]:
         "already divided, DATA": already_divided(tdi.AutoShardPolicy.DATA),
         "already divided, OFF": already_divided(tdi.AutoShardPolicy.OFF),
         "an epoch as data": an_epoch_as_data(),
+        "copies of a loader with a strategy": copies_of_a_loader_with_a_strategy(),
         "collate function fails, 0 workers": collate_fails_on_one_rank(0),
         "collate function fails, 1 workers": collate_fails_on_one_rank(1),
         "no samples": no_samples(),
@@ -267,6 +271,36 @@ def test_an_epoch_of_the_drop_in_is_divided_already(scenes: Scenes) -> None:
             assert refusal.kind == "InputError"
             assert "found a LoaderIterator as data, which is divided among the ranks already" in refusal.message
             assert "give the data that it was made of" in refusal.message
+
+
+def copies_of_a_loader_with_a_strategy() -> list[Any]:
+    """The batches of three loaders, the refusals to pickle, and those of what is bound to the process."""
+    data: Any = list(range(4))
+    strategy = tdi.Strategy(["cpu"])
+    loader = tdi.DataLoader(data, batch_size=2, strategy=strategy)
+    running = iter(loader)
+    next(running)
+    loaders = (copy.copy(loader), copy.deepcopy(loader), loader)
+    bound = (running, divided := strategy.distribute_dataset(loader), begun := iter(divided))
+    calls = [partial(call, each) for each in bound for call in (copy.copy, copy.deepcopy, pickle.dumps)]
+    begun.close()
+    running.close()
+    refused = [raised(partial(pickle.dumps, each)) for each in (loader, {"strategy": strategy})]
+    return [[lists(list(each)) for each in loaders], refused, [raised(call) for call in calls]]
+
+
+def test_a_loader_with_a_strategy_is_copied_and_what_is_bound_to_the_process_says_so(scenes: Scenes) -> None:
+    for rank, (batches, refused, bound) in enumerate(scenes("copies of a loader with a strategy")):
+        assert batches == [[[rank], [2 + rank]]] * 3
+        for error in refused:
+            assert error.kind == "TypeError"
+            assert "cannot pickle a Strategy of several ranks" in error.message
+            assert "Make a Strategy() in the other process" in error.message
+        kinds = [kind for kind in ("LoaderIterator", "DistributedDataset", "DistributedIterator") for _ in range(3)]
+        for error, kind in zip(bound, kinds, strict=True):
+            assert error.kind == "TypeError"
+            assert f"cannot copy or pickle a {kind}" in error.message
+            assert "state_dict() and load_state_dict() take the place" in error.message
 
 
 # ------------------------------------------------------------------------------------------------------------ failures
