@@ -9,6 +9,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -19,13 +20,17 @@ from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
 from torchdistinput import stats, tree
+from torchdistinput import walk as walk_module
 from torchdistinput.backends.exchanges import Exchange
 from torchdistinput.background import Background, Walk
 from torchdistinput.flow import Drawn, End, Held, Outcome, PassedOver, Share, Skipped, Start
 from torchdistinput.iterator import Progress
+from torchdistinput.mould import Mould
 from torchdistinput.plan.topology import Topology
 from torchdistinput.stages import buffer as buffer_module
 from torchdistinput.stages.buffer import Buffer
+from torchdistinput.stages.fetch import Fetch
+from torchdistinput.stages.transfer import Transfer
 from torchdistinput.stats import Meter, StatsLandmarks, summary
 
 KEYS = {
@@ -281,6 +286,35 @@ def test_without_read_ahead_a_step_is_waited_for_from_its_draw_on_and_read_until
         clock.now += 1000
     assert found == [(11, 1), (12, 2), (12 + 11 + 1, 2 + 1 + 1)]
     assert meter.window()["seconds_waiting"] == 24
+
+
+class OfTwoThreads:
+    """A clock that is read by several: while one reads it, another does something."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.meanwhile: list[Callable[[], None]] = []
+
+    def perf_counter(self) -> float:
+        self.now += 1
+        if self.meanwhile:
+            self.meanwhile.pop()()
+        return self.now
+
+
+def test_no_time_is_lost_where_a_step_is_completed_while_another_one_is_filled_in_a_vote(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, meter, mould = OfTwoThreads(), Meter(), Mould()
+    monkeypatch.setattr(walk_module, "perf_counter", clock.perf_counter)
+    mould.measure(torch.zeros(2))
+    stream = walk_module._BrokenStream(ValueError())  # of which nothing is read
+    own = walk_module._OwnStages(Fetch(stream, mould), mould, None, Transfer([]), 1, meter)
+    for first, second in ((own.fill, own.complete), (own.complete, own.fill)):
+        before = meter.window()["seconds_copying"]
+        clock.meanwhile = [partial(second, Share([], ())), nothing]  # at the second reading
+        first(Share([], ()))
+        assert meter.window()["seconds_copying"] - before == 1 + 3
 
 
 # Samples that were left out

@@ -359,13 +359,13 @@ class Background:
         Pieces without a sample are made and sent in it, which counts as copying.
         """
         meter = self.meter
-        copying = meter.copying
+        filling = meter.filling
         vote = self._vote or self._begin_vote()
         try:
             outcomes = in_range(COORDINATE, vote.conclude)
         finally:
             self._vote = None
-        took = time.perf_counter() - self._vote_began - (meter.copying - copying)
+        took = time.perf_counter() - self._vote_began - (meter.filling - filling)
         meter.coordinating += took
         self._read_ahead.voted(shown=shows(took - self._making, self._between))
         for outcome in outcomes:

@@ -2,11 +2,11 @@
 
 Problem. A loop that is slow because of its input looks like a slow model, and one slow rank makes all ranks wait.
 
-Decision. The stages add up the seconds that they take, from readings of the clock, without a lock: a sum is written by
-one thread at a time, but for empty pieces and padding, where an addition may be lost. Totals are put aside every few
-steps, which gives a window over the last ones. What the ranks measured rides on the landmarks: an exchange once in 64
-rows (256 where steps are short), in which workers that read files of their own also say where they stand. It is the
-only cost that grows with the number of ranks, some 150 bytes for each.
+Decision. The stages add up the seconds that they take, from readings of the clock, without a lock: each sum is written
+by one thread at a time. Totals are put aside every few steps, which gives a window over the last ones. What the ranks
+measured rides on the landmarks: an exchange once in 64 rows (256 where steps are short), in which workers that read
+files of their own also say where they stand. It is the only cost that grows with the number of ranks, some 150 bytes
+for each.
 """
 
 from __future__ import annotations
@@ -79,8 +79,9 @@ class Meter:
         self.waiting = self.drawing = 0.0
         self.reading_in_line = 0.0  # counts as both: steps that the consumer waits for as it reads them
         self.began = self.last = time.perf_counter()
-        # Written by whoever completes steps and votes:
-        self.fetching = self.coordinating = self.copying = 0.0
+        # Written by whoever completes steps, and by whoever votes, which may be another thread:
+        self.fetching = self.copying = 0.0
+        self.coordinating = self.filling = 0.0  # pieces without a sample count as copied
         self._marks = deque([self._totals(0)], maxlen=_MARKS)
 
     def deliver(self, samples: int, num_bytes: int) -> None:
@@ -99,7 +100,7 @@ class Meter:
         reading = self.drawing + self.fetching + self.reading_in_line
         return (
             *(steps, self.samples, self.bytes, self.skipped),
-            *(self.last - self.began, waiting, reading, self.coordinating, self.copying),
+            *(self.last - self.began, waiting, reading, self.coordinating, self.copying + self.filling),
         )
 
     def window(self) -> dict[str, Any]:

@@ -97,7 +97,7 @@ def compose(
         channel,
         slots=max(1, options.most_ahead),
         mould=mould,
-        complete=own.complete,
+        complete=own.fill,
         name=None if ranks is None else ranks.name(ranks.rank),
         begins_at=(progress.epoch, progress.steps),
         counts=ranks is None or ranks.rank in ranks.firsts,
@@ -192,10 +192,16 @@ class _OwnStages:
         return held
 
     def complete(self, share: Share) -> None:
-        """Makes the empty pieces of a share, pads it and sends it to the devices. Called once for each share."""
+        """Makes the empty pieces of a share, pads it, sends it to the devices. Once for each, here or in ``fill``."""
         began = perf_counter()
         in_range(COPY, self._send, share)
         self._meter.copying += perf_counter() - began
+
+    def fill(self, share: Share) -> None:
+        """The same, in a vote: for one whose structure was not known before. Others may be completed meanwhile."""
+        began = perf_counter()
+        in_range(COPY, self._send, share)
+        self._meter.filling += perf_counter() - began
 
     def _send(self, share: Share) -> None:
         _fill(share, self._mould, self._local, self._pad)
