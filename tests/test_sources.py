@@ -232,3 +232,26 @@ def test_a_file_dataset_gives_the_same_records_at_any_number_of_workers(tmp_path
         data = DataLoader(inputs.numbers_of(tmp_path), batch_size=5, num_workers=workers)
         orders.append(sorted(value for element in strategy.distribute_dataset(data) for value in element.tolist()))
     assert orders == [list(range(12))] * 3
+
+
+@pytest.mark.parametrize("kind", ["map", "iterable", "files", "drop-in", "function"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_goes_to_a_device_is_pinned_for_that_and_not_before(
+    kind: str, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    inputs.write_numbers(tmp_path)
+    data: dict[str, Any] = {"iterable": inputs.Count(7), "files": inputs.numbers_of(tmp_path)}
+    make: Any = tdi.DataLoader if kind == "drop-in" else DataLoader
+    loader = make(data.get(kind, range(7)), batch_size=2, pin_memory=True, num_workers=workers)
+    strategy = tdi.Strategy(["cpu"])
+    distribute: Any = strategy.distribute_dataset
+    given = loader
+    if kind == "function":
+        distribute, given = strategy.distribute_datasets_from_function, lambda _: loader
+    monkeypatch.setattr(tdi.Strategy, "_on_host", False)
+    found = [batch.tolist() for batch in distribute(given)]
+    assert [str(each.message) for each in recwarn] == []  # torch's loader says that there is nothing to pin for
+    assert loader.pin_memory
+    monkeypatch.undo()
+    with pytest.warns(UserWarning, match="no accelerator is found"):
+        assert found == [batch.tolist() for batch in loader]

@@ -368,8 +368,6 @@ class DataLoader(Generic[T_co]):
         loader = copy.copy(self._loader)
         if sealed:
             loader.collate_fn = Sealing(self.collate_fn, counts=loader.batch_sampler is not None)
-        if not on_host:
-            loader.pin_memory = False  # the copy to the device pins by itself, in the background
         if strategy.input_pipeline_id == 0:
             self._tell(strategy)
         options = InputOptions(auto_shard_policy=self._policy, prefetch=self._steps_ahead(strategy))

@@ -28,6 +28,7 @@ from torchdistinput.plan.topology import InputContext, Topology, ValueContext
 from torchdistinput.replica import require_no_replica, run_replicas
 from torchdistinput.sources.base import Source
 from torchdistinput.sources.recognise import recognise
+from torchdistinput.sources.torch_loaders import not_pinning
 from torchdistinput.values import PerReplica, ReduceOp, local_results
 from torchdistinput.walk import Setting
 
@@ -177,6 +178,11 @@ class Strategy:
         return self._setting.devices[0]
 
     @property
+    def _on_host(self) -> bool:
+        """Whether batches stay in the memory of this process."""
+        return all(device.type == "cpu" for device in self.devices)
+
+    @property
     def cluster_resolver(self) -> ClusterResolver | None:
         """Where this process stands in its cluster; ``None`` in one process. Local."""
         return self._resolver
@@ -230,6 +236,7 @@ class Strategy:
                 global_batch_size=global_batch_size,
                 collate_fn=collate_fn,
                 shuffle=shuffle,
+                on_host=self._on_host,
             )
 
         return self._distribute("distribute_dataset()", make, chosen)
@@ -273,6 +280,8 @@ class Strategy:
             datasets = [dataset_fn(context) for context in contexts]
             for dataset in datasets:
                 refuse_divided(dataset)
+            if not self._on_host:
+                datasets = [not_pinning(dataset) for dataset in datasets]
             return FunctionSource(datasets, topology, chosen), AutoShardPolicy.OFF
 
         return self._distribute("distribute_datasets_from_function()", make, chosen)

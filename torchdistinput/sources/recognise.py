@@ -28,6 +28,7 @@ from torchdistinput.sources.iterable_loaders import IterableLoaderSource
 from torchdistinput.sources.iterables import IterableSource
 from torchdistinput.sources.loaders import MapLoaderSource
 from torchdistinput.sources.table import Table, is_table
+from torchdistinput.sources.torch_loaders import not_pinning
 from torchdistinput.sources.worker_side import cannot_skip
 
 __all__ = ["recognise"]
@@ -51,6 +52,7 @@ def recognise(
     global_batch_size: int | None,
     collate_fn: Collate | None,
     shuffle: bool = False,
+    on_host: bool = True,
 ) -> tuple[Source, AutoShardPolicy]:
     """The source, and the policy in force. Local: no communication.
 
@@ -62,6 +64,7 @@ def recognise(
       global_batch_size: G, where batches are to be made here.
       collate_fn: makes a batch of samples.
       shuffle: whether map-style data comes in a new order in each epoch.
+      on_host: whether batches stay there; those that are copied to a device are pinned for that, and not before.
 
     Raises:
       InputError: the data is not data, of a kind that cannot be divided or shuffled here, or one that cannot leave out
@@ -73,6 +76,7 @@ def recognise(
     if global_batch_size is not None:
         check_batch_size(global_batch_size)
     data = _unwrapped(data)
+    data = data if on_host else not_pinning(data)
     refuse(data)
     _refuse(data)
     first = None
@@ -89,6 +93,7 @@ def recognise(
                     global_batch_size=global_batch_size,
                     collate_fn=collate_fn,
                     shuffle=shuffle,
+                    on_host=on_host,
                 )
             except InputError as error:
                 kind = type(data).__name__

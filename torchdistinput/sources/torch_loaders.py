@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import hashlib
 import os
@@ -31,7 +32,15 @@ from torchdistinput.sources.messages import context_for
 from torchdistinput.sources.samplers import DistributedBatchSampler
 from torchdistinput.sources.shuffle import ShuffleSampler
 
-__all__ = ["TORCH_SAMPLERS", "WorkerInit", "check_loader", "generator_digest", "sampler_in", "settings_of"]
+__all__ = [
+    "TORCH_SAMPLERS",
+    "WorkerInit",
+    "check_loader",
+    "generator_digest",
+    "not_pinning",
+    "sampler_in",
+    "settings_of",
+]
 
 TORCH_SAMPLERS: Final = (
     RandomSampler,
@@ -120,6 +129,15 @@ class WorkerInit:
             self._init(worker)
         if self.begin is not None:
             self.begin(worker, dataset)
+
+
+def not_pinning(data: Any) -> Any:
+    """A ``DataLoader`` that pins as one that does not, anything else as it is. Local."""
+    if not isinstance(data, DataLoader) or not data.pin_memory:
+        return data
+    loader = copy.copy(data)
+    loader.pin_memory = False
+    return loader
 
 
 def settings_of(loader: DataLoader[Any]) -> dict[str, Any]:
