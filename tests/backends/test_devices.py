@@ -122,15 +122,21 @@ def test_an_empty_tensor_is_not_pinned() -> None:
     assert TorchStreams(torch.device("cuda", 0)).pin(empty) is empty
 
 
-def test_a_stream_is_current_only_inside_and_the_threads_device_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("name", ["side", "user's"])
+def test_a_stream_is_current_only_inside_and_the_threads_device_comes_back(
+    index: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     accelerator = FakeAccelerator()
     monkeypatch.setattr(torch.accelerator, "current_stream", accelerator.current_stream)
     monkeypatch.setattr(torch.accelerator, "set_stream", accelerator.set_stream)
     accelerator.set_stream(FakeStream(torch.device("cuda", 1), "user's"))
     accelerator.set_stream(FakeStream(torch.device("cuda", 0), "other"))
+    accelerator.index = index
     before = (accelerator.index, dict(accelerator.streams))
-    with _current(FakeStream(torch.device("cuda", 1), "side")):  # type: ignore[arg-type]
-        assert accelerator.current_stream().name == "side"
+    with _current(FakeStream(torch.device("cuda", 1), name)):  # type: ignore[arg-type]
+        assert accelerator.index == 1
+        assert accelerator.current_stream().name == name
     assert (accelerator.index, accelerator.streams) == before
     set_current(torch.device("cuda", 1))
     assert accelerator.index == 1
