@@ -12,6 +12,7 @@ from torchdistinput.backends.devices import (
     Accelerators,
     TorchStreams,
     _current,
+    _has_holes,
     make_copier,
     resolve_devices,
     set_current,
@@ -120,6 +121,39 @@ def test_what_is_on_the_device_stays() -> None:
 def test_an_empty_tensor_is_not_pinned() -> None:
     empty = torch.zeros(0, 3)
     assert TorchStreams(torch.device("cuda", 0)).pin(empty) is empty
+
+
+SHAPES = {
+    "whole": (torch.zeros(4, 6), False),
+    "transposed": (torch.zeros(4, 6).t(), False),
+    "channels last": (torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last), False),
+    "rows": (torch.zeros(9, 6)[2:5], False),
+    "scalar": (torch.zeros(()), False),
+    "every other": (torch.zeros(9)[::2], True),
+    "columns": (torch.zeros(9, 6)[:, 1:], True),
+    "expanded": (torch.zeros(1, 6).expand(4, 6), True),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_what_has_holes_is_pinned_without_them_and_all_else_as_it_is(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensor, holes = SHAPES[name]
+    empty_like, made = torch.empty_like, list[torch.Tensor]()
+
+    def pinned(like: torch.Tensor, *, device: str, pin_memory: bool) -> torch.Tensor:
+        assert pin_memory
+        made.append(empty_like(like, device=device))
+        return made[-1]
+
+    monkeypatch.setattr(torch, "empty_like", pinned)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: True)
+    found = TorchStreams(torch.device("cuda", 0)).pin(tensor)
+    assert found is (made[0] if holes else tensor)
+    assert torch.equal(found, tensor)
+    assert not _has_holes(found)
+    assert found.stride() == empty_like(tensor).stride()  # as that of the tensor on the device, or it is no one copy
 
 
 @pytest.mark.parametrize("index", [0, 1])

@@ -231,9 +231,14 @@ class TorchStreams:
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         """Through torch's cache of pinned blocks, but for what loader workers wrote and can be locked where it is.
 
-        An empty tensor has no memory to pin.
+        An empty tensor has no memory to pin. One with holes is closed up: torch copies such a one by way of pageable
+        memory, for which the calling thread waits.
         """
-        if tensor.numel() == 0 or tensor.is_pinned() or (self._lock is not None and is_locked(tensor, self._lock)):
+        if tensor.numel() == 0:
+            return tensor
+        if _has_holes(tensor):
+            return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
+        if tensor.is_pinned() or (self._lock is not None and is_locked(tensor, self._lock)):
             return tensor
         return tensor.pin_memory()
 
@@ -259,6 +264,12 @@ class TorchStreams:
     def move_now(self, leaf: Any) -> Any:
         """As the user's own ``.to`` would."""
         return leaf.to(self._device) if self.handling(leaf) is Handling.LATE else leaf
+
+
+def _has_holes(tensor: torch.Tensor) -> bool:
+    """Whether its elements are not exactly those of one piece of memory, in some order of the dimensions."""
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return reach + 1 != tensor.numel()
 
 
 @contextlib.contextmanager
