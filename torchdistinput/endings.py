@@ -119,10 +119,9 @@ def closed_elsewhere(delivered: int) -> InputError:
     )
 
 
-def left_to_parent(delivered: int) -> InputError:
+def left_to_parent() -> InputError:
     """What a forked process is told that goes on with an iterator of its parent."""
     return InputError(
-        f"this process was forked after step {delivered} of an iterator, which the process that it was forked from "
-        "goes on with: its background thread, and its place among the ranks, are there. With one rank, begin another "
-        "iterator here: iter(loader)."
+        "this process was forked from the one that began the iterator, which goes on with it: its loader workers, "
+        "background thread and place among the ranks are there. With one rank, begin another one here: iter(loader)."
     )

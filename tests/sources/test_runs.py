@@ -25,6 +25,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 import torchdistinput as tdi
 from tests.interruptions import Interruption
 from tests.processes import in_fork
+from torchdistinput.endings import left_to_parent
 from torchdistinput.sources import functions as functions_module
 from torchdistinput.sources import runs as runs_module
 from torchdistinput.sources.runs import LoaderRuns
@@ -244,10 +245,14 @@ def test_loader_workers_that_torch_was_interrupted_in_ending_end_at_the_next_clo
     assert set(multiprocessing.active_children()) <= before
 
 
+@pytest.mark.parametrize("ahead", [0, 2])
 @pytest.mark.parametrize("lasting", [False, True])
-def test_what_a_fork_does_with_a_run_of_its_parent_leaves_the_parents_loader_workers_alone(lasting: bool) -> None:
+def test_what_a_fork_does_with_a_run_of_its_parent_leaves_the_parents_loader_workers_alone(
+    lasting: bool, ahead: int
+) -> None:
+    """And it is told the same, whether a thread would read for it or it would itself."""
     data: Any = range(60)
-    loader = tdi.DataLoader(data, batch_size=4, num_workers=1, persistent_workers=lasting)
+    loader = tdi.DataLoader(data, batch_size=4, num_workers=1, persistent_workers=lasting, prefetch=ahead)
     held = {"iterator": iter(loader)}
     assert next(held["iterator"]).tolist() == [0, 1, 2, 3]
 
@@ -261,7 +266,9 @@ def test_what_a_fork_does_with_a_run_of_its_parent_leaves_the_parents_loader_wor
     assert in_fork(drop) == 0
     assert in_fork(loader.close) is None
     assert in_fork(read_anew) == [15, 15]
-    assert "Begin another iterator here" in in_fork(lambda: next(held["iterator"]))
+    told = in_fork(lambda: next(held["iterator"]))
+    assert told.startswith("InputError(")
+    assert str(left_to_parent()) in told
     assert [batch.tolist()[0] for batch in held["iterator"]] == list(range(4, 60, 4))
     assert in_fork(read_anew) == [15, 15]
     assert len(list(loader)) == 15

@@ -25,7 +25,7 @@ from torch.utils.data.dataloader import _DatasetKind, _MultiProcessingDataLoader
 
 from torchdistinput.backends.forks import told_of_forks
 from torchdistinput.backends.slots import forks_of_workers
-from torchdistinput.errors import InputError
+from torchdistinput.endings import left_to_parent
 from torchdistinput.flow import Origin, ReadFailure
 from torchdistinput.sources.arrivals import see_in
 from torchdistinput.sources.slotted import Fresh, Inlet, through_slots
@@ -85,7 +85,8 @@ class LoaderRun(Iterator[Any]):
         self._waiting = threading.get_ident()
         try:
             if self._closed:
-                self._refuse_a_parents()
+                if self.is_a_parents:
+                    raise left_to_parent()
                 raise StopIteration
             return self._next()
         except (RuntimeError, OSError, EOFError, TypeError) as error:
@@ -159,13 +160,6 @@ class LoaderRun(Iterator[Any]):
         if self._workers is not None and not self._ended:
             self._workers._shutdown = True  # or torch would end them when the iterator is garbage
             self._closed = self._ended = self.is_a_parents = True
-
-    def _refuse_a_parents(self) -> None:
-        if self.is_a_parents:
-            raise InputError(
-                "an iterator whose loader workers belong to the process that this one was forked from was asked for a "
-                "batch, which that process would then lack. Begin another iterator here: iter(loader)."
-            )
 
     def _end(self, workers: _MultiProcessingDataLoaderIter) -> None:
         workers._shutdown_workers()

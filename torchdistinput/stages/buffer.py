@@ -396,7 +396,7 @@ class Buffer:
         """
         if self._final is None and (self._with_others or self._background.thread is not None):
             self._to_spare = 0
-            self._final = Raised(left_to_parent(self._next_step))
+            self._final = Raised(left_to_parent())
 
     def _end_thread(self, thread: threading.Thread) -> None:
         thread.join(_GRACE_SECONDS if self._with_others else 0)
