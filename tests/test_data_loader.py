@@ -7,6 +7,7 @@ import gc
 import inspect
 import logging
 import multiprocessing
+import os
 import pickle
 import random
 import threading
@@ -61,6 +62,14 @@ def nothing(worker: int) -> None:
     pass
 
 
+def note_the_worker(worker: int) -> None:
+    os.environ["OF_A_TEST"] = f"worker {worker}"
+
+
+def in_worker(rows: list[int]) -> tuple[list[int], str]:
+    return rows, os.environ.get("OF_A_TEST", "none")
+
+
 # ------------------------------------------------------------------------------------------------------------ the face
 
 
@@ -102,10 +111,64 @@ def test_it_is_no_torch_loader_as_frameworks_divide_those() -> None:
     assert not issubclass(Ours, Torchs)
 
 
-def test_torchs_attributes_cannot_be_set_afterwards() -> None:
-    loader = Ours(range(3))
+SET: dict[str, Any] = {
+    "batch_size": 3,
+    "batch_sampler": [[1]],
+    "collate_fn": list,
+    "dataset": range(2),
+    "drop_last": True,
+    "generator": torch.Generator(),
+    "in_order": True,
+    "multiprocessing_context": "fork",
+    "num_workers": 1,
+    "persistent_workers": True,
+    "pin_memory": True,
+    "pin_memory_device": "cpu",
+    "prefetch_factor": 3,
+    "sampler": [1],
+    "timeout": 4,
+    "worker_init_fn": nothing,
+}
+
+
+@pytest.mark.parametrize("name", SET)
+def test_what_torch_lets_be_set_can_be_set_and_what_it_refuses_is_refused_as_there(name: str) -> None:
+    assert set(SET) == set(ATTRIBUTES)
+    found: list[Any] = []
+    for cls in (Ours, Torchs):
+        loader = cls(range(5), batch_size=2, num_workers=2)
+        try:
+            setattr(loader, name, SET[name])
+        except ValueError as error:
+            found.append(str(error))
+        else:
+            found.append(getattr(loader, name))
+    assert found[0] == found[1]
+
+
+def test_what_was_set_counts_from_the_first_iter_on_and_is_refused_later() -> None:
+    data: Any = range(4)
+    loader = Ours(data, batch_size=2)
+    loader.collate_fn, loader.num_workers, loader.worker_init_fn = in_worker, 1, note_the_worker
+    assert [*loader] == [([0, 1], "worker 0"), ([2, 3], "worker 0")]
+    with pytest.raises(ValueError, match="num_workers was set after the data was divided.*make another DataLoader"):
+        loader.num_workers = 2
+    with pytest.raises(ValueError, match="batch_size attribute should not be set after DataLoader is initialized"):
+        loader.batch_size = 4
+    assert (loader.num_workers, loader.batch_size) == (1, 2)
+    again = copy.copy(loader)
+    again.collate_fn, again.num_workers = list, 0
+    assert [*again] == [[0, 1], [2, 3]]
+    assert [*loader] == [([0, 1], "worker 0"), ([2, 3], "worker 0")]
+
+
+def test_batches_in_any_order_are_refused_where_that_is_set_too() -> None:
+    loader = Ours(range(4))
+    with pytest.raises(tdi.InputError, match="in_order=False"):
+        loader.in_order = False
+    assert loader.in_order is True
     with pytest.raises(AttributeError):
-        loader.batch_size = 3
+        loader.step = 3
 
 
 def test_an_element_type_can_be_named() -> None:

@@ -25,7 +25,7 @@ import copy
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Generic, TypeVar, final
+from typing import Any, Generic, TypeVar, final, overload
 
 import numpy as np
 import torch
@@ -48,10 +48,31 @@ __all__ = ["DataLoader"]
 
 _LOG = logging.getLogger("torchdistinput")
 
+T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 _OWN_DATASETS = (TensorDataset, torch.Tensor, np.ndarray, range)
 _OWN_COLLATES = (default_collate, default_convert)
+
+
+@final
+class _OfTorch(Generic[T]):
+    """As in torch: an attribute of the torch loader inside. It can be set where torch's can, before the first iter."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, loader: None, owner: type) -> _OfTorch[T]: ...
+
+    @overload
+    def __get__(self, loader: DataLoader[Any], owner: type) -> T: ...
+
+    def __get__(self, loader: DataLoader[Any] | None, owner: type) -> Any:
+        return self if loader is None else getattr(loader.torch_loader, self._name)
+
+    def __set__(self, loader: DataLoader[Any], value: T) -> None:
+        loader._set(self._name, value)  # noqa: SLF001 - a part of it
 
 
 @final
@@ -65,6 +86,8 @@ class DataLoader(Generic[T_co]):
     order. Construction, ``len`` and ``set_epoch`` are local.
 
     The arguments up to ``in_order`` are those of ``torch.utils.data.DataLoader``, in its order, and torch checks them.
+    Its attributes are those of this one; what torch lets be set (``num_workers``, ``worker_init_fn``, ...) can be set
+    before the first ``iter``.
 
     Args:
       dataset: the data, map-style or iterable.
@@ -98,6 +121,23 @@ class DataLoader(Generic[T_co]):
       ShardingError: a ``DistributedSampler`` or another sampler for one rank is inside; it would be divided again. With
         ``policy=AutoShardPolicy.OFF`` it is taken as it is: each rank's own data, in steps of ``batch_size`` over all.
     """
+
+    dataset = _OfTorch[Any]()
+    batch_size = _OfTorch[int | None]()
+    sampler = _OfTorch[Any]()
+    batch_sampler = _OfTorch[Any]()
+    num_workers = _OfTorch[int]()
+    collate_fn = _OfTorch[Any]()
+    pin_memory = _OfTorch[bool]()
+    drop_last = _OfTorch[bool]()
+    timeout = _OfTorch[float]()
+    worker_init_fn = _OfTorch[Any]()
+    multiprocessing_context = _OfTorch[Any]()
+    generator = _OfTorch[torch.Generator | None]()
+    prefetch_factor = _OfTorch[int | None]()
+    persistent_workers = _OfTorch[bool]()
+    pin_memory_device = _OfTorch[str]()
+    in_order = _OfTorch[bool]()
 
     def __init__(  # noqa: PLR0913, PLR0917 - torch's signature
         self,
@@ -163,86 +203,22 @@ class DataLoader(Generic[T_co]):
         """The torch loader of one process that this one holds. Iterating it reads everything on every rank."""
         return self._loader
 
-    @property
-    def dataset(self) -> Any:
-        """As in torch."""
-        return self._loader.dataset
+    def _set(self, name: str, value: Any) -> None:
+        """Sets an attribute of the torch loader, before the data is divided.
 
-    @property
-    def batch_size(self) -> int | None:
-        """As in torch: of the global batch."""
-        return self._loader.batch_size
-
-    @property
-    def sampler(self) -> Any:
-        """As in torch."""
-        return self._loader.sampler
-
-    @property
-    def batch_sampler(self) -> Any:
-        """As in torch."""
-        return self._loader.batch_sampler
-
-    @property
-    def num_workers(self) -> int:
-        """As in torch: loader workers of this process."""
-        return self._loader.num_workers
-
-    @property
-    def drop_last(self) -> bool:
-        """As in torch."""
-        return self._loader.drop_last
-
-    @property
-    def collate_fn(self) -> Any:
-        """As in torch."""
-        return self._loader.collate_fn
-
-    @property
-    def pin_memory(self) -> bool:
-        """As in torch."""
-        return self._loader.pin_memory
-
-    @property
-    def pin_memory_device(self) -> str:
-        """As in torch."""
-        return self._loader.pin_memory_device
-
-    @property
-    def timeout(self) -> float:
-        """As in torch."""
-        return self._loader.timeout
-
-    @property
-    def worker_init_fn(self) -> Any:
-        """As in torch."""
-        return self._loader.worker_init_fn
-
-    @property
-    def generator(self) -> torch.Generator | None:
-        """As in torch."""
-        generator: torch.Generator | None = self._loader.generator
-        return generator
-
-    @property
-    def prefetch_factor(self) -> int | None:
-        """As in torch."""
-        return self._loader.prefetch_factor
-
-    @property
-    def persistent_workers(self) -> bool:
-        """As in torch."""
-        return self._loader.persistent_workers
-
-    @property
-    def multiprocessing_context(self) -> Any:
-        """As in torch."""
-        return self._loader.multiprocessing_context
-
-    @property
-    def in_order(self) -> bool:
-        """As in torch; always True."""
-        return True
+        Raises:
+          ValueError: torch lets nobody set it; or the data was divided already.
+          InputError: ``in_order=False``.
+        """
+        changed = copy.copy(self._loader)
+        setattr(changed, name, value)
+        if self._divided is not None:
+            raise ValueError(
+                f"{name} was set after the data was divided, and would change nothing. Set it before the first iter(), "
+                "or make another DataLoader; state_dict() and load_state_dict() take the place in the data over."
+            )
+        check_loader(changed, self._policy)
+        self._loader = changed
 
     def __iter__(self) -> LoaderIterator:
         """The next epoch. Collective. Raises what ``DistributedDataset`` does; in one process what torch does."""
