@@ -241,6 +241,19 @@ def test_looking_at_the_elements_then_closing_leaves_the_epoch_to_come() -> None
     assert closed.step.epoch == 0
 
 
+def test_a_step_that_is_skipped_to_is_one_of_the_epoch_that_was_looked_at_and_not_read() -> None:
+    plain, looked_at, dropped = (shuffled(tdi.DataLoader) for _ in range(3))
+    dataset = one_replica(looked_at)
+    for _ in range(2):
+        assert dataset.element_spec is not None
+        iter(dropped)
+        for each in (plain, dataset, dropped):
+            each.skip_to(2)
+        assert epoch(plain) == epoch(dataset) == epoch(dropped)
+        assert plain.step == dataset.step == dropped.step
+    assert plain.step.epoch == 1
+
+
 def test_an_epoch_after_one_that_was_left_early_is_sought_as_it_was() -> None:
     """Epoch 0 is left after two of four batches, so it drew less; then epoch 1 is sought, after it or after epoch 2."""
     loader = shuffled(tdi.DataLoader)

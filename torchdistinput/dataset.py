@@ -197,6 +197,7 @@ class DistributedDataset:
 
     def next_state_dict(self) -> dict[str, Any]:
         """Where the next ``iter()`` begins, as a state: a place loaded or sought, else the start of an epoch. Local."""
+        self._drop_opened()  # that one's epoch is the next one
         return self._bookmark.next_state().to_dict()
 
     def seek(self, epoch: int, step: int = 0) -> None:
@@ -224,6 +225,7 @@ class DistributedDataset:
 
     def skip_to(self, step: int) -> None:
         """Lets the next ``iter()`` begin at a step of its epoch; see ``seek``. Local, on every rank alike."""
+        self._drop_opened()  # that one's epoch is the next one
         self.seek(self._bookmark.next_epoch, step)
 
     def put_back(self, iterator: DistributedIterator) -> None:

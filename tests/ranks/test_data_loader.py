@@ -104,24 +104,25 @@ def test_the_ranks_parts_put_together_are_the_batches_of_torchs_loader(all_cells
 # --------------------------------------------------------------------------------------------- when ranks are found
 
 
-def read_without_rank() -> tuple[list[Any], list[Any], int]:
+def read_without_rank() -> tuple[list[Any], list[Any], int, int]:
     rank = os.environ.pop("RANK")
     try:
         data: Any = list(range(6))
         loader = tdi.DataLoader(data, batch_size=4)
         alone = lists(list(loader))
+        iter(loader)  # and dropped: its epoch is the next one
     finally:
         os.environ["RANK"] = rank
     dist.init_process_group("gloo")
     together = lists(list(loader))
     dist.destroy_process_group()
-    return alone, together, len(loader)
+    return alone, together, len(loader), loader.step.epoch
 
 
 def test_the_rank_is_found_at_iter_and_a_group_that_came_later_is_found_at_the_next_one() -> None:
     first, second = run_ranks(2, read_without_rank, init_group=False)
-    assert first == ([[0, 1, 2, 3], [4, 5]], [[0, 1], [4]], 2)
-    assert second == ([[0, 1, 2, 3], [4, 5]], [[2, 3], [5]], 2)
+    assert first == ([[0, 1, 2, 3], [4, 5]], [[0, 1], [4]], 2, 1)
+    assert second == ([[0, 1, 2, 3], [4, 5]], [[2, 3], [5]], 2, 1)
 
 
 def under_torchrun() -> tuple[bool, list[Any], list[Any]]:
