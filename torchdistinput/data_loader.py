@@ -185,7 +185,7 @@ class DataLoader(Generic[T_co]):
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
-        InputOptions(auto_shard_policy=policy, prefetch=0 if prefetch is None else prefetch)  # refuses what is none
+        InputOptions(auto_shard_policy=policy, prefetch=prefetch)  # refuses what is none
         check_loader(self._loader, policy)
         self._prefetch = prefetch
         self._policy = policy

@@ -308,7 +308,7 @@ class Strategy:
             _LOG.info("dataset %d: auto-shard policy %s over %d worker(s)", self._datasets, policy.name, workers)
         return DistributedDataset(source, self._setting, options, str(self._datasets), policy=policy.name, seed=told[0])
 
-    def distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> PerReplica[Any]:
+    def distribute_values_from_function(self, value_fn: Callable[[ValueContext], T]) -> PerReplica[T]:
         """Calls a function once per local replica and keeps what it returns. Local.
 
         Args:
