@@ -42,6 +42,14 @@ def test_rows_are_those_of_torch_for_batches_of_every_size(threads: int, dtype: 
     assert alike(column.cut(7, 7 + rows), tensor[7 : 7 + rows].clone())
 
 
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
+def test_numbers_that_torch_cannot_gather_are_gathered_in_batches_of_every_size(
+    threads: int, dtype: torch.dtype
+) -> None:
+    tensor, places = torch.arange(40_000).to(dtype), np.repeat(PLACES, 3)
+    assert alike(opened(tensor).take(places), torch.from_numpy(tensor.numpy()[places]))
+
+
 @pytest.mark.parametrize("place", [40_000, -40_001])
 def test_rows_that_are_not_there_are_refused(threads: int, place: int) -> None:
     column = opened(torch.zeros(40_000, 3))

@@ -84,6 +84,7 @@ FAST: dict[str, Callable[[Path], Any]] = {
     "kinds": lambda _: TensorDataset(*(floats(N, 3).to(getattr(torch, name)) for name in DTYPES if name[:4] != "uint")),
     "bfloat16": lambda _: TensorDataset(floats(N, 3).bfloat16()),
     "strides": lambda _: TensorDataset(floats(2 * N, 6)[::2, :4], floats(1, 3).expand(N, 3), floats(N, 0)),
+    "rows of nothing": lambda _: TensorDataset(floats(N, 0), ints()),
     "images": lambda _: TensorDataset(floats(N, 1, 4, 4).to(memory_format=torch.channels_last)),
     "a tensor": lambda _: floats(N, 3),
     "scalars": lambda _: ints(),
@@ -269,7 +270,10 @@ def test_lists_of_indices_that_are_asked_for_at_once_are_gathered_as_torch_index
 
 
 @pytest.mark.parametrize("wrong", [N, 10**6, -N - 1, 2**70, None, "3", 1.0])
-@pytest.mark.parametrize("kind", ["tensors", "int32 rows", "table", "subset by range", "subset by list", "concat"])
+@pytest.mark.parametrize(
+    "kind",
+    ["tensors", "rows of nothing", "int32 rows", "table", "subset by range", "subset by list", "concat"],
+)
 def test_an_index_that_is_wrong_raises_what_torch_raises(kind: str, wrong: Any, tmp_path: Path) -> None:
     check(FAST[kind](tmp_path), lambda _: Own([2, 0, 1, 3, wrong, 2]), batch_size=3)
 

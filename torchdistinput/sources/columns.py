@@ -11,6 +11,7 @@ more than that by torch, on as many threads as it has. The rows are the same to 
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any, Final, Protocol, final
 
 import numpy as np
@@ -25,6 +26,8 @@ ARRAYS: Final = (np.ndarray, np.memmap)
 """Types of arrays whose rows are known to be what they seem."""
 _SMALL: Final = 65_536
 """Elements that torch would divide among two threads at most."""
+_BARELY_KNOWN: Final = (torch.uint16, torch.uint32, torch.uint64)
+"""Dtypes of which torch gathers rows, but no single numbers."""
 
 
 class Column(Protocol):
@@ -39,7 +42,8 @@ class Column(Protocol):
         """These rows, in memory of their own.
 
         Raises:
-          IndexError: a row is out of range; also where torch would count it from the end.
+          IndexError: a row is out of range; also where torch would count it from the end. (``RuntimeError``: of rows
+            that have nothing in them.)
         """
 
     def cut(self, lo: int, hi: int) -> torch.Tensor:
@@ -79,7 +83,8 @@ class _OfTensor:
         self._shape = tensor.shape
         self._address = tensor.data_ptr()
         self._view = _view_of(tensor)
-        self._few = _SMALL // max(1, math.prod(tensor.shape[1:]))
+        alone = tensor.dim() == 1 and tensor.dtype in _BARELY_KNOWN
+        self._few = sys.maxsize if alone else _SMALL // max(1, math.prod(tensor.shape[1:]))
 
     def __len__(self) -> int:
         return len(self._tensor)

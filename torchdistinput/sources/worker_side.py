@@ -188,12 +188,8 @@ class PieceDataset(Dataset[Any]):
         if self._gather is not None:
             rows = wanted if type(wanted) is Numbers else numbers_of(wanted)
             if rows is not None:
-                try:
+                with suppress(Exception):  # the ordinary way tells which index it is, or counts it from the end
                     return self._gather(rows)
-                except IndexError:  # the ordinary way tells which index it is, or counts it from the end
-                    pass
-                except Exception as error:
-                    return _failure(error, rows.tolist())
         if isinstance(wanted, Numbers):
             wanted = wanted.tolist()
         return self._read(many, wanted, key)
