@@ -146,6 +146,11 @@ ITEMS: dict[str, Callable[[], Any]] = {
     "array, Fortran's order": lambda: np.asfortranarray(numbers(4, BIG).numpy()),
     "array, strides": lambda: numbers(4, BIG).numpy()[::2, ::3],
     "array, read only": lambda: np.frombuffer(bytes(4 * BIG), np.int32),
+    "array, the other byte order": lambda: [
+        np.arange(BIG, dtype=">i4"),
+        np.arange(6, dtype=">f8")[::-2],
+        np.array([">"]),
+    ],
     "array of objects": lambda: np.array(["a", None, 3], dtype=object),
     "array of texts": lambda: np.array(["a", "bcd"]),
     "array of records": lambda: np.zeros(BIG, dtype=[("a", "i4"), ("b", "f8", 3)]),

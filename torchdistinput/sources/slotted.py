@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import io
 import pickle
+import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast, final
+from typing import Any, Final, NamedTuple, cast, final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
@@ -27,6 +29,8 @@ from torchdistinput.sources.worker_side import Failure, PieceDataset
 
 __all__ = ["Fresh", "Inlet", "Outlet", "Packed", "through_slots"]
 
+_OTHER_ORDER: Final = ">" if sys.byteorder == "little" else "<"
+"""Of numbers whose bytes are the other way round."""
 
 Places = Sequence[tuple[int, int]]
 """Where contents are in a worker's part: the first byte, and the one after the last."""
@@ -129,8 +133,8 @@ class _Pickler(pickle.Pickler):
             if is_whole(obj, storage) and self._contents.is_new(storage, obj):
                 return _whole, (self._buffer(storage, obj), number, shape)
             return _tensor, (storage, number, obj.storage_offset(), shape, stride)
-        if type(obj) is np.ndarray and not obj.flags.writeable:
-            return obj.copy("A").__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # writable on the other side, as ever
+        if type(obj) is np.ndarray and (usual := _usual(obj)) is not obj:
+            return usual.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         if type(obj) is not torch.UntypedStorage or not obj.nbytes():
             return reduction_of(obj)
         if not self._contents.is_new(obj, None):
@@ -143,6 +147,13 @@ class _Pickler(pickle.Pickler):
         if buffer is not None:
             return buffer
         return pickle.PickleBuffer(_memory_of(storage, whole))
+
+
+def _usual(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """The array as it would come the ordinary way: writable, and in this machine's byte order."""
+    if array.dtype.byteorder == _OTHER_ORDER:
+        return array.astype(array.dtype.newbyteorder("="), "A")
+    return array if array.flags.writeable else array.copy("A")
 
 
 def _memory_of(storage: torch.UntypedStorage, whole: torch.Tensor | None) -> memoryview:
