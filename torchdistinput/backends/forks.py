@@ -7,15 +7,20 @@ more reference to each group, which nobody ever gives back.
 
 What else goes on in the parent (its loader workers, its iterators with their threads and votes) is told of the fork, in
 the fork, and leaves all that to the parent.
+
+Until then the garbage collector is off: it may find an iterator there that was garbage of the parent's, and would close
+it in the parent's name.
 """
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import sys
+import threading
 import weakref
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, final
 
 __all__ = ["Inherited", "never_ended_by_forks", "told_of_forks"]
 
@@ -41,12 +46,35 @@ def told_of_forks(inherited: Inherited) -> None:
     _INHERITED.add(inherited)
 
 
-def _in_child() -> None:
-    for group in list(_GROUPS):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-    for inherited in list(_INHERITED):
-        inherited.leave_to_parent()
+@final
+class _Forking:
+    """A fork that is being made; one at a time, but for one that a signal's handler makes in the middle of it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._collects: list[bool] = []
+
+    def before(self) -> None:
+        """Nothing is collected from here on."""
+        self._lock.acquire()
+        self._collects.append(gc.isenabled())
+        gc.disable()
+
+    def in_parent(self) -> None:
+        """It was made, or could not be."""
+        if self._collects.pop():
+            gc.enable()
+        self._lock.release()
+
+    def in_child(self) -> None:
+        """This is it."""
+        for group in list(_GROUPS):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        for inherited in list(_INHERITED):
+            inherited.leave_to_parent()
+        self.in_parent()
 
 
 if sys.platform != "win32":
-    os.register_at_fork(after_in_child=_in_child)
+    _FORKING: Final = _Forking()
+    os.register_at_fork(before=_FORKING.before, after_in_parent=_FORKING.in_parent, after_in_child=_FORKING.in_child)

@@ -1,0 +1,101 @@
+"""What a fork does before it knows that it is one: nothing in its parent's name."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from torchdistinput.backends.forks import _Forking, told_of_forks
+
+
+@pytest.fixture(autouse=True)
+def _collector_as_it_was() -> Iterator[None]:
+    thresholds = gc.get_threshold()
+    yield
+    gc.set_threshold(*thresholds)
+    gc.enable()
+
+
+def forked(call: Callable[[], bool]) -> bool:
+    """What a call gives in a fork."""
+    child = os.fork()
+    if child == 0:
+        try:
+            os._exit(0 if call() else 1)
+        finally:
+            os._exit(2)
+    return os.waitpid(child, 0)[1] == 0
+
+
+class InACircle:
+    """Garbage that only the collector finds."""
+
+    def __init__(self) -> None:
+        self.circle = self
+
+
+class Told:
+    """Makes so many objects when it is told of a fork that the collector would come."""
+
+    def __init__(self, ended: list[str]) -> None:
+        self._ended = ended
+        self.ended_before: list[str] | None = None
+        self.collected = True
+
+    def leave_to_parent(self) -> None:
+        [[] for _ in range(5_000)]
+        self.ended_before, self.collected = [*self._ended], gc.isenabled()
+
+
+def test_nothing_is_collected_in_a_fork_before_it_knows_what_is_its_parents() -> None:
+    gc.collect()
+    gc.set_threshold(2_000)
+    ended: list[str] = []
+    told = Told(ended)
+    told_of_forks(told)
+    weakref.finalize(InACircle(), ended.append, "in the parent's name").atexit = False
+
+    def knew_first() -> bool:
+        [[] for _ in range(5_000)]
+        return told.ended_before == [] and not told.collected and ended != []
+
+    assert forked(knew_first)
+    assert told.ended_before is None
+
+
+@pytest.mark.parametrize("on", [False, True])
+def test_the_collector_is_afterwards_as_it_was(on: bool) -> None:
+    if not on:
+        gc.disable()
+    assert forked(lambda: gc.isenabled() == on)
+    assert gc.isenabled() == on
+
+
+def test_it_is_so_after_a_fork_in_the_middle_of_a_fork() -> None:
+    forking = _Forking()
+    forking.before()
+    forking.before()  # a signal's handler
+    forking.in_parent()
+    assert not gc.isenabled()
+    forking.in_parent()
+    assert gc.isenabled()
+
+
+def test_it_is_so_after_forks_of_several_threads() -> None:
+    right: list[bool] = []
+
+    def fork_often() -> None:
+        right.extend(forked(gc.isenabled) for _ in range(10))
+
+    threads = [threading.Thread(target=fork_often) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert right == [True] * 40
+    assert gc.isenabled()
