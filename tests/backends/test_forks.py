@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import datetime
 import gc
 import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
+import torch.distributed as dist
 
+from torchdistinput.backends.attendance import prefixed
 from torchdistinput.backends.forks import _Forking, told_of_forks
 
 
@@ -66,6 +71,22 @@ def test_nothing_is_collected_in_a_fork_before_it_knows_what_is_its_parents() ->
 
     assert forked(knew_first)
     assert told.ended_before is None
+
+
+def test_a_fork_that_collects_a_store_leaves_its_file_to_the_parent(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    store = cast(Any, dist).FileStore(str(path), 1)
+    store.set_timeout(datetime.timedelta(seconds=2))  # for a file that is not there
+    garbage: list[Any] = [prefixed("a part", store.clone())]
+    garbage.append(garbage)
+    gc.disable()
+    del garbage
+    for _ in range(3):
+        assert forked(lambda: gc.collect() > 0)
+        assert path.exists()
+    store.set("key", "value")
+    gc.collect()
+    assert store.get("key") == b"value"
 
 
 @pytest.mark.parametrize("on", [False, True])

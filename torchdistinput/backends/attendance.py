@@ -17,6 +17,7 @@ from typing import Any, Protocol, cast, final
 
 import torch.distributed as dist
 
+from torchdistinput.backends.forks import never_ended_by_forks
 from torchdistinput.errors import CoordinationTimeout, InputError, RankLost
 
 __all__ = ["Attendance", "Store", "prefixed"]
@@ -57,7 +58,9 @@ class Store(Protocol):
 
 def prefixed(prefix: str, store: Store) -> Store:
     """A part of a store with names of its own. Local."""
-    return cast(Store, cast(Any, dist).PrefixStore(prefix, store))
+    part = cast(Any, dist).PrefixStore(prefix, store)
+    never_ended_by_forks(part)
+    return cast(Store, part)
 
 
 @final

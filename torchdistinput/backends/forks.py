@@ -3,7 +3,8 @@
 A forked process, a loader worker for instance, has the groups of its parent, but none of their threads. To end one
 there waits for those threads, or crashes. Nobody would do so on purpose, but the garbage collector does, where a group
 is garbage of the parent's that was not collected yet; and so does the end of the interpreter. So a fork begins with one
-more reference to each group, which nobody ever gives back.
+more reference to each group, which nobody ever gives back. And to each store: one in a file counts who uses it, and its
+last user removes the file; a copy that a fork ends was never counted, so the ranks would be left without it.
 
 What else goes on in the parent (its loader workers, its iterators with their threads and votes) is told of the fork, in
 the fork, and leaves all that to the parent.
@@ -32,13 +33,13 @@ class Inherited(Protocol):
         """This process was forked, and has no other thread yet: what it stands for goes on in the parent alone."""
 
 
-_GROUPS: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
+_KEPT: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
 _INHERITED: Final[weakref.WeakSet[Inherited]] = weakref.WeakSet()
 
 
-def never_ended_by_forks(group: Any) -> None:
-    """Remembers a group for as long as it lives here. Local."""
-    _GROUPS.add(group)
+def never_ended_by_forks(kept: Any) -> None:
+    """Remembers a group, or a store, for as long as it lives here. Local."""
+    _KEPT.add(kept)
 
 
 def told_of_forks(inherited: Inherited) -> None:
@@ -68,8 +69,8 @@ class _Forking:
 
     def in_child(self) -> None:
         """This is it."""
-        for group in list(_GROUPS):
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        for kept in list(_KEPT):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
         for inherited in list(_INHERITED):
             inherited.leave_to_parent()
         self.in_parent()
