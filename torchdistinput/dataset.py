@@ -315,10 +315,19 @@ class DistributedDataset:
             log_every=log_every,
         )
         self._bookmark.begun(entry, self._progress, stream)
-        opened = Opened(channel, stream, self._progress, self._last)
-        iterator = compose(self._source, self._setting, self._options, opened, self._idle_transfers)
+        iterator = self._composed(Opened(channel, stream, self._progress, self._last))
         self._iterators.add(iterator)
         return iterator
+
+    def _composed(self, opened: Opened) -> DistributedIterator:
+        """The walk. If a device cannot be prepared, or no thread started, the other ranks hear of it at once."""
+        try:
+            return compose(self._source, self._setting, self._options, opened, self._idle_transfers)
+        except BaseException as error:
+            opened.stream.close()
+            if opened.channel is not None:
+                opened.channel.abort(f"failed: {type(error).__name__}: {error}")
+            raise
 
     def _new_meter(self, told: Sequence[dict[str, Any]] = ()) -> Meter:
         ranks, workers = self._setting.ranks, self._source.workers

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import torchdistinput as tdi
+from tests.epochs import raised
 from tests.matrix import cells
-from torchdistinput import readers
+from torchdistinput import readers, walk
 from torchdistinput.testing import run_ranks
 
 FAILING = 1
@@ -270,3 +271,23 @@ def test_one_process_tells_the_same(error: str) -> None:
         assert (found.rank, found.epoch, found.step, found.indices) == (None, 0, 0, (0,))
         assert (found.worker, found.kind) == (0 if workers else None, type(ERRORS[error]()).__name__)
         assert found.__cause__ is not None
+
+
+def a_device_fails() -> Any:
+    """On one rank, after all agreed to begin an epoch."""
+
+    def make_copier(device: torch.device) -> Any:
+        raise BrokenError(f"{device} is out of order")
+
+    dataset = tdi.Strategy(["cpu"]).distribute_dataset([torch.zeros(4)] * 3)
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == FAILING:
+            patch.setattr(walk, "make_copier", make_copier)
+        return raised(lambda: list(dataset))
+
+
+def test_a_rank_whose_device_cannot_be_prepared_is_named_on_the_others_at_once() -> None:
+    other, failing = run_ranks(2, a_device_fails, timeout_seconds=60)
+    assert (failing.kind, failing.message) == ("BrokenError", "cpu is out of order")
+    assert other.kind == "RankLost"
+    assert "rank 1 failed: BrokenError: cpu is out of order" in other.message
