@@ -254,6 +254,32 @@ def test_a_step_that_is_skipped_to_is_one_of_the_epoch_that_was_looked_at_and_no
     assert plain.step.epoch == 1
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_of_two_epochs_that_were_begun_and_dropped_unread_one_is_read_and_none_twice(first: int) -> None:
+    loader = shuffled(tdi.DataLoader)
+    begun: list[Any] = [iter(loader), iter(loader)]
+    begun[first] = None
+    begun.clear()
+    orders, numbers = [], []
+    for _ in range(3):
+        orders.append(str(epoch(loader)))
+        numbers.append(loader.step.epoch)
+    assert numbers == [first, 2, 3]
+    assert len({*orders}) == 3
+
+
+def test_an_unread_epoch_is_not_begun_anew_once_another_one_was_begun() -> None:
+    loader = shuffled(tdi.DataLoader)
+    earlier, later = iter(loader), iter(loader)
+    del earlier
+    loader.set_epoch(7)
+    loader.state_dict()  # it hears of the epoch
+    order = lists([*later])
+    assert len(order) == 4
+    assert epoch(loader) != order
+    assert loader.step.epoch == 7
+
+
 def test_an_epoch_after_one_that_was_left_early_is_sought_as_it_was() -> None:
     """Epoch 0 is left after two of four batches, so it drew less; then epoch 1 is sought, after it or after epoch 2."""
     loader = shuffled(tdi.DataLoader)

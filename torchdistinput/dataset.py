@@ -229,17 +229,23 @@ class DistributedDataset:
         self.seek(self._bookmark.next_epoch, step)
 
     def put_back(self, iterator: DistributedIterator) -> None:
-        """Takes back an iterator that nobody asked for an element: the next ``iter()`` returns it. Local."""
-        if iterator.is_live:
-            self._drop_opened()
+        """Takes back an iterator that nobody asked for an element: the next ``iter()`` returns it. Local.
+
+        A second one is closed: the epochs of both were begun, and neither can be begun anew without drawing from where
+        the other one drew.
+        """
+        if self._opened is not None:
+            iterator.close()
+        elif iterator.is_live:
             self._opened = iterator
 
     def _drop_opened(self) -> None:
         """Closes the iterator that the next ``iter()`` would return: that one begins the same epoch again."""
         if self._opened is not None:
             self._opened.close()
+            if self._opened.reads(self._progress):
+                self._bookmark.reenter()
             self._opened = None
-            self._bookmark.reenter()
 
     def _refuse_live(self, what: str) -> None:
         if any(iterator.is_live and iterator is not self._opened for iterator in self._iterators):
