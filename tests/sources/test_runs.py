@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 import torchdistinput as tdi
@@ -272,6 +272,18 @@ def test_what_a_fork_does_with_a_run_of_its_parent_leaves_the_parents_loader_wor
     assert [batch.tolist()[0] for batch in held["iterator"]] == list(range(4, 60, 4))
     assert in_fork(read_anew) == [15, 15]
     assert len(list(loader)) == 15
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+def test_the_end_of_a_forked_process_leaves_its_parents_loader_workers_alone() -> None:
+    """Python ends the children that ``multiprocessing`` knows of: the parent's, too, where ``os`` forked."""
+    batches = iter(tdi.DataLoader(TensorDataset(torch.arange(60)), 4, num_workers=1))
+    next(batches)
+    child = os.fork()
+    if not child:
+        os._exit(len(multiprocessing.active_children()))
+    assert os.waitpid(child, 0)[1] == 0
+    assert len(list(batches)) == 14
 
 
 @pytest.mark.parametrize("make", [_drop_in, _map_style, _iterable, _of_function])

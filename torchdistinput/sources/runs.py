@@ -11,12 +11,13 @@ its end, ends no worker of the parent's.
 from __future__ import annotations
 
 import itertools
+import multiprocessing.process
 import pickle
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import wait
-from typing import Any, Final, final
+from typing import Any, Final, cast, final
 
 from torch._C._autograd import _profiler_enabled
 from torch.utils.data import DataLoader
@@ -159,6 +160,8 @@ class LoaderRun(Iterator[Any]):
         self._closing = threading.RLock()  # whoever had the other one is not here
         if self._workers is not None and not self._ended:
             self._workers._shutdown = True  # or torch would end them when the iterator is garbage
+            # Python terminates those that it takes for its children when it ends.
+            cast(Any, multiprocessing.process)._children.difference_update(self._workers._workers)
             self._closed = self._ended = self.is_a_parents = True
 
     def _end(self, workers: _MultiProcessingDataLoaderIter) -> None:
