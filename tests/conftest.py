@@ -22,6 +22,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run the full product of the long matrices, instead of every cell once with its other settings rotated",
     )
+    parser.addoption(
+        "--accelerator",
+        action="store_true",
+        help="collect tests/accelerator, and give it alone: it may register a simulated accelerator in the process",
+    )
 
 
 def pytest_configure() -> None:
