@@ -18,7 +18,7 @@ from torchdistinput import reductions
 from torchdistinput.agreement import agree
 from torchdistinput.backends import launch as launcher
 from torchdistinput.backends.collectives import ProcessGroupRanks
-from torchdistinput.backends.devices import Accelerators, resolve_devices, set_current
+from torchdistinput.backends.devices import Accelerators, resolve_devices, set_current, streams_here
 from torchdistinput.dataset import DistributedDataset, check_partial_batch, facts_of
 from torchdistinput.divided import refuse_divided
 from torchdistinput.plan.ending import MAX_RANKS
@@ -341,7 +341,7 @@ class Strategy:
             num_replicas_in_sync=self.num_replicas_in_sync,
             devices=self.devices,
             workers=self._workers,
-            enter_thread=lambda local: set_current(self.devices[local]),
+            enter_thread=streams_here(self.devices),
         )
 
     def reduce(self, op: ReduceOp | str, value: Any, axis: int | Sequence[int] | None = None) -> Any:

@@ -16,6 +16,7 @@ from torchdistinput.backends.devices import (
     make_copier,
     resolve_devices,
     set_current,
+    streams_here,
 )
 
 NONE = Accelerators(None, 0)
@@ -175,6 +176,20 @@ def test_a_stream_is_current_only_inside_and_the_threads_device_comes_back(
     set_current(torch.device("cuda", 1))
     assert accelerator.index == 1
     assert accelerator.current_stream().name == "user's"
+
+
+def test_a_thread_that_works_in_anothers_place_gets_its_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = FakeAccelerator()
+    monkeypatch.setattr(torch.accelerator, "current_stream", accelerator.current_stream)
+    monkeypatch.setattr(torch.accelerator, "set_stream", accelerator.set_stream)
+    first, second = FakeStream(torch.device("cuda", 0), "one"), FakeStream(torch.device("cuda", 1), "other")
+    for stream in (first, second):
+        accelerator.set_stream(stream)
+    enter = streams_here([torch.device("cuda", 0), torch.device("cpu"), torch.device("cuda", 1)])
+    for place, index in enumerate((0, 1, 1)):
+        accelerator.index, accelerator.streams = 0, {}
+        enter(place)
+        assert (accelerator.index, accelerator.streams) == (index, {0: first, 1: second})
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ __all__ = [
     "page_lock",
     "resolve_devices",
     "set_current",
+    "streams_here",
 ]
 
 # Accelerators whose torch backend has a single stream: `torch.Stream(device)` cannot make a second one there.
@@ -146,6 +147,28 @@ def set_current(device: torch.device) -> None:
     """
     if device.type != "cpu":
         torch.accelerator.set_stream(torch.accelerator.current_stream(device))  # sets the index too, in every version
+
+
+def streams_here(devices: Sequence[torch.device]) -> Callable[[int], None]:
+    """The calling thread's streams, for another thread that works in its place. Local.
+
+    A tensor belongs to the stream that was current where it was made: on any other one it may be read before it is
+    written. A new thread starts on the default streams.
+
+    Args:
+      devices: the CPU has no streams.
+
+    Returns:
+      To be called by the other thread: makes those streams its current ones, and the device at that place its device.
+    """
+    streams = [None if device.type == "cpu" else torch.accelerator.current_stream(device) for device in devices]
+
+    def enter(place: int) -> None:
+        for stream in (*streams, streams[place]):
+            if stream is not None:
+                torch.accelerator.set_stream(stream)  # sets the index too, in every version
+
+    return enter
 
 
 def default_state(device: torch.device) -> torch.Tensor:
