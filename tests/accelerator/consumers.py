@@ -56,6 +56,10 @@ class Witness:
             if isinstance(leaf, torch.Tensor):
                 self._read.append((leaf.clone(), want))
 
+    def __len__(self) -> int:
+        """How many leaves were read."""
+        return len(self._read)
+
     def wrong(self) -> int:
         """How many leaves were not what they should have been."""
         for index in range(torch.accelerator.device_count()):

@@ -1,0 +1,210 @@
+"""The consumer's streams, threads and devices are the consumer's own: they may change, and nobody else changes them."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+import torchdistinput as tdi
+from tests.accelerator.consumers import Witness, batch_of, check_alike, scratch
+
+STEPS = 16
+LEAVES = 15  # tensors in a batch
+
+
+def distributed(devices: Any, data: Any, prefetch: int | None = 2) -> tdi.DistributedDataset:
+    return tdi.Strategy(devices).distribute_dataset(data, tdi.InputOptions(prefetch=prefetch))
+
+
+def current() -> tuple[int, list[torch.Stream]]:
+    """The calling thread's device, and its stream on each."""
+    streams = [torch.accelerator.current_stream(index) for index in range(torch.accelerator.device_count())]
+    return torch.accelerator.current_device_index(), streams
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 4])
+def test_the_consumer_may_change_its_stream_between_steps(device: torch.device, weather: int, prefetch: int) -> None:
+    streams = [torch.accelerator.current_stream(device), torch.Stream(device), torch.Stream(device)]
+    witness = Witness()
+    with distributed([device], [batch_of(step) for step in range(STEPS)], prefetch) as dataset:
+        batches = iter(dataset)
+        for step in range(STEPS):
+            torch.accelerator.set_stream(streams[(step * step + weather) % 3])
+            batch = next(batches)
+            witness.look(batch, batch_of(step))
+            del batch
+            scratch(device)
+    assert witness.wrong() == 0
+
+
+def test_the_consumer_may_read_on_a_side_stream_of_its_own(device: torch.device) -> None:
+    """By torch's rule: the side stream waits for the current one, and the batch is recorded as used there."""
+    here, aside = torch.accelerator.current_stream(device), torch.Stream(device)
+    witness = Witness()
+    with distributed([device], [batch_of(step) for step in range(STEPS)]) as dataset:
+        for step, batch in enumerate(dataset):
+            aside.wait_event(here.record_event())
+            torch.accelerator.set_stream(aside)
+            witness.look(batch, batch_of(step))
+            torch.accelerator.set_stream(here)
+            batch["large"].record_stream(aside)
+            here.wait_event(aside.record_event())
+            del batch
+            scratch(device)
+    assert witness.wrong() == 0
+
+
+def test_another_thread_may_take_over_the_loop(device: torch.device) -> None:
+    witness = Witness()
+    with distributed([device], [batch_of(step) for step in range(STEPS)]) as dataset:
+        batches = iter(dataset)
+        for step in range(4):
+            witness.look(next(batches), batch_of(step))
+
+        def go_on() -> None:
+            torch.accelerator.set_stream(torch.Stream(device))
+            for step in range(4, STEPS):
+                witness.look(next(batches), batch_of(step))
+                scratch(device)
+
+        thread = threading.Thread(target=go_on)
+        thread.start()
+        thread.join()
+    assert (len(witness), witness.wrong()) == (STEPS * LEAVES, 0)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_step_leaves_the_threads_device_and_streams_as_they_were(device: torch.device, prefetch: int) -> None:
+    torch.accelerator.set_stream(torch.Stream(device))
+    dataset = distributed([device], [batch_of(step) for step in range(4)], prefetch)
+    before = current()
+    for _ in dataset:
+        assert current() == before
+    dataset.close()
+    assert current() == before
+
+
+@pytest.mark.pair
+@pytest.mark.parametrize("on", [0, 1])
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_step_of_another_device_leaves_the_threads_device_and_streams_as_they_were(
+    pair: tuple[torch.device, torch.device], on: int, prefetch: int
+) -> None:
+    dataset = distributed([pair[1 - on]], [batch_of(step) for step in range(6)], prefetch)
+    for device in (pair[1 - on], pair[on]):
+        torch.accelerator.set_stream(torch.Stream(device))
+    before = current()
+    assert before[0] == on
+    for step, batch in enumerate(dataset):
+        assert current() == before
+        check_alike(batch, batch_of(step), pair[1 - on])
+    dataset.close()
+    assert current() == before
+
+
+@pytest.mark.pair
+@pytest.mark.parametrize("prefetch", [0, 2, None])
+def test_two_devices_in_one_process(pair: tuple[torch.device, torch.device], prefetch: int | None) -> None:
+    strategy = tdi.Strategy(list(pair))
+    witness = Witness()
+    host = [batch_of(step) for step in range(STEPS)]
+    with strategy.distribute_dataset(host, tdi.InputOptions(prefetch=prefetch)) as dataset:
+        for step, batch in enumerate(dataset):
+            for replica, device in enumerate(pair):
+                part = strategy.local_results(batch["large"])[replica]
+                assert part.device == device
+                witness.look(part, host[step]["large"].chunk(2)[replica])
+                scratch(device)
+    assert witness.wrong() == 0
+
+
+@pytest.mark.pair
+def test_run_reduce_and_gather_over_two_devices(pair: tuple[torch.device, torch.device]) -> None:
+    strategy = tdi.Strategy(list(pair))
+    rows = [torch.arange(12.0).reshape(6, 2) + 100 * step for step in range(5)]
+    with strategy.distribute_dataset(rows) as dataset:
+        for step, batch in enumerate(dataset):
+            before = current()
+            doubled = strategy.run(lambda part: part * 2, args=(batch,))
+            assert [each.device for each in strategy.local_results(doubled)] == list(pair)
+            total = strategy.reduce("sum", doubled, axis=0)
+            assert torch.equal(total.cpu(), (rows[step] * 2).sum(0))
+            gathered = strategy.gather(doubled, axis=0)
+            assert torch.equal(gathered.cpu(), rows[step] * 2)
+            assert current() == before
+            scratch(pair[0])
+
+
+@pytest.mark.pair
+def test_replicas_of_two_devices_meet(pair: tuple[torch.device, torch.device]) -> None:
+    strategy = tdi.Strategy(list(pair))
+
+    def step(part: torch.Tensor) -> Any:
+        context = tdi.get_replica_context()
+        assert context is not None
+        assert torch.accelerator.current_device_index() == part.device.index
+        return context.all_reduce("sum", part.sum()), context.all_gather(part, axis=0)
+
+    rows = torch.arange(5.0)
+    with strategy.distribute_dataset([rows] * 3) as dataset:
+        for batch in dataset:
+            sums, gathered = strategy.run(step, args=(batch,))
+            for device, total, whole in zip(
+                pair, strategy.local_results(sums), strategy.local_results(gathered), strict=True
+            ):
+                assert (total.device, whole.device) == (device, device)
+                assert total.item() == 10
+                assert whole.tolist() == rows.tolist()
+
+
+@pytest.mark.pair
+def test_a_mirrored_module_finds_the_gradients_of_one_process(pair: tuple[torch.device, torch.device]) -> None:
+    strategy = tdi.Strategy(list(pair))
+    module = torch.nn.Linear(3, 1)
+    alone = copy.deepcopy(module)
+    mirrored = strategy.mirror(module)
+    inputs = torch.arange(15.0).reshape(5, 3) / 15
+
+    def train(model: torch.nn.Module, part: torch.Tensor, step: tdi.Step) -> torch.Tensor:
+        loss = tdi.average_loss(model(part).squeeze(1), step)
+        loss.backward()  # type: ignore[no-untyped-call]
+        assert model.get_parameter("weight").grad is not None
+        return loss.detach()
+
+    with strategy.distribute_dataset([inputs]) as dataset:
+        (batch,) = dataset
+        total = strategy.reduce("sum", strategy.run(train, args=(mirrored, batch, dataset.step)))
+    loss = alone(inputs).mean()
+    loss.backward()
+    torch.testing.assert_close(total.cpu(), loss.detach())
+    grads = [model.weight.grad.cpu() for model in strategy.local_results(mirrored)]
+    torch.testing.assert_close(sum(grads), alone.weight.grad)
+
+
+@pytest.mark.pair
+def test_run_works_on_the_callers_streams(pair: tuple[torch.device, torch.device]) -> None:
+    """Each replica has a thread of its own, but the batch belongs to the streams that were current at ``next``."""
+    strategy = tdi.Strategy(list(pair))
+    witness = Witness()
+    host = [batch_of(step) for step in range(STEPS)]
+    for device in reversed(pair):
+        torch.accelerator.set_stream(torch.Stream(device))
+    before = current()
+
+    def read(part: torch.Tensor) -> torch.Tensor:
+        assert current() == (part.device.index, before[1])
+        return part.clone()
+
+    with strategy.distribute_dataset(host) as dataset:
+        for step, batch in enumerate(dataset):
+            found = strategy.run(read, args=(batch["large"],))
+            del batch
+            for part, want in zip(strategy.local_results(found), host[step]["large"].chunk(2), strict=True):
+                scratch(part.device)
+                witness.look(part, want)
+            assert current() == before
+    assert witness.wrong() == 0
