@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import copy
 import threading
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, final
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, Dataset
 
 import torchdistinput as tdi
 from tests.accelerator.consumers import Witness, batch_of, check_alike, scratch
+from torchdistinput.backends.devices import make_copier
+from torchdistinput.stages.transfer import Transfer
 
 STEPS = 16
 LEAVES = 15  # tensors in a batch
@@ -208,3 +212,73 @@ def test_run_works_on_the_callers_streams(pair: tuple[torch.device, torch.device
                 witness.look(part, want)
             assert current() == before
     assert witness.wrong() == 0
+
+
+@final
+class Made(Dataset[dict[str, torch.Tensor]]):
+    """Batches that are made on the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def __len__(self) -> int:
+        return STEPS
+
+    def __getitem__(self, step: int) -> dict[str, torch.Tensor]:
+        made = torch.empty(4, 500, dtype=torch.int64, device=self.device)
+        return {"made": made.fill_(step), "host": torch.full((4,), step)}
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return (self[step] for step in range(STEPS))
+
+
+def as_rows(made: Made) -> Any:
+    return DataLoader(made, batch_size=None)
+
+
+def as_iterable(made: Made) -> Any:
+    return iter(made)
+
+
+@pytest.mark.parametrize(
+    ("kind", "prefetch"), [(as_iterable, 0), (as_iterable, 1), (as_iterable, 4), (as_rows, 0), (as_rows, 4)]
+)
+@pytest.mark.parametrize("changing", [False, True])
+def test_what_the_source_makes_on_the_device_is_read_after_it_was_made(
+    device: torch.device, kind: Callable[[Made], Any], prefetch: int, changing: bool
+) -> None:
+    """As if it was made at the ``next`` that gives it, though it is made ahead of time."""
+    streams = [torch.Stream(device), torch.Stream(device)]
+    torch.accelerator.set_stream(streams[0])
+    witness = Witness()
+    with distributed([device], kind(Made(device)), prefetch) as dataset:
+        arriving = iter(dataset)
+        for step in range(STEPS):
+            torch.accelerator.set_stream(streams[step // 3 % 2 if changing else 0])
+            batch = next(arriving)
+            expected = {"made": torch.full((4, 500), step), "host": torch.full((4,), step)}
+            witness.look(batch, expected)
+            del batch
+            scratch(device)
+    assert witness.wrong() == 0
+
+
+@pytest.mark.pair
+def test_what_is_read_in_the_background_is_read_on_the_consumers_streams(
+    pair: tuple[torch.device, torch.device],
+) -> None:
+    for device in pair:
+        torch.accelerator.set_stream(torch.Stream(device))
+    streams = current()[1]
+    transfer = Transfer([make_copier(device) for device in pair])
+    found = []
+
+    def background() -> None:
+        transfer.enter_thread()
+        found.append(current())
+
+    thread = threading.Thread(target=background)
+    thread.start()
+    thread.join()
+    transfer.close()
+    assert found == [(0, streams)]

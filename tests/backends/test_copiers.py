@@ -1,6 +1,7 @@
 """The memory law of copiers.py: whatever the device, the user and the two threads do when, the data is right.
 
-A schedule is one run of a background thread that sends and a consumer that keeps batches for a random time, drops them
+A schedule is one run of a background thread that sends, with tensors that it makes on the device beforehand, and a
+consumer that keeps batches for a random time, drops them
 in the middle of a step, allocates memory of its own, changes its stream, stops early, and closes. Each schedule is a
 seed. Each line of the copier that keeps an order is then removed in turn, and some schedule has to notice.
 """
@@ -31,8 +32,9 @@ PACKED = torch.zeros(256 + 4 * 8, dtype=torch.uint8).view(torch.int64)
 """As long as a buffer with both leaves of a step."""
 
 
-def leaves_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.arange(3) + 10 * step, torch.arange(4).reshape(2, 2) + 1000 * step
+def leaves_of(step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The last one is made on the device by the source."""
+    return torch.arange(3) + 10 * step, torch.arange(4).reshape(2, 2) + 1000 * step, torch.full((3,), 7 * step)
 
 
 class Schedule:
@@ -49,7 +51,8 @@ class Schedule:
         self.streams = [self.device.current_stream()]
         if self.rng.random() < 0.5:
             self.streams.append(self.device.new_stream())
-        self.kept: list[tuple[int, torch.Tensor, torch.Tensor, FakeStream]] = []
+        self.made: deque[torch.Tensor] = deque()
+        self.kept: list[tuple[list[tuple[torch.Tensor, torch.Tensor]], FakeStream]] = []
         self.own: list[tuple[torch.Tensor, FakeStream]] = []
         self.stop = self.ended = self.failed = False
 
@@ -66,13 +69,26 @@ class Schedule:
                     self.turns.pause()
                 if self.stop:
                     break
-                x, y = leaves_of(step)
+                x, y, _ = leaves_of(step)
+                self.make_ahead(step)
                 if self.rng.random() < 0.2:
                     x = self.device.pin(x)
-                self.queue.append(self.copier.send({"x": x, "names": ["a", "b"], "y": (y, step)}))
+                batch = {"x": x, "names": ["a", "b"], "y": (y, step), "made": self.made.popleft()}
+                if self.rng.random() < 0.3:
+                    del batch["x"], batch["y"]  # nothing is left to be copied
+                self.queue.append(self.copier.send(batch))
+                del batch
         except MemoryError:
             self.failed = True
         self.ended = True
+
+    def make_ahead(self, step: int) -> None:
+        """On the device, as a source may do it: for this step, and sometimes for the next ones."""
+        for number in range(step + len(self.made), step + self.rng.choice([1, 1, 2, 3])):
+            tensor = self.device.empty_like(leaves_of(number)[2], self.device.current_stream())
+            self.device.fill(tensor, 7 * number)
+            self.made.append(tensor)
+            del tensor
 
     def consumer(self) -> None:
         for step in range(self.num_steps):
@@ -83,10 +99,9 @@ class Schedule:
             if not self.queue or self.rng.random() < 0.2:
                 break
             batch = self.copier.hand_over(self.queue.popleft())
-            assert batch["names"] == ["a", "b"]
-            assert batch["y"][1] == step
-            self.train(step, batch["x"], batch["y"][0])
+            self.keep(step, batch)
             del batch
+            self.train()
         self.stop = True
         while not self.ended:
             self.turns.pause()
@@ -105,10 +120,17 @@ class Schedule:
             self.device.use(stream)
             self.device.read(own, torch.full_like(own, 5))
 
-    def train(self, step: int, x: torch.Tensor, y: torch.Tensor) -> None:
-        """Reads the batch, and at random: earlier ones again, memory of its own, in-place changes, drops."""
-        self.kept.append((step, x, y, self.device.current_stream()))
-        del x, y
+    def keep(self, step: int, batch: dict[str, Any]) -> None:
+        assert batch["names"] == ["a", "b"]
+        x, y, made = leaves_of(step)
+        leaves = [(batch["made"], made)]
+        if "x" in batch:
+            assert batch["y"][1] == step
+            leaves += [(batch["x"], x), (batch["y"][0], y)]
+        self.kept.append((leaves, self.device.current_stream()))
+
+    def train(self) -> None:
+        """Reads the last batch, and at random: earlier ones again, memory of its own, in-place changes, drops."""
         self.look_at(-1)
         for _ in range(self.rng.randint(0, 4)):
             action = self.rng.choice([self.look_back, self.scratch, self.drop, self.overwrite])
@@ -119,12 +141,11 @@ class Schedule:
             self.look_at(self.rng.randrange(len(self.kept)))
 
     def look_at(self, index: int) -> None:
-        step, x, y, home = self.kept[index]
+        leaves, home = self.kept[index]
         now = self.device.current_stream()
         self.device.use(home)  # within a step a batch is used on the stream of its `next`, as torch asks
-        expected = leaves_of(step)
-        self.device.read(x, expected[0])
-        self.device.read(y, expected[1])
+        for leaf, expected in leaves:
+            self.device.read(leaf, expected)
         self.device.use(now)
 
     def drop(self) -> None:
@@ -144,11 +165,12 @@ class Schedule:
     def overwrite(self) -> None:
         """A batch belongs to the user: changed in place, then dropped."""
         if self.kept:
-            _, x, _, home = self.kept.pop()
+            leaves, home = self.kept.pop()
             now = self.device.current_stream()
             self.device.use(home)
-            self.device.fill(x, 9)
-            self.device.read(x, torch.full((3,), 9))
+            leaf, like = leaves[-1]
+            self.device.fill(leaf, 9)
+            self.device.read(leaf, torch.full_like(like, 9))
             self.device.use(now)
 
 
@@ -161,7 +183,7 @@ def test_in_every_schedule_the_consumer_reads_the_right_data() -> None:
     assert failures >= 5, "some schedules should lose the background thread in the middle of a batch"
 
 
-KEEPS = re.compile(r"treams\.(wait|block)\(|self\._held\.append\(|self\._clone_into\(")
+KEEPS = re.compile(r"treams\.(wait|block|lend)\(|self\._held\.append\(|self\._clone_into\(")
 SOURCE = inspect.getsource(copiers).splitlines()
 ORDERS = [number for number, line in enumerate(SOURCE) if KEEPS.search(line)]
 """Where the copiers keep an order, or memory alive."""
@@ -195,7 +217,7 @@ def test_the_unchanged_source_goes_right() -> None:
 
 
 def test_all_the_lines_that_keep_an_order_are_found() -> None:
-    assert len(ORDERS) == 7
+    assert len(ORDERS) == 9
 
 
 @pytest.mark.parametrize("number", ORDERS, ids=lambda number: SOURCE[number].strip())

@@ -34,16 +34,21 @@ another stream is cloned at hand-over into the pool of the current one (a copy i
 on their way at the change), and the old stream waits for that clone. Within a step torch's own rule holds: a batch
 belongs to the stream that was current at ``next``; who uses it on another one keeps it alive or records its use.
 
+*What the source makes on the device* passes through. It belongs to a stream of the consumer: the source is read by the
+consumer's thread, or by one that begins on the consumer's stream. So what it queues comes first, as if nothing was read
+ahead. Once the consumer has changed its stream, the current one waits at hand-over for all it had before, and the
+allocator is told where such tensors are used.
+
 *What cannot be copied ahead* is moved by the consumer at hand-over, on its own stream, as its own ``.to`` would:
-tensors of another accelerator, sparse, nested and quantized tensors, subclasses. Data that already is on the device
-passes through; all that is not a tensor stays on the host.
+tensors of another accelerator, sparse, nested and quantized tensors, subclasses. All that is not a tensor stays on the
+host.
 
 *Many small leaves* of a batch are copied as one, see ``bundles``; the buffers live by the same rules.
 
 **Considered and refused.** *Allocating on the side stream*, holding each batch until the next ``next``: a batch that
-the user keeps longer is overwritten. *record_stream*: frees then depend on polling events, memory piles up when the
-host runs ahead. *A fixed ring of buffers*: needs fixed shapes, and breaks users who keep a batch. *A stream for each
-epoch*: strands the blocks cached for the old one.
+the user keeps longer is overwritten. *record_stream* for each batch: frees then depend on polling events, memory piles
+up when the host runs ahead. *A fixed ring of buffers*: needs fixed shapes, and breaks users who keep a batch. *A stream
+for each epoch*: strands the blocks cached for the old one.
 
 **Limits.** Other threads may not record or query events while a graph is captured in torch's default ("global") mode;
 capture before the loop, or use ``prefetch=0``. Faults of the device itself are reported asynchronously, as always.
@@ -84,6 +89,7 @@ class Parcel:
       home: the consumer's stream that the new tensors were allocated on.
       ready: done when the copies are; ``None`` if nothing was copied.
       moved: the new tensors on the device.
+      there: tensors that the source made on the device.
       late: whether leaves are left that the consumer has to move itself.
     """
 
@@ -91,6 +97,7 @@ class Parcel:
     home: Stream = None
     ready: Event = None
     moved: tuple[torch.Tensor, ...] = ()
+    there: tuple[torch.Tensor, ...] = ()
     late: bool = False
 
 
@@ -199,6 +206,9 @@ class StreamBackend(Protocol):
     def current_stream(self) -> Stream:
         """The stream that is current on this accelerator in the calling thread."""
 
+    def use(self, stream: Stream) -> None:
+        """Makes a stream of this accelerator that one; which accelerator is the thread's current one stays."""
+
     def record(self, stream: Stream) -> Event:
         """An event that is done when all that was queued on the stream so far is done."""
 
@@ -229,6 +239,9 @@ class StreamBackend(Protocol):
     def copy(self, source: torch.Tensor, target: torch.Tensor, stream: Stream) -> None:
         """Queues a copy on the stream."""
 
+    def lend(self, tensor: torch.Tensor, stream: Stream) -> None:
+        """Tells the allocator that a tensor of another stream's pool is used on this one, too."""
+
     def move_now(self, leaf: Any) -> Any:
         """A ``LATE`` leaf on the accelerator, on the calling thread's current stream; any other leaf as it is."""
 
@@ -247,6 +260,7 @@ class StreamCopier:
         self._small = small
         self._side = streams.new_stream()
         self._home = streams.current_stream()
+        self._homes = [self._home]  # all that there were
         self._unsettled: set[Parcel] = set()
         self._held: deque[tuple[Event, list[torch.Tensor]]] = deque()
         # Also when a loader is dropped without `close()`. Not at exit: the device may be gone by then.
@@ -254,12 +268,15 @@ class StreamCopier:
         self._finish.atexit = False
 
     def enter_thread(self) -> None:
-        """Makes the accelerator the current one of the calling thread."""
+        """Makes the accelerator and the consumer's stream the current ones of the calling thread."""
         self._streams.enter_thread()
+        self._streams.use(self._home)
 
     def begin_step(self) -> None:
         """Notes the stream that the consumer works on; batches sent from now on are allocated there."""
         self._home = self._streams.current_stream()
+        if self._home not in self._homes:
+            self._homes.append(self._home)
 
     def send(self, batch: Batch) -> Parcel:
         """Allocates on the consumer's stream, pins, and queues the copies on the side stream.
@@ -286,6 +303,11 @@ class StreamCopier:
         """Puts tensors on the device in the place of the leaves that are copied ahead, which are returned."""
         handling = [self._streams.handling(leaf) for leaf in leaves]
         parcel.late = Handling.LATE in handling
+        parcel.there = tuple(
+            leaf
+            for leaf, each in zip(leaves, handling, strict=True)
+            if each is Handling.STAYS and isinstance(leaf, torch.Tensor)
+        )
         ahead = [place for place, each in enumerate(handling) if each is Handling.AHEAD]
         copies: _Copies = []
         for bundle in bundled([leaves[place] for place in ahead], self._small):
@@ -327,6 +349,8 @@ class StreamCopier:
             self._streams.wait(here, parcel.ready)
             if here != parcel.home:
                 self._clone_into(here, parcel)
+        if len(self._homes) > 1:
+            self._share(here, parcel.there)
         self._unsettled.discard(parcel)
         late = parcel.late
         batch = _open(parcel)
@@ -340,6 +364,12 @@ class StreamCopier:
         cloned = self._streams.record(here)
         self._streams.wait(parcel.home, cloned)
         parcel.batch = map_leaves(lambda leaf: clones.get(id(leaf), leaf), parcel.batch)
+
+    def _share(self, here: Stream, there: tuple[torch.Tensor, ...]) -> None:
+        for home in self._homes if there else ():
+            self._streams.wait(here, self._streams.record(home))
+        for tensor in there:
+            self._streams.lend(tensor, here)
 
     def discard(self, parcel: Parcel) -> None:
         """Makes the stream that owns the memory wait for the copies, then lets go of it; the host does not wait."""
@@ -363,5 +393,5 @@ def _finish(streams: StreamBackend, unsettled: set[Parcel], held: deque[tuple[Ev
 
 
 def _open(parcel: Parcel) -> Batch:
-    batch, parcel.batch, parcel.moved = parcel.batch, None, ()
+    batch, parcel.batch, parcel.moved, parcel.there = parcel.batch, None, (), ()
     return batch

@@ -225,6 +225,13 @@ class TorchStreams:
         """Of this accelerator, whichever index is current in the calling thread."""
         return torch.accelerator.current_stream(self._device)
 
+    def use(self, stream: torch.Stream) -> None:
+        """For the calling thread."""
+        of_thread = torch.accelerator.current_stream()
+        torch.accelerator.set_stream(stream)
+        if of_thread.device != stream.device:
+            torch.accelerator.set_stream(of_thread)
+
     def record(self, stream: torch.Stream) -> torch.Event:
         """A fresh event each time, so that no wait can mean a later recording."""
         event = torch.Event(self._device)
@@ -283,6 +290,11 @@ class TorchStreams:
         """Asynchronous where the source is pinned or on the device."""
         with _current(stream):
             target.copy_(source, non_blocking=True)
+
+    def lend(self, tensor: torch.Tensor, stream: torch.Stream) -> None:
+        """What has no storage of its own (sparse, nested) is left to torch's rule."""
+        if tensor.layout is torch.strided and not tensor.is_nested:
+            tensor.record_stream(stream)
 
     def move_now(self, leaf: Any) -> Any:
         """As the user's own ``.to`` would."""

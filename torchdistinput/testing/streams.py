@@ -121,6 +121,7 @@ class _Block:
     memory: np.ndarray[Any, np.dtype[np.uint8]]
     owners: int = 0  # how often it was handed out
     readers: list[int] = field(default_factory=list)  # for each read that is queued: the owner whose data it wants
+    lent_to: list[FakeStream] = field(default_factory=list)
 
 
 @final
@@ -271,6 +272,12 @@ class FakeDevice:
         block.readers.append(owner)
         self._write(target, _unowned(block, source), stream, after=lambda: block.readers.remove(owner))
 
+    def lend(self, tensor: torch.Tensor, stream: FakeStream) -> None:
+        """When the tensor is gone, its block waits for what is queued on the stream by then."""
+        block, _, pool = self._owned[_address(tensor)]
+        if pool != stream.name:
+            block.lent_to.append(stream)
+
     def move_now(self, leaf: Any) -> Any:
         """Nothing is late here."""
         return leaf
@@ -295,7 +302,13 @@ class FakeDevice:
 
     def _free(self, address: int, block: _Block, pool: list[_Block]) -> None:
         del self._owned[address]
-        pool.append(block)
+        self._hand_back(block, pool)
+
+    def _hand_back(self, block: _Block, pool: list[_Block]) -> None:
+        if block.lent_to:
+            block.lent_to.pop().queue.append(lambda: self._hand_back(block, pool))
+        else:
+            pool.append(block)
 
     def _write(
         self, tensor: torch.Tensor, values: torch.Tensor, stream: FakeStream, after: Callable[[], None] | None = None
