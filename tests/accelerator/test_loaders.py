@@ -1,0 +1,148 @@
+"""The drop-in ``DataLoader``, loader workers, pinned memory, generators and resumes with batches on a device."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, final
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import torchdistinput as tdi
+from tests.accelerator.consumers import Witness, check_alike, scratch
+
+ROWS = 40
+WIDE = 20_000  # 160 KB a sample: travels alone, and in shared memory from a loader worker
+
+
+@final
+class Samples(Dataset[dict[str, Any]]):
+    """A large leaf, a small one, and a string."""
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"wide": torch.full((WIDE,), index), "label": index, "name": f"sample {index}"}
+
+
+def loop(loader: Any, device: torch.device) -> int:
+    """Reads all of it beside torch's own batches of the same samples; keeps some."""
+    witness, held, steps = Witness(), [], 0
+    for batch, expected in zip(loader, DataLoader(Samples(), 4), strict=True):
+        check_alike(batch["label"], expected["label"], device)
+        witness.look(batch, expected)
+        held.append((batch, expected))
+        del batch
+        scratch(device)
+        if len(held) > 3:
+            kept, wanted = held.pop(0)
+            check_alike(kept, wanted, device)
+            del kept
+        steps += 1
+    assert witness.wrong() == 0
+    return steps
+
+
+@pytest.mark.parametrize("pin_memory", [False, True])
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("prefetch", [None, 2])
+def test_the_drop_in_on_a_device(
+    device: torch.device, num_workers: int, pin_memory: bool, prefetch: int | None
+) -> None:
+    loader = tdi.DataLoader(
+        Samples(), 4, num_workers=num_workers, pin_memory=pin_memory, device=device, prefetch=prefetch
+    )
+    with contextlib.closing(loader):
+        for _ in range(2):
+            assert loop(loader, device) == ROWS // 4
+
+
+@pytest.mark.parametrize("pin_memory", [False, True])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_torchs_loader_distributed_to_a_device(device: torch.device, num_workers: int, pin_memory: bool) -> None:
+    loader = DataLoader(Samples(), 4, num_workers=num_workers, pin_memory=pin_memory)
+    with tdi.Strategy([device]).distribute_dataset(loader) as dataset:
+        assert loop(dataset, device) == ROWS // 4
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_the_drop_in_pins_where_it_is_asked_to(device: torch.device, num_workers: int) -> None:
+    """Without a device: batches stay on the host, pinned for this accelerator."""
+    del device
+    loader = tdi.DataLoader(Samples(), 4, num_workers=num_workers, pin_memory=True)
+    with contextlib.closing(loader):
+        for batch in loader:
+            assert batch["wide"].is_pinned()
+            assert batch["label"].is_pinned()
+
+
+@pytest.mark.parametrize("where", ["host", "device"])
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_data_in_memory(device: torch.device, where: str, prefetch: int) -> None:
+    """Tensors on the host, and tensors that are on the device already."""
+    rows = torch.arange(ROWS * 50).reshape(ROWS, 50)
+    data = TensorDataset(rows.to(device) if where == "device" else rows)
+    torch.accelerator.set_stream(torch.Stream(device))
+    witness = Witness()
+    with tdi.Strategy([device]).distribute_dataset(DataLoader(data, 6), tdi.InputOptions(prefetch=prefetch)) as dataset:
+        for step, (batch,) in enumerate(dataset):
+            witness.look(batch, rows[6 * step : 6 * step + 6])
+            del batch
+            scratch(device)
+    assert (len(witness), witness.wrong()) == (7, 0)
+
+
+def test_a_state_taken_on_a_device_is_resumed_there_and_on_the_host(device: torch.device) -> None:
+    def labels(batches: Any) -> list[list[int]]:
+        return [batch["label"].tolist() for batch in batches]
+
+    def make(where: torch.device | None) -> tdi.DataLoader[Any]:
+        generator = torch.Generator().manual_seed(5)
+        return tdi.DataLoader(Samples(), 4, shuffle=True, generator=generator, device=where, prefetch=3)
+
+    whole = labels(make(None))
+    first = make(device)
+    batches = iter(first)
+    begun = [next(batches)["label"].tolist() for _ in range(4)]
+    state = first.state_dict()
+    first.close()
+    assert begun == whole[:4]
+    for where in (device, None):
+        resumed = make(where)
+        resumed.load_state_dict(state)
+        assert labels(resumed) == whole[4:]
+        resumed.close()
+
+
+@pytest.fixture
+def default_device(device: torch.device) -> Iterator[torch.device]:
+    torch.set_default_device(device)
+    yield device
+    torch.set_default_device(None)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_with_the_device_as_default_the_drop_in_is_torchs_loader(
+    default_device: torch.device, num_workers: int, shuffle: bool
+) -> None:
+    """The same batches, on the same devices, and the generators left in the same states."""
+
+    def epochs(make: Any) -> Any:
+        torch.manual_seed(3)
+        generator = torch.Generator(default_device).manual_seed(4) if shuffle else None
+        rows = torch.arange(ROWS, device="cpu")
+        loader = make(TensorDataset(rows, rows * 2), 6, shuffle=shuffle, generator=generator, num_workers=num_workers)
+        found = [[(part.device.type, part.tolist()) for part in batch] for _ in range(2) for batch in loader]
+        states = [torch.get_rng_state().tolist(), torch.get_device_module(default_device).get_rng_state().tolist()]
+        return found, states, None if generator is None else generator.get_state().tolist()
+
+    assert epochs(tdi.DataLoader) == epochs(DataLoader)
+
+
+def test_with_the_device_as_default_batches_go_there(default_device: torch.device) -> None:
+    with contextlib.closing(tdi.DataLoader(Samples(), 4, device=default_device)) as loader:
+        assert sum(batch["label"].sum().item() for batch in loader) == ROWS * (ROWS - 1) / 2
