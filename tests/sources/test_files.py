@@ -498,6 +498,7 @@ def test_persistent_loader_workers_count_on_and_hear_of_a_new_epoch(context: str
 
 def test_a_dataset_costs_no_file_descriptor(tmp_path: Path) -> None:
     names = write(tmp_path, 1)
+    gc.collect()  # what other tests left
     before = len(os.listdir("/proc/self/fd"))
     datasets = [text(names) for _ in range(5)]
     assert all(list(dataset) == ["a0"] for dataset in datasets)
