@@ -339,8 +339,8 @@ class DataLoader(Generic[T_co]):
         self.close()
         strategy = self._given_strategy or _SHARED.get(self._device)
         alone = strategy.num_input_pipelines == 1
-        on_host = strategy.device.type == "cpu"
-        sealed = strategy.num_replicas_in_sync == 1 and on_host and not gathers(self._loader)
+        one_on_host = strategy.num_replicas_in_sync == 1 and strategy.device.type == "cpu"
+        sealed = one_on_host and not gathers(self._loader)
         loader = copy.copy(self._loader)
         if sealed:
             loader.collate_fn = Sealing(self.collate_fn, counts=loader.batch_sampler is not None)

@@ -46,7 +46,7 @@ class Lax:
         self.home = streams.current_stream()
         self.side = streams.new_stream()
         self.enter_thread, self.current_stream = streams.enter_thread, streams.current_stream
-        self.use, self.lend = streams.use, streams.lend
+        self.lend = streams.lend
         self.record, self.block, self.handling = streams.record, streams.block, streams.handling
         self.pin, self.staging, self.copy = streams.pin, streams.staging, streams.copy
         self.empty, self.empty_like, self.move_now = streams.empty, streams.empty_like, streams.move_now

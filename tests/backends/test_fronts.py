@@ -21,7 +21,7 @@ import torchdistinput as tdi
 from torchdistinput.backends.copiers import StreamCopier
 from torchdistinput.backends.devices import TorchStreams, page_lock
 from torchdistinput.backends.fronts import is_locked
-from torchdistinput.backends.slots import Arena, Free
+from torchdistinput.backends.slots import Arena
 from torchdistinput.sources.slotted import Inlet, Outlet
 from torchdistinput.sources.worker_side import as_is
 from torchdistinput.testing.streams import FakeDevice
@@ -79,31 +79,6 @@ class Pipe:
         kept = [self.through() for _ in range(3)]
         for _ in range(9):
             kept = [*kept[1:], self.through()]
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_no_place_lies_across_a_wall_and_all_is_whole_again_in_the_end(seed: int) -> None:
-    draw = random.Random(seed)
-    size = 1 << 19
-    free, taken, wall = Free(size), dict[int, int](), size
-    for turn in range(600):
-        if turn == 200:
-            wall = free.wall_off()
-            assert wall % mmap.PAGESIZE == 0
-            assert 0 < wall < size
-            assert all(lo + length <= wall for lo, length in taken.items())
-        if draw.random() < 0.55:
-            length = draw.randint(1, 9_000)
-            lo = free.take(length)
-            if lo is not None:
-                assert lo + length <= wall or lo >= wall
-                taken[lo] = length
-        elif taken:
-            lo = draw.choice(list(taken))
-            free.give_back(lo, taken.pop(lo))
-    for lo, length in taken.items():
-        free.give_back(lo, length)
-    assert {free.take(wall), free.take(size - wall)} == {0, wall}
 
 
 def test_all_of_the_first_batches_is_locked_in_one_call_and_what_lies_beyond_is_not() -> None:

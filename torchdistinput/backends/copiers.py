@@ -197,17 +197,14 @@ class Handling(enum.Enum):
 class StreamBackend(Protocol):
     """What ``StreamCopier`` needs of one accelerator. Only ``block`` and ``move_now`` wait for the device."""
 
-    def enter_thread(self) -> None:
-        """Makes the accelerator the current one of the calling thread."""
+    def enter_thread(self, stream: Stream) -> None:
+        """Makes a stream of this accelerator, and so the accelerator, the current one of the calling thread."""
 
     def new_stream(self) -> Stream:
         """A new stream of this accelerator."""
 
     def current_stream(self) -> Stream:
         """The stream that is current on this accelerator in the calling thread."""
-
-    def use(self, stream: Stream) -> None:
-        """Makes a stream of this accelerator that one; which accelerator is the thread's current one stays."""
 
     def record(self, stream: Stream) -> Event:
         """An event that is done when all that was queued on the stream so far is done."""
@@ -269,8 +266,7 @@ class StreamCopier:
 
     def enter_thread(self) -> None:
         """Makes the accelerator and the consumer's stream the current ones of the calling thread."""
-        self._streams.enter_thread()
-        self._streams.use(self._home)
+        self._streams.enter_thread(self._home)
 
     def begin_step(self) -> None:
         """Notes the stream that the consumer works on; batches sent from now on are allocated there."""

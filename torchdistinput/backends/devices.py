@@ -213,9 +213,9 @@ class TorchStreams:
         self._device = device
         self._lock = lock
 
-    def enter_thread(self) -> None:
-        """See ``set_current``."""
-        set_current(self._device)
+    def enter_thread(self, stream: torch.Stream) -> None:
+        """See ``set_current``, which does so with the stream that is current already."""
+        torch.accelerator.set_stream(stream)
 
     def new_stream(self) -> torch.Stream:
         """From torch's pool of streams."""
@@ -224,13 +224,6 @@ class TorchStreams:
     def current_stream(self) -> torch.Stream:
         """Of this accelerator, whichever index is current in the calling thread."""
         return torch.accelerator.current_stream(self._device)
-
-    def use(self, stream: torch.Stream) -> None:
-        """For the calling thread."""
-        of_thread = torch.accelerator.current_stream()
-        torch.accelerator.set_stream(stream)
-        if of_thread.device != stream.device:
-            torch.accelerator.set_stream(of_thread)
 
     def record(self, stream: torch.Stream) -> torch.Event:
         """A fresh event each time, so that no wait can mean a later recording."""

@@ -72,8 +72,9 @@ class Lender:
         self._base: int = memory.__array_interface__["data"][0]
         self._size = memory.nbytes
         self._free = Free(self._size)
-        if arena.front(worker).length:  # of a worker before this one
-            self._free.wall_off(arena.front(worker).length)
+        self._front = arena.front(worker)
+        if self._front.length:  # of a worker before this one
+            self._free.wall_off(self._front.length)
         self._blocks: dict[int, Block] = {}
         self._batches: dict[int, list[Block]] = {}  # by entry
         self.number = 0
@@ -142,9 +143,8 @@ class Lender:
             block.batches += 1
         self._batches[entry] = blocks
         self._ledger[entry] = self.number
-        front = self._arena.front(self.worker)
-        if self.number >= _SETTLED and not front.length:
-            front.reach(self._free.wall_off())
+        if self.number >= _SETTLED and not self._front.length:
+            self._front.reach(self._free.wall_off())
         return entry
 
     def take_back(self) -> None:

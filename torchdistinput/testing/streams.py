@@ -192,8 +192,9 @@ class FakeDevice:
 
     # What `StreamCopier` asks of a device.
 
-    def enter_thread(self) -> None:
+    def enter_thread(self, stream: FakeStream) -> None:
         """There is only one fake device."""
+        self.use(stream)
 
     def new_stream(self) -> FakeStream:
         """A stream with a speed of its own."""
