@@ -12,8 +12,8 @@ at ``prefetch=32``.
 **The plan**: each policy's arithmetic for one worker at W workers, in this process, with its own memory: which files,
 which rows of a batch, which indices of a shuffled order. Nothing is simulated there.
 
-What grows with W and is not in the tables: gloo connects each rank of a group with every other one (W - 1 sockets for
-each live iterator), and every 64 rows the ranks tell each other where they stand (some 150 bytes of each).
+A rank is connected with those that it exchanges messages with: the most are shown, for each live iterator. Beside the
+votes, every 64 rows the ranks tell each other where they stand (some 150 bytes of each).
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from torchdistinput.backends.doubling import partners
 from torchdistinput.plan.batching import Cutter, num_batches, split
 from torchdistinput.plan.ending import Ballot, decide, weight_of
 from torchdistinput.plan.permutation import Permutation
@@ -117,6 +118,7 @@ def exchange(latency_us: float, jitter: float, skew_us: float, worlds: Sequence[
                 "us a step, prefetch 2": vote_us,
                 "us a step, prefetch 32": vote_us / (SLOTS // 2),
                 "us a ring all_reduce": ring_us,
+                "connections of a rank": len(partners(0, ranks)),
                 "bytes held by a rank": 2 * 8 * said.shape[1],
                 "bytes told every 64 rows": 150 * ranks,
             }

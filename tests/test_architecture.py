@@ -78,9 +78,11 @@ RUN_TIME_PACKAGES = {"torch", "numpy", "fsspec"}
 DOORS = {
     "torch.distributed": {
         "backends/attendance.py",
+        "backends/board.py",
         "backends/launch.py",
         "backends/channels.py",
         "backends/collectives.py",
+        "backends/connections.py",
         "testing/ranks.py",
     },
     "torch.accelerator": {"backends/devices.py"},

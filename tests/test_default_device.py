@@ -197,7 +197,7 @@ def test_connections_are_closed_by_what_gloo_can_receive() -> None:
     """It takes tensors of the CPU only, and what it says of others would be taken for the end of the connection."""
     group: Any = Group()
     with Elsewhere():
-        _close(group)
+        _close(group, [1])
     assert group.devices == ["cpu"]
 
 

@@ -56,18 +56,18 @@ class Patience:
         if since is None:
             return None
         waited = time.monotonic() - max(began, since)
-        if waited < min(_WARN_SECONDS, self._timeout_seconds):
-            return None
+        is_over = waited >= self._timeout_seconds
+        if not is_over and (self._warned or waited < _WARN_SECONDS):
+            return None  # all ranks ask the same store who is late
         late = ", ".join(str(self._names(rank)) for rank in self._votes.late()) or "unknown"
         place = f"at step {step}"
-        if waited >= self._timeout_seconds:
+        if is_over:
             self._votes.abort(f"gave up waiting for rank {late} {place} after {self._timeout_seconds:g} seconds")
             return CoordinationTimeout(
                 f"rank {late} did not come to the exchange {place} within {self._timeout_seconds:g} seconds. It is "
                 "still busy with its data or its training step, or it left its loop; look at what it does there "
                 "(py-spy dump --pid). If it is only slow, raise timeout_seconds."
             )
-        if not self._warned:
-            self._warned = True
-            _LOG.warning("waiting for rank %s %s for %.0f seconds", late, place, waited)
+        self._warned = True
+        _LOG.warning("waiting for rank %s %s for %.0f seconds", late, place, waited)
         return None

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from tests.processes import run_to_the_end
-from torchdistinput.backends import neighbours
+from torchdistinput.backends import collectives, neighbours
 from torchdistinput.backends.collectives import Channel, ProcessGroupRanks
 from torchdistinput.backends.exchanges import conclude
 from torchdistinput.backends.launch import find_members
@@ -347,18 +347,20 @@ def test_ranks_that_give_up_and_come_back_at_odd_times_meet_in_the_end(played: P
     assert [rank["crossing"] for rank in played[2]] == [3, 3]
 
 
-BETWEEN_SUMS, AS_THEY_MEET = "between sums", "as they meet"
+BETWEEN_SUMS, AS_THEY_MEET, BEFORE = "between sums", "as they meet", "before they connect"
 
 
 def dies(rank: int, world: int, folder: str, victim: int, hosts: str, moment: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    ranks = make_ranks()  # its end would be that of its channels
+    ranks = make_ranks(3.0 if moment == BEFORE else 30.0)  # its end would be that of its channels
     started = time.monotonic()
     try:
         with placed(hosts), pytest.MonkeyPatch.context() as patch:
             if rank == victim and moment == AS_THEY_MEET:
                 patch.setattr(neighbours, "_visit", killed)
+            if rank == victim and moment == BEFORE:
+                patch.setattr(collectives, "new_gloo_group", killed)
             channel = ranks.open_channel(0)
         if moment == BETWEEN_SUMS:
             conclude(channel.exchange([1]))
@@ -387,6 +389,8 @@ def killed(*_: Any) -> None:
         (5, 1, HOSTS[1], BETWEEN_SUMS),
         (5, 4, HOSTS[0], BETWEEN_SUMS),
         (3, 2, HOSTS[0], AS_THEY_MEET),
+        (5, 1, HOSTS[0], AS_THEY_MEET),
+        (5, 2, HOSTS[2], BEFORE),
     ],
 )
 def test_a_rank_that_is_killed_is_named_by_all_survivors(

@@ -100,12 +100,22 @@ class Paper:
 
     def __init__(self) -> None:
         self._said: dict[str, str] = {}
+        self._lock = threading.Lock()
 
     def set(self, key: str, value: str) -> None:
         self._said[key] = value
 
     def get(self, key: str) -> bytes:
         return self._said[key].encode()
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self.get(key) for key in keys]
+
+    def add(self, key: str, amount: int) -> int:
+        with self._lock:
+            total = int(self._said.get(key, "0")) + amount
+            self._said[key] = str(total)
+        return total
 
     def check(self, keys: list[str]) -> bool:
         return all(key in self._said for key in keys)

@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 import torch.distributed as dist
 
-from torchdistinput.backends.attendance import prefixed
+from torchdistinput.backends.board import prefixed
 from torchdistinput.backends.forks import _Forking, told_of_forks
 
 

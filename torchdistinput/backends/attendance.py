@@ -8,59 +8,22 @@ request of the same cost for any number of ranks. Mostly all say the same, and t
 
 from __future__ import annotations
 
-import datetime
 import hashlib
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, cast, final
+from typing import final
 
 import torch.distributed as dist
 
-from torchdistinput.backends.forks import never_ended_by_forks
+from torchdistinput.backends.board import ASK_AGAIN_SECONDS, Store, post, posted, values
 from torchdistinput.errors import CoordinationTimeout, InputError, RankLost
 
-__all__ = ["Attendance", "Store", "prefixed"]
+__all__ = ["Attendance"]
 
 _ASK_SECONDS = 1.0
-_ASK_AGAIN_SECONDS = 10e-6  # for each rank: a store answers some 100,000 requests a second
 _SAME = "same"
 _LAST_MOMENT_SECONDS = 0.5  # from the last rank's signature to its word that all have signed
-
-
-class Store(Protocol):
-    """What is used of a torch store."""
-
-    def set(self, key: str, value: str) -> None:
-        """Writes."""
-
-    def get(self, key: str) -> bytes:
-        """Reads; waits for the key."""
-
-    def add(self, key: str, amount: int) -> int:
-        """Adds to a counter, and returns what it then is."""
-
-    def compare_set(self, key: str, expected: str, value: str) -> bytes:
-        """Writes if the key is as expected, ``""`` for not there; returns what it then is."""
-
-    def check(self, keys: list[str]) -> bool:
-        """Whether the keys are there."""
-
-    def wait(self, keys: list[str], timeout: datetime.timedelta) -> None:
-        """Waits for the keys."""
-
-    def delete_key(self, key: str) -> bool:
-        """Deletes."""
-
-    def clone(self) -> Store:
-        """The same store over another connection."""
-
-
-def prefixed(prefix: str, store: Store) -> Store:
-    """A part of a store with names of its own. Local."""
-    part = cast(Any, dist).PrefixStore(prefix, store)
-    never_ended_by_forks(part)
-    return cast(Store, part)
 
 
 @final
@@ -122,7 +85,7 @@ class Attendance:
         try:
             all_signed = self._appears(f"all/{number}", timeout_seconds, lambda: self._look_for_gone(what, number))
             if not all_signed:
-                absent = [rank for rank in range(count) if not self._has_signed(rank, number)]
+                absent = self._not_signed(range(count), number)
         finally:  # also when interrupted: the call may be made again
             all_signed = all_signed or not self._take_back(number)
         if not all_signed:
@@ -161,17 +124,14 @@ class Attendance:
         """Tells the others that this rank's process ends: nobody needs to wait for it. Local."""
         if os.getpid() != self._process:  # a fork's end is not the rank's
             return
-        self._store.set(f"gone/{self._rank}", "")
-        self._store.add("gone", 1)
+        post(self._store, "gone", str(self._rank))
 
     def _look_for_gone(self, what: str, number: int) -> None:
-        if not self._store.check(["gone"]):
-            return
-        gone = [rank for rank in range(len(self._names)) if self._store.check([f"gone/{rank}"])]
-        missing = [str(self._names[rank]) for rank in gone if not self._has_signed(rank, number)]
-        if missing:
+        absent = self._not_signed([int(rank) for rank in posted(self._store, "gone")], number)
+        if absent:
+            names = ", ".join(str(self._names[rank]) for rank in sorted(absent))
             raise RankLost(
-                f"{what}: rank {', '.join(missing)} ended before it came here. Every rank of the strategy makes "
+                f"{what}: rank {names} ended before it came here. Every rank of the strategy makes "
                 "the same calls; its own log tells why it ended."
             )
 
@@ -190,8 +150,10 @@ class Attendance:
             if meanwhile is not None and now - asked > _ASK_SECONDS:
                 asked = now
                 meanwhile()
-            time.sleep(min(_ASK_AGAIN_SECONDS * len(self._names) + (now - began) / 10, 0.25))
+            time.sleep(min(ASK_AGAIN_SECONDS * len(self._names) + (now - began) / 10, 0.25))
         return True
 
-    def _has_signed(self, rank: int, number: int) -> bool:
-        return bool(self._store.check([f"at/{rank}"])) and int(self._store.get(f"at/{rank}")) >= number
+    def _not_signed(self, ranks: Sequence[int], number: int) -> list[int]:
+        """Those of the ranks that have not signed for the call of this number."""
+        signed = values(self._store, [f"at/{rank}" for rank in ranks])
+        return [rank for rank, at in zip(ranks, signed, strict=True) if at is None or int(at) < number]

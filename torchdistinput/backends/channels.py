@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchdistinput.backends.attendance import Store
+from torchdistinput.backends.board import ASK_AGAIN_SECONDS, Store, missing, post, posted, values
 from torchdistinput.backends.doubling import Messenger, Round, Sums, Words, spread
 from torchdistinput.backends.exchanges import Exchange
 from torchdistinput.backends.mail import Gloo, Mail
@@ -176,7 +176,8 @@ class ProcessGroupChannel:
         sequence = self._sequence
         others = [rank for rank in range(self.num_ranks) if rank != self.rank]
         with contextlib.suppress(dist.DistError, RuntimeError):  # no store, no names: the wait ends all the same
-            return [rank for rank in others if not self._has_come(rank, sequence)]
+            waiting = values(self._store, [f"waiting/{rank}" for rank in others])
+            return [rank for rank, at in zip(others, waiting, strict=True) if at is None or int(at) < sequence]
         return []
 
     def say_waiting(self) -> None:
@@ -190,7 +191,7 @@ class ProcessGroupChannel:
                 return
             self._dead = reason
         with contextlib.suppress(dist.DistError, RuntimeError):  # the store may be gone; the closing below still tells
-            self._store.set(f"left/{self.rank}", reason.encode(errors="backslashreplace").decode())
+            _sign(self._store, self.rank, reason.encode(errors="backslashreplace").decode())
         for mail in self._mails:
             mail.close()
         self._end(reusable=False)
@@ -239,10 +240,6 @@ class ProcessGroupChannel:
         finally:
             self._since = None
 
-    def _has_come(self, rank: int, sequence: int) -> bool:
-        key = f"waiting/{rank}"
-        return bool(self._store.check([key])) and int(self._store.get(key)) >= sequence
-
     def _lost(self, error: RuntimeError) -> RankLost:
         """Closes the channel, and tells who is lost."""
         mine = self._dead
@@ -258,8 +255,16 @@ class ProcessGroupChannel:
 def not_met(store: Store, rank: int, names: Sequence[int], error: RuntimeError) -> RankLost:
     """What to raise where a channel could not be made, for this error; its connections are closed. Local."""
     with contextlib.suppress(dist.DistError, RuntimeError):  # no store: that is told
-        store.set(f"left/{rank}", _DISCONNECTED)
+        _sign(store, rank, _DISCONNECTED)
     return _lost(store, rank, names, error)
+
+
+def _sign(store: Store, rank: int, reason: str) -> None:
+    """Says that this rank is alive, and why it left."""
+    store.set(f"left/{rank}", reason)
+    if reason != _DISCONNECTED:
+        post(store, "reasons", str(rank))
+    store.add("left", 1)
 
 
 def _lost(store: Store, rank: int, names: Sequence[int], error: RuntimeError) -> RankLost:
@@ -276,16 +281,14 @@ def _lost(store: Store, rank: int, names: Sequence[int], error: RuntimeError) ->
 def _roll_call(store: Store, this: int, names: Sequence[int]) -> str:
     deadline = time.monotonic() + _SIGN_SECONDS
     others = [rank for rank in range(len(names)) if rank != this]
-    reasons: dict[int, str] = {}
-    while len(reasons) < len(others) and time.monotonic() < deadline:
-        for rank in others:
-            if rank not in reasons and store.check([f"left/{rank}"]):
-                reasons[rank] = store.get(f"left/{rank}").decode()
-        time.sleep(0.02)
-    told = [f"rank {names[rank]} {why}" for rank, why in sorted(reasons.items()) if why != _DISCONNECTED]
-    dead = [str(names[rank]) for rank in others if rank not in reasons]
-    if told:
+    while store.add("left", 0) < len(names) and time.monotonic() < deadline:
+        time.sleep(max(0.02, ASK_AGAIN_SECONDS * len(names)))
+    leavers = sorted({int(rank) for rank in posted(store, "reasons")} - {this})
+    if leavers:
+        reasons = store.multi_get([f"left/{rank}" for rank in leavers])
+        told = [f"rank {names[rank]} {why.decode()}" for rank, why in zip(leavers, reasons, strict=True)]
         return f"{'; '.join(told)}. Every rank must read the same number of steps."
+    dead = [str(names[others[place]]) for place in missing(store, [f"left/{rank}" for rank in others])]
     if dead:
         return f"rank {', '.join(dead)} died or lost its connection; see its own log for the reason."
     return "the connection between the ranks broke, though all of them are alive. Look at the network between them."

@@ -2,7 +2,7 @@
 
 Decisions.
 - Control traffic runs on gloo groups of our own: one for agreements on the caller's thread, one for each live iterator
-  (``channels.py``). They are bare ``ProcessGroupGloo`` objects over a store prefix of their own, not ``new_group``: no
+  (``channels.py``). They are bare groups (``connections.py``) over a store prefix of their own, not ``new_group``: no
   rank outside the strategy takes part, they outlive a default group that is ended first, and a name is never used twice
   (``new_group(use_local_synchronization=True)`` reuses the name of a destroyed group and then dials its old addresses).
 - Before an agreement the ranks sign in at the store (``attendance.py``), so an absent rank is known by name and the
@@ -15,20 +15,20 @@ Decisions.
 from __future__ import annotations
 
 import contextlib
-import datetime
 import hashlib
 import weakref
 from collections.abc import Sequence
-from typing import Any, Protocol, cast, final
+from typing import Protocol, cast, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchdistinput.backends.attendance import Attendance, Store, prefixed
+from torchdistinput.backends.attendance import Attendance
+from torchdistinput.backends.board import Store, prefixed
 from torchdistinput.backends.channels import ProcessGroupChannel, Watch, all_gather, gather_texts, not_met
+from torchdistinput.backends.connections import new_gloo_group
 from torchdistinput.backends.exchanges import Exchange
-from torchdistinput.backends.forks import never_ended_by_forks
 from torchdistinput.backends.launch import Members
 from torchdistinput.backends.mail import Gloo, Mail
 from torchdistinput.errors import RankLost
@@ -197,11 +197,7 @@ class ProcessGroupRanks:
         return ProcessGroupChannel(mail, store, self._watch, give_back, self._ranks)
 
     def _new_group(self, name: str) -> Gloo:
-        store = prefixed(name, self._root)
-        timeout = datetime.timedelta(seconds=self._timeout_seconds)
-        group = cast(Any, dist).ProcessGroupGloo(store, self.rank, self.num_ranks, timeout)
-        never_ended_by_forks(group)
-        return cast(Gloo, group)
+        return new_gloo_group(prefixed(name, self._root), self.rank, self.num_ranks, self._timeout_seconds)
 
     def broadcast_from_first(self, tensor: Tensor) -> None:
         """See ``Ranks.broadcast_from_first``."""

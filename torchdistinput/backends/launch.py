@@ -10,7 +10,8 @@ from typing import Any, NamedTuple, cast, final
 import torch
 import torch.distributed as dist
 
-from torchdistinput.backends.attendance import Attendance, Store, prefixed
+from torchdistinput.backends.attendance import Attendance
+from torchdistinput.backends.board import Store, prefixed
 from torchdistinput.errors import CoordinationTimeout
 
 __all__ = [

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+from collections.abc import Iterable
 from typing import Any, Final, Protocol, final
 
 import torch
@@ -109,11 +110,15 @@ class _OverGloo:
     Args:
       group: the ranks.
       patience: how long to wait for a message.
+
+    Attributes:
+      connected: ranks that there are connections with, as something was to be received from them.
     """
 
     def __init__(self, group: Gloo, patience: datetime.timedelta) -> None:
         self._group = group
         self._patience = patience
+        self.connected: set[int] = set()
         self.rank = group.rank
         self.size = group.size
 
@@ -124,7 +129,9 @@ class _OverGloo:
     def recv(self, words: Words, peer: int, tag: int) -> Pending:
         """See ``Messenger.recv``."""
         before = int(words[-1])
-        return _Stamped(self._group.recv([torch.from_numpy(words)], peer, tag), words, before, self._patience)
+        work = self._group.recv([torch.from_numpy(words)], peer, tag)
+        self.connected.add(peer)
+        return _Stamped(work, words, before, self._patience)
 
 
 @final
@@ -146,12 +153,13 @@ class Mail:
         self.rank = group.rank
         self.size = group.size
         self._over_gloo = _OverGloo(group, _FOREVER)
-        patience = datetime.timedelta(seconds=timeout_seconds)
+        greeting = _OverGloo(group, datetime.timedelta(seconds=timeout_seconds))
         try:
-            self._neighbours = meet(_OverGloo(group, patience), partners(group.rank(), group.size()))
+            self._neighbours = meet(greeting, partners(group.rank(), group.size()))
         except RuntimeError:
-            _close(group)
+            _close(group, greeting.connected)
             raise
+        self._connected = greeting.connected
         self._written = _Written()
 
     def send(self, words: Words, peer: int, tag: int) -> Pending:
@@ -170,14 +178,14 @@ class Mail:
     def close(self) -> None:
         """Ends all waits, here and on other ranks. Local: any thread."""
         self._neighbours.leave()
-        _close(self._group)
+        _close(self._group, self._connected)
 
 
-def _close(group: Gloo) -> None:
+def _close(group: Gloo, connected: Iterable[int]) -> None:
     """Closes all connections of this rank."""
-    # A receive from a rank that has gone fails at once and closes nothing, so every other rank is tried.
-    rank, num_ranks = group.rank(), group.size()
-    for step in range(1, num_ranks):
+    # A receive from a rank that has gone fails at once and closes nothing, so every other one is tried. From a rank
+    # without a connection it would wait for one.
+    for peer in connected:
         with contextlib.suppress(RuntimeError):  # it expires: that is its purpose
-            closing = group.recv([torch.empty(1, dtype=torch.int64, device="cpu")], (rank + step) % num_ranks, _CLOSING)
+            closing = group.recv([torch.empty(1, dtype=torch.int64, device="cpu")], peer, _CLOSING)
             closing.wait(datetime.timedelta(milliseconds=1))

@@ -314,7 +314,15 @@ def _told(group: Messenger, peers: Sequence[int], said: Sequence[Sequence[int]])
     """What each of these ranks tells this one, for what it tells them: as many words."""
     outgoing = [np.array(words, np.int64) for words in said]
     rows = [np.zeros_like(words) for words in outgoing]
-    waits = [group.recv(row, peer, _TAG) for row, peer in zip(rows, peers, strict=True)]
+    waits = []
+    broken: list[RuntimeError] = []
+    for row, peer in zip(rows, peers, strict=True):
+        try:
+            waits.append(group.recv(row, peer, _TAG))
+        except RuntimeError as error:  # noqa: PERF203 - it died before it connected; the others wait for us to connect
+            broken.append(error)
+    if broken:
+        raise broken[0]
     waits += [group.send(words, peer, _TAG) for words, peer in zip(outgoing, peers, strict=True)]
     for each in waits:
         each.wait()
