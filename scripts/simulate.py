@@ -13,7 +13,7 @@ at ``prefetch=32``.
 which rows of a batch, which indices of a shuffled order. Nothing is simulated there.
 
 A rank is connected with those that it exchanges messages with: the most are shown, for each live iterator. Beside the
-votes, every 64 rows the ranks tell each other where they stand (some 150 bytes of each).
+votes, every 64 rows the ranks tell each other where they stand, in a row of memory for each of them.
 """
 
 from __future__ import annotations
@@ -36,12 +36,14 @@ from torchdistinput.plan.ending import Ballot, decide, weight_of
 from torchdistinput.plan.permutation import Permutation
 from torchdistinput.plan.sharding import deal
 from torchdistinput.plan.topology import Topology
+from torchdistinput.stats import Meter, StatsLandmarks
 
 WORLDS = (8, 12, 64, 512, 1000, 4096)
 SAMPLES = 10**12
 FILES = 10**6
 PER_REPLICA = 32
 SLOTS = 32
+_ROW = len(StatsLandmarks(Meter(), None).mine(64)) + 64  # what a rank tells of itself, with longer numbers
 
 Table = list[dict[str, Any]]
 Words = npt.NDArray[np.int64]
@@ -120,7 +122,7 @@ def exchange(latency_us: float, jitter: float, skew_us: float, worlds: Sequence[
                 "us a ring all_reduce": ring_us,
                 "connections of a rank": len(partners(0, ranks)),
                 "bytes held by a rank": 2 * 8 * said.shape[1],
-                "bytes told every 64 rows": 150 * ranks,
+                "bytes told every 64 rows": _ROW * ranks,
             }
         )
     return table

@@ -5,7 +5,7 @@ Problem. A loop that is slow because of its input looks like a slow model, and o
 Decision. The stages add up the seconds that they take, from readings of the clock, without a lock: each sum is written
 by one thread at a time. Totals are put aside every few steps, which gives a window over the last ones. What the ranks
 measured rides on the landmarks: an exchange once in 64 rows (256 where steps are short), in which workers that read
-files of their own also say where they stand. It is the only cost that grows with the number of ranks, some 150 bytes
+files of their own also say where they stand. It is the only cost that grows with the number of ranks, some 300 bytes
 for each.
 """
 

@@ -8,7 +8,8 @@ Decisions.
   group mix up sums.
 - An exchange takes ``log2 W`` rounds of messages of one fixed size (``doubling.py``), which one thread may begin and
   look after, and another one wait for (``exchanges.py``).
-- So do texts, in rows of 2 KiB; only where one is longer, a second time, in rows of its length.
+- So do texts, in rows that the longest one of the last time would have filled by half or more, of 256 bytes to 2 KiB;
+  only where one is longer than that, a second time, in rows of its length.
 - Between ranks of one host they go through memory (``mail.py``, ``neighbours.py``).
 - ``abort``, from any thread, closes all connections of this rank, which ends its own wait and that of every other rank.
 - A rank that waits long says so at the store every half second (the *watch*), so that the one that is late can be told
@@ -43,7 +44,7 @@ T = TypeVar("T")
 _WATCH_SECONDS = 0.5
 _SIGN_SECONDS = 1.5
 _MAX_TEXT = 1 << 30  # of one rank in one exchange, in bytes
-_ROW = 2048  # bytes that a rank sends at first in an exchange of texts
+_LEAST_ROW, _MOST_ROW = 256, 2048  # bytes that a rank sends at first in an exchange of texts
 _WORD = 8  # bytes; the first one of a row says how long the text is, the last one is for the stamp
 _DISCONNECTED = "lost the connection"
 
@@ -128,6 +129,7 @@ class ProcessGroupChannel:
         self._names = names
         self._lock = threading.Lock()
         self._sums: Sums | None = None
+        self._row = _LEAST_ROW  # the same on all ranks, as each hears the same
         self._sequence = 0
         self._since: float | None = None
         self._dead: str | None = None
@@ -153,10 +155,12 @@ class ProcessGroupChannel:
     def gather(self, text: str) -> Exchange[list[str]]:
         """See ``Channel.gather``."""
         data = text.encode(errors="surrogatepass")
-        rows = yield from self._spread(data, _ROW)
+        rows = yield from self._spread(data, self._row)
         sizes = [_checked(int(row[0]), rank) for rank, row in enumerate(rows)]
-        if max(sizes) > rows[0][1:].nbytes:
-            rows = yield from self._spread(data, _WORD * (2 - -max(sizes) // _WORD))
+        needed = _WORD * (2 - -max(sizes) // _WORD)
+        if needed > self._row:
+            rows = yield from self._spread(data, needed)
+        self._row = min(max(1 << (needed - 1).bit_length(), _LEAST_ROW), _MOST_ROW)
         return [
             _text_of(row[1:].tobytes()[:size], rank) for rank, (row, size) in enumerate(zip(rows, sizes, strict=True))
         ]
