@@ -73,6 +73,8 @@ def missing(store: Store, keys: Sequence[str]) -> list[int]:
 
 def values(store: Store, keys: Sequence[str]) -> list[bytes | None]:
     """What is at each of these keys; ``None`` if it is not there. One request more than ``missing``. Local."""
+    if not keys:
+        return []
     absent = set(missing(store, keys))
     found = iter(store.multi_get([key for place, key in enumerate(keys) if place not in absent]))
     return [None if place in absent else next(found) for place in range(len(keys))]
