@@ -13,6 +13,7 @@ from torchdistinput import errors
 from torchdistinput.backends.channels import plain_message
 from torchdistinput.backends.collectives import Ranks
 from torchdistinput.errors import InputError, RankDisagreement
+from torchdistinput.failures import words_of
 
 __all__ = ["agree"]
 
@@ -47,7 +48,7 @@ def agree(
         if error is not None:
             raise error
         return [extra]
-    problem = None if error is None else [type(error).__name__, str(error)]
+    problem = None if error is None else [type(error).__name__, words_of(error)]
     text = json.dumps({"what": what, "facts": dict(facts), "problem": problem, "extra": extra}, default=str)
     texts = ranks.gather_texts(text, what)
     read = {each: _message(each) for each in dict.fromkeys(texts)}

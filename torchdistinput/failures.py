@@ -24,6 +24,7 @@ __all__ = [
     "text_of",
     "too_many",
     "traceback_of",
+    "words_of",
 ]
 
 _TEXT: Final = 4 << 10
@@ -42,13 +43,17 @@ def _clipped(text: str, limit: int) -> str:
 
 def in_one_line(error: BaseException) -> str:
     """The kind of an exception and what it says, in one line of at most 500 characters."""
-    try:
-        text = str(error)
-    except Exception as failed:  # in its own __str__; the kind must do
-        text = f"(no text, as its __str__ raised {type(failed).__name__})"
-    text = " ".join(text[:500].split())
+    text = " ".join(words_of(error)[:500].split())
     text = text if text.isprintable() else repr(text)  # names of files may hold anything
     return f"{type(error).__name__}: {text}"[:500] if text else type(error).__name__
+
+
+def words_of(error: BaseException) -> str:
+    """What an exception says: ``str`` of it, or why there is none."""
+    try:
+        return str(error)
+    except Exception as failed:  # in its own __str__; the kind must do
+        return f"(no text, as its __str__ raised {type(failed).__name__})"
 
 
 def kind_of(error: BaseException) -> str:

@@ -13,10 +13,13 @@ Example: G = 5 over W = 2, parts of 3 and 2: the factors are 2/5 and 2/5, where 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from torchdistinput.plan.options import Step
+from torchdistinput.reductions import NoValue
 from torchdistinput.replica import get_replica_context
 from torchdistinput.strategy import get_strategy
 from torchdistinput.values import ReduceOp
@@ -48,17 +51,16 @@ def average_loss(per_sample_loss: Tensor, step: Step, weights: Tensor | None = N
       ValueError: if the loss is a scalar, does not have one entry per sample, or the weights do not fit it.
       RuntimeError: if the step has no global size, or the replicas to sum the weights over are not known here.
     """
-    _check_loss(per_sample_loss)
-    global_size = _global_size(step)
     if weights is not None:
-        _check_weights(weights, per_sample_loss)
-        total = _weight_of_all(weights, step).to(per_sample_loss.device)
+        total = _sum_over_replicas(_own_weight(per_sample_loss, step, weights), step).to(per_sample_loss.device)
         spread = weights.reshape(weights.shape + (1,) * (per_sample_loss.dim() - weights.dim()))
         if spread.dtype == torch.bool:
             weighted = per_sample_loss.masked_fill(~spread, 0).sum()  # a padded row may well have a loss of nan
         else:
             weighted = (per_sample_loss * spread.to(per_sample_loss.dtype)).sum()
         return weighted * step.num_workers / torch.where(total == 0, 1.0, total).to(weighted.dtype)
+    _check_loss(per_sample_loss)
+    global_size = _global_size(step)
     _check_size(per_sample_loss, step)
     return per_sample_loss.sum() * step.num_workers / global_size
 
@@ -108,20 +110,35 @@ def _check_weights(weights: Tensor, loss: Tensor) -> None:
         )
 
 
-def _weight_of_all(weights: Tensor, step: Step) -> Tensor:
-    # float64, as counts of tokens leave the exact range of float32; one accelerator (mps) has none.
-    exact = torch.float32 if weights.device.type == "mps" else torch.float64
-    own = weights.detach().sum(dtype=exact)
+def _own_weight(loss: Tensor, step: Step, weights: Tensor) -> Tensor | NoValue:
+    """What this replica brings to the sum; of what does not fit, the others hear there."""
+    try:
+        _check_loss(loss)
+        _global_size(step)
+        _check_weights(weights, loss)
+        # float64, as counts of tokens leave the exact range of float32; one accelerator (mps) has none.
+        exact = torch.float32 if weights.device.type == "mps" else torch.float64
+        return weights.detach().sum(dtype=exact)
+    except Exception as error:
+        return NoValue(error)
+
+
+def _sum_over_replicas(own: Tensor | NoValue, step: Step) -> Tensor:
     context = get_replica_context()
-    total: Tensor = own
+    total: Any = own
     if context is not None:
         total = context.all_reduce(ReduceOp.SUM, own)
     elif step.num_replicas > 1:
         strategy = get_strategy()
         if strategy.num_replicas_in_sync != step.num_replicas or len(step.local_sizes) > 1:
+            if isinstance(own, NoValue):
+                raise own.error
             raise RuntimeError(
                 f"average_loss cannot sum the weights over the {step.num_replicas} replicas of the step here. Call "
                 "it in a function given to strategy.run, or (with one replica per process) under strategy.scope()."
             )
         total = strategy.reduce(ReduceOp.SUM, own)
-    return total
+    if isinstance(total, NoValue):  # there was nobody else to hear of it
+        raise total.error
+    found: Tensor = total
+    return found

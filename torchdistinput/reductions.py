@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -32,12 +32,14 @@ from torchdistinput.backends.collectives import Ranks
 from torchdistinput.values import PerReplica, ReduceOp, select, take_apart
 
 __all__ = [
+    "NoValue",
     "Operands",
     "Outcome",
     "as_tensor",
     "concatenate",
     "gather",
     "gather_axis",
+    "opened",
     "perform",
     "reduce",
 ]
@@ -73,6 +75,26 @@ class Outcome(NamedTuple):
     result: Tensor
     wants_grad: bool
     shapes: list[tuple[int, ...]]
+
+
+@final
+class NoValue:
+    """In place of a value that this replica failed to make: all replicas that wait for it hear of that.
+
+    Args:
+      error: why there is none.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
+def opened(value: Any) -> tuple[tuple[str, ...], list[Any], Callable[[Iterable[Any]], Any]]:
+    """``take_apart``; of what cannot be read, a ``NoValue`` is the only leaf. Local."""
+    try:
+        return take_apart(value)
+    except Exception as error:  # in a mapping of the user's own, say
+        return take_apart(NoValue(error))
 
 
 class _Meta(NamedTuple):
@@ -117,13 +139,14 @@ def reduce(
     Raises:
       ValueError: for an unknown op, an axis out of range, a bare value with several replicas, or shapes or dtypes that
         differ between replicas.
-      TypeError: for a value that is no tensor or number, or a structure with an axis.
+      TypeError: for a value that is no tensor or number, or a structure with an axis; among several workers for a
+        sparse or nested tensor.
       RankDisagreement: if the workers call different things, or another worker could not take part.
     """
     if axis is None and num_local == 1 and _alone(workers):
         ReduceOp.parse(op)
         return select(value, 0)  # one replica: untouched, whatever it is
-    paths, leaves, rebuild = take_apart(value)
+    paths, leaves, rebuild = opened(value)
 
     def prepare() -> Operands:
         parsed, axes = ReduceOp.parse(op), _axes(axis)
@@ -154,10 +177,10 @@ def gather(value: Any, axis: int, *, num_local: int, workers: Ranks | None, devi
     Raises:
       ValueError: for a negative axis or one out of range, a scalar, a bare value with several replicas, or dtypes or
         other dims that differ between replicas.
-      TypeError: for a value that is no tensor or number.
+      TypeError: for a value that is no tensor or number; among several workers for a sparse or nested tensor.
       RankDisagreement: if the workers call different things, or another worker could not take part.
     """
-    paths, leaves, rebuild = take_apart(value)
+    paths, leaves, rebuild = opened(value)
 
     def prepare() -> Operands:
         axes = gather_axis(axis)
@@ -182,20 +205,19 @@ def perform(
       The outcome for each path of the operands.
     """
     others = None if _alone(workers) else workers
-    operands, calls = _agree(name, prepare, others)
+    operands, local, calls = _agree(name, prepare, others, device)
     checked = []
-    for index, (path, tensors) in enumerate(operands.leaves.items()):
+    for index, path in enumerate(operands.leaves):
         by_worker = [call[index] for call in calls]
         metas = [meta for metas in by_worker for meta in metas]
-        checked.append((path, tensors, by_worker, metas, _check(operands, path, metas)))
+        checked.append((path, by_worker, metas, _check(operands, path, metas)))
     outcomes = {}
-    for path, tensors, by_worker, metas, axes in checked:
+    for path, by_worker, metas, axes in checked:
         with torch.no_grad():
-            local = [tensor.detach().to(device) for tensor in tensors]
             if operands.op is None:
-                result = _gather(local, by_worker, axes or (0,), others)
+                result = _gather(local[path], by_worker, axes or (0,), others)
             else:
-                result = _reduce(operands.op, local, metas, axes, others)
+                result = _reduce(operands.op, local[path], metas, axes, others)
         outcomes[path] = Outcome(result, any(meta.wants_grad for meta in metas), [meta.shape for meta in metas])
     return outcomes
 
@@ -234,7 +256,7 @@ def _tensors(name: str, paths: Sequence[str], leaves: Sequence[Any], num_local: 
 
 def _local_tensors(name: str, path: str, leaf: Any, num_local: int) -> tuple[Tensor, ...]:
     if not isinstance(leaf, PerReplica):
-        if num_local == 1:
+        if num_local == 1 or isinstance(leaf, NoValue):
             return (as_tensor(leaf, name, path),)
         raise ValueError(
             f"{name} found a bare {type(leaf).__name__}{_at(path)}, and this process has {num_local} replicas: whose "
@@ -249,9 +271,15 @@ def _local_tensors(name: str, path: str, leaf: Any, num_local: int) -> tuple[Ten
 
 
 def as_tensor(value: Any, name: str, path: str) -> Tensor:
-    """The value of one replica as a tensor: tensors as they are, numbers and arrays by torch's own rules."""
+    """The value of one replica as a tensor: tensors as they are, numbers and arrays by torch's own rules.
+
+    Raises:
+      TypeError: it is something else; or what kept this replica from making it.
+    """
     if isinstance(value, Tensor):
         return value
+    if isinstance(value, NoValue):
+        raise value.error
     number = isinstance(value, bool | int | float | complex)
     if number or (isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc"):
         return torch.as_tensor(value, device="cpu")
@@ -265,22 +293,41 @@ def _at(path: str) -> str:
 # ----------------------------------------------------------------------------------------------------------- agreement
 
 
-def _agree(name: str, prepare: Callable[[], Operands], ranks: Ranks | None) -> tuple[Operands, list[list[list[_Meta]]]]:
-    """This worker's operands, and ``[worker][leaf][local replica]``: what all bring. Raises alike on all workers."""
+def _agree(
+    name: str, prepare: Callable[[], Operands], ranks: Ranks | None, device: torch.device
+) -> tuple[Operands, dict[str, list[Tensor]], list[list[list[_Meta]]]]:
+    """This worker's operands, their tensors on the device, and ``[worker][leaf][local replica]``: what all bring.
+
+    Raises alike on all workers.
+    """
     try:
         operands = prepare()
+        if ranks is not None:
+            _refuse_special(operands)
+        extra = [[_told(tensor) for tensor in leaf] for leaf in operands.leaves.values()]
+        local = {path: [tensor.detach().to(device) for tensor in leaf] for path, leaf in operands.leaves.items()}
     except Exception as error:  # whatever it is: the others must hear of it, or they wait for this worker
         agree(ranks, name, {}, error=error)
         raise
     does = _describe_call(operands.name, operands.op, operands.axes)
     facts = {"the call": does, "the leaves of the value": list(operands.leaves)}
-    extra = [[_told(tensor) for tensor in leaf] for leaf in operands.leaves.values()]
     said = agree(ranks, name, facts, extra=extra)
     if ranks is not None:
         said = [said[first] for first in ranks.firsts]  # ranks of one worker bring the same
-    return operands, [
+    return operands, local, [
         [[_Meta(dtype, tuple(shape), grad) for dtype, shape, grad in leaf] for leaf in one] for one in said
     ]
+
+
+def _refuse_special(operands: Operands) -> None:
+    for path, tensors in operands.leaves.items():
+        for tensor in tensors:
+            if tensor.is_nested or tensor.layout is not torch.strided:
+                kind = "nested" if tensor.is_nested else str(tensor.layout)
+                raise TypeError(
+                    f"{operands.name} among several processes takes dense tensors, found a {kind} one{_at(path)}. Give "
+                    "its to_dense(), or what it consists of."
+                )
 
 
 def _told(tensor: Tensor) -> tuple[str, list[int], bool]:

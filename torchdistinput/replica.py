@@ -23,8 +23,8 @@ from torch.autograd.function import once_differentiable
 
 from torchdistinput.backends.collectives import Ranks
 from torchdistinput.coroutines import Coroutine, Ended, Modes
-from torchdistinput.reductions import Operands, Outcome, as_tensor, gather_axis, perform
-from torchdistinput.values import ReduceOp, regroup, select, take_apart
+from torchdistinput.reductions import NoValue, Operands, Outcome, as_tensor, gather_axis, opened, perform
+from torchdistinput.values import ReduceOp, regroup, select
 
 __all__ = ["ReplicaContext", "get_replica_context", "require_no_replica", "run_replicas"]
 
@@ -133,7 +133,7 @@ class ReplicaContext:
         return f"ReplicaContext(replica {self._replica_id} of {self._num_replicas})"
 
     def _collective(self, blank: _Request, value: Any, gradient: _Gradient) -> Any:
-        paths, leaves, rebuild = take_apart(value)
+        paths, leaves, rebuild = opened(value)
         request = _Request(blank.name, blank.op, blank.axis, dict(zip(paths, leaves, strict=True)))
         outcomes = self._meet(request)
         results = {path: outcome.result for path, outcome in outcomes.items()}
@@ -290,6 +290,8 @@ def _meet(requests: Sequence[_Request], devices: Sequence[torch.device], workers
     first = requests[0]
 
     def prepare() -> Operands:
+        for leaf in (leaf for one in requests for leaf in one.leaves.values() if isinstance(leaf, NoValue)):
+            raise leaf.error
         for local, other in enumerate(requests):
             if (other.name, set(other.leaves)) != (first.name, set(first.leaves)):
                 raise RuntimeError(

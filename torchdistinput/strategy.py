@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchdistinput import reductions
 from torchdistinput.agreement import agree
 from torchdistinput.backends import launch as launcher
-from torchdistinput.backends.collectives import ProcessGroupRanks
+from torchdistinput.backends.collectives import ProcessGroupRanks, without_repeats
 from torchdistinput.backends.devices import Accelerators, resolve_devices, set_current, streams_here
 from torchdistinput.dataset import DistributedDataset, check_partial_batch, facts_of
 from torchdistinput.divided import refuse_divided
@@ -121,7 +121,6 @@ class Strategy:
         self._settle(Setting(topology=topology, devices=found, ranks=ranks, timeout_seconds=timeout_seconds), resolver)
 
     def _settle(self, setting: Setting, resolver: ClusterResolver | None = None) -> None:
-        set_current(setting.devices[0])
         self._setting = setting
         self._topology = setting.topology
         self._ranks = setting.ranks
@@ -438,24 +437,37 @@ class Strategy:
           unpacks.
 
         Raises:
-          RankDisagreement: names, shapes or dtypes differ between ranks.
+          RankDisagreement: names, shapes, dtypes or layouts differ between ranks.
+        Exception: what moving or copying the module raised; on the other ranks one that tells of it.
         """
-        module = module.to(self.device)
-        tensors = dict([*module.named_parameters(), *module.named_buffers()])
-        shapes = {name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in tensors.items()}
-        agree(self._ranks, "mirror()", {"tensors": shapes})
+        modules: list[nn.Module] = []
+        tensors: list[dict[str, Tensor]] = []
+        facts: dict[str, Any] = {}
+        problem: Exception | None = None
+        try:
+            modules = [module.to(self.device)]
+            modules += [copy.deepcopy(modules[0]).to(device) for device in self.devices[1:]]
+            tensors = [dict([*each.named_parameters(), *each.named_buffers()]) for each in modules]
+            facts = {name: _looks(tensor) for name, tensor in tensors[0].items()}
+        except Exception as error:  # every rank must hear of it, or the others would wait
+            problem = error
+        agree(self._ranks, "mirror()", {"tensors": facts}, error=problem)
         if self._ranks is not None:
-            for tensor in tensors.values():
+            for name, tensor in tensors[0].items():
                 self._ranks.broadcast_from_first(tensor.data)
-        if len(self.devices) == 1:
-            return module
-        return PerReplica([module, *(copy.deepcopy(module).to(device) for device in self.devices[1:])])
+                for copies in tensors[1:]:
+                    without_repeats(copies[name].data).copy_(without_repeats(tensor.data))
+        return modules[0] if len(modules) == 1 else PerReplica(modules)
 
     def __repr__(self) -> str:
         return (
             f"Strategy({self.num_replicas_in_sync} replicas in sync: {self.num_input_pipelines} worker(s) x "
             f"{len(self.devices)}; this is worker {self.input_pipeline_id} on {', '.join(map(str, self.devices))})"
         )
+
+
+def _looks(tensor: Tensor) -> list[Any]:
+    return [list(tensor.shape), str(tensor.dtype), str(tensor.layout)]
 
 
 def _check_options(options: object) -> None:
@@ -477,11 +489,13 @@ def _misuse(timeout_seconds: float, process_group: Any, mesh: Any, data_dims: Se
 def _try_devices(
     devices: Sequence[str | torch.device] | None, local_rank: int
 ) -> tuple[tuple[torch.device, ...], Exception | None]:
-    """The devices, or why there are none: the other ranks must hear of it."""
+    """The devices, the first of which is current then; or why there are none: the other ranks must hear of it."""
     try:
-        return resolve_devices(devices, local_rank), None
-    except (TypeError, ValueError) as error:
+        found = resolve_devices(devices, local_rank)
+        set_current(found[0])
+    except Exception as error:  # a driver's, say
         return (), error
+    return found, None
 
 
 def _alone_on(devices: Sequence[torch.device], timeout_seconds: float) -> Setting:
@@ -501,5 +515,6 @@ def get_strategy() -> Strategy:
 def _alone() -> Strategy:
     strategy = Strategy.__new__(Strategy)
     devices = resolve_devices(None, launcher.find_launch().local_rank)
+    set_current(devices[0])
     strategy._settle(_alone_on(devices, 600.0))  # noqa: SLF001 - a second constructor
     return strategy

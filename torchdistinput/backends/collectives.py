@@ -33,7 +33,7 @@ from torchdistinput.backends.launch import Members
 from torchdistinput.backends.mail import Gloo, Mail
 from torchdistinput.errors import RankLost
 
-__all__ = ["Channel", "ProcessGroupRanks", "Ranks"]
+__all__ = ["Channel", "ProcessGroupRanks", "Ranks", "without_repeats"]
 
 
 class Channel(Protocol):
@@ -201,9 +201,7 @@ class ProcessGroupRanks:
 
     def broadcast_from_first(self, tensor: Tensor) -> None:
         """See ``Ranks.broadcast_from_first``."""
-        for dim, stride in enumerate(tensor.stride()):
-            if stride == 0 and tensor.shape[dim] > 1:  # an expanded tensor: its rows are one and the same
-                tensor = tensor.narrow(dim, 0, 1)
+        tensor = without_repeats(tensor)
         data = tensor.contiguous()
         plain = data.flatten().view(torch.uint8)  # gloo does not know every dtype; bytes it does
         if plain.device.type == "cpu":
@@ -235,6 +233,14 @@ class ProcessGroupRanks:
             dist.all_gather(parts, padded, group=self._group)
         firsts = [parts[first] for first in self._members.firsts]
         return [part.narrow(axis, 0, size) for part, size in zip(firsts, sizes, strict=True)]
+
+
+def without_repeats(tensor: Tensor) -> Tensor:
+    """The part of an expanded tensor that its rows are made of: they are one and the same. Else the tensor. Local."""
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
 
 
 def _drop_groups(attendance: Attendance, controls: list[Gloo], channels: dict[int, ProcessGroupChannel]) -> None:
