@@ -111,7 +111,10 @@ class Strategy:
             raise ValueError(f"{len(members.ranks)} ranks are more than the {MAX_RANKS} that a vote can count.")
         ranks = None if len(members.ranks) == 1 else ProcessGroupRanks(process_group, members, timeout_seconds)
         facts = {"replicas in a process": len(found), "timeout_seconds": timeout_seconds}
-        agree(ranks, "Strategy()", facts, error=problem)
+        kind = found[0].type if found and launcher.carries(process_group, members, found[0].type) else None
+        kinds = agree(ranks, "Strategy()", facts, error=problem, extra=kind)
+        if ranks is not None and len(set(kinds)) == 1:
+            ranks.direct = kind
         rank = members.ranks[members.rank]
         world_size = len(launcher.global_ranks(None))
         resolver = ClusterResolver(rank, world_size, launch.local_rank, launch.node, launch.address)

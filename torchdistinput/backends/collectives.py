@@ -8,6 +8,8 @@ Decisions.
 - Before an agreement the ranks sign in at the store (``attendance.py``), so an absent rank is known by name and the
   wait stays interruptible. That is some five requests of each rank, once an epoch, which also tell whether all have
   the same to say; only if not are their texts gathered.
+- Tensors on accelerators travel on the user's group where that has a backend for them, on all ranks; else, and where
+  ranks have devices of different kinds, or a mesh is not just the default group, over the CPU and our own group.
 - The store of the default group comes from a private function of torch (torch's own FSDP gets it so): there is no
   public way to it, and a second store would need a second address.
 """
@@ -118,7 +120,7 @@ class ProcessGroupRanks:
     Collective: every one of them makes one.
 
     Args:
-      group: the process group; ``None`` for the default one. Tensors on accelerators travel on it.
+      group: the process group; ``None`` for the default one. Tensors on accelerators travel on it, if ``direct``.
       members: who takes part.
       timeout_seconds: the bound of every wait for another rank.
     """
@@ -132,6 +134,8 @@ class ProcessGroupRanks:
         self.num_workers: int = members.num_workers
         self.firsts: tuple[int, ...] = members.firsts
         self.counts: bool = members.rank in members.firsts
+        self.direct: str | None = None
+        """The kind of device whose tensors travel as they are; the same on every rank. All others go over the CPU."""
         self._timeout_seconds = timeout_seconds
         # A connection of its own: a wait holds the client, and the training code may use the default one meanwhile.
         root = cast(Store, dist.distributed_c10d._get_default_store()).clone()  # noqa: SLF001 - see above
@@ -199,10 +203,14 @@ class ProcessGroupRanks:
     def _new_group(self, name: str) -> Gloo:
         return new_gloo_group(prefixed(name, self._root), self.rank, self.num_ranks, self._timeout_seconds)
 
+    def _wire(self, tensor: Tensor) -> Tensor:
+        """Where it can travel."""
+        return tensor if tensor.device.type == self.direct else tensor.cpu()
+
     def broadcast_from_first(self, tensor: Tensor) -> None:
         """See ``Ranks.broadcast_from_first``."""
         tensor = without_repeats(tensor)
-        data = tensor.contiguous()
+        data = self._wire(tensor).contiguous()
         plain = data.flatten().view(torch.uint8)  # gloo does not know every dtype; bytes it does
         if plain.device.type == "cpu":
             self._control().broadcast(plain, 0).wait()
@@ -213,25 +221,27 @@ class ProcessGroupRanks:
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
         """See ``Ranks.all_reduce_sum``."""
-        result = tensor.clone() if self.counts else torch.zeros_like(tensor)
-        if tensor.device.type == "cpu":
+        wire = self._wire(tensor)
+        result = wire.clone() if self.counts else torch.zeros_like(wire)
+        if result.device.type == "cpu":
             self._control().allreduce([result]).wait()
         else:
             dist.all_reduce(result, group=self._group)
-        return result
+        return result.to(tensor.device)
 
     def all_gather_uneven(self, tensor: Tensor, sizes: Sequence[int], axis: int) -> list[Tensor]:
         """See ``Ranks.all_gather_uneven``."""
-        shape = list(tensor.shape)
+        wire = self._wire(tensor)
+        shape = list(wire.shape)
         shape[axis] = max(sizes)
-        padded = tensor.new_zeros(shape)
-        padded.narrow(axis, 0, tensor.shape[axis]).copy_(tensor)
+        padded = wire.new_zeros(shape)
+        padded.narrow(axis, 0, wire.shape[axis]).copy_(wire)
         parts = [torch.empty_like(padded) for _ in self._ranks]
-        if padded.numel() and tensor.device.type == "cpu":
+        if padded.numel() and wire.device.type == "cpu":
             parts = all_gather(self._control(), padded)
         elif padded.numel():
             dist.all_gather(parts, padded, group=self._group)
-        firsts = [parts[first] for first in self._members.firsts]
+        firsts = [parts[first].to(tensor.device) for first in self._members.firsts]
         return [part.narrow(axis, 0, size) for part, size in zip(firsts, sizes, strict=True)]
 
 

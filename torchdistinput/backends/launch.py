@@ -17,6 +17,8 @@ from torchdistinput.errors import CoordinationTimeout
 __all__ = [
     "Launch",
     "Members",
+    "backends_for",
+    "carries",
     "default_group",
     "default_group_exists",
     "find_launch",
@@ -96,6 +98,23 @@ def _members_of_mesh(mesh: Any, data_dims: Sequence[str] | None) -> Members:
     return Members(ranks=ranks, workers=tuple(workers.tolist()), rank=ranks.index(dist.get_rank()))
 
 
+def carries(group: dist.ProcessGroup | None, members: Members, kind: str) -> bool:
+    """Whether a group takes tensors on such devices as they are, for just these ranks in their order. Local.
+
+    The default backend of a kind of device need not: that of mps is gloo, which knows the CPU and CUDA only.
+
+    Args:
+      group: the group; ``None`` for the default one, which may have more ranks than a mesh.
+      members: who takes part.
+      kind: of device, for example ``"cuda"``.
+    """
+    if global_ranks(group) != members.ranks:
+        return False
+    pairs = (pair.partition(":") for pair in dist.get_backend_config(group).split(","))
+    backend = {device: name for device, _, name in pairs}.get(kind)
+    return backend is not None and kind in dist.Backend.backend_capability.get(backend, [])
+
+
 def global_ranks(group: dist.ProcessGroup | None) -> tuple[int, ...]:
     """The ranks of a group, as the default group numbers them. Local."""
     return tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
@@ -126,6 +145,18 @@ def find_launch() -> Launch:
     return Launch(os.environ)
 
 
+def backends_for(accelerator: str | None) -> str:
+    """The backends of a default group: gloo, beside torch's default for the accelerator where this torch has it. Local.
+
+    Args:
+      accelerator: the kind of accelerator that this machine has, if any.
+    """
+    backend = dist.Backend.default_device_backend_map.get(accelerator or "cpu", "gloo")
+    if backend == "gloo" or not dist.is_backend_available(backend):
+        return "gloo"
+    return f"cpu:gloo,{accelerator}:{backend}"
+
+
 def join_default_group(launch: Launch, accelerator: str | None, timeout_seconds: float) -> None:
     """Makes the default group from what the launcher said. Collective: every rank calls this.
 
@@ -134,15 +165,14 @@ def join_default_group(launch: Launch, accelerator: str | None, timeout_seconds:
 
     Args:
       launch: what the launcher said.
-      accelerator: the kind of accelerator that this machine has, if any; host tensors go over gloo in any case.
+      accelerator: the kind of accelerator that this machine has, if any; its tensors go over torch's default backend
+        for it, where there is one. Host tensors go over gloo in any case.
       timeout_seconds: how long to wait for the other ranks.
 
     Raises:
       CoordinationTimeout: a rank did not come; it is named.
     """
-    backend = "gloo"
-    if accelerator is not None:
-        backend = f"cpu:gloo,{accelerator}:{dist.get_default_backend_for_device(accelerator)}"
+    backend = backends_for(accelerator)
     store = _meeting_place(launch, timeout_seconds)
     names = range(launch.world_size)
     Attendance(prefixed("torchdistinput/launch", store), launch.rank, names).wait_for_all("Strategy()", timeout_seconds)
