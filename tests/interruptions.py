@@ -1,4 +1,4 @@
-"""A Ctrl-C at any line of some files."""
+"""A Ctrl-C, or what a handler of signals raises, at any line of some files."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from typing import Any
 
 
 class Interruption:
-    """A Ctrl-C at the n-th line that is run of these modules; counts them."""
+    """A Ctrl-C, or an exception like this one, at the n-th line that is run of these modules; counts them."""
 
-    def __init__(self, line: int, *modules: ModuleType) -> None:
+    def __init__(
+        self, line: int, *modules: ModuleType, raises: Callable[[], BaseException] = KeyboardInterrupt
+    ) -> None:
         self._line = line
+        self._raises = raises
         self._files = {module.__file__ for module in modules}
         self.lines = 0
         self.at: tuple[str, int] | None = None  # where it came
@@ -25,7 +28,7 @@ class Interruption:
             if self.lines == self._line:
                 sys.settrace(None)
                 self.at = frame.f_code.co_filename, frame.f_lineno
-                raise KeyboardInterrupt
+                raise self._raises()
         return self
 
     def press_in(self, call: Callable[[], Any]) -> bool:

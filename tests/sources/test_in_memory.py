@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
+import sys
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -31,8 +32,10 @@ from torch.utils.data import (
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 import torchdistinput as tdi
+from tests.interruptions import Interruption
 from torchdistinput import tree
 from torchdistinput.plan.topology import Topology
+from torchdistinput.sources import columns, in_memory, map_rows, worker_side
 from torchdistinput.sources.in_memory import gather_of, numbers_of
 from torchdistinput.sources.index import SampleNumbers
 from torchdistinput.sources.map_rows import MapStream
@@ -358,6 +361,47 @@ def test_what_is_changed_in_place_counts_at_once() -> None:
     tensor += 1
     numbers += 2
     assert bits(next(batches)) == bits({"x": tensor[4:8], "y": torch.from_numpy(numbers[4:8])})
+
+
+class Alarm(Exception):
+    """What a handler of signals raises."""
+
+
+def over_columns() -> Any:
+    return TensorDataset(torch.arange(12.0).reshape(6, 2))
+
+
+def over_parts() -> Any:
+    return Subset(ConcatDataset([over_columns(), over_columns()]), [1, 4, 7, 9, 2, 11])
+
+
+@pytest.mark.parametrize("prefetch", [0, 4])
+@pytest.mark.parametrize("dataset", [over_columns, over_parts])
+def test_what_a_handler_of_signals_raises_in_the_middle_of_a_gather_is_not_lost(
+    dataset: Callable[[], Any], prefetch: int
+) -> None:
+    modules = in_memory, columns, map_rows, worker_side
+    heard = lines = 0
+    came = True
+    batches: list[Any] = []
+    while came:
+        lines += 1
+        alarm = Interruption(lines, *modules, raises=Alarm)
+        loader = DataLoader(dataset(), batch_size=2)
+        told: BaseException | None = None
+        with tdi.Strategy(["cpu"]).distribute_dataset(loader, tdi.InputOptions(prefetch=prefetch)) as distributed:
+            sys.settrace(alarm)
+            try:
+                batches = [batch[0].tolist() for batch in distributed]
+            except Exception as error:
+                told = error
+            finally:
+                sys.settrace(None)
+        came = alarm.at is not None
+        heard += isinstance(told, Alarm) or (told is not None and isinstance(told.__cause__, Alarm))
+        assert heard == lines - (not came), f"lost at {alarm.at}"
+    assert batches == [batch[0].tolist() for batch in DataLoader(dataset(), batch_size=2)]
+    assert heard > 50
 
 
 def test_loader_workers_gather_too() -> None:

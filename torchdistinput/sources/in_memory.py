@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, final
+from typing import Any, Final, NamedTuple, Protocol, final
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +36,17 @@ from torchdistinput.sources.numbers import Numbers
 from torchdistinput.sources.table import Table, columns_in
 from torchdistinput.structure import Structure
 
-__all__ = ["Gather", "gather_of", "gathers", "numbers_of"]
+__all__ = ["NOT_THERE", "Gather", "gather_of", "gathers", "numbers_of"]
+
+NOT_THERE: Final = (IndexError, RuntimeError)
+"""What a gather raises of a row that is out of range, or counted from the end: the ordinary way has to say which.
+All else comes from elsewhere, as from a handler of signals, and must not be taken for that."""
+
+# What torch, NumPy and a dataset that is not as it should be raise when it is tried whether rows can be gathered.
+_OF_A_TRIAL: Final = (
+    *(ArithmeticError, AssertionError, AttributeError, BufferError, LookupError, MemoryError),
+    *(RuntimeError, TypeError, ValueError),
+)
 
 Ints = npt.NDArray[np.int64]
 
@@ -123,7 +133,7 @@ def gather_of(dataset: Any, collate: Any, *, many: bool) -> Gather | None:
         build = _build_of(expected)
         if build is None or not _same(expected, build(reader.read(Numbers(np.array(rows))))):
             return None
-    except Exception:  # whatever it is, the ordinary way will meet it, and raise it where the samples are read
+    except _OF_A_TRIAL:  # the ordinary way will meet it, and raise it where the samples are read
         return None
     return Gather(reader, build)
 

@@ -15,6 +15,7 @@ import torch
 
 from torchdistinput.flow import Digest, Known, Row, Thinned
 from torchdistinput.plan.batching import Cutter
+from torchdistinput.sources.in_memory import NOT_THERE
 from torchdistinput.sources.index import labelled_batch
 from torchdistinput.sources.numbers import Numbers
 from torchdistinput.sources.random_state import packed
@@ -95,7 +96,7 @@ class MapStream:
                     cuts.append((cut, digest))
                     pieces += cut.parts(batch)
             made = iter(gather.each(pieces))
-        except Exception:  # whichever row it is will meet it again
+        except NOT_THERE:  # whichever row it is will meet it again
             draws.put(batches)
             return
         self._ahead.extend([(_row(cut.pieces, made), cut.like, digest) for cut, digest in cuts])
@@ -113,7 +114,7 @@ class MapStream:
         requests = [self._draws.take_request() for _ in range(drawn.wanted)]
         try:
             made: Row = [gather(numbers) for _, numbers, _ in requests]
-        except Exception:  # the ordinary way will meet it too, and tell of which samples it is
+        except NOT_THERE:  # the ordinary way will meet it too, and tell of which samples it is
             self._draws.give_back(requests)
             return drawn
         return (made if len(made) == len(drawn.pieces) else _row(drawn.pieces, iter(made))), drawn.like, drawn.digest

@@ -23,7 +23,7 @@ from torchdistinput.flow import MOST_TOLD, NOWHERE, Known, Origin, ReadFailure, 
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.lanes import WalkPlace
 from torchdistinput.sources.converting import swift
-from torchdistinput.sources.in_memory import Gather, gather_of, numbers_of
+from torchdistinput.sources.in_memory import NOT_THERE, Gather, gather_of, numbers_of
 from torchdistinput.sources.index import labelled
 from torchdistinput.sources.numbers import Numbers
 from torchdistinput.sources.opaque import Marked, Wait, worker_number
@@ -183,13 +183,17 @@ class PieceDataset(Dataset[Any]):
         many, wanted, key = request
         if many & PLAIN:
             many, wanted = bool(many & ~PLAIN), Numbers.of_plain(wanted)
-        if not self._looked:
-            self._gather, self._looked = gather_of(self.dataset, self._collate, many=bool(many)), True
-        if self._gather is not None:
-            rows = wanted if type(wanted) is Numbers else numbers_of(wanted)
-            if rows is not None:
-                with suppress(Exception):  # the ordinary way tells which index it is, or counts it from the end
+        try:
+            if not self._looked:
+                self._gather, self._looked = gather_of(self.dataset, self._collate, many=bool(many)), True
+            if self._gather is not None:
+                rows = wanted if type(wanted) is Numbers else numbers_of(wanted)
+                if rows is not None:
                     return self._gather(rows)
+        except NOT_THERE:  # the ordinary way tells which index it is, or counts it from the end
+            pass
+        except Exception as error:
+            return _failure(error, wanted.tolist() if isinstance(wanted, Numbers) else wanted)
         if isinstance(wanted, Numbers):
             wanted = wanted.tolist()
         return self._read(many, wanted, key)
