@@ -5,17 +5,20 @@ from __future__ import annotations
 import datetime
 import gc
 import os
+import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch.distributed as dist
 
+from torchdistinput.backends import forks
 from torchdistinput.backends.board import prefixed
-from torchdistinput.backends.forks import _Forking, told_of_forks
+from torchdistinput.backends.forks import told_of_forks
 
 
 @pytest.fixture(autouse=True)
@@ -98,13 +101,46 @@ def test_the_collector_is_afterwards_as_it_was(on: bool) -> None:
 
 
 def test_it_is_so_after_a_fork_in_the_middle_of_a_fork() -> None:
-    forking = _Forking()
-    forking.before()
-    forking.before()  # a signal's handler
-    forking.in_parent()
+    forks._FORKING.before()
+    forks._FORKING.before()  # a signal's handler
+    forks._FORKING.in_parent()
     assert not gc.isenabled()
-    forking.in_parent()
+    forks._FORKING.in_parent()
     assert gc.isenabled()
+
+
+class Alarm(Exception):
+    """What a handler of signals raises."""
+
+
+def ring(*_: object) -> None:
+    raise Alarm
+
+
+def hears_of_a_signal_that_comes_while_it_forks() -> bool:
+    """In a process of its own, as what is registered for forks stays."""
+    signal.signal(signal.SIGALRM, ring)
+    busy = partial(sum, range(1_000_000))  # milliseconds in which no Python code runs
+    os.register_at_fork(after_in_parent=partial(signal.setitimer, signal.ITIMER_REAL, 1e-4))
+    os.register_at_fork(after_in_parent=busy)
+    undone: list[int] = []
+    lock = threading.RLock()
+    forks.AroundForks(lambda: partial(undone.append, 1), lambda _: None, lock)
+    heard = False
+    try:
+        if os.fork() == 0:
+            os._exit(0)
+    except Alarm:
+        heard = True
+    released: list[bool] = []
+    other = threading.Thread(target=lambda: released.append(lock.acquire(blocking=False)))
+    other.start()
+    other.join()
+    return heard and undone == [1] and released == [True]
+
+
+def test_a_signal_that_comes_while_a_process_is_forked_is_heard_and_leaves_no_lock_taken() -> None:
+    assert forked(hears_of_a_signal_that_comes_while_it_forks)
 
 
 def test_it_is_so_after_forks_of_several_threads() -> None:

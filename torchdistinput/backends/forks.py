@@ -21,9 +21,14 @@ import os
 import sys
 import threading
 import weakref
+from collections.abc import Callable
+from functools import partial
+from operator import methodcaller
 from typing import Any, Final, Protocol, final
 
-__all__ = ["Inherited", "never_ended_by_forks", "told_of_forks"]
+__all__ = ["AroundForks", "Inherited", "Undo", "never_ended_by_forks", "told_of_forks"]
+
+Undo = Callable[[], object]
 
 
 class Inherited(Protocol):
@@ -48,34 +53,51 @@ def told_of_forks(inherited: Inherited) -> None:
 
 
 @final
-class _Forking:
-    """A fork that is being made; one at a time, but for one that a signal's handler makes in the middle of it."""
+class AroundForks:
+    """What is done around each fork: one at a time, but for one that a signal's handler makes in the middle of it.
 
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._collects: list[bool] = []
+    A signal that comes while the process is forked is seen to by the first Python code that runs in the parent. Were
+    that code of the fork's, Python would ignore what the handler raises, also for a Ctrl-C, and the code would not run:
+    a lock would stay taken. So nothing but C runs there.
+
+    Args:
+      before: is called before a fork. It returns what undoes that in the parent, which is not written in Python.
+      in_child: is called in the fork, with that.
+      lock: is held meanwhile.
+    """
+
+    def __init__(self, before: Callable[[], Undo], in_child: Callable[[Undo], None], lock: threading.RLock) -> None:
+        self._before = before
+        self._in_child = in_child
+        self._undo: list[Undo] = []
+        undone = map(methodcaller("__call__"), iter(self._undo.pop, None))
+        self.in_parent: Callable[[], object] = partial(next, undone)
+        """It was made, or could not be."""
+        os.register_at_fork(before=self.before, after_in_parent=self.in_parent, after_in_child=self._in_fork)
+        # What is registered last comes first before a fork, and last after it.
+        os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
 
     def before(self) -> None:
-        """Nothing is collected from here on."""
-        self._lock.acquire()
-        self._collects.append(gc.isenabled())
-        gc.disable()
+        """A fork will be made."""
+        self._undo.append(self._before())
 
-    def in_parent(self) -> None:
-        """It was made, or could not be."""
-        if self._collects.pop():
-            gc.enable()
-        self._lock.release()
+    def _in_fork(self) -> None:
+        self._in_child(self._undo.pop() if self._undo else int)  # before() may have been interrupted
 
-    def in_child(self) -> None:
-        """This is it."""
-        for kept in list(_KEPT):
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
-        for inherited in list(_INHERITED):
-            inherited.leave_to_parent()
-        self.in_parent()
+
+def _stop_collecting() -> Undo:
+    collected = gc.isenabled()
+    gc.disable()
+    return gc.enable if collected else gc.disable
+
+
+def _in_child(undo: Undo) -> None:
+    for kept in list(_KEPT):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+    for inherited in list(_INHERITED):
+        inherited.leave_to_parent()
+    undo()
 
 
 if sys.platform != "win32":
-    _FORKING: Final = _Forking()
-    os.register_at_fork(before=_FORKING.before, after_in_parent=_FORKING.in_parent, after_in_child=_FORKING.in_child)
+    _FORKING: Final = AroundForks(_stop_collecting, _in_child, threading.RLock())

@@ -46,6 +46,7 @@ import threading
 import weakref
 from bisect import insort
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import DupFd
 from typing import Any, Final, final
@@ -54,6 +55,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from torchdistinput.backends.forks import AroundForks, Undo
 from torchdistinput.backends.fronts import Front
 
 __all__ = ["ENTRIES", "NUMPYS", "Arena", "Free", "Token", "forks_of_workers", "storage_over", "tensor_over"]
@@ -112,9 +114,11 @@ class Arena:
         try:
             os.ftruncate(file, _before_parts(workers) + workers * part)
             return cls(file, workers, part)
-        except (OSError, ValueError):  # a limit on the size of files, or on the address space
+        except BaseException as error:
             os.close(file)
-            return None
+            if isinstance(error, OSError | ValueError):  # a limit on the size of files, or on the address space
+                return None
+            raise
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _attach, (DupFd(self._file), self.workers, self._part)
@@ -264,10 +268,9 @@ class _Fork:
             reader, writer = os.pipe()
             self._ends = Connection(reader, writable=False), writer
 
-    def in_parent(self) -> None:
-        """It was made, or could not be."""
-        if self._ends is not None:
-            os.close(self._ends[1])
+    def in_parent(self) -> Undo:
+        """What closes the writing end here. It was made then, or could not be."""
+        return int if self._ends is None else partial(os.close, self._ends[1])
 
     def in_child(self) -> None:
         """This is one of them."""
@@ -322,31 +325,28 @@ def forks_of_workers() -> Iterator[None]:
         _FORKING.workers = False
 
 
-def _before_fork() -> None:
-    _LOCK.acquire()  # released on both sides: what is forked must not find it taken by a thread that it does not have
+def _before_fork() -> Undo:
     _FORKING.fork = None
-    if not _FORKING.__dict__.get("workers", False):
-        used = [token for token in _TOKENS if token.is_in_use]
-        if used:
-            _FORKING.fork = _Fork()
-        for token in used:
-            token.keep(_FORKING.fork)
+    if _FORKING.__dict__.get("workers", False):
+        return int
+    used = [token for token in _TOKENS if token.is_in_use]
+    if not used:
+        return int
+    fork = _Fork()
+    for token in used:
+        token.keep(fork)
+    _FORKING.fork = weakref.ref(fork)  # the tokens keep it for as long as it is of use
+    return fork.in_parent()
 
 
-def _in_parent() -> None:
-    fork, _FORKING.fork = _FORKING.fork, None
-    if fork is not None:
-        fork.in_parent()
-    _LOCK.release()
-
-
-def _in_child() -> None:
-    fork, _FORKING.fork = _FORKING.fork, None
+def _in_child(_: Undo) -> None:
+    known = _FORKING.__dict__.get("fork")
+    fork = None if known is None else known()
     if fork is not None:
         fork.in_child()
     _TOKENS.clear()
-    _LOCK.release()
 
 
 if sys.platform != "win32":
-    os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)
+    # What is forked must not find the lock taken by a thread that it does not have.
+    AroundForks(_before_fork, _in_child, _LOCK)
