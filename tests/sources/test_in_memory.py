@@ -36,6 +36,7 @@ from tests.interruptions import Interruption
 from torchdistinput import tree
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources import columns, in_memory, map_rows, worker_side
+from torchdistinput.sources import samplers as sampler_module
 from torchdistinput.sources.in_memory import gather_of, numbers_of
 from torchdistinput.sources.index import SampleNumbers
 from torchdistinput.sources.map_rows import MapStream
@@ -375,12 +376,20 @@ def over_parts() -> Any:
     return Subset(ConcatDataset([over_columns(), over_columns()]), [1, 4, 7, 9, 2, 11])
 
 
+class OneByOne(Dataset[Any]):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([index])
+
+    def __len__(self) -> int:
+        return 6
+
+
 @pytest.mark.parametrize("prefetch", [0, 4])
-@pytest.mark.parametrize("dataset", [over_columns, over_parts])
-def test_what_a_handler_of_signals_raises_in_the_middle_of_a_gather_is_not_lost(
+@pytest.mark.parametrize("dataset", [over_columns, over_parts, OneByOne])
+def test_what_a_handler_of_signals_raises_while_samples_are_read_is_not_lost(
     dataset: Callable[[], Any], prefetch: int
 ) -> None:
-    modules = in_memory, columns, map_rows, worker_side
+    modules = in_memory, columns, map_rows, worker_side, sampler_module
     heard = lines = 0
     came = True
     batches: list[Any] = []

@@ -254,9 +254,10 @@ class Draws:
         for cut in rows[first:] if first else rows:
             index = None if numbers is None else tuple(numbers[lo:hi] for lo, hi in cut.limits)
             like = cut.like if known and index is None else None
-            self._rows.append(DrawnRow(cut.pieces, None, digest, index, cut.wanted, like))
-            self._surplus += cut.wanted
+            # The row comes last: after an interruption there is none whose requests are not there.
             self._requests += [(self._collate, part, self.key) for part in cut.parts(indices)]
+            self._surplus += cut.wanted
+            self._rows.append(DrawnRow(cut.pieces, None, digest, index, cut.wanted, like))
 
     def digest_of(self, indices: Numbers | Sequence[Any]) -> Digest:
         """See ``DrawnRow.digest``."""
