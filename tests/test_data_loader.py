@@ -29,6 +29,7 @@ from torch.utils.data import (
     RandomSampler,
     SequentialSampler,
     TensorDataset,
+    dataloader,
 )
 
 import torchdistinput as tdi
@@ -627,16 +628,57 @@ def test_a_device_that_is_not_there_is_refused_at_the_first_iter() -> None:
         iter(loader)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_pinning_is_torchs_and_so_is_its_warning_without_an_accelerator(workers: int) -> None:
+class Few(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+def distributed(*args: Any, **kwargs: Any) -> Any:
+    return tdi.Strategy(["cpu"]).distribute_dataset(Torchs(*args, **kwargs))
+
+
+@pytest.mark.parametrize("device", ["", "cpu"])  # which torch warns of, too
+@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (1, False), (1, True)])
+@pytest.mark.parametrize("data", [range(2), TensorDataset(torch.arange(2)), Few()])
+def test_pinning_is_torchs_and_so_is_its_warning_without_an_accelerator(
+    data: Any, workers: int, persistent: bool, device: str
+) -> None:
     told = []
-    for cls in (Torchs, Ours):
-        loader = cls(range(2), pin_memory=True, num_workers=workers)
-        with warnings.catch_warnings(record=True) as caught:
+    for make in (Torchs, Ours, distributed):
+        loader = make(
+            data, pin_memory=True, num_workers=workers, persistent_workers=persistent, pin_memory_device=device
+        )
+        epochs = []
+        for _ in range(2):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                batches = [batch if isinstance(batch, torch.Tensor) else batch[0] for batch in loader]
+            found = [(each.category, str(each.message), each.filename, each.lineno) for each in caught]
+            epochs.append(([(batch.item(), batch.is_pinned()) for batch in batches], found))
+        told.append(epochs)
+    assert told[0] == told[1] == told[2]
+
+
+@pytest.mark.parametrize("make", [Ours, distributed])
+@pytest.mark.parametrize("kind", ["table", "map", "iterable", "files"])
+def test_where_nothing_is_pinned_batches_are_made_without_torchs_loader_and_the_same(
+    make: Callable[..., Any], kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs.write_numbers(tmp_path)
+    rows = TensorDataset(torch.arange(10), torch.rand(10, 3))
+    data = {"table": rows, "map": range(10), "iterable": Few(), "files": inputs.numbers_of(tmp_path)}[kind]
+    shuffle = kind in ("table", "map")
+    seen = []
+    for cls in (Torchs, make):
+        torch.manual_seed(5)
+        loader = cls(data, batch_size=4, shuffle=shuffle, pin_memory=True)
+        with warnings.catch_warnings(record=True), monkeypatch.context() as patch:
+            if cls is not Torchs:
+                patch.delattr(dataloader._SingleProcessDataLoaderIter, "_next_data")
             warnings.simplefilter("always")
-            pinned = [(batch.item(), batch.is_pinned()) for batch in loader]
-        told.append((pinned, [str(each.message) for each in caught]))
-    assert told[0] == told[1]
+            epochs = [[str(batch) for batch in loader] for _ in range(2)]
+        seen.append((epochs, torch.rand(1).item()))
+    assert seen[0] == seen[1]
 
 
 def test_a_loader_can_be_copied_before_it_is_read() -> None:

@@ -22,7 +22,13 @@ from torchdistinput.sources.own_state import HasState
 from torchdistinput.sources.random_state import Draw, generators_of
 from torchdistinput.sources.ready import CutReady
 from torchdistinput.sources.runs import LoaderRuns
-from torchdistinput.sources.torch_loaders import check_loader, generator_digest, settings_of
+from torchdistinput.sources.torch_loaders import (
+    check_loader,
+    generator_digest,
+    is_read_here,
+    let_torch_warn,
+    settings_of,
+)
 from torchdistinput.sources.worker_side import CutSamples, as_is, batched
 
 __all__ = ["IterableLoaderSource"]
@@ -48,6 +54,7 @@ class IterableLoaderSource:
     ) -> None:
         check_loader(loader, policy)
         self._loader = loader
+        self._reads_here = is_read_here(loader)
         dataset: Any = loader.dataset
         if policy is AutoShardPolicy.HINT and topology.num_workers > 1:
             dataset = cast(Shards, dataset).shard(num_shards=topology.num_workers, index=topology.worker)
@@ -155,7 +162,8 @@ class IterableLoaderSource:
         self._seeds.when = start.base_seed or self._seeds.when
         for _ in range(start.replay + 1):
             self._seeds.draw()
-        if not self._loader.num_workers and not self._loader.pin_memory:
+        if self._reads_here:
+            let_torch_warn(self._loader, self._seeds.generator)
             size = self._cutter.global_batch_size
             items: Iterable[Any] = dataset if size is None else batched(dataset, size, drop_last=self._loader.drop_last)
             return items, self._cut.__call__, None

@@ -41,6 +41,8 @@ from torchdistinput.sources.torch_loaders import (
     TORCH_SAMPLERS,
     check_loader,
     generator_digest,
+    is_read_here,
+    let_torch_warn,
     sampler_in,
     settings_of,
 )
@@ -92,7 +94,7 @@ class MapLoaderSource:
         self._feed = Feed()
         again = loader.num_workers > 0 and type(self._batches) not in (BatchSampler, *TORCH_SAMPLERS)
         self._base_seeds = BaseSeeds(loader.generator, lasting=loader.persistent_workers, again=again)
-        self._reads_here = not loader.num_workers and not loader.pin_memory
+        self._reads_here = is_read_here(loader)
         self._pieces = PieceDataset(self._dataset, cast(Callable[[Any], Any], loader.collate_fn), skip=options.skips)
         build = partial(_build, loader, self._feed, self._base_seeds)  # no method: in a circle, workers would live on
         self.workers = LoaderRuns(build, lasting=loader.persistent_workers)
@@ -118,6 +120,7 @@ class MapLoaderSource:
         self._pieces.begin()
         self._feed.draws = drawn
         if self._reads_here:
+            let_torch_warn(self._loader, self._base_seeds.generator)
             read, next_request = self._pieces.__getitem__, drawn.take_request
             return lambda: read(next_request()), _nothing
         run = self.workers.start(self._pieces)

@@ -26,7 +26,7 @@ from torchdistinput.sources.random_state import Draw
 from torchdistinput.sources.record_places import CommonPlaces, FilesPosition, Places
 from torchdistinput.sources.record_rows import Entrance, KnownRows, RecordRows, pass_over
 from torchdistinput.sources.runs import LoaderRuns
-from torchdistinput.sources.torch_loaders import check_loader, generator_digest, settings_of
+from torchdistinput.sources.torch_loaders import check_loader, generator_digest, is_read_here, settings_of
 from torchdistinput.sources.worker_side import Cut, Failure, as_is
 
 __all__ = ["RecordSource"]
@@ -77,7 +77,7 @@ class RecordSource:
         by_file = policy is AutoShardPolicy.FILE
         self.bound_to_world = not shared and not by_file  # under OFF all workers read all files
         self._options = options
-        self._reads_here = self._loader is None or not (self._loader.num_workers or self._loader.pin_memory)
+        self._reads_here = self._loader is None or is_read_here(self._loader)
         # Where several read the same batches, each reads its own part of them, if the files are such that one can.
         num_readers = 1 if self._loader is None else max(1, self._loader.num_workers)
         in_ranges = num_readers > 1 or (shared and topology.num_workers > 1)

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any, Final, final
+from typing import Any, Final, cast, final
 
 import torch
 from torch.utils.data import (
@@ -24,6 +24,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from torchdistinput.backends.devices import Accelerators
 from torchdistinput.errors import InputError, ShardingError
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.sources.arrivals import Arrivals, arrivals_of
@@ -37,6 +38,8 @@ __all__ = [
     "WorkerInit",
     "check_loader",
     "generator_digest",
+    "is_read_here",
+    "let_torch_warn",
     "not_pinning",
     "sampler_in",
     "settings_of",
@@ -140,6 +143,33 @@ def not_pinning(data: Any) -> Any:
     return loader
 
 
+def is_read_here(loader: DataLoader[Any]) -> bool:
+    """Whether torch's loader would do nothing but read in this process: it has no workers, and pins nothing. Local.
+
+    Without an accelerator torch pins nothing, nor for mps, and warns of it. Scripts ask for it all the same.
+    """
+    return not loader.num_workers and not (loader.pin_memory and Accelerators.detect().kind not in {None, "mps"})
+
+
+def let_torch_warn(loader: DataLoader[Any], generator: torch.Generator) -> None:
+    """An epoch of a loader begins that ``is_read_here``: torch says what it would say of its pinning. Local.
+
+    Args:
+      loader: the user's.
+      generator: the seed is drawn from it that torch draws when an epoch begins.
+    """
+    if loader.pin_memory:
+        iter(
+            DataLoader(
+                cast(Any, ()),
+                batch_size=None,
+                pin_memory=True,
+                pin_memory_device=loader.pin_memory_device,
+                generator=generator,
+            )
+        )
+
+
 def settings_of(loader: DataLoader[Any]) -> dict[str, Any]:
     """The arguments of a ``DataLoader`` that stay as they are. To be asked for where the loader workers are started."""
     parent = os.getpid() if threading.current_thread() is threading.main_thread() else None
@@ -149,6 +179,7 @@ def settings_of(loader: DataLoader[Any]) -> dict[str, Any]:
     return {
         "num_workers": loader.num_workers,
         "pin_memory": loader.pin_memory,
+        "pin_memory_device": loader.pin_memory_device,
         "timeout": loader.timeout,
         "worker_init_fn": init,
         "multiprocessing_context": context_for(
