@@ -20,8 +20,9 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from torch.utils.data._utils.pin_memory import pin_memory
 
 import torchdistinput as tdi
+from tests.interruptions import Interruption
 from tests.structures import Batch, Pair
-from torchdistinput.backends import slots
+from torchdistinput.backends import fronts, slots
 from torchdistinput.backends.slots import ENTRIES, Arena
 from torchdistinput.flow import Sealed
 from torchdistinput.sources import lending, slotted
@@ -39,6 +40,18 @@ def torchs_own_stacking(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(default_collate_fn_map, torch.Tensor, default_collate_fn_map[torch.Tensor])
     monkeypatch.setattr(lending, "_SMALL", 1 << 8)
     monkeypatch.setattr(lending, "_LARGE", 1 << 11)
+
+
+def test_an_exception_at_any_line_before_the_workers_start_leaves_no_file_open() -> None:
+    came, line = True, 0
+    while came:
+        line += 1
+        loader = DataLoader([1], **settings_of(DataLoader([1], num_workers=1)))  # type: ignore[arg-type]
+        before = len(os.listdir("/proc/self/fd"))
+        came = Interruption(line, slots, fronts, slotted).press_in(partial(slotted.through_slots, loader))
+        del loader
+        assert len(os.listdir("/proc/self/fd")) == before, f"after line {line}"
+    assert line > 30
 
 
 class Pipe:

@@ -45,7 +45,7 @@ import sys
 import threading
 import weakref
 from bisect import insort
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import DupFd
@@ -86,16 +86,19 @@ class Arena:
     """The memory of one loader. A worker that is forked inherits it; to others its file is sent.
 
     Args:
-      file: a descriptor of the file, which is closed by ``seal``.
+      open_file: gives a descriptor of the file, which is closed by ``seal``, or when this is garbage.
       workers: loader workers.
       part: bytes for each.
     """
 
-    def __init__(self, file: int, workers: int, part: int) -> None:
-        self._file = file
+    _file = -1  # until there is one
+
+    def __init__(self, open_file: Callable[[], int], workers: int, part: int) -> None:
+        self._file = file = open_file()
         self.workers = workers
         self._part = part
         self._begin = begin = _before_parts(workers)
+        os.ftruncate(file, begin + workers * part)
         self._map = mmap.mmap(file, begin + workers * part)
         self._ledgers = np.frombuffer(self._map, np.int64, workers * _ROW).reshape(workers, _ROW)
         self._parts = [np.frombuffer(self._map, np.uint8, part, begin + number * part) for number in range(workers)]
@@ -108,17 +111,13 @@ class Arena:
             return None
         part = _MOST_BYTES // workers // _PAGE * _PAGE
         try:
-            file = os.memfd_create("torchdistinput", os.MFD_CLOEXEC)
-        except OSError:  # a sandbox may forbid it
+            return cls(partial(os.memfd_create, "torchdistinput", os.MFD_CLOEXEC), workers, part)
+        except (OSError, ValueError):  # a sandbox may forbid it; a limit on the size of files, or on the address space
             return None
-        try:
-            os.ftruncate(file, _before_parts(workers) + workers * part)
-            return cls(file, workers, part)
-        except BaseException as error:
-            os.close(file)
-            if isinstance(error, OSError | ValueError):  # a limit on the size of files, or on the address space
-                return None
-            raise
+
+    def __del__(self) -> None:
+        # Whoever was to seal it may have been interrupted.
+        self.seal()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _attach, (DupFd(self._file), self.workers, self._part)
@@ -155,7 +154,7 @@ class Arena:
 
 
 def _attach(file: Any, workers: int, part: int) -> Arena:
-    arena = Arena(file.detach(), workers, part)
+    arena = Arena(file.detach, workers, part)
     arena.seal()
     return arena
 
