@@ -142,6 +142,57 @@ def test_seeking_in_what_a_function_returned_counts_no_epoch_twice() -> None:
     assert epoch(sought) == epochs[3][1:]
 
 
+@pytest.mark.parametrize("divide", [one_replica, with_drop_in], ids=["strategy", "drop-in"])
+def test_the_order_of_a_shuffle_sampler_is_that_of_its_epoch_whichever_iterator_is_read_first(
+    divide: Callable[..., Any],
+) -> None:
+    """Two iterators at once, the later one read first; each state goes on in a fresh loader."""
+
+    def make() -> Any:
+        return divide(DataLoader(NUMBERS, 5, sampler=tdi.ShuffleSampler(20, seed=1)))
+
+    alone = make()
+    epochs = [epoch(alone), epoch(alone)]
+    loader = make()
+    first, second = iter(loader), iter(loader)
+    assert lists(next(second)) == epochs[1][0]
+    resumed = make()
+    resumed.load_state_dict(written(loader))
+    assert epoch(resumed) == epochs[1][1:]
+    assert epoch(first) == epochs[0]
+    first.close()
+    second.close()
+
+
+SHUFFLED: dict[str, Callable[[], dict[str, Any]]] = {
+    "by its epoch": lambda: {"sampler": tdi.ShuffleSampler(20, seed=1)},
+    "by the default random state": lambda: {"shuffle": True},
+    "by a generator": lambda: {"shuffle": True, "generator": inputs.generator()},
+}
+
+
+@pytest.mark.parametrize("way", SHUFFLED)
+@pytest.mark.parametrize("divide", [one_replica, lambda loader: loader], ids=["strategy", "drop-in"])
+def test_a_resumed_epoch_that_is_left_unread_is_drawn_all_the_same(way: str, divide: Callable[..., Any]) -> None:
+    """A state from where a run of two steps an epoch had reached them: the next epoch is the one that came there."""
+    kind: Any = DataLoader if divide is one_replica else tdi.DataLoader
+
+    def make() -> Any:
+        return divide(kind(NUMBERS, 5, **SHUFFLED[way]()))
+
+    torch.manual_seed(SEED)
+    run = make()
+    leave_after(run, 2)
+    state = written(run)
+    next_epoch = epoch(run)
+    torch.manual_seed(OTHER_SEED)
+    resumed = make()
+    resumed.load_state_dict(state)
+    iter(resumed).close()
+    assert place_of(resumed) == (0, 2)
+    assert epoch(resumed) == next_epoch
+
+
 def test_an_epoch_that_the_sampler_and_the_loader_were_told_is_that_epoch() -> None:
     """A script that starts at epoch 3 tells the sampler, then the loader."""
     sampler, alone = tdi.ShuffleSampler(20, seed=1), tdi.ShuffleSampler(20, seed=1)

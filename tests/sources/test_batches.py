@@ -225,7 +225,7 @@ def test_a_shuffle_sampler_is_passed_over_without_being_asked_for_its_indices() 
     for batch_size in (4, 10_000):
         sampler = ShuffleSampler(n, seed=5)
         batches = batches_of(BatchSampler(sampler, batch_size, drop_last=False), len)
-        assert sampler.epoch == 0
+        assert sampler.epoch == 1  # the order is that of the epoch which begins here, whoever reads first
         assert next(batches) == order.block(0, batch_size).tolist()
         assert batches.skip(n // batch_size - 3).batches == n // batch_size - 3
         assert next(batches) == order.block(n - 2 * batch_size, n - batch_size).tolist()
@@ -370,14 +370,19 @@ def test_a_whole_batch_that_is_half_delivered_is_asked_for_once_by_its_first_row
         draws.take_request()
 
 
-def test_nothing_is_drawn_before_torch_would_draw_it_and_then_in_one_call() -> None:
+def test_what_is_passed_over_is_drawn_at_once_in_one_call_and_nothing_else() -> None:
+    """So whoever leaves the epoch there, unread, has the random states of one who had read so far."""
     generator, calls = seeded(), list[int]()
     before = generator.get_state()
     draws = new_draws(CUTS["3"](SAMPLERS["random"](generator)), cutter(1, 0, 3, shared=True), collate=True, calls=calls)
-    draws.skip(2)
     assert torch.equal(generator.get_state(), before)
     assert not calls
-    assert asked_by(draws) == list(SAMPLERS["random"](seeded()))[6:9]
+    draws.skip(2)
+    read, theirs = seeded(), SAMPLERS["random"]
+    assert next(iter(theirs(read))) in range(11)
+    assert torch.equal(generator.get_state(), read.get_state())
+    assert len(calls) == 1
+    assert asked_by(draws) == list(theirs(seeded()))[6:9]
     assert len(calls) == 2
 
 

@@ -106,6 +106,8 @@ class _CutBatches:
         self._first_size = 0
         self._indices: _Indices | None = None
         self._ended = False
+        # Its order is that of the epoch which begins here, though another one may begin before the first batch.
+        self._order = _known(batches.sampler) if type(batches.sampler) is ShuffleSampler else None
 
     def __next__(self) -> list[Any]:
         batch = self.draw()
@@ -149,7 +151,7 @@ class _CutBatches:
         if self._indices is None:
             self._drop_last, self._first_size = self._batches.drop_last, self._batches.batch_size
             sampler = self._batches.sampler
-            known = _known(sampler)
+            known = self._order or _known(sampler)
             self._indices = _IteratedIndices(iter(sampler)) if known is None else known
         return self._indices
 

@@ -235,8 +235,8 @@ class MapLoaderSource:
             drawn = self._new_draws(draws)
             if self._base_seeds.draw():
                 drawn = self._new_draws(draws)
-            drawn.skip(rows, start.drawn)
             drawn.key = epoch_key(self._seed_of_samples(), epoch)
+            drawn.skip(rows, start.drawn)
             return drawn, *self._start(drawn)
 
         drawn, read, close = draws(begin)

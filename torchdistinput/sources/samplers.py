@@ -105,8 +105,8 @@ class Draws:
     def skip(self, rows: int, drawn: int = 0) -> None:
         """Lets the epoch begin after its first ``rows`` rows, of which nothing is read but the random draws are made.
 
-        To be called before anything is taken. The user's sampler is advanced when torch would ask for the first batch:
-        torch's loader may draw from the same generator before that.
+        To be called before anything is taken, with the ``key`` set, and after what torch's loader draws when it begins
+        an epoch: the user's sampler is advanced at once. So its random states are right even if nothing is taken.
 
         Args:
           rows: how many; a batch is one row where the workers share it, else a row for each worker.
@@ -117,6 +117,8 @@ class Draws:
             workers share its batches) ended before.
         """
         self._rows_to_skip, self._drawn_before = rows, drawn
+        if rows:
+            self._advance()
 
     def take_request(self) -> Request:
         """The next request for torch's loader. Raises ``StopIteration`` when none is left."""
