@@ -22,7 +22,7 @@ import torch
 
 from torchdistinput.agreement import agree
 from torchdistinput.backends.collectives import Ranks
-from torchdistinput.epoch_draws import EpochDraws
+from torchdistinput.epoch_draws import EpochDraws, FirstDraw
 from torchdistinput.errors import InputError, StateMismatch
 from torchdistinput.flow import Start, Stream
 from torchdistinput.iterator import Progress
@@ -171,6 +171,13 @@ class Bookmark:
             default = torch.get_rng_state()
         self._random = EpochDraws.of(self._source, default)
         return self._random.texts
+
+    def followed(self, draws: Draw) -> Draw:
+        """``draws``, which tells what random states the first batch is drawn from, if they are others by then."""
+        random, source = self._random, self._source
+        if random is None or not source.draws_order:
+            return draws
+        return FirstDraw(draws, random, source) if source.needs_default_state or source.generators() else draws
 
     def begun(self, entry: Entry, progress: Progress, stream: Stream) -> None:
         """The epoch has begun."""

@@ -303,7 +303,9 @@ class DistributedDataset:
         random = self._bookmark.record(draws)
         # Loader workers are forked before the channel starts its threads: a fork while the C library starts a thread
         # can leave the child with a lock that nobody will release, and a loader worker that never answers.
-        stream = open_stream(self._source, entry.epoch, draws, start)
+        stream = open_stream(self._source, entry.epoch, self._bookmark.followed(draws), start)
+        if isinstance(draws, BorrowedRandomState):
+            draws.lend()
         try:
             channel = None if ranks is None or number is None else ranks.open_channel(number)
         except BaseException:
@@ -366,14 +368,13 @@ class DistributedDataset:
             return plainly
         if ranks is None:
             return plainly if entry.default is None else BorrowedRandomState(entry.default)
-        lent = self._setting.lent
-        if self._options.coordination == "off":
-            return BorrowedRandomState(state_of_epoch(self._seed, entry.epoch), lent)
+        if self._options.coordination == "off":  # each rank draws when it comes there: nothing to go on from
+            return BorrowedRandomState(state_of_epoch(self._seed, entry.epoch))
         state = self._alike.common
         if state is None:
             state = _default_of(entry)
             ranks.broadcast_from_first(state)
-        return BorrowedRandomState(state, lent)
+        return BorrowedRandomState(state, self._setting.lent)
 
 
 def check_partial_batch(source: Source, options: InputOptions) -> None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import final
+from collections.abc import Callable, Sequence
+from typing import Any, final
 
 import torch
 
 from torchdistinput.errors import StateMismatch
 from torchdistinput.sources.base import Source
-from torchdistinput.sources.base_seeds import TIMES
-from torchdistinput.sources.random_state import packed, unpacked
+from torchdistinput.sources.base_seeds import TIMES, once_drawn
+from torchdistinput.sources.random_state import BorrowedRandomState, Draw, packed, unpacked
 
-__all__ = ["EpochDraws"]
+__all__ = ["EpochDraws", "FirstDraw"]
 
 
 @final
@@ -65,9 +65,84 @@ class EpochDraws:
         for generator, state in zip(source.generators(), self.generators, strict=True):
             generator.set_state(state)
 
+    def begin_at(self, default: torch.Tensor | None, generators: Sequence[torch.Tensor]) -> None:
+        """The first batch is drawn from these states, and the seed of the loader workers was drawn before."""
+        self.base_seed, self.replay = once_drawn(self.base_seed), 0
+        self.default, self.generators = default, generators
+        self._texts = None
+
     def texts(self) -> tuple[str, ...]:
         """As a saved state has it."""
         if self._texts is None:
             default = "" if self.default is None else packed(self.default)
             self._texts = (f"{self.base_seed} {self.replay}", default, *map(packed, self.generators))
         return self._texts
+
+
+@final
+class FirstDraw:
+    """Takes down from which random states the first batch of an epoch is drawn.
+
+    torch draws it at the first ``next``, and not where the epoch is begun: whatever drew since then (the user, another
+    loader that is read in the same ``zip``) belongs to the place from which the order can be drawn again.
+
+    Args:
+      draws: calls what draws.
+      random: how the order of the epoch is drawn, as far as known when it is begun.
+      source: the data.
+    """
+
+    def __init__(self, draws: Draw, random: EpochDraws, source: Source) -> None:
+        self._draws = draws
+        self._random = random
+        self._source = source
+        self._beginning = False
+        self._left: list[torch.Tensor] | None = None  # the states, as the beginning of the epoch left them
+        self._done = False
+
+    def __call__(self, call: Callable[[], Any]) -> Any:
+        """What the call returns: the first one begins the epoch, each other one draws a batch."""
+        if self._done:
+            return self._draws(call)
+        if self._beginning:  # a batch that is drawn at once
+            self._done = True
+            return self._draws(call)
+        if self._left is None:
+            return self._begin(call)
+        self._done = True
+        draws, left = self._draws, self._left
+        if not isinstance(draws, BorrowedRandomState):
+            self._compare(left)
+            return draws(call)
+        draws.catch_up()
+        self._compare(left)
+        try:
+            return draws(call)
+        finally:
+            draws.lend()
+
+    def _begin(self, call: Callable[[], Any]) -> Any:
+        self._beginning = True
+        try:
+            return self._draws(call)
+        finally:
+            self._beginning = False
+            self._left = self._states()
+
+    def _states(self) -> list[torch.Tensor]:
+        """The default state first, if the order may follow from it; then those of the generators."""
+        draws, states = self._draws, [each.get_state() for each in self._source.generators()]
+        if not self._source.needs_default_state:
+            return states
+        return [draws.state if isinstance(draws, BorrowedRandomState) else torch.get_rng_state(), *states]
+
+    def _compare(self, left: Sequence[torch.Tensor]) -> None:
+        found = self._states()
+        if all(map(_equal, left, found)):
+            return
+        default = found.pop(0) if self._source.needs_default_state else None
+        self._random.begin_at(default, found)
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.numpy(force=True).tobytes() == other.numpy(force=True).tobytes()  # torch.equal takes 10 us

@@ -45,6 +45,9 @@ class Source(Protocol):
     """The size that no piece exceeds, where it is known."""
     needs_default_state: bool
     """Whether the order of an epoch may follow from torch's default random state."""
+    draws_order: bool
+    """Whether ``open`` takes ``draws`` to begin an epoch with, and then to draw each batch of indices, the first one by
+    the first ``next`` if not at once."""
     bound_to_world: bool
     """Whether a saved position fits the same number of workers only."""
     collective_state: bool
@@ -59,7 +62,8 @@ class Source(Protocol):
         """When torch's loader draws a seed for its workers: "every" epoch, the "first" one only, or "never" again.
 
         It draws from the random state that the order of the data may follow from. With "+again" the sampler is asked
-        for its batches before and once more after each such draw.
+        for its batches before and once more after each such draw. With "+drawn" that of the epoch itself was drawn
+        before the random states that are told with it.
         """
 
     def fingerprint(self) -> Mapping[str, Any]:

@@ -16,11 +16,17 @@ import torch
 
 from torchdistinput.backends.devices import default_state, new_generator
 
-__all__ = ["TIMES", "BaseSeeds"]
+__all__ = ["TIMES", "BaseSeeds", "once_drawn"]
 
 _AGAIN: Final = "+again"
-TIMES: Final = ("every", "first", "never", f"every{_AGAIN}", f"first{_AGAIN}")
+_DRAWN: Final = "every+drawn"
+TIMES: Final = ("every", "first", "never", _DRAWN, f"every{_AGAIN}", f"first{_AGAIN}")
 """What a state may say of when seeds are drawn; see ``Source.base_seed``."""
+
+
+def once_drawn(when: str) -> str:
+    """What to say of when seeds are drawn, beside random states as they were after that of the epoch was drawn."""
+    return {"every": _DRAWN, "first": "never"}.get(when, when)
 
 
 @final
@@ -47,9 +53,11 @@ class BaseSeeds:
         if self.generator.device != device:
             self.generator = new_generator(device)
         self.generator.set_state(default_state(device) if own is None else own.get_state())
-        if self.when != "never":
+        if self.when not in ("never", _DRAWN):
             torch.empty((), dtype=torch.int64).random_(generator=own)
         again = self.when.endswith(_AGAIN)
-        if self.when.startswith("first"):
+        if self.when == _DRAWN:
+            self.when = "every"
+        elif self.when.startswith("first"):
             self.when = "never"
         return again

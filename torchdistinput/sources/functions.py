@@ -44,6 +44,7 @@ class FunctionSource:
 
     workers = None
     bound_to_world = True
+    draws_order = False
     collective_state = True
     certain_piece_size: int | None = None
     largest_piece_size: int | None = None

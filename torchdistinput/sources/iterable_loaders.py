@@ -45,6 +45,8 @@ class IterableLoaderSource:
       options: what the user asked for; ``snapshot_every`` counts batches of a loader worker.
     """
 
+    draws_order = False
+
     def __init__(
         self,
         loader: DataLoader[Any],

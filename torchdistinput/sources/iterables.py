@@ -61,6 +61,7 @@ class IterableSource:
 
     workers = None
     base_seed = "every"
+    draws_order = False
 
     def __init__(
         self,

@@ -105,6 +105,7 @@ class MapLoaderSource:
         self._told: int | None = None
         self._shuffle_epoch = self._shuffle_lead = 0 if self._shuffle is None else self._shuffle.epoch
         self.needs_default_state = _draws_by_default(self._batches)
+        self.draws_order = not self.draws_alone
         self.draws_from_default_generator = loader.generator is None or self.needs_default_state
         self.bound_to_world = not shared
         self.collective_state = self.draws_alone

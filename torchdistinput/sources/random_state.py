@@ -39,6 +39,8 @@ class LentState:
 
     def __init__(self) -> None:
         self.state: torch.Tensor | None = None
+        self.begun: torch.Tensor | None = None
+        """As it was left where an epoch was begun last, or its first batch drawn: at the same call on all ranks."""
 
 
 @final
@@ -87,6 +89,16 @@ class BorrowedRandomState:
     def state(self) -> torch.Tensor:
         """The lent state as the last call left it, or within a call as it is now: uint8, a copy. Local."""
         return torch.get_rng_state() if self._inside else self._state.clone()
+
+    def lend(self) -> None:
+        """The next epoch, or first batch of one, is drawn from here, of whatever dataset. Local, alike on all ranks."""
+        if self._lent is not None:
+            self._lent.begun = self._state
+
+    def catch_up(self) -> None:
+        """Goes on where ``lend`` was called last, of whatever dataset, as torch would. Local, alike on all ranks."""
+        if self._lent is not None and self._lent.begun is not None:
+            self._state = self._lent.begun
 
     def __call__(self, call: Callable[[], Any]) -> Any:
         """What the call returns."""

@@ -49,6 +49,7 @@ class RecordSource:
 
     base_seed = "every"
     needs_default_state = False
+    draws_order = False
     collective_state = False
 
     def __init__(
