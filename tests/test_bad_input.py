@@ -393,7 +393,13 @@ def test_a_prefetch_that_is_no_count_is_refused(prefetch: Any) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("coordination", "sometimes"), ("timeout_seconds", 0), ("timeout_seconds", -3), ("auto_shard_policy", "FILES")],
+    [
+        ("coordination", "sometimes"),
+        ("timeout_seconds", 0),
+        ("timeout_seconds", -3),
+        ("timeout_seconds", float("nan")),
+        ("auto_shard_policy", "FILES"),
+    ],
 )
 def test_an_option_of_no_meaning_is_refused(name: str, value: Any) -> None:
     with pytest.raises((TypeError, ValueError), match=name):
@@ -426,3 +432,41 @@ def test_an_error_in_a_step_comes_after_the_steps_before_it_at_any_prefetch() ->
             for _ in dataset:
                 seen += 1
         assert seen == 2
+
+
+# What is of another type than it should be
+
+
+EIGHT: Any = range(8)
+LOADER = partial(DataLoader[Any], EIGHT, 4)
+STEP = tdi.Step(0, 0, 3, (3,), 1, 1)
+
+WRONG_TYPES: dict[str, tuple[Callable[[Any], Any], list[Any]]] = {
+    "timeout_seconds": (lambda value: tdi.InputOptions(timeout_seconds=value), ["60", [], True, torch.tensor(3)]),
+    "fetch_to_device": (lambda value: tdi.InputOptions(fetch_to_device=value), ["no", 0, None]),
+    "with_index": (lambda value: tdi.InputOptions(with_index=value), ["no", 0, None]),
+    "global_batch_size": (tdi.InputContext(1, 0, 2).get_per_replica_batch_size, [None, "8", 8.0, True]),
+    "generator": (lambda value: strategy(1).distribute_dataset(LOADER(generator=value)), ["x", 7, torch.tensor(3)]),
+    "compression": (lambda value: tdi.FileDataset(["a"], readers.text_lines, compression=value), [[], 7]),
+    "index_folder": (lambda value: tdi.FileDataset(["a"], readers.text_lines, index_folder=value), [7, [], b"a"]),
+    "average_loss": (lambda value: tdi.average_loss(torch.ones(3), value), [None, 3, (0, 1)]),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_TYPES)
+def test_a_value_of_another_type_is_a_type_error_that_names_it(name: str) -> None:
+    make, values = WRONG_TYPES[name]
+    for value in values:
+        with pytest.raises(TypeError, match=name):
+            make(value)
+
+
+def test_numbers_of_numpy_are_batch_sizes_of_replicas() -> None:
+    assert tdi.InputContext(1, 0, 2).get_per_replica_batch_size(np.int64(8)) == 4
+
+
+def test_a_generator_that_is_none_is_torchs_type_error_in_the_drop_in_too() -> None:
+    wrong: Any = "x"
+    for kind in (DataLoader, tdi.DataLoader):
+        with pytest.raises(TypeError):
+            iter(kind(EIGHT, 4, generator=wrong))

@@ -47,7 +47,7 @@ def average_loss(per_sample_loss: Tensor, step: Step, weights: Tensor | None = N
       are those of the mean over the global batch. For logging, ``reduce(SUM, ...) / num_workers`` of it is that mean.
 
     Raises:
-      TypeError: if the loss or the weights are no tensor.
+      TypeError: if the loss or the weights are no tensor, or the step is no ``Step``.
       ValueError: if the loss is a scalar, does not have one entry per sample, or the weights do not fit it.
       RuntimeError: if the step has no global size, or the replicas to sum the weights over are not known here.
     """
@@ -66,6 +66,11 @@ def average_loss(per_sample_loss: Tensor, step: Step, weights: Tensor | None = N
 
 
 def _global_size(step: Step) -> int:
+    if not isinstance(step, Step):
+        raise TypeError(
+            f"average_loss needs the step of the batch, got {type(step).__name__}. Give loader.step, asked for in the "
+            "loop over the data, right after the batch came."
+        )
     if step.global_size is None:
         raise RuntimeError(
             "average_loss needs the size of the global batch, and step.global_size is None: with coordination='off' a "

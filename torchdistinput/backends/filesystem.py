@@ -242,10 +242,13 @@ def check_compression(compression: str | None) -> None:
     """Refuses what ``open_file`` does not know.
 
     Raises:
+      TypeError: it is no name.
       ValueError: naming the compressions that are there.
     """
     from fsspec.compression import compr
 
+    if not isinstance(compression, str | None):
+        raise TypeError(f"compression must be a name, 'infer' or None, got {compression!r}")
     known = sorted(name for name in compr if name is not None)
     if compression not in {None, "infer", *known}:
         raise ValueError(f"compression must be 'infer', None or one of {', '.join(known)}; got {compression!r}")

@@ -97,13 +97,13 @@ class InputOptions:
         _check_count("snapshot_every", self.snapshot_every, 1)
         _check_count("max_errors", self.max_errors, 0)
         _check_count("log_every", self.log_every, 0)
-        if self.timeout_seconds is not None and not self.timeout_seconds > 0:
-            raise ValueError(f"timeout_seconds is {self.timeout_seconds}; it must be positive.")
+        if self.timeout_seconds is not None:
+            _check_seconds("timeout_seconds", self.timeout_seconds)
         _check_word("coordination", self.coordination, "on", "off")
         _check_word("partial_batch", self.partial_batch, "keep", "pad")
         _check_word("on_error", self.on_error, "raise", "skip")
-        if not isinstance(self.with_index, bool):
-            raise TypeError(f"with_index is {self.with_index!r}; True or False is needed.")
+        _check_bool("with_index", self.with_index)
+        _check_bool("fetch_to_device", self.fetch_to_device)
 
     @property
     def skips(self) -> bool:
@@ -126,6 +126,18 @@ def _check_count(name: str, value: object, least: int, what: str = "steps") -> N
         raise TypeError(f"{name} is {value!r}; an int is needed, a number of {what}.")
     if value < least:
         raise ValueError(f"{name} is {value}; it must be {least} or more.")
+
+
+def _check_seconds(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} is {value!r}; an int or float is needed, a number of seconds.")
+    if not value > 0:
+        raise ValueError(f"{name} is {value}; it must be positive.")
+
+
+def _check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}; True or False is needed.")
 
 
 def _check_word(name: str, value: object, first: str, second: str) -> None:

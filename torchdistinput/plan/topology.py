@@ -12,6 +12,7 @@ The grammar of names, used everywhere:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 from typing import final
 
 __all__ = ["InputContext", "Topology", "ValueContext"]
@@ -67,7 +68,11 @@ class InputContext:
 
         Raises:
           ValueError: it does not divide by ``num_replicas_in_sync``.
+          TypeError: it is no int.
         """
+        given: object = global_batch_size
+        if isinstance(given, bool) or not isinstance(given, Integral):
+            raise TypeError(f"global_batch_size is {given!r}; an int is needed.")
         if global_batch_size % self.num_replicas_in_sync != 0:
             # TensorFlow's own sentence, its trailing space included: scripts match on it.
             raise ValueError(

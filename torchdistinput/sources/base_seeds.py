@@ -37,9 +37,17 @@ class BaseSeeds:
       generator: the loader's; ``None`` for torch's default random state.
       lasting: whether its workers live on from epoch to epoch.
       again: whether torch asks the sampler once more when it starts workers, and that may matter.
+
+    Raises:
+      TypeError: the generator is none.
     """
 
     def __init__(self, generator: torch.Generator | None, *, lasting: bool, again: bool = False) -> None:
+        if not isinstance(generator, torch.Generator | None):
+            raise TypeError(
+                f"generator of the DataLoader is a {type(generator).__name__}; a torch.Generator is needed, such as "
+                "torch.Generator().manual_seed(1), or None."
+            )
         self._generator = generator
         self.when = ("first" if lasting else "every") + (_AGAIN if again else "")
         """When the next one is drawn: see ``Source.base_seed``."""

@@ -28,6 +28,7 @@ from torchdistinput.backends.filesystem import OpenedFile
 from torchdistinput.backends.retrying import one_line
 from torchdistinput.errors import SourceError
 from torchdistinput.sources.blocks import BlockReader, Layout, StartsOf
+from torchdistinput.sources.checks import as_object
 
 __all__ = ["IndexFolder"]
 
@@ -48,10 +49,13 @@ class IndexFolder:
       read: the reader; another one finds other records, and has indices of its own.
 
     Raises:
+      TypeError: the folder is no path.
       ValueError: no index can be made for the reader.
     """
 
     def __init__(self, folder: str | os.PathLike[str], read: Callable[..., Any]) -> None:
+        if not isinstance(as_object(folder), str | os.PathLike):
+            raise TypeError(f"index_folder must be the path of a folder, got {folder!r}")
         if not isinstance(read, BlockReader) or read.starts is None:
             raise ValueError(
                 f"index_folder was given with the reader {read!r:.100}, of which no index can be made: text_lines, "
