@@ -314,9 +314,11 @@ def _agree(
     said = agree(ranks, name, facts, extra=extra)
     if ranks is not None:
         said = [said[first] for first in ranks.firsts]  # ranks of one worker bring the same
-    return operands, local, [
-        [[_Meta(dtype, tuple(shape), grad) for dtype, shape, grad in leaf] for leaf in one] for one in said
-    ]
+    return (
+        operands,
+        local,
+        [[[_Meta(dtype, tuple(shape), grad) for dtype, shape, grad in leaf] for leaf in one] for one in said],
+    )
 
 
 def _refuse_special(operands: Operands) -> None:

@@ -46,7 +46,7 @@ def test_an_exception_at_any_line_before_the_workers_start_leaves_no_file_open()
     came, line = True, 0
     while came:
         line += 1
-        loader = DataLoader([1], **settings_of(DataLoader([1], num_workers=1)))  # type: ignore[arg-type]
+        loader: DataLoader[int] = DataLoader([1], **settings_of(DataLoader([1], num_workers=1)))  # type: ignore[arg-type]
         before = len(os.listdir("/proc/self/fd"))
         came = Interruption(line, slots, fronts, slotted).press_in(partial(slotted.through_slots, loader))
         del loader
