@@ -169,6 +169,10 @@ class Background:
         self.thread: threading.Thread | None = None
         if threaded:
             self.thread = threading.Thread(target=self._run, name="torchdistinput-input", daemon=True)
+
+    def begin(self) -> None:
+        """Starts the thread, if there is to be one. After an interruption in here it may run: ``stop`` ends it."""
+        if self.thread is not None:
             self.thread.start()
 
     @property

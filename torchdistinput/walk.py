@@ -124,16 +124,21 @@ def compose(
         meter=progress.meter,
         room=options.prefetch_bytes if grows else None,
     )
-    buffer = Buffer(
-        background,
-        helps=not copies and _makes_plain_tensors(),
-        timeout_seconds=setting.timeout_seconds if options.timeout_seconds is None else options.timeout_seconds,
-        names=_itself if ranks is None else ranks.name,
-        first_step=progress.steps,
-        deeper=last.read_ahead,
-    )
-    elements = Elements(mould, source.certain_piece_size, setting.topology.replicas_per_worker, pad)
-    return DistributedIterator(buffer, transfer, elements, progress, last)
+    try:
+        background.begin()
+        buffer = Buffer(
+            background,
+            helps=not copies and _makes_plain_tensors(),
+            timeout_seconds=setting.timeout_seconds if options.timeout_seconds is None else options.timeout_seconds,
+            names=_itself if ranks is None else ranks.name,
+            first_step=progress.steps,
+            deeper=last.read_ahead,
+        )
+        elements = Elements(mould, source.certain_piece_size, setting.topology.replicas_per_worker, pad)
+        return DistributedIterator(buffer, transfer, elements, progress, last)
+    except BaseException:  # there is nobody else who would end its thread
+        background.stop(0)
+        raise
 
 
 def _new_pad(source: Source, options: InputOptions) -> Pad | None:

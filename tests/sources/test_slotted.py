@@ -46,7 +46,8 @@ def test_an_exception_at_any_line_before_the_workers_start_leaves_no_file_open()
     came, line = True, 0
     while came:
         line += 1
-        loader: DataLoader[int] = DataLoader([1], **settings_of(DataLoader([1], num_workers=1)))  # type: ignore[arg-type]
+        given: DataLoader[Any] = DataLoader(Made(int), num_workers=1)
+        loader: DataLoader[Any] = DataLoader(Made(int), **settings_of(given))
         before = len(os.listdir("/proc/self/fd"))
         came = Interruption(line, slots, fronts, slotted).press_in(partial(slotted.through_slots, loader))
         del loader

@@ -183,8 +183,10 @@ def compose(
     walk = Walk(fetch.draw, produce, discard, _nothing, fetch.close, close_devices)
     threaded = world is not None or depth > 0
     meter = Meter()
+    background = Background(walk, coordinate, depth=depth, threaded=threaded, meter=meter, room=room)
+    background.begin()
     buffer = Buffer(
-        Background(walk, coordinate, depth=depth, threaded=threaded, meter=meter, room=room),
+        background,
         helps=helps,
         timeout_seconds=timeout_seconds,
         names=lambda rank: rank,

@@ -347,6 +347,7 @@ def bare_walk(party: list[str], **others: object) -> Walk:
 
 def bare_buffer(walk: Walk, votes: Hearing, *, helps: bool = False) -> Buffer:
     background = Background(walk, votes, depth=0, threaded=True, meter=Meter())
+    background.begin()
     return Buffer(background, helps=helps, timeout_seconds=5.0, names=lambda rank: rank)
 
 

@@ -7,6 +7,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +19,9 @@ from tests.interruptions import Interruption
 from tests.processes import in_fork
 from tests.stages.scripted import Party, Script, compose, values
 from torchdistinput import background as background_module
+from torchdistinput import elements as elements_module
 from torchdistinput import endings
+from torchdistinput import walk as walk_module
 from torchdistinput.stages import buffer as buffer_module
 from torchdistinput.testing import FakeCollectives
 
@@ -221,6 +224,41 @@ def test_wherever_reading_is_interrupted_nothing_is_left_behind_when_it_is_close
         if not came:
             break
     assert line > 10
+
+
+def has_ended(threads: Callable[[], Any]) -> bool:
+    until = time.monotonic() + BOUND_SECONDS
+    while threads() and time.monotonic() < until:
+        gc.collect()
+        time.sleep(0.01)
+    return not threads()
+
+
+def test_an_interruption_of_an_iter_leaves_no_thread_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def started_and_interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        if thread.name == "torchdistinput-input":
+            raise KeyboardInterrupt
+
+    dataset = _of(DataLoader(Slow(), 2, num_workers=1), 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", started_and_interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            iter(dataset)
+    assert has_ended(_threads)
+    for line in itertools.count(1):
+        interruption = Interruption(line, walk_module, background_module, buffer_module, elements_module)
+        opened: list[Any] = []
+        came = interruption.press_in(partial(opened.extend, map(iter, [dataset])))
+        for iterator in opened:
+            iterator.close()
+        assert has_ended(_threads), interruption.at
+        if not came:
+            break
+    assert line > 50
+    dataset.close()
 
 
 @pytest.mark.parametrize(("world", "depth"), WORLDS.values(), ids=WORLDS)
