@@ -240,3 +240,23 @@ def goes_on_after_different_steps() -> int:
 
 def test_where_the_ranks_left_at_different_steps_the_next_epoch_begins_alike_all_the_same() -> None:
     assert run_ranks(2, goes_on_after_different_steps, timeout_seconds=HANG_SECONDS) == [150] * 2
+
+
+def first_in_inference_mode(prefetch: int | None) -> list[Any]:
+    """A first batch is only looked at, say to let lazy layers know their sizes; the others are trained on."""
+    weight = torch.ones(1, requires_grad=True)
+    data = {"x": torch.arange(40.0).reshape(40, 1)}
+    batches = iter(one().distribute_dataset(data, tdi.InputOptions(prefetch=prefetch), global_batch_size=4))
+    with torch.inference_mode():
+        found = [next(batches)["x"].tolist()]
+    for batch in batches:
+        torch.autograd.backward((batch["x"] * weight).sum())
+        found.append(batch["x"].tolist())
+    return found
+
+
+def test_what_was_read_ahead_in_inference_mode_can_be_trained_on() -> None:
+    for prefetch in (None, 0, 4):
+        parts = run_ranks(2, first_in_inference_mode, prefetch)
+        put_together = [list(itertools.chain(*pieces)) for pieces in zip(*parts, strict=True)]
+        assert put_together == torch.arange(40.0).reshape(10, 4, 1).tolist()

@@ -43,6 +43,7 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import Final, final
 
+import torch
 from torch.autograd import profiler
 
 from torchdistinput.backends.forks import told_of_forks
@@ -144,9 +145,14 @@ class Buffer:
                 raise
             self._to_spare = 0
         if self._peeked is None:
-            return self._next_ahead()
+            return self._next_in_no_mode() if torch.is_inference_mode_enabled() else self._next_ahead()
         share, self._peeked = self._peeked, None
         return share
+
+    def _next_in_no_mode(self) -> Share | None:
+        """What is read ahead in inference mode may be trained on outside of it, where its tensors would be refused."""
+        with torch.inference_mode(mode=False), torch.no_grad():
+            return self._next_ahead()
 
     def peek(self) -> Share | None:
         """The step that ``take`` will return."""
