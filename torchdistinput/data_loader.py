@@ -25,7 +25,7 @@ import copy
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Generic, TypeVar, final, overload
+from typing import Any, Generic, TypeVar, cast, final, overload
 
 import numpy as np
 import torch
@@ -116,7 +116,7 @@ class DataLoader(Generic[T_co]):
 
     Raises:
       ValueError: what torch raises for its arguments; both ``device`` and ``strategy``; a negative ``prefetch``.
-      TypeError: what torch raises; a ``prefetch`` or ``policy`` of another type.
+      TypeError: what torch raises; a ``prefetch``, ``policy`` or ``strategy`` of another type.
       InputError: ``in_order=False``; a class in place of a dataset.
       ShardingError: a ``DistributedSampler`` or another sampler for one rank is inside; it would be divided again. With
         ``policy=AutoShardPolicy.OFF`` it is taken as it is: each rank's own data, in steps of ``batch_size`` over all.
@@ -164,6 +164,8 @@ class DataLoader(Generic[T_co]):
         device: str | torch.device | None = None,
         strategy: Strategy | None = None,
     ) -> None:
+        if not isinstance(strategy, Strategy | None):
+            raise TypeError(f"strategy is a {type(strategy).__name__}; a torchdistinput.Strategy is needed, or None.")
         if device is not None and strategy is not None:
             raise ValueError("both device and strategy were given; a strategy has its devices. Give one of them.")
         self._loader: TorchDataLoader[T_co] = TorchDataLoader(
@@ -398,7 +400,10 @@ class _SharedStrategies:
 
     def get(self, device: str | torch.device | None) -> Strategy:
         """The strategy of all loaders with this device; outside of any group one of this process alone. Collective."""
-        wanted = torch.device("cpu" if device is None else device)
+        try:
+            wanted = torch.device("cpu" if device is None else device)
+        except (RuntimeError, TypeError, ValueError):
+            return Strategy([cast(Any, device)])  # which says what is wrong with it, on every rank
         found = self._by_device.get(wanted)
         if found is not None and self._group is launch.default_group():
             return found

@@ -35,6 +35,7 @@ from torchdistinput.walk import Setting
 __all__ = ["ClusterResolver", "Strategy", "get_strategy"]
 
 _LOG = logging.getLogger("torchdistinput")
+_LONGEST_SECONDS = 10**9  # what torch's groups and stores take, with room to spare
 
 T = TypeVar("T")
 
@@ -77,7 +78,7 @@ class Strategy:
 
     Raises:
       ValueError: a device does not exist, the process is not in the group, or the arguments contradict each other.
-      TypeError: ``devices`` is a single one, not a sequence.
+      TypeError: ``devices`` is a single one, not a sequence; or another argument is of another type.
       CoordinationTimeout: a rank did not come in time; it is named. So do all collective methods.
     """
 
@@ -93,7 +94,10 @@ class Strategy:
         launch = launcher.find_launch()
         problem = _misuse(timeout_seconds, process_group, mesh, data_dims)
         if problem is not None:
-            timeout_seconds = 600.0  # the other ranks must hear of it, whatever was given here
+            # The other ranks must hear of it, whatever was given here.
+            timeout_seconds = 600.0
+            process_group = process_group if launcher.fits("process_group", process_group) else None
+            mesh = mesh if launcher.fits("mesh", mesh) else None
         found, no_devices = _try_devices(devices, launch.local_rank)
         problem = problem or no_devices
         if launch.launched and not launcher.default_group_exists():
@@ -441,6 +445,7 @@ class Strategy:
 
         Raises:
           RankDisagreement: names, shapes, dtypes or layouts differ between ranks.
+          TypeError: the module is none; on every rank.
         Exception: what moving or copying the module raised; on the other ranks one that tells of it.
         """
         modules: list[nn.Module] = []
@@ -448,6 +453,8 @@ class Strategy:
         facts: dict[str, Any] = {}
         problem: Exception | None = None
         try:
+            if not isinstance(module, nn.Module):
+                raise TypeError(f"module is a {type(module).__name__}; a torch.nn.Module is needed.")
             modules = [module.to(self.device)]
             modules += [copy.deepcopy(modules[0]).to(device) for device in self.devices[1:]]
             tensors = [dict([*each.named_parameters(), *each.named_buffers()]) for each in modules]
@@ -480,8 +487,17 @@ def _check_options(options: object) -> None:
 
 def _misuse(timeout_seconds: float, process_group: Any, mesh: Any, data_dims: Sequence[str] | None) -> Exception | None:
     """What is wrong with the arguments, if anything."""
-    if not timeout_seconds > 0:
-        return ValueError(f"timeout_seconds is {timeout_seconds}; it must be positive.")
+    given: object = timeout_seconds
+    if isinstance(given, bool) or not isinstance(given, int | float):
+        return TypeError(f"timeout_seconds is {given!r:.100}; an int or float is needed, a number of seconds.")
+    if not 0 < given <= _LONGEST_SECONDS:
+        return ValueError(f"timeout_seconds is {given}; it must be positive, and {_LONGEST_SECONDS} at most.")
+    for name, value, wanted in (
+        ("process_group", process_group, "a group of torch.distributed (new_group(...))"),
+        ("mesh", mesh, "a DeviceMesh (init_device_mesh(...))"),
+    ):
+        if not launcher.fits(name, value):
+            return TypeError(f"{name} is a {type(value).__name__}; {wanted} is needed, or None.")
     if process_group is not None and mesh is not None:
         return ValueError("both process_group and mesh were given; a mesh has its own groups. Give one of them.")
     if data_dims is not None and mesh is None:

@@ -23,6 +23,7 @@ __all__ = [
     "default_group_exists",
     "find_launch",
     "find_members",
+    "fits",
     "global_ranks",
     "join_default_group",
     "leave_default_group",
@@ -55,6 +56,17 @@ class Members(NamedTuple):
 
 
 _USUAL_DATA_DIMS = ("dp", "ddp", "fsdp", "hsdp", "data", "batch", "replicate", "shard", "dp_replicate", "dp_shard")
+
+
+def fits(name: str, value: object) -> bool:
+    """Whether a value is what ``Strategy`` takes under this name, ``process_group`` or ``mesh``. Local."""
+    if value is None or (name == "process_group" and value is dist.GroupMember.NON_GROUP_MEMBER):
+        return True
+    if name == "process_group":
+        return isinstance(value, dist.ProcessGroup)
+    from torch.distributed.device_mesh import DeviceMesh  # noqa: PLC0415 - its import takes long, and few have one
+
+    return isinstance(value, DeviceMesh)
 
 
 def find_members(group: Any, mesh: Any, data_dims: Sequence[str] | None) -> Members:
