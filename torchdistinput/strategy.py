@@ -446,7 +446,7 @@ class Strategy:
         Raises:
           RankDisagreement: names, shapes, dtypes or layouts differ between ranks.
           TypeError: the module is none; on every rank.
-        Exception: what moving or copying the module raised; on the other ranks one that tells of it.
+          Exception: what moving or copying the module raised; on the other ranks one that tells of it.
         """
         modules: list[nn.Module] = []
         tensors: list[dict[str, Tensor]] = []
