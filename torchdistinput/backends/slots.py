@@ -47,8 +47,8 @@ import weakref
 from bisect import insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from multiprocessing import reduction
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import DupFd
 from typing import Any, Final, final
 
 import numpy as np
@@ -120,7 +120,7 @@ class Arena:
         self.seal()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _attach, (DupFd(self._file), self.workers, self._part)
+        return _attach, (reduction.DupFd(self._file), self.workers, self._part)
 
     def seal(self) -> None:
         """Closes the descriptor: all workers have the memory. Idempotent."""

@@ -36,7 +36,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar, final
 
@@ -175,7 +175,7 @@ class _Rank:
     """A started rank, as the parent sees it."""
 
     job: _Job
-    process: ForkServerProcess
+    process: BaseProcess
     pipe: Connection
     report: _Report | None = None
 
