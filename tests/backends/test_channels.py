@@ -18,8 +18,10 @@ import torch
 import torch.distributed as dist
 
 from tests.processes import run_to_the_end
-from torchdistinput.backends import collectives, neighbours
+from tests.silent import SilentGloo
+from torchdistinput.backends import collectives, mail, neighbours
 from torchdistinput.backends.collectives import Channel, ProcessGroupRanks
+from torchdistinput.backends.connections import new_gloo_group
 from torchdistinput.backends.exchanges import conclude
 from torchdistinput.backends.launch import find_members
 from torchdistinput.errors import CoordinationTimeout, RankLost
@@ -31,8 +33,9 @@ WORLDS = [2, 3, 5]
 QUITTERS = {2: [0, 1], 3: [2], 5: [1, 4]}
 LATECOMERS = {2: 1, 3: 0, 5: 4}
 
-# Which ranks share memory: all of them, those with even numbers, or none, as on hosts of their own.
-HOSTS = ["one host", "some on it", "a host each"]
+# Which ranks share memory: all of them, those with even numbers, or none, as on hosts of their own. Nor do any on a
+# system where gloo is silent.
+HOSTS = ["one host", "some on it", "a host each", "silent"]
 of_hosts = pytest.mark.parametrize("hosts", HOSTS)
 
 Played = dict[int, list[dict[str, Any]]]
@@ -45,6 +48,10 @@ def placed(hosts: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if hosts == "a host each" or (hosts == "some on it" and dist.get_rank() % 2):
             patch.setattr(os, "pidfd_open", not_found)
+        if hosts == "silent":
+            patch.setattr(neighbours, "_SHARES", False)
+            patch.setattr(mail, "_SILENT", True)
+            patch.setattr(collectives, "new_gloo_group", lambda *args: SilentGloo(new_gloo_group(*args)))
         yield
 
 

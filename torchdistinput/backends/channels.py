@@ -188,6 +188,12 @@ class ProcessGroupChannel:
         """Tells the others, through the store, in which exchange this rank waits. The watch calls this."""
         self._store.set(f"waiting/{self.rank}", str(self._sequence))
 
+    def look_for_leavers(self) -> None:
+        """Ends the wait if another rank has left, where nothing else tells of that. The watch calls this."""
+        for mail in self._mails:
+            if mail.is_silent and self._store.add("left", 0):
+                mail.close()
+
     def abort(self, reason: str) -> None:
         """See ``Channel.abort``."""
         with self._lock:
@@ -300,7 +306,10 @@ def _roll_call(store: Store, this: int, names: Sequence[int]) -> str:
 
 @final
 class Watch:
-    """Says at the store, twice a second, in which exchange this rank waits. One thread while any channel is in use."""
+    """Says at the store, twice a second, in which exchange this rank waits. One thread while any channel is in use.
+
+    It also looks for ranks that left, where gloo does not tell.
+    """
 
     def __init__(self) -> None:
         # Reentrant: the garbage collector may close a dropped iterator on a thread that is in here.
@@ -338,7 +347,10 @@ class Watch:
                 channels = list(self._channels)
             for channel in channels:
                 since = channel.waiting_since()
-                if since is not None and time.monotonic() - since > _WATCH_SECONDS and said.get(channel) != since:
-                    said[channel] = since
-                    with contextlib.suppress(dist.DistError, RuntimeError):  # no store, no news: the waits stay bounded
+                if since is None or time.monotonic() - since <= _WATCH_SECONDS:
+                    continue
+                with contextlib.suppress(dist.DistError, RuntimeError):  # no store, no news: the waits stay bounded
+                    if said.get(channel) != since:
+                        said[channel] = since
                         channel.say_waiting()
+                    channel.look_for_leavers()

@@ -7,13 +7,20 @@ Nothing depends on it but that.
 A receive cannot be cancelled, but a second receive on the same group that expires closes all its connections, which
 releases the first and, through closed connections, every other rank. That is how ``close`` ends the waits over gloo.
 
-References: gloo ``UnboundBuffer::waitRecv`` (an expired wait signals the context).
+*Where gloo is silent* (its transport of macOS and Windows, libuv) who waits hears of messages only: not of connections
+that are closed, nor of waits that expire, which close none. There a wait is made of short ones, between which it sees
+whether it was closed here; that another rank has closed is seen at the store (``channels.Watch``).
+
+References: gloo ``tcp::UnboundBuffer::waitRecv`` (an expired wait signals the context), ``uv::UnboundBuffer::waitRecv``
+(it does not), ``uv::Pair::onEnd`` (nor does the end of a connection).
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import sys
+import time
 from collections.abc import Iterable
 from typing import Any, Final, Protocol, final
 
@@ -26,7 +33,9 @@ from torchdistinput.backends.neighbours import meet
 
 __all__ = ["Gloo", "Mail"]
 
+_SILENT: Final = sys.platform != "linux"
 _FOREVER: Final = datetime.timedelta(days=365)
+_SLICE: Final = datetime.timedelta(milliseconds=50)  # of a wait where gloo is silent
 _CLOSING: Final = 1  # a tag that nobody sends with
 
 
@@ -55,13 +64,79 @@ class Gloo(Protocol):
         """From one, to all."""
 
 
+class _Wait(Protocol):
+    """How to wait for what gloo does."""
+
+    def __call__(self, work: Any, /) -> None:
+        """Raises ``RuntimeError`` if it cannot come any more, or does not come in time."""
+
+    def close(self, group: Gloo, connected: Iterable[int], /) -> None:
+        """Ends all waits of this rank, and closes its connections where that can be. Any thread."""
+
+
+@final
+class _HeardWait:
+    """Where gloo tells whoever waits that a connection was closed.
+
+    Args:
+      patience: how long to wait.
+    """
+
+    def __init__(self, patience: datetime.timedelta) -> None:
+        self._patience = patience
+
+    def __call__(self, work: Any, /) -> None:
+        """See ``_Wait``."""
+        work.wait(self._patience)
+
+    def close(self, group: Gloo, connected: Iterable[int], /) -> None:
+        """See ``_Wait``."""
+        _close(group, connected)
+
+
+@final
+class _SilentWait:
+    """Where it does not.
+
+    Args:
+      patience: how long to wait.
+    """
+
+    def __init__(self, patience: datetime.timedelta) -> None:
+        self._seconds = patience.total_seconds()
+        self._closed = False
+
+    def __call__(self, work: Any, /) -> None:
+        """See ``_Wait``."""
+        until = time.monotonic() + self._seconds
+        while not self._closed:
+            began = time.monotonic()
+            try:
+                work.wait(_SLICE)
+            except RuntimeError:
+                now = time.monotonic()
+                if now > until or now < began + _SLICE.total_seconds() / 2:  # it did not expire, but fail
+                    raise
+            else:
+                return
+        raise RuntimeError("the connections were closed")
+
+    def close(self, group: Gloo, connected: Iterable[int], /) -> None:
+        """See ``_Wait``."""
+        self._closed = True
+
+
+def _wait_for(patience: datetime.timedelta) -> _Wait:
+    return _SilentWait(patience) if _SILENT else _HeardWait(patience)
+
+
 @final
 class _Sent:
     """What was given to gloo; see ``exchanges.Pending``. It depends on nothing that another rank does now."""
 
-    def __init__(self, work: Any, patience: datetime.timedelta) -> None:
+    def __init__(self, work: Any, wait: _Wait) -> None:
         self._work = work
-        self._patience = patience
+        self._wait = wait
 
     def has_come(self) -> bool:
         """See ``Pending.has_come``."""
@@ -69,7 +144,7 @@ class _Sent:
 
     def wait(self) -> None:
         """See ``Pending.wait``."""
-        self._work.wait(self._patience)
+        self._wait(self._work)
 
 
 @final
@@ -88,11 +163,11 @@ class _Written:
 class _Stamped:
     """A message over gloo that ends with a stamp; see ``exchanges.Pending``."""
 
-    def __init__(self, work: Any, words: Words, before: int, patience: datetime.timedelta) -> None:
+    def __init__(self, work: Any, words: Words, before: int, wait: _Wait) -> None:
         self._work = work
         self._words = words
         self._before = before
-        self._patience = patience
+        self._wait = wait
 
     def has_come(self) -> bool:
         """See ``Pending.has_come``."""
@@ -100,7 +175,7 @@ class _Stamped:
 
     def wait(self) -> None:
         """See ``Pending.wait``."""
-        self._work.wait(self._patience)
+        self._wait(self._work)
 
 
 @final
@@ -109,29 +184,33 @@ class _OverGloo:
 
     Args:
       group: the ranks.
-      patience: how long to wait for a message.
+      wait: how to wait for a message.
 
     Attributes:
       connected: ranks that there are connections with, as something was to be received from them.
     """
 
-    def __init__(self, group: Gloo, patience: datetime.timedelta) -> None:
+    def __init__(self, group: Gloo, wait: _Wait) -> None:
         self._group = group
-        self._patience = patience
+        self._wait = wait
         self.connected: set[int] = set()
         self.rank = group.rank
         self.size = group.size
 
     def send(self, words: Words, peer: int, tag: int) -> Pending:
         """See ``Messenger.send``."""
-        return _Sent(self._group.send([torch.from_numpy(words)], peer, tag), self._patience)
+        return _Sent(self._group.send([torch.from_numpy(words)], peer, tag), self._wait)
 
     def recv(self, words: Words, peer: int, tag: int) -> Pending:
         """See ``Messenger.recv``."""
         before = int(words[-1])
         work = self._group.recv([torch.from_numpy(words)], peer, tag)
         self.connected.add(peer)
-        return _Stamped(work, words, before, self._patience)
+        return _Stamped(work, words, before, self._wait)
+
+    def close(self) -> None:
+        """Ends all waits. Any thread."""
+        self._wait.close(self._group, self.connected)
 
 
 @final
@@ -144,22 +223,25 @@ class Mail:
       group: the ranks.
       timeout_seconds: how long a rank may take to make one.
 
+    Attributes:
+      is_silent: whether the other ranks do not hear of it when this one closes.
+
     Raises:
       RuntimeError: a rank went away meanwhile, or did not come; all connections are closed.
     """
 
     def __init__(self, group: Gloo, timeout_seconds: float) -> None:
-        self._group = group
         self.rank = group.rank
         self.size = group.size
-        self._over_gloo = _OverGloo(group, _FOREVER)
-        greeting = _OverGloo(group, datetime.timedelta(seconds=timeout_seconds))
+        self.is_silent = _SILENT
+        greeting = _OverGloo(group, _wait_for(datetime.timedelta(seconds=timeout_seconds)))
         try:
             self._neighbours = meet(greeting, partners(group.rank(), group.size()))
         except RuntimeError:
-            _close(group, greeting.connected)
+            greeting.close()
             raise
-        self._connected = greeting.connected
+        self._over_gloo = _OverGloo(group, _wait_for(_FOREVER))
+        self._over_gloo.connected.update(greeting.connected)
         self._written = _Written()
 
     def send(self, words: Words, peer: int, tag: int) -> Pending:
@@ -176,9 +258,9 @@ class Mail:
         return self._neighbours.recv(words, peer)
 
     def close(self) -> None:
-        """Ends all waits, here and on other ranks. Local: any thread."""
+        """Ends all waits, here and on other ranks; only here where gloo is silent. Local: any thread."""
         self._neighbours.leave()
-        _close(self._group, self._connected)
+        self._over_gloo.close()
 
 
 def _close(group: Gloo, connected: Iterable[int]) -> None:
