@@ -17,10 +17,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
+import torchdistinput as tdi
+from torchdistinput import walk
 from torchdistinput.backends import copiers
 from torchdistinput.backends.bundles import SMALL_BYTES
 from torchdistinput.backends.copiers import Copier, DirectCopier, HostCopier, StreamCopier
+from torchdistinput.backends.devices import make_copier
 from torchdistinput.testing.streams import POISON, FakeDevice, FakeStream, Turns
 
 SCHEDULES = 400
@@ -270,6 +274,21 @@ def test_with_one_stream_the_consumer_moves_the_batch_itself() -> None:
     assert batch["x"].shape == (2, 3)
     assert batch["names"] == ["a", "b"]
     copier.close()
+
+
+def test_what_the_device_has_no_numbers_for_is_refused_before_the_others_count_on_it() -> None:
+    copier = DirectCopier(torch.device("meta"), lacks={torch.float64})
+    assert copier.hand_over(copier.send([torch.ones(2), ["a", "b"]]))[0].device.type == "meta"
+    with pytest.raises(TypeError, match=r"torch.float64 cannot be moved to meta.* x.float\(\)"):
+        copier.send({"x": (torch.ones(2), torch.ones(2).double())})
+
+
+def test_a_batch_that_a_device_has_no_numbers_for_is_an_error_of_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(walk, "make_copier", lambda _: make_copier(torch.device("mps", 0)))
+    data = TensorDataset(torch.zeros(4, dtype=torch.float64))
+    dataset = tdi.Strategy(["cpu"]).distribute_dataset(DataLoader(data, 2))
+    with pytest.raises(tdi.SourceError, match=r"step 0 of epoch 0.*float64 cannot be moved to mps:0"):
+        next(iter(dataset))
 
 
 def test_lists_and_constants_stay_on_the_host_and_every_tensor_moves() -> None:

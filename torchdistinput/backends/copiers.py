@@ -63,6 +63,7 @@ from __future__ import annotations
 import enum
 import weakref
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Protocol, final
 
@@ -155,10 +156,16 @@ class HostCopier:
 
 @final
 class DirectCopier:
-    """For an accelerator with one stream: the consumer moves each batch itself, at hand-over."""
+    """For an accelerator with one stream: the consumer moves each batch itself, at hand-over.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+      device: the accelerator.
+      lacks: types that it has no numbers of.
+    """
+
+    def __init__(self, device: torch.device, lacks: Collection[torch.dtype] = ()) -> None:
         self._device = device
+        self._lacks = lacks
 
     def enter_thread(self) -> None:
         """Nothing to do: the background thread does not touch the device."""
@@ -167,7 +174,18 @@ class DirectCopier:
         """Nothing to do: there is only one stream."""
 
     def send(self, batch: Batch) -> Parcel:
-        """Wraps the batch, still on the host."""
+        """Wraps the batch, still on the host.
+
+        Raises:
+          TypeError: it cannot be moved. That is told here, where all ranks hear of it at the same step.
+        """
+        for leaf in flatten(batch)[0] if self._lacks else ():
+            if isinstance(leaf, torch.Tensor) and leaf.dtype in self._lacks:
+                raise TypeError(
+                    f"a tensor of {leaf.dtype} cannot be moved to {self._device}, which has no such numbers. "
+                    "Convert it in the dataset or in collate_fn, for example by x.float(). Python's floats become "
+                    "float64 where torch collates them, and NumPy's are."
+                )
         return Parcel(batch, late=True)
 
     def hand_over(self, parcel: Parcel) -> Batch:

@@ -33,6 +33,8 @@ __all__ = [
 
 # Accelerators whose torch backend has a single stream: `torch.Stream(device)` cannot make a second one there.
 _ONE_STREAM = frozenset({"mps"})
+# And it has no numbers of these types.
+_LACKS = {"mps": frozenset({torch.float64, torch.complex128})}
 
 
 @final
@@ -328,7 +330,7 @@ def make_copier(device: torch.device) -> Copier:
     if device.type == "cpu":
         return HostCopier()
     if device.type in _ONE_STREAM:
-        return DirectCopier(device)
+        return DirectCopier(device, _LACKS.get(device.type, ()))
     return StreamCopier(TorchStreams(device, page_lock(device)))
 
 
