@@ -188,14 +188,14 @@ def test_an_open_file_tells_its_place_in_the_content_and_closes_all(kind: str, t
         name = put(f"{tmp_path}/a.gz", gzip.compress(content))
     else:
         name = put(f"{tmp_path if kind == 'local' else memory}/a", content)
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(os.listdir("/dev/fd"))
     opened = filesystem.open_file(name, "infer")
     assert opened.stream.read(300_000) == content[:300_000]
     assert opened.stream.tell() == 300_000
     opened.close()
     opened.close()
     assert opened.stream.closed
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/dev/fd")) == before
 
 
 def test_two_readers_of_a_file_in_memory_do_not_share_a_position(memory: str) -> None:
@@ -236,11 +236,11 @@ def test_a_folder_and_a_file_that_may_not_be_read_are_named(tmp_path: Path, monk
 def test_a_decompressor_that_refuses_a_file_leaves_it_closed(tmp_path: Path) -> None:
     name = put(f"{tmp_path}/a.zip", b"this is no archive")
     gc.collect()  # what other tests left is not to be closed in between
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(os.listdir("/dev/fd"))
     with pytest.raises(SourceError, match="BadZipFile"):
         read(name)
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/dev/fd")) == before
 
 
 def test_names_pickle_and_are_opened_where_they_are_used(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 import torchdistinput as tdi
+from tests.systems import linux_memory
 from torchdistinput.backends.copiers import StreamCopier
 from torchdistinput.backends.devices import TorchStreams, page_lock
 from torchdistinput.backends.fronts import is_locked
@@ -25,6 +26,8 @@ from torchdistinput.backends.slots import Arena
 from torchdistinput.sources.slotted import Inlet, Outlet
 from torchdistinput.sources.worker_side import as_is
 from torchdistinput.testing.streams import FakeDevice
+
+pytestmark = linux_memory
 
 ROW = 5_000
 """Float32 numbers of a sample, so that a batch is more than what is sent in a message."""

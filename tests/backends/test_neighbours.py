@@ -13,9 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.systems import linux_memory
 from torchdistinput.backends import neighbours
 from torchdistinput.backends.doubling import Words
 from torchdistinput.backends.neighbours import MOST_BYTES, Neighbours, meet
+
+pytestmark = linux_memory
 
 HANG_SECONDS = 20.0
 

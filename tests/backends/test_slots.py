@@ -19,7 +19,10 @@ import numpy as np
 import pytest
 import torch
 
+from tests.systems import linux_memory
 from torchdistinput.backends.slots import Arena, Free, Token, forks_of_workers, storage_over
+
+pytestmark = linux_memory
 
 
 def new_arena(workers: int = 1) -> Arena:

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
+from tests.systems import quick_forks
 from torchdistinput.sources import arrivals
 from torchdistinput.sources.arrivals import Arrivals, arrivals_of
 
@@ -48,6 +49,7 @@ def hang_in_forks(monkeypatch: pytest.MonkeyPatch, worker: int, times: int) -> N
     monkeypatch.setattr(arrivals, "_SECONDS", 1.5)
 
 
+@quick_forks
 @pytest.mark.parametrize(("worker", "persistent"), [(0, False), (1, True)])
 def test_a_worker_that_hangs_in_its_fork_is_forked_anew(
     worker: int, persistent: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -76,6 +78,7 @@ def test_a_worker_that_is_forked_anew_gets_what_its_release_of_torch_gives() -> 
     assert arrivals._arguments_of(held, iterator, 0) == {"dataset_holder": [data], "worker_id": 0}
 
 
+@quick_forks
 def test_a_worker_that_never_comes_up_is_an_error_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     hang_in_forks(monkeypatch, worker=1, times=100)
     monkeypatch.setattr(arrivals, "_SECONDS", 0.4)
@@ -94,6 +97,7 @@ def test_only_forked_workers_are_waited_for() -> None:
     assert waiting.missing() == [0]
 
 
+@quick_forks
 def test_a_worker_that_dies_before_it_came_up_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     def dying(_self: Arrivals, _number: int) -> Any:
         raise SystemExit(7)

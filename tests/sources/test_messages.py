@@ -20,6 +20,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 import torchdistinput as tdi
+from tests.systems import linux_pipes
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources import messages
@@ -61,6 +62,7 @@ class Leaving:
         self.made.put("good-bye")
 
 
+@linux_pipes
 def test_who_is_garbage_can_still_say_a_word() -> None:
     leaving = Leaving(new())
     reader = Connection(os.dup(leaving.made._reader.fileno()), writable=False)
@@ -71,6 +73,7 @@ def test_who_is_garbage_can_still_say_a_word() -> None:
     reader.close()
 
 
+@linux_pipes
 def test_messages_of_all_sizes_come_in_the_order_in_which_they_were_put() -> None:
     rng = random.Random(0)
     for largest_of_them in (10, 9_000, 1_000_000):
@@ -88,6 +91,7 @@ def test_messages_of_all_sizes_come_in_the_order_in_which_they_were_put() -> Non
         made.close()
 
 
+@linux_pipes
 def test_nothing_that_came_in_time_is_said_as_a_queue_says_it() -> None:
     with pytest.raises(queue.Empty):
         new().get(0.001)
@@ -194,6 +198,7 @@ def feeders() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name == "QueueFeederThread"}
 
 
+@linux_pipes
 def test_small_batches_need_no_thread_that_sends_requests() -> None:
     before = feeders()  # of loaders of torch's that are ending
     with tdi.DataLoader(Rows(), batch_size=4, num_workers=2, persistent_workers=True) as loader:

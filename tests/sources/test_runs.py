@@ -25,6 +25,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 import torchdistinput as tdi
 from tests.interruptions import Interruption
 from tests.processes import in_fork
+from tests.systems import linux_memory
 from torchdistinput.endings import left_to_parent
 from torchdistinput.sources import functions as functions_module
 from torchdistinput.sources import runs as runs_module
@@ -97,6 +98,7 @@ def open_arenas() -> int:
     return sum("memfd:torchdistinput" in link for link in links)
 
 
+@linux_memory
 @pytest.mark.filterwarnings("ignore:Got pickle error")
 @pytest.mark.parametrize("lasting", [False, True])
 def test_workers_that_cannot_be_started_leave_no_file_open_and_are_started_anew(lasting: bool) -> None:

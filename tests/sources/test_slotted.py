@@ -22,6 +22,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 import torchdistinput as tdi
 from tests.interruptions import Interruption
 from tests.structures import Batch, Pair
+from tests.systems import linux_memory
 from torchdistinput.backends import fronts, slots
 from torchdistinput.backends.slots import ENTRIES, Arena
 from torchdistinput.flow import Sealed
@@ -30,6 +31,8 @@ from torchdistinput.sources.runs import LoaderRuns
 from torchdistinput.sources.slotted import Fresh, Inlet, Outlet, Packed
 from torchdistinput.sources.torch_loaders import settings_of
 from torchdistinput.sources.worker_side import Failure, PieceDataset, as_is
+
+pytestmark = linux_memory
 
 BIG = 300  # entries of a row, so that contents are not sent in the message
 
