@@ -17,7 +17,10 @@ import pytest
 from tests.matrix import cells
 from tests.ranks import scenes, test_deaths, test_faults
 from tests.ranks.scenes import SETTINGS, Expected, Played, Scene, Stage
+from tests.systems import linux_processes
 from torchdistinput.testing import run_ranks
+
+pytestmark = linux_processes
 
 
 def interrupted_in_next(stage: Stage) -> None:

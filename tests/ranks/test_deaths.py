@@ -24,8 +24,11 @@ from tests.matrix import cells
 from tests.ranks import faults, scenes
 from tests.ranks.faults import Numbers, Stall
 from tests.ranks.scenes import SETTINGS, Expected, Group, Played, Scene, Stage, check
+from tests.systems import linux_processes
 from torchdistinput import patience
 from torchdistinput.testing import run_ranks
+
+pytestmark = linux_processes
 
 # ------------------------------------------------------------------------ ranks and workers that die or stall
 

@@ -253,18 +253,24 @@ def test_of_ranks_that_fail_together_all_are_named_and_the_first_has_the_attribu
         assert each.cause == "BrokenError"
 
 
+class Raising(Dataset[int]):
+    """Loader workers that are not forked get it, too."""
+
+    def __init__(self, error: str) -> None:
+        self.error = error
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        made = ERRORS[self.error]()
+        raise made
+
+
 @pytest.mark.parametrize("error", ["plain", "unpicklable", "wordless", "the library's own end"])
 def test_one_process_tells_the_same(error: str) -> None:
-    class Fails(Dataset[int]):
-        def __len__(self) -> int:
-            return 8
-
-        def __getitem__(self, index: int) -> int:
-            made = ERRORS[error]()
-            raise made
-
     for workers in (0, 1):
-        loader = tdi.Strategy(devices=["cpu"]).distribute_dataset(DataLoader(Fails(), num_workers=workers))
+        loader = tdi.Strategy(devices=["cpu"]).distribute_dataset(DataLoader(Raising(error), num_workers=workers))
         with pytest.raises(tdi.SourceError) as caught:
             list(loader)
         found = caught.value

@@ -37,6 +37,7 @@ def new(on_their_way: int = 7) -> Messages:
     return Messages(multiprocessing.get_context("fork"), on_their_way)
 
 
+@linux_pipes
 @pytest.mark.parametrize("on_their_way", [1, 5, 7, 16, 17, 40, 200])
 @pytest.mark.parametrize("pages", [16, 64])
 def test_as_many_messages_as_can_be_on_their_way_fit_without_anybody_reading(on_their_way: int, pages: int) -> None:
@@ -135,6 +136,7 @@ def test_a_message_is_pickled_as_multiprocessing_does_it(item: Any) -> None:
     assert messages._pickled(item) == bytes(ForkingPickler.dumps(item))
 
 
+@linux_pipes
 def test_what_is_registered_later_and_what_torch_shares_is_sent_as_multiprocessing_does_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -149,6 +151,7 @@ def test_what_is_registered_later_and_what_torch_shares_is_sent_as_multiprocessi
     made.close()
 
 
+@linux_pipes
 def test_what_was_pickled_for_the_thread_is_pickled_once() -> None:
     made, times = new(), []
 
