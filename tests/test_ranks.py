@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from tests.systems import linux_processes
 from torchdistinput.testing import RankFailed, run_ranks
 
 HANG_BOUND_SECONDS = 30.0
@@ -147,6 +148,7 @@ def test_an_exception_that_cannot_be_pickled_arrives_as_text() -> None:
         run_ranks(1, an_exception_that_cannot_be_pickled)
 
 
+@linux_processes
 def test_a_hanging_loader_worker_shows_its_stack_too() -> None:
     with pytest.raises(RankFailed, match=r"(?s)in a_loader_worker_hangs.*process \d+:.*line \d+ in __getitem__"):
         run_ranks(1, a_loader_worker_hangs_in_its_sleep, timeout_seconds=8.0)
