@@ -1,7 +1,7 @@
 """The program of ``tests/interpreters.py``: imports torch once, forks for each script, and becomes it.
 
 Reads lines of JSON, each with the scripts to start at once; answers with their process numbers, then with their exit
-codes. A fork leaves the loop and runs its script as the main program, at the top level of the main module, so that it
+codes. An empty line is the end. A fork leaves the loop and runs its script as the main program, at the top level of the main module, so that it
 comes to its end as any interpreter does: no frame is left, and exit functions, modules and destructors follow.
 """
 
@@ -40,6 +40,8 @@ def answer(numbers: list[int]) -> None:
 def serve() -> Any:
     """Starts scripts; returns in each of them, with what it is to run. In the first process, at the end: nothing."""
     for line in sys.stdin:
+        if not line.strip():
+            break
         numbers = []
         for job in json.loads(line):
             numbers.append(os.fork())

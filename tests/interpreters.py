@@ -53,8 +53,14 @@ class Interpreters:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with self._process:  # closes its standard input, which is its end
-            pass
+        with self._process as process:
+            # The end of its input would not be enough: whoever was forked here, and lives, has that open too.
+            print(file=pipe(process.stdin), flush=True)
+            try:
+                process.wait(HANG_BOUND_SECONDS / 2)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise
 
     def run(
         self, *commands: Sequence[str], places: Sequence[Mapping[str, str]] = (), folder: Path = ROOT
