@@ -1,8 +1,9 @@
 """The program of ``tests/interpreters.py``: imports torch once, forks for each script, and becomes it.
 
 Reads lines of JSON, each with the scripts to start at once; answers with their process numbers, then with their exit
-codes. An empty line is the end. A fork leaves the loop and runs its script as the main program, at the top level of the main module, so that it
-comes to its end as any interpreter does: no frame is left, and exit functions, modules and destructors follow.
+codes. An empty line is the end. A fork leaves the loop and runs its script as the main program, at the top level of the
+main module, so that it comes to its end as any interpreter does: no frame is left, and exit functions, modules and
+destructors follow.
 """
 
 import gc
