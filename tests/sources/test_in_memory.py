@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import itertools
 import pickle
@@ -401,7 +402,8 @@ def test_what_a_handler_of_signals_raises_while_samples_are_read_is_not_lost(
         with tdi.Strategy(["cpu"]).distribute_dataset(loader, tdi.InputOptions(prefetch=prefetch)) as distributed:
             sys.settrace(alarm)
             try:
-                batches = [batch[0].tolist() for batch in distributed]
+                # In a context of its own: between the end of a ``with`` and its exit, Python forgets what it set.
+                batches = contextvars.copy_context().run(lambda: [batch[0].tolist() for batch in distributed])
             except Exception as error:
                 told = error
             finally:
