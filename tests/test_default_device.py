@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, final
 
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import torchdistinput as tdi
 from tests.elsewhere import Elsewhere, lend_generators
 from torchdistinput.backends.devices import default_state, new_generator
-from torchdistinput.backends.mail import _close
+from torchdistinput.backends.mail import _HeardWait
 from torchdistinput.testing import run_ranks
 
 TENSORS = TensorDataset(torch.arange(10.0), torch.arange(10))
@@ -197,7 +198,7 @@ def test_connections_are_closed_by_what_gloo_can_receive() -> None:
     """It takes tensors of the CPU only, and what it says of others would be taken for the end of the connection."""
     group: Any = Group()
     with Elsewhere():
-        _close(group, [1])
+        _HeardWait(timedelta(seconds=1)).close(group, [1])
     assert group.devices == ["cpu"]
 
 

@@ -175,9 +175,9 @@ class Bookmark:
     def followed(self, draws: Draw) -> Draw:
         """``draws``, which tells what random states the first batch is drawn from, if they are others by then."""
         random, source = self._random, self._source
-        if random is None or not source.draws_order:
+        if random is None or not source.draws_order or not (source.needs_default_state or source.generators()):
             return draws
-        return FirstDraw(draws, random, source) if source.needs_default_state or source.generators() else draws
+        return FirstDraw(draws, random, source)
 
     def begun(self, entry: Entry, progress: Progress, stream: Stream) -> None:
         """The epoch has begun."""

@@ -22,7 +22,7 @@ from torchdistinput.backends.devices import Accelerators, resolve_devices, set_c
 from torchdistinput.dataset import DistributedDataset, check_partial_batch, facts_of
 from torchdistinput.divided import refuse_divided
 from torchdistinput.plan.ending import MAX_RANKS
-from torchdistinput.plan.options import InputOptions, InputReplicationMode
+from torchdistinput.plan.options import InputOptions, InputReplicationMode, check_seconds
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import InputContext, Topology, ValueContext
 from torchdistinput.replica import require_no_replica, run_replicas
@@ -96,8 +96,8 @@ class Strategy:
         if problem is not None:
             # The other ranks must hear of it, whatever was given here.
             timeout_seconds = 600.0
-            process_group = process_group if launcher.fits("process_group", process_group) else None
-            mesh = mesh if launcher.fits("mesh", mesh) else None
+            process_group = process_group if launcher.is_group(process_group) else None
+            mesh = mesh if launcher.is_mesh(mesh) else None
         found, no_devices = _try_devices(devices, launch.local_rank)
         problem = problem or no_devices
         if launch.launched and not launcher.default_group_exists():
@@ -487,17 +487,19 @@ def _check_options(options: object) -> None:
 
 def _misuse(timeout_seconds: float, process_group: Any, mesh: Any, data_dims: Sequence[str] | None) -> Exception | None:
     """What is wrong with the arguments, if anything."""
-    given: object = timeout_seconds
-    if isinstance(given, bool) or not isinstance(given, int | float):
-        return TypeError(f"timeout_seconds is {given!r:.100}; an int or float is needed, a number of seconds.")
-    if not 0 < given <= _LONGEST_SECONDS:
-        return ValueError(f"timeout_seconds is {given}; it must be positive, and {_LONGEST_SECONDS} at most.")
-    for name, value, wanted in (
-        ("process_group", process_group, "a group of torch.distributed (new_group(...))"),
-        ("mesh", mesh, "a DeviceMesh (init_device_mesh(...))"),
-    ):
-        if not launcher.fits(name, value):
-            return TypeError(f"{name} is a {type(value).__name__}; {wanted} is needed, or None.")
+    try:
+        check_seconds("timeout_seconds", timeout_seconds)
+    except (TypeError, ValueError) as error:
+        return error
+    if timeout_seconds > _LONGEST_SECONDS:
+        return ValueError(f"timeout_seconds is {timeout_seconds}; it must be {_LONGEST_SECONDS} at most.")
+    if process_group is not None and not launcher.is_group(process_group):
+        found = type(process_group).__name__
+        return TypeError(
+            f"process_group is a {found}; a group of torch.distributed (new_group(...)) is needed, or None."
+        )
+    if mesh is not None and not launcher.is_mesh(mesh):
+        return TypeError(f"mesh is a {type(mesh).__name__}; a DeviceMesh (init_device_mesh(...)) is needed, or None.")
     if process_group is not None and mesh is not None:
         return ValueError("both process_group and mesh were given; a mesh has its own groups. Give one of them.")
     if data_dims is not None and mesh is None:

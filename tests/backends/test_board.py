@@ -72,13 +72,17 @@ def test_a_list_keeps_the_order_and_leaves_out_what_was_never_written() -> None:
     assert posted(store, "others") == []
 
 
+def the_first_of_many(store: Any, absent: set[int]) -> Attendance:
+    """That rank, which comes last; the absent ones do not come."""
+    for rank in set(range(1, MANY)) - absent:
+        store.set(f"at/{rank}", "1")
+    store.add("signed", MANY - 1 - len(absent))
+    return Attendance(cast(Store, store), 0, range(MANY))
+
+
 def test_of_a_thousand_ranks_the_one_that_did_not_come_is_named_in_few_requests() -> None:
     store: Any = Counting()
-    for rank in range(1, MANY):
-        if rank != 7:
-            store.set(f"at/{rank}", "1")
-    store.add("signed", MANY - 2)
-    attendance = Attendance(cast(Store, store), 0, range(MANY))
+    attendance = the_first_of_many(store, {7})
     store.requests = 0
     with pytest.raises(CoordinationTimeout, match=r"the call: rank 7 did not come within 0.1 seconds"):
         attendance.wait_for_all("the call", 0.1)
@@ -89,10 +93,7 @@ def test_of_a_thousand_ranks_the_one_that_ended_is_named_in_few_requests() -> No
     store: Any = Counting()
     for rank in range(1, MANY):
         Attendance(cast(Store, store), rank, range(MANY)).leave()
-        if rank not in {7, 512}:
-            store.set(f"at/{rank}", "1")
-    store.add("signed", MANY - 3)
-    attendance = Attendance(cast(Store, store), 0, range(MANY))
+    attendance = the_first_of_many(store, {7, 512})
     store.requests = 0
     with pytest.raises(RankLost, match=r"the call: rank 7, 512 ended before it came here"):
         attendance.wait_for_all("the call", 30.0)

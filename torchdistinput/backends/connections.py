@@ -20,7 +20,6 @@ References: gloo ``transport/tcp/context.cc`` (``getPair``), ``pair.cc`` (``wait
 from __future__ import annotations
 
 import datetime
-import os
 from functools import partial
 from typing import Any, cast
 
@@ -28,6 +27,7 @@ import torch.distributed as dist
 
 from torchdistinput.backends.board import Store
 from torchdistinput.backends.forks import never_ended_by_forks
+from torchdistinput.backends.launch import find_launch
 from torchdistinput.backends.mail import Gloo
 
 __all__ = ["new_gloo_group"]
@@ -55,7 +55,7 @@ def new_gloo_group(store: Store, rank: int, num_ranks: int, timeout_seconds: flo
 
 
 def _device(gloo: Any) -> Any:
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    interface = find_launch().interface
     made = partial(gloo.create_device, interface=interface) if interface else gloo.create_default_device
     try:
         return made(lazy_init=True)

@@ -31,10 +31,9 @@ __all__ = [
     "streams_here",
 ]
 
-# Accelerators whose torch backend has a single stream: `torch.Stream(device)` cannot make a second one there.
-_ONE_STREAM = frozenset({"mps"})
-# And it has no numbers of these types.
-_LACKS = {"mps": frozenset({torch.float64, torch.complex128})}
+# Accelerators whose torch backend has a single stream: `torch.Stream(device)` cannot make a second one there. With the
+# types that they have no numbers of.
+_ONE_STREAM = {"mps": frozenset({torch.float64, torch.complex128})}
 
 
 @final
@@ -330,7 +329,7 @@ def make_copier(device: torch.device) -> Copier:
     if device.type == "cpu":
         return HostCopier()
     if device.type in _ONE_STREAM:
-        return DirectCopier(device, _LACKS.get(device.type, ()))
+        return DirectCopier(device, _ONE_STREAM[device.type])
     return StreamCopier(TorchStreams(device, page_lock(device)))
 
 

@@ -29,6 +29,7 @@ from typing import Any, Final, Protocol, final
 __all__ = ["AroundForks", "Inherited", "Undo", "never_ended_by_forks", "told_of_forks"]
 
 Undo = Callable[[], object]
+"""Not written in Python; ``int``, which does nothing, where there is nothing to undo."""
 
 
 class Inherited(Protocol):
@@ -61,7 +62,7 @@ class AroundForks:
     a lock would stay taken. So nothing but C runs there.
 
     Args:
-      before: is called before a fork. It returns what undoes that in the parent, which is not written in Python.
+      before: is called before a fork. It returns what undoes that in the parent, an ``Undo``.
       in_child: is called in the fork, with that.
       lock: is held meanwhile.
     """

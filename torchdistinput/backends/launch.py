@@ -23,8 +23,9 @@ __all__ = [
     "default_group_exists",
     "find_launch",
     "find_members",
-    "fits",
     "global_ranks",
+    "is_group",
+    "is_mesh",
     "join_default_group",
     "leave_default_group",
 ]
@@ -58,12 +59,13 @@ class Members(NamedTuple):
 _USUAL_DATA_DIMS = ("dp", "ddp", "fsdp", "hsdp", "data", "batch", "replicate", "shard", "dp_replicate", "dp_shard")
 
 
-def fits(name: str, value: object) -> bool:
-    """Whether a value is what ``Strategy`` takes under this name, ``process_group`` or ``mesh``. Local."""
-    if value is None or (name == "process_group" and value is dist.GroupMember.NON_GROUP_MEMBER):
-        return True
-    if name == "process_group":
-        return isinstance(value, dist.ProcessGroup)
+def is_group(value: object) -> bool:
+    """Whether a value is a process group, or what ``new_group`` gives to those outside of one. Local."""
+    return isinstance(value, dist.ProcessGroup) or value is dist.GroupMember.NON_GROUP_MEMBER
+
+
+def is_mesh(value: object) -> bool:
+    """Whether a value is a ``DeviceMesh``. Local."""
     from torch.distributed.device_mesh import DeviceMesh  # noqa: PLC0415 - its import takes long, and few have one
 
     return isinstance(value, DeviceMesh)
@@ -134,7 +136,7 @@ def global_ranks(group: dist.ProcessGroup | None) -> tuple[int, ...]:
 
 @final
 class Launch:
-    """What a launcher (torchrun) told this process through its environment.
+    """What a launcher (torchrun), or who called it, told this process through its environment.
 
     Args:
       environment: the environment, usually ``os.environ``.
@@ -148,6 +150,8 @@ class Launch:
         self.address = environment.get("MASTER_ADDR")
         self.port = int(environment.get("MASTER_PORT", "0"))
         self.restarts = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        self.interface = environment.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+        """The first network interface that gloo is told to use; empty where it is to find one."""
         self.has_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self.launched = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys()
 

@@ -91,7 +91,12 @@ class _HeardWait:
 
     def close(self, group: Gloo, connected: Iterable[int], /) -> None:
         """See ``_Wait``."""
-        _close(group, connected)
+        # A receive from a rank that has gone fails at once and closes nothing, so every other one is tried. From a rank
+        # without a connection it would wait for one.
+        for peer in connected:
+            with contextlib.suppress(RuntimeError):  # it expires: that is its purpose
+                closing = group.recv([torch.empty(1, dtype=torch.int64, device="cpu")], peer, _CLOSING)
+                closing.wait(datetime.timedelta(milliseconds=1))
 
 
 @final
@@ -261,13 +266,3 @@ class Mail:
         """Ends all waits, here and on other ranks; only here where gloo is silent. Local: any thread."""
         self._neighbours.leave()
         self._over_gloo.close()
-
-
-def _close(group: Gloo, connected: Iterable[int]) -> None:
-    """Closes all connections of this rank."""
-    # A receive from a rank that has gone fails at once and closes nothing, so every other one is tried. From a rank
-    # without a connection it would wait for one.
-    for peer in connected:
-        with contextlib.suppress(RuntimeError):  # it expires: that is its purpose
-            closing = group.recv([torch.empty(1, dtype=torch.int64, device="cpu")], peer, _CLOSING)
-            closing.wait(datetime.timedelta(milliseconds=1))

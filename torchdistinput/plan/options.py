@@ -8,7 +8,7 @@ from typing import Final, Literal, final
 
 from torchdistinput.plan.sharding import AutoShardPolicy
 
-__all__ = ["InputOptions", "InputReplicationMode", "Step"]
+__all__ = ["InputOptions", "InputReplicationMode", "Step", "check_seconds"]
 
 _FIRST_AHEAD: Final = 2
 _MOST_AHEAD: Final = 32
@@ -98,7 +98,7 @@ class InputOptions:
         _check_count("max_errors", self.max_errors, 0)
         _check_count("log_every", self.log_every, 0)
         if self.timeout_seconds is not None:
-            _check_seconds("timeout_seconds", self.timeout_seconds)
+            check_seconds("timeout_seconds", self.timeout_seconds)
         _check_word("coordination", self.coordination, "on", "off")
         _check_word("partial_batch", self.partial_batch, "keep", "pad")
         _check_word("on_error", self.on_error, "raise", "skip")
@@ -128,9 +128,15 @@ def _check_count(name: str, value: object, least: int, what: str = "steps") -> N
         raise ValueError(f"{name} is {value}; it must be {least} or more.")
 
 
-def _check_seconds(name: str, value: object) -> None:
+def check_seconds(name: str, value: object) -> None:
+    """Refuses what is no time to wait.
+
+    Raises:
+      TypeError: it is no int or float.
+      ValueError: it is not positive.
+    """
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} is {value!r}; an int or float is needed, a number of seconds.")
+        raise TypeError(f"{name} is {value!r:.100}; an int or float is needed, a number of seconds.")
     if not value > 0:
         raise ValueError(f"{name} is {value}; it must be positive.")
 
