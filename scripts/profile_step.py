@@ -124,7 +124,7 @@ def in_memory(steps: int) -> dict[str, float]:
         "  the source": stream.draw,
         "    draw: the rows, and this rank's of them": drawn,
         "    gather": gathered,
-        "  size and structure, known at a look": lambda: mould.known_size(batch),
+        "  structure, known at a look": lambda: mould.knows(batch),
         "aside: the digest of the rows, when asked": rows.digest,
     }
     found = {name: least_us(call, steps) for name, call in parts.items()}
@@ -152,7 +152,7 @@ def one_rank(steps: int, step_seconds: float, prefetch: int | None) -> dict[str,
             time.sleep(step_seconds)
     took, busy = time.perf_counter() - began, time.process_time() - busy
     meter, depth = dataset.stats(), iterator._buffer._depth
-    votes = iterator._buffer._votes._channel._sequence  # type: ignore[attr-defined]
+    votes = iterator._buffer._votes._channel.num_exchanges  # type: ignore[attr-defined]
     one, counted = torch.zeros(1, dtype=torch.int64), min(steps, 300)
     reducing = time.perf_counter()
     for _ in range(counted):

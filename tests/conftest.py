@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import multiprocessing
+import os
+import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +19,7 @@ from tests.interpreters import Interpreters
 from torchdistinput.testing import ranks
 
 THREAD_GRACE_SECONDS = 10.0
+END_SECONDS = 60.0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -32,6 +38,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure() -> None:
     # Whoever starts the fork server first: without it each of its processes would import torch by itself.
     multiprocessing.set_forkserver_preload(ranks._PRELOADED)
+    if sys.platform == "linux":  # asked for by late_end.py; whoever is forked here has it too
+        faulthandler.register(signal.SIGUSR1, file=os.dup(2))
+
+
+def pytest_unconfigure() -> None:
+    """A run has stood still at its end, and nobody knew where."""
+    if sys.platform == "linux":
+        watch = str(Path(__file__).with_name("late_end.py"))
+        command = [sys.executable, "-S", watch, str(os.getpid()), str(END_SECONDS)]
+        os.posix_spawn(sys.executable, command, os.environ)  # nobody waits for its end, of which Popen would warn
 
 
 @pytest.fixture(scope="session")

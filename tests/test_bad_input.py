@@ -470,3 +470,15 @@ def test_a_generator_that_is_none_is_torchs_type_error_in_the_drop_in_too() -> N
     for kind in (DataLoader, tdi.DataLoader):
         with pytest.raises(TypeError):
             iter(kind(EIGHT, 4, generator=wrong))
+
+
+def test_columns_in_a_tuple_and_records_without_a_batch_size_are_refused_with_both_readings(tmp_path: Path) -> None:
+    strategy = tdi.Strategy(devices=["cpu"])
+    for columns in ((torch.zeros(8, 2), torch.zeros(8)), [np.zeros(8), torch.zeros(8)]):
+        with pytest.raises(tdi.BatchingError, match=r"columns of 8 samples, give a dict.*2 samples, give a function"):
+            strategy.distribute_dataset(columns, global_batch_size=4)
+    assert len(list(strategy.distribute_dataset(lambda: [torch.zeros(8)] * 6, global_batch_size=4))) == 2
+    (tmp_path / "f.txt").write_text("a\nb\nc\n")
+    files = tdi.FileDataset(str(tmp_path / "f.txt"), tdi.readers.text_lines)
+    with pytest.raises(tdi.BatchingError, match=r"global_batch_size=.*batch_size=None"):
+        strategy.distribute_dataset(files)

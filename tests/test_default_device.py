@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +16,6 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import torchdistinput as tdi
 from tests.elsewhere import Elsewhere, lend_generators
 from torchdistinput.backends.devices import default_state, new_generator
-from torchdistinput.backends.mail import _HeardWait
 from torchdistinput.testing import run_ranks
 
 TENSORS = TensorDataset(torch.arange(10.0), torch.arange(10))
@@ -174,32 +172,6 @@ def test_nothing_of_the_library_follows_the_default_device_in_one_process(npy_fi
     expected = list(distributed(tdi.Strategy(devices=["cpu"]), npy_files))
     with Elsewhere():
         assert list(distributed(tdi.Strategy(devices=["cpu"]), npy_files)) == expected
-
-
-@final
-class Group:
-    """A process group of two, of which nobody is there any more."""
-
-    def __init__(self) -> None:
-        self.devices: list[str] = []
-
-    def rank(self) -> int:
-        return 0
-
-    def size(self) -> int:
-        return 2
-
-    def recv(self, tensors: list[torch.Tensor], _peer: int, _tag: int) -> Any:
-        self.devices += [tensor.device.type for tensor in tensors]
-        raise RuntimeError
-
-
-def test_connections_are_closed_by_what_gloo_can_receive() -> None:
-    """It takes tensors of the CPU only, and what it says of others would be taken for the end of the connection."""
-    group: Any = Group()
-    with Elsewhere():
-        _HeardWait(timedelta(seconds=1)).close(group, [1])
-    assert group.devices == ["cpu"]
 
 
 def test_seeds_of_loader_workers_are_drawn_from_the_default_state_of_the_default_device() -> None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from tests.backends.wired import kept, wired
 from torchdistinput.agreement import agree
-from torchdistinput.backends.channels import gather_texts, plain_message
+from torchdistinput.backends.channels import ProcessGroupChannel, plain_message
+from torchdistinput.backends.exchanges import conclude
 from torchdistinput.errors import BatchingError, InputError
 from torchdistinput.structure import Structure
 from torchdistinput.tree import structure_of
@@ -18,39 +22,30 @@ from torchdistinput.tree import structure_of
 GARBAGE = ["", "x", "{", "[" * 10**5, '{"a":' * 10**5, "9" * 10**5, "null", "[]", "3", '"x"', "\0", "NaN", "\ud800"]
 
 
-class Work:
-    def wait(self) -> None: ...
-
-
-class Peer:
-    """A gloo group of two in which the other rank sends what it likes."""
-
-    def __init__(self, size: int, content: bytes) -> None:
-        self._answers = [torch.tensor([size]), torch.frombuffer(bytearray(content), dtype=torch.uint8)]
-
-    def size(self) -> int:
-        return 2
-
-    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor]) -> Work:
-        answer = self._answers.pop(0)
-        outputs[0][0].copy_(inputs[0])
-        outputs[0][1][: len(answer)] = answer[: len(outputs[0][1])]
-        return Work()
+def heard_from(content: bytes) -> Any:
+    """What a rank hears in an exchange of texts from another one that sends what it likes, in a row of 256 bytes,
+    beside that of a third one that is not there."""
+    mine, theirs = wired(2)
+    (row,) = np.frombuffer(content.ljust(512, b" "), np.int64)[None]
+    theirs.send(row, 0, 2)
+    channel = ProcessGroupChannel(mine, kept, range(2))
+    try:
+        return conclude(channel.gather("mine"))
+    finally:
+        channel.end()
+        theirs.close()
 
 
 @pytest.mark.parametrize("size", [-1, 1 << 40, (1 << 63) - 1])
 def test_a_size_that_nobody_can_mean_is_not_allocated(size: int) -> None:
-    group: Any = Peer(size, b"x")
     with pytest.raises(InputError, match=f"rank 1 of the group wants to send {size} bytes"):
-        gather_texts(group, "mine")
+        heard_from(size.to_bytes(8, sys.byteorder, signed=True))
 
 
 def test_bytes_that_are_no_text_are_named() -> None:
-    group: Any = Peer(4, b"\xff\xfe\xff\xfe")
     with pytest.raises(InputError, match="rank 1 of the group sent no text"):
-        gather_texts(group, "mine")
-    good: Any = Peer(3, "ü!".encode())
-    assert gather_texts(good, "mine") == ["mine", "ü!"]
+        heard_from((4).to_bytes(8, sys.byteorder) + b"\xff\xfe\xff\xfe")
+    assert heard_from((3).to_bytes(8, sys.byteorder) + "ü!".encode()) == ["mine", "ü!"]
 
 
 @pytest.mark.parametrize("text", GARBAGE, ids=range(len(GARBAGE)))

@@ -107,7 +107,8 @@ def test_where_a_record_is_a_whole_batch_its_rows_are_numbered_after_it(tmp_path
         readers.text_lines,
         map_fn=lambda line: torch.arange(2) + 10 * int(line),
     )
-    assert flat(indexed(data)) == [
+    ready: Any = DataLoader(data, batch_size=None)
+    assert flat(indexed(ready)) == [
         (FILE + record * ROWS + row, 10 * (5 + record) + row) for record in range(3) for row in range(2)
     ]
 
@@ -159,10 +160,13 @@ def test_a_batch_of_strings_keeps_its_shape_beside_the_index() -> None:
 # Bad input of the index
 
 
-def test_a_collate_function_that_leaves_rows_out_is_refused_with_an_index() -> None:
+def test_the_index_has_an_entry_for_each_sample_whatever_the_collate_function_makes_of_them() -> None:
     data: Any = DataLoader(range(6), batch_size=3, collate_fn=lambda rows: torch.tensor(rows[1:]))  # type: ignore[arg-type]
-    with pytest.raises(tdi.BatchingError, match=r"3 sample\(s\) came out of the collate function with 2 row"):
-        indexed(data, replicas=1)
+    strategy = tdi.Strategy(devices=["cpu"])
+    steps = list(strategy.distribute_dataset(data, tdi.InputOptions(with_index=True)))
+    assert [(index.tolist(), rows.tolist()) for index, rows in steps] == [([0, 1, 2], [1, 2]), ([3, 4, 5], [4, 5])]
+    with pytest.raises(ValueError, match="the index has 6 entries"):
+        strategy.gather_ordered(*map(torch.cat, zip(*steps, strict=True)))
 
 
 def test_negative_indices_are_refused_as_minus_one_means_padding() -> None:

@@ -37,7 +37,7 @@ from torchdistinput.tree import structure_of
 def coordinate(world: FakeCollectives | None, max_errors: int | None, *, counts: bool) -> Coordinate:
     """The stage of one rank: alone, or over a channel on which nobody else votes."""
     mould = Mould()
-    mould.measure(torch.zeros(1))
+    mould.see(torch.zeros(1), 1)
     channel = None if world is None else world.ranks(0).open_channel(0)
 
     def complete(share: Share) -> None:
@@ -94,25 +94,25 @@ def test_a_size_known_at_a_look_is_that_of_the_structure(kind: str) -> None:
     rng = random.Random(kind)
     others = [each for each in KINDS if each != kind]
     mould = Mould()
-    mould.measure(KINDS[kind](3))
+    mould.see(KINDS[kind](3), 3)
     for _ in range(60):
         piece = KINDS[kind if rng.random() < 0.7 else rng.choice(others)](rng.choice([0, 2, 2, 2, 5]))
         assert mould.structure is not None
-        assert mould.known_size(piece) == mould.structure.size_of_same(piece)
+        assert mould.knows(piece) == (mould.structure.size_of_same(piece) is not None)
 
 
 def test_a_change_of_inner_dims_of_dtype_or_of_a_key_is_seen_at_once() -> None:
     mould = Mould()
-    mould.measure({"x": torch.zeros(3, 4), "y": torch.zeros(3)})
+    mould.see({"x": torch.zeros(3, 4), "y": torch.zeros(3)}, 3)
     for _ in range(2):
-        assert mould.known_size({"x": torch.zeros(3, 4), "y": torch.zeros(3)}) == 3
-    assert mould.known_size({"x": torch.zeros(3, 5), "y": torch.zeros(3)}) is None
-    assert mould.known_size({"x": torch.zeros(3, 4), "y": torch.zeros(3, dtype=torch.int64)}) is None
-    assert mould.known_size({"y": torch.zeros(3), "x": torch.zeros(3, 4)}) is None
-    assert mould.known_size({"x": torch.zeros(3, 4)}) is None
-    assert mould.known_size({"x": torch.zeros(3, 4), "y": torch.zeros(4)}) is None
-    mould.measure({"x": torch.zeros(3, 5), "y": torch.zeros(3)})
-    assert mould.known_size({"x": torch.zeros(3, 4), "y": torch.zeros(3)}) is None
+        assert mould.knows({"x": torch.zeros(3, 4), "y": torch.zeros(3)})
+    assert not mould.knows({"x": torch.zeros(3, 5), "y": torch.zeros(3)})
+    assert not mould.knows({"x": torch.zeros(3, 4), "y": torch.zeros(3, dtype=torch.int64)})
+    assert not mould.knows({"y": torch.zeros(3), "x": torch.zeros(3, 4)})
+    assert not mould.knows({"x": torch.zeros(3, 4)})
+    assert not mould.knows({"x": torch.zeros(3, 4), "y": torch.zeros(4)})
+    mould.see({"x": torch.zeros(3, 5), "y": torch.zeros(3)}, 3)
+    assert not mould.knows({"x": torch.zeros(3, 4), "y": torch.zeros(3)})
     assert mould.structure == structure_of({"x": torch.zeros(3, 5), "y": torch.zeros(3)})
 
 
@@ -200,16 +200,18 @@ def test_a_step_is_made_when_it_is_asked_for_and_is_the_frozen_value_it_was() ->
     assert iterator.step.index == dataset.step.index == 1
 
 
-def test_an_error_of_the_data_comes_after_the_steps_before_it_and_again_without_a_thread() -> None:
+def test_an_error_of_the_data_comes_after_the_steps_before_it_and_once_without_a_thread() -> None:
     def batches() -> Iterator[torch.Tensor]:
         yield from [torch.zeros(2)] * 3
         raise KeyError("oh")
 
     iterator = iter(tdi.Strategy(devices=["cpu"]).distribute_dataset(batches, tdi.InputOptions(prefetch=0)))
     assert [len(next(iterator)) for _ in range(3)] == [2, 2, 2]
-    for _ in range(2):
-        with pytest.raises(SourceError, match="failed at step 3"):
-            next(iterator)
+    with pytest.raises(SourceError, match="failed at step 3"):
+        next(iterator)
+    with pytest.raises(tdi.InputError, match="this epoch ended with the error above, after step 3"):
+        next(iterator)
+    assert [next(iterator, "ended") for _ in range(2)] == ["ended"] * 2
     assert iterator.step.index == 2
 
 
@@ -247,9 +249,9 @@ def test_after_an_interruption_an_iterator_refuses_to_go_on_and_a_new_one_misses
         monkeypatch.setattr(owner, during, interrupted)
     with pytest.raises(KeyboardInterrupt):
         next(iterator)
-    for _ in range(2):
-        with pytest.raises(tdi.InputError, match=r"interrupted while it read, after step [34]"):
-            next(iterator)
+    with pytest.raises(tdi.InputError, match=r"interrupted while it read, after step [34]"):
+        next(iterator)
+    assert [next(iterator, "ended") for _ in range(2)] == ["ended"] * 2  # of the iteration, but not of the epoch:
     assert dataset.step.index == 2
     state = dataset.state_dict()
     assert (state["step"], state["samples"]) == (3, 3)

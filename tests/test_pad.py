@@ -61,7 +61,7 @@ def test_a_full_piece_is_not_copied() -> None:
 
 
 def test_a_piece_that_is_too_large_is_refused() -> None:
-    with pytest.raises(tdi.BatchingError, match="a piece has 4 rows, and partial_batch='pad' makes pieces of 3"):
+    with pytest.raises(tdi.BatchingError, match="a piece has 4 samples, and partial_batch='pad' makes pieces of 3"):
         padded(torch.ones(4), 4, 3)
 
 

@@ -67,8 +67,10 @@ DATASET_NAMES = [
     "close",
     "element_spec",
     "gather_stats",
+    "go_on_from",
+    "has_begun",
+    "leave",
     "load_state_dict",
-    "next_state_dict",
     "put_back",
     "seek",
     "set_epoch",
@@ -78,7 +80,7 @@ DATASET_NAMES = [
     "step",
 ]
 
-ITERATOR_NAMES = ["close", "element_spec", "get_next", "get_next_as_optional", "is_live", "reads", "step"]
+ITERATOR_NAMES = ["close", "element_spec", "get_next", "get_next_as_optional", "has_next", "is_live", "reads", "step"]
 
 STEP_FIELDS = ["epoch", "index", "global_size", "local_sizes", "num_replicas", "num_workers"]
 
@@ -96,6 +98,11 @@ OPTION_FIELDS = [
     "on_error",
     "max_errors",
     "log_every",
+    "seed_samples",
+    "count_fn",
+    "split_fn",
+    "empty_fn",
+    "own_state",
 ]
 
 

@@ -585,9 +585,10 @@ def test_an_iterable_with_a_state_of_its_own_is_restored_and_makes_only_what_is_
             rest = list(steps(resumed))
             assert rest == delivered[saved.done :]
             replayed = data.made - sum(len(part) for _, _, parts in rest for part in parts)
+            # A state is taken before the last element of a batch, which is read again to be compared.
             # A short last batch has no snapshot: that it is the last one is known when the data has started anew.
             short = 2 if saved.state["step"] == 6 else 0
-            assert 0 <= replayed <= 3 * (every - 1) + short, (saved, replayed)
+            assert 0 <= replayed <= 3 * (every - 1) + 1 + short, (saved, replayed)
 
 
 def test_a_plain_iterable_is_passed_over_and_a_warning_says_what_that_costs() -> None:
@@ -623,16 +624,16 @@ def test_another_number_of_loader_workers_is_refused_for_iterables(kind: Any, be
 
 
 class Unwritable(OwnState):
-    """Has a state that is no JSON."""
+    """Has a state that cannot be saved."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {"next": self._next, "buffer": {"rows": [torch.zeros(2)]}}
+        return {"next": self._next, "buffer": {"rows": [{2}]}}
 
 
 @pytest.mark.parametrize("more", [NO_WORKERS, WORKERS])
-def test_a_state_that_is_no_json_is_refused_naming_the_key(more: dict[str, Any]) -> None:
-    run = run_of(iterated(Unwritable()), Setting(1, 0, more))
-    with pytest.raises(tdi.InputError, match=r"(?s)Unwritable.*buffer.*rows.*Tensor"):
+def test_a_state_that_cannot_be_saved_is_refused_naming_the_key(more: dict[str, Any]) -> None:
+    run = run_of(iterated(Unwritable()), Setting(1, 0, more), {"own_state": "use"})
+    with pytest.raises(tdi.InputError, match=r"(?s)Unwritable.*buffer.*rows.*set"):
         record(run)
     run.loader.close()
 

@@ -630,7 +630,8 @@ class Reader:
             if tells:
                 self.told.append(end)
             place = place_after(end) if tells else None
-            yield Cut([[None]] * (end - max(first, self.begins_at)), 1, None, place=place)
+            rows = end - max(first, self.begins_at)
+            yield Cut([[None]] * rows, 1, [(0,)] * rows, None, place=place)
 
     def read_to(self, row: int) -> None:
         while self.read < row:

@@ -427,7 +427,8 @@ def test_a_record_that_is_a_ready_batch_is_left_out_whole(with_index: bool, tmp_
     (tmp_path / "f").write_bytes(b"[1, 2]\n{\n[5, 6]\n[]x\n[7, 8]\n")
     strategy = on(2)
     files = tdi.FileDataset(str(tmp_path / "f"), readers.json_lines, map_fn=torch.tensor)
-    steps = [pieces(strategy, e) for e in strategy.distribute_dataset(files, skipping(with_index=with_index))]
+    ready: Any = DataLoader(files, batch_size=None)
+    steps = [pieces(strategy, e) for e in strategy.distribute_dataset(ready, skipping(with_index=with_index))]
     want: list[Any] = [[[1], [2]], [[5], [6]], [[7], [8]]]
     if with_index:
         firsts = [0, 2 * 2**20, 4 * 2**20]

@@ -101,7 +101,7 @@ def test_padded_rows_and_masks_are_bytes_but_not_samples(with_index: bool) -> No
     strategy = tdi.Strategy(devices=["cpu"] * 3)
     options = tdi.InputOptions(partial_batch="pad", with_index=with_index)
     data = [torch.zeros(5) for _ in range(11)]
-    with strategy.distribute_dataset(data, options, global_batch_size=4) as dataset:
+    with strategy.distribute_dataset(lambda: data, options, global_batch_size=4) as dataset:
         size = sum(bytes_of(piece) for element in dataset for piece in strategy.local_results(element))
         found = dataset.stats()
     row = 5 * 4 + 1 + 8 * with_index
@@ -307,7 +307,7 @@ def test_no_time_is_lost_where_a_step_is_completed_while_another_one_is_filled_i
 ) -> None:
     clock, meter, mould = OfTwoThreads(), Meter(), Mould()
     monkeypatch.setattr(walk_module, "perf_counter", clock.perf_counter)
-    mould.measure(torch.zeros(2))
+    mould.see(torch.zeros(2), 2)
     stream = walk_module._BrokenStream(ValueError())  # of which nothing is read
     own = walk_module._OwnStages(Fetch(stream, mould), mould, None, Transfer([]), 1, meter)
     for first, second in ((own.fill, own.complete), (own.complete, own.fill)):

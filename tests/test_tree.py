@@ -153,7 +153,7 @@ def test_a_cut_of_a_tensor_is_a_view() -> None:
         ({"x": torch.zeros(2), "y": [torch.zeros(3)]}, r"\['x'\] has 2, \['y'\]\[0\] has 3"),
         ({"x": torch.zeros(2), "s": ["a"]}, r"\['x'\] has 2, \['s'\] has 1"),
         ((torch.zeros(2), torch.tensor(1)), r"\[1\] is a scalar tensor.*plain int.*global_batch_size="),
-        (([torch.zeros(3, 2)] * 2, torch.zeros(2)), "has 3, .* has 2.*pad and stack.*object of a class of your own"),
+        (([torch.zeros(3, 2)] * 2, torch.zeros(4)), "has 3, .* has 4.*count_fn=.*split_fn="),
         (torch.tensor(1), "the batch is a scalar tensor"),
         ({"n": 3}, "an element of type dict without a tensor, array or list"),
         ("text", "an element of type str without"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from torchdistinput import errors
@@ -27,6 +28,7 @@ def agree(
     *,
     error: Exception | None = None,
     extra: Any = None,
+    ways_out: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Any]:
     """Compares the facts of all ranks. Collective: every rank calls this.
 
@@ -36,6 +38,7 @@ def agree(
       facts: plain values that must be equal everywhere.
       error: why this rank cannot go on, if it cannot.
       extra: a plain value to be handed to every rank, whatever it is.
+      ways_out: what is to be done where a fact differs, by its name; for those of which more is to be said than of all.
 
     Returns:
       The ``extra`` of every rank, by rank.
@@ -66,7 +69,7 @@ def agree(
         raise _like(what, problems) from error
     # In the order in which they were given: what others follow from comes first.
     for fact in dict.fromkeys(fact for each in told for fact in each["facts"]):
-        _compare(ranks, fact, [each["facts"].get(fact) for each in told])
+        _compare(ranks, fact, [each["facts"].get(fact) for each in told], ways_out.get(fact, ""))
     return [each["extra"] for each in told]
 
 
@@ -91,7 +94,7 @@ def _like(what: str, problems: Mapping[int, tuple[str, str]]) -> Exception:
     return found
 
 
-def _compare(ranks: Ranks, fact: str, values: list[Any]) -> None:
+def _compare(ranks: Ranks, fact: str, values: list[Any], way_out: str = "") -> None:
     groups: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         groups.setdefault(json.dumps(value), []).append(ranks.name(rank))
@@ -99,5 +102,5 @@ def _compare(ranks: Ranks, fact: str, values: list[Any]) -> None:
         found = "; ".join(f"rank {', '.join(map(str, members))}: {value}" for value, members in groups.items())
         raise RankDisagreement(
             f"the ranks differ in {fact}: {found}. Every rank must make the same calls, with the same data, options "
-            "and seeds."
+            "and seeds." + (way_out and f" {way_out}")
         )

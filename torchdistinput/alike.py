@@ -14,6 +14,8 @@ _Looks = tuple[type | None, list[Any] | None, int, Any]
 """Of a batch: its type, its keys (``None`` of a tuple or list, none of a tensor), its size, and a chain: the dtype and
 shape of the first leaf, and the chain of those after it."""
 
+_KINDS: Final = (Tensor, dict, list, tuple)
+
 _NO_BATCH: Final[_Looks] = (None, None, 0, ())
 
 
@@ -41,7 +43,8 @@ class Alike:
             keys, leaves = [], [batch]
         elif cls is dict:
             keys, leaves = [*batch], [*batch.values()]
-        if cls in (Tensor, dict, list, tuple) and leaves and all(type(leaf) is Tensor for leaf in leaves):
+        plain = all(type(leaf) is Tensor and not leaf.is_nested for leaf in leaves) if cls in _KINDS else False
+        if plain and leaves:
             self._looks = (cls, keys, size, _chain((leaf.dtype, leaf.shape) for leaf in leaves))
 
     def size_of(self, batch: Any) -> int | None:

@@ -25,7 +25,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, final
 
 from torchdistinput.backends.exchanges import Begun, Exchange, conclude
@@ -112,6 +112,8 @@ class Walk:
       lost_workers: which loader workers died, in words; nothing where none did.
       weigh: how many bytes a step of the source takes about; 0 where that is not known.
       expect: is told how many steps will be drawn at once.
+      consumers: since when each consumer waits for a step, by ``perf_counter``, while it does.
+      look: looks whether a loader worker is late for one that is waited for.
     """
 
     draw: Callable[[], Drawn | Held]
@@ -123,6 +125,8 @@ class Walk:
     lost_workers: Callable[[], str] = str
     weigh: Callable[[Share], int] = _unknown
     expect: Callable[[int], None] = _do_nothing
+    consumers: dict[object, float] = field(default_factory=dict)
+    look: Callable[[], object] = int
 
 
 @final

@@ -27,7 +27,8 @@ from torchdistinput.errors import InputError, StateMismatch
 from torchdistinput.flow import Start, Stream
 from torchdistinput.iterator import Progress
 from torchdistinput.plan.state import SavedState, differences
-from torchdistinput.sources.base import DrawsAlone, SeedsSamples, Source
+from torchdistinput.sources.base import DrawsAlone, KeepsBetweenEpochs, KnowsEpochs, SeedsSamples, Source, TellsEpochs
+from torchdistinput.sources.base_seeds import once_drawn
 from torchdistinput.sources.random_state import BorrowedRandomState, Draw, LentState
 
 __all__ = ["Bookmark", "Entry"]
@@ -71,6 +72,18 @@ class _Pending(NamedTuple):
 
 
 @final
+class _Left(NamedTuple):
+    """What one bookmark leaves to another."""
+
+    source: Source
+    fingerprint: Mapping[str, Any]
+    epoch: int
+    told: int | None
+    pending: _Pending | None
+    known: list[tuple[int, EpochDraws]]
+
+
+@final
 class Bookmark:
     """Where one dataset stands.
 
@@ -102,6 +115,8 @@ class Bookmark:
         # Asked once: a look at a protocol takes microseconds, and states are taken in the loop.
         self._alone = source if isinstance(source, DrawsAlone) and source.draws_alone else None
         self._seeding = source if isinstance(source, SeedsSamples) else None
+        self._between = source if isinstance(source, KeepsBetweenEpochs) and source.keeps_between else None
+        self._telling = source if isinstance(source, TellsEpochs) else None
         self._epoch = 0
         self._told: int | None = None
         self._pending: _Pending | None = None
@@ -116,6 +131,10 @@ class Bookmark:
     def next_epoch(self) -> int:
         """The number of the next epoch."""
         return self._epoch
+
+    def set_by_user(self) -> int | None:
+        """The epoch that the user told the sampler or dataset itself; ``None`` if that is none but ours. Local."""
+        return None if self._telling is None else self._telling.told.set_by_user()
 
     def set_epoch(self, epoch: int, *, running: bool = False) -> None:
         """Sets the number of the next epoch. A place in that epoch that was loaded or sought stays.
@@ -199,6 +218,49 @@ class Bookmark:
         saved = begun if self._entered is None else self._entered.saved
         self._pending = _Pending(saved, random, restores=True, unread=True)
 
+    def go_on_from(self, before: Bookmark) -> None:
+        """Stands where the bookmark of the same data does, which was divided anew. Local.
+
+        Raises:
+          StateMismatch: the data cannot be entered there any more.
+        """
+        left = before.left_to(self._source, self._ranks)
+        pending = left.pending
+        if pending is not None:
+            saved = pending.saved
+            if saved.step and (found := differences(left.fingerprint, self._fingerprint)):
+                raise StateMismatch(
+                    f"epoch {saved.epoch} cannot be gone on with at step {saved.step}: {'; '.join(found)}. Set it "
+                    "back, or begin the epoch anew: seek(epoch)."
+                )
+            self._check_position(saved)
+        self._pending = pending
+        self._known.extend(left.known)
+        self._epoch, self._told = left.epoch, left.told
+        if isinstance(self._source, KnowsEpochs):
+            self._source.go_on_from(left.source)
+        if self._telling is not None and isinstance(left.source, TellsEpochs):
+            self._telling.told.go_on_from(left.source.told)
+
+    def left_to(self, source: Source, ranks: Ranks | None) -> _Left:
+        """What a bookmark of the same data takes over, for another source and perhaps other ranks. Local."""
+        own, others = self._source.generators(), source.generators()
+
+        def drawn_there(random: EpochDraws) -> EpochDraws:
+            states = dict(zip(map(id, own), random.generators, strict=True))  # a generator that is new stays as it is
+            generators = [states.get(id(each), each.get_state()) for each in others]
+            return EpochDraws(random.base_seed, random.replay, random.default, generators)
+
+        pending = self._pending
+        if pending is not None and pending.random is not None:
+            random = drawn_there(pending.random)
+            if pending.unread and random.base_seed != once_drawn("every"):  # it is begun as that source begins one
+                random.base_seed = source.base_seed
+            pending = pending._replace(saved=replace(pending.saved, random=random.texts()), random=random)
+        # Other ranks may not have these states.
+        known = [(epoch, drawn_there(random)) for epoch, random in self._known if ranks is self._ranks]
+        return _Left(self._source, self._fingerprint, self._epoch, self._told, pending, known)
+
     def _default_now(self) -> torch.Tensor | None:
         """The default state from which the next draws of all ranks come, as far as it is known on every rank."""
         return torch.get_rng_state() if self._ranks is None else self._lent.state
@@ -215,13 +277,18 @@ class Bookmark:
         progress, stream = self._progress, self._stream
         if self._pending is not None or progress is None or stream is None or progress.ended:
             saved = self.next_state()
-            if self._pending is not None or self._alone is None:
+            if self._pending is not None:
                 return saved
-            position, random = self._positions(saved.epoch, 0, saved.random, self._alone.first_position)
-            return replace(saved, position=position, random=random)
+            if self._alone is not None:
+                position, random = self._positions(saved.epoch, 0, saved.random, self._alone.first_position)
+                return replace(saved, position=position, random=random)
+            if self._between is None:
+                return saved
+            position, _ = self._positions(saved.epoch, 0, saved.random, self._between.front)
+            return replace(saved, position=position)
         reached = Start(progress.steps, progress.samples, progress.drawn)
         random, place = progress.random(), None
-        if progress.steps or self._alone is not None:
+        if progress.steps or self._alone is not None or self._between is not None:
             rows = progress.rows
             place, random = self._positions(progress.epoch, progress.steps, random, lambda: stream.position(rows))
         return self._saved(progress.epoch, random, reached, place, told=self._told_then)
@@ -303,6 +370,8 @@ class Bookmark:
         own = self._own(saved.position)
         if own is not None and self._alone is not None:
             self._alone.restore(own)
+        if self._telling is not None:
+            self._telling.told.look()
 
     def _compared(self, saved: SavedState, *, strict: bool) -> SavedState:
         """The state, of which what differs is not compared once more where it is to be taken all the same."""

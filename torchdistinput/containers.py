@@ -6,13 +6,22 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
 import torch
 
-__all__ = ["PLAIN_TYPES", "Container", "mapping_like", "named_tuple_fields", "open_container"]
+__all__ = [
+    "PLAIN_TYPES",
+    "Container",
+    "is_tensor_collection",
+    "mapping_like",
+    "named_tuple_fields",
+    "open_container",
+    "tensor_collection",
+]
 
 PLAIN_TYPES: Final = frozenset({str, bytes, int, float, bool, type(None)})
 """Types that are certainly neither tensors nor containers: a long list of such values is looked at in one go."""
@@ -50,6 +59,23 @@ def open_container(value: Any) -> Container | None:
         children = [getattr(value, name) for name in names]
         return Container("dataclass", names, children, lambda new: type(value)(**dict(zip(names, new, strict=True))))
     return None
+
+
+def is_tensor_collection(value: object) -> bool:
+    """Whether the value is a ``TensorDict`` or tensorclass, which is cut and moved as one tensor is. Local.
+
+    Its package is not imported for that: who has such a value has done so.
+    """
+    package = sys.modules.get("tensordict")
+    return package is not None and bool(package.is_tensor_collection(value))
+
+
+def tensor_collection(cls: type, keys: Sequence[Any], values: Iterable[Any], batch_size: Sequence[int]) -> Any:
+    """A ``TensorDict``, or a tensorclass of that class. Local."""
+    package, content = sys.modules["tensordict"], dict(zip(keys, values, strict=True))
+    if package.is_tensorclass(cls):
+        return cls(**content, batch_size=batch_size)
+    return package.TensorDict(content, batch_size=batch_size)
 
 
 def mapping_like(cls: type, keys: Sequence[Any], values: Iterable[Any]) -> Any:

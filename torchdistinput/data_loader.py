@@ -15,7 +15,9 @@ Decisions.
   user's, are not sealed.
 - In one process an exception of the user's code comes as itself. With several ranks all of them raise the same
   ``SourceError``; on the rank that failed, its ``__cause__`` is the original.
-- A batch without samples is passed over, in one process too: a step is the same at every number of ranks.
+- In one process an exception does not end the epoch, and an empty batch is a batch, as in torch. With several ranks
+  an exception ends the epoch of all, and a batch without samples is passed over.
+- Where loader workers live on, torch has one iterator for all epochs, and so has this loader in one process.
 - Batches stay on the CPU, as torch's do, unless a device or a strategy is given.
 """
 
@@ -24,8 +26,9 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Generic, TypeVar, cast, final, overload
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sized
+from typing import Any, Generic, Literal, TypeVar, cast, final, overload
 
 import numpy as np
 import torch
@@ -33,14 +36,18 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate, default_convert
 
 from torchdistinput.backends import launch
-from torchdistinput.divided import Divided, LoaderIterator
+from torchdistinput.divided import AnnouncedLength, Divided, LoaderIterator
 from torchdistinput.errors import InputError
+from torchdistinput.frameworks import GivenCollate, check_gathering
 from torchdistinput.plan.options import InputOptions, Step
 from torchdistinput.plan.sharding import AutoShardPolicy
+from torchdistinput.sources.data_pipes import has_sharding_filter
+from torchdistinput.sources.dividing import divides_itself
 from torchdistinput.sources.files import FileDataset
 from torchdistinput.sources.in_memory import gathers
 from torchdistinput.sources.sealing import Sealing
-from torchdistinput.sources.torch_loaders import TORCH_SAMPLERS, check_loader, sampler_in
+from torchdistinput.sources.table import Table, is_table
+from torchdistinput.sources.torch_loaders import TORCH_SAMPLERS, LikeTorch, check_loader, sampler_in
 from torchdistinput.stats import Meter
 from torchdistinput.strategy import Strategy
 
@@ -55,9 +62,8 @@ _OWN_DATASETS = (TensorDataset, torch.Tensor, np.ndarray, range)
 _OWN_COLLATES = (default_collate, default_convert)
 
 
-@final
 class _OfTorch(Generic[T]):
-    """As in torch: an attribute of the torch loader inside. It can be set where torch's can, before the first iter."""
+    """As in torch: an attribute of the torch loader inside. It can be set where torch's can."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -76,21 +82,33 @@ class _OfTorch(Generic[T]):
 
 
 @final
+class _CollateOfTorch(_OfTorch[T]):
+    """On several ranks it refuses to work for a torch loader that others make of it: nobody would divide that one."""
+
+    def __get__(self, loader: DataLoader[Any] | None, owner: type) -> Any:
+        given = super().__get__(loader, owner)
+        return GivenCollate(cast(Any, given)) if loader is not None and loader._is_divided else given  # noqa: SLF001 - as above
+
+    def __set__(self, loader: DataLoader[Any], value: T) -> None:
+        super().__set__(loader, cast(T, value.collate) if isinstance(value, GivenCollate) else value)
+
+
 class DataLoader(Generic[T_co]):
     """torch's ``DataLoader`` for any number of ranks: write it for one process, with the global batch size.
 
-    In one process it behaves as torch's: the same batches, random draws and exceptions; but a batch without samples (an
-    empty list of a batch sampler, an item of length 0 with ``batch_size=None``) is passed over. Under torchrun or in an
-    initialised process group each rank gets its part of the same global batches, on the CPU (pinned, if asked for)
-    unless ``device`` or ``strategy`` is given. Each ``iter()`` is collective there: every rank iterates, in the same
-    order. Construction, ``len`` and ``set_epoch`` are local.
+    In one process it behaves as torch's: the same batches, random draws and exceptions, after which it goes on. Under
+    torchrun or in an initialised process group each rank gets its part of the same global batches, on the CPU (pinned,
+    if asked for) unless ``device`` or ``strategy`` is given; a batch without samples (an empty list of a batch sampler,
+    an item of length 0 with ``batch_size=None``) is passed over there, and an exception ends the epoch. Each
+    ``iter()`` is collective there: every rank iterates, in the same order. Construction, ``len`` and ``set_epoch`` are
+    local.
 
     The arguments up to ``in_order`` are those of ``torch.utils.data.DataLoader``, in its order, and torch checks them.
-    Its attributes are those of this one; what torch lets be set (``num_workers``, ``worker_init_fn``, ...) can be set
-    before the first ``iter``.
+    Its attributes are those of this one; what torch lets be set (``num_workers``, ``collate_fn``, ...) can be set, on
+    every rank, and counts from the next ``iter`` on. Loader workers that live on keep what they have, as in torch.
 
     Args:
-      dataset: the data, map-style or iterable.
+      dataset: the data, map-style or iterable; or a dict of tensors and arrays, one entry for each sample in each.
       batch_size: samples of a batch over all ranks.
       shuffle: see torch, as for all up to ``in_order``.
       sampler: the sampler of one process; the user's own object runs on every rank.
@@ -106,18 +124,23 @@ class DataLoader(Generic[T_co]):
       prefetch_factor: batches that each loader worker reads ahead.
       persistent_workers: whether loader workers outlive an epoch.
       pin_memory_device: without effect, as in torch.
-      in_order: must be True: the ranks' parts of a step belong to the same batch.
+      in_order: must be True on several ranks: their parts of a step belong to the same batch. Where it is not, there
+        is a state at the ends of epochs only.
       prefetch: steps made ready ahead of the one in use. ``None``: 0 where the batch is made by user code in this
         process (``num_workers=0``) or by torch's own loader workers in a single process, as torch does it; else 2,
         growing while steps are very short, as ``InputOptions.prefetch`` says.
       policy: how the data is divided; DATA by default, also for files.
       device: where this process's batches go; by default they stay on the CPU.
       strategy: the replicas to divide the data among; their devices get the batches.
+      seed_samples: whether random augmentation is the same on any number of ranks; see ``InputOptions.seed_samples``.
+        Then the generators that the dataset draws from are not as with torch's loader.
+      snapshot_every_n_steps: see ``InputOptions.snapshot_every``; the name is that of torchdata's loader.
+      own_state: see ``InputOptions.own_state``.
 
     Raises:
       ValueError: what torch raises for its arguments; both ``device`` and ``strategy``; a negative ``prefetch``.
       TypeError: what torch raises; a ``prefetch``, ``policy`` or ``strategy`` of another type.
-      InputError: ``in_order=False``; a class in place of a dataset.
+      InputError: a class in place of a dataset; by ``iter``, on several ranks, ``in_order=False``.
       ShardingError: a ``DistributedSampler`` or another sampler for one rank is inside; it would be divided again. With
         ``policy=AutoShardPolicy.OFF`` it is taken as it is: each rank's own data, in steps of ``batch_size`` over all.
     """
@@ -127,7 +150,7 @@ class DataLoader(Generic[T_co]):
     sampler = _OfTorch[Any]()
     batch_sampler = _OfTorch[Any]()
     num_workers = _OfTorch[int]()
-    collate_fn = _OfTorch[Any]()
+    collate_fn = _CollateOfTorch[Any]()
     pin_memory = _OfTorch[bool]()
     drop_last = _OfTorch[bool]()
     timeout = _OfTorch[float]()
@@ -138,6 +161,9 @@ class DataLoader(Generic[T_co]):
     persistent_workers = _OfTorch[bool]()
     pin_memory_device = _OfTorch[str]()
     in_order = _OfTorch[bool]()
+
+    # The name is that of torch's class, with which subclasses of well-known projects open what torch locks after init.
+    __initialized = False
 
     def __init__(  # noqa: PLR0913, PLR0917 - torch's signature
         self,
@@ -163,13 +189,16 @@ class DataLoader(Generic[T_co]):
         policy: AutoShardPolicy = AutoShardPolicy.DATA,
         device: str | torch.device | None = None,
         strategy: Strategy | None = None,
+        seed_samples: bool = False,
+        snapshot_every_n_steps: int = 16,
+        own_state: Literal["auto", "use", "ignore"] = "auto",
     ) -> None:
         if not isinstance(strategy, Strategy | None):
             raise TypeError(f"strategy is a {type(strategy).__name__}; a torchdistinput.Strategy is needed, or None.")
         if device is not None and strategy is not None:
             raise ValueError("both device and strategy were given; a strategy has its devices. Give one of them.")
         self._loader: TorchDataLoader[T_co] = TorchDataLoader(
-            dataset,
+            cast("Dataset[T_co]", Table(dataset)) if is_table(dataset) else dataset,
             batch_size,
             shuffle,
             sampler,
@@ -187,18 +216,28 @@ class DataLoader(Generic[T_co]):
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
-        InputOptions(auto_shard_policy=policy, prefetch=prefetch)  # refuses what is none
-        check_loader(self._loader, policy)
+        self._snapshot_every, self._own_state = snapshot_every_n_steps, own_state
+        self._seed_samples = seed_samples
+        self._options(policy, prefetch)  # refuses what is none
+        check_loader(self._loader, policy, alone=True)
         self._prefetch = prefetch
         self._policy = policy
         self._device = device
         self._given_strategy = strategy
         self._divided: Divided | None = None
         self._wanted_epoch: int | None = None
+        self._lasting_iterator: weakref.ref[LoaderIterator] | None = None  # of loader workers that live on
+        self._announced: AnnouncedLength | None = None
+        self.__initialized = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self.__initialized and isinstance(getattr(type(self), name, None), _OfTorch):
+            setattr(copy.copy(self._loader), name, value)  # torch refuses what it lets nobody set
+        super().__setattr__(name, value)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy is divided anew at its first ``iter``, for the same strategy if one was given."""
-        return {**self.__dict__, "_divided": None}
+        return {**self.__dict__, "_divided": None, "_lasting_iterator": None}
 
     @property
     def torch_loader(self) -> TorchDataLoader[T_co]:
@@ -206,35 +245,77 @@ class DataLoader(Generic[T_co]):
         return self._loader
 
     def _set(self, name: str, value: Any) -> None:
-        """Sets an attribute of the torch loader, before the data is divided.
+        """Sets an attribute of the torch loader; the next ``iter`` divides the data anew. Local.
 
         Raises:
-          ValueError: torch lets nobody set it; or the data was divided already.
+          ValueError: torch does not take the value.
           InputError: ``in_order=False``.
+          ShardingError: a sampler for one rank.
         """
         changed = copy.copy(self._loader)
-        setattr(changed, name, value)
-        if self._divided is not None:
-            raise ValueError(
-                f"{name} was set after the data was divided, and would change nothing. Set it before the first iter(), "
-                "or make another DataLoader; state_dict() and load_state_dict() take the place in the data over."
-            )
-        check_loader(changed, self._policy)
+        object.__setattr__(changed, name, value)  # what torch refuses after init was refused before
+        check_loader(changed, self._policy, alone=True)
         self._loader = changed
+        if self._divided is not None and self._workers_live_on(self._divided):
+            _LOG.warning(
+                "%s was set while loader workers live on (persistent_workers=True), which keep what they have, as in "
+                "torch. Set it before the first iter(), or make another DataLoader.",
+                name,
+            )
+
+    def _workers_live_on(self, divided: Divided) -> bool:
+        """Whether the next epoch comes from loader workers that are there already: torch gives them nothing new."""
+        return divided.dataset.has_begun and divided.loader.persistent_workers and self.num_workers > 0
 
     def __iter__(self) -> LoaderIterator:
         """The next epoch. Collective. Raises what ``DistributedDataset`` does; in one process what torch does."""
-        return LoaderIterator(self._ready())
+        divided = self._ready()
+        check_gathering(equal=divided.parts == 1 or self._is_even(divided.parts))
+        lasting = self.persistent_workers and self.num_workers > 0 and divided.parts == 1
+        iterator = self._lasting_iterator() if lasting and self._lasting_iterator is not None else None
+        if iterator is not None:  # as torch's, which is the same one in each epoch, and so for nested loops
+            iterator.begin(divided, self._announced)
+            return iterator
+        iterator = LoaderIterator(divided, self._num_batches, self._announced)
+        if lasting:
+            self._lasting_iterator = weakref.ref(iterator)
+        return iterator
+
+    @property
+    def _is_divided(self) -> bool:
+        """Whether several ranks share the data, as far as that is known. Local."""
+        if self._divided is not None:
+            return not self._divided.alone
+        strategy = self._given_strategy
+        return launch.expected_ranks() > 1 if strategy is None else strategy.num_input_pipelines > 1
+
+    def _is_even(self, parts: int) -> bool:
+        """Whether the parts of each step are known to be of one size. Local."""
+        size, even = self.batch_size, self._policy is AutoShardPolicy.DATA
+        if size is None or isinstance(self.dataset, IterableDataset) or not isinstance(self.sampler, Sized):
+            return False
+        return even and size % parts == 0 and (self.drop_last or len(self.sampler) % size % parts == 0)
+
+    def _num_batches(self) -> int:
+        """As ``len``, but where torch's loader counts the batches itself, as an iterable dataset knows its samples."""
+        if self._counts_as_torch:
+            return len(cast(Sized, self.sampler if self.batch_sampler is None else self.batch_sampler))
+        return len(self)
 
     def _ready(self) -> Divided:
         """The data divided among those who take part. Collective when the ranks are found out."""
         divided = self._divided
-        if divided is None or (self._given_strategy is None and divided.group is not launch.default_group()):
-            place = None if divided is None else divided.dataset.next_state_dict()
-            divided = self._divided = self._divide()
-            if place is not None:  # the world changed, which is no reason to begin anew
-                divided.dataset.load_state_dict(place)
+        if divided is None or self._is_moved(divided) or self._is_changed(divided):
+            divided = self._divided = self._divide(divided)
         return self._told(divided)
+
+    def _is_moved(self, divided: Divided) -> bool:
+        """Whether there is another process group than when the data was divided."""
+        return self._given_strategy is None and divided.group is not launch.default_group()
+
+    def _is_changed(self, divided: Divided) -> bool:
+        """Whether an attribute was set since the data was divided that counts from now on."""
+        return divided.loader is not self._loader and not self._workers_live_on(divided)
 
     def _told(self, divided: Divided) -> Divided:
         """The data, which knows what ``set_epoch`` said."""
@@ -249,14 +330,30 @@ class DataLoader(Generic[T_co]):
         Raises:
           TypeError: the dataset has no length; or several ranks read different data (policies OFF, HINT, FILE).
         """
-        if self._policy is AutoShardPolicy.DATA or (self._divided is not None and self._divided.alone):
-            return len(self._loader)
+        if self._counts_as_torch:
+            steps = self._steps_as_torch()
+            if isinstance(self.dataset, IterableDataset):
+                self._announced = AnnouncedLength(self.dataset, len(cast(Sized, self.dataset)), self.num_workers)
+            return steps
         if self._divided is None:
             raise TypeError(
                 f"under policy {self._policy.name} the number of steps depends on the ranks, which are known from the "
                 "first iter() on."
             )
         return len(self._divided.dataset)
+
+    def _steps_as_torch(self) -> int:
+        try:
+            return len(self._loader)
+        except Exception as error:
+            if isinstance(error, TypeError) or not isinstance(self.dataset, IterableDataset):
+                raise
+            raise TypeError(f"the length of the {type(self.dataset).__name__} is not known: {error!r}") from error
+
+    @property
+    def _counts_as_torch(self) -> bool:
+        """Whether the steps of an epoch are those that torch's loader would make."""
+        return self._policy is AutoShardPolicy.DATA or (self._divided is not None and self._divided.alone)
 
     @property
     def step(self) -> Step:
@@ -278,7 +375,7 @@ class DataLoader(Generic[T_co]):
         return self._ready().dataset.gather_stats()
 
     def set_epoch(self, epoch: int) -> None:
-        """Sets the number of the next epoch, and tells the sampler or dataset if it has ``set_epoch``.
+        """Sets the number of the next epoch, and tells the sampler and dataset, as far as they have ``set_epoch``.
 
         Local; the same on every rank. Nothing needs this: each ``iter()`` is the next epoch.
 
@@ -336,22 +433,35 @@ class DataLoader(Generic[T_co]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _divide(self) -> Divided:
-        """Finds out who takes part, and divides the data among them. Collective."""
-        self.close()
+    def _divide(self, before: Divided | None) -> Divided:
+        """Finds out who takes part, and divides the data among them, from where it stood before. Collective."""
+        is_new = before is None or self._is_moved(before)
+        if is_new:
+            self.close()
         strategy = self._given_strategy or _SHARED.get(self._device)
         alone = strategy.num_input_pipelines == 1
         one_on_host = strategy.num_replicas_in_sync == 1 and strategy.device.type == "cpu"
         sealed = one_on_host and not gathers(self._loader)
         loader = copy.copy(self._loader)
         if sealed:
-            loader.collate_fn = Sealing(self.collate_fn, counts=loader.batch_sampler is not None)
-        if strategy.input_pipeline_id == 0:
+            loader.collate_fn = Sealing(self._loader.collate_fn, counts=loader.batch_sampler is not None)
+        if is_new and strategy.input_pipeline_id == 0:
             self._tell(strategy)
-        options = InputOptions(auto_shard_policy=self._policy, prefetch=self._steps_ahead(strategy))
-        dataset = strategy.distribute_dataset(loader, options)
+        options = self._options(self._policy, self._steps_ahead(strategy))
         parts = strategy.num_replicas_in_sync
-        return Divided(dataset, launch.default_group(), parts, alone=alone, sealed=sealed)
+        dataset = strategy.distribute_dataset(LikeTorch(loader) if parts == 1 else loader, options)
+        if before is not None:  # neither another world nor another setting is a reason to begin anew
+            dataset.go_on_from(before.dataset)
+        return Divided(dataset, self._loader, launch.default_group(), parts, alone=alone, sealed=sealed)
+
+    def _options(self, policy: AutoShardPolicy, prefetch: int | None) -> InputOptions:
+        return InputOptions(
+            auto_shard_policy=policy,
+            prefetch=prefetch,
+            snapshot_every=self._snapshot_every,
+            own_state=self._own_state,
+            seed_samples=self._seed_samples,
+        )
 
     def _steps_ahead(self, strategy: Strategy) -> int | None:
         if self._prefetch is not None:
@@ -373,6 +483,17 @@ class DataLoader(Generic[T_co]):
         )
         opaque = isinstance(self.dataset, IterableDataset) and not isinstance(self.dataset, FileDataset)
         if workers == 1 or not opaque or self._policy not in (AutoShardPolicy.DATA, AutoShardPolicy.AUTO):
+            return
+        if divides_itself(self.dataset):
+            return  # no rank reads all of it, which the first step will tell
+        if has_sharding_filter(self.dataset):
+            warnings.warn(
+                f"the DataPipe has a sharding_filter, so it can divide itself: under policy=DATA each of the {workers} "
+                "ranks reads all of it, and keeps its part of each batch. Use policy=AutoShardPolicy.HINT, under which "
+                "each rank reads its own part, in batches of its own.",
+                UserWarning,
+                stacklevel=5,
+            )
             return
         repeats = (
             f" Each of the {self.num_workers} loader workers iterates all of it too, so a dataset that does not divide "

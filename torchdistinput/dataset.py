@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, final
+from typing import Any, Final, NoReturn, final
 
 import torch
 
@@ -13,16 +14,23 @@ from torchdistinput.agreement import agree
 from torchdistinput.backends.collectives import Ranks
 from torchdistinput.bookmark import Bookmark, Entry
 from torchdistinput.errors import BatchingError, InputError
+from torchdistinput.failures import in_one_line
+from torchdistinput.frameworks import check_accelerate
 from torchdistinput.iterator import DistributedIterator, LastStep, Progress, delivered, of_this_process
 from torchdistinput.plan.options import InputOptions, Step
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.base import Source
+from torchdistinput.sources.base import Source, TellsPart
 from torchdistinput.sources.random_state import AlikeStates, BorrowedRandomState, Draw, plainly, state_of_epoch
 from torchdistinput.stages.transfer import Transfer
 from torchdistinput.stats import Meter
 from torchdistinput.walk import Opened, Setting, compose, open_stream
 
-__all__ = ["DistributedDataset", "check_partial_batch", "facts_of"]
+__all__ = ["SAMPLES", "DistributedDataset", "check_partial_batch", "facts_of"]
+
+SAMPLES: Final = "the samples"
+"""The name of the fact that tells which samples map-style data has."""
+
+_LOG = logging.getLogger("torchdistinput")
 
 
 @final
@@ -69,12 +77,15 @@ class DistributedDataset:
         """The next epoch. Collective.
 
         Raises:
+          InputError: accelerate accumulates gradients, and does not know this loader.
           RankDisagreement: the ranks are at different epochs, or have different generators or states.
           CoordinationTimeout: a rank did not come in time; it is named.
           RankLost: by ``next`` (as the two below), if a rank died, or left the loop before the others.
           SourceError: the data of a rank failed, on every rank after the same number of steps.
           BatchingError: an element cannot be cut, or is unlike those before.
         """
+        check_accelerate()
+        self._heed_user()
         iterator, self._opened = self._opened, None
         return self._open() if iterator is None else iterator
 
@@ -93,8 +104,14 @@ class DistributedDataset:
     def element_spec(self) -> Any:
         """See ``DistributedIterator.element_spec``. Opens the iterator that the next ``iter()`` returns."""
         if self._opened is None:
+            self._heed_user()
             self._opened = self._open()
         return self._opened.element_spec
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether an epoch was begun here. Local."""
+        return self._progress is not None
 
     @property
     def step(self) -> Step:
@@ -139,7 +156,10 @@ class DistributedDataset:
         return self.stats()
 
     def set_epoch(self, epoch: int) -> None:
-        """Sets the number of the next epoch, and tells the user's sampler or dataset. Local; the same on every rank.
+        """Sets the number of the next epoch, and tells the user's sampler and dataset. Local; the same on every rank.
+
+        Nothing needs this: each ``iter()`` is the next epoch, and tells them. Where the user's own ``set_epoch`` of the
+        sampler or dataset was called, and shows in its attribute ``epoch``, that counts as this.
 
         If a state of that epoch was loaded, or a step of it sought, the next ``iter()`` still begins there.
         """
@@ -147,6 +167,12 @@ class DistributedDataset:
         self._drop_opened()
         running = any(iterator.is_live and iterator.reads(self._progress) for iterator in self._iterators)
         self._bookmark.set_epoch(epoch, running=running)
+
+    def _heed_user(self) -> None:
+        """A ``set_epoch`` that the user called on the sampler or dataset itself counts as one on this."""
+        epoch = self._bookmark.set_by_user()
+        if epoch is not None:
+            self.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """What was delivered so far, to go on from there: in another process, at any number of ranks.
@@ -168,6 +194,8 @@ class DistributedDataset:
           InputError: with ``coordination="off"`` each of several workers is at a step of its own.
         """
         self._refuse_uncoordinated("state_dict()")
+        if not any(iterator.is_live for iterator in self._iterators):  # else what is read may count its epochs itself
+            self._heed_user()
         return self._bookmark.state().to_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:  # noqa: FBT001, FBT002 - as in torch
@@ -182,7 +210,8 @@ class DistributedDataset:
         Restore it yourself (for dropout) after this call.
 
         Args:
-          state: what ``state_dict()`` returned, perhaps through JSON, ``torch.save`` or a distributed checkpoint.
+          state: what ``state_dict()`` returned, perhaps through JSON, ``torch.save`` or a distributed checkpoint. An
+            empty dict changes nothing.
           strict: whether the state of an input that looks different is refused; else the differences are logged.
 
         Raises:
@@ -193,12 +222,33 @@ class DistributedDataset:
         self._refuse_uncoordinated("load_state_dict()")
         self._refuse_live("load_state_dict()")
         self._drop_opened()
+        if state == {}:
+            _LOG.warning("load_state_dict() was given an empty state: the next epoch begins as without it.")
+            return
         self._bookmark.load(state, strict=strict)
 
-    def next_state_dict(self) -> dict[str, Any]:
-        """Where the next ``iter()`` begins, as a state: a place loaded or sought, else the start of an epoch. Local."""
+    def go_on_from(self, before: DistributedDataset) -> None:
+        """The next ``iter()`` begins where that of another one would, of the same data, which was divided anew. Local.
+
+        Iterators of the other one that are read go on; they count as iterators of this one from now on.
+
+        Raises:
+          StateMismatch: the data cannot be entered there any more.
+        """
+        bookmark, live = before.leave()
+        self._bookmark.go_on_from(bookmark)
+        self._iterators.update(live)
+
+    def leave(self) -> tuple[Bookmark, list[DistributedIterator]]:
+        """What ``go_on_from`` takes over: where this stands, and the iterators that are read. Local.
+
+        Without such iterators it is closed.
+        """
         self._drop_opened()  # that one's epoch is the next one
-        return self._bookmark.next_state().to_dict()
+        live = [iterator for iterator in self._iterators if iterator.is_live]
+        if not live:
+            self.close()
+        return self._bookmark, live
 
     def seek(self, epoch: int, step: int = 0) -> None:
         """Lets the next ``iter()`` begin at a step of an epoch, to see again what was trained on there.
@@ -225,6 +275,7 @@ class DistributedDataset:
 
     def skip_to(self, step: int) -> None:
         """Lets the next ``iter()`` begin at a step of its epoch; see ``seek``. Local, on every rank alike."""
+        self._heed_user()
         self._drop_opened()  # that one's epoch is the next one
         self.seek(self._bookmark.next_epoch, step)
 
@@ -289,13 +340,23 @@ class DistributedDataset:
 
     def _begin(self, entry: Entry) -> DistributedIterator:
         ranks = self._setting.ranks
-        number: int | None = None
-        if ranks is not None and self._options.coordination == "on":
-            told = self._agree_on_epoch(ranks, entry)
-            # The next unused number is the same everywhere, so there is always one that is free on all ranks.
-            number = min(set.intersection(*(set(each["channels"]) for each in told)))
-            # Not the same where the epoch before was left at different steps; and what the ranks tell hangs on it.
-            self._last.ahead = min(each["ahead"] for each in told) or None
+        if ranks is None or self._options.coordination == "off":
+            return self._begin_with(entry, None)
+        told = self._agree_on_epoch(ranks, entry)
+        # The next unused number differs where a rank was interrupted before it opened one.
+        common = set.intersection(*(set(each["channels"]) for each in told))
+        number = min(common) if common else max(each["channels"][-1] for each in told)
+        # Not the same where the epoch before was left at different steps; and what the ranks tell hangs on it.
+        self._last.ahead = min(each["ahead"] for each in told) or None
+        try:
+            return self._begin_with(entry, number)
+        except BaseException as error:  # the others wait for this rank to open the channel
+            ranks.refuse_channel(number, f"could not begin epoch {entry.epoch}: {in_one_line(error)}")
+            raise
+
+    def _begin_with(self, entry: Entry, number: int | None) -> DistributedIterator:
+        """The epoch, once all ranks have agreed on it, with the channel of that number."""
+        ranks = self._setting.ranks
         start = entry.start
         if start.steps:
             start = self._source.resume(entry.epoch, start, self._share_at_start)
@@ -414,4 +475,7 @@ def facts_of(source: Source, policy: str, options: InputOptions) -> Mapping[str,
     asked = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
     del asked["auto_shard_policy"]  # the policy in force counts
     asked["replication_mode"] = options.replication_mode.name
-    return {**source.fingerprint(), **alone, **asked, "policy": policy}
+    for name in ("count_fn", "split_fn", "empty_fn"):  # functions of two processes cannot be compared
+        asked[name] = asked[name] is not None
+    parts = {SAMPLES: source.part} if isinstance(source, TellsPart) else {}
+    return {**source.fingerprint(), **parts, **alone, **asked, "policy": policy}

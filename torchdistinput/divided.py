@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn, final
+
+from torch.utils.data import DataLoader
 
 from torchdistinput.dataset import DistributedDataset
 from torchdistinput.errors import InputError, SourceError
 from torchdistinput.iterator import DistributedIterator, of_this_process
 from torchdistinput.plan.options import Step
 
-__all__ = ["Divided", "LoaderIterator", "refuse_divided"]
+__all__ = ["AnnouncedLength", "Divided", "LoaderIterator", "refuse_divided"]
 
 
 @final
@@ -19,6 +23,7 @@ class Divided(NamedTuple):
 
     Args:
       dataset: gives this process's parts.
+      loader: the torch loader of one process that it was made of.
       group: the default process group when it was divided.
       parts: of each batch.
       alone: whether this is the only process that reads.
@@ -26,6 +31,7 @@ class Divided(NamedTuple):
     """
 
     dataset: DistributedDataset
+    loader: DataLoader[Any]
     group: Any
     parts: int
     alone: bool
@@ -33,17 +39,54 @@ class Divided(NamedTuple):
 
 
 @final
+class AnnouncedLength(NamedTuple):
+    """What ``len`` of an iterable dataset said, as far as the user has asked the loader for its length.
+
+    Args:
+      dataset: the dataset.
+      length: that.
+      num_workers: loader workers that read it.
+    """
+
+    dataset: object
+    length: int
+    num_workers: int
+
+    def warn(self, steps: int) -> None:
+        """Says, in torch's words, that there were more steps: a filter of warnings is to know them again."""
+        told = (
+            f"Length of IterableDataset {self.dataset} was reported to be {self.length}(when accessing "
+            f"len(dataloader)), but {steps} samples have been fetched. "
+        )
+        if self.num_workers:
+            told += (
+                "For multiprocessing data-loading, this could be caused by not properly configuring the "
+                "IterableDataset replica at each worker. Please see "
+                "https://pytorch.org/docs/stable/data.html#torch.utils.data.IterableDataset for examples."
+            )
+        warnings.warn(told, stacklevel=3)
+
+
+@final
 class LoaderIterator:
     """One epoch of a ``DataLoader``. Made by ``iter(loader)``; ends when the loop is left, or at ``close``.
+
+    Where torch's loader has one iterator for all epochs, so has the drop-in in one process: ``begin`` begins the next.
 
     If it is dropped before its first batch, the next ``iter`` gets the same epoch: on loaders that are not torch's,
     Lightning calls ``iter`` once more, only to see whether it can, and that must not change the order of the samples.
 
     Args:
       divided: the data.
+      length: tells the steps of an epoch.
+      announced: the length of the dataset, if it was asked for.
     """
 
-    def __init__(self, divided: Divided) -> None:
+    def __init__(self, divided: Divided, length: Callable[[], int], announced: AnnouncedLength | None) -> None:
+        self._length = length
+        self._open(divided, announced)
+
+    def _open(self, divided: Divided, announced: AnnouncedLength | None) -> None:
         self._alone = divided.alone
         self._parts = divided.parts
         self._sealed = divided.sealed
@@ -51,6 +94,17 @@ class LoaderIterator:
         self._is_fresh = True
         self._return = weakref.finalize(self, divided.dataset.put_back, self._iterator)
         self._return.atexit = False
+        self._announced = announced
+        self._steps = 0
+
+    def begin(self, divided: Divided, announced: AnnouncedLength | None) -> None:
+        """Leaves this epoch, wherever it stands, and begins the next one."""
+        self.close()
+        self._open(divided, announced)
+
+    def __len__(self) -> int:
+        """The steps of an epoch, as torch's iterator tells them; ``TypeError`` where it knows none."""
+        return self._length()
 
     def __iter__(self) -> LoaderIterator:
         return self
@@ -63,8 +117,27 @@ class LoaderIterator:
         except SourceError as error:
             failure = _as_torch_raises(error) if self._alone else error
         else:
+            if self._announced is not None:
+                self._steps += 1
+                if self._steps > self._announced.length:
+                    self._announced.warn(self._steps)
             return element.content if self._sealed else element
-        raise failure
+        try:
+            raise failure
+        finally:
+            del failure  # whose traceback holds this frame: a circle would keep both
+
+    def has_next(self) -> bool:
+        """See ``DistributedIterator.has_next``."""
+        self._keep()
+        try:
+            return self._iterator.has_next()
+        except SourceError as error:
+            failure = _as_torch_raises(error) if self._alone else error
+        try:
+            raise failure
+        finally:
+            del failure
 
     @property
     def is_part(self) -> bool:

@@ -40,12 +40,15 @@ class Elements:
         Raises:
           InputError: the data ended before the first element.
         """
-        structure = self._mould.structure
+        structure = self._mould.looks
         if structure is None:
             raise InputError("the data ended before the first element, so there is no element spec.")
         if self._pad is not None:
             return self._pad.structure(structure).spec(self._pad.rows, self._for_each_replica)
-        return structure.spec(self._piece_size, self._for_each_replica)
+        if not structure.leaves():
+            raise InputError(f"the elements are of type {structure}, of which no tensor is known: there is no spec.")
+        size = None if self._mould.row_bytes is None else self._piece_size  # else its rows need not be samples
+        return structure.spec(size, self._for_each_replica)
 
     def _for_each_replica(self, spec: TensorSpec) -> Any:
         return spec if self._local == 1 else PerReplica([spec] * self._local)
@@ -58,7 +61,7 @@ class Elements:
         of_row = self._mould.row_bytes
         if of_row is not None and self._pad is None:
             return of_row * samples
-        if self._mould.structure is None:  # batches that nobody looks into
+        if self._mould.looks is None:  # batches that nobody looks into
             return 0
         if of_row is None or self._pad is None:
             leaves = (leaf for piece in pieces for leaf in flatten(piece)[0] if isinstance(leaf, torch.Tensor))

@@ -14,7 +14,7 @@ from typing import Protocol, final
 from torchdistinput.errors import InputError
 from torchdistinput.flow import Outcome, PassedOver, Share
 
-__all__ = ["Parting", "closed_elsewhere", "lasting", "left_to_parent", "not_an_end"]
+__all__ = ["Parting", "after_the_error", "closed_elsewhere", "left_to_parent", "not_an_end"]
 
 
 class _Walk(Protocol):
@@ -101,10 +101,22 @@ def not_an_end(error: BaseException) -> BaseException:
     return found
 
 
-def lasting(error: BaseException, delivered: int) -> BaseException:
-    """What each further call raises. Not a Ctrl-C, which was meant for the moment."""
+def after_the_error(error: BaseException, told: str, delivered: int) -> InputError:
+    """What the next call raises after an error that ended the epoch. Then nothing more comes.
+
+    The error itself is raised once: a loop that goes on after errors would meet it for ever, and each time with a
+    longer traceback. Nor is it kept, as its traceback keeps the batches of those who met it.
+
+    Args:
+      error: the error.
+      told: the same in one line.
+      delivered: steps before it.
+    """
     if isinstance(error, Exception):
-        return not_an_end(error)
+        return InputError(
+            f"this epoch ended with the error above, after step {delivered}, and cannot go on. Begin another iterator, "
+            f"or go on from a state that was saved before. The error was {told}"
+        )
     return InputError(
         f"the input was interrupted while it read, after step {delivered}, by {type(error).__name__}; what it was "
         "reading is lost, so it cannot go on. Begin another iterator, or go on from a state that was saved before."

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, Protocol, final
+from typing import Any, Final, NamedTuple, Protocol, final, runtime_checkable
 
 __all__ = [
     "MOST_TOLD",
@@ -23,6 +23,8 @@ __all__ = [
     "NOWHERE",
     "ROWS_BETWEEN_LANDMARKS",
     "Ahead",
+    "CatchesUp",
+    "Counted",
     "Digest",
     "Drawn",
     "End",
@@ -32,6 +34,7 @@ __all__ = [
     "Known",
     "Landmarks",
     "Like",
+    "Missed",
     "Origin",
     "Outcome",
     "PassedOver",
@@ -60,6 +63,17 @@ Row = list[Any]
 
 
 @final
+class Counted(NamedTuple):
+    """A row, and how many samples each piece has: the number of the samples that it was made of.
+
+    They were counted where the batch was cut. A ``Thinned`` piece has fewer by those that it lost.
+    """
+
+    pieces: Row
+    sizes: tuple[int, ...]
+
+
+@final
 class Like:
     """What a reader in this process knows of a row. Rows that come with the same ``Like`` are exactly alike.
 
@@ -73,8 +87,8 @@ class Like:
         self.kind = kind
         self.samples = samples
         self.sizes = sizes
-        self.is_full = 0 not in sizes
-        """Whether no piece is empty."""
+        self.is_full = 0 not in sizes or kind is Sealed
+        """Whether no piece is to be made: none is empty, or it is sealed, and there as it is."""
 
 
 @final
@@ -115,12 +129,19 @@ NOWHERE: Final = Origin()
 
 
 class ReadFailure(Exception):
-    """The data failed. The original is the ``__cause__``; ``where`` tells in words which samples, file or worker."""
+    """The data failed. The original is the ``__cause__``; ``where`` tells in words which samples, file or worker.
 
-    def __init__(self, where: str, origin: Origin = NOWHERE) -> None:
+    Args:
+      where: that.
+      origin: the same as values.
+      goes_on: whether the next row can be read, and is to be, as in torch's loader.
+    """
+
+    def __init__(self, where: str, origin: Origin = NOWHERE, *, goes_on: bool = False) -> None:
         super().__init__(where)
         self.where = where
         self.origin = origin
+        self.goes_on = goes_on
 
 
 class Skipped(NamedTuple):
@@ -212,7 +233,7 @@ class Rows(Protocol):
     def expect(self, rows: int) -> None:
         """So many rows will be drawn at once; what is done for each may be done together, if no user can tell."""
 
-    def fetch(self, drawn: Any) -> Row | None:
+    def fetch(self, drawn: Any) -> Counted | None:
         """The row; ``None`` past the end, where only the reading itself finds the end."""
 
     def digest_of(self, drawn: Any) -> Digest:
@@ -227,6 +248,8 @@ class Stream(Rows, Protocol):
 
     strings: bool
     """Whether pieces that are lists certainly hold strings and nothing else, so that nobody needs to look."""
+    one_structure: bool
+    """Whether the source yields its batches ready, so that all must be of one structure; see ``mould``."""
 
     @property
     def owns_state(self) -> bool:
@@ -243,6 +266,20 @@ class Stream(Rows, Protocol):
         """
 
 
+@runtime_checkable
+class CatchesUp(Protocol):
+    """A stream that may draw from generators of the user's further ahead than torch would."""
+
+    draws_ahead: bool
+    """Whether it does."""
+
+    def catch_up(self, rows: int) -> None:
+        """The user asks for so many rows since it was opened: the generators are as torch would leave them then.
+
+        Caller's thread.
+        """
+
+
 @final
 @dataclass(slots=True)
 class Share:
@@ -253,6 +290,7 @@ class Share:
       sizes: samples in each.
       parcels: the pieces on their way to the devices.
       drew: the digest of what the sampler drew; 0 where there is nothing to compare.
+      read: the digest of the pieces, for the ranks that read the same ones; 0 where it was not made.
       skipped: samples that are missing in the pieces.
       global_size: samples over all replicas, once the step is agreed.
       rows: rows of the stream up to this one, those passed over included, once the step is agreed.
@@ -265,6 +303,7 @@ class Share:
     skipped: Skipped = NOTHING_SKIPPED
     global_size: int = 0
     rows: int = 0
+    read: int = 0
 
     @property
     def digest(self) -> int:
@@ -293,14 +332,16 @@ class Failed(NamedTuple):
     """A step whose data failed.
 
     Args:
-      error: what was raised.
+      error: what was raised; only where ``goes_on`` may it be no ``Exception``, but a Ctrl-C, say.
       where: the samples, file or loader worker, in words.
       origin: the same as values.
+      goes_on: see ``ReadFailure``.
     """
 
-    error: Exception
+    error: BaseException
     where: str
     origin: Origin = NOWHERE
+    goes_on: bool = False
 
 
 Held = Share | PastEnd | Failed
@@ -335,11 +376,18 @@ class End:
 
 
 @final
+class Missed(NamedTuple):
+    """A step whose data failed, in a process that is alone: its error is raised, and the epoch goes on, as in torch."""
+
+    error: BaseException
+
+
+@final
 class Raised(NamedTuple):
     """The error that every rank raises at this step."""
 
     error: BaseException
 
 
-Outcome = Share | PassedOver | Ahead | End | Raised
+Outcome = Share | PassedOver | Ahead | End | Missed | Raised
 """What the ranks agreed on."""

@@ -158,6 +158,7 @@ class DistributedIterator:
       elements: what is known of the elements.
       progress: takes down what was delivered in this epoch, for the dataset.
       last: takes down the last step, for the dataset.
+      catch_up: is told how many rows of the stream were asked for; ``None`` where that does not matter.
     """
 
     def __init__(
@@ -167,8 +168,10 @@ class DistributedIterator:
         elements: Elements,
         progress: Progress,
         last: LastStep,
+        catch_up: Callable[[int], None] | None = None,
     ) -> None:
         self._buffer = buffer
+        self._catch_up = catch_up
         self._take = buffer.take
         self._transfer = transfer
         self._moves = transfer.moves
@@ -187,12 +190,14 @@ class DistributedIterator:
             self._transfer.begin_step()
         taken = None
         try:
+            if self._catch_up is not None:
+                self._catch_up(self._progress.rows + 1)
             taken = in_range(WAIT, take) if profiler._is_profiler_enabled else take()  # noqa: SLF001 - see in_range
             if taken is not None:
                 sizes = taken.sizes
                 pieces = self._transfer.hand_over(taken.parcels) if moves else taken.parcels
                 single = len(sizes) == 1
-                element = pieces[0] if single else regroup_batches(pieces)
+                element = pieces[0] if single else regroup_batches(pieces, sizes)
                 local = sizes[0] if single else sum(sizes)
                 progress = self._progress
                 progress.add(taken, local, self._elements.num_bytes(local, pieces))
@@ -201,10 +206,26 @@ class DistributedIterator:
         except BaseException as error:
             if taken is not None:
                 self._buffer.end_by(error)
+            self._catch_up = None
             self._let_go()
             raise
+        self._catch_up = None
         self._progress.end(of_data=self._finalizer.alive)  # else it was closed before its end
         raise StopIteration
+
+    def has_next(self) -> bool:
+        """Whether another element comes, which is read for that and stays the next one. Collective: every rank asks.
+
+        Raises:
+          InputError: what ``next`` would raise.
+        """
+        try:
+            if self._catch_up is not None:
+                self._catch_up(self._progress.rows + 1)
+            return self._buffer.peek() is not None
+        except BaseException:
+            self._let_go()
+            raise
 
     def get_next(self) -> Any:
         """The next element, as TensorFlow's ``get_next``.
@@ -274,6 +295,7 @@ class DistributedIterator:
         Where an interruption cuts it short, the next call, or the end of this iterator, does what is left to do. A
         thread that reads meanwhile gets an ``InputError``: let it leave its loop first.
         """
+        self._catch_up = None
         self._buffer.close()
         self._finalizer.detach()
 

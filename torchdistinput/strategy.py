@@ -19,14 +19,17 @@ from torchdistinput.agreement import agree
 from torchdistinput.backends import launch as launcher
 from torchdistinput.backends.collectives import ProcessGroupRanks, without_repeats
 from torchdistinput.backends.devices import Accelerators, resolve_devices, set_current, streams_here
-from torchdistinput.dataset import DistributedDataset, check_partial_batch, facts_of
+from torchdistinput.dataset import SAMPLES, DistributedDataset, check_partial_batch, facts_of
 from torchdistinput.divided import refuse_divided
+from torchdistinput.errors import ShardingError
 from torchdistinput.plan.ending import MAX_RANKS
 from torchdistinput.plan.options import InputOptions, InputReplicationMode, check_seconds
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import InputContext, Topology, ValueContext
 from torchdistinput.replica import require_no_replica, run_replicas
 from torchdistinput.sources.base import Source
+from torchdistinput.sources.dividing import PART_WAY_OUT
+from torchdistinput.sources.random_state import lent_among
 from torchdistinput.sources.recognise import recognise
 from torchdistinput.sources.torch_loaders import not_pinning
 from torchdistinput.values import PerReplica, ReduceOp, local_results
@@ -73,12 +76,15 @@ class Strategy:
       process_group: the ranks that train together; by default all.
       mesh: a ``DeviceMesh`` instead of a group: ranks that differ only in other dims than ``data_dims`` are one worker
         and get identical batches.
-      data_dims: the names of the mesh's data-parallel dims; by default those with a usual name (``dp``, ``fsdp``, ...).
+      data_dims: the names of the mesh's data-parallel dims; by default those with a usual name (``dp``, ``fsdp``,
+        ``dp_shard``, ...), and the only dim of a mesh unless its name tells of another use (``tp``, ``dp_cp``, ...).
       timeout_seconds: how long a rank waits for another one.
 
     Raises:
       ValueError: a device does not exist, the process is not in the group, or the arguments contradict each other.
       TypeError: ``devices`` is a single one, not a sequence; or another argument is of another type.
+      ShardingError: the names of the mesh's dims do not tell which of them are data-parallel, and there is no
+        ``data_dims``. Every rank of the mesh raises it.
       CoordinationTimeout: a rank did not come in time; it is named. So do all collective methods.
     """
 
@@ -110,7 +116,11 @@ class Strategy:
                 raise ValueError("a process group or mesh was given, but no process group is initialised.")
             self._settle(_alone_on(found, timeout_seconds))
             return
-        members = launcher.find_members(process_group, mesh, data_dims)
+        try:
+            members = launcher.find_members(process_group, mesh, data_dims)
+        except ShardingError as error:
+            problem = problem or error
+            members = launcher.find_members(None, mesh, [])  # who must hear of it
         if len(members.ranks) > MAX_RANKS:
             raise ValueError(f"{len(members.ranks)} ranks are more than the {MAX_RANKS} that a vote can count.")
         ranks = None if len(members.ranks) == 1 else ProcessGroupRanks(process_group, members, timeout_seconds)
@@ -125,7 +135,15 @@ class Strategy:
         topology = Topology(
             num_workers=members.num_workers, replicas_per_worker=len(found), worker=members.workers[members.rank]
         )
-        self._settle(Setting(topology=topology, devices=found, ranks=ranks, timeout_seconds=timeout_seconds), resolver)
+        setting = Setting(
+            topology=topology,
+            devices=found,
+            ranks=ranks,
+            timeout_seconds=timeout_seconds,
+            workers=members.workers,
+            lent=lent_among(members.ranks),
+        )
+        self._settle(setting, resolver)
 
     def _settle(self, setting: Setting, resolver: ClusterResolver | None = None) -> None:
         self._setting = setting
@@ -296,7 +314,6 @@ class Strategy:
         self, what: str, make: Callable[[], tuple[Source, AutoShardPolicy]], options: InputOptions
     ) -> DistributedDataset:
         """Makes the source; then all ranks compare what they were given, or raise what failed on one of them."""
-        self._datasets += 1
         facts: Mapping[str, Any] = {}
         made, problem = None, None
         try:
@@ -305,9 +322,11 @@ class Strategy:
             facts = facts_of(made[0], made[1].name, options)
         except Exception as error:  # every rank must hear of it, or the others would wait
             problem = error
-        told = agree(self._ranks, what, facts, error=problem, extra=torch.initial_seed())
+        ways_out = {fact: PART_WAY_OUT for fact in ("length", SAMPLES) if facts.get(SAMPLES)}
+        told = agree(self._ranks, what, facts, error=problem, extra=torch.initial_seed(), ways_out=ways_out)
         if made is None:
             raise AssertionError("a source that was not made is an error that was raised")
+        self._datasets += 1  # not earlier: a rank that came alone, and was told so, still counts as the others do
         source, policy = made
         if options.auto_shard_policy is AutoShardPolicy.AUTO and self._topology.worker == 0:
             workers = self.num_input_pipelines

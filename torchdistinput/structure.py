@@ -7,6 +7,7 @@ learns from the others what a batch looks like.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import hashlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,16 +16,27 @@ from typing import Any, Final, cast, final
 
 import torch
 
-from torchdistinput.containers import PLAIN_TYPES, mapping_like, named_tuple_fields, open_container
+from torchdistinput.containers import (
+    PLAIN_TYPES,
+    is_tensor_collection,
+    mapping_like,
+    named_tuple_fields,
+    open_container,
+    tensor_collection,
+)
 from torchdistinput.errors import BatchingError
 
-__all__ = ["PER_SAMPLE", "Structure", "TensorSpec"]
+__all__ = ["COUNT_OR_SPLIT", "PER_SAMPLE", "Structure", "TensorSpec"]
 
 PER_SAMPLE: Final = (
-    "A list with a tensor or dict for each sample counts as nesting: pad and stack them, or hold each in an object of "
-    "a class of your own (no dataclass)."
+    "Pad and stack the tensors, or give InputOptions(split_fn=, count_fn=), which cut and count such batches."
 )
-"""What to do about structures that differ from batch to batch."""
+"""What to do about ready batches whose structures differ."""
+
+COUNT_OR_SPLIT: Final = (
+    "If it is a batch, InputOptions(count_fn=) tells how many samples it has, and split_fn= how to cut it."
+)
+"""What to do about a ready batch that cannot be counted or cut by its leaves."""
 
 
 @final
@@ -43,13 +55,18 @@ class TensorSpec:
     name: str | None = None
 
 
+_PLAIN_CONSTANTS: Final = (str, bytes, int, float, complex, enum.Enum, type, torch.dtype, torch.device, type(None))
+_LEAVES: Final = ("tensor", "rows", "tensors")
+
+
 @final
 @dataclasses.dataclass(frozen=True)
 class Structure:
     """What every batch of an input has in common: nesting, field names, dtypes; inner dims and layouts of one example.
 
-    ``kind`` is ``tensor``, ``rows`` (a list leaf), ``constant``, or the kind of a container. Two structures are the
-    same kind if nesting, names and dtypes agree; the rest may differ from batch to batch.
+    ``kind`` is ``tensor``, ``rows`` (a list leaf), ``tensors`` (a ``TensorDict`` or tensorclass, with an empty one as
+    ``constant`` where it was seen here), ``constant``, or the kind of a container. Two structures are the same kind if
+    nesting, names and dtypes agree; the rest may differ from batch to batch.
     """
 
     kind: str
@@ -68,13 +85,13 @@ class Structure:
         if not self.children and self.kind in ("tensor", "rows"):
             return (self.kind, str(self.dtype), len(self.inner_dims)) if self.kind == "tensor" else self.kind
         pairs = [(_key_name(key), child.signature()) for key, child in zip(self.keys, self.children, strict=True)]
-        if self.kind == "dict":  # the order of its keys is no part of it
+        if self.kind in ("dict", "tensors"):  # the order of its keys is no part of it
             pairs.sort(key=lambda pair: pair[0])
         return (self.kind, *pairs)
 
     def arrange(self, batch: Any) -> Any:
         """A batch of the same signature with the keys of its dicts in this structure's order."""
-        if self.kind in ("tensor", "rows", "constant"):
+        if self.kind in (*_LEAVES, "constant"):
             return batch
         container = open_container(batch)
         if container is None:
@@ -145,19 +162,28 @@ class Structure:
             return () if self.cls is tuple else []
         if self.kind == "constant":
             return self.constant
+        if self.kind == "tensors" and self.constant is not None:
+            return self.constant.clone()
         return _build(self, [child.empty() for child in self.children])
 
     def build(self, leaves: Iterator[Any]) -> Any:
         """A batch of this nesting with other leaves, taken in order."""
-        if self.kind in ("tensor", "rows"):
+        if self.kind in _LEAVES:
             return next(leaves)
         if self.kind == "constant":
             return self.constant
         return _build(self, [child.build(leaves) for child in self.children])
 
+    @property
+    def holds_objects(self) -> bool:
+        """Whether there is a constant in it which is no text, number or the like, and so may belong to one batch."""
+        if self.kind == "constant":
+            return not isinstance(self.constant, _PLAIN_CONSTANTS)
+        return self.kind != "tensors" and any(child.holds_objects for child in self.children)
+
     def leaves(self) -> list[Structure]:
         """The structures of the leaves, in order."""
-        if self.kind in ("tensor", "rows"):
+        if self.kind in _LEAVES:
             return [self]
         return [leaf for child in self.children for leaf in child.leaves()]
 
@@ -175,8 +201,10 @@ class Structure:
             return wrap(TensorSpec((dim0,), cast(type, self.dtype), path or None))
         if self.kind == "constant":
             return self.constant
-        pairs = zip(self.keys, self.children, strict=True)
-        return _build(self, [child.spec(dim0, wrap, f"{path}[{key!r}]") for key, child in pairs])
+        specs = [
+            child.spec(dim0, wrap, f"{path}[{key!r}]") for key, child in zip(self.keys, self.children, strict=True)
+        ]
+        return dict(zip(self.keys, specs, strict=True)) if self.kind == "tensors" else _build(self, specs)
 
     def to_json(self) -> Any:
         """Plain lists, dicts, strings and numbers, for a rank that never saw a sample. Refuses what is not plain."""
@@ -191,9 +219,15 @@ class Structure:
                 raise BatchingError(
                     f"a batch holds a constant of type {type(self.constant).__name__}, and a rank without a sample "
                     "needs it to make its empty batch; only numbers, strings and None can be sent. Keep such objects "
-                    "out of the batch, or put them in a list with one entry per sample."
+                    "out of the batch, put them in a list with one entry per sample, or give InputOptions(empty_fn=), "
+                    "which makes the empty batch."
                 )
             return {"kind": "constant", "value": self.constant}
+        if self.kind == "tensors" and not self.keys:
+            raise BatchingError(
+                f"a batch holds a {self.cls} without a tensor in it, and a rank without a sample cannot be told how to "
+                "make an empty one. Give InputOptions(empty_fn=), which makes the empty batch."
+            )
         for key in self.keys:
             if not isinstance(key, str | int):
                 raise BatchingError(f"a batch has the key {key!r}; other ranks can only be told strings and ints.")
@@ -202,6 +236,7 @@ class Structure:
             "kind": self.kind,
             "keys": list(self.keys),
             "class": cls,
+            "dims": list(self.inner_dims),
             "children": [child.to_json() for child in self.children],
         }
 
@@ -241,12 +276,13 @@ class Structure:
         if kind == "constant":
             return Structure("constant", constant=data["value"])
         children = tuple(Structure._from_json(child) for child in data["children"])
+        dims = tuple(int(size) for size in data["dims"])
         keys, cls = tuple(data["keys"]), _find_class(kind, data["class"])
         if kind not in ("dict", "list", "tuple") and cls is None:
             raise ValueError(f"{kind!r:.40} without a class")
         if len(keys) != len(children) or not all(isinstance(key, str | int) for key in keys):
             raise ValueError(f"{len(keys)} keys for {len(children)} children")
-        return Structure(kind, keys, children, cls=cls)
+        return Structure(kind, keys, children, None, dims, cls=cls)
 
 
 def _key_name(key: Any) -> str:
@@ -254,8 +290,16 @@ def _key_name(key: Any) -> str:
     return repr(key) if isinstance(key, str) else str(key)
 
 
+_FITS: Final[Mapping[str, Callable[[type], bool]]] = {
+    "namedtuple": lambda cls: named_tuple_fields(cls) is not None,
+    "dataclass": dataclasses.is_dataclass,
+    "tensors": is_tensor_collection,
+}
+"""What a class must be, by the kind of container that is made of it."""
+
+
 def _find_class(kind: str, name: Any) -> type | None:
-    if name is None or kind not in ("namedtuple", "dataclass", "dict"):
+    if name is None or kind not in ("namedtuple", "dataclass", "dict", "tensors"):
         return None
     if type(name) is not str:
         raise TypeError(f"{name!r:.40} is no name of a class")
@@ -265,9 +309,7 @@ def _find_class(kind: str, name: Any) -> type | None:
         found = None if found is None else vars(found).get(part)
     if kind == "dict":  # one that is not found, or is built in another way, is a plain dict: its content counts
         return found if isinstance(found, type) and issubclass(found, Mapping) else None
-    fits = isinstance(found, type) and (
-        named_tuple_fields(found) is not None if kind == "namedtuple" else dataclasses.is_dataclass(found)
-    )
+    fits = isinstance(found, type) and _FITS[kind](found)
     if not fits:
         raise BatchingError(
             f"this rank has seen no sample and cannot build the batch's {kind} {name}: the class is not importable "
@@ -283,6 +325,8 @@ def _build(structure: Structure, children: Iterable[Any]) -> Any:
         return tuple(children)
     if structure.kind == "list":
         return list(children)
+    if structure.kind == "tensors":
+        return tensor_collection(cast(type, structure.cls), structure.keys, children, (0, *structure.inner_dims))
     cls = cast(type, structure.cls)
     if structure.kind == "namedtuple":
         return cls(*children)

@@ -10,8 +10,8 @@ import enum
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar, final
 
-from torchdistinput.containers import open_container
-from torchdistinput.tree import flatten, map_leaves, plain_leaves, plainly_rebuilt
+from torchdistinput.containers import PLAIN_TYPES, open_container
+from torchdistinput.tree import plain_leaves, plainly_rebuilt, read, structure_of
 
 __all__ = ["PerReplica", "ReduceOp", "local_results", "regroup", "regroup_batches", "select", "take_apart"]
 
@@ -119,22 +119,50 @@ def _kind(value: Any) -> str:
     return f"{name} of length {len(container.keys)}" if isinstance(value, list) else f"{name} with {container.keys}"
 
 
-def regroup_batches(pieces: Sequence[Any]) -> Any:
+def regroup_batches(pieces: Sequence[Any], sizes: Sequence[int]) -> Any:
     """The batches of the local replicas as one element: the structure outside, a ``PerReplica`` at each leaf. Local.
 
-    Unlike ``regroup`` it follows the law of leaves of a batch: a list of strings is one leaf, whatever its length, and
-    constants stay bare.
+    Unlike ``regroup`` it follows the law of leaves of a batch: a list with an entry for each sample is one leaf, and
+    constants that are equal stay bare. Where the pieces are of different structures, a ``PerReplica`` of them is made.
 
     Args:
-      pieces: one batch per local replica, all of one structure; a single one comes back as it is.
+      pieces: one batch per local replica; a single one comes back as it is.
+      sizes: samples in each.
     """
     if len(pieces) == 1:
         return pieces[0]
     plain = [plain_leaves(piece) for piece in pieces]
-    if all(plain) and len(set(map(len, plain))) == 1:
+    have_rows = all(leaf.shape[:1] == (size,) for leaves, size in zip(plain, sizes, strict=True) for leaf in leaves)
+    if have_rows and all(plain) and len(set(map(len, plain))) == 1:
         return plainly_rebuilt(pieces[0], [PerReplica(values) for values in zip(*plain, strict=True)])
-    leaves = iter(list(zip(*(flatten(piece)[0] for piece in pieces), strict=True)))
-    return map_leaves(lambda _: PerReplica(next(leaves)), pieces[0])
+    return _regroup_parts(pieces, sizes)
+
+
+def _regroup_parts(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
+    first = parts[0]
+    if all(part is first for part in parts) or (
+        type(first) in PLAIN_TYPES and all(type(part) is type(first) and part == first for part in parts)
+    ):
+        return first
+    kinds = {structure_of(part).kind for part in parts}
+    opened = [open_container(part) for part in parts]
+    head = opened[0]
+    if (
+        head is None
+        or len({*map(type, parts)}) > 1
+        or not {*kinds} <= {"dict", "list", "tuple", "namedtuple", "dataclass"}
+    ):
+        return PerReplica(parts)
+    if head.kind in ("list", "tuple"):
+        found = [read(part, size) for part, size in zip(parts, sizes, strict=True)]
+        if any(each is not None and each.structure.kind == "rows" for each in found):
+            return PerReplica(parts)
+        if isinstance(first, list) and None in found:
+            return PerReplica(parts)
+    by_key = [dict(zip(each.keys, each.children, strict=True)) for each in opened if each is not None]
+    if len({frozenset(each) for each in by_key}) > 1:
+        return PerReplica(parts)
+    return head.rebuild(_regroup_parts([each[key] for each in by_key], sizes) for key in head.keys)
 
 
 def select(value: Any, local_replica: int) -> Any:

@@ -12,14 +12,16 @@ import torch
 from torchdistinput.backends.collectives import Channel, Ranks
 from torchdistinput.backends.devices import make_copier
 from torchdistinput.background import Background, Walk
+from torchdistinput.batch_digests import BatchDigests, take_for_read
 from torchdistinput.elements import Elements
 from torchdistinput.errors import InputError
-from torchdistinput.flow import Digest, Drawn, Failed, Held, Share, Start, Stream
+from torchdistinput.flow import CatchesUp, Digest, Drawn, Failed, Held, Share, Start, Stream
 from torchdistinput.iterator import DistributedIterator, LastStep, Progress
 from torchdistinput.mould import Mould
 from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.base import Source
+from torchdistinput.sources.base import ReadByAll, Source
+from torchdistinput.sources.open_runs import OpenRuns
 from torchdistinput.sources.random_state import Draw, LentState
 from torchdistinput.stages.buffer import Buffer
 from torchdistinput.stages.coordinate import Coordinate
@@ -42,6 +44,7 @@ class Setting:
       devices: one for each local replica.
       ranks: the ranks that must agree; ``None`` where there is only one.
       timeout_seconds: how long a rank waits for another one, unless the options say otherwise.
+      workers: the worker of each of them; ranks of one worker read the same.
       lent: torch's default random state, as the ranks left it when they last drew from it together.
     """
 
@@ -49,6 +52,7 @@ class Setting:
     devices: Sequence[torch.device]
     ranks: Ranks | None
     timeout_seconds: float
+    workers: Sequence[int] = ()
     lent: LentState = field(default_factory=LentState)
 
 
@@ -87,10 +91,19 @@ def compose(
     depth = last.ahead if grows and last.ahead is not None else options.least_ahead
     devices = setting.devices if options.fetch_to_device else [torch.device("cpu")] * len(setting.devices)
     copies = any(device.type != "cpu" for device in devices)
-    mould = Mould(strings=stream.strings)
+    mould = Mould(
+        strings=stream.strings,
+        one_structure=stream.one_structure,
+        may_lack=source.may_lack_samples,
+        empty_fn=options.empty_fn,
+        with_index=options.with_index,
+    )
     pad = _new_pad(source, options)
     transfer = idle.pop() if idle else Transfer([make_copier(device) for device in devices])
-    fetch = Fetch(stream, mould, as_read=pad is None and not transfer.moves)
+    way_out = "" if channel is None or not isinstance(source, ReadByAll) else source.way_out
+    has_peers = channel is not None and setting.workers.count(setting.topology.worker) > 1
+    note_read = take_for_read if way_out else BatchDigests() if has_peers else None
+    fetch = Fetch(stream, mould, as_read=pad is None and not transfer.moves, note_read=note_read)
     own = _OwnStages(fetch, mould, pad, transfer, setting.topology.replicas_per_worker, progress.meter)
     ranks = setting.ranks
     coordinate = Coordinate(
@@ -101,10 +114,16 @@ def compose(
         name=None if ranks is None else ranks.name(ranks.rank),
         begins_at=(progress.epoch, progress.steps),
         counts=ranks is None or ranks.rank in ranks.firsts,
+        workers=setting.workers,
+        way_out=way_out,
         landmarks=StatsLandmarks(progress.meter, stream.landmarks),
         max_errors=options.max_errors if options.skips else None,
         ahead=(depth, options.least_ahead) if grows else None,
     )
+    workers = OpenRuns() if source.workers is None else source.workers
+    timeout_seconds = setting.timeout_seconds if options.timeout_seconds is None else options.timeout_seconds
+    if channel is not None:
+        workers.bound(timeout_seconds)
     threaded = channel is not None or (depth > 0 and (stream.in_background or copies))
     background = Background(
         Walk(
@@ -114,9 +133,11 @@ def compose(
             transfer.enter_thread,
             fetch.close,
             lambda: idle.append(transfer),
-            str if source.workers is None else source.workers.lost_workers,
+            workers.lost_workers,
             own.weigh,
             stream.expect,
+            workers.consumers,
+            workers.look,
         ),
         coordinate,
         depth=depth if threaded else 0,
@@ -129,13 +150,14 @@ def compose(
         buffer = Buffer(
             background,
             helps=not copies and _makes_plain_tensors(),
-            timeout_seconds=setting.timeout_seconds if options.timeout_seconds is None else options.timeout_seconds,
+            timeout_seconds=timeout_seconds,
             names=_itself if ranks is None else ranks.name,
             first_step=progress.steps,
             deeper=last.read_ahead,
         )
         elements = Elements(mould, source.certain_piece_size, setting.topology.replicas_per_worker, pad)
-        return DistributedIterator(buffer, transfer, elements, progress, last)
+        catch_up = stream.catch_up if isinstance(stream, CatchesUp) and stream.draws_ahead else None
+        return DistributedIterator(buffer, transfer, elements, progress, last, catch_up)
     except BaseException:  # there is nobody else who would end its thread
         background.stop(0)
         raise
@@ -148,11 +170,12 @@ def _new_pad(source: Source, options: InputOptions) -> Pad | None:
 
 def _fill(share: Share, mould: Mould, replicas_per_worker: int, pad: Pad | None) -> None:
     """Puts an empty batch where a replica has no sample, and pads if that is asked for."""
-    if mould.structure is None:
-        return
-    pieces = share.pieces or [None] * replicas_per_worker
-    share.pieces = [mould.structure.empty() if piece is None else piece for piece in pieces]
     share.sizes = share.sizes or (0,) * replicas_per_worker
+    pieces = share.pieces or [None] * replicas_per_worker
+    # What has samples may be None all the same, if the user's collate function says so.
+    share.pieces = [
+        mould.empty() if piece is None and not size else piece for piece, size in zip(pieces, share.sizes, strict=True)
+    ]
     if pad is not None:
         pad(share, mould.structure)
 
@@ -183,7 +206,7 @@ class _OwnStages:
     def produce(self, drawn: Drawn | Held) -> Held:
         """See ``background.Walk``."""
         held = self._finish(drawn) if type(drawn) is Drawn else drawn
-        if type(held) is Share and not held.parcels and self._mould.structure is not None:
+        if type(held) is Share and not held.parcels and (self._mould.makes_empty or 0 not in held.sizes):
             try:
                 self.complete(held)
             except Exception as error:  # out of memory, say: a failed step like any other
@@ -233,6 +256,7 @@ class _BrokenStream:
 
     in_background = False
     strings = False
+    one_structure = False
     owns_state = False
     landmarks = None
 

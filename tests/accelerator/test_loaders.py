@@ -146,3 +146,49 @@ def test_with_the_device_as_default_the_drop_in_is_torchs_loader(
 def test_with_the_device_as_default_batches_go_there(default_device: torch.device) -> None:
     with contextlib.closing(tdi.DataLoader(Samples(), 4, device=default_device)) as loader:
         assert sum(batch["label"].sum().item() for batch in loader) == ROWS * (ROWS - 1) / 2
+
+
+@final
+class Numbers(Dataset[torch.Tensor]):
+    """Fails at one sample; makes a batch of no samples, too."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.__getitems__([index])
+
+    def __getitems__(self, indices: list[int]) -> torch.Tensor:
+        if 2 in indices:
+            raise ValueError("no 2")
+        return torch.tensor(indices, dtype=torch.int64)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("prefetch", [None, 2])
+def test_an_empty_batch_is_passed_over_on_its_way_to_a_device(
+    device: torch.device, num_workers: int, prefetch: int | None
+) -> None:
+    batches = [[], [0, 1], [], [4, 5], []]
+    with tdi.DataLoader(
+        Numbers(), batch_sampler=batches, collate_fn=same, num_workers=num_workers, device=device, prefetch=prefetch
+    ) as loader:
+        assert [(batch.tolist(), loader.step.index) for batch in loader] == [([0, 1], 0), ([4, 5], 1)]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("prefetch", [None, 2])
+def test_after_an_error_batches_go_on_to_a_device(device: torch.device, num_workers: int, prefetch: int | None) -> None:
+    with tdi.DataLoader(
+        Numbers(), 2, collate_fn=same, num_workers=num_workers, device=device, prefetch=prefetch
+    ) as loader:
+        iterator = iter(loader)
+        assert next(iterator).tolist() == [0, 1]
+        with pytest.raises(ValueError, match="no 2"):
+            next(iterator)
+        assert next(iterator).tolist() == [4, 5]
+        assert next(iterator, "ended") == "ended"
+
+
+def same(batch: Any) -> Any:
+    return batch

@@ -1,9 +1,8 @@
-"""Ranks sign in at a store, and learn with it whether all have the same to say."""
+"""Ranks sign in at a store, with what others want to know of them."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
@@ -11,79 +10,71 @@ import pytest
 import torch.distributed as dist
 
 from torchdistinput.backends.attendance import Attendance
-from torchdistinput.backends.board import Store, posted
-from torchdistinput.errors import CoordinationTimeout, InputError
+from torchdistinput.backends.board import Store
+from torchdistinput.errors import CoordinationTimeout
 
-WORLDS = [1, 2, 5]
-
-
-class Ranks:
-    """Ranks of one process over one store."""
-
-    def __init__(self, world: int) -> None:
-        self.store = cast(Any, dist).HashStore()
-        self._attendances = [Attendance(cast(Store, self.store), rank, range(world)) for rank in range(world)]
-
-    def say(self, texts: Sequence[str | None], seconds: float = 10.0) -> list[bool | str | None]:
-        """What each rank hears; with no text it does not come."""
-
-        def come(attendance: Attendance, text: str | None) -> bool | str | None:
-            try:
-                return None if text is None else attendance.wait_for_all("the call", seconds, text)
-            except CoordinationTimeout as error:
-                return str(error)
-
-        with ThreadPoolExecutor(len(texts)) as pool:
-            return list(pool.map(come, self._attendances, texts))
+NOBODY = threading.Event()
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_the_same_words_are_known_to_be_the_same(world: int) -> None:
-    ranks = Ranks(world)
-    for text in ("", "a", "a", "x" * 100_000, "naïve \udcff"):
-        assert ranks.say([text] * world) == [True] * world
+def attendances(world: int) -> list[Attendance]:
+    store = cast(Store, cast(Any, dist).HashStore())
+    return [Attendance(store, rank, range(10, 10 + world)) for rank in range(world)]
 
 
-@pytest.mark.parametrize("different", range(5))
-def test_one_rank_that_says_something_else_is_noticed_by_all(different: int) -> None:
-    ranks = Ranks(5)
-    for other in ("", "A", "a "):
-        assert ranks.say([other if rank == different else "a" for rank in range(5)]) == [False] * 5
-        assert ranks.say(["a"] * 5) == [True] * 5
+def come(attendance: Attendance, rank: int, seconds: float) -> str:
+    try:
+        attendance.wait_for_all("the call", seconds, f"text {rank}", NOBODY)
+    except CoordinationTimeout as error:
+        return str(error)
+    return ""
 
 
-def test_who_comes_again_may_say_something_else() -> None:
-    """What a rank said counts no more when it has taken its signature back, but for that all compare anew."""
-    ranks = Ranks(3)
-    for texts, same in ((["b"] * 3, False), (["a"] * 3, True)):  # the first one left "a" in its first attempt
-        missed = ranks.say(["a", None, None], 0.1)
-        assert "rank 1, 2 did not come" in str(missed[0])
-        assert ranks.say(texts) == [same] * 3
-    missed = ranks.say(["a", "b", None], 0.1)
-    assert all("did not come" in str(each) for each in missed[:2])
-    assert ranks.say(["a", "a", "b"]) == [False] * 3
-    assert ranks.say(["b", "b", "b"]) == [True] * 3
+def met(found: list[Attendance], ranks: list[int], seconds: float) -> list[str]:
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(lambda rank: come(found[rank], rank, seconds), ranks))
 
 
-def test_the_store_does_not_grow() -> None:
-    ranks = Ranks(3)
-    sizes = []
-    for turn in range(6):
-        ranks.say([f"{turn} {rank * (turn % 2)}" for rank in range(3)])
-        sizes.append(ranks.store.num_keys())
-    assert len(set(sizes)) == 1
+@pytest.mark.parametrize("world", [1, 2, 5])
+def test_all_learn_what_the_others_signed_in_with(world: int) -> None:
+    found = attendances(world)
+    assert met(found, [*range(world)], 10.0) == [""] * world
+    for each in found:
+        assert each.told(range(world)) == [f"text {rank}".encode() for rank in range(world)]
+        assert each.told([]) == []
 
 
-def test_a_fork_neither_ends_for_its_rank_nor_signs_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """User code that forks inherits what runs at the rank's exit."""
+def test_ranks_that_do_not_come_are_named_and_the_others_may_come_again() -> None:
+    found = attendances(4)
+    for told in met(found, [1, 3], 0.2):
+        assert told.startswith("the call: rank 10, ")
+        assert "12" in told
+        assert "did not come within 0.2 seconds" in told
+    assert met(found, [3, 2, 0, 1], 10.0) == [""] * 4
+
+
+def test_the_last_rank_to_sign_may_die_before_it_says_that_all_have() -> None:
     store = cast(Any, dist).HashStore()
-    attendance = Attendance(cast(Store, store), 0, range(2))
-    with monkeypatch.context() as forked:
-        forked.setattr(os, "getpid", os.getppid)
-        attendance.leave()
-        with pytest.raises(InputError, match="reduce: this process was forked from rank 0"):
-            attendance.wait_for_all("reduce", 1.0)
-    assert posted(store, "gone") == []
-    assert not store.check(["signed"])
-    attendance.leave()
-    assert posted(store, "gone") == ["0"]
+    first = Attendance(cast(Store, store), 0, range(2))
+    store.set("at/1", "died here")
+    store.add("signed", 1)
+    assert come(first, 0, 10.0) == ""
+    assert first.told([1]) == [b"died here"]
+
+
+def test_a_rank_that_ends_before_it_counts_is_named() -> None:
+    store = cast(Any, dist).HashStore()
+    first = Attendance(cast(Store, store), 0, range(10, 13))
+    store.set("at/1", "interrupted here")
+    store.set("at/2", "interrupted one line later")
+    store.add("signed", 1)
+    assert "rank 11, 12 did not come" in come(first, 0, 0.2)
+
+
+def test_whoever_is_given_up_stops_asking() -> None:
+    given_up = threading.Event()
+    (attendance, _) = attendances(2)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(attendance.wait_for_all, "the call", 60.0, "", given_up)
+        given_up.set()
+        with pytest.raises(CoordinationTimeout):
+            waiting.result(timeout=10.0)

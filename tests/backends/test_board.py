@@ -1,18 +1,20 @@
-"""What ranks leave at the store is read in few requests, also by a thousand of them: who is late, left, or died."""
+"""What ranks leave at the store is read in few requests, also by a thousand of them; a silent store is left."""
 
 from __future__ import annotations
 
 import math
 import random
+import signal
+import subprocess
+import sys
+import threading
 from typing import Any, cast
 
 import pytest
 import torch.distributed as dist
 
 from torchdistinput.backends.attendance import Attendance
-from torchdistinput.backends.board import Store, missing, post, posted, values
-from torchdistinput.backends.channels import ProcessGroupChannel
-from torchdistinput.backends.exchanges import conclude
+from torchdistinput.backends.board import Store, missing, values, within
 from torchdistinput.errors import CoordinationTimeout, RankLost
 
 MANY = 1000
@@ -61,111 +63,84 @@ def test_few_keys_that_are_missing_take_few_requests(absent: int) -> None:
     assert store.requests <= 1 + absent * 2 * math.ceil(math.log2(MANY))
 
 
-def test_a_list_keeps_the_order_and_leaves_out_what_was_never_written() -> None:
-    store: Any = Counting()
-    assert posted(store, "names") == []
-    for text in ("b", "a", "", "b"):
-        post(store, "names", text)
-    store.add("names", 1)  # by one who died then
-    post(store, "names", "last")
-    assert posted(store, "names") == ["b", "a", "", "b", "last"]
-    assert posted(store, "others") == []
-
-
-def the_first_of_many(store: Any, absent: set[int]) -> Attendance:
-    """That rank, which comes last; the absent ones do not come."""
-    for rank in set(range(1, MANY)) - absent:
-        store.set(f"at/{rank}", "1")
-    store.add("signed", MANY - 1 - len(absent))
-    return Attendance(cast(Store, store), 0, range(MANY))
-
-
 def test_of_a_thousand_ranks_the_one_that_did_not_come_is_named_in_few_requests() -> None:
     store: Any = Counting()
-    attendance = the_first_of_many(store, {7})
+    for rank in set(range(1, MANY)) - {7}:
+        store.set(f"in/{rank}", "")
+    store.add("signed", MANY - 2)
+    attendance = Attendance(cast(Store, store), 0, range(MANY))
     store.requests = 0
     with pytest.raises(CoordinationTimeout, match=r"the call: rank 7 did not come within 0.1 seconds"):
-        attendance.wait_for_all("the call", 0.1)
+        attendance.wait_for_all("the call", 0.1, "", threading.Event())
     assert store.requests < FEW_REQUESTS
 
 
-def test_of_a_thousand_ranks_the_one_that_ended_is_named_in_few_requests() -> None:
-    store: Any = Counting()
-    for rank in range(1, MANY):
-        Attendance(cast(Store, store), rank, range(MANY)).leave()
-    attendance = the_first_of_many(store, {7, 512})
-    store.requests = 0
-    with pytest.raises(RankLost, match=r"the call: rank 7, 512 ended before it came here"):
-        attendance.wait_for_all("the call", 30.0)
-    assert store.requests < 2 * FEW_REQUESTS  # it begins to look for them after a second
+def test_a_conversation_gives_its_result_or_raises_its_error() -> None:
+    assert within(10.0, "the call", "", lambda _: 3) == 3
+
+    def fails(_: threading.Event) -> None:
+        raise ValueError("wrong")
+
+    with pytest.raises(ValueError, match="wrong"):
+        within(10.0, "the call", "", fails)
 
 
-class Broken:
-    """The mail of a rank that has lost a connection."""
+def test_a_store_that_does_not_answer_is_left_and_named() -> None:
+    told = threading.Event()
 
-    def rank(self) -> int:
-        return 0
+    def silent(given_up: threading.Event) -> None:
+        given_up.wait(60.0)
+        told.set()
 
-    def size(self) -> int:
-        return MANY
-
-    def send(self, *_: Any) -> Any:
-        raise RuntimeError("the connection was closed")
-
-    def recv(self, *_: Any) -> Any:
-        raise RuntimeError("the connection was closed")
-
-    def close(self) -> None: ...
+    with pytest.raises(CoordinationTimeout, match=r"the call: the store at host 7 did not answer within 0.2 seconds"):
+        within(0.2, "the call", " at host 7", silent)
+    assert told.wait(10.0)
 
 
-class Nobody:
-    """Watches nothing."""
+def test_a_store_that_is_gone_is_told() -> None:
+    def gone(_: threading.Event) -> None:
+        raise dist.DistNetworkError("connection reset")
 
-    def add(self, channel: Any) -> None: ...
-
-    def remove(self, channel: Any) -> None: ...
-
-
-def kept(*, reusable: bool) -> None:
-    """The channel is this test's."""
+    with pytest.raises(RankLost, match=r"the call: the store at host 7 is gone"):
+        within(10.0, "the call", " at host 7", gone)
 
 
-def channel_at(store: Any) -> ProcessGroupChannel:
-    return ProcessGroupChannel(cast(Any, Broken()), store, cast(Any, Nobody()), kept, range(100, 100 + MANY))
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this system has no timers that send signals")
+def test_a_signal_ends_the_wait_for_a_store() -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    ended = threading.Event()
+
+    def silent(given_up: threading.Event) -> None:
+        given_up.wait(60.0)
+        ended.set()
+
+    before = signal.signal(signal.SIGALRM, interrupted)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(KeyboardInterrupt):
+            within(60.0, "the call", "", silent)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert ended.wait(10.0)
 
 
-def test_of_a_thousand_ranks_the_late_ones_are_named_in_few_requests() -> None:
-    store: Any = Counting()
-    for rank in range(1, MANY):
-        store.set(f"waiting/{rank}", "4")
-    store.set("waiting/33", "3")
-    store.delete_key("waiting/900")
-    channel = channel_at(store)
-    channel._sequence = 4
-    store.requests = 0
-    assert channel.late() == [33, 900]
-    assert store.requests < FEW_REQUESTS
+def test_an_interrupted_conversation_is_waited_for_at_exit() -> None:
+    """A thread that comes back from C++ while the interpreter is finalized would end the process by an abort."""
+    script = """
+import signal, threading, time
+from torchdistinput.backends.board import within
 
+def ask(given_up):
+    threading.Timer(0.1, signal.raise_signal, [signal.SIGINT]).start()
+    given_up.wait(30.0)
+    time.sleep(0.5)
+    print("came back", flush=True)
 
-@pytest.mark.parametrize(("died", "left"), [((3,), ()), ((), (5, 17)), ((3, 4, 800), (900,))])
-def test_of_a_thousand_ranks_those_that_died_or_left_are_named_in_few_requests(
-    died: tuple[int, ...], left: tuple[int, ...]
-) -> None:
-    store: Any = Counting()
-    for rank in range(1, MANY):
-        if rank in left:
-            channel = channel_at(store)
-            channel.rank = rank
-            channel.abort("had enough")
-        elif rank not in died:
-            store.set(f"left/{rank}", "lost the connection")
-            store.add("left", 1)
-    store.requests = 0
-    with pytest.raises(RankLost) as caught:
-        conclude(channel_at(store).exchange([1]))
-    if left:
-        told = "; ".join(f"rank {100 + rank} had enough" for rank in left)
-        assert str(caught.value) == f"{told}. Every rank must read the same number of steps."
-    else:
-        assert str(caught.value) == "rank 103 died or lost its connection; see its own log for the reason."
-    assert store.requests < 2 * FEW_REQUESTS  # it asks for more than a second whether the others have signed
+within(30.0, "the call", "", ask)
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == -signal.SIGINT, run.stderr
+    assert run.stdout == "came back\n"

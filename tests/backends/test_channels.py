@@ -1,4 +1,4 @@
-"""Over real ranks: sums, texts, aborts, deaths, late ranks; the messages of live iterators, over gloo and in memory."""
+"""Over real ranks: sums, texts, aborts, deaths, late ranks, interruptions; who connects with whom."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,9 @@ import torch
 import torch.distributed as dist
 
 from tests.processes import run_to_the_end
-from tests.silent import SilentGloo
-from torchdistinput.backends import collectives, mail, neighbours
 from torchdistinput.backends.collectives import Channel, ProcessGroupRanks
-from torchdistinput.backends.connections import new_gloo_group
+from torchdistinput.backends.doubling import partners
+from torchdistinput.backends.endpoint import Endpoint
 from torchdistinput.backends.exchanges import conclude
 from torchdistinput.backends.launch import find_members
 from torchdistinput.errors import CoordinationTimeout, RankLost
@@ -33,40 +31,17 @@ WORLDS = [2, 3, 5]
 QUITTERS = {2: [0, 1], 3: [2], 5: [1, 4]}
 LATECOMERS = {2: 1, 3: 0, 5: 4}
 
-# Which ranks share memory: all of them, those with even numbers, or none, as on hosts of their own. Nor do any on a
-# system where gloo is silent.
-HOSTS = ["one host", "some on it", "a host each", "silent"]
-of_hosts = pytest.mark.parametrize("hosts", HOSTS)
-
 Played = dict[int, list[dict[str, Any]]]
 """By world, what each rank saw in each scene."""
-
-
-@contextlib.contextmanager
-def placed(hosts: str) -> Iterator[None]:
-    """As if this rank's processes were found by those of its host only."""
-    with pytest.MonkeyPatch.context() as patch:
-        if hosts == "a host each" or (hosts == "some on it" and dist.get_rank() % 2):
-            patch.setattr(os, "pidfd_open", not_found, raising=False)
-        if hosts == "silent":
-            patch.setattr(neighbours, "_SHARES", False)
-            patch.setattr(mail, "_SILENT", True)
-            patch.setattr(collectives, "new_gloo_group", lambda *args: SilentGloo(new_gloo_group(*args)))
-        yield
-
-
-def not_found(process: int) -> int:
-    raise ProcessLookupError(f"process {process} is on another host")
 
 
 def play() -> dict[str, Any]:
     """One rank: all scenes, one after the other."""
     world = dist.get_world_size()
     found: dict[str, Any] = {}
-    for hosts in HOSTS:
-        with placed(hosts):
-            found.update({f"sums, {hosts}": sums(), f"texts, {hosts}": texts(), f"reused, {hosts}": reused()})
-            found.update({f"aborted by {quitter}, {hosts}": aborted(quitter) for quitter in QUITTERS[world]})
+    found.update({"sums": sums(), "texts": texts(), "reused": reused(), "connecting": connecting()})
+    found.update({f"aborted by {quitter}": aborted(quitter) for quitter in QUITTERS[world]})
+    found.update({f"over {interfaces}": over(interfaces) for interfaces in ("lo", "lo,lo")})
     found["late"] = late(LATECOMERS[world])
     found["after an abort"] = after_abort()
     found["absent once"] = absent_once()
@@ -117,10 +92,9 @@ def sums() -> bool:
     return good
 
 
-@of_hosts
 @pytest.mark.parametrize("world", WORLDS)
-def test_sums_are_right_at_every_world_size(world: int, hosts: str, played: Played) -> None:
-    assert [rank[f"sums, {hosts}"] for rank in played[world]] == [True] * world
+def test_sums_are_right_at_every_world_size(world: int, played: Played) -> None:
+    assert [rank["sums"] for rank in played[world]] == [True] * world
 
 
 TEXTS = ["", "  two blanks, a line\n", "naïve ☃ 𝄞", "\udcff", "x" * 100_000]
@@ -137,12 +111,11 @@ def texts() -> tuple[list[list[str]], list[list[str]]]:
     return inside, outside
 
 
-@of_hosts
 @pytest.mark.parametrize("world", WORLDS)
-def test_texts_of_any_length_come_through_untouched(world: int, hosts: str, played: Played) -> None:
+def test_texts_of_any_length_come_through_untouched(world: int, played: Played) -> None:
     expected = [[TEXTS[(rank + turn) % len(TEXTS)] for rank in range(world)] for turn in range(len(TEXTS))]
     expected.append([""] * world)
-    for inside, outside in (rank[f"texts, {hosts}"] for rank in played[world]):
+    for inside, outside in (rank["texts"] for rank in played[world]):
         assert inside == expected
         assert outside == expected
 
@@ -169,14 +142,11 @@ def aborted(quitter: int) -> tuple[str, float]:
     return told[0], began if dist.get_rank() == quitter else ended
 
 
-@of_hosts
 @pytest.mark.parametrize(
     ("world", "quitter"), [(world, quitter) for world, quitters in QUITTERS.items() for quitter in quitters]
 )
-def test_an_abort_releases_every_waiting_rank_and_tells_the_reason(
-    world: int, quitter: int, hosts: str, played: Played
-) -> None:
-    found = [rank[f"aborted by {quitter}, {hosts}"] for rank in played[world]]
+def test_an_abort_releases_every_waiting_rank_and_tells_the_reason(world: int, quitter: int, played: Played) -> None:
+    found = [rank[f"aborted by {quitter}"] for rank in played[world]]
     began = found[quitter][1]
     for rank, (message, ended) in enumerate(found):
         if rank == quitter:
@@ -230,12 +200,11 @@ def reused() -> list[tuple[list[int], list[int], int]]:
     return found
 
 
-@of_hosts
 @pytest.mark.parametrize("world", WORLDS)
-def test_a_released_channel_is_used_again_and_keeps_in_step(world: int, hosts: str, played: Played) -> None:
+def test_a_released_channel_is_used_again_and_keeps_in_step(world: int, played: Played) -> None:
     ids = sum(range(world))
     expected = [([1], [0, ids], 0), ([1, 2], [world, ids], 10 * world), ([0, 1, 3], [2 * world, ids], 20 * world)]
-    assert [rank[f"reused, {hosts}"] for rank in played[world]] == [expected] * world
+    assert [rank["reused"] for rank in played[world]] == [expected] * world
 
 
 def after_abort() -> list[int]:
@@ -354,20 +323,22 @@ def test_ranks_that_give_up_and_come_back_at_odd_times_meet_in_the_end(played: P
     assert [rank["crossing"] for rank in played[2]] == [3, 3]
 
 
-BETWEEN_SUMS, AS_THEY_MEET, BEFORE = "between sums", "as they meet", "before they connect"
+BETWEEN_SUMS, BEFORE_IT_DIALS, IN_AN_AGREEMENT = "between sums", "before it dials", "in an agreement"
 
 
-def dies(rank: int, world: int, folder: str, victim: int, hosts: str, moment: str) -> None:
+def dies(rank: int, world: int, folder: str, victim: int, moment: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    ranks = make_ranks(3.0 if moment == BEFORE else 30.0)  # its end would be that of its channels
+    ranks = make_ranks(30.0)  # its end would be that of its channels
     started = time.monotonic()
     try:
-        with placed(hosts), pytest.MonkeyPatch.context() as patch:
-            if rank == victim and moment == AS_THEY_MEET:
-                patch.setattr(neighbours, "_visit", killed)
-            if rank == victim and moment == BEFORE:
-                patch.setattr(collectives, "new_gloo_group", killed)
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == victim and moment == BEFORE_IT_DIALS:
+                patch.setattr(Endpoint, "open", killed)
+            if rank == victim and moment == IN_AN_AGREEMENT:
+                patch.setattr(ranks, "gather_texts", killed)
+            ranks.gather_texts("", "a test")
+            started = time.monotonic()
             channel = ranks.open_channel(0)
         if moment == BETWEEN_SUMS:
             conclude(channel.exchange([1]))
@@ -388,23 +359,100 @@ def killed(*_: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world", "victim", "hosts", "moment"),
+    ("world", "victim", "moment"),
     [
-        (2, 1, HOSTS[0], BETWEEN_SUMS),
-        (2, 1, HOSTS[2], BETWEEN_SUMS),
-        (3, 2, HOSTS[0], BETWEEN_SUMS),
-        (5, 1, HOSTS[1], BETWEEN_SUMS),
-        (5, 4, HOSTS[0], BETWEEN_SUMS),
-        (3, 2, HOSTS[0], AS_THEY_MEET),
-        (5, 1, HOSTS[0], AS_THEY_MEET),
-        (5, 2, HOSTS[2], BEFORE),
+        (2, 1, BETWEEN_SUMS),
+        (2, 0, BETWEEN_SUMS),
+        (3, 2, BETWEEN_SUMS),
+        (5, 4, BETWEEN_SUMS),
+        (2, 0, BEFORE_IT_DIALS),
+        (5, 1, BEFORE_IT_DIALS),
+        (5, 4, BEFORE_IT_DIALS),
+        (2, 1, IN_AN_AGREEMENT),
+        (5, 0, IN_AN_AGREEMENT),
     ],
 )
-def test_a_rank_that_is_killed_is_named_by_all_survivors(
-    world: int, victim: int, hosts: str, moment: str, tmp_path: Path
-) -> None:
-    run_to_the_end(dies, [(rank, world, str(tmp_path), victim, hosts, moment) for rank in range(world)])
+def test_a_rank_that_is_killed_is_named_by_all_survivors(world: int, victim: int, moment: str, tmp_path: Path) -> None:
+    run_to_the_end(dies, [(rank, world, str(tmp_path), victim, moment) for rank in range(world)])
     for rank in set(range(world)) - {victim}:
         found = json.loads((tmp_path / f"{rank}.json").read_text())
         assert f"rank {victim} died or lost its connection" in found["message"]
         assert found["waited"] < HANG_SECONDS
+
+
+# ------------------------------------------------------------------------------------------- who connects with whom
+
+ESTABLISHED = "01"
+
+
+def sockets() -> int:
+    """The connections of this process over TCP."""
+    rows = [row.split() for name in ("tcp", "tcp6") for row in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    established = {row[9] for row in rows if row[3] == ESTABLISHED}
+    found = 0
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # that of the folder itself
+            target = os.readlink(descriptor)
+            found += target.startswith("socket:[") and target[8:-1] in established
+    return found
+
+
+def settled(count: int) -> int:
+    """The connections, once they are so many: the ends of one open and close at different moments."""
+    until = time.monotonic() + HANG_SECONDS
+    while sockets() != count and time.monotonic() < until:
+        time.sleep(0.01)
+    return sockets()
+
+
+def connecting() -> tuple[list[int], list[int]]:
+    """The connections that are added by a strategy, an agreement, a sum, two channels, an abort; how many may be."""
+    begun = sockets()
+    ranks = make_ranks()
+    partner_count = len(partners(ranks.rank, ranks.num_ranks))
+    expected = [begun + times * partner_count for times in (1, 1, 2, 3, 2, 0)]
+    wanted = iter(expected)
+    found = [settled(next(wanted))]
+    ranks.gather_texts(f"{ranks.rank}", "a test")
+    ranks.all_reduce_sum(torch.tensor([0.5]))
+    found.append(settled(next(wanted)))
+    channel = ranks.open_channel(0)
+    for number in (0, 1):
+        channel = ranks.open_channel(number) if number else channel
+        conclude(channel.exchange([1, 2]))
+        conclude(channel.gather("x" * 10_000))
+        found.append(settled(next(wanted)))
+    dist.barrier()
+    channel.abort("left")
+    dist.barrier()
+    loses(channel)
+    found.append(settled(next(wanted)))
+    dist.barrier()
+    del channel
+    ranks._finalizer()
+    found.append(settled(next(wanted)))
+    dist.barrier()
+    return found, expected
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_rank_connects_with_its_partners_and_with_no_others(world: int, played: Played) -> None:
+    for found, expected in (rank["connecting"] for rank in played[world]):
+        assert found == expected
+
+
+def over(interfaces: str) -> tuple[list[int], list[float]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GLOO_SOCKET_IFNAME", interfaces)
+        ranks = make_ranks()
+        return conclude(ranks.open_channel(0).exchange([1, ranks.rank])), ranks.all_reduce_sum(
+            torch.tensor([0.5], dtype=torch.bfloat16)
+        ).tolist()
+
+
+@pytest.mark.parametrize("interfaces", ["lo", "lo,lo"])
+@pytest.mark.parametrize("world", WORLDS)
+def test_ranks_connect_over_the_interface_that_gloo_is_told(world: int, interfaces: str, played: Played) -> None:
+    for found, total in (rank[f"over {interfaces}"] for rank in played[world]):
+        assert found == [world, sum(range(world))]
+        assert total == [0.5 * world]

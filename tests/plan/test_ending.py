@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from torchdistinput.plan.ending import MAX_RANKS, MAX_SAMPLES, Ballot, Verdict, count, decide, weight_of
+from torchdistinput.plan.ending import MAX_RANKS, MAX_SAMPLES, Ballot, Verdict, count, decide, peer_weight_of, weight_of
 
 MAX_DIGEST = 2**24 - 1
 MAX_WORD = 2**63 - 1
@@ -218,3 +218,39 @@ def test_sums_that_wrap_around_as_tensors_do_say_the_same() -> None:
     assert decide(wrapped, 3) == decide(summed(ballots, 2), 3)
     assert decide(wrapped, 3).steps == (3,)
     assert decide(wrapped, 3).draws_differ
+
+
+@pytest.mark.parametrize("workers", [(0, 0), (0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 0, 1), (0, 1, 2), (1, 0, 2, 0, 1, 0)])
+def test_what_the_ranks_of_each_worker_read_is_compared_among_them_only(workers: tuple[int, ...]) -> None:
+    num_ranks = len(workers)
+
+    def verdict(read: list[tuple[int, ...]], drawn: list[tuple[int, ...]]) -> Verdict:
+        ballots = [Ballot((1, 1), drawn=drew, read=numbers) for drew, numbers in zip(drawn, read, strict=True)]
+        words = [
+            ballot.words(2, weight_of(rank, num_ranks), peer_weight_of(rank, workers))
+            for rank, ballot in enumerate(ballots)
+        ]
+        return decide([sum(each) for each in zip(*words, strict=True)], num_ranks)
+
+    alike: list[tuple[int, ...]] = [(100 + worker, 7 * worker) for worker in workers]
+    drawn: list[tuple[int, ...]] = [(5, 6)] * num_ranks
+    assert verdict(alike, drawn).steps == (num_ranks, num_ranks)
+    assert verdict(alike, [()] * num_ranks).steps == (num_ranks, num_ranks)
+    for rank, worker in enumerate(workers):
+        for slot in (0, 1):
+            other = list(alike[rank])
+            other[slot] += 1
+            found = verdict([*alike[:rank], tuple(other), *alike[rank + 1 :]], drawn)
+            assert found.draws_differ == (workers.count(worker) > 1)
+            assert len(found.steps) == (slot if found.draws_differ else 2)
+        drew = [*drawn[:rank], (5, 9), *drawn[rank + 1 :]]
+        assert verdict(alike, drew).draws_differ
+
+
+def test_the_words_of_what_was_read_are_64_bits_and_as_many_as_before() -> None:
+    largest = 2**63
+    for rank in range(3):
+        ballot = Ballot((1, 1), drawn=(largest, largest), read=(largest, largest))
+        words = ballot.words(2, weight_of(rank, 3), peer_weight_of(rank, (0, 0, 0)))
+        assert len(words) == 8
+        assert all(-(2**63) <= word < 2**63 for word in words)

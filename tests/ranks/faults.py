@@ -83,6 +83,11 @@ def kill_worker() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def stop_worker() -> None:
+    """Until somebody continues it, which nobody does."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
 @final
 class Stall:
     """Waits for a file that the other ranks write once they have their error."""

@@ -26,6 +26,7 @@ from tests.ranks.faults import Numbers, Stall
 from tests.ranks.scenes import SETTINGS, Expected, Group, Played, Scene, Stage, check
 from tests.systems import linux_processes
 from torchdistinput import patience
+from torchdistinput.sources import open_runs
 from torchdistinput.testing import run_ranks
 
 pytestmark = linux_processes
@@ -85,14 +86,60 @@ def worker_ends(how: Callable[[], object]) -> Scene:
     return scene
 
 
-def worker_stalls(stage: Stage, **arguments: Any) -> None:
+def reading_stalls(stage: Stage) -> None:
     """Rank 1 cannot read on before the others have given up."""
     release = stage.folder / "release"
     try:
-        stage.read(stage.numbers({stage.first_of(3, 1): Stall(release)}, **arguments), timeout_seconds=3)
+        stage.read(stage.numbers({stage.first_of(3, 1): Stall(release)}), timeout_seconds=3)
     finally:
         if stage.rank == 0:
             release.touch()
+
+
+STANDING_SECONDS = 5.0  # a tenth of it is for the vote
+
+
+def worker_stalls(stage: Stage) -> None:
+    """It waits for longer than anybody would."""
+    stage.read(stage.numbers({stage.first_of(3, 1): Stall(stage.folder / "never")}), timeout_seconds=STANDING_SECONDS)
+
+
+def worker_stops(stage: Stage) -> None:
+    stage.read(stage.numbers({stage.first_of(3, 1): faults.stop_worker}), timeout_seconds=STANDING_SECONDS)
+
+
+def worker_of_a_function_stops(stage: Stage) -> None:
+    """What it sent before is in its own memory, which only it can hand out."""
+
+    def loader(context: tdi.InputContext) -> Any:
+        rank = context.input_pipeline_id
+        data = Numbers({6: faults.stop_worker} if rank == 1 else {})
+        return stage.loader(data, batch_size=2)
+
+    options = tdi.InputOptions(prefetch=stage.prefetch, timeout_seconds=STANDING_SECONDS)
+    stage.dataset = stage.strategy.distribute_datasets_from_function(loader, options)
+    stage.loop(stage.dataset)
+
+
+def worker_stops_between_epochs(stage: Stage) -> None:
+    """One that lives on, and is asked at the start of the next epoch whether it does."""
+    faulty = stage.numbers({}, persistent_workers=True)
+    dataset = stage.distribute(faulty, timeout_seconds=STANDING_SECONDS)
+    iterator = iter(dataset)
+    for _ in range(3):
+        next(iterator)
+        stage.count()
+    iterator.close()
+    if stage.rank == 1:
+        worker = min(stage.children)
+        os.kill(worker, signal.SIGSTOP)
+    stage.loop(dataset)
+
+
+def worker_stalls_after_the_others_gave_up(stage: Stage) -> None:
+    """What the rank itself tells is the same."""
+    with mock.patch.object(open_runs, "_PART_OF_TIMEOUT", 1.5):
+        worker_stalls(stage)
 
 
 def worker_stalls_with_a_timeout(stage: Stage) -> None:
@@ -119,6 +166,10 @@ def training_is_slow(stage: Stage) -> None:
 GONE = Expected(4, words=("died",), kind="RankLost", own=None, ahead=True)
 LATE = Expected(3, words=(), kind="CoordinationTimeout", own="RankLost", ahead=True, seconds=3.0)
 WORKERS = {"workers": [2]}
+STANDING = Expected(
+    3, words=("loader worker 1 (pid ", "did not answer within 4.5"), causes=("TimeoutError",), seconds=5.0
+)
+STOPPED = replace(STANDING, words=(*STANDING.words, "stopped by a signal"))
 
 DYING: dict[str, tuple[Scene, Expected, dict[str, list[int]]]] = {
     "SIGKILL": (dies(signal.SIGKILL), GONE, {}),
@@ -127,7 +178,7 @@ DYING: dict[str, tuple[Scene, Expected, dict[str, list[int]]]] = {
     "SIGTERM on all": (all_terminated, replace(GONE, ranks=(0, 1)), {}),
     "SIGKILL of the rank with the store": (
         dies(signal.SIGKILL, victim=0),
-        Expected(4, (0,), words=("gone",), kind="RankLost", own=None, ahead=True),
+        Expected(4, (0,), words=("died",), kind="RankLost", own=None, ahead=True),
         {},
     ),
     "SIGTERM with a handler": (
@@ -145,7 +196,25 @@ DYING: dict[str, tuple[Scene, Expected, dict[str, list[int]]]] = {
         Expected(5, words=("loader worker", "exited with code 3"), causes=("RuntimeError",), seconds=10.0),
         WORKERS,
     ),
-    "a worker stalls": (worker_stalls, LATE, {}),
+    "the reading stalls": (reading_stalls, LATE, {"workers": [0]}),
+    "a worker stalls": (worker_stalls, replace(STANDING, words=(*STANDING.words, "samples 14, 15")), WORKERS),
+    "a worker stalls, the others gave up": (
+        worker_stalls_after_the_others_gave_up,
+        # The step that rank 1 held when it began to wait may lack its vote, now and then.
+        replace(LATE, steps=2, own="SourceError", seconds=5.0),
+        WORKERS,
+    ),
+    "a worker is stopped": (worker_stops, replace(STOPPED, words=(*STOPPED.words, "samples 14, 15")), WORKERS),
+    "a worker of a dataset function's loader is stopped": (
+        worker_of_a_function_stops,
+        replace(STOPPED, steps=1, ahead=True),
+        WORKERS,
+    ),
+    "a worker is stopped between epochs": (
+        worker_stops_between_epochs,
+        replace(STOPPED, words=STOPPED.words[1:]),
+        WORKERS,
+    ),
     "a worker stalls, with a timeout": (
         worker_stalls_with_a_timeout,
         Expected(3, words=("timed out after 1",), causes=("RuntimeError",), seconds=10.0),

@@ -103,11 +103,13 @@ def test_a_plain_loop_with_fsdp2_is_the_training_of_one_process() -> None:
 def with_accelerate() -> Any:
     from accelerate import Accelerator  # noqa: PLC0415 - seconds, and only its own test needs it
 
+    from torchdistinput.integrations.accelerate import prepare  # noqa: PLC0415 - as above
+
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True)
     net = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    given = loader_of(tdi.DataLoader)
+    given = prepare(accelerator, loader_of(tdi.DataLoader))
     model, prepared, loader = accelerator.prepare(net, optimizer, given)
     assert accelerator.num_processes == 2
     assert loader is given
@@ -117,7 +119,7 @@ def with_accelerate() -> Any:
     return epochs, weight
 
 
-def test_accelerate_with_its_defaults_does_not_divide_the_loader_again() -> None:
+def test_accelerate_with_its_defaults_does_not_divide_a_prepared_loader_again() -> None:
     check(run_ranks(2, with_accelerate, init_group=False, timeout_seconds=120), one_process())
 
 
@@ -174,3 +176,79 @@ def test_lightnings_trainer_with_its_defaults_does_not_divide_the_loader_again(t
     check([training for training, _ in found], alone)
     validated = [sample for _, samples in found for sample in samples]
     assert sorted(validated) == sorted(list(range(SAMPLES)) * EPOCHS)
+
+
+# ------------------------------------------------------------------------ who asks whether a loader is torch's
+
+
+EACH_ONCE = [([0, 1], [2, 3]), ([4, 5], [6, 7]), ([8, 9], [10])]
+"""The samples of both ranks in each step."""
+
+
+def asked_by_lightning(folder: str) -> Any:
+    """The batches that a Trainer predicts on, and the lengths that it sees."""
+    warnings.simplefilter("ignore")
+    import lightning  # noqa: PLC0415 - as above
+
+    class Module(lightning.LightningModule):
+        def predict_step(self, batch: Any, _: int) -> list[int]:
+            return [int(number) for number in batch[0]]
+
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=int(os.environ["WORLD_SIZE"]),
+        strategy="ddp",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
+    predicted = trainer.predict(Module(), tdi.DataLoader(data(), batch_size=BATCH))
+    return predicted, trainer.num_predict_batches
+
+
+def test_lightnings_trainer_sees_the_right_length_and_predicts_on_each_sample_once(tmp_path: Path) -> None:
+    (first, length), (second, other) = run_ranks(
+        2, asked_by_lightning, str(tmp_path), init_group=False, timeout_seconds=120
+    )
+    assert length == other == [3]
+    assert [*zip(first, second, strict=True)] == EACH_ONCE
+
+
+def asked_by_fabric() -> Any:
+    """What Fabric says, and what comes without it."""
+    warnings.simplefilter("ignore")
+    import lightning  # noqa: PLC0415 - as above
+
+    fabric = lightning.Fabric(accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]))
+    fabric.launch()
+    loader: Any = tdi.DataLoader(data(), batch_size=BATCH, device=fabric.device)
+    try:
+        fabric.setup_dataloaders(loader)
+    except TypeError as error:
+        return str(error), [number.tolist() for number, *_ in loader]
+    return "", []
+
+
+def test_fabric_refuses_the_loader_which_needs_no_setup() -> None:
+    (refusal, first), (_, second) = run_ranks(2, asked_by_fabric, init_group=False, timeout_seconds=120)
+    assert "Only PyTorch DataLoader are currently supported" in refusal
+    assert [*zip(first, second, strict=True)] == EACH_ONCE
+
+
+def test_torchmetrics_sees_each_sample_once() -> None:
+    for value, own in run_ranks(2, with_torchmetrics, timeout_seconds=120):
+        assert value == sum(range(SAMPLES)) / SAMPLES
+        assert own is True
+
+
+def with_torchmetrics() -> tuple[float, bool]:
+    """The mean over all ranks; and whether this rank's part alone has another one."""
+    from torchmetrics import MeanMetric  # noqa: PLC0415 - as above
+
+    metric, alone = MeanMetric(), MeanMetric(sync_on_compute=False)
+    for number, *_ in tdi.DataLoader(data(), batch_size=BATCH):
+        metric.update(number)
+        alone.update(number)
+    return float(metric.compute()), float(alone.compute()) != float(metric.compute())

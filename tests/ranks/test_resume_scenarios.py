@@ -208,9 +208,9 @@ def three_of(number: str) -> torch.Tensor:
     return torch.full((3,), int(number))
 
 
-def ready(folder: str) -> tdi.FileDataset:
+def ready(folder: str) -> DataLoader[Any]:
     names = [f"{folder}/{file}.txt" for file in range(4)]
-    return tdi.FileDataset(names, readers.text_lines, map_fn=three_of)
+    return DataLoader(tdi.FileDataset(names, readers.text_lines, map_fn=three_of), batch_size=None)
 
 
 def first_steps(run: Run, count: int) -> list[tuple[list[Any], Saved]]:

@@ -130,7 +130,8 @@ def test_ranks_that_allow_for_more_or_less_disagree() -> None:
 
 def whole_records(folder: str) -> tuple[list[Step], Any]:
     strategy = tdi.Strategy(devices=["cpu"])
-    data = tdi.FileDataset(str(Path(folder) / "f"), readers.json_lines, map_fn=torch.tensor)
+    files = tdi.FileDataset(str(Path(folder) / "f"), readers.json_lines, map_fn=torch.tensor)
+    data = DataLoader(files, batch_size=None)
     steps = steps_of(
         strategy.distribute_dataset(data, skipping(max_errors=1, auto_shard_policy=tdi.AutoShardPolicy.DATA))
     )

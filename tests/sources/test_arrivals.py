@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import mmap
 import multiprocessing
@@ -20,7 +21,7 @@ from torchdistinput.sources.arrivals import Arrivals, arrivals_of
 HANG_SECONDS = 60.0
 
 
-def epochs(num_workers: int, *, persistent: bool = False) -> list[list[list[int]]]:
+def epochs(num_workers: int, *, persistent: bool = False, of_function: bool = False) -> list[list[list[int]]]:
     generator = torch.Generator().manual_seed(5)
     loader: DataLoader[int] = DataLoader(
         range(23),  # type: ignore[arg-type] # a dataset by its methods
@@ -30,7 +31,12 @@ def epochs(num_workers: int, *, persistent: bool = False) -> list[list[list[int]
         num_workers=num_workers,
         persistent_workers=persistent,
     )
-    with tdi.Strategy(["cpu"]).distribute_dataset(loader) as dataset:
+    strategy = tdi.Strategy(["cpu"])
+    with (
+        strategy.distribute_datasets_from_function(lambda _: loader)
+        if of_function
+        else strategy.distribute_dataset(loader)
+    ) as dataset:
         return [[batch.tolist() for batch in dataset] for _ in range(2)]
 
 
@@ -50,16 +56,19 @@ def hang_in_forks(monkeypatch: pytest.MonkeyPatch, worker: int, times: int) -> N
 
 
 @quick_forks
+@pytest.mark.parametrize("of_function", [False, True])
 @pytest.mark.parametrize(("worker", "persistent"), [(0, False), (1, True)])
 def test_a_worker_that_hangs_in_its_fork_is_forked_anew(
-    worker: int, persistent: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    worker: int, persistent: bool, of_function: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    expected = epochs(2, persistent=persistent)
+    expected = epochs(2, persistent=persistent, of_function=of_function)
     hang_in_forks(monkeypatch, worker, times=1)
     with caplog.at_level(logging.WARNING, "torchdistinput"):
-        assert epochs(2, persistent=persistent) == expected
+        assert epochs(2, persistent=persistent, of_function=of_function) == expected
     told = [record.getMessage() for record in caplog.records]
     assert [text.partition(" seconds ")[0] for text in told] == [f"loader worker {worker} did not come up within 1.5"]
+    assert "It was loader worker" in told[0]
+    gc.collect()  # the workers of a user's own loader live as long as it
     assert not multiprocessing.active_children()
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import collections
+import base64
 import json
+import random
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +16,8 @@ import torch
 from torchdistinput.errors import StateMismatch
 from torchdistinput.flow import Start
 from torchdistinput.sources.opaque import Place, Reader, ReadLog, Taken, place_of
-from torchdistinput.sources.own_state import Snapshot, entered, snapshot_of
+from torchdistinput.sources.own_state import Kept, Snapshot, entered, why_unused
+from torchdistinput.sources.packing import packed_state, unpacked_state
 
 
 class Keeper:
@@ -53,107 +56,180 @@ class Iterated:
         return self.Counter(0)
 
 
-PLAIN = [
+def snapshot_of(state: Any) -> Snapshot:
+    return Kept(Keeper(state), None, "use").snapshot()
+
+
+STATES = [
     None,
     0,
     -(2**70),
     True,
     1.5,
+    float("inf"),
     "",
     "a\ud800\u00e9",
+    b"\x00\xff",
     [],
     {},
     {"": [None, {"a": [1, 2.5, "x", False]}]},
     [0.1, 1e308, -0.0],
+    (1, (2, [3]), ()),
+    {1: "a", None: 2, ("x", 3): {"$": "tuple"}},
+    {"$": "tuple", "of": [1]},
+    np.int64(7),
+    np.float32(0.1),
+    random.Random(3).getstate(),
+    np.random.default_rng(3).bit_generator.state,
 ]
 
 
-@pytest.mark.parametrize("state", PLAIN, ids=repr)
+@pytest.mark.parametrize("state", STATES, ids=[f"{number}" for number in range(len(STATES))])
 def test_a_plain_state_comes_back_as_it_was(state: Any) -> None:
-    snapshot = snapshot_of(Keeper(state))
-    assert not snapshot.refusal
-    back = json.loads(snapshot.text)
+    back = unpacked_state(packed_state(state, "state"))
     assert back == state
     assert repr(back) == repr(state)
 
 
+TENSORS = [
+    torch.arange(6).reshape(2, 3),
+    torch.tensor(2.5, dtype=torch.bfloat16),
+    torch.zeros(0, 3),
+    torch.arange(12).reshape(3, 4).T,
+    torch.get_rng_state(),
+    torch.tensor([1 + 2j]).conj(),
+    np.arange(6, dtype=">i2").reshape(2, 3),
+    np.zeros((0, 2)),
+]
+
+
+@pytest.mark.parametrize("value", TENSORS, ids=[f"{number}" for number in range(len(TENSORS))])
+def test_tensors_and_arrays_come_back_as_they_were(value: Any) -> None:
+    back = unpacked_state(packed_state({"x": [value]}, "state"))["x"][0]
+    assert type(back) is type(value)
+    assert back.dtype == value.dtype
+    assert back.shape == value.shape
+    assert (back == value).all()
+
+
+def test_a_state_that_is_too_long_is_refused() -> None:
+    for state in ({"a": torch.zeros(2**18 + 1)}, ["x" * 2**20], [b"x" * (2**20 + 1)]):
+        with pytest.raises(ValueError, match="at most 1,048,576"):
+            packed_state(state, "state")
+
+
+def test_a_text_that_grows_without_bound_is_refused() -> None:
+    text = json.dumps({"$": "bytes", "of": base64.b64encode(zlib.compress(bytes(2**21))).decode()})
+    with pytest.raises(ValueError, match="longer than"):
+        unpacked_state(text)
+
+
 def test_a_snapshot_does_not_change_with_the_state() -> None:
-    keeper = Keeper({"shards": [1]})
-    snapshot = snapshot_of(keeper)
-    keeper.state["shards"].append(2)
-    assert json.loads(snapshot.text) == {"shards": [1]}
+    state = {"shards": [1]}
+    snapshot = snapshot_of(state)
+    state["shards"].append(2)
+    assert json.loads(snapshot.text) == {"dataset": {"shards": [1]}}
 
 
 REFUSED = [
-    ({"shards": [0, 1, {"rng": torch.zeros(2)}]}, 'Keeper.state_dict()["shards"][2]["rng"] is of type torch.Tensor'),
-    ((1, 2), "Keeper.state_dict() is of type tuple"),
-    ({"a": {1, 2}}, 'Keeper.state_dict()["a"] is of type set'),
-    ({"a": {1: 2}}, 'Keeper.state_dict()["a"] has the key 1, of type int'),
-    ([float("nan")], "Keeper.state_dict()[0] is nan"),
-    ([float("inf")], "Keeper.state_dict()[0] is inf"),
-    ([np.float64(1.0)], "Keeper.state_dict()[0] is of type numpy.float64"),
-    ({"n": np.int64(1)}, 'Keeper.state_dict()["n"] is of type numpy.int64'),
-    (collections.OrderedDict(a=1), "Keeper.state_dict() is of type collections.OrderedDict"),
-    (b"x", "Keeper.state_dict() is of type bytes"),
+    ({"shards": [0, {"rng": {1}}]}, 'Keeper.state_dict()["shards"][1]["rng"] is of type set'),
+    ({1: (object(),)}, "Keeper.state_dict()[1][0] is of type object"),
+    (np.array(["x"]), "Keeper.state_dict() is of type numpy.ndarray"),
     (OSError("gone"), "Keeper.state_dict() failed: OSError: gone"),
 ]
 
 
 @pytest.mark.parametrize(("state", "told"), REFUSED, ids=[told for _, told in REFUSED])
 def test_anything_else_is_refused_by_the_path_of_its_key(state: Any, told: str) -> None:
-    snapshot = snapshot_of(Keeper(state))
+    snapshot = snapshot_of(state)
     assert snapshot.refusal.startswith(told)
     assert snapshot.text == ""
+    assert not snapshot.reads_again
+    assert Kept(Keeper(state), None, "auto").snapshot().reads_again
 
 
 def test_a_state_that_contains_itself_is_refused() -> None:
     state: list[Any] = []
     state.append(state)
-    assert "RecursionError" in snapshot_of(Keeper(state)).refusal
+    assert "RecursionError" in snapshot_of(state).refusal
 
 
 def test_the_state_of_the_dataset_is_restored_before_it_is_iterated() -> None:
-    iterator, keeper = entered(Numbers(0), "3")
+    iterator, kept = entered(Numbers(0), '{"dataset":3}', "auto")
     assert [*iterator] == [3, 4]
-    assert isinstance(keeper, Numbers)
+    assert isinstance(kept.dataset, Numbers)
+    assert kept.iterator is None
 
 
 def test_the_state_of_an_iterator_is_restored_after_it_was_made() -> None:
-    iterator, keeper = entered(Iterated(), "3")
+    iterator, kept = entered(Iterated(), '{"iterator":3}', "auto")
     assert [*iterator] == [3, 4]
-    assert isinstance(keeper, Iterated.Counter)
+    assert isinstance(kept.iterator, Iterated.Counter)
+    assert kept.dataset is None
+
+
+def test_the_state_of_data_that_is_its_own_iterator_is_restored_after_iter() -> None:
+    class Own(Keeper):
+        def __iter__(self) -> Any:
+            self.state = 0
+            return self
+
+        def __next__(self) -> int:
+            if self.state == 5:
+                raise StopIteration
+            self.state += 1
+            return int(self.state) - 1
+
+    iterator, kept = entered(Own(0), None, "auto")
+    assert [next(iterator), next(iterator)] == [0, 1]
+    again, _ = entered(Own(0), kept.snapshot().text, "auto")
+    assert [next(again) for _ in range(3)] == [2, 3, 4]
 
 
 def test_what_has_no_state_has_no_keeper() -> None:
-    iterator, keeper = entered(range(3), None)
+    iterator, kept = entered(range(3), None, "auto")
     assert [*iterator] == [0, 1, 2]
-    assert keeper is None
+    assert not kept
+
+
+def test_a_state_is_not_asked_for_where_it_is_to_be_ignored_or_takes_arguments() -> None:
+    class Wants(Numbers):
+        def state_dict(self, num_samples: int, batch_size: int = 1) -> Any:  # type: ignore[override]
+            raise AssertionError
+
+    for data, own_state in ((Numbers(0), "ignore"), (Iterated(), "ignore"), (Wants(0), "auto")):
+        assert not entered(data, None, own_state)[1]  # type: ignore[arg-type]
+    assert why_unused(Wants(0), "auto").startswith("Wants.state_dict() needs arguments (num_samples)")
 
 
 def test_a_state_of_data_that_has_none_is_a_mismatch() -> None:
-    with pytest.raises(StateMismatch, match="neither range nor its iterator range_iterator has state_dict"):
-        entered(range(3), "1")
+    for text in ('{"dataset":1}', '{"iterator":1}'):
+        with pytest.raises(StateMismatch, match="range.* has no state_dict"):
+            entered(range(3), text, "auto")
 
 
-def test_a_state_that_was_cut_is_a_mismatch() -> None:
-    with pytest.raises(StateMismatch, match="which is no JSON"):
-        entered(Numbers(0), '{"a": [')
+@pytest.mark.parametrize(
+    "text", ['{"a": [', "[]", '{"other":1}', '{"dataset":{"$":"no","of":1}}', '{"dataset":{"$":1}}']
+)
+def test_a_state_that_was_cut_is_a_mismatch(text: str) -> None:
+    with pytest.raises(StateMismatch, match="own state in the state is"):
+        entered(Numbers(0), text, "auto")
 
 
 MALFORMED: list[Any] = [
     [],
     ["iterable"],
-    ["map", 0, 0, 0, [[0, 0, None]]],
-    ["iterable", -1, 0, 0, [[0, 0, None]]],
-    ["iterable", True, 0, 0, [[0, 0, None]]],
-    ["iterable", 0, 0.5, 0, [[0, 0, None]]],
+    ["map", 0, 0, 0, [[0, 0, None, 0]]],
+    ["iterable", -1, 0, 0, [[0, 0, None, 0]]],
+    ["iterable", True, 0, 0, [[0, 0, None, 0]]],
+    ["iterable", 0, 0.5, 0, [[0, 0, None, 0]]],
     ["iterable", 0, 0, 0, None],
     ["iterable", 0, 0, 0, [[0, 0]]],
-    ["iterable", 0, 0, 0, [[0, 1, None]]],
-    ["iterable", 0, 0, 0, [[1, 0, 7]]],
+    ["iterable", 0, 0, 0, [[0, 1, None, 0]]],
+    ["iterable", 0, 0, 0, [[1, 0, 7, 0]]],
     ["iterable", 0, 0, 0, ["abc"]],
-    ["iterable", 1, 0, 0, [[0, 0, None]]],
-    ["iterable", 0, 0, 0, [[0, 0, None], [0, 0, None]]],
+    ["iterable", 1, 0, 0, [[0, 0, None, 0]]],
+    ["iterable", 0, 0, 0, [[0, 0, None, 0], [0, 0, None, 0]]],
 ]
 
 
@@ -161,6 +237,10 @@ MALFORMED: list[Any] = [
 def test_a_malformed_place_is_a_mismatch(value: Any) -> None:
     with pytest.raises(StateMismatch, match="position: "):
         Place.from_json(value, 1)
+
+
+def test_a_place_from_before_there_were_digests_is_read_up_to_again() -> None:
+    assert Place.from_json(["iterable", 0, 0, 9, [[5, 2, "{}"]]], 1) == Place((Reader(5, 5),), samples=9)
 
 
 def test_a_place_goes_through_json() -> None:
@@ -218,9 +298,9 @@ def test_the_log_stays_short_where_nobody_asks_and_right_where_somebody_does(rea
         lengths.append(len(log._read))
         delivered = drawn - read_ahead - 1
         if delivered >= 0 and drawn % 7 == 0:
-            assert log.position(delivered) == ["iterable", 0, 0, delivered, [[delivered, delivered, None]]]
+            assert log.position(delivered) == ["iterable", 0, 0, delivered, [[delivered, delivered, None, 0]]]
     assert max(lengths) <= read_ahead + 3 + 16
-    assert asked.position(0) == ["iterable", 0, 0, 0, [[0, 0, None], [0, 0, None]]]
+    assert asked.position(0) == ["iterable", 0, 0, 0, [[0, 0, None, 0], [0, 0, None, 0]]]
 
 
 def test_rows_of_others_past_the_own_end_count_for_nothing() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.structures import KINDS
-from torchdistinput.flow import Drawn, Failed, Held, Sealed, Share
+from torchdistinput.flow import Counted, Drawn, Failed, Held, Sealed, Share
 from torchdistinput.mould import Mould
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.topology import Topology
@@ -20,7 +20,7 @@ from torchdistinput.sources.opaque import Marked, Place, Reader, ReadLog, Taken
 from torchdistinput.sources.own_state import Snapshot
 from torchdistinput.sources.ready import CutReady
 from torchdistinput.sources.sealing import Sealing
-from torchdistinput.sources.worker_side import Cut, Failure, as_is, rows_of
+from torchdistinput.sources.worker_side import Cut, Failure, as_is
 from torchdistinput.stages.fetch import Fetch
 from torchdistinput.tree import batch_size, flatten, structure_of
 
@@ -47,7 +47,7 @@ class Rows:
         return row if row is None or self._knows else self.fetch(row)
 
     def fetch(self, drawn: Any) -> Any:
-        return drawn[0] if type(drawn) is tuple else drawn
+        return Counted(drawn[0], drawn[1].sizes) if type(drawn) is tuple else drawn
 
     def digest_of(self, drawn: Any) -> int:
         return 0
@@ -149,7 +149,7 @@ def test_of_batches_that_last_several_steps_nothing_is_known() -> None:
     for _ in range(3):
         item = cut(torch.arange(4))
         assert isinstance(item, Cut)
-        assert [row[0].tolist() for row in rows_of(iter([item]))] == [[0, 1], [2, 3]]
+        assert [row[0].tolist() for row, _ in item.counted()] == [[0, 1], [2, 3]]
 
 
 @pytest.mark.parametrize("in_background", [True, False])
@@ -186,7 +186,7 @@ def test_a_log_that_counts_alike_batches_together_says_what_one_of_single_batche
     assert longest <= 40
 
 
-class Counted:
+class CountedCalls:
     """An iterator without ``__iter__``, which counts what it is asked for and fails where it is told to."""
 
     def __init__(self, count: int, fails: BaseException | None) -> None:
@@ -210,7 +210,7 @@ class Opened:
 @pytest.mark.parametrize("fails", [None, KeyError("oh"), KeyboardInterrupt()])
 @pytest.mark.parametrize("per_batch", [1, 3])
 def test_a_loop_over_guarded_data_gives_what_its_iterator_gives(fails: BaseException | None, per_batch: int) -> None:
-    iterator = Counted(5, fails)
+    iterator = CountedCalls(5, fails)
     found: list[Any] = []
     try:
         found.extend(Guarded(Opened(iterator), per_batch, 2))

@@ -7,6 +7,7 @@ import itertools
 import multiprocessing
 import os
 import pickle
+import signal
 import struct
 import threading
 import time
@@ -75,6 +76,24 @@ def test_a_thread_that_waits_for_a_run_leaves_when_it_is_closed(left_by_a_worker
     runs.finish(run)
     assert ended.wait(BOUND_SECONDS)
     assert list(run) == []
+
+
+def test_torch_forgets_workers_that_had_all_been_killed_when_their_run_was_closed() -> None:
+    """It knows them by the id of their iterator, which another one may come to have, and would then be refused."""
+    loader = DataLoader(Slow(), batch_size=None, num_workers=2, collate_fn=as_is)
+    runs = LoaderRuns(lambda _: loader, lasting=False)
+    run = runs.start(None)
+    workers: Any = run._workers
+    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises in here
+    try:
+        for process in workers._workers:
+            process.kill()
+            process.join(BOUND_SECONDS)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    runs.finish(run)
+    with pytest.raises(ValueError, match="information"):
+        torch._C._remove_worker_pids(id(workers))
 
 
 class Drawn(Dataset[torch.Tensor]):
@@ -239,7 +258,7 @@ def test_loader_workers_that_torch_was_interrupted_in_ending_end_at_the_next_clo
     dataset = _map_style()
     next(iter(dataset))
     with monkeypatch.context() as patch:
-        patch.setattr(_MultiProcessingDataLoaderIter, "_shutdown_workers", interrupted)
+        patch.setattr(runs_module, "_ask_to_leave", interrupted)
         with pytest.raises(KeyboardInterrupt):
             dataset.close()
     assert set(multiprocessing.active_children()) > before

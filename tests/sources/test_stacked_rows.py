@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, default_collate
 
 import torchdistinput as tdi
 from torchdistinput import FileDataset, readers
-from torchdistinput.flow import ReadFailure, Start
+from torchdistinput.flow import Counted, ReadFailure, Start
 from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import Topology
@@ -52,7 +52,11 @@ def assert_same(found: list[Any], expected: list[Any]) -> None:
     assert len(found) == len(expected)
     for (row, place), (other_row, other_place) in zip(found, expected, strict=True):
         assert place[-1] == other_place[-1]
-        for piece, other in zip(row, other_row, strict=True) if isinstance(row, list) else ():
+        if not isinstance(row, Counted):
+            assert row == other_row
+            continue
+        assert row.sizes == other_row.sizes
+        for piece, other in zip(row.pieces, other_row.pieces, strict=True):
             assert type(piece) is type(other)
             if isinstance(piece, torch.Tensor):
                 assert (piece.dtype, piece.shape, piece.stride()) == (other.dtype, other.shape, other.stride())
@@ -120,7 +124,7 @@ def test_no_row_is_made_where_they_are_read_together(tmp_path: Path, monkeypatch
     monkeypatch.setattr("torchdistinput.sources.npy._made", None)
     for topology in WORLDS:
         found = pieces([tmp_path / "0"], default_collate, topology, Start())
-        assert [len(piece) for row, _ in found for piece in row] == (
+        assert [len(piece) for row, _ in found for piece in row.pieces] == (
             [4, 3, 4, 3, 3, 3] if topology.worker == 0 else [3, 3, 3]
         )
 

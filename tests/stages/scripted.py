@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar, final
 import torch
 
 from torchdistinput.background import Background, Walk
-from torchdistinput.flow import Drawn, Failed, Held, Share
+from torchdistinput.flow import Counted, Drawn, Failed, Held, Share
 from torchdistinput.mould import Mould
 from torchdistinput.stages.buffer import Buffer
 from torchdistinput.stages.coordinate import Coordinate
@@ -81,7 +81,7 @@ class ScriptedStream:
     def expect(self, rows: int) -> None:
         pass
 
-    def fetch(self, drawn: Any) -> list[Any] | None:
+    def fetch(self, drawn: Any) -> Counted | None:
         place: int = drawn
         self.fetches.append(place)
         if place in self._script.slow:
@@ -90,10 +90,10 @@ class ScriptedStream:
             if self._script.fails == "fetch":
                 raise ScriptedError(f"fetch {place} of {self._rank}")
             if self._script.fails == "transfer" and place == len(self._script.rows):
-                return [torch.full((1,), -1)]
+                return Counted([torch.full((1,), -1)], (1,))
             return None
         size = self._script.rows[place]
-        return [torch.full((size,), 100 * self._rank + place) if size else None]
+        return Counted([torch.full((size,), 100 * self._rank + place) if size else None], (size,))
 
     def close(self) -> None:
         self.closed += 1

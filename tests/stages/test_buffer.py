@@ -171,11 +171,16 @@ def test_the_end_comes_again_and_again() -> None:
     assert taken[1:] == [None] * 3
 
 
-def test_an_error_comes_again_and_again() -> None:
-    party = compose(FakeCollectives(1), 0, Script((), "draw"), depth=1)
+@pytest.mark.parametrize("depth", [0, 1])
+def test_an_error_comes_once_then_it_is_said_that_the_epoch_ended_by_it_and_then_comes_the_end(depth: int) -> None:
+    party = compose(FakeCollectives(1), 0, Script((), "draw"), depth=depth)
+    with pytest.raises(SourceError, match="failed at step 0"):
+        party.buffer.take()
+    with pytest.raises(InputError, match="this epoch ended with the error above, after step 0.*SourceError: ") as told:
+        party.buffer.take()
+    assert type(told.value) is InputError
     for _ in range(3):
-        with pytest.raises(SourceError, match="failed at step 0"):
-            party.buffer.take()
+        assert party.buffer.take() is None
 
 
 def test_peek_shows_the_step_that_take_returns_and_close_gives_it_up() -> None:

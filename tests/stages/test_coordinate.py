@@ -21,6 +21,7 @@ from torchdistinput.mould import Mould
 from torchdistinput.stages import coordinate as coordinate_module
 from torchdistinput.stages.coordinate import Coordinate
 from torchdistinput.testing import FakeCollectives
+from torchdistinput.tree import batch_size
 
 Turn = Callable[[Coordinate], list[Outcome]]
 
@@ -37,7 +38,7 @@ def make(channel: Channel | None, rank: int, *, slots: int = 4, piece: Any = Non
     """A stage of one rank, which has seen ``piece`` if it is given."""
     mould = Mould()
     if piece is not None:
-        mould.measure(piece)
+        mould.see(piece, batch_size(piece))
 
     def complete(of_step: Share) -> None:
         assert mould.structure is not None
@@ -420,7 +421,7 @@ def test_the_more_is_read_ahead_the_fewer_landmarks_are_passed_by_all_ranks(grow
         stage = make(
             world.ranks(rank).open_channel(0), rank, slots=32, landmarks=landmarks, ahead=(2, 2) if grows else None
         )
-        stage._mould.measure(torch.zeros(1))
+        stage._mould.see(torch.zeros(1), 1)
         for step in range(64):
             stage.hold(share(1))
             outcomes = conclude(stage.vote(int(step in (8, 24, 40))))

@@ -10,9 +10,31 @@ import torch
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from torchdistinput.errors import BatchingError
-from torchdistinput.flow import Drawn, Failed, Held, Origin, PastEnd, ReadFailure, Row, Share, Skipped, Thinned
+from torchdistinput.flow import (
+    Counted,
+    Drawn,
+    Failed,
+    Held,
+    Origin,
+    PastEnd,
+    ReadFailure,
+    Sealed,
+    Share,
+    Skipped,
+    Thinned,
+)
 from torchdistinput.mould import Mould
 from torchdistinput.stages.fetch import Fetch
+from torchdistinput.tree import batch_size
+
+
+def size_of(piece: Any) -> int:
+    """Samples that a piece was to have."""
+    if piece is None or isinstance(piece, Sealed):
+        return 0 if piece is None else piece.size
+    if type(piece) is Thinned:
+        return size_of(piece.piece) + len(piece.left_out)
+    return batch_size(piece)
 
 
 @final
@@ -41,13 +63,13 @@ class Rows:
     def expect(self, rows: int) -> None:
         pass
 
-    def fetch(self, drawn: Any) -> Row | None:
+    def fetch(self, drawn: Any) -> Counted | None:
         assert drawn is True
         self.log.append("fetch")
         row = next(self._rows)
         if isinstance(row, Exception):
             raise row
-        return None if row is None else list(row)
+        return None if row is None else Counted(list(row), tuple(map(size_of, row)))
 
     def close(self) -> None:
         self.log.append("close")
@@ -175,7 +197,7 @@ def test_an_interrupt_is_no_failed_step() -> None:
         def digest_of(self, drawn: Any) -> int:
             return 0
 
-        def fetch(self, drawn: Any) -> Row | None:
+        def fetch(self, drawn: Any) -> Counted | None:
             raise AssertionError
 
         def close(self) -> None:

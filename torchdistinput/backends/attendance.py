@@ -1,34 +1,36 @@
-"""The door to process groups, its porch: ranks sign in at the store before they do something together.
+"""Sign-in: ranks meet at the store before they first talk to each other.
 
-A wait at the store is bounded and interruptible, and who has not signed is known by name; a collective has neither.
-
-With its signature a rank leaves the digest of what it has to say, which each compares with that of the first to sign: a
-request of the same cost for any number of ranks. Mostly all say the same, and then nothing has to be sent any more.
+A wait at the store is bounded and interruptible, and who has not signed is known by name; torch's own rendezvous has
+neither. It takes place on a thread of its own (``board.within``), as a store that does not answer cannot be left.
 """
 
 from __future__ import annotations
 
-import hashlib
-import os
+import contextlib
+import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import final
+from typing import Final, final
 
-import torch.distributed as dist
+from torchdistinput.backends.board import ASK_AGAIN_SECONDS, Store, values
+from torchdistinput.errors import CoordinationTimeout
 
-from torchdistinput.backends.board import ASK_AGAIN_SECONDS, Store, post, posted, values
-from torchdistinput.errors import CoordinationTimeout, InputError, RankLost
+__all__ = ["Attendance", "did_not_come"]
 
-__all__ = ["Attendance"]
+_LAST_MOMENT_SECONDS: Final = 0.5  # from the moment when a rank sees that all have signed until it has said so
 
-_ASK_SECONDS = 1.0
-_SAME = "same"
-_LAST_MOMENT_SECONDS = 0.5  # from the last rank's signature to its word that all have signed
+
+def did_not_come(what: str, names: str, timeout_seconds: float) -> CoordinationTimeout:
+    """The error of a call that not all ranks have made in time; ``names``: the late ones. Local."""
+    return CoordinationTimeout(
+        f"{what}: rank {names} did not come within {timeout_seconds:g} seconds. Every rank of the strategy calls this, "
+        "in the same order; if the rank is only slow, raise timeout_seconds."
+    )
 
 
 @final
 class Attendance:
-    """Signing in, again and again, in the same order on every rank.
+    """Signing in, once; a rank that gave up may come again.
 
     Args:
       store: a store, or a part of one, for nothing else.
@@ -40,120 +42,63 @@ class Attendance:
         self._store = store
         self._rank = rank
         self._names = names
-        self._times = 0
-        self._process = os.getpid()
 
-    def wait_for_all(self, what: str, timeout_seconds: float, text: str = "") -> bool:
-        """Signs in and waits until every rank has. Collective: every rank calls this.
+    def wait_for_all(self, what: str, timeout_seconds: float, text: str, given_up: threading.Event) -> None:
+        """Signs in with a text, and waits until every rank has. Collective: every rank calls this.
 
         Args:
           what: the call that this serves, for messages.
           timeout_seconds: how long to wait.
-          text: what this rank has to say.
-
-        Returns:
-          Whether the ranks are known to have the same to say; the same on all of them.
+          text: what others may want to know of this rank; see ``told``.
+          given_up: is set where nobody waits for this any more.
 
         Raises:
           CoordinationTimeout: a rank did not come; it is named. This rank's signature is taken back.
-          RankLost: the store is gone.
-          InputError: this process is a fork of the rank.
         """
-        if os.getpid() != self._process:
-            raise InputError(
-                f"{what}: this process was forked from rank {self._names[self._rank]}, which is the one that takes "
-                "part; a signature from here would count as its. Call this in that process, and let the fork read "
-                "with a DataLoader of torch's."
-            )
-        try:
-            return self._sign_and_wait(what, timeout_seconds, text)
-        except dist.DistError as error:
-            raise RankLost(
-                f"{what}: the store is gone; the rank that hosts it (usually rank {self._names[0]}) ended or lost its "
-                "connection. Its own log tells why."
-            ) from error
-
-    def _sign_and_wait(self, what: str, timeout_seconds: float, text: str) -> bool:
-        number, count = self._times + 1, len(self._names)
-        self._compare(number, text)
-        self._store.set(f"at/{self._rank}", str(number))
-        self._times = number
-        if self._store.add("signed", 1) == number * count:
-            return self._close(number)
-        all_signed = False
-        absent: list[int] = []
-        try:
-            all_signed = self._appears(f"all/{number}", timeout_seconds, lambda: self._look_for_gone(what, number))
-            if not all_signed:
-                absent = self._not_signed(range(count), number)
-        finally:  # also when interrupted: the call may be made again
-            all_signed = all_signed or not self._take_back(number)
-        if not all_signed:
+        self._store.set(f"at/{self._rank}", text)
+        self._store.add("signed", 1)
+        self._store.set(f"in/{self._rank}", "")  # after the count: a rank that ends between the two is named
+        all_signed = self._holds(self._have_all_signed, timeout_seconds, given_up)
+        absent = [] if all_signed else self._absent()
+        if not all_signed and self._take_back():
             names = ", ".join(str(self._names[rank]) for rank in absent) or "unknown"
-            raise CoordinationTimeout(
-                f"{what}: rank {names} did not come within {timeout_seconds:g} seconds. Every rank of the strategy "
-                "calls this, in the same order; if the rank is only slow, raise timeout_seconds."
-            )
-        return self._store.get(f"all/{number}") == _SAME.encode()
+            raise did_not_come(what, names, timeout_seconds)
 
-    def _compare(self, number: int, text: str) -> None:
-        """Before it signs; a rank that takes its signature back may say something else when it comes again."""
-        digest = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
-        if self._store.compare_set(f"said/{number}", "", digest) != digest.encode():
-            self._store.set(f"differ/{number}", "")
+    def told(self, ranks: Sequence[int]) -> list[bytes]:
+        """What these ranks signed in with; all have. Local."""
+        return self._store.multi_get([f"at/{rank}" for rank in ranks]) if ranks else []
 
-    def _close(self, number: int) -> bool:
-        """The last one to sign tells the others, and clears away what nobody reads any more."""
-        same = not self._store.check([f"differ/{number}"])
-        self._store.set(f"all/{number}", _SAME if same else "")
-        for key in [f"all/{number - 1}", f"said/{number}", *([] if same else [f"differ/{number}"])]:
-            self._store.delete_key(key)
-        return same
-
-    def _take_back(self, number: int) -> bool:
+    def _take_back(self) -> bool:
         """As if this rank had not signed; ``False`` if the last rank signed meanwhile: it counts on us, so we stay."""
         self._store.add("signed", -1)
-        if self._appears(f"all/{number}", _LAST_MOMENT_SECONDS):
-            self._store.add("signed", 1)
+        if self._holds(lambda: self._store.check(["all"]), _LAST_MOMENT_SECONDS, threading.Event()):
             return False
-        self._times = number - 1
-        self._store.set(f"at/{self._rank}", str(self._times))
+        # A store that cannot delete: another rank that gives up then names this one only as late, not as absent.
+        with contextlib.suppress(RuntimeError):
+            self._store.delete_key(f"in/{self._rank}")
         return True
 
-    def leave(self) -> None:
-        """Tells the others that this rank's process ends: nobody needs to wait for it. Local."""
-        if os.getpid() != self._process:  # a fork's end is not the rank's
-            return
-        post(self._store, "gone", str(self._rank))
+    def _have_all_signed(self) -> bool:
+        """Each rank looks itself, and says so for those that are about to give up: the last to sign may die there."""
+        if self._store.add("signed", 0) < len(self._names):
+            return False
+        self._store.set("all", "")
+        return True
 
-    def _look_for_gone(self, what: str, number: int) -> None:
-        absent = self._not_signed([int(rank) for rank in posted(self._store, "gone")], number)
-        if absent:
-            names = ", ".join(str(self._names[rank]) for rank in sorted(absent))
-            raise RankLost(
-                f"{what}: rank {names} ended before it came here. Every rank of the strategy makes "
-                "the same calls; its own log tells why it ended."
-            )
-
-    def _appears(self, key: str, seconds: float, meanwhile: Callable[[], None] | None = None) -> bool:
-        """Whether a key appears in time; ``meanwhile`` is called now and then. A store that is gone raises.
+    def _holds(self, condition: Callable[[], bool], seconds: float, given_up: threading.Event) -> bool:
+        """Whether a condition comes to hold in time. A store that is gone raises.
 
         It asks again and again, ever more slowly: a wait at the store would hold its client, and torch prints a warning
         for each that expires.
         """
         began = time.monotonic()
-        asked = began
-        while not self._store.check([key]):
+        while not condition():
             now = time.monotonic()
-            if now - began > seconds:
+            if now - began > seconds or given_up.is_set():
                 return False
-            if meanwhile is not None and now - asked > _ASK_SECONDS:
-                asked = now
-                meanwhile()
             time.sleep(min(ASK_AGAIN_SECONDS * len(self._names) + (now - began) / 10, 0.25))
         return True
 
-    def _not_signed(self, ranks: Sequence[int], number: int) -> list[int]:
-        """Those of the ranks that have not signed for the call of this number."""
-        signed = values(self._store, [f"at/{rank}" for rank in ranks])
-        return [rank for rank, at in zip(ranks, signed, strict=True) if at is None or int(at) < number]
+    def _absent(self) -> list[int]:
+        signed = values(self._store, [f"in/{rank}" for rank in range(len(self._names))])
+        return [rank for rank, text in enumerate(signed) if text is None]

@@ -1,26 +1,39 @@
-"""The door to process groups, its board: what ranks leave at the store, read in few requests at any number of ranks.
+"""The store: what ranks leave there, read in few requests at any number of ranks, and never waited for without a bound.
 
 Problem. The store is one process, which answers some 100,000 requests a second. What each of ``W`` ranks asks of each
-other one is ``W**2`` requests: at 4,096 ranks minutes, in which nobody else is answered.
+other one is ``W**2`` requests: at 4,096 ranks minutes, in which nobody else is answered. And it may stand still, or its
+host may be gone: a request to it stays in C++ without a bound, where Ctrl-C does not reach it.
 
-Decision. A rank asks for many keys at once. Where few of them are missing these are found by halving. What only a few
-ranks have to say (that they end, or why they leave) they number, so that it is read without a look at all the others.
+Decisions.
+- A rank asks for many keys at once. Where few of them are missing these are found by halving.
+- The store is asked while a strategy is made, and never again: later whatever ranks tell each other goes over their own
+  connections.
+- All requests are made on a thread of their own (``within``). The caller waits for it, sees signals, and leaves it
+  behind if the store does not answer.
 """
 
 from __future__ import annotations
 
-import datetime
-from collections.abc import Sequence
-from typing import Any, Final, Protocol, cast
+import atexit
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Protocol, TypeVar, cast
 
 import torch.distributed as dist
 
 from torchdistinput.backends.forks import never_ended_by_forks
+from torchdistinput.errors import CoordinationTimeout, RankLost
 
-__all__ = ["ASK_AGAIN_SECONDS", "Store", "missing", "post", "posted", "prefixed", "values"]
+__all__ = ["ASK_AGAIN_SECONDS", "Store", "missing", "prefixed", "values", "within"]
+
+T = TypeVar("T")
 
 ASK_AGAIN_SECONDS: Final = 10e-6
 """For each rank that asks the same: so all of them leave the store some time for others."""
+
+_LOOK_SECONDS: Final = 0.5
+_EXIT_SECONDS: Final = 2.0
 
 
 class Store(Protocol):
@@ -38,14 +51,8 @@ class Store(Protocol):
     def add(self, key: str, amount: int) -> int:
         """Adds to a counter, and returns what it then is."""
 
-    def compare_set(self, key: str, expected: str, value: str) -> bytes:
-        """Writes if the key is as expected, ``""`` for not there; returns what it then is."""
-
     def check(self, keys: list[str]) -> bool:
         """Whether the keys are there."""
-
-    def wait(self, keys: list[str], timeout: datetime.timedelta) -> None:
-        """Waits for the keys."""
 
     def delete_key(self, key: str) -> bool:
         """Deletes."""
@@ -80,12 +87,53 @@ def values(store: Store, keys: Sequence[str]) -> list[bytes | None]:
     return [None if place in absent else next(found) for place in range(len(keys))]
 
 
-def post(store: Store, list_name: str, text: str) -> None:
-    """Adds a text to a list that all ranks may add to. Local."""
-    store.set(f"{list_name}/{store.add(list_name, 1)}", text)
+def within(seconds: float, what: str, where: str, ask: Callable[[threading.Event], T]) -> T:
+    """What a conversation with the store comes to, waited for on the caller's thread. Local, bounded.
 
+    Args:
+      seconds: how long to wait. The conversation should have a bound of its own that is a little shorter.
+      what: the call that this serves, for messages.
+      where: the store's host.
+      ask: the conversation, on a thread of its own. Its event is set when nobody waits for it any more.
 
-def posted(store: Store, list_name: str) -> list[str]:
-    """The texts of a list, as they came; without those of ranks that died as they wrote. Local."""
-    texts = values(store, [f"{list_name}/{place}" for place in range(1, store.add(list_name, 0) + 1)])
-    return [text.decode() for text in texts if text is not None]
+    Raises:
+      CoordinationTimeout: the store does not answer.
+      RankLost: the store is gone.
+    """
+    given_up, ended = threading.Event(), threading.Event()
+    results: list[T | BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(ask(given_up))
+        except BaseException as error:  # noqa: BLE001,RUF100 - it is the result
+            results.append(error)
+        finally:
+            ended.set()
+
+    threading.Thread(target=run, name="torchdistinput-store", daemon=True).start()
+    until = time.monotonic() + seconds
+    try:
+        # Not by its join: one that is interrupted takes the thread for ended.
+        while not ended.is_set() and time.monotonic() < until:
+            ended.wait(_LOOK_SECONDS)
+    finally:
+        given_up.set()
+        if not ended.is_set():
+            # Also after an interruption. A thread that comes back from C++ while the interpreter is finalized ends the
+            # process by an abort.
+            atexit.register(ended.wait, _EXIT_SECONDS)
+    if not results:
+        raise CoordinationTimeout(
+            f"{what}: the store{where} did not answer within {seconds:g} seconds. The process that hosts it (rank 0, "
+            "or the launcher) stands still, or its host cannot be reached; no rank can be found without it."
+        )
+    (result,) = results
+    if isinstance(result, dist.DistError):
+        raise RankLost(
+            f"{what}: the store{where} is gone; the process that hosts it (rank 0, or the launcher) ended or lost its "
+            "connection. Its own log tells why."
+        ) from result
+    if isinstance(result, BaseException):
+        raise result
+    return result

@@ -1,36 +1,35 @@
-"""Sums and gathered rows over all ranks of a gloo group, in about ``log2 W`` rounds of point-to-point messages.
-
-Problem. gloo's own all_reduce and all_gather take ``W - 1`` messages and more one after the other, and run on threads
-of their own: beside two busy processes, six to nine times the processor time of one message each way.
+"""Sums and gathered rows over all ranks, in about ``log2 W`` rounds of point-to-point messages.
 
 Decision. Recursive doubling: in round ``k`` each rank exchanges with the one whose number differs in bit ``k``. Ranks
-from the largest power of two on have a partner below it, which takes part for them. Each message ends with a *stamp*, a
-number that the memory where it arrives did not end with before: gloo's messages are seen by it (``mail.py``).
+from the largest power of two on have a partner below it, which takes part for them. Every sum comes to the same bits on
+all ranks, floating-point ones too: both ranks of an exchange add the same two numbers.
 
 References: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH", 2005.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from typing import Protocol, final
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, Protocol, final
 
 import numpy as np
 import numpy.typing as npt
 
 from torchdistinput.backends.exchanges import Pending
 
-__all__ = ["Messenger", "Round", "Sums", "Words", "partners", "spread"]
+__all__ = ["Messenger", "Round", "Words", "add_up", "broadcast", "partners", "spread", "sum_up"]
 
 Words = npt.NDArray[np.int64]
 """In one dimension, in one piece."""
 
-_SUMS, _TEXTS = 0, 2  # tags
-_UP, _DOWN = 62, 63  # rounds of the ranks from the power of two on, and their partners; the others count from 0
+Array = npt.NDArray[Any]
+"""Of any type of numbers; in one dimension, in one piece."""
+
+_SUMS, _ROWS, _FIRST = 1, 2, 3  # tags
 
 
 class Messenger(Protocol):
-    """What sends and receives arrays of words, each in one piece."""
+    """What sends and receives arrays, each in one piece. Messages to one rank arrive in the order they were sent."""
 
     def rank(self) -> int:
         """This rank."""
@@ -38,10 +37,10 @@ class Messenger(Protocol):
     def size(self) -> int:
         """How many ranks there are."""
 
-    def send(self, words: Words, peer: int, tag: int) -> Pending:
+    def send(self, words: Array, peer: int, tag: int) -> Pending:
         """To one rank; returns what to wait for before they are written to."""
 
-    def recv(self, words: Words, peer: int, tag: int) -> Pending:
+    def recv(self, words: Array, peer: int, tag: int) -> Pending:
         """From one rank."""
 
 
@@ -60,7 +59,7 @@ class Round:
 
     def has_come(self) -> bool:
         """See ``Pending.has_come``."""
-        return self._awaited.has_come()
+        return self._awaited.has_come() and (self._sent is None or self._sent.has_come())
 
     def wait(self) -> None:
         """See ``Pending.wait``."""
@@ -91,105 +90,106 @@ def partners(rank: int, num_ranks: int) -> list[int]:
     return [*others, rank + power] if rank + power < num_ranks else others
 
 
-@final
-class Sums:
-    """Sums over the ranks of words of one length, again and again.
+def sum_up(group: Messenger, words: Sequence[int]) -> Generator[Round, None, list[int]]:
+    """The sums of these words over the ranks. Collective: every rank of the group calls this.
 
     Args:
       group: the ranks.
-      length: how many words; the same on all ranks.
+      words: this rank's, signed, of 64 bits; as many on all ranks.
     """
-
-    def __init__(self, group: Messenger, length: int) -> None:
-        rank, power = group.rank(), _power_below(group.size())
-        self._group = group
-        self._stands_for = rank + power if rank + power < group.size() else None
-        self._partner = rank - power if rank >= power else None
-        # Whom this rank hears, in order, and the places of these rounds in the exchange.
-        self._heard: list[tuple[int, int]] = [(rank ^ 1 << place, place) for place in range(power.bit_length() - 1)]
-        if self._partner is not None:
-            self._heard = [(self._partner, _DOWN)]
-        elif self._stands_for is not None:
-            self._heard.insert(0, (self._stands_for, _UP))
-        self._mine = np.zeros(length + 1, np.int64)  # the last word is for the stamp
-        self._content = self._mine[:-1]
-        self._theirs = [np.zeros_like(self._mine) for _ in self._heard]
-        self._receiving: list[Pending] = []
-
-    @property
-    def length(self) -> int:
-        """How many words."""
-        return len(self._content)
-
-    def expect(self) -> None:
-        """Another sum will follow. A message that finds its receiver waiting travels at once. Local."""
-        if not self._receiving:
-            heard = zip(self._heard, self._theirs, strict=True)
-            self._receiving = [self._group.recv(theirs, peer, _SUMS) for (peer, _), theirs in heard]
-
-    def sum_up(self, words: Sequence[int], number: int) -> Generator[Round, None, list[int]]:
-        """The sums of these words over the ranks. Collective: every rank of the group calls this.
-
-        Args:
-          words: this rank's, signed, of 64 bits.
-          number: of the exchange, on all ranks; from 1 on, another one each time.
-        """
-        self.expect()
-        mine = self._mine
-        self._content[:] = words
-        for (peer, place), receiving, theirs in zip(self._heard, self._receiving, self._theirs, strict=True):
-            sent = None
-            if place != _UP:  # that one only sends
-                sent = self._send(peer, number << 6 | (_UP if place == _DOWN else place))
-            yield Round(receiving, sent)
-            if place == _DOWN:
-                mine[:] = theirs
-            else:
-                mine += theirs
-        self._receiving = []
-        if self._stands_for is not None:
-            yield Round(self._send(self._stands_for, number << 6 | _DOWN))
-        sums: list[int] = self._content.tolist()
-        return sums
-
-    def _send(self, peer: int, stamp: int) -> Pending:
-        self._mine[-1] = stamp
-        return self._group.send(self._mine, peer, _SUMS)
+    mine = np.array(words, np.int64)
+    yield from add_up(group, mine, _add)
+    sums: list[int] = mine.tolist()
+    return sums
 
 
-def spread(group: Messenger, own: Words) -> Generator[Round, None, list[Words]]:
+def _add(mine: Array, theirs: Array) -> None:
+    mine += theirs
+
+
+def add_up(group: Messenger, mine: Array, add: Callable[[Array, Array], None]) -> Generator[Round, None, None]:
+    """Overwrites an array with its sum over the ranks. Collective: every rank of the group calls this.
+
+    Args:
+      group: the ranks.
+      mine: this rank's array, of the same length and type on all ranks.
+      add: adds the second array to the first one, in place.
+    """
+    rank, num_ranks = group.rank(), group.size()
+    power = _power_below(num_ranks)
+    theirs = np.empty_like(mine)
+    if rank >= power:
+        sent = group.send(mine, rank - power, _SUMS)
+        yield Round(sent)
+        yield Round(group.recv(mine, rank - power, _SUMS))
+        return
+    stands_for = rank + power if rank + power < num_ranks else None
+    if stands_for is not None:
+        yield Round(group.recv(theirs, stands_for, _SUMS))
+        add(mine, theirs)
+    distance = 1
+    while distance < power:
+        peer = rank ^ distance
+        sent = group.send(mine, peer, _SUMS)
+        yield Round(group.recv(theirs, peer, _SUMS), sent)
+        add(mine, theirs)
+        distance *= 2
+    if stands_for is not None:
+        yield Round(group.send(mine, stands_for, _SUMS))
+
+
+def spread(group: Messenger, own: Array) -> Generator[Round, None, list[Array]]:
     """Every rank's row, by rank. Collective: every rank of the group calls this.
 
     Args:
       group: the ranks.
-      own: this rank's row, of the same length on all ranks; its last word is for the stamp.
+      own: this rank's row, of the same length and type on all ranks.
     """
     rank, num_ranks = group.rank(), group.size()
     power = _power_below(num_ranks)
     # The row of a rank lies beside that of its partner, so that what is exchanged is always in one piece.
-    table = np.zeros((power, 2, len(own)), np.int64)
+    table = np.zeros((power, 2, len(own)), own.dtype)
     seat = rank % power
     table[seat, rank // power] = own
     if rank >= power:
-        row = table[seat, 1]
-        row[-1] = _UP
-        table = np.zeros_like(table)
-        awaited = group.recv(table.reshape(-1), seat, _TEXTS)  # first: gloo sends what is awaited
-        yield Round(awaited, group.send(row, seat, _TEXTS))
+        yield Round(group.send(table[seat, 1], seat, _ROWS))
+        yield Round(group.recv(table.reshape(-1), seat, _ROWS))
     else:
         stands_in = rank + power < num_ranks
         if stands_in:
-            yield Round(group.recv(table[seat, 1], rank + power, _TEXTS))
+            yield Round(group.recv(table[seat, 1], rank + power, _ROWS))
         distance = 1
         while distance < power:
             first = seat - seat % distance
             other = first ^ distance
-            table[first + distance - 1, 1, -1] = distance
-            awaited = group.recv(table[other : other + distance].reshape(-1), rank ^ distance, _TEXTS)
             outgoing = table[first : first + distance].reshape(-1)
-            yield Round(awaited, group.send(outgoing, rank ^ distance, _TEXTS))
+            sent = group.send(outgoing, rank ^ distance, _ROWS)
+            yield Round(group.recv(table[other : other + distance].reshape(-1), rank ^ distance, _ROWS), sent)
             distance *= 2
         if stands_in:
-            table[-1, 1, -1] = _DOWN
-            yield Round(group.send(table.reshape(-1), rank + power, _TEXTS))
-    return [table[each % power, each // power, :-1] for each in range(num_ranks)]
+            yield Round(group.send(table.reshape(-1), rank + power, _ROWS))
+    return [table[each % power, each // power] for each in range(num_ranks)]
+
+
+def broadcast(group: Messenger, mine: Array) -> Generator[Round, None, None]:
+    """Overwrites an array with the first rank's. Collective: every rank of the group calls this.
+
+    Args:
+      group: the ranks.
+      mine: of the same length and type on all ranks.
+    """
+    rank, num_ranks = group.rank(), group.size()
+    power = _power_below(num_ranks)
+    if rank >= power:
+        yield Round(group.recv(mine, rank - power, _FIRST))
+        return
+    highest = 1 << (rank.bit_length() - 1) if rank else 0
+    if rank:  # from the rank without its highest bit
+        yield Round(group.recv(mine, rank ^ highest, _FIRST))
+    distance = max(1, 2 * highest)
+    others = [rank + power] if rank + power < num_ranks else []
+    while distance < power:
+        others.append(rank ^ distance)
+        distance *= 2
+    for peer in reversed(others):  # the one that has to pass it on most often comes first
+        yield Round(group.send(mine, peer, _FIRST))

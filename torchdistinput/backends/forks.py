@@ -1,13 +1,14 @@
-"""The door to process groups, its back door: what a fork has of them and of its parent's reading, and must not end.
+"""Forks: what a forked process has of its parent's stores, connections and reading, and must not end.
 
-A forked process, a loader worker for instance, has the groups of its parent, but none of their threads. To end one
-there waits for those threads, or crashes. Nobody would do so on purpose, but the garbage collector does, where a group
-is garbage of the parent's that was not collected yet; and so does the end of the interpreter. So a fork begins with one
-more reference to each group, which nobody ever gives back. And to each store: one in a file counts who uses it, and its
-last user removes the file; a copy that a fork ends was never counted, so the ranks would be left without it.
+A forked process, a loader worker for instance, begins with copies of all that its parent has. Nobody would end a store
+there on purpose, but the garbage collector does, where it is garbage of the parent's that was not collected yet; and so
+does the end of the interpreter. A store in a file counts who uses it, and its last user removes the file; a copy that a
+fork ends was never counted, so the ranks would be left without it. So a fork begins with one more reference to each
+store, which nobody ever gives back.
 
-What else goes on in the parent (its loader workers, its iterators with their threads and votes) is told of the fork, in
-the fork, and leaves all that to the parent.
+What else goes on in the parent (its connections to other ranks, its loader workers, its iterators with their threads
+and votes) is told of the fork, in the fork, and leaves all that to the parent: copies of sockets are closed, as they
+would keep a connection open when the parent has ended.
 
 Until then the garbage collector is off: it may find an iterator there that was garbage of the parent's, and would close
 it in the parent's name.
@@ -44,7 +45,7 @@ _INHERITED: Final[weakref.WeakSet[Inherited]] = weakref.WeakSet()
 
 
 def never_ended_by_forks(kept: Any) -> None:
-    """Remembers a group, or a store, for as long as it lives here. Local."""
+    """Remembers a store for as long as it lives here. Local."""
     _KEPT.add(kept)
 
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, cast, final
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple, cast, final
 
 import torch
 import torch.distributed as dist
 
 from torchdistinput.backends.attendance import Attendance
-from torchdistinput.backends.board import Store, prefixed
-from torchdistinput.errors import CoordinationTimeout
+from torchdistinput.backends.board import Store, prefixed, within
+from torchdistinput.errors import CoordinationTimeout, ShardingError
 
 __all__ = [
     "Launch",
@@ -21,6 +25,7 @@ __all__ = [
     "carries",
     "default_group",
     "default_group_exists",
+    "expected_ranks",
     "find_launch",
     "find_members",
     "global_ranks",
@@ -29,6 +34,10 @@ __all__ = [
     "join_default_group",
     "leave_default_group",
 ]
+
+
+_GLOO_LAZY_INIT: Final = "TORCH_GLOO_LAZY_INIT"
+_LAST_SECONDS: Final = 4.0  # after all ranks have signed in, or should have: until the default group is there
 
 
 @final
@@ -56,7 +65,14 @@ class Members(NamedTuple):
         return tuple(self.workers.index(worker) for worker in range(self.num_workers))
 
 
-_USUAL_DATA_DIMS = ("dp", "ddp", "fsdp", "hsdp", "data", "batch", "replicate", "shard", "dp_replicate", "dp_shard")
+_DATA_WORDS = frozenset({"dp", "ddp", "fsdp", "hsdp", "data", "batch", "replicate", "shard"})
+_MODEL_WORDS = frozenset(
+    (
+        *("tp", "cp", "sp", "pp", "ep", "etp", "mp", "tensor", "context", "sequence", "seq", "pipeline", "pipe"),
+        *("stage", "expert", "model", "ulysses", "ring"),
+    )
+)
+"""Words in the names of dims whose ranks read the same samples."""
 
 
 def is_group(value: object) -> bool:
@@ -75,7 +91,8 @@ def find_members(group: Any, mesh: Any, data_dims: Sequence[str] | None) -> Memb
     """Who takes part in a group or mesh. Local.
 
     Raises:
-      ValueError: this process is not in it, or the mesh's data dims are not known.
+      ValueError: this process is not in it, or the mesh has no such dims.
+      ShardingError: the names of the mesh's dims do not tell which are data-parallel.
     """
     if mesh is not None:
         return _members_of_mesh(mesh, data_dims)
@@ -90,12 +107,7 @@ def find_members(group: Any, mesh: Any, data_dims: Sequence[str] | None) -> Memb
 def _members_of_mesh(mesh: Any, data_dims: Sequence[str] | None) -> Members:
     names = tuple(mesh.mesh_dim_names or ())
     if data_dims is None:
-        data_dims = names if len(mesh.mesh.shape) == 1 else [name for name in names if name in _USUAL_DATA_DIMS]
-        if not data_dims and len(mesh.mesh.shape) > 1:
-            raise ValueError(
-                f"the mesh has the dims {names}, none of which has a usual name of a data-parallel dim "
-                f"{_USUAL_DATA_DIMS}. Name them with data_dims=."
-            )
+        data_dims = _usual_data_dims(names, len(mesh.mesh.shape))
     unknown = [name for name in data_dims if name not in names]
     if unknown:
         raise ValueError(f"data_dims names {unknown}, but the mesh has the dims {names}.")
@@ -110,6 +122,33 @@ def _members_of_mesh(mesh: Any, data_dims: Sequence[str] | None) -> Members:
     for axis in axes:  # the mixed radix of the coordinates in the data dims
         workers = workers * grid.shape[axis] + places[:, axis]
     return Members(ranks=ranks, workers=tuple(workers.tolist()), rank=ranks.index(dist.get_rank()))
+
+
+def _usual_data_dims(names: Sequence[str], num_dims: int) -> Sequence[str]:
+    """The data-parallel dims of a mesh, by their names.
+
+    Raises:
+      ShardingError: the names do not tell which ones they are.
+    """
+    words = {name: set(name.lower().split("_")) for name in names}
+    joined = [name for name, each in words.items() if each & _DATA_WORDS and each & _MODEL_WORDS]
+    if joined:
+        name = joined[0]
+        data, model = (", ".join(sorted(words[name] & kind)) for kind in (_DATA_WORDS, _MODEL_WORDS))
+        raise ShardingError(
+            f"the mesh has the dims {tuple(names)}; {name} joins {data} (samples of its own) with {model} (the same "
+            "ones). Give the mesh with these dims apart, such as mesh['dp', 'cp'], of which dp is meant then; or "
+            f"data_dims={joined} if each rank of such a dim reads samples of its own."
+        )
+    found = [name for name, each in words.items() if each & _DATA_WORDS]
+    if found or (num_dims == 1 and not any(each & _MODEL_WORDS for each in words.values())):
+        return found or names
+    raise ShardingError(
+        f"the mesh has the dims {tuple(names)}, none of which has a usual name of a data-parallel dim, such as dp, "
+        "fsdp, dp_replicate or dp_shard. Ranks that differ in another dim only read the same samples. Give the mesh "
+        "that has the data-parallel dims too, such as mesh['dp', 'tp'], of which dp is meant then; or name its "
+        "data-parallel dims with data_dims=, which is [] if all its ranks read the same samples."
+    )
 
 
 def carries(group: dist.ProcessGroup | None, members: Members, kind: str) -> bool:
@@ -152,6 +191,9 @@ class Launch:
         self.restarts = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
         self.interface = environment.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
         """The first network interface that gloo is told to use; empty where it is to find one."""
+        self.gloo_lazy_init = environment.get(_GLOO_LAZY_INIT)
+        """Whether groups of gloo connect at the first message, if the user said so."""
+        self.gloo_transport = environment.get("GLOO_DEVICE_TRANSPORT", "")
         self.has_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self.launched = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys()
 
@@ -177,7 +219,8 @@ def join_default_group(launch: Launch, accelerator: str | None, timeout_seconds:
     """Makes the default group from what the launcher said. Collective: every rank calls this.
 
     The ranks sign in first: torch's own rendezvous would wait half an hour for one that never comes, and not name it.
-    The group's own timeout stays torch's.
+    All of it takes place on a thread of its own, so that a store or a rank that stands still is not waited for without
+    a bound. The group's own timeout stays torch's.
 
     Args:
       launch: what the launcher said.
@@ -186,14 +229,38 @@ def join_default_group(launch: Launch, accelerator: str | None, timeout_seconds:
       timeout_seconds: how long to wait for the other ranks.
 
     Raises:
-      CoordinationTimeout: a rank did not come; it is named.
+      CoordinationTimeout: a rank did not come, and is named; or the store does not answer.
+      RankLost: the store is gone.
     """
     backend = backends_for(accelerator)
-    store = _meeting_place(launch, timeout_seconds)
-    names = range(launch.world_size)
-    Attendance(prefixed("torchdistinput/launch", store), launch.rank, names).wait_for_all("Strategy()", timeout_seconds)
-    group_store = cast(Any, prefixed("default_pg", store))
-    dist.init_process_group(backend, store=group_store, rank=launch.rank, world_size=launch.world_size)
+    until = time.monotonic() + timeout_seconds
+
+    def ask(given_up: threading.Event) -> None:
+        store = _meeting_place(launch, timeout_seconds)
+        attendance = Attendance(prefixed("torchdistinput/launch", store), launch.rank, range(launch.world_size))
+        attendance.wait_for_all("Strategy()", max(0.0, until - time.monotonic()), "", given_up)
+        group_store = cast(Any, prefixed("default_pg", store))
+        with _connected_when_used(launch):
+            dist.init_process_group(backend, store=group_store, rank=launch.rank, world_size=launch.world_size)
+
+    within(timeout_seconds + _LAST_SECONDS, "Strategy()", f" at {launch.address}:{launch.port}", ask)
+
+
+@contextlib.contextmanager
+def _connected_when_used(launch: Launch) -> Iterator[None]:
+    """A group of gloo that is made in here connects two ranks at their first message, not each with all the others.
+
+    Without it a rank has ``W - 1`` sockets at once, and reads as many addresses from the store. A transport that cannot
+    do that (all but plain TCP on Linux), or what the user said, stays as it is.
+    """
+    if launch.gloo_lazy_init is not None or launch.gloo_transport not in ("", "TCP") or sys.platform != "linux":
+        yield
+        return
+    os.environ[_GLOO_LAZY_INIT] = "1"  # torch has no other way for its default group
+    try:
+        yield
+    finally:
+        del os.environ[_GLOO_LAZY_INIT]
 
 
 def _meeting_place(launch: Launch, timeout_seconds: float) -> Store:
@@ -230,3 +297,8 @@ def default_group() -> Any:
 def default_group_exists() -> bool:
     """Whether a default group was initialised. Local."""
     return dist.is_available() and dist.is_initialized()
+
+
+def expected_ranks() -> int:
+    """How many ranks there are, or will be by what the launcher said. Local."""
+    return dist.get_world_size() if default_group_exists() else find_launch().world_size

@@ -160,6 +160,11 @@ class Cutter:
         return [tuple(pieces[start : start + local]) for start in range(0, len(pieces), local)]
 
     @property
+    def read_by_all(self) -> bool:
+        """Whether several workers read the same batches, so that they can compare what they read."""
+        return self.shared and self.topology.num_workers > 1
+
+    @property
     def rows_of_ready_batch(self) -> int:
         """Into how many rows a batch is cut whose size was never promised; also a full one of G."""
         return 1 if self.shared else self.topology.num_workers
@@ -169,6 +174,25 @@ class Cutter:
         """``ceil(G / N)``, which no piece exceeds; ``None`` where the source yields ready batches."""
         size = self.global_batch_size
         return None if size is None else -(-size // self.topology.num_replicas)
+
+    def may_lack_samples(self, *, drop_last: bool, num_samples: int | None) -> bool:
+        """Whether some replica may be left without a sample at some step.
+
+        Args:
+          drop_last: whether a short last batch is dropped.
+          num_samples: samples of an epoch; ``None`` where that is not known.
+
+        >>> two = Cutter(Topology(num_workers=2, replicas_per_worker=1, worker=0), shared=True, global_batch_size=4)
+        >>> two.may_lack_samples(drop_last=True, num_samples=None), two.may_lack_samples(drop_last=False, num_samples=9)
+        (False, True)
+        """
+        count, size = self.topology.num_replicas, self.global_batch_size
+        if count == 1:
+            return False
+        if not self.shared or size is None or (num_samples is None and not drop_last):
+            return True
+        steps = [(0, size)] if num_samples is None else distinct_steps(num_samples, size, drop_last=drop_last)
+        return any(lo >= hi for lo, hi in (split(each, count, count - 1) for _, each in steps))
 
     def certain_piece_size(self, *, drop_last: bool) -> int | None:
         """The size of every piece, where it is certain: full batches only, and N divides G."""

@@ -11,7 +11,8 @@ A ballot is ``4 + 2K`` 64-bit words, and the words of all ranks are summed, so o
 - word 4 + j, for the j-th step not yet agreed: ranks that hold it (15 bits), ranks for which it is not past their end
   (15 bits), samples in it (33 bits).
 - word 4 + K + j: what the samplers drew for that step, as a number times the rank's *weight*, modulo 2**64. The weights
-  of all ranks sum to 0, so equal numbers cancel out, and unequal ones hardly ever do (about once in 2**63).
+  of all ranks sum to 0, so equal numbers cancel out, and unequal ones hardly ever do (about once in 2**63). To it comes
+  what the rank read for that step, as a number times its *peer weight*: those of the ranks of each worker sum to 0.
 
 The laws, decided alike on every rank from the same sums:
 
@@ -19,7 +20,8 @@ The laws, decided alike on every rank from the same sums:
 (B) An agreed step without a sample on any rank is passed over: not delivered, not counted, not the end.
 (C) The end is the first step that is past the end of every rank.
 (D) Where structures differ, no step is agreed: all ranks stop there.
-(E) A step for which the samplers drew differently is not agreed, nor is any after it.
+(E) A step for which the samplers drew differently, or the ranks of one worker read differently, is not agreed, nor is
+    any after it.
 (F) A rank that failed holds no step from its failure on, so all ranks deliver the same steps before it; it says so
     when the failure is next. A rank that stopped reading offers no step either, only the fact that it is past its end.
 (G) Where more samples were left out than may be, no step is agreed. A rank offers a step that lost samples as the first
@@ -32,13 +34,14 @@ The laws, decided alike on every rank from the same sums:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import NamedTuple, final
 
 import numpy as np
 
 from torchdistinput.plan.permutation import random_words
 
-__all__ = ["MAX_RANKS", "MAX_SAMPLES", "Ballot", "Verdict", "count", "decide", "weight_of"]
+__all__ = ["MAX_RANKS", "MAX_SAMPLES", "Ballot", "Verdict", "count", "decide", "peer_weight_of", "weight_of"]
 
 _COUNTER_BITS = 15
 _SAMPLE_BITS = 33
@@ -68,6 +71,7 @@ class Ballot(NamedTuple):
       drawn: a number of what its sampler drew for each step in ``sizes``; 0, or missing, where none is to compare.
       skipped: samples that it left out in this epoch, up to and including the first of ``sizes``.
       ahead: 1 if it would read further ahead, -1 if not so far.
+      read: a number of what it read for each step in ``sizes``; 0, or missing, where none is to compare.
     """
 
     sizes: tuple[int | None, ...]
@@ -77,13 +81,15 @@ class Ballot(NamedTuple):
     drawn: tuple[int, ...] = ()
     skipped: int = 0
     ahead: int = 0
+    read: tuple[int, ...] = ()
 
-    def words(self, num_slots: int, weight: int = 0) -> list[int]:
+    def words(self, num_slots: int, weight: int = 0, peer_weight: int = 0) -> list[int]:
         """The ballot as ``4 + 2 * num_slots`` summable words. More steps than slots wait for the next exchange.
 
         Args:
           num_slots: steps that a message has room for, K.
           weight: this rank's, from ``weight_of``; 0 for a single rank.
+          peer_weight: this rank's, from ``peer_weight_of``; 0 for the only rank of a worker.
         """
         digest = self.digest
         knows = digest is not None
@@ -92,7 +98,11 @@ class Ballot(NamedTuple):
         words += [_HELD if size is None else _HELD_AND_LIVE + size for size in self.sizes[:num_slots]]
         words += [0] * (_HEAD + num_slots - len(words))
         # A sum of such words wraps around as the numbers modulo 2**64 do.
-        words += [((number * weight + _HALF) & _ALL) - _HALF for number in self.drawn[:num_slots]]
+        if peer_weight:
+            pairs = zip_longest(self.drawn[:num_slots], self.read[:num_slots], fillvalue=0)
+            words += [((drawn * weight + read * peer_weight + _HALF) & _ALL) - _HALF for drawn, read in pairs]
+        else:
+            words += [((number * weight + _HALF) & _ALL) - _HALF for number in self.drawn[:num_slots]]
         words += [0] * (_HEAD + 2 * num_slots - len(words))
         return words
 
@@ -108,7 +118,7 @@ class Verdict(NamedTuple):
       num_stopped: how many ranks stopped reading.
       structure_wanted: some rank lacks the structure and some rank knows it.
       structures_differ: the ranks know different structures.
-      draws_differ: after the agreed steps, the samplers drew differently.
+      draws_differ: after the agreed steps, the samplers drew differently, or ranks of one worker read differently.
       skipped: samples that all ranks left out, up to and including the next step of each.
       too_many_skipped: they are more than may be.
       ahead: 1 if the ranks read further ahead from here on, -1 if less far.
@@ -196,3 +206,20 @@ def weight_of(rank: int, num_ranks: int) -> int:
         return 0
     words = random_words(0, num_ranks - 1) | np.uint64(1)
     return int(words[rank]) if rank < num_ranks - 1 else -int(words.sum()) % _WORD
+
+
+def peer_weight_of(rank: int, workers: Sequence[int]) -> int:
+    """The weight of what a rank read: those of the ranks of each worker sum to 0 modulo 2**64.
+
+    Args:
+      rank: its place.
+      workers: the worker of each rank.
+
+    >>> peer_weight_of(0, [0, 1, 0]) + peer_weight_of(2, [0, 1, 0]) == 2**64, peer_weight_of(1, [0, 1, 0])
+    (True, 0)
+    """
+    peers = [place for place, worker in enumerate(workers) if worker == workers[rank]]
+    if len(peers) == 1:
+        return 0
+    words = random_words(1, len(workers)) | np.uint64(1)
+    return int(words[rank]) if rank != peers[-1] else -int(words[peers[:-1]].sum()) % _WORD

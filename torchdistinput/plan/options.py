@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, final
+from typing import Any, Final, Literal, final
 
 from torchdistinput.plan.sharding import AutoShardPolicy
 
@@ -59,17 +60,36 @@ class InputOptions:
         with an index ``(index, element, mask)``: the mask is bool, ``(rows,)``, true for samples, and the index of a
         padded row is -1. Padded rows are samples in no count; ``average_loss(..., weights=mask)`` leaves them out.
         Needs a known global batch size.
-      snapshot_every: for datasets and iterators with ``state_dict`` of their own: after how many steps each it is
+      snapshot_every: for iterables and iterators with ``state_dict`` of their own: after how many steps each it is
         called, to have a place to resume from. Between two of them, steps are read again on a resume.
       on_error: ``"raise"``: a sample that cannot be read is an error on every rank. ``"skip"``: it is left out of its
         step, counted and logged; nothing takes its place. For map-style data and files.
       max_errors: samples that may be left out in an epoch, over all ranks; one more is an error on every rank.
+      own_state: whether a ``state_dict`` of an iterable, or of its iterator, is used to resume it. ``"auto"``: where it
+        takes no arguments and can be saved (plain values, tensors and arrays, 1 MiB in all), unless it is known not to
+        restore exactly (a Hugging Face shuffle buffer); else the data is read again, which a warning says. After a
+        resume the next element must be the one that came then, or a ``StateMismatch`` is raised. ``"use"``: always, and
+        unchecked; what cannot be saved is an error. ``"ignore"``: never.
       log_every: after how many steps each the first rank logs where the time goes; 0 for never.
+      seed_samples: seeds torch's (CPU), NumPy's and ``random``'s global generators by ``sample_seed()`` before each
+        ``__getitem__`` or ``map_fn``, and puts them back after it. So augmentation that draws from them is the same at
+        any world size and number of loader workers, and after a resume. For map-style data, which is then read sample
+        by sample also where it has ``__getitems__``, and files. It takes some 9 us a sample.
+      count_fn: ``count_fn(batch)`` gives the number of samples in a batch that the source yields ready, an int of 0 or
+        more. ``None``: it is counted by its tensors and lists. Samples that are batched here are counted as they are
+        drawn, and this is not asked.
+      split_fn: ``split_fn(batch, sizes)`` cuts such a batch: a list or tuple with a piece for each size is to be
+        returned. The sizes are 1 or more, in the order of the replicas, and sum to the number of samples. It is asked
+        by each rank, and only where there is something to cut. ``None``: tensors and lists are cut.
+      empty_fn: ``empty_fn()`` makes the batch of a replica without a sample, on the CPU, anew at each call. ``None``:
+        it is made like the batches before, of tensors with 0 rows and empty lists. Where that cannot be, and a replica
+        may be left without a sample, the first step is an error on all ranks.
 
     Raises:
       TypeError: a value of another type.
       ValueError: ``prefetch``, ``prefetch_bytes``, ``max_errors`` or ``log_every`` is negative, ``snapshot_every`` or
-        ``timeout_seconds`` is not positive, or ``coordination``, ``partial_batch`` or ``on_error`` is another word.
+        ``timeout_seconds`` is not positive, or ``coordination``, ``partial_batch``, ``on_error`` or ``own_state`` is
+        another word.
     """
 
     auto_shard_policy: AutoShardPolicy = AutoShardPolicy.AUTO
@@ -85,6 +105,11 @@ class InputOptions:
     on_error: Literal["raise", "skip"] = "raise"
     max_errors: int = 100
     log_every: int = 0
+    seed_samples: bool = False
+    count_fn: Callable[[Any], int] | None = None
+    split_fn: Callable[[Any, list[int]], Sequence[Any]] | None = None
+    empty_fn: Callable[[], Any] | None = None
+    own_state: Literal["auto", "use", "ignore"] = "auto"
 
     def __post_init__(self) -> None:
         if not isinstance(self.auto_shard_policy, AutoShardPolicy):
@@ -102,7 +127,11 @@ class InputOptions:
         _check_word("coordination", self.coordination, "on", "off")
         _check_word("partial_batch", self.partial_batch, "keep", "pad")
         _check_word("on_error", self.on_error, "raise", "skip")
+        for name in ("count_fn", "split_fn", "empty_fn"):
+            _check_function(name, getattr(self, name))
+        _check_word("own_state", self.own_state, "auto", "use", "ignore")
         _check_bool("with_index", self.with_index)
+        _check_bool("seed_samples", self.seed_samples)
         _check_bool("fetch_to_device", self.fetch_to_device)
 
     @property
@@ -146,9 +175,14 @@ def _check_bool(name: str, value: object) -> None:
         raise TypeError(f"{name} is {value!r}; True or False is needed.")
 
 
-def _check_word(name: str, value: object, first: str, second: str) -> None:
-    if value not in (first, second):
-        raise ValueError(f"{name} is {value!r}; it must be {first!r} or {second!r}.")
+def _check_function(name: str, value: object) -> None:
+    if value is not None and not callable(value):
+        raise TypeError(f"{name} is {value!r:.100}; a function is needed, or None.")
+
+
+def _check_word(name: str, value: object, *words: str) -> None:
+    if value not in words:
+        raise ValueError(f"{name} is {value!r}; it must be {' or '.join(map(repr, words))}.")
 
 
 @final

@@ -25,7 +25,8 @@ class AutoShardPolicy(enum.Enum):
       AUTO: FILE if the source has files, else DATA.
       FILE: worker ``i`` reads files ``i, i + W, i + 2W, ...`` of the list.
       DATA: every worker takes its pieces of the same global batches.
-      HINT: the source shards itself: its ``shard(num_shards, index)`` is called.
+      HINT: the source shards itself: its ``shard(num_shards, index)`` is called, or the ``sharding_filter`` of a
+        DataPipe told its part.
       OFF: every worker reads everything.
     """
 
@@ -44,11 +45,11 @@ def resolve_policy(
     Args:
       policy: what was asked for.
       num_files: files of the source; ``None`` for a source without files.
-      can_shard: whether the source has a ``shard`` method of its own.
+      can_shard: whether the source has a ``shard`` method of its own, or another way to shard itself.
       num_workers: processes that read, W.
 
     Raises:
-      ShardingError: FILE without files, FILE with fewer files than workers, HINT without a ``shard`` method.
+      ShardingError: FILE without files, FILE with fewer files than workers, HINT where the source cannot shard itself.
 
     >>> resolve_policy(AutoShardPolicy.AUTO, num_files=None, can_shard=False, num_workers=2).name
     'DATA'
@@ -69,8 +70,8 @@ def resolve_policy(
             )
     if policy is AutoShardPolicy.HINT and not can_shard:
         raise ShardingError(
-            "policy HINT was asked for, but the source has no method shard(num_shards=, index=) to call. "
-            "Give it one, or use AutoShardPolicy.DATA."
+            "policy HINT was asked for, but the source has no method shard(num_shards=, index=) to call, nor is it a "
+            "DataLoader over a DataPipe with a sharding_filter. Give it one, or use AutoShardPolicy.DATA."
         )
     return policy
 

@@ -30,6 +30,7 @@ from torch._C import _remove_worker_pids, _set_worker_pids
 from torch.utils.data import _utils
 
 from torchdistinput.errors import InputError
+from torchdistinput.sources.worker_processes import words_for
 
 # ruff: noqa: SLF001 - torch has no public way to its loader workers
 
@@ -96,18 +97,23 @@ def see_in(iterator: Any, arrivals: Arrivals) -> None:
         names = ", ".join(map(str, missing))
         _LOG.warning(
             "loader worker %s did not come up within %g seconds after its fork, and is forked anew: a fork can copy a "
-            "lock that nobody frees. multiprocessing_context='forkserver' avoids that.",
+            "lock that nobody frees. multiprocessing_context='forkserver' avoids that. It was %s.",
             names,
             _SECONDS,
+            _found(iterator, missing),
         )
         _fork_anew(iterator, missing)
     missing = _wait(iterator, arrivals)
     if missing:
         raise InputError(
             f"loader worker {', '.join(map(str, missing))} did not come up within {_SECONDS:g} seconds, nor did "
-            f"{_ATTEMPTS} others in its place. Look at it with py-spy dump --pid; or start workers otherwise, with "
-            "multiprocessing_context='forkserver'."
+            f"{_ATTEMPTS} others in its place: {_found(iterator, missing)}. Look at it with py-spy dump --pid; or "
+            "start workers otherwise, with multiprocessing_context='forkserver'."
         )
+
+
+def _found(iterator: Any, missing: Sequence[int]) -> str:
+    return ", ".join(words_for(worker, iterator._workers[worker]) for worker in missing)
 
 
 def _wait(iterator: Any, arrivals: Arrivals) -> list[int]:

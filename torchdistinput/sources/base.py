@@ -5,27 +5,33 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Generator, Mapping, Sequence, Sized
 from functools import partial
-from typing import Any, Protocol, final, runtime_checkable
+from typing import Any, Protocol, cast, final, runtime_checkable
 
 import torch
-from torch.utils.data import DataLoader
 
-from torchdistinput.flow import Digest, Known, Landmarks, Row, Start, Stream
+from torchdistinput.errors import InputError
+from torchdistinput.flow import Counted, Digest, Known, Landmarks, Start, Stream
+from torchdistinput.sources.opaque import Compared
+from torchdistinput.sources.open_runs import OpenRuns
 from torchdistinput.sources.random_state import Draw, plainly
-from torchdistinput.sources.runs import LoaderRuns
+from torchdistinput.sources.told_epochs import ToldEpochs
+from torchdistinput.sources.worker_side import Failure
 
 __all__ = [
     "DrawsAlone",
     "Exchange",
     "HoldsTorchLoader",
+    "KeepsBetweenEpochs",
+    "KnowsEpochs",
+    "ReadByAll",
     "RowStream",
     "SeedsSamples",
-    "SetsEpoch",
     "Shards",
     "Source",
+    "TellsEpochs",
+    "TellsPart",
     "Track",
     "length_of",
-    "tell_epoch",
 ]
 
 _LOG = logging.getLogger("torchdistinput")
@@ -54,7 +60,11 @@ class Source(Protocol):
     """Whether each worker has a position of its own, so that all must meet for a state."""
 
     @property
-    def workers(self) -> LoaderRuns | None:
+    def may_lack_samples(self) -> bool:
+        """Whether some replica may be left without a sample at some step."""
+
+    @property
+    def workers(self) -> OpenRuns | None:
         """The loader workers of this process, where it may have some."""
 
     @property
@@ -117,14 +127,6 @@ class Source(Protocol):
 
 
 @runtime_checkable
-class SetsEpoch(Protocol):
-    """A sampler or dataset with torch's ``set_epoch``."""
-
-    def set_epoch(self, epoch: int) -> None:
-        """Takes the number of the coming epoch."""
-
-
-@runtime_checkable
 class DrawsAlone(Protocol):
     """A source whose workers may each draw from random states of their own, which are then part of their positions."""
 
@@ -152,6 +154,53 @@ class SeedsSamples(Protocol):
 
 
 @runtime_checkable
+class KnowsEpochs(Protocol):
+    """A source that keeps something from epoch to epoch."""
+
+    def go_on_from(self, before: Source) -> None:
+        """Takes over what a source of the same data kept, in whose place it comes. Local."""
+
+
+@runtime_checkable
+class TellsEpochs(Protocol):
+    """A source that tells the user's objects the epoch, each time that one is opened."""
+
+    @property
+    def told(self) -> ToldEpochs:
+        """What they were told."""
+
+
+@runtime_checkable
+class KeepsBetweenEpochs(Protocol):
+    """A source whose data may keep a state of its own from epoch to epoch."""
+
+    @property
+    def keeps_between(self) -> bool:
+        """Whether it does."""
+
+    def front(self) -> list[Any]:
+        """The position at which the epoch begins that comes next. Caller's thread."""
+
+
+@runtime_checkable
+class ReadByAll(Protocol):
+    """A source that nobody can divide before it is read, so that every worker may have to read all of it."""
+
+    @property
+    def way_out(self) -> str:
+        """What to do where the workers read different data; empty where they need not read the same."""
+
+
+@runtime_checkable
+class TellsPart(Protocol):
+    """A source of map-style data."""
+
+    @property
+    def part(self) -> str:
+        """Which samples it has, where they must be the same on all workers and that can be told; else nothing."""
+
+
+@runtime_checkable
 class HoldsTorchLoader(Protocol):
     """The drop-in ``DataLoader``, which stands on a higher floor."""
 
@@ -169,25 +218,18 @@ class Shards(Protocol):
 
 
 def length_of(data: object) -> int | None:
-    """The length of the user's object, where it knows it.
+    """The length of the user's object; ``None`` where it has none, or ``len`` raises. It is not needed to read it.
 
-    What is made of others, as torch's ``ChainDataset``, has a ``__len__`` that raises what ``len`` raises for one of
-    those without a length; base classes raise ``NotImplementedError``. Neither is needed to read it.
+    What is made of others, as torch's ``ChainDataset``, raises what ``len`` raises for one of those without a length;
+    base classes raise ``NotImplementedError``.
     """
     if not isinstance(data, Sized):
         return None
     try:
         return len(data)
-    except (TypeError, NotImplementedError):
+    except Exception as error:
+        _LOG.debug("len() of a %s raised, so its length is not known: %r", type(data).__name__, error)
         return None
-
-
-def tell_epoch(loader: DataLoader[Any], epoch: int) -> None:
-    """Tells a loader's sampler, batch sampler and dataset the epoch that comes, as far as they want to know. Local."""
-    told: tuple[Any, ...] = (loader.sampler, loader.batch_sampler, loader.dataset)
-    for each in told:
-        if isinstance(each, SetsEpoch):
-            each.set_epoch(epoch)
 
 
 class Track(Protocol):
@@ -208,18 +250,19 @@ class RowStream:
     """The stream over a generator of rows.
 
     Args:
-      rows: the rows.
+      rows: the rows; a ``Failure`` among them is raised in its place.
       in_background: whether reading them runs no user code in this process.
       close: ends what else there is to end.
       track: knows where the stream stands.
       draws: calls user code that may draw from the default random state, where all ranks must draw the same.
       landmarks: see ``Stream.landmarks``.
       strings: see ``Stream.strings``.
+      one_structure: see ``Stream.one_structure``.
     """
 
     def __init__(
         self,
-        rows: Generator[Row | Known, None, None],
+        rows: Generator[Counted | Compared | Known | Failure, None, None],
         *,
         in_background: bool,
         track: Track,
@@ -227,13 +270,16 @@ class RowStream:
         draws: Draw | None = None,
         landmarks: Landmarks | None = None,
         strings: bool = False,
+        one_structure: bool = False,
     ) -> None:
         self.in_background = in_background
+        self.one_structure = one_structure
         self.strings = strings
         self.landmarks = landmarks
-        self.draw: Callable[[], Row | Known | bool | None]
+        self.draw: Callable[[], Counted | Compared | Known | Failure | bool | None]
         """See ``Stream.draw``."""
         self._rows = rows
+        self._read: Digest = 0  # of the row that was fetched last
         self._next = partial(next, rows, None)
         self._track = track
         self._close = close
@@ -252,14 +298,24 @@ class RowStream:
     def expect(self, rows: int) -> None:
         """See ``Stream.expect``."""
 
-    def fetch(self, drawn: Any) -> Row | None:
+    def fetch(self, drawn: Any) -> Counted | None:
         """See ``Stream.fetch``."""
-        row: Row | Known | None = self._next() if self.in_background else drawn
-        return row[0] if isinstance(row, tuple) else row
+        row: Counted | Compared | Known | Failure | None = self._next() if self.in_background else drawn
+        if type(row) is Failure:
+            row.reraise(goes_on=not isinstance(row.error, InputError))
+        if type(row) is tuple:
+            known = cast(Known, row)
+            self._read = known[2]
+            return Counted(known[0], known[1].sizes)
+        if type(row) is Compared:
+            self._read = row.read
+            return Counted(row.pieces, row.sizes)
+        self._read = 0
+        return cast("Counted | None", row)
 
     def digest_of(self, drawn: Any) -> Digest:
-        """See ``Stream.digest_of``."""
-        return 0
+        """See ``Stream.digest_of``. Of the row that was fetched last: the number of the batch that it was cut from."""
+        return self._read
 
     def position(self, rows: int) -> list[Any]:
         """See ``Stream.position``."""

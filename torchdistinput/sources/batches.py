@@ -5,6 +5,10 @@ passed over without being made: the cost is that of the random draws. Those that
 needs a list. The values are torch's, and so are the draws: the same calls on the same generators, at the same
 ``next()``, the extra permutation included that a ``RandomSampler`` draws from the user's generator when it runs dry. A
 subclass may do anything, so it is iterated as it is, and passed over by iterating.
+
+Batches are drawn further ahead than torch would. A ``RandomSampler`` with a generator of the user's may draw from it in
+the middle of an epoch and at its end. Such a draw is made ahead on a copy of the generator, and on the generator itself
+when torch would make it (``catch_up``): so a loop that is left early leaves the generator as torch's loop does.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count as counting
 from itertools import islice
-from typing import Any, Final, NamedTuple, Protocol, cast, final
+from typing import Any, Final, NamedTuple, Protocol, TypeVar, cast, final
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +30,8 @@ from torchdistinput.sources.numbers import Digests, Numbers
 from torchdistinput.sources.shuffle import ShuffleSampler
 
 __all__ = ["Batches", "Passed", "batches_of", "size_of"]
+
+_T = TypeVar("_T")
 
 _BLOCK: Final = 16_384  # indices that a keyed permutation is evaluated for, or a drawn one is widened for, together
 _MOST_NARROW: Final = 2**31 - 1
@@ -60,6 +66,12 @@ class Batches(Protocol):
     def skip(self, count: int) -> Passed:
         """Passes over ``count`` batches, with the draws that making them would have cost; ``sys.maxsize``: over all."""
 
+    def catch_up(self, batches: int) -> None:
+        """By now torch would have asked for so many batches: makes the draws of those that were put off.
+
+        Until this is called for the first time, every draw is made at once.
+        """
+
 
 def size_of(batch: Any) -> int:
     """Samples in what a sampler yields: indices in a list or tuple, else one that stands by itself."""
@@ -75,8 +87,9 @@ def batches_of(batches: Iterable[Any], size: Callable[[Any], int] = size_of) -> 
     """
     if type(batches) is BatchSampler:
         return _CutBatches(batches)
-    known = _known(batches)
-    return _IteratedBatches(iter(batches), size) if known is None else _Singles(known)
+    put_off = _PutOff()
+    known = _known(batches, put_off)
+    return _IteratedBatches(iter(batches), size) if known is None else _Singles(known, put_off)
 
 
 class _Indices(Protocol):
@@ -97,6 +110,43 @@ def _none_fixed(_self: object, *_counts: int) -> Sequence[Numbers]:
 
 
 @final
+class _PutOff:
+    """Draws from the user's generator that were made on a copy of it, as torch would make them later."""
+
+    def __init__(self) -> None:
+        self.drawn = 0
+        """Batches that were asked for here, the one included that is being drawn."""
+        self._due = sys.maxsize  # batches that torch would have asked for by now
+        self._draws: deque[tuple[int, Callable[[torch.Generator], object]]] = deque()  # and for which batch
+        self._generator: torch.Generator | None = None  # the user's
+        self._copy: torch.Generator | None = None
+
+    def catch_up(self, batches: int) -> None:
+        """See ``Batches.catch_up``."""
+        self._due = batches
+        while self._draws and self._draws[0][0] <= self._due and self._generator is not None:
+            self._draws.popleft()[1](self._generator)
+
+    def draw(self, generator: torch.Generator, draw: Callable[[torch.Generator], _T]) -> _T:
+        """What is drawn for the batch that is being drawn."""
+        if self.drawn <= self._due:
+            return draw(generator)
+        if not self._draws:
+            self._copy = torch.Generator(generator.device)
+            self._copy.set_state(generator.get_state())
+        self.draw_unseen(generator, draw)
+        return draw(cast(torch.Generator, self._copy))
+
+    def draw_unseen(self, generator: torch.Generator, draw: Callable[[torch.Generator], object]) -> None:
+        """A draw of which only the state is used that it leaves behind, and after which no other one comes."""
+        if self.drawn <= self._due:
+            draw(generator)
+            return
+        self._generator = generator
+        self._draws.append((self.drawn, draw))
+
+
+@final
 class _CutBatches:
     """What ``BatchSampler`` makes of its sampler."""
 
@@ -106,8 +156,10 @@ class _CutBatches:
         self._first_size = 0
         self._indices: _Indices | None = None
         self._ended = False
+        self._put_off = _PutOff()
+        self.catch_up = self._put_off.catch_up
         # Its order is that of the epoch which begins here, though another one may begin before the first batch.
-        self._order = _known(batches.sampler) if type(batches.sampler) is ShuffleSampler else None
+        self._order = _known(batches.sampler, self._put_off) if type(batches.sampler) is ShuffleSampler else None
 
     def __next__(self) -> list[Any]:
         batch = self.draw()
@@ -118,6 +170,7 @@ class _CutBatches:
         if self._ended:
             raise StopIteration
         self._ended = True  # also after an error, as torch's generator does
+        self._put_off.drawn += 1
         indices = self._indices or self._opened()
         size = self._size()
         batch = indices.take(size)
@@ -130,13 +183,16 @@ class _CutBatches:
     def draw_fixed(self, most: int) -> Sequence[Numbers]:
         """See ``Batches.draw_fixed``."""
         indices = self._indices
-        return () if self._ended or indices is None else indices.take_fixed(self._size(), most)
+        fixed = () if self._ended or indices is None else indices.take_fixed(self._size(), most)
+        self._put_off.drawn += len(fixed)
+        return fixed
 
     def skip(self, count: int) -> Passed:
         """See ``Batches.skip``."""
         if self._ended or not count:
             return Passed(0, 0)
         self._ended = True
+        self._put_off.drawn += count
         indices = self._opened()
         size = self._size()
         samples = indices.skip(count * size)
@@ -151,7 +207,7 @@ class _CutBatches:
         if self._indices is None:
             self._drop_last, self._first_size = self._batches.drop_last, self._batches.batch_size
             sampler = self._batches.sampler
-            known = self._order or _known(sampler)
+            known = self._order or _known(sampler, self._put_off)
             self._indices = _IteratedIndices(iter(sampler)) if known is None else known
         return self._indices
 
@@ -166,8 +222,10 @@ class _Singles:
 
     draw_fixed = _none_fixed  # not worth it
 
-    def __init__(self, indices: _ChunkedIndices) -> None:
+    def __init__(self, indices: _ChunkedIndices, put_off: _PutOff) -> None:
         self._indices = indices
+        self._put_off = put_off
+        self.catch_up = put_off.catch_up
         self._few: Iterator[int] = iter(())  # that are drawn already
         self._ended = False
 
@@ -176,6 +234,7 @@ class _Singles:
 
     def draw(self) -> Any:
         """See ``Batches.draw``."""
+        self._put_off.drawn += 1
         for index in self._few:
             return index
         if self._ended:
@@ -193,6 +252,7 @@ class _Singles:
         if self._ended or not count:
             return Passed(0, 0)
         self._ended = True
+        self._put_off.drawn += count
         passed = sum(1 for _ in islice(self._few, min(count, sys.maxsize)))
         passed += self._indices.skip(count - passed)
         self._ended = passed < count
@@ -221,6 +281,9 @@ class _IteratedBatches:
         passed = counting()
         samples = sum(self._size(batch) for batch, _ in zip(islice(self._batches, count), passed, strict=False))
         return Passed(next(passed), samples)
+
+    def catch_up(self, batches: int) -> None:
+        """See ``Batches.catch_up``. What code of the user's has drawn is drawn."""
 
 
 @final
@@ -255,7 +318,7 @@ _Chunks = Callable[[int], "_Chunk | None"]
 """Gives the next chunk, ``None`` at the end, when so many more indices are to be taken; that is when it is drawn."""
 
 
-def _known(sampler: object) -> _ChunkedIndices | None:
+def _known(sampler: object, put_off: _PutOff) -> _ChunkedIndices | None:
     """The indices of an epoch that begins now, if they can be addressed; else ``None``, and nothing has begun."""
     if type(sampler) is SequentialSampler:
         numbers = range(len(sampler.data_source))
@@ -263,7 +326,9 @@ def _known(sampler: object) -> _ChunkedIndices | None:
     if type(sampler) is ShuffleSampler:
         return _ChunkedIndices(_chunks_of(iter([_chunk_of_order(sampler.next_order())])))
     if type(sampler) is RandomSampler:
-        return _ChunkedIndices(_Replaced(sampler) if sampler.replacement else _chunks_of(_permutations(sampler)))
+        if sampler.replacement:
+            return _ChunkedIndices(_Replaced(sampler, put_off))
+        return _ChunkedIndices(_chunks_of(_permutations(sampler, put_off)))
     return None
 
 
@@ -384,15 +449,23 @@ def _generator_of(sampler: RandomSampler) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def _permutations(sampler: RandomSampler) -> Iterator[_Chunk]:
+def _permutations(sampler: RandomSampler, put_off: _PutOff) -> Iterator[_Chunk]:
     """What ``RandomSampler`` draws without replacement: permutations, and the start of one more, empty as a rule."""
     n = len(sampler.data_source)
-    generator = _generator_of(sampler)
+    generator, is_users = _generator_of(sampler), sampler.generator is not None
+
+    def permutation(first: int) -> _Chunk:
+        if not is_users:  # nobody sees in what state the epoch's own generator is
+            return _permutation(generator, n, first)
+        return put_off.draw(generator, lambda drawn_from: _permutation(drawn_from, n, first))
+
     for _ in range(sampler.num_samples // n):
-        yield _permutation(generator, n, n)
+        yield permutation(n)
     rest = sampler.num_samples % n
-    if rest or sampler.generator is not None:  # nobody sees what state the epoch's own generator would be left in
-        yield _permutation(generator, n, rest)
+    if rest:
+        yield permutation(rest)
+    elif is_users:
+        put_off.draw_unseen(generator, lambda drawn_from: _permutation(drawn_from, n, 0))
 
 
 @final
@@ -402,8 +475,9 @@ class _Replaced:
     The groups that will be taken for certain are drawn together, which gives the same numbers as one by one.
     """
 
-    def __init__(self, sampler: RandomSampler) -> None:
+    def __init__(self, sampler: RandomSampler, put_off: _PutOff) -> None:
         self._sampler = sampler
+        self._put_off = put_off
         self._draw: Callable[[int], _Chunk] | None = None
         self._groups = 0
         self._ended = False
@@ -424,8 +498,15 @@ class _Replaced:
         generator = _generator_of(self._sampler)
         self._groups = self._sampler.num_samples // _DRAWN_TOGETHER
 
+        is_users = self._sampler.generator is not None
+
+        def numbers(drawn_from: torch.Generator, size: int) -> _Chunk:
+            return _chunk_of_tensor(torch.randint(high=n, size=(size,), dtype=torch.int64, generator=drawn_from))
+
         def draw(size: int) -> _Chunk:
-            return _chunk_of_tensor(torch.randint(high=n, size=(size,), dtype=torch.int64, generator=generator))
+            if not is_users:
+                return numbers(generator, size)
+            return self._put_off.draw(generator, lambda drawn_from: numbers(drawn_from, size))
 
         self._draw = draw
         return draw

@@ -1,4 +1,4 @@
-"""The epoch of a dataset that counts its epochs by itself, in plain torch."""
+"""The number of an epoch, in memory that loader workers share; and a dataset that counts its epochs by itself."""
 
 from __future__ import annotations
 
@@ -7,39 +7,58 @@ from typing import Any, final
 
 import torch
 
-__all__ = ["Epochs"]
+__all__ = ["EpochBoard", "Epochs"]
 
 
 @final
-class Epochs:
-    """The epoch of the next ``iter()``: one more than the last one's, or what was announced since.
+class EpochBoard:
+    """The epoch that was announced last.
 
-    Announcements are in memory that forked loader workers share, so that those of a living ``DataLoader`` hear of them;
-    torch's own pickling moves it to memory that spawned ones share. An anonymous map costs no file descriptor.
+    It is in memory that forked loader workers share, so that those of a living ``DataLoader`` hear of it; torch's own
+    pickling moves it to memory that spawned ones share. An anonymous map costs no file descriptor.
     """
 
     def __init__(self) -> None:
-        self._next = 0
         self._heard = 0
         self._announced = _new_board()
 
     def announce(self, epoch: int) -> None:
-        """Sets the next epoch, in every process that shares the memory."""
+        """Tells an epoch, in every process that shares the memory."""
         self._announced[0] = epoch
         self._announced[1] += 1
 
-    def take(self) -> int:
-        """The epoch that starts now."""
+    def news(self) -> int | None:
+        """The epoch that was announced since this process last asked; ``None`` for none."""
         epoch, announcements = self._announced.tolist()
-        if announcements != self._heard:
-            self._heard, self._next = announcements, epoch
-        self._next += 1
-        return self._next - 1
+        if announcements == self._heard:
+            return None
+        self._heard = announcements
+        return int(epoch)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         if not self._announced.is_shared():  # type: ignore[no-untyped-call] # a copy, whose workers are yet to be forked
             self._announced = _new_board().copy_(self._announced)
+
+
+@final
+class Epochs:
+    """The epoch of the next ``iter()``: one more than the last one's, or what was announced since."""
+
+    def __init__(self) -> None:
+        self._next = 0
+        self._board = EpochBoard()
+
+    def announce(self, epoch: int) -> None:
+        """Sets the next epoch, in every process that shares the memory."""
+        self._board.announce(epoch)
+
+    def take(self) -> int:
+        """The epoch that starts now."""
+        announced = self._board.news()
+        epoch = self._next if announced is None else announced
+        self._next = epoch + 1
+        return epoch
 
 
 def _new_board() -> torch.Tensor:

@@ -257,13 +257,16 @@ class FileDataset(IterableDataset[Any]):
                         "state was saved, in the middle of it; put the file back as it was, or start the epoch anew"
                     )
 
-    def decode(self, records: list[Any], places: Callable[[], Sequence[RecordPlace]], key: int) -> list[Any]:
+    def decode(
+        self, records: list[Any], places: Callable[[], Sequence[RecordPlace]], key: int, *, seeds: bool = False
+    ) -> list[Any]:
         """Applies ``map_fn`` to records.
 
         Args:
           records: undecoded records.
           places: tells where they come from; called only if that is asked for.
           key: the word of the epoch, for ``sample_seed``.
+          seeds: whether the global generators are seeded for each record.
 
         Raises:
           SourceError: naming the place, if ``map_fn`` fails; the original is its ``__cause__``.
@@ -272,18 +275,18 @@ class FileDataset(IterableDataset[Any]):
         if map_fn is None:
             return records
         decoded: list[Any] = []
-        with Samples(key) as reading:
-            reading.places, reading.index = places, 0
+        with Samples(key, seeds=seeds) as reading:
+            reading.places = places
             try:
-                for record in records:
+                for position, record in enumerate(records):
+                    reading.begin(position)
                     decoded.append(map_fn(record))
-                    reading.index += 1
             except Exception as error:
                 raise _undecodable(places()[reading.index], error) from error
         return decoded
 
     def decode_readable(
-        self, records: list[Any], places: Callable[[], Sequence[RecordPlace]], key: int
+        self, records: list[Any], places: Callable[[], Sequence[RecordPlace]], key: int, *, seeds: bool = False
     ) -> tuple[list[Any], dict[int, str]]:
         """Applies ``map_fn`` to the records that can be read, and leaves out those for which it fails.
 
@@ -291,16 +294,17 @@ class FileDataset(IterableDataset[Any]):
           records: undecoded records, or ``Spoiled`` in their place.
           places: tells where they come from; called only if that is asked for, and where one is left out.
           key: the word of the epoch, for ``sample_seed``.
+          seeds: whether the global generators are seeded for each record.
 
         Returns:
           The decoded ones; and, by their positions, what is to be told of the others.
         """
         decoded: list[Any] = []
         left_out: dict[int, str] = {}
-        with Samples(key) as reading:
+        with Samples(key, seeds=seeds and self.map_fn is not None) as reading:
             reading.places = places
             for position, record in enumerate(records):
-                reading.index = position
+                reading.begin(position)
                 if isinstance(record, Spoiled):
                     left_out[position] = record.reason
                     continue

@@ -4,28 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from torchdistinput.errors import BatchingError, InputError, StateMismatch
-from torchdistinput.flow import Row, Start, Stream
+from torchdistinput.flow import Counted, Row, Start, Stream
 from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.base import Exchange, RowStream, SetsEpoch, tell_epoch
+from torchdistinput.sources.base import Exchange, RowStream
 from torchdistinput.sources.checks import refuse_class
 from torchdistinput.sources.guarded import GuardedIterator
 from torchdistinput.sources.index import Positions
 from torchdistinput.sources.opaque import Marked, Place, Reader, ReadLog, Taken, place_of, warn_of_reading_again
-from torchdistinput.sources.own_state import Snapshot, entered
+from torchdistinput.sources.open_runs import OpenRuns
+from torchdistinput.sources.own_state import NOBODY, Snapshot, entered, why_unused
 from torchdistinput.sources.random_state import BorrowedRandomState, Draw, generators_of, packed, unpacked
+from torchdistinput.sources.ready import Measure
 from torchdistinput.sources.reentry import can_pass_over, passing_over, tell_shuffler
 from torchdistinput.sources.reopening import Reopened
-from torchdistinput.sources.runs import LoaderRun
+from torchdistinput.sources.runs import LoaderRun, begin_anew_if_ended
+from torchdistinput.sources.seeds import cannot_seed
+from torchdistinput.sources.told_epochs import ToldEpochs
+from torchdistinput.sources.torch_loaders import started_like_ours
 from torchdistinput.sources.worker_side import Failure, cannot_skip
 
 __all__ = ["FunctionSource"]
+
+_FRONT: Final = Reader()
 
 
 @final
@@ -42,7 +49,6 @@ class FunctionSource:
       BatchingError: it is a dataset of single samples.
     """
 
-    workers = None
     bound_to_world = True
     draws_order = False
     collective_state = True
@@ -52,12 +58,17 @@ class FunctionSource:
     def __init__(self, datasets: Sequence[Any], topology: Topology, options: InputOptions) -> None:
         if options.skips:
             raise cannot_skip("a dataset function")
+        if options.seed_samples:
+            raise cannot_seed("a dataset function")
         self._datasets = datasets
         self._topology = topology
         self._options = options
         self._reopen: list[Callable[[], Iterable[Any]]] = [Reopened(dataset) for dataset in datasets]
+        self.may_lack_samples = topology.num_replicas > 1
+        self.told = ToldEpochs(*datasets)
         self._has_begun = False
         self._lasting: dict[int, LoaderRun] = {}
+        self.workers = OpenRuns()
         # Of several workers each has a random state of its own, which is part of its position.
         self.needs_default_state = self.draws_from_default_generator = topology.num_workers == 1
         for dataset in datasets:
@@ -83,11 +94,7 @@ class FunctionSource:
 
     def set_epoch(self, epoch: int) -> None:
         """See ``Source.set_epoch``."""
-        for dataset in self._datasets:
-            if isinstance(dataset, DataLoader):
-                tell_epoch(dataset, epoch)
-            elif isinstance(dataset, SetsEpoch):
-                dataset.set_epoch(epoch)
+        self.told.tell(epoch)
 
     def close(self) -> None:
         """See ``Source.close``."""
@@ -155,6 +162,7 @@ class FunctionSource:
         for each in self._datasets:
             if isinstance(each, DataLoader):
                 tell_shuffler(each, epoch)
+        self.told.tell(epoch)
         place, states = self._place_of(start)
         if start.steps and states:  # in the middle of an epoch: whatever was drawn since the state was loaded
             draws = BorrowedRandomState(states[0])
@@ -168,13 +176,21 @@ class FunctionSource:
         in_background = all(isinstance(each, DataLoader) and each.num_workers > 0 for each in self._datasets)
         log = ReadLog(place, self._options.most_ahead, owns_state=True, in_background=in_background)
         positions = Positions(self._topology, shared=self._topology.num_workers == 1, taken=place.samples)
-        rows = _dealt_rows(opened, self._per_dataset, log, place.rows, positions if self._options.with_index else None)
+        count = Measure(self._options.count_fn)
+        numbers = positions if self._options.with_index else None
+        rows = _dealt_rows(opened, self._per_dataset, log, place.rows, numbers, count)
+
+        def close() -> None:
+            _close_all(opened, self.workers)
+            self.told.look()
+
         return RowStream(
             rows,
             in_background=in_background,
             track=_Track(log, states, self._datasets),
-            close=lambda: _close_all(opened),
+            close=close,
             draws=draws,
+            one_structure=True,
         )
 
     def _place_of(self, start: Start) -> tuple[Place, list[torch.Tensor]]:
@@ -189,21 +205,41 @@ class FunctionSource:
 
     def _enter(self, number: int, reader: Reader, start: Start) -> _Opened:
         data = self._reopen[number]()
+        self.told.tell_also(data)
+        if isinstance(data, DataLoader):
+            begin_anew_if_ended(data)
         # Of several datasets, one may have ended while the steps of the others were counted.
         at_least = reader.since if len(self._datasets) == 1 else 0
         marks = (self._per_dataset, self._options.snapshot_every)
         if can_pass_over(data):
             loader = self._passing_over(number, data, reader, at_least, start)
-            later = LoaderRun(iter(loader))
+            with started_like_ours(loader):
+                later = LoaderRun(iter(loader))
             if loader is not data and loader.persistent_workers:
                 self._lasting[number] = later
-            return _Opened(GuardedIterator(later, None, *marks, number=reader.batches), _ending(loader, later))
-        warn_of_reading_again(start, Place((reader,)), 1, data)
-        iterator, keeper = entered(data, reader.text)
+            return self._opened(GuardedIterator(later, NOBODY, *marks, number=reader.batches), loader, later)
+        own_state = self._options.own_state
+        unused = why_unused(data, own_state)
+        reader = Reader(reader.batches, reader.batches) if unused else reader
+        warn_of_reading_again(start, Place((reader,)), 1, data, unused=unused)
+        with started_like_ours(data):
+            iterator, kept = entered(data, reader.text, own_state)
         run = LoaderRun(iterator) if isinstance(data, DataLoader) else None
         batches = iterator if run is None else run
-        guarded = GuardedIterator(batches, keeper, *marks, number=reader.batches - reader.since)
-        return _Opened(guarded, _ending(data, run), reader.since, at_least)
+        guarded = GuardedIterator(batches, kept, *marks, number=reader.batches - reader.since)
+        return self._opened(guarded, data, run, reader, at_least)
+
+    def _opened(
+        self,
+        batches: GuardedIterator,
+        data: Iterable[Any],
+        run: LoaderRun | None,
+        enters_at: Reader = _FRONT,
+        at_least: int = 0,
+    ) -> _Opened:
+        if run is not None:
+            self.workers.add(run)
+        return _Opened(batches, run, isinstance(data, DataLoader) and data.persistent_workers, enters_at, at_least)
 
     def _passing_over(
         self, number: int, loader: DataLoader[Any], reader: Reader, at_least: int, start: Start
@@ -227,14 +263,16 @@ class _Opened:
 
     Args:
       batches: its batches.
-      run: what is to be ended with the epoch.
-      pass_over: batches to read first, and forget.
-      at_least: so many of them there must be.
+      run: of its loader workers, if it is a loader.
+      lives_on: whether the run is not to be ended with the epoch.
+      enters_at: where it is to begin.
+      at_least: so many batches there must be after the own state.
     """
 
     batches: GuardedIterator
     run: LoaderRun | None
-    pass_over: int = 0
+    lives_on: bool
+    enters_at: Reader = _FRONT
     at_least: int = 0
 
 
@@ -293,20 +331,17 @@ def _check(dataset: Any) -> None:
         )
 
 
-def _ending(data: Iterable[Any], run: LoaderRun | None) -> LoaderRun | None:
-    """The run, if it is to end with its epoch: loader workers that live on go on."""
-    return None if isinstance(data, DataLoader) and data.persistent_workers else run
-
-
-def _close_all(opened: Iterable[_Opened]) -> None:
+def _close_all(opened: Iterable[_Opened], workers: OpenRuns) -> None:
     for each in opened:
         if each.run is not None:
-            each.run.close()
+            workers.remove(each.run)
+            if not (each.lives_on and each.run.can_go_on):
+                each.run.close()
 
 
 def _dealt_rows(
-    opened: Sequence[_Opened], per_dataset: int, log: ReadLog, left: int, positions: Positions | None
-) -> Generator[Row, None, None]:
+    opened: Sequence[_Opened], per_dataset: int, log: ReadLog, left: int, positions: Positions | None, count: Measure
+) -> Generator[Counted, None, None]:
     """Rows of the next batches of each dataset, ``None`` where one has ended, until all have.
 
     Args:
@@ -315,9 +350,10 @@ def _dealt_rows(
       log: learns of every row.
       left: rows to pass over first.
       positions: numbers the samples by the order in which this worker reads them; ``None`` without an index.
+      count: counts the samples of a batch.
     """
     for each in opened:
-        problem = each.batches.pass_over(each.pass_over, each.at_least)
+        problem = each.batches.enter(each.enters_at, each.enters_at.since, each.at_least)
         if problem is not None:
             problem.reraise()
     taken: list[Taken] = []
@@ -329,13 +365,14 @@ def _dealt_rows(
         if all(batch is None for batch in row):
             break
         samples = 0
+        sizes = count.each(row) if positions is not None or not left else ()
         if positions is not None:
-            row, samples = positions.beside(row)
+            row, samples = positions.beside(row, sizes)
         log.add(1, samples, taken)
         if left:
             left -= 1
         else:
-            yield row
+            yield Counted(row, sizes)
     log.end()
     if left:
         raise StateMismatch(f"the data ended {left} step(s) before the one where the epoch was to begin.")
@@ -350,7 +387,7 @@ def _take(number: int, batches: Iterator[Any], count: int, row: Row) -> Taken:
         if isinstance(batch, Failure):
             batch.reraise()
         if isinstance(batch, Marked):
-            batch, snapshot = batch
+            batch, snapshot, _ = batch
         row.append(batch)
         found += batch is not None
     return Taken(number, found, snapshot)

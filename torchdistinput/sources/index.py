@@ -21,7 +21,6 @@ from typing import Any, Final, final
 import numpy as np
 import torch
 
-from torchdistinput import tree
 from torchdistinput.errors import BatchingError
 from torchdistinput.flow import Row
 from torchdistinput.plan.batching import Cutter
@@ -44,17 +43,7 @@ _ROWS: Final = 2**20
 
 
 def labelled(index: torch.Tensor, batch: Any) -> tuple[torch.Tensor, Any]:
-    """The index and its batch.
-
-    Raises:
-      BatchingError: they do not have the same number of rows.
-    """
-    size = tree.batch_size(batch)
-    if size != len(index):
-        raise BatchingError(
-            f"a batch of {len(index)} sample(s) came out of the collate function with {size} row(s). with_index=True "
-            "needs one row for each sample, or nobody knows which is which; collate without leaving out or adding any."
-        )
+    """The index and its batch."""
     return index, batch
 
 
@@ -96,12 +85,11 @@ class Positions:
         self._next += count
         return first
 
-    def beside(self, batches: Row) -> tuple[Row, int]:
+    def beside(self, batches: Row, sizes: Sequence[int]) -> tuple[Row, int]:
         """The next batches with the index beside each, and how many samples they have; ``None`` is no batch."""
         first, numbered = self._next, []
-        for batch in batches:
+        for batch, size in zip(batches, sizes, strict=True):
             if batch is not None:
-                size = tree.batch_size(batch)
                 start = self.take(size)
                 batch = torch.arange(start, start + size, device="cpu"), batch  # noqa: PLW2901 - the pair takes its place
             numbered.append(batch)

@@ -24,14 +24,17 @@ from torchdistinput.plan.batching import (
 from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.base import Exchange, RowStream, SetsEpoch, Shards, length_of
+from torchdistinput.sources.base import Exchange, RowStream, Shards, length_of
+from torchdistinput.sources.between_epochs import BetweenEpochs
+from torchdistinput.sources.dividing import way_out_for
 from torchdistinput.sources.guarded import Guarded, entrances_at, labels_by_position, rows_logged
 from torchdistinput.sources.opaque import Place, ReadLog, place_of, warn_of_reading_again
-from torchdistinput.sources.own_state import HasState
+from torchdistinput.sources.own_state import OwnState, keeps_state, why_unused
 from torchdistinput.sources.random_state import Draw
-from torchdistinput.sources.ready import CutReady
+from torchdistinput.sources.ready import CutReady, ReadyFns
 from torchdistinput.sources.reopening import Reopened, is_function
-from torchdistinput.sources.worker_side import CutSamples, as_is, batched, rows_of
+from torchdistinput.sources.told_epochs import ToldEpochs
+from torchdistinput.sources.worker_side import CutSamples, as_is, batched, cut_of
 
 __all__ = ["IterableSource", "ShardedIterableDataset"]
 
@@ -74,10 +77,14 @@ class IterableSource:
         *,
         first: Any = None,
     ) -> None:
-        self._owns_state = isinstance(data if first is None else first, HasState)
+        self._own_state: OwnState = options.own_state
+        self._owns_state = keeps_state(data if first is None else first, self._own_state)
+        whole = data
         if policy is AutoShardPolicy.HINT and topology.num_workers > 1:
             data, first = _shard_of(data, topology), None
         self._data = data
+        self._between = BetweenEpochs(self._own_state)
+        self.told = ToldEpochs(whole, data)
         self._reopen = Reopened(data, first)
         self._shared = policy is AutoShardPolicy.DATA or topology.num_workers == 1
         self._cutter = Cutter(topology, self._shared, global_batch_size)
@@ -89,6 +96,7 @@ class IterableSource:
         self.collective_state = not self._shared or self._owns_state
         self.certain_piece_size: int | None = None
         self.largest_piece_size = self._cutter.largest_piece_size
+        self.may_lack_samples = self._cutter.may_lack_samples(drop_last=False, num_samples=None)
 
     def fingerprint(self) -> Mapping[str, Any]:
         """See ``Source.fingerprint``."""
@@ -109,8 +117,12 @@ class IterableSource:
 
     def set_epoch(self, epoch: int) -> None:
         """See ``Source.set_epoch``."""
-        if isinstance(self._data, SetsEpoch):
-            self._data.set_epoch(epoch)
+        self.told.tell(epoch)
+
+    @property
+    def way_out(self) -> str:
+        """See ``ReadByAll.way_out``."""
+        return way_out_for(self._data) if self._cutter.read_by_all else ""
 
     def close(self) -> None:
         """See ``Source.close``. Nothing outlives an epoch."""
@@ -123,27 +135,60 @@ class IterableSource:
         """See ``Source.check``."""
         Place.from_json(position, 1)
 
+    @property
+    def keeps_between(self) -> bool:
+        """See ``KeepsBetweenEpochs.keeps_between``."""
+        return self._owns_state
+
+    def front(self) -> list[Any]:
+        """See ``KeepsBetweenEpochs.front``."""
+        return self._between.position()
+
     def resume(self, epoch: int, start: Start, share: Exchange) -> Start:
         """See ``Source.resume``."""
         return start
 
     def open(self, epoch: int, draws: Draw, start: Start) -> Stream:
         """See ``Source.open``."""
+        self.told.tell(epoch)
         data, place, size = self._reopen(), place_of(start, 1), self._cutter.global_batch_size
-        warn_of_reading_again(start, place, size or 1, self._data)
-        elements = Guarded(data, size or 1, self._options.snapshot_every, entrances_at(place))
+        self.told.tell_also(data)
+        unused = why_unused(data, self._own_state)
+        place = place.without_states() if unused else place
+        warn_of_reading_again(start, place, size or 1, self._data, unused=unused)
+        entrances = entrances_at(place)
+        if not start.steps and start.position is None:
+            place = self._between.begin(data)
+        elements = Guarded(
+            data,
+            size or 1,
+            self._options.snapshot_every,
+            entrances,
+            own_state=self._own_state,
+            compares=self._cutter.read_by_all,
+        )
         items: Iterable[Any] = elements
         cut: CutReady | CutSamples
         if size is None:
-            cut = CutReady(self._collate or as_is, self._cutter)
+            ready = ReadyFns(self._options.count_fn, self._options.split_fn)
+            cut = CutReady(self._collate or as_is, self._cutter, ready)
         else:
             items = batched(elements, size, drop_last=False)
             cut = CutSamples(self._collate or default_collate, self._cutter)
         log = ReadLog(place, self._options.most_ahead, owns_state=self._owns_state, in_background=False)
+        self._between.begun(log, data)
         label = labels_by_position(self._cutter, place.samples) if self._options.with_index else None
         own_draws = draws if self.draws_from_default_generator else None
         rows = rows_logged(items, cut.__call__, log, place, label)
-        return RowStream(rows, in_background=False, track=log, draws=own_draws)
+        cut_by_leaves = size is None and self._options.split_fn is None
+        return RowStream(
+            rows,
+            in_background=False,
+            track=log,
+            draws=own_draws,
+            close=self.told.look,
+            one_structure=cut_by_leaves,
+        )
 
 
 @final
@@ -198,4 +243,5 @@ class ShardedIterableDataset(IterableDataset[Any]):
             cut, measure = CutSamples(self._collate or default_collate, self._cutter), len
         for step, batch in enumerate(batches):
             refuse_empty_pieces(step, measure(batch), count)
-            yield from (row[0] for row in rows_of([cut(batch)]))
+            for row in cut_of(cut(batch)).rows:
+                yield row[0]

@@ -27,26 +27,32 @@ from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.base import Exchange, Shards, length_of, tell_epoch
+from torchdistinput.sources.base import Exchange, Shards, Source, length_of
 from torchdistinput.sources.base_seeds import BaseSeeds
 from torchdistinput.sources.batches import batches_of
+from torchdistinput.sources.dividing import part_of
 from torchdistinput.sources.index import SampleNumbers
 from torchdistinput.sources.map_rows import MapStream
 from torchdistinput.sources.random_state import Draw, generators_of, packed, unpacked
+from torchdistinput.sources.ready import ReadyFns
 from torchdistinput.sources.runs import LoaderRuns
 from torchdistinput.sources.samplers import Draws, Feed
 from torchdistinput.sources.seeds import epoch_key
 from torchdistinput.sources.shuffle import ShuffleSampler
+from torchdistinput.sources.told_epochs import ToldEpochs
 from torchdistinput.sources.torch_loaders import (
     TORCH_SAMPLERS,
+    RebuiltLoader,
     check_loader,
+    failing_like_torch,
     generator_digest,
     is_read_here,
+    keeps_order,
     let_torch_warn,
     sampler_in,
     settings_of,
 )
-from torchdistinput.sources.worker_side import PieceDataset, as_is
+from torchdistinput.sources.worker_side import ENDS, PieceDataset, as_is
 
 __all__ = ["MapLoaderSource"]
 
@@ -69,6 +75,7 @@ class MapLoaderSource:
       policy: the policy in force.
       topology: where this worker stands.
       options: what the user asked for.
+      like_torch: see ``torch_loaders.LikeTorch``.
     """
 
     def __init__(
@@ -77,11 +84,14 @@ class MapLoaderSource:
         policy: AutoShardPolicy,
         topology: Topology,
         options: InputOptions,
+        *,
+        like_torch: bool = False,
     ) -> None:
-        check_loader(loader, policy)
+        check_loader(loader, policy, alone=like_torch)
+        self._on_failure = failing_like_torch(loader, options) if like_torch else ENDS
         self._loader = loader
         self._policy = policy
-        self._with_index = options.with_index
+        self._options = options
         self._collates = loader.batch_sampler is not None
         self._dataset: Any = loader.dataset
         self._batches: Any = loader.batch_sampler if self._collates else loader.sampler
@@ -93,16 +103,25 @@ class MapLoaderSource:
         self._drop_last = bool(self._collates and getattr(self._batches, "drop_last", False))
         self._feed = Feed()
         again = loader.num_workers > 0 and type(self._batches) not in (BatchSampler, *TORCH_SAMPLERS)
-        self._base_seeds = BaseSeeds(loader.generator, lasting=loader.persistent_workers, again=again)
+        lasting = loader.persistent_workers and loader.num_workers > 0
+        self._base_seeds = BaseSeeds(loader.generator, lasting=lasting, again=again)
         self._reads_here = is_read_here(loader)
-        self._pieces = PieceDataset(self._dataset, cast(Callable[[Any], Any], loader.collate_fn), skip=options.skips)
+        collate = cast(Callable[[Any], Any], loader.collate_fn)
+        self.told = ToldEpochs(loader.sampler, loader.batch_sampler, loader.dataset, self._dataset, lasting=lasting)
+        self._pieces = PieceDataset(
+            self._dataset,
+            collate,
+            skip=options.skips,
+            seeds=options.seed_samples,
+            on_failure=self._on_failure,
+            hears=self.told.hears,
+        )
         build = partial(_build, loader, self._feed, self._base_seeds)  # no method: in a circle, workers would live on
-        self.workers = LoaderRuns(build, lasting=loader.persistent_workers)
+        self.workers = LoaderRuns(build, lasting=lasting)
         self._given_seed: int | None = None  # by a state that was loaded
         self._used_seed: int | None = None
         inner = sampler_in(self._batches)
         self._shuffle = inner if type(inner) is ShuffleSampler else None
-        self._told: int | None = None
         self._shuffle_epoch = self._shuffle_lead = 0 if self._shuffle is None else self._shuffle.epoch
         self.needs_default_state = _draws_by_default(self._batches)
         self.draws_order = not self.draws_alone
@@ -148,6 +167,14 @@ class MapLoaderSource:
         else:
             raise ShardingError("policy HINT does not fit a batch sampler of your own. Use AutoShardPolicy.DATA.")
 
+    @property
+    def may_lack_samples(self) -> bool:
+        """See ``Source.may_lack_samples``."""
+        batches = self._batches
+        samples = length_of(batches.sampler) if type(batches) is BatchSampler else None
+        lacks = self._cutter.may_lack_samples(drop_last=self._drop_last, num_samples=samples)
+        return lacks or (self._options.skips and self._cutter.topology.num_replicas > 1)
+
     def fingerprint(self) -> Mapping[str, Any]:
         """See ``Source.fingerprint``."""
         return {
@@ -158,6 +185,11 @@ class MapLoaderSource:
             "sampler": type(self._loader.sampler).__name__,
             "sampler's seed": None if self._shuffle is None else self._shuffle.seed,
         }
+
+    @property
+    def part(self) -> str:
+        """See ``TellsPart.part``."""
+        return part_of(self._dataset) if self._cutter.read_by_all else ""
 
     def epoch_fingerprint(self) -> Mapping[str, Any]:
         """See ``Source.epoch_fingerprint``."""
@@ -172,9 +204,19 @@ class MapLoaderSource:
 
     def set_epoch(self, epoch: int) -> None:
         """See ``Source.set_epoch``."""
-        self._told = epoch
-        tell_epoch(self._loader, epoch)
+        self.told.tell(epoch)
         self._shuffle_epoch, self._shuffle_lead = epoch, 0
+        if self._shuffle is not None:
+            self._shuffle.set_epoch(epoch)
+
+    def go_on_from(self, before: Source) -> None:
+        """See ``KnowsEpochs.go_on_from``."""
+        if isinstance(before, MapLoaderSource):
+            self._given_seed, self._shuffle_epoch, self._shuffle_lead = before.kept()
+
+    def kept(self) -> tuple[int | None, int, int]:
+        """What it keeps from epoch to epoch."""
+        return self._given_seed, self._shuffle_epoch, self._shuffle_lead
 
     def close(self) -> None:
         """See ``Source.close``."""
@@ -228,10 +270,10 @@ class MapLoaderSource:
         lead = self._lead_of_shuffle(epoch)
 
         def begin() -> tuple[Draws, Callable[[], Any], Callable[[], None]]:
-            for _ in range(start.replay):
+            for before in range(start.replay, 0, -1):
+                self.told.tell(epoch - before)
                 self._replay()
-            if start.replay and self._told is not None:  # a sampler may count its epochs by itself
-                tell_epoch(self._loader, self._told)
+            self.told.tell(epoch)
             self._tell_shuffle(epoch + lead)
             drawn = self._new_draws(draws)
             if self._base_seeds.draw():
@@ -240,7 +282,12 @@ class MapLoaderSource:
             drawn.skip(rows, start.drawn)
             return drawn, *self._start(drawn)
 
-        drawn, read, close = draws(begin)
+        drawn, read, end = draws(begin)
+
+        def close() -> None:
+            end()
+            self.told.look()
+
         return MapStream(
             drawn,
             read,
@@ -250,6 +297,11 @@ class MapLoaderSource:
             first_row=rows,
             states=states,
             close=close,
+            goes_on=self._on_failure.goes_on,
+            in_order=keeps_order(self._loader),
+            draws_ahead=bool(self._own_generators()),
+            collates=self._collates or type(self._batches) is BatchSampler,
+            ready=ReadyFns(self._options.count_fn, self._options.split_fn),
         )
 
     @property
@@ -281,7 +333,8 @@ class MapLoaderSource:
             lead=lead,
             draw=draws,
             once=plain,
-            numbers=numbers if self._with_index else None,
+            numbers=numbers if self._options.with_index else None,
+            on_failure=self._on_failure,
         )
 
     def _replay(self) -> None:
@@ -306,7 +359,7 @@ class MapLoaderSource:
 def _build(loader: DataLoader[Any], feed: Feed, seeds: BaseSeeds, dataset: PieceDataset) -> DataLoader[Any]:
     """The loader that reads the pieces."""
     settings = {**settings_of(loader), "generator": seeds.generator}
-    return DataLoader(dataset, batch_size=None, sampler=feed, collate_fn=as_is, **settings)
+    return RebuiltLoader(dataset, batch_size=None, sampler=feed, collate_fn=as_is, **settings)
 
 
 def _nothing() -> None:

@@ -9,23 +9,27 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 import torch
 
-from torchdistinput.flow import Digest, Known, Row, Thinned
+from torchdistinput.errors import InputError
+from torchdistinput.flow import Counted, Digest, Known, ReadFailure, Row, Thinned
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.sources.in_memory import NOT_THERE
 from torchdistinput.sources.index import labelled_batch
 from torchdistinput.sources.numbers import Numbers
+from torchdistinput.sources.opaque import in_any_order
 from torchdistinput.sources.random_state import packed
-from torchdistinput.sources.ready import CutReady
+from torchdistinput.sources.ready import AS_LEAVES, CutReady, ReadyFns
 from torchdistinput.sources.samplers import CutRow, DrawnRow, Draws
 from torchdistinput.sources.worker_side import (
+    Cut,
     Failure,
     PieceDataset,
     as_is,
     labelled_piece,
+    no_sizes,
     nothing_left,
 )
 
@@ -48,13 +52,18 @@ class MapStream:
       first_row: rows of the epoch before the first one.
       states: under HINT, the states of this worker's generators as the epoch began.
       close: ends what reads.
+      goes_on: whether more may come after a failure; see ``ReadFailure``.
+      in_order: whether the pieces come in the order in which they were drawn.
+      collates: whether pieces are made of samples; else they may be cut of items that are whole batches.
+      ready: how such items are counted and cut.
+      draws_ahead: see ``CatchesUp.draws_ahead``.
     """
 
     strings = False
     owns_state = False
     landmarks = None
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one stream is one call
         self,
         draws: Draws,
         read: Callable[[], Any],
@@ -65,8 +74,17 @@ class MapStream:
         first_row: int,
         states: Sequence[torch.Tensor],
         close: Callable[[], None],
+        draws_ahead: bool,
+        goes_on: bool = False,
+        in_order: bool = True,
+        collates: bool = True,
+        ready: ReadyFns = AS_LEAVES,
     ) -> None:
+        self.one_structure = not collates and ready.split is None
+        self._goes_on = goes_on
+        self._in_order = in_order
         self.in_background = in_background
+        self.draws_ahead = draws_ahead
         self._first_row = first_row
         self._states = states
         self._draws = draws
@@ -74,9 +92,13 @@ class MapStream:
         self._read = read
         self._close = close
         self._cutter = cutter
-        self._whole = CutReady(as_is, cutter)
-        self._rows_of_whole: list[Row] = []
+        self._whole = CutReady(as_is, cutter, ready)
+        self._rows_of_whole: list[Counted] = []
         self._ahead: deque[Known] = deque()
+
+    def catch_up(self, rows: int) -> None:
+        """See ``CatchesUp.catch_up``."""
+        self._draws.catch_up(self._first_row + rows)
 
     def expect(self, rows: int) -> None:
         """See ``Stream.expect``. What is gathered from memory is gathered now, with nothing in between."""
@@ -119,26 +141,36 @@ class MapStream:
             return drawn
         return (made if len(made) == len(drawn.pieces) else _row(drawn.pieces, iter(made))), drawn.like, drawn.digest
 
-    def fetch(self, drawn: DrawnRow) -> Row:
+    def fetch(self, drawn: DrawnRow) -> Counted:
         """See ``Stream.fetch``."""
         pieces: Row = []
         for wanted in drawn.pieces:
             piece = self._read() if wanted else None
             if type(piece) is Failure:
-                piece.reraise()
+                piece.reraise(goes_on=self._goes_on)
             pieces.append(piece)
+        if drawn.failure is not None:
+            self._raise_failure_of_sampler(drawn.failure)
         if drawn.row_of_whole is None:
-            return pieces if drawn.numbers is None else _labelled(pieces, drawn.numbers)
+            return Counted(pieces if drawn.numbers is None else _labelled(pieces, drawn.numbers), drawn.sizes)
         if drawn.pieces[0]:  # the first row that is read of a whole batch
             self._rows_of_whole = self._cut_whole(pieces[0], drawn)
         return self._rows_of_whole[drawn.row_of_whole]
 
-    def _cut_whole(self, item: Any, drawn: DrawnRow) -> list[Row]:
+    def _raise_failure_of_sampler(self, failure: BaseException) -> NoReturn:
+        if self._goes_on and not isinstance(failure, InputError):
+            raise ReadFailure("the sampler", goes_on=True) from failure
+        raise failure
+
+    def _cut_whole(self, item: Any, drawn: DrawnRow) -> list[Counted]:
         if isinstance(item, Thinned):
             rows = nothing_left(item.skipped, self._cutter)
-            return [*rows[1:][: drawn.row_of_whole], rows[0], *rows[1:][drawn.row_of_whole :]]
-        cut = self._whole.cut(item)
-        return cut.rows if drawn.numbers is None else labelled_batch(drawn.numbers[0], cut.rows, cut.size, self._cutter)
+            rows = [*rows[1:][: drawn.row_of_whole], rows[0], *rows[1:][drawn.row_of_whole :]]
+            return Cut(rows, 0, no_sizes(rows)).counted()
+        numbers = drawn.numbers
+        return self._whole.cut(item).counted(
+            None if numbers is None else lambda cut: labelled_batch(numbers[0], cut.rows, cut.size, self._cutter)
+        )
 
     def digest_of(self, drawn: DrawnRow) -> Digest:
         """See ``Stream.digest_of``."""
@@ -146,6 +178,8 @@ class MapStream:
 
     def position(self, rows: int) -> list[Any]:
         """See ``Stream.position``."""
+        if not self._in_order:
+            raise in_any_order()
         return ["map", self._first_row + rows, *map(packed, self._states)]
 
     def close(self) -> None:

@@ -22,10 +22,11 @@ from typing import Any, Final, NamedTuple, final
 from torch.utils.data import get_worker_info
 
 from torchdistinput.errors import StateMismatch
-from torchdistinput.flow import Start
+from torchdistinput.flow import Row, Start
 from torchdistinput.sources.own_state import Snapshot
 
 __all__ = [
+    "Compared",
     "Entry",
     "Marked",
     "Place",
@@ -33,6 +34,7 @@ __all__ = [
     "Reader",
     "Taken",
     "Wait",
+    "in_any_order",
     "place_of",
     "warn_of_reading_again",
     "worker_number",
@@ -48,9 +50,12 @@ class Reader(NamedTuple):
     batches: int = 0
     """Batches that it gave, from the front."""
     since: int = 0
-    """Those of them after ``text``; all of them where there is none."""
+    """Those of them after the batch that ended with the element after ``text``; all of them where there is no text, or
+    one of before the first element."""
     text: str | None = None
     """The own state, as JSON."""
+    digest: int = 0
+    """Of the element after ``text``; 0 where it is not to be compared."""
 
 
 class Taken(NamedTuple):
@@ -62,15 +67,33 @@ class Taken(NamedTuple):
 
 
 class Marked(NamedTuple):
-    """An element of an iterable, and the user's own state after it."""
+    """An element of an iterable, with the user's own state before it, or a call to compare its batch, or both."""
 
     element: Any
-    snapshot: Snapshot
+    snapshot: Snapshot | None
+    compared: bool = False
+    """Whether it begins a batch of which the ranks compare a digest."""
+
+
+class Compared(NamedTuple):
+    """A row as ``Counted``, and a number of the whole batch that it was cut from, which must be equal on all ranks."""
+
+    pieces: Row
+    sizes: tuple[int, ...]
+    read: int
 
 
 @final
 class Wait:
     """Stands for an element of a batch without rows: the turn of a loader worker that passes."""
+
+
+def in_any_order() -> StateMismatch:
+    """Why there is no state in the middle of an epoch whose batches come in any order."""
+    return StateMismatch(
+        "the DataLoader has in_order=False, so its batches come in any order, and nobody knows which of them were "
+        "delivered. Build it with in_order=True to save its state in the middle of an epoch, or save it at the end."
+    )
 
 
 def worker_number() -> int:
@@ -117,7 +140,7 @@ class Place(NamedTuple):
         """
         if not (len(value) == 5 and value[0] == _TAG and all(map(_is_count, value[1:4])) and _are_readers(value[4])):
             raise StateMismatch(
-                f"position: found {value!r:.200}; {[_TAG, 0, 0, 0, [[0, 0, None]]]!r} with other numbers is needed. "
+                f"position: found {value!r:.200}; {[_TAG, 0, 0, 0, [[0, 0, None, 0]]]!r} with other numbers is needed. "
                 "Load the state as it was saved."
             )
         if len(value[4]) != num_readers:
@@ -127,7 +150,13 @@ class Place(NamedTuple):
             )
         if value[1] >= num_readers:
             raise StateMismatch(f"position: the turn of reader {value[1]} of {num_readers}. Load the state as saved.")
-        return cls(tuple(Reader(*each) for each in value[4]), *value[1:4])
+        # Before there were digests, a text was of another kind: such data is read again.
+        readers = (Reader(*each) if len(each) == 4 else Reader(each[0], each[0]) for each in value[4])
+        return cls(tuple(readers), *value[1:4])
+
+    def without_states(self) -> Place:
+        """The same place, to which all is read again."""
+        return self._replace(readers=tuple(Reader(each.batches, each.batches) for each in self.readers))
 
 
 def _is_count(value: object) -> bool:
@@ -137,11 +166,12 @@ def _is_count(value: object) -> bool:
 def _are_readers(value: object) -> bool:
     return isinstance(value, list | tuple) and all(
         isinstance(each, list | tuple)
-        and len(each) == 3
+        and len(each) in {3, 4}
         and _is_count(each[0])
         and _is_count(each[1])
         and each[1] <= each[0]
         and (each[2] is None or isinstance(each[2], str))
+        and all(map(_is_count, each[3:]))
         for each in value
     )
 
@@ -165,6 +195,7 @@ class _Count:
     batches: int
     since: int
     text: str | None
+    digest: int
 
 
 @final
@@ -194,9 +225,13 @@ class ReadLog:
       read_ahead: how many rows may be drawn beyond the one that the consumer waits for.
       owns_state: whether it is known that the dataset has a state of its own.
       in_background: whether rows may be fetched by another thread than the caller's, which then tells of each draw.
+      in_order: whether the readers' batches come in turn.
     """
 
-    def __init__(self, place: Place, read_ahead: int, *, owns_state: bool, in_background: bool = True) -> None:
+    def __init__(
+        self, place: Place, read_ahead: int, *, owns_state: bool, in_background: bool = True, in_order: bool = True
+    ) -> None:
+        self._in_order = in_order
         self.owns_state = owns_state
         self._readers = [_Count(*reader) for reader in place.readers]
         self._turn = place.turn
@@ -207,6 +242,8 @@ class ReadLog:
         self._drawn = 0
         self._ended = False
         self._refusal = ""
+        self._left_out = ""  # why an own state was not saved
+        self._warned = False
         # Written by the thread that fetches, read by the caller's.
         self._read: deque[Entry] = deque()
         self._last = Entry(0, 0, (), 0)
@@ -240,6 +277,11 @@ class ReadLog:
         """There are no more. The thread that fetches."""
         self._ended = True
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether all was read."""
+        return self._ended
+
     def drawn(self) -> None:
         """Another row was asked for, so those that cannot be read ahead any more were delivered. Caller's thread."""
         self._drawn += 1
@@ -250,14 +292,23 @@ class ReadLog:
         """See ``Stream.position``.
 
         Raises:
-          StateMismatch: the dataset's own state cannot be saved.
+          StateMismatch: the dataset's own state cannot be saved, or nobody knows which batches came.
         """
+        if not self._in_order:
+            raise in_any_order()
         self._pass(rows)
         if self._refusal:
             raise StateMismatch(self._refusal)
+        if self._left_out and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"the data's own state cannot be saved, so on a resume the data is read again: {self._left_out} Give "
+                'InputOptions(own_state="use") to have this as an error, or "ignore" not to ask for it.',
+                stacklevel=2,
+            )
         # Past its end a worker counts rows that others have.
         left = 0 if self._ended and not self._left() else rows - self._rows
-        readers = tuple(Reader(each.batches, each.since, each.text) for each in self._readers)
+        readers = tuple(Reader(each.batches, each.since, each.text, each.digest) for each in self._readers)
         return Place(readers, self._turn, left, self._samples).to_json()
 
     def _left(self) -> bool:
@@ -286,9 +337,12 @@ class ReadLog:
             reader.batches += times * batches
             reader.since += times * batches
             if snapshot is not None:
-                reader.since, reader.text = 0, snapshot.text
-                self._refusal = snapshot.refusal
                 self.owns_state = True
+                if snapshot.reads_again:
+                    self._left_out = snapshot.refusal
+                    continue
+                reader.since, reader.text, reader.digest = 0, snapshot.text, snapshot.digest
+                self._refusal = snapshot.refusal
         self._turn = (entry.taken[-1].reader + 1) % len(self._readers)
 
 
@@ -299,14 +353,17 @@ _NOT_DRAWN_AGAIN: Final = (
 )
 
 
-def warn_of_reading_again(start: Start, place: Place, per_batch: int, data: object, *, lived_on: bool = False) -> None:
-    """Says what it costs to enter an iterable that has no state of its own. Once for each time that one is entered.
+def warn_of_reading_again(
+    start: Start, place: Place, per_batch: int, data: object, *, unused: str = "", lived_on: bool = False
+) -> None:
+    """Says what it costs to enter an iterable without a state of its own. Once for each time that one is entered.
 
     Args:
       start: where the epoch begins.
       place: the same as a place.
       per_batch: elements of the iterable that make a batch.
       data: the iterable.
+      unused: why a state that it has is not used.
       lived_on: whether loader workers read it that were in an epoch after their first one.
     """
     batches = sum(reader.since for reader in place.readers if reader.text is None)
@@ -315,7 +372,9 @@ def warn_of_reading_again(start: Start, place: Place, per_batch: int, data: obje
     if batches or (sought and start.steps):
         warnings.warn(
             f"the iterable {type(data).__name__} is read again from its front, to go on after {start.steps} steps"
-            f"{again}. To avoid that, give the dataset or its iterator state_dict() and load_state_dict(), or use a "
-            "map-style dataset or a FileDataset." + (_NOT_DRAWN_AGAIN if lived_on else ""),
+            f"{again}. "
+            + (f"Its own state is not used: {unused}. " if unused else "")
+            + "To avoid that, give the dataset or its iterator state_dict() and load_state_dict(), or use a map-style "
+            "dataset or a FileDataset." + (_NOT_DRAWN_AGAIN if lived_on else ""),
             stacklevel=3,
         )

@@ -21,6 +21,7 @@ __all__ = [
     "Draw",
     "LentState",
     "generators_of",
+    "lent_among",
     "packed",
     "plainly",
     "state_of_epoch",
@@ -35,12 +36,23 @@ _HEADER: Final = struct.Struct("<III")  # bytes of the state, their checksum, by
 
 @final
 class LentState:
-    """Rank 0's default random state as the last draws left it that any dataset of a strategy made with it."""
+    """Rank 0's default random state as the last draws left it that any dataset of these ranks made with it."""
 
     def __init__(self) -> None:
         self.state: torch.Tensor | None = None
         self.begun: torch.Tensor | None = None
         """As it was left where an epoch was begun last, or its first batch drawn: at the same call on all ranks."""
+
+
+_LENT: Final[dict[tuple[int, ...], LentState]] = {}
+
+
+def lent_among(ranks: tuple[int, ...]) -> LentState:
+    """What is known of the default random state: one for all strategies of the same ranks, as a process has one. Local.
+
+    A drop-in ``DataLoader`` has a strategy of its own, and may be read together with data of another one.
+    """
+    return _LENT.setdefault(ranks, LentState())
 
 
 @final

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Final, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch.utils.data import (
     BatchSampler,
@@ -23,17 +24,21 @@ from torchdistinput.plan.sharding import AutoShardPolicy, resolve_policy
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.base import HoldsTorchLoader, Shards, Source
 from torchdistinput.sources.checks import refuse_class
+from torchdistinput.sources.data_pipes import has_sharding_filter
 from torchdistinput.sources.files import FileDataset
 from torchdistinput.sources.iterable_loaders import IterableLoaderSource
 from torchdistinput.sources.iterables import IterableSource
 from torchdistinput.sources.loaders import MapLoaderSource
-from torchdistinput.sources.table import Table, is_table
-from torchdistinput.sources.torch_loaders import not_pinning
+from torchdistinput.sources.seeds import cannot_seed
+from torchdistinput.sources.table import Table, is_table, refuse_frame
+from torchdistinput.sources.torch_loaders import LikeTorch, not_pinning
 from torchdistinput.sources.worker_side import cannot_skip
 
 __all__ = ["recognise"]
 
 Collate = Callable[[Any], Any]
+
+_COLUMNS: Final = (torch.Tensor, np.ndarray)
 
 
 @runtime_checkable
@@ -75,6 +80,7 @@ def recognise(
     """
     if global_batch_size is not None:
         check_batch_size(global_batch_size)
+    like_torch = isinstance(data, LikeTorch)
     data = _unwrapped(data)
     data = data if on_host else not_pinning(data)
     refuse(data)
@@ -102,46 +108,78 @@ def recognise(
         _refuse_shuffling(data)
     inner = data.dataset if isinstance(data, DataLoader) else data
     files = inner.files if isinstance(inner, FileDataset) else None
+    source = inner if first is None else first
     resolved = resolve_policy(
         options.auto_shard_policy,
         num_files=None if files is None else len(files),
-        can_shard=isinstance(inner if first is None else first, Shards),
+        can_shard=isinstance(source, Shards) or (isinstance(data, DataLoader) and has_sharding_filter(source)),
         num_workers=topology.num_workers,
     )
     if isinstance(data, DataLoader):
         _refuse_second_batching(data, global_batch_size, collate_fn)
-        return _source_of_loader(data, resolved, topology, options), resolved
+        return _source_of_loader(data, resolved, topology, options, like_torch=like_torch), resolved
     place, batching = (resolved, topology, options), (global_batch_size, collate_fn)
+    _refuse_unclear_samples(data, global_batch_size)
     if isinstance(data, FileDataset):
         from torchdistinput.sources.records import RecordSource  # noqa: PLC0415 - only who reads files needs it
 
         return RecordSource(data, *place, *batching), resolved
     if _is_map_style(data):
         return MapLoaderSource(_loader(data, *batching, shuffle), *place), resolved
-    if options.skips:
-        raise cannot_skip(f"an iterable ({type(data).__name__})")
+    _refuse_without_numbers(f"an iterable ({type(data).__name__})", options)
     return IterableSource(data, *place, *batching, first=first), resolved
+
+
+def _refuse_without_numbers(what: str, options: InputOptions) -> None:
+    """Refuses what needs samples that are known one by one."""
+    if options.skips:
+        raise cannot_skip(what)
+    if options.seed_samples:
+        raise cannot_seed(what)
+
+
+def _refuse_unclear_samples(data: Any, global_batch_size: int | None) -> None:
+    """Refuses records without a batch size, and a list or tuple of columns, each of which would count as a sample."""
+    if isinstance(data, FileDataset) and global_batch_size is None:
+        raise BatchingError(
+            "a FileDataset yields single records, and no batch size was given. Give global_batch_size=, or a "
+            "DataLoader(dataset, batch_size=G); for records that are whole batches, DataLoader(dataset, "
+            "batch_size=None)."
+        )
+    if global_batch_size is None or type(data) not in (list, tuple) or len(data) < 2:
+        return
+    if not all(isinstance(each, _COLUMNS) for each in data):
+        return
+    lengths = {each.shape[0] if each.ndim else None for each in data}
+    if len(lengths) == 1 and None not in lengths:
+        (length,) = lengths
+        raise BatchingError(
+            f"found a {type(data).__name__} of {len(data)} tensors or arrays of length {length}, with "
+            f"global_batch_size=. If they are columns of {length} samples, give a dict of them, or "
+            f"TensorDataset(*columns); if they are {len(data)} samples, give a function that returns them."
+        )
 
 
 def _unwrapped(data: Any) -> Any:
     """The torch loader in a drop-in one, the dataset of a dict of tensors and arrays; anything else as it is."""
+    if isinstance(data, LikeTorch):
+        return data.loader
     if isinstance(data, HoldsTorchLoader) and isinstance(data.torch_loader, DataLoader):
         return data.torch_loader
     return Table(data) if is_table(data) else data
 
 
 def _source_of_loader(
-    loader: DataLoader[Any], policy: AutoShardPolicy, topology: Topology, options: InputOptions
+    loader: DataLoader[Any], policy: AutoShardPolicy, topology: Topology, options: InputOptions, *, like_torch: bool
 ) -> Source:
     if isinstance(loader.dataset, FileDataset):
         from torchdistinput.sources.records import RecordSource  # noqa: PLC0415 - only who reads files needs it
 
         return RecordSource(loader, policy, topology, options)
     if isinstance(loader.dataset, IterableDataset):
-        if options.skips:
-            raise cannot_skip(f"a DataLoader over an iterable ({type(loader.dataset).__name__})")
-        return IterableLoaderSource(loader, policy, topology, options)
-    return MapLoaderSource(loader, policy, topology, options)
+        _refuse_without_numbers(f"a DataLoader over an iterable ({type(loader.dataset).__name__})", options)
+        return IterableLoaderSource(loader, policy, topology, options, like_torch=like_torch)
+    return MapLoaderSource(loader, policy, topology, options, like_torch=like_torch)
 
 
 def _refuse_second_batching(loader: DataLoader[Any], global_batch_size: int | None, collate_fn: Collate | None) -> None:
@@ -198,6 +236,7 @@ def _loader(
 def _refuse(data: Any) -> None:
     """Refuses what can be iterated but is no data, and what cannot be iterated at all."""
     refuse_class(data, "data")
+    refuse_frame(data, "data")
     if isinstance(data, str | bytes | Mapping | torch.Tensor | torch.nn.Module):
         hint = "Give torch.utils.data.TensorDataset(...) with global_batch_size=, or a DataLoader."
         if isinstance(data, Mapping):

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar, final
 
 from torchdistinput.backends.channels import plain_message
 from torchdistinput.errors import InputError, StateMismatch
-from torchdistinput.flow import ROWS_BETWEEN_LANDMARKS, Known, Row
+from torchdistinput.flow import ROWS_BETWEEN_LANDMARKS, Counted, Known, Row
 from torchdistinput.plan.lanes import Deals, WalkPlace, checked_deals
 from torchdistinput.sources.record_rows import KnownRows
 from torchdistinput.sources.worker_side import Cut, Failure
@@ -90,7 +90,7 @@ class Places:
 
     def rows_of(
         self, cuts: Iterator[Cut | KnownRows | Failure], label: Callable[[Cut], list[Row]] | None
-    ) -> Generator[Row | Known, None, None]:
+    ) -> Generator[Counted | Known, None, None]:
         """The rows, one by one; a ``Failure`` is raised."""
         for cut in cuts:
             if isinstance(cut, Failure):
@@ -99,7 +99,7 @@ class Places:
             self._row += len(cut.rows)
             if cut.place is not None:
                 self._note(before, cut.place)
-            yield from cut.rows if label is None or isinstance(cut, KnownRows) else label(cut)
+            yield from cut.rows if isinstance(cut, KnownRows) else cut.counted(label)
 
     def _note(self, row_before: int, place: WalkPlace) -> None:
         with self._lock:

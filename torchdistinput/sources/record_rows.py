@@ -23,11 +23,11 @@ from torchdistinput.plan.lanes import Deals, WalkPlace, fresh_files
 from torchdistinput.plan.sharding import deal
 from torchdistinput.sources.files import FileDataset
 from torchdistinput.sources.index import labelled_batch, number_of, number_of_first_row
-from torchdistinput.sources.ready import CutReady
+from torchdistinput.sources.ready import AS_LEAVES, CutReady, ReadyFns
 from torchdistinput.sources.sealing import Sealing
 from torchdistinput.sources.seeds import epoch_key
 from torchdistinput.sources.walks import RecordPlace, RecordWalk, Reserved
-from torchdistinput.sources.worker_side import Cut, Failure, labelled_piece, nothing_left, thinned
+from torchdistinput.sources.worker_side import Cut, Failure, labelled_piece, no_sizes, nothing_left, sizes_in, thinned
 
 __all__ = ["Entrance", "KnownRows", "Passed", "RecordRows", "pass_over"]
 
@@ -125,7 +125,9 @@ class RecordRows(IterableDataset[Any]):
       by_file: whether the files are dealt out to the workers (policy FILE); else each worker walks them all.
       drop_last: whether a short last batch is dropped.
       with_index: whether the numbers of the samples are wanted.
+      ready: how records that are ready batches are counted and cut.
       skip: whether records that cannot be read, or decoded, are left out.
+      seeds: whether the global generators are seeded for each record that is decoded.
       in_ranges: whether somebody else reads a part of each batch, or some batches.
       strings: whether the records are strings, and collating gives the list of them back, in this process.
     """
@@ -139,7 +141,9 @@ class RecordRows(IterableDataset[Any]):
         by_file: bool,
         drop_last: bool,
         with_index: bool,
+        ready: ReadyFns = AS_LEAVES,
         skip: bool = False,
+        seeds: bool = False,
         in_ranges: bool = False,
         strings: bool = False,
     ) -> None:
@@ -149,7 +153,9 @@ class RecordRows(IterableDataset[Any]):
         self._by_file = by_file
         self._drop_last = drop_last
         self._with_index = with_index
+        self._ready = ready
         self._skip = skip
+        self._seeds = seeds
         self._seals = isinstance(collate, Sealing)
         plain = collate.collate if isinstance(collate, Sealing) else collate
         self._stacks = dataset.yields_rows and plain is default_collate and not skip
@@ -222,11 +228,12 @@ class RecordRows(IterableDataset[Any]):
                 return self._cut_ready(records[:], partial(places, 0, 1), key, first)._replace(place=place)
             rows: list[Row] = []
             numbers: list[list[Any]] | None = [] if self._with_index else None
-            for limits in self._limits(len(records))[first:]:
+            all_limits = self._limits(len(records))[first:]
+            for limits in all_limits:
                 rows.append([self._piece(records, lo, hi, places, key) if lo < hi else None for lo, hi in limits])
                 if numbers is not None:
                     numbers.append([np.array([*map(number_of, places(lo, hi))], dtype=np.int64) for lo, hi in limits])
-            return Cut(rows, len(records), numbers, 0, None, place)
+            return Cut(rows, len(records), sizes_in(all_limits), numbers, 0, None, place)
         except Exception as error:
             if isinstance(error, SourceError):
                 return Failure(error, "")
@@ -259,22 +266,22 @@ class RecordRows(IterableDataset[Any]):
         records = batch if type(batch) is list and hi - lo == len(batch) else batch[lo:hi]
         if not self._skip:
             if self.dataset.map_fn is not None:
-                records = self.dataset.decode(records, partial(places, lo, hi), key)
+                records = self.dataset.decode(records, partial(places, lo, hi), key, seeds=self._seeds)
             return self._collate(records)
-        samples, left_out = self.dataset.decode_readable(records, partial(places, lo, hi), key)
+        samples, left_out = self.dataset.decode_readable(records, partial(places, lo, hi), key, seeds=self._seeds)
         return thinned(left_out, self._collate(samples) if samples else None)
 
     def _cut_ready(self, records: list[Any], places: Callable[[], list[RecordPlace]], key: int, first: int) -> Cut:
         if self._skip:
-            decoded, left_out = self.dataset.decode_readable(records, places, key)
+            decoded, left_out = self.dataset.decode_readable(records, places, key, seeds=self._seeds)
             if left_out:
                 rows = nothing_left(Skipped(1, tuple(left_out.values())), self._cutter)
                 rows = rows[: len(rows) - first]
-                return Cut(rows, 0, [[None] * len(row) for row in rows])
+                return Cut(rows, 0, no_sizes(rows), [[None] * len(row) for row in rows])
         else:
-            decoded = self.dataset.decode(records, places, key)
-        cut = CutReady(self._collate, self._cutter).cut(decoded[0])
-        cut = cut._replace(rows=cut.rows[first:])
+            decoded = self.dataset.decode(records, places, key, seeds=self._seeds)
+        cut = CutReady(self._collate, self._cutter, self._ready).cut(decoded[0])
+        cut = cut._replace(rows=cut.rows[first:], sizes=cut.sizes[first:])
         return cut._replace(numbers=number_of_first_row(places()[0])) if self._with_index else cut
 
     def label(self, cut: Cut) -> list[Row]:

@@ -23,10 +23,17 @@ from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.base import Exchange, RowStream
 from torchdistinput.sources.files import FileDataset
 from torchdistinput.sources.random_state import Draw
+from torchdistinput.sources.ready import ReadyFns
 from torchdistinput.sources.record_places import CommonPlaces, FilesPosition, Places
 from torchdistinput.sources.record_rows import Entrance, KnownRows, RecordRows, pass_over
 from torchdistinput.sources.runs import LoaderRuns
-from torchdistinput.sources.torch_loaders import check_loader, generator_digest, is_read_here, settings_of
+from torchdistinput.sources.torch_loaders import (
+    RebuiltLoader,
+    check_loader,
+    generator_digest,
+    is_read_here,
+    settings_of,
+)
 from torchdistinput.sources.worker_side import Cut, Failure, as_is
 
 __all__ = ["RecordSource"]
@@ -91,7 +98,9 @@ class RecordSource:
             by_file=by_file,
             drop_last=self._drop_last,
             with_index=options.with_index,
+            ready=ReadyFns(options.count_fn, options.split_fn),
             skip=options.skips,
+            seeds=options.seed_samples,
             in_ranges=in_ranges,
             strings=self._lists_strings and self._reads_here,
         )
@@ -100,6 +109,8 @@ class RecordSource:
         certain = shared and not options.skips
         self.certain_piece_size = self._cutter.certain_piece_size(drop_last=self._drop_last) if certain else None
         self.largest_piece_size = self._cutter.largest_piece_size
+        lacks = self._cutter.may_lack_samples(drop_last=self._drop_last, num_samples=None)
+        self.may_lack_samples = lacks or (options.skips and topology.num_replicas > 1)
 
     def fingerprint(self) -> Mapping[str, Any]:
         """See ``Source.fingerprint``."""
@@ -211,6 +222,7 @@ class RecordSource:
             close=close,
             landmarks=common,
             strings=self._lists_strings,
+            one_structure=self._cutter.global_batch_size is None and self._options.split_fn is None,
         )
 
     def _position_of(self, start: Start) -> FilesPosition:
@@ -223,7 +235,7 @@ class RecordSource:
 
 def _runs_of(loader: DataLoader[Any]) -> LoaderRuns:
     return LoaderRuns(
-        lambda dataset: DataLoader(dataset, batch_size=None, collate_fn=as_is, **settings_of(loader)),
+        lambda dataset: RebuiltLoader(dataset, batch_size=None, collate_fn=as_is, **settings_of(loader)),
         lasting=loader.persistent_workers,
     )
 

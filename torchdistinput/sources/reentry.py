@@ -13,7 +13,7 @@ from torchdistinput.flow import Start
 from torchdistinput.sources.base_seeds import BaseSeeds
 from torchdistinput.sources.batches import Batches, batches_of
 from torchdistinput.sources.shuffle import ShuffleSampler
-from torchdistinput.sources.torch_loaders import settings_of
+from torchdistinput.sources.torch_loaders import RebuiltLoader, settings_of
 
 __all__ = ["can_pass_over", "passing_over", "tell_shuffler"]
 
@@ -56,7 +56,7 @@ def passing_over(loader: DataLoader[Any], batches: int, at_least: int, start: St
     if loader.batch_sampler is None:
         arguments = {"batch_size": None, "sampler": later}
     settings = {**settings_of(loader), "worker_init_fn": loader.worker_init_fn, "generator": seeds.generator}
-    return DataLoader(loader.dataset, collate_fn=loader.collate_fn, **arguments, **settings)
+    return RebuiltLoader(loader.dataset, collate_fn=loader.collate_fn, **arguments, **settings)
 
 
 def tell_shuffler(loader: DataLoader[Any], epoch: int) -> None:

@@ -21,7 +21,7 @@ from torchdistinput.sources.batches import Passed, batches_of, size_of
 from torchdistinput.sources.index import SampleNumbers
 from torchdistinput.sources.numbers import Numbers, digest_of
 from torchdistinput.sources.random_state import plainly
-from torchdistinput.sources.worker_side import PLAIN, Request
+from torchdistinput.sources.worker_side import ENDS, NO_SAMPLES, PLAIN, OnFailure, Request
 
 __all__ = ["CutRow", "DistributedBatchSampler", "DrawnRow", "Draws", "Feed"]
 
@@ -37,17 +37,29 @@ class DrawnRow(NamedTuple):
     """The numbers of the samples of each piece, if they are wanted; of a whole batch, the number of its first row."""
     wanted: int
     """How many pieces will come."""
+    sizes: tuple[int, ...] = ()
+    """Samples in each piece; of a whole batch it shows when it is there."""
     like: Like | None = None
     """How the row will be, if all its pieces are gathered."""
+    failure: BaseException | None = None
+    """What the sampler raised in place of a batch; one request was made for it."""
 
 
 class CutRow(NamedTuple):
-    """A row of a batch of some size: the limits of its pieces, which of them have samples, and how many those are."""
+    """A row of a batch of some size: the limits of its pieces, which of them are asked for, and how many those are."""
 
     limits: tuple[tuple[int, int], ...]
     pieces: tuple[bool, ...]
     wanted: int
     like: Like
+
+    def requests(self, indices: Any, key: int, *, collate: bool) -> list[Request]:
+        """The requests for the pieces: of loader workers also for those without a sample."""
+        requests: list[Request] = [(collate, part, key) for part in self.parts(indices)]
+        if len(requests) < self.wanted:
+            full = iter(requests)
+            return [next(full) if lo < hi else NO_SAMPLES for lo, hi in self.limits]
+        return requests
 
     def parts(self, indices: Any) -> list[Any]:
         """The indices of the pieces that have samples. A list may be another one later, and is copied."""
@@ -63,10 +75,12 @@ class Draws:
       batches: the user's batch sampler, or sampler where it yields the batches itself, at its start.
       cutter: the laws of the cut.
       collate: whether a batch is a list of sample indices to be collated; else its items are given to the dataset.
-      lead: requests that torch's loader takes when its iterator is made.
+      lead: batches that torch's loader asks for when its iterator is made.
       draw: calls user code that may draw from the default random state.
       once: whether that is the first batch's only.
       numbers: numbers the samples, if that is wanted.
+      on_failure: how it is taken that the sampler fails. As in torch's loader, where it goes on, its empty lists are
+        batches, too; else they are rows without a piece.
     """
 
     key = 0
@@ -82,8 +96,10 @@ class Draws:
         draw: Callable[[Callable[[], Any]], Any],
         once: bool = False,
         numbers: SampleNumbers | None = None,
+        on_failure: OnFailure = ENDS,
     ) -> None:
-        self._batches = batches_of(batches, len if collate else size_of)
+        self._like_torch, self._caught = on_failure
+        self._batches = batches_of(batches, (lambda batch: len(_sized(batch))) if collate else size_of)
         self._cutter = cutter
         self._kinds = Kinds()  # of the rows of an epoch, if they are gathered
         self._cut_size = -1
@@ -96,9 +112,10 @@ class Draws:
         self._numbers = numbers
         self._rows: deque[DrawnRow] = deque()
         self._requests: deque[Request] = deque()
-        self._surplus = -lead  # requests made, less those that torch has taken or will take for the rows given out
+        self._lead = lead
+        self._batches.catch_up(lead)
+        self._num_drawn = self._rows_taken = 0  # batches and rows, those of them included that were passed over
         self._exhausted = False
-        self._failure: Exception | None = None
         self._rows_to_skip = 0
         self._drawn_before = 0
 
@@ -113,12 +130,27 @@ class Draws:
           drawn: the digest that the last of them had; 0: not to be compared.
 
         Raises:
-          StateMismatch: by the first ``take_request`` or ``take_row``: the sampler drew other samples, or (where the
-            workers share its batches) ended before.
+          StateMismatch: as the ``failure`` of the first row: the sampler drew other samples, or (where the workers
+            share its batches) ended before.
         """
         self._rows_to_skip, self._drawn_before = rows, drawn
+        self.catch_up(rows)
         if rows:
             self._advance()
+        self._lead_on()
+
+    def _lead_on(self) -> None:
+        """Draws as many batches as torch would have drawn by now; the loader workers may want fewer."""
+        while self._num_drawn < self._torch_draws(self._rows_taken) and self._advance():
+            pass
+
+    def _torch_draws(self, rows: int) -> int:
+        """The batches that torch would have asked for when so many rows were."""
+        return self._lead - -rows // self._rows_a_batch
+
+    def catch_up(self, rows: int) -> None:
+        """So many rows of the epoch were asked for: makes the draws that torch would have made. Caller's thread."""
+        self._batches.catch_up(self._torch_draws(rows))
 
     def take_request(self) -> Request:
         """The next request for torch's loader. Raises ``StopIteration`` when none is left."""
@@ -156,53 +188,55 @@ class Draws:
         """Lets their rows come next, after those that were drawn already."""
         try:
             for batch in batches:
+                self._num_drawn += 1
                 self._add(batch, 0)
-        except Exception as error:
+        except self._caught as error:
             self._fail(error)
 
     def take_row(self) -> DrawnRow | None:
         """The next row, with the requests that it needs drawn; ``None`` at the end. Caller's thread.
 
-        What the user's sampler raised while it was asked ahead is raised here, after the rows before.
+        What the user's sampler raised while it was asked ahead is a row, too: it comes after the rows before.
         """
         while not self._rows and self._advance():
             pass
         if not self._rows:
-            failure, self._failure = self._failure, None
-            if failure is not None:
-                raise failure
             return None
         row = self._rows.popleft()
-        self._surplus -= row.wanted
-        while self._surplus < 0 and self._advance():
-            pass
+        self._rows_taken += 1
+        self._lead_on()
         return row
 
     def _advance(self) -> bool:
-        """Draws one batch of the user's sampler."""
+        """Draws one batch of the user's sampler; whether there was one, or a failure in its place."""
         if self._exhausted:
             return False
         try:
             if self._rows_to_skip:
                 return self._start_after(self._rows_to_skip)
             draw = self._draw
+            self._num_drawn += 1  # a failure takes the place of a batch
             try:
                 batch = self._batches.draw() if draw is plainly else draw(self._batches.draw)
             except StopIteration:
+                self._num_drawn -= 1
                 self._exhausted = True
                 return False
             if self._once:
                 self._draw = plainly
             self._add(batch, 0)
-        except Exception as error:
+        except self._caught as error:
             self._fail(error)
-            return False
         return True
 
-    def _fail(self, error: Exception) -> None:
-        """Keeps it for after the rows that were drawn: in torch's hands it would end the epoch before them."""
-        self._failure = error
-        self._exhausted = True
+    def _fail(self, error: BaseException) -> None:
+        """Keeps it for after the rows that were drawn: in torch's hands it would come before them, in place of one.
+
+        A request is made for it, as for any row: torch's loader takes one for each item that it gives.
+        """
+        self._exhausted = not self._like_torch or self._rows_to_skip > 0
+        self._requests.append(NO_SAMPLES)
+        self._rows.append(DrawnRow((True,), None, 0, None, 1, (0,), None, error))
 
     def _start_after(self, rows: int) -> bool:
         """Draws the batch that the last row to be passed over is in; what is left of it comes next."""
@@ -222,6 +256,7 @@ class Draws:
         if self._numbers is not None:
             self._numbers.pass_over(passed.samples)
         self._exhausted = False
+        self._num_drawn, self._rows_taken = before + 1, rows
         self._add(batch, row + 1)
         return True
 
@@ -239,7 +274,7 @@ class Draws:
 
     def _listed(self, batch: Any) -> Numbers | Sequence[Any]:
         indices: Numbers | Sequence[Any]
-        indices = batch if self._collate or isinstance(batch, list | Numbers) else list(batch)
+        indices = _sized(batch) if self._collate else batch if isinstance(batch, list | Numbers) else list(batch)
         return indices
 
     def _add(self, batch: Any, first: int) -> None:
@@ -252,14 +287,17 @@ class Draws:
         size = len(indices)
         numbers = None if self._numbers is None else self._numbers.of_batch(indices)
         digest = self.digest_of(indices)
+        if not size and self._like_torch:
+            self._requests.append((self._collate, indices, self.key))
+            self._rows.append(DrawnRow((True,), None, digest, None, 1, (0,)))
+            return
         rows = self.rows_of(size)
         for cut in rows[first:] if first else rows:
             index = None if numbers is None else tuple(numbers[lo:hi] for lo, hi in cut.limits)
             like = cut.like if known and index is None else None
             # The row comes last: after an interruption there is none whose requests are not there.
-            self._requests += [(self._collate, part, self.key) for part in cut.parts(indices)]
-            self._surplus += cut.wanted
-            self._rows.append(DrawnRow(cut.pieces, None, digest, index, cut.wanted, like))
+            self._requests += cut.requests(indices, self.key, collate=self._collate)
+            self._rows.append(DrawnRow(cut.pieces, None, digest, index, cut.wanted, cut.like.sizes, like))
 
     def digest_of(self, indices: Numbers | Sequence[Any]) -> Digest:
         """See ``DrawnRow.digest``."""
@@ -274,7 +312,8 @@ class Draws:
             return self._cut_rows
         rows = []
         for limits in self._cutter.rows(size):
-            pieces = tuple(lo < hi for lo, hi in limits)
+            # Loader workers take requests ahead: a rank that had none for a row would draw further ahead than others.
+            pieces = tuple(lo < hi or self._lead > 0 for lo, hi in limits)
             rows.append(CutRow(limits, pieces, sum(pieces), self._kinds.like(size, limits)))
         self._cut_size, self._cut_rows = size, rows
         return rows
@@ -285,12 +324,16 @@ class Draws:
         if first == self._rows_a_batch:
             return
         self._requests.append((False, item, self.key))
-        self._surplus += 1
         digest: Digest = 0
         if self._cutter.shared:  # an int stays what it is until somebody asks
             digest = partial(digest_of, [item]) if type(item) is int else digest_of([item])
         for number in range(first, self._rows_a_batch):
             self._rows.append(DrawnRow((number == first,), number, digest, index, int(number == first)))
+
+
+def _sized(batch: Any) -> Any:
+    """A list of indices in any form that torch takes: it asks an iterable for no length."""
+    return batch if type(batch) is list or isinstance(batch, Sized) else list(batch)
 
 
 def _ended_early(rows: int, batches: int) -> StateMismatch:
@@ -315,23 +358,29 @@ class Feed(Sampler[Request]):
 
     def __init__(self) -> None:
         self.draws: Draws | None = None
+        self.taken: deque[Request] = deque(maxlen=0)
+        """The requests that torch took last."""
 
     def __iter__(self) -> Iterator[Request]:
         draws = self.draws
-        return iter(()) if draws is None else _Requests(draws)
+        return iter(()) if draws is None else _Requests(draws, self.taken)
 
 
 @final
 class _Requests(Iterator[Request]):
     """An iterator that may be asked again after it ran dry, as torch's loader does while more is drawn."""
 
-    def __init__(self, draws: Draws) -> None:
+    def __init__(self, draws: Draws, taken: deque[Request]) -> None:
         self._draws = draws
+        self._taken = taken
 
     def __next__(self) -> Request:
         request = self._draws.take_request()
         many, wanted, key = request
-        return (many | PLAIN, wanted.plain(), key) if type(wanted) is Numbers else request
+        if type(wanted) is Numbers:
+            request = many | PLAIN, wanted.plain(), key
+        self._taken.append(request)
+        return request
 
 
 @final

@@ -6,26 +6,37 @@ the number of ranks and loader workers.
 Decision: the seed of a sample is a pure function of (base seed, epoch, index of the sample). The first two are mixed to
 one word where the epoch starts, and travel with each request, so that loader workers need no state. Whoever reads says
 which sample comes next, in a context variable; nothing is computed unless ``sample_seed`` asks.
+
+With ``InputOptions(seed_samples=True)`` the global generators of torch (on the CPU), NumPy and ``random`` are seeded by
+it before each sample, and put back after the last one of a piece. So augmentation that draws from them, as most does,
+is the same everywhere too. NumPy's has 32 bits of the seed, as it takes no more.
 """
 
 from __future__ import annotations
 
 import contextvars
 import operator
+import random
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, Final, final
 
+import numpy as np
+import torch
+
+from torchdistinput.errors import InputError
 from torchdistinput.plan.permutation import word
 from torchdistinput.sources.index import number_of
 from torchdistinput.sources.walks import RecordPlace, RecordWalk
 
-__all__ = ["Samples", "calls_on", "epoch_key", "sample_seed"]
+__all__ = ["Samples", "calls_on", "cannot_seed", "epoch_key", "sample_seed"]
 
 _WAY_OUT = (
     "It works inside the __getitem__ of a map-style dataset that is asked for one sample by its int index, and inside "
     "the map_fn of a FileDataset, when they are read through torchdistinput, and on the thread that called them."
 )
 
+
+_NUMPY_BITS: Final = 2**32 - 1
 
 _current: contextvars.ContextVar[Samples | _LastOf | None] = contextvars.ContextVar("samples", default=None)
 
@@ -36,24 +47,57 @@ class Samples:
 
     Args:
       key: the word of the epoch.
+      seeds: whether the global generators are seeded for each sample, and put back in the end.
     """
 
-    __slots__ = ("_found", "_token", "index", "key", "places")
+    __slots__ = ("_found", "_saved", "_seeds", "_token", "index", "key", "places")
 
-    def __init__(self, key: int) -> None:
+    def __init__(self, key: int, *, seeds: bool = False) -> None:
         self.key = key
         self.index: Any = None
         """The index of the sample that is read now, set before each; of records, which of ``places`` is its own."""
         self.places: Callable[[], Sequence[RecordPlace]] | None = None
         """Tells where the records come from that are read now."""
         self._found: Sequence[RecordPlace] | None = None
+        self._seeds = seeds
+        self._saved: tuple[torch.Tensor, Any, Any] | None = None
 
     def __enter__(self) -> Samples:
         self._token = _current.set(self)
+        if self._seeds:
+            self._saved = torch.get_rng_state(), np.random.get_state(legacy=False), random.getstate()
         return self
 
     def __exit__(self, *_: object) -> None:
         _current.reset(self._token)
+        if self._saved is not None:
+            states, self._saved = self._saved, None
+            torch.set_rng_state(states[0])
+            np.random.set_state(states[1])
+            random.setstate(states[2])
+
+    def begin(self, index: Any) -> None:
+        """The next sample is read now.
+
+        Args:
+          index: see the attribute.
+
+        Raises:
+          InputError: the generators are to be seeded, and it is not one sample with a number.
+        """
+        self.index = index
+        if not self._seeds:
+            return
+        try:
+            seed = word(self.key, operator.index(self.number())) >> 1
+        except TypeError:
+            raise InputError(
+                f"seed_samples=True was given, and the index {index!r:.100} is a {type(index).__name__} and no int: no "
+                "seed follows from it. Let the sampler yield ints, one for each sample; or seed in the dataset itself."
+            ) from None
+        torch.default_generator.manual_seed(seed)
+        np.random.seed(seed & _NUMPY_BITS)
+        random.seed(seed)
 
     def number(self) -> Any:
         """What was said of the sample: its number, or what is none."""
@@ -85,6 +129,14 @@ def calls_on(walk: RecordWalk, key: int) -> Callable[..., Any]:
     context = contextvars.copy_context()
     context.run(_current.set, _LastOf(walk, key))
     return context.run
+
+
+def cannot_seed(what: str) -> InputError:
+    """Why samples of some data cannot be seeded."""
+    return InputError(
+        f"seed_samples=True was given with {what}, whose samples have no number that is the same on all ranks. It is "
+        "for map-style datasets and FileDatasets; seed by something in the sample itself in your own dataset."
+    )
 
 
 def epoch_key(seed: int, epoch: int) -> int:

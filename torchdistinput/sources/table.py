@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeGuard, final
+from typing import Any, Final, TypeGuard, final
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
 from torchdistinput.containers import open_container
-from torchdistinput.errors import BatchingError
+from torchdistinput.errors import BatchingError, InputError
 
-__all__ = ["Table", "columns_in", "is_table"]
+__all__ = ["Table", "columns_in", "is_table", "refuse_frame"]
+
+_AS_DICT: Final = {
+    ("pandas", "DataFrame"): "{name: column.to_numpy() for name, column in data.items()}",
+    ("polars", "DataFrame"): "{column.name: column.to_numpy() for column in data}",
+    ("pyarrow", "Table"): "{name: data[name].to_numpy() for name in data.column_names}",
+}
+"""Tables of other libraries, which are indexed by column or give rows of their own kind; and the dict of each."""
 
 
 @final
@@ -43,6 +50,24 @@ def is_table(data: Any) -> TypeGuard[Mapping[Any, Any]]:
         return False
     columns = columns_in(data)
     return bool(columns) and all(isinstance(column, torch.Tensor | np.ndarray) for column in columns)
+
+
+def refuse_frame(data: object, what: str) -> None:
+    """Refuses the tables of other libraries, which torch would index as something else. Local.
+
+    Args:
+      data: what was given.
+      what: as what.
+
+    Raises:
+      InputError: it is such a table; the dict of its columns is named.
+    """
+    library, name = type(data).__module__.partition(".")[0], type(data).__name__
+    if (library, name) in _AS_DICT:
+        raise InputError(
+            f"found a {library} {name} as {what}, which does not give samples by their numbers. For columns of numbers "
+            f"give the dict {_AS_DICT[library, name]}; else a Dataset whose __getitem__ makes a sample of a row."
+        )
 
 
 def columns_in(columns: Any) -> list[Any]:

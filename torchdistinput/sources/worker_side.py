@@ -7,7 +7,7 @@ would otherwise hang the worker's queue, and the indices or the file would be lo
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from typing import Any, Final, NamedTuple, NoReturn, Protocol, cast, final, runtime_checkable
@@ -17,10 +17,12 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
+from torchdistinput.batch_digests import digest_of_read, number_of_size
 from torchdistinput.errors import InputError, SourceError
 from torchdistinput.failures import in_one_line, kind_of, plain_indices, text_of, traceback_of
-from torchdistinput.flow import MOST_TOLD, NOWHERE, Known, Origin, ReadFailure, Row, Skipped, Thinned
+from torchdistinput.flow import MOST_TOLD, NOWHERE, Counted, Known, Origin, ReadFailure, Row, Skipped, Thinned
 from torchdistinput.plan.batching import Cutter
+from torchdistinput.plan.batching import Row as Limits
 from torchdistinput.plan.lanes import WalkPlace
 from torchdistinput.sources.converting import swift
 from torchdistinput.sources.in_memory import NOT_THERE, Gather, gather_of, numbers_of
@@ -30,22 +32,29 @@ from torchdistinput.sources.opaque import Marked, Wait, worker_number
 from torchdistinput.sources.own_state import Snapshot
 from torchdistinput.sources.sealing import Sealing
 from torchdistinput.sources.seeds import Samples
+from torchdistinput.sources.told_epochs import HearsEpochs
 
 __all__ = [
+    "ENDS",
+    "NO_SAMPLES",
     "PLAIN",
     "Cut",
     "CutSamples",
     "Failure",
     "Keep",
+    "OnFailure",
     "PieceDataset",
     "Request",
     "as_is",
     "batched",
     "cannot_skip",
     "cut_of",
+    "few",
+    "indices_of",
     "labelled_piece",
+    "no_sizes",
     "nothing_left",
-    "rows_of",
+    "sizes_in",
     "thinned",
 ]
 
@@ -58,6 +67,24 @@ class WorkerTraceback(Exception):
 
 
 @final
+class OnFailure(NamedTuple):
+    """How a reader takes it that the user's code fails.
+
+    Args:
+      goes_on: whether it reads on afterwards, as torch's loader does; else the failure ends the epoch.
+      caught: what a failure is. Where torch's loader would read in the user's ``next`` and go on, that is also a
+        Ctrl-C. A loader worker ends by one, and what is read ahead would tell of it too late.
+    """
+
+    goes_on: bool = False
+    caught: type[BaseException] = Exception
+
+
+ENDS: Final = OnFailure()
+"""A failure is an ``Exception``, and ends the epoch."""
+
+
+@final
 class Failure:
     """An exception on its way to the thread that delivers.
 
@@ -67,10 +94,10 @@ class Failure:
       origin: the same as values, as far as they are known; what only this process knows is added.
     """
 
-    def __init__(self, error: Exception, where: str, origin: Origin = NOWHERE) -> None:
+    def __init__(self, error: BaseException, where: str, origin: Origin = NOWHERE) -> None:
         info = get_worker_info()
         self.where = where
-        self.error: Exception = error
+        self.error = error
         self.cause: Exception | None = None
         self.origin = origin
         if info is not None:
@@ -78,18 +105,25 @@ class Failure:
             self.origin = origin._replace(
                 worker=info.id, kind=kind_of(error), text=text_of(error), traceback=traceback_of(error)
             )
-            self.error = _picklable(error)
+            self.error = _picklable(cast(Exception, error))  # a loader worker catches no others
             # Pickle drops the cause of an exception: that of a SourceError is what the user's code raised.
             if isinstance(error, SourceError) and isinstance(error.__cause__, Exception):
                 self.cause = _picklable(error.__cause__)
 
-    def reraise(self) -> NoReturn:
-        """Raises a ``ReadFailure`` whose cause is the exception."""
+    def reraise(self, *, goes_on: bool = False) -> NoReturn:
+        """Raises a ``ReadFailure`` whose cause is the exception; for ``goes_on`` see there.
+
+        Where the reader goes on, it may keep this object, but not the exception: the traceback of that will hold the
+        user's iterator, which could never be garbage then.
+        """
         if self.origin.traceback is not None:
             if self.cause is not None:
                 self.error.__cause__ = self.cause
             (self.cause or self.error).__cause__ = WorkerTraceback(self.origin.traceback)
-        raise ReadFailure(self.where, self.origin) from self.error
+        error = self.error
+        if goes_on:
+            del self.error
+        raise ReadFailure(self.where, self.origin, goes_on=goes_on) from error
 
 
 def _picklable(error: Exception) -> Exception:
@@ -117,6 +151,10 @@ Request = tuple[int, Any, int]
 PLAIN: Final = 2
 """Is added to the first word of a request that has ``Numbers.plain`` instead of ``Numbers``, on its way to a worker."""
 
+_NOTHING: Final = 4
+NO_SAMPLES: Final[Request] = (_NOTHING, None, 0)
+"""The request for a piece without a sample, which is ``None``."""
+
 Keep = Callable[[Any, int, int], Any]
 """Takes a sample, its position among those of a piece, and their number; returns the sample, whose contents are where
 the piece will be, or ``None`` if it leaves this one and all that follow where they are."""
@@ -129,6 +167,8 @@ class Cut(NamedTuple):
     rows: list[Row]
     size: int
     """Samples in the whole batch."""
+    sizes: Sequence[Sequence[int]]
+    """Samples in each piece of each row."""
     numbers: list[list[npt.NDArray[np.int64] | None]] | int | None = None
     """The numbers of the samples of each piece, or that of the first row of a ready batch, where the reader knows."""
     worker: int = 0
@@ -137,6 +177,14 @@ class Cut(NamedTuple):
     """The state of the user's own after this batch, where it was taken."""
     place: WalkPlace | None = None
     """Where the walk over files stood after this batch, where it was told."""
+    read: int = 0
+    """A number of the whole batch that must be the same on all ranks; 0 where nobody compares it."""
+
+    def counted(self, label: Callable[[Cut], list[Row]] | None = None) -> list[Counted]:
+        """The rows with the sizes of their pieces, and with the index beside each piece if ``label`` puts it there."""
+        rows = self.rows if label is None or not self.rows else label(self)
+        # Torch pins tuples to lists.
+        return [Counted(row, tuple(sizes)) for row, sizes in zip(rows, self.sizes, strict=True)]
 
 
 @final
@@ -147,14 +195,30 @@ class PieceDataset(Dataset[Any]):
       dataset: the user's dataset.
       collate: makes a batch of a list of samples, or converts a batch that came ready.
       skip: whether samples that cannot be read are left out.
+      seeds: whether the global generators are seeded for each sample; they are read one by one then.
+      on_failure: how it is taken that the dataset or ``collate`` fails.
+      hears: tells the dataset the epoch, in loader workers that live on.
     """
 
-    def __init__(self, dataset: Any, collate: Callable[[Any], Any], *, skip: bool = False) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        collate: Callable[[Any], Any],
+        *,
+        skip: bool = False,
+        seeds: bool = False,
+        on_failure: OnFailure = ENDS,
+        hears: HearsEpochs | None = None,
+    ) -> None:
+        self._hears = hears
+        self._key: int | None = None  # of the epoch that the dataset was told last
         self.dataset = dataset
+        self._caught = on_failure.caught
         self._collate = collate
         self._make = swift(collate)
         self._skip = skip
-        self._fetches_batches = isinstance(dataset, _FetchesBatches)
+        self._seeds = seeds
+        self._fetches_batches = isinstance(dataset, _FetchesBatches) and not seeds
         self._gather: Gather | None = None
         self._looked = False  # for a way to gather
         self._keep: Keep | None = None
@@ -181,6 +245,8 @@ class PieceDataset(Dataset[Any]):
     def __getitem__(self, request: Request) -> Any:
         """The collated piece, ``Thinned`` if samples were left out; or a ``Failure`` that names the indices."""
         many, wanted, key = request
+        if many & _NOTHING:
+            return None
         if many & PLAIN:
             many, wanted = bool(many & ~PLAIN), Numbers.of_plain(wanted)
         try:
@@ -188,7 +254,7 @@ class PieceDataset(Dataset[Any]):
                 self._gather, self._looked = gather_of(self.dataset, self._collate, many=bool(many)), True
             if self._gather is not None:
                 rows = wanted if type(wanted) is Numbers else numbers_of(wanted)
-                if rows is not None:
+                if rows is not None and len(rows):  # of no samples the user's collate function makes what it likes
                     return self._gather(rows)
         except NOT_THERE:  # the ordinary way tells which index it is, or counts it from the end
             pass
@@ -200,7 +266,10 @@ class PieceDataset(Dataset[Any]):
 
     def _read(self, many: int, wanted: Any, key: int) -> Any:
         try:
-            with Samples(key) as reading:
+            if self._hears is not None and key != self._key:
+                self._hears.listen(self.dataset)
+                self._key = key
+            with Samples(key, seeds=self._seeds) as reading:
                 if self._skip:
                     return self._thinned((many, wanted, key), reading)
                 if not many:
@@ -211,17 +280,17 @@ class PieceDataset(Dataset[Any]):
                     samples = self._one_by_one(wanted, reading)
             return self._make(samples)
         except ReadFailure as failure:
-            return Failure(cast(Exception, failure.__cause__), failure.where, failure.origin)
-        except Exception as error:
+            return Failure(cast(BaseException, failure.__cause__), failure.where, failure.origin)
+        except self._caught as error:
             return _failure(error, wanted)
 
     def _one_by_one(self, wanted: Sequence[Any], reading: Samples) -> list[Any]:
         dataset, keep, samples = self.dataset, self._keep, []
         for row, index in enumerate(wanted):
-            reading.index = index
+            reading.begin(index)
             try:
                 sample = dataset[index]
-            except Exception as error:
+            except self._caught as error:
                 raise ReadFailure(f"sample {index}", Origin(plain_indices([index]))) from error
             if keep is not None:
                 kept = keep(sample, row, len(wanted))
@@ -233,7 +302,7 @@ class PieceDataset(Dataset[Any]):
         return samples
 
     def _item(self, index: Any, reading: Samples) -> Any:
-        reading.index = index
+        reading.begin(index)
         return self.dataset[index]
 
     def _thinned(self, request: Request, reading: Samples) -> Any:
@@ -272,12 +341,23 @@ class PieceDataset(Dataset[Any]):
         return samples
 
 
-def _failure(error: Exception, wanted: Any) -> Failure:
+def _failure(error: BaseException, wanted: Any) -> Failure:
     indices = wanted if isinstance(wanted, list | tuple) else [wanted]
-    return Failure(error, f"samples {_few(wanted)}", Origin(plain_indices(indices)))
+    return Failure(error, f"samples {few(wanted)}", Origin(plain_indices(indices)))
 
 
-def _few(indices: Any) -> str:
+def indices_of(request: Request) -> list[Any]:
+    """The indices that a request asks for."""
+    many, wanted, _ = request
+    if many & _NOTHING:
+        return []
+    if many & PLAIN:
+        return Numbers.of_plain(wanted).tolist()
+    return list(wanted) if isinstance(wanted, list | tuple) else [wanted]
+
+
+def few(indices: Any) -> str:
+    """Indices in words, the first few of many."""
     if isinstance(indices, Sequence) and not isinstance(indices, str) and len(indices) > 8:
         return f"{', '.join(map(str, indices[:8]))}, ... ({len(indices)} in all)"
     return ", ".join(map(str, indices)) if isinstance(indices, list | tuple) else str(indices)
@@ -321,12 +401,18 @@ def nothing_left(skipped: Skipped, cutter: Cutter) -> list[Row]:
     return rows
 
 
-def labelled_piece(index: torch.Tensor | None, piece: Any) -> Any:
-    """The piece with the numbers of its samples beside it; without those of samples that were left out.
+def sizes_in(rows: Iterable[Limits]) -> list[tuple[int, ...]]:
+    """Samples in each piece of each row, from the limits of the pieces."""
+    return [tuple([hi - lo for lo, hi in row]) for row in rows]
 
-    Raises:
-      BatchingError: they do not have the same number of rows.
-    """
+
+def no_sizes(rows: Sequence[Row]) -> list[tuple[int, ...]]:
+    """The sizes of rows without a sample."""
+    return [(0,) * len(row) for row in rows]
+
+
+def labelled_piece(index: torch.Tensor | None, piece: Any) -> Any:
+    """The piece with the numbers of its samples beside it; without those of samples that were left out."""
     if isinstance(piece, Thinned):
         if piece.piece is None or index is None:
             return piece
@@ -343,45 +429,52 @@ class CutSamples:
     Args:
       collate: makes a batch of a list of samples.
       cutter: the laws of the cut.
+      on_failure: how it is taken that ``collate`` fails.
     """
 
-    def __init__(self, collate: Callable[[list[Any]], Any], cutter: Cutter) -> None:
+    def __init__(self, collate: Callable[[list[Any]], Any], cutter: Cutter, *, on_failure: OnFailure = ENDS) -> None:
         self._collate = collate
         self._cutter = cutter
+        self._caught = on_failure.caught
 
     def __call__(self, samples: list[Any]) -> Cut | Failure:
         """The rows of a batch, or the failure that the reading met."""
-        last, snapshot = samples[-1], None
+        last = samples[-1]
         if isinstance(last, Failure):
             return last
         if isinstance(last, Wait):
-            return Cut([], 0)
-        if isinstance(last, Marked):
-            samples[-1], snapshot = last
+            return Cut([], 0, [])
+        snapshot, compared = _taken_off(samples, 0)
+        if isinstance(last, Marked) and len(samples) > 1:
+            snapshot, _ = _taken_off(samples, -1)
         try:
-            rows = [
-                [self._collate(samples[lo:hi]) if lo < hi else None for lo, hi in row]
-                for row in self._cutter.rows(len(samples))
-            ]
-            return Cut(rows, len(samples), None, worker_number(), snapshot)
-        except Exception as error:
+            read = 0
+            if self._cutter.read_by_all:
+                read = digest_of_read(samples) if compared else number_of_size(len(samples))
+            limits = self._cutter.rows(len(samples))
+            rows = [[self._collate(samples[lo:hi]) if lo < hi else None for lo, hi in row] for row in limits]
+            return Cut(rows, len(samples), sizes_in(limits), None, worker_number(), snapshot, None, read)
+        except self._caught as error:
             return Failure(error, "collating")
+
+
+def _taken_off(samples: list[Any], place: int) -> tuple[Snapshot | None, bool]:
+    """Takes off what a sample is marked with, if it is: the own state before it, and whether its batch is compared."""
+    marked = samples[place]
+    if type(marked) is not Marked:
+        return None, False
+    samples[place] = marked.element
+    return marked.snapshot, marked.compared
 
 
 def cut_of(item: Cut | Known | Failure) -> Cut:
     """The batch, cut; a ``Failure`` is raised."""
     if type(item) is Failure:
         item.reraise()
-    return item if type(item) is Cut else Cut([item[0]], item[1].samples)
-
-
-def rows_of(
-    items: Iterable[Cut | Known | Failure], label: Callable[[Cut], list[Row]] | None = None
-) -> Generator[Row, None, None]:
-    """The rows, one by one, with the index beside each piece if ``label`` puts it there; a ``Failure`` is raised."""
-    for item in items:
-        cut = cut_of(item)
-        yield from cut.rows if label is None else label(cut)
+    if type(item) is Cut:
+        return item
+    row, like, read = item
+    return Cut([row], like.samples, [like.sizes], read=read if isinstance(read, int) else 0)
 
 
 def as_is(value: Any) -> Any:

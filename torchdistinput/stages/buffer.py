@@ -48,8 +48,9 @@ from torch.autograd import profiler
 
 from torchdistinput.backends.forks import told_of_forks
 from torchdistinput.background import Background
-from torchdistinput.endings import closed_elsewhere, lasting, left_to_parent, not_an_end
-from torchdistinput.flow import Ahead, Drawn, End, Held, Outcome, PassedOver, Raised, Share
+from torchdistinput.endings import after_the_error, closed_elsewhere, left_to_parent, not_an_end
+from torchdistinput.failures import in_one_line
+from torchdistinput.flow import Ahead, Drawn, End, Held, Missed, Outcome, PassedOver, Raised, Share
 from torchdistinput.patience import Patience
 from torchdistinput.plan.read_ahead import drawn_at_once, is_deep
 from torchdistinput.stats import FETCH, in_range
@@ -106,6 +107,8 @@ class Buffer:
         self._drawn: deque[Drawn | Held] = deque()  # what the thread was not given yet
         self._first_step = first_step
         self._final: End | Raised | None = None
+        self._was_raised = False  # what ended it
+        self._missed: BaseException | None = None
         self._closed_by: int | None = None  # the thread that closed it before its end
         self._closed = False
         told_of_forks(self)
@@ -124,7 +127,8 @@ class Buffer:
     def take(self) -> Callable[[], Share | None]:
         """What gives the next step; ``None`` at the end, and again on each further call. Caller's thread.
 
-        It raises what went wrong, on every rank, and again on each further call: ``InputError``, as a rule.
+        It raises what went wrong, on every rank: ``InputError``, as a rule. The next call raises an ``InputError`` that
+        says so, and then comes the end. Only a process that is alone may go on after an error, as in torch.
         """
         return self._take_in_line if self._in_line else self._take_ahead
 
@@ -185,6 +189,9 @@ class Buffer:
                         meter.waiting += now - began
                     return outcome
                 self._note(outcome)
+                if self._missed is not None:
+                    del outcome  # the traceback of its error will hold this frame: a circle would keep both
+                    break
                 if type(outcome) is PassedOver:
                     passed = perf_counter()
                     meter.waiting += passed - began
@@ -193,7 +200,7 @@ class Buffer:
             self.end_by(error)
             self._raise_if_closed_elsewhere(error)
             raise
-        self._raise_what_ended_it()
+        self._raise_what_was_met()
         return None
 
     def _next_ahead(self) -> Share | None:
@@ -217,7 +224,9 @@ class Buffer:
             share = self._next_ready(began)
             if share is not None:
                 return share
-        self._raise_what_ended_it()
+            if self._missed is not None:
+                break
+        self._raise_what_was_met()
         return None
 
     def _next_ready(self, began: float) -> Share | None:
@@ -248,6 +257,9 @@ class Buffer:
             if outcome.share is not None:
                 self._meter.skipped += outcome.share.skipped.samples
                 self._walk.discard([outcome.share])
+        elif isinstance(outcome, Missed):
+            self._in_flight -= 1
+            self._missed = outcome.error
         elif isinstance(outcome, Ahead):
             self._read_ahead(outcome.steps)
             if self._deeper is not None:
@@ -262,9 +274,20 @@ class Buffer:
         self._draws_at = steps + 1 - drawn_at_once(steps)
         self._is_deep = is_deep(steps)
 
-    def _raise_what_ended_it(self) -> None:
-        if isinstance(self._final, Raised):
-            raise self._final.error
+    def _raise_what_was_met(self) -> None:
+        """What the data failed with; else what ended the iteration, if it was an error."""
+        error, self._missed = self._missed, None
+        if error is None and isinstance(self._final, Raised):
+            error = self._final.error
+            if self._was_raised:
+                self._final = End()
+            else:
+                self._ends_with(error)
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # as above
         self._raise_if_closed_elsewhere(None)
 
     def _raise_if_closed_elsewhere(self, error: BaseException | None) -> None:
@@ -313,11 +336,22 @@ class Buffer:
         """
         background, drawn = self._background, self._drawn
         makes = self._helps and background.idle  # not before the thread has come to the end of what it was given
-        while makes and drawn and (soon or type(drawn[0]) is not Drawn):
+        if makes and soon:
+            self._make_all()
+        while makes and drawn and type(drawn[0]) is not Drawn:
             background.make(drawn.popleft())
         if drawn and not soon:
             self._hand_over()
         return makes
+
+    def _make_all(self) -> None:
+        """Completes here what was drawn, which may have to be waited for."""
+        self._walk.consumers[self] = perf_counter()
+        try:
+            while self._drawn:
+                self._background.make(self._drawn.popleft())
+        finally:
+            self._walk.consumers.pop(self, None)
 
     def _hand_over(self) -> None:
         while self._drawn:
@@ -326,10 +360,14 @@ class Buffer:
     def end_by(self, error: BaseException) -> None:
         """What was being done is lost, by Ctrl-C, say: so there can be no further step. Idempotent."""
         if self._final is None:
-            self._final = Raised(lasting(error, self._next_step))
+            self._ends_with(error)
             lost = self._walk.lost_workers()  # torch tells of them wherever this thread happens to be
             self._votes.abort(self._stopped(lost) if lost else f"failed: {type(error).__name__}: {error}")
         self.close()
+
+    def _ends_with(self, error: BaseException) -> None:
+        """The error is raised by whoever calls this, and this once."""
+        self._final, self._was_raised = Raised(after_the_error(error, in_one_line(error), self._next_step)), True
 
     def _look_a_while(self) -> bool:
         """A consumer that comes back at once looks after the vote for a moment, which is shorter than to be woken.
@@ -347,6 +385,13 @@ class Buffer:
 
     def _wait(self) -> None:
         """Until something is ready, or this is closed by another thread."""
+        self._walk.consumers[self] = perf_counter()
+        try:
+            self._wait_for_outcome()
+        finally:
+            self._walk.consumers.pop(self, None)
+
+    def _wait_for_outcome(self) -> None:
         began = time.monotonic()
         while True:
             try:
@@ -359,9 +404,10 @@ class Buffer:
                 _LOG.debug("while waiting: %s", error)
             if self._ready or self._final is not None:
                 return
+            self._walk.look()
             late = self._patience.look(began, self._next_step)
             if late is not None:
-                self._final = Raised(late)
+                self._ends_with(late)
                 self.close()
                 raise late
 
@@ -402,7 +448,7 @@ class Buffer:
         """
         if self._final is None and (self._with_others or self._background.thread is not None):
             self._to_spare = 0
-            self._final = Raised(left_to_parent())
+            self._final, self._was_raised = Raised(left_to_parent()), True
 
     def _end_thread(self, thread: threading.Thread) -> None:
         thread.join(_GRACE_SECONDS if self._with_others else 0)

@@ -23,14 +23,15 @@ from __future__ import annotations
 import json
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
-from typing import Final, final
+from typing import Any, Final, final
 
 from torchdistinput import errors
 from torchdistinput.backends.channels import plain_message
 from torchdistinput.backends.collectives import Channel
 from torchdistinput.backends.exchanges import Exchange, conclude
+from torchdistinput.batch_digests import words_of
 from torchdistinput.errors import InputError, RankLost
 from torchdistinput.failures import error_of, story_of, too_many
 from torchdistinput.flow import (
@@ -41,14 +42,16 @@ from torchdistinput.flow import (
     Failed,
     Held,
     Landmarks,
+    Missed,
     Outcome,
     PassedOver,
     PastEnd,
     Raised,
+    Sealed,
     Share,
 )
 from torchdistinput.mould import Mould
-from torchdistinput.plan.ending import Ballot, Verdict, decide, weight_of
+from torchdistinput.plan.ending import Ballot, Verdict, decide, peer_weight_of, weight_of
 from torchdistinput.plan.read_ahead import changed
 from torchdistinput.structure import PER_SAMPLE, Structure
 
@@ -70,6 +73,8 @@ class Coordinate:
       name: this rank, as users know it; ``None`` where there is only one.
       begins_at: the epoch, and the number of its first step here; for messages.
       counts: whether this rank's samples count (of several ranks that read the same, only one does).
+      workers: the worker of each rank; those of one worker read the same. Empty: each is a worker.
+      way_out: what to do where the ranks differ in what they read, if all must read the same; else empty.
       landmarks: what the workers tell each other from time to time, if they do.
       max_errors: samples that all ranks together may leave out; ``None`` where none is ever left out.
       ahead: steps that the ranks read ahead at first, and at least, where that may grow up to ``slots``; ``None`` where
@@ -86,6 +91,8 @@ class Coordinate:
         name: int | None,
         begins_at: tuple[int, int],
         counts: bool = True,
+        workers: Sequence[int] = (),
+        way_out: str = "",
         landmarks: Landmarks | None = None,
         max_errors: int | None = None,
         ahead: tuple[int, int] | None = None,
@@ -97,6 +104,10 @@ class Coordinate:
         self._name = name
         self._weight = 0 if channel is None else weight_of(channel.rank, channel.num_ranks)
         self._counts = counts
+        self._worker = workers[channel.rank] if channel is not None and workers else 0
+        self._way_out = way_out
+        alike = [0] * channel.num_ranks if channel is not None and way_out else workers
+        self._peer_weight = peer_weight_of(channel.rank, alike) if channel is not None and alike else 0
         self._arrived: deque[Held] = deque()  # by whichever thread; the one that votes takes them over
         self._held: deque[Share | PastEnd] = deque()
         self._failure: Failed | None = None
@@ -184,17 +195,21 @@ class Coordinate:
     def settle(self, held: Held) -> Outcome:
         """Where nobody else votes: what becomes of the next step of this rank, as ``hold`` and ``vote`` would say.
 
-        A step of a sample or more that lost none is agreed by law A, which is found here without forming a ballot.
+        A step of a sample or more that lost none is agreed by law A, which is found here without forming a ballot. One
+        that failed is missed, if the data goes on: there is nobody else whom that would put out of step.
         """
         if self._agrees_at_once and type(held) is Share:
             sizes = held.sizes
             size = sizes[0] if len(sizes) == 1 else sum(sizes)
-            if size:
+            if size or (held.parcels and type(held.parcels[0]) is Sealed):  # torch delivers empty batches, too
                 self._rows += 1
                 if not held.parcels:
                     self._complete(held)
                 held.global_size, held.rows = size, self._rows
                 return held
+        if type(held) is Failed and held.goes_on and self._channel is None:
+            self._rows += 1
+            return Missed(error_of([story_of(held, self._name, self._epoch, self._steps)], held))
         self.hold(held)
         (outcome,) = conclude(self.vote())
         return outcome
@@ -206,6 +221,15 @@ class Coordinate:
           ahead: 1 if this rank would read further ahead, -1 if not so far.
         """
         self._take_in()
+        try:
+            return (yield from self._vote(ahead))
+        except RankLost:  # the others gave up waiting for what failed here, and cannot be told
+            failure = self._next_failure()
+            if failure is None:
+                raise
+            raise error_of([story_of(failure, self._name, self._epoch, self._steps)], failure) from failure.error
+
+    def _vote(self, ahead: int) -> Exchange[list[Outcome]]:
         verdict = yield from self._verdict(ahead)
         if verdict.structures_differ:
             return [self._finish(Raised((yield from self._difference())))]
@@ -227,8 +251,6 @@ class Coordinate:
             outcomes.append(self._finish(Raised((yield from self._too_many_skipped(verdict.skipped)))))
         elif verdict.num_stopped:
             outcomes.append(self._finish(Raised((yield from self._stop_of_some()))))
-        elif self._channel is not None:
-            self._channel.expect()
         return outcomes
 
     def _read_ahead(self, change: int) -> list[Outcome]:
@@ -249,8 +271,11 @@ class Coordinate:
         sizes = tuple([None if type(held) is PastEnd else sum(held.sizes) if counts else 0 for held in next_steps])
         drawn = tuple([held.digest if type(held) is Share else 0 for held in next_steps])
         failed = self._next_failure() is not None
-        ballot = Ballot(sizes, failed, self._stopped, self._mould.digest, drawn, skipped, ahead)
-        words = ballot.words(self._slots, self._weight)
+        read: tuple[int, ...] = ()
+        if self._peer_weight:
+            read = tuple([held.read if type(held) is Share else 0 for held in next_steps])
+        ballot = Ballot(sizes, failed, self._stopped, self._mould.digest, drawn, skipped, ahead, read)
+        words = ballot.words(self._slots, self._weight, self._peer_weight)
         if self._channel is None:
             return decide(words, 1, self._max_errors)
         return decide((yield from self._channel.exchange(words)), self._channel.num_ranks, self._max_errors)
@@ -344,14 +369,34 @@ class Coordinate:
         )
 
     def _difference_of_draws(self) -> Exchange[BaseException]:
-        """The samplers of the ranks drew differently. Collective, as every rank saw the same sums."""
+        """The samplers of the ranks drew differently, or ranks that must read the same read differently.
+
+        Collective, as every rank saw the same sums.
+        """
         held = self._held[0] if self._held else PastEnd()
-        mine = f"{held.digest:x}" if isinstance(held, Share) else "ended"
-        texts = yield from self._texts_of_all(f"rank {self._name}: {mine}")
+        drew, read = (f"{held.digest:x}", words_of(held.read)) if isinstance(held, Share) else ("ended", "ended")
+        mine = json.dumps({"rank": self._name, "worker": self._worker, "drew": drew, "read": read})
+        told = [plain_message(text) for text in (yield from self._texts_of_all(mine))]
+        at = f"at step {self._steps} of epoch {self._epoch}"
+        if self._way_out:
+            read = "; ".join(f"rank {each['rank']}: {each['read']}" for each in told)
+            return errors.RankDisagreement(
+                f"the ranks read different data {at}. Under policy DATA each of them reads all of it and keeps its "
+                f"part of each batch, so the same must come on every rank; as checksums of what came: {read}. "
+                f"{self._way_out}"
+            )
+        if len({each["drew"] for each in told}) > 1:
+            drawn = "; ".join(f"rank {each['rank']}: {each['drew']}" for each in told)
+            return errors.RankDisagreement(
+                f"the samplers of the ranks differ {at}; as checksums of the batch that each drew: {drawn}. Every "
+                "rank's sampler must draw the same: seed it alike on all ranks, not by the rank; the library takes "
+                "each rank's part."
+            )
         return errors.RankDisagreement(
-            f"the samplers of the ranks differ at step {self._steps} of epoch {self._epoch}; as checksums of the batch "
-            f"that each drew: {'; '.join(texts)}. Every rank's sampler must draw the same: seed it alike on all ranks, "
-            "not by the rank; the library takes each rank's part."
+            f"ranks that share a data-parallel coordinate of the mesh read different data {at}; as checksums of what "
+            f"each read: {_peers_that_differ(told)}. They must read the same samples: give them the same dataset, and "
+            "seed what is random in it alike on them, not by the rank; or name the dims along which each rank is to "
+            "read samples of its own with data_dims=."
         )
 
     def _failure_of_all(self) -> Exchange[BaseException]:
@@ -390,6 +435,15 @@ class Coordinate:
         """Ends the exchange on all ranks, which learn the reason. Any thread, idempotent."""
         if self._channel is not None:
             self._channel.abort(reason)
+
+
+def _peers_that_differ(told: Sequence[Mapping[str, Any]]) -> str:
+    """What the ranks read of each worker whose ranks differ."""
+    by_worker: dict[int, list[Mapping[str, Any]]] = {}
+    for each in told:
+        by_worker.setdefault(each["worker"], []).append(each)
+    differ = [peers for peers in by_worker.values() if len({each["read"] for each in peers}) > 1]
+    return "; ".join(f"rank {each['rank']}: {each['read']}" for peers in differ for each in peers)
 
 
 def _last_landmark(rows: int, landmarks: Landmarks, seldom: int) -> int:

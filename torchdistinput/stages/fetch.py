@@ -1,4 +1,4 @@
-"""The first stage: rows of the source become shares, which are measured and whose structure is checked.
+"""The first stage: rows of the source become shares, whose structure is looked at.
 
 A row is read in two halves. ``draw`` runs on the caller's thread, where user code of this process belongs, as in torch.
 ``finish`` may run on the background thread, and reads there what loader workers made ready.
@@ -6,9 +6,9 @@ A row is read in two halves. ``draw`` runs on the caller's thread, where user co
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, final
 
-from torchdistinput import tree
 from torchdistinput.flow import (
     NOTHING_SKIPPED,
     Digest,
@@ -38,9 +38,18 @@ class Fetch:
       stream: the rows of one epoch.
       mould: learns the structure of the elements.
       as_read: whether a step without an empty piece is complete as it is read: it is neither padded nor sent anywhere.
+      note_read: notes in each share what was read for it, where other ranks must read the same.
     """
 
-    def __init__(self, stream: Rows, mould: Mould, *, as_read: bool = False) -> None:
+    def __init__(
+        self,
+        stream: Rows,
+        mould: Mould,
+        *,
+        as_read: bool = False,
+        note_read: Callable[[Share, Row], None] | None = None,
+    ) -> None:
+        self._note_read = note_read
         self._stream = stream
         self._as_read = as_read
         self._draw = stream.draw
@@ -61,12 +70,16 @@ class Fetch:
             if type(content) is tuple:
                 row, like, drew = content
                 if like.kind is self._last.mark and not self._read_out:
-                    return Share(row, like.sizes, row if self._as_read and like.is_full else (), drew)
+                    share = Share(row, like.sizes, row if self._as_read and like.is_full else (), drew)
+                    if self._note_read is not None:
+                        self._note_read(share, row)
+                    return share
             if content is not None:
                 return Drawn(content) if self._stream.in_background else self._read(content)
         except Exception as error:
-            self._drawn_out = True
-            return _failed(error)
+            failed = _failed(error)
+            self._drawn_out = not failed.goes_on
+            return failed
         self._drawn_out = True
         return PastEnd()
 
@@ -80,18 +93,18 @@ class Fetch:
         try:
             if type(content) is tuple:
                 return self._learned(*content)
-            row = self._stream.fetch(content)
-            if row is not None:
+            found = self._stream.fetch(content)
+            if found is not None:
+                row, sizes = found
+                skipped = NOTHING_SKIPPED
                 # The common case is written out: a call takes as long as half of it.
-                size = None
-                if len(row) == 1:
-                    piece = row[0]
-                    size = piece.size if type(piece) is Sealed else self._last.size_of(piece)
-                sizes, skipped = self._measured(row) if size is None else ((size,), NOTHING_SKIPPED)
+                if len(row) > 1 or (type(row[0]) is not Sealed and self._last.size_of(row[0]) is None):
+                    sizes, skipped = self._seen(row, sizes)
                 return self._share(row, sizes, self._stream.digest_of(content), skipped)
         except Exception as error:
-            self._read_out = True
-            return _failed(error)
+            failed = _failed(error)
+            self._read_out = not failed.goes_on
+            return failed
         self._read_out = True
         return PastEnd()
 
@@ -100,58 +113,40 @@ class Fetch:
 
         Not where anything had to be done to the pieces, or where their structure was only just learned.
         """
-        if like.kind is self._before and self._at_a_look(row) == like.sizes:
+        if like.kind is self._before and all(piece is None or self._mould.knows(piece) for piece in row):
             self._last.mark = like.kind
             return self._share(row, like.sizes, drew)
         self._before = like.kind
-        sizes, skipped = self._measured(row)
+        sizes, skipped = self._seen(row, like.sizes)
         return self._share(row, sizes, drew, skipped)
 
     def _share(self, row: Row, sizes: tuple[int, ...], drew: Digest, skipped: Skipped = NOTHING_SKIPPED) -> Share:
-        return Share(row, sizes, row if self._as_read and 0 not in sizes else (), drew, skipped)
+        as_read = self._as_read and (0 not in sizes or type(row[0]) is Sealed)  # else a piece is to be made
+        share = Share(row, sizes, row if as_read else (), drew, skipped)
+        if self._note_read is not None:
+            self._note_read(share, row)
+        return share
 
-    def _at_a_look(self, row: Row) -> tuple[int | None, ...]:
-        known = self._mould.known_size
-        return tuple(0 if each is None else each.size if type(each) is Sealed else known(each) for each in row)
-
-    def _measured(self, row: Row) -> tuple[tuple[int, ...], Skipped]:
-        sizes, skipped = [], NOTHING_SKIPPED
-        for place, piece in enumerate(row):
-            size = self._mould.known_size(piece)
-            if size is None:
-                size, lost = self._look(row, place)
-                skipped = skipped.plus(lost)
-            sizes.append(size)
-        return tuple(sizes), skipped
-
-    def _look(self, row: Row, place: int) -> tuple[int, Skipped]:
-        """Measures a piece that is not plainly like the last one, and learns or checks its structure."""
-        piece, skipped, size = row[place], NOTHING_SKIPPED, None
-        if type(piece) is Sealed:
-            return piece.size, skipped
-        if isinstance(piece, Thinned):
-            skipped = piece.skipped
-            row[place] = piece = piece.piece  # what is left takes its place
-            size = self._mould.known_size(piece)
-        if piece is None:
-            return 0, skipped
-        if size is None:
-            tree.batch_size(piece)
-            if tree.holds_arrays(piece):
-                row[place] = tree.map_leaves(_itself, piece)
-            row[place], size = self._mould.measure(row[place])
-        return size, skipped
+    def _seen(self, row: Row, sizes: tuple[int, ...]) -> tuple[tuple[int, ...], Skipped]:
+        """Looks at the pieces, and lets their structure be learned or checked; what is left of them in the row."""
+        left, skipped = [], NOTHING_SKIPPED
+        for place, (piece, size) in enumerate(zip(row, sizes, strict=True)):
+            if type(piece) is Thinned:
+                skipped = skipped.plus(piece.skipped)
+                left.append(size - len(piece.left_out))
+                row[place] = piece = piece.piece  # noqa: PLW2901 - what is left takes its place
+            else:
+                left.append(size)
+            if left[-1] and type(piece) is not Sealed and not self._mould.knows(piece):
+                row[place] = self._mould.see(piece, left[-1])
+        return tuple(left), skipped
 
     def close(self) -> None:
         """Ends the stream. Idempotent."""
         self._stream.close()
 
 
-def _itself(leaf: Any) -> Any:
-    return leaf
-
-
 def _failed(error: Exception) -> Failed:
-    if isinstance(error, ReadFailure) and isinstance(error.__cause__, Exception):
-        return Failed(error.__cause__, error.where, error.origin)
+    if isinstance(error, ReadFailure) and error.__cause__ is not None:
+        return Failed(error.__cause__, error.where, error.origin, error.goes_on)
     return Failed(error, "")

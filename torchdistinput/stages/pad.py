@@ -40,40 +40,46 @@ class Pad:
         """The rows of each piece."""
         return self._rows
 
-    def __call__(self, share: Share, structure: Structure) -> None:
+    def __call__(self, share: Share, structure: Structure | None) -> None:
         """Pads in place.
 
         Args:
           share: a share without missing pieces.
-          structure: that of its pieces.
+          structure: that of the pieces before, if it is known: a list without an entry does not tell of what it is.
 
         Raises:
-          BatchingError: a piece has more rows than it may have.
+          BatchingError: a piece has no row for each sample, or more than it may have.
         """
         share.pieces = [self._padded(*each, structure) for each in zip(share.pieces, share.sizes, strict=True)]
 
-    def _padded(self, piece: Any, size: int, structure: Structure) -> tuple[Any, ...]:
+    def _padded(self, piece: Any, size: int, structure: Structure | None) -> tuple[Any, ...]:
         if size > self._rows:
-            raise BatchingError(
-                f"a piece has {size} rows, and partial_batch='pad' makes pieces of {self._rows}: the collate function "
-                "made more rows than it was given samples. Let it make one row for each sample, or do without padding."
-            )
+            raise BatchingError(f"a piece has {size} samples, and partial_batch='pad' makes pieces of {self._rows}.")
         mask = torch.arange(self._rows, device="cpu") < size
         if self._with_index:
             index, element = piece
             filled = index.new_full((self._rows,), -1)
             filled[:size] = index
-            return filled, self._filled(element, size, structure.children[1]), mask
+            return filled, self._filled(element, size, None if structure is None else structure.children[1]), mask
         return self._filled(piece, size, structure), mask
 
-    def _filled(self, element: Any, size: int, structure: Structure) -> Any:
+    def _filled(self, element: Any, size: int, structure: Structure | None) -> Any:
+        found = tree.read(element, size, structure)
+        if found is None or not found.leaves:
+            raise BatchingError(
+                f"a piece of {size} sample(s) has not one row for each, and partial_batch='pad' can fill up nothing "
+                "else. Let the collate function make one row for each sample, or do without padding."
+            )
         if size == self._rows:
             return element
-        leaves = iter(structure.leaves())
-        return tree.map_leaves(lambda leaf: self._fill(leaf, size, next(leaves)), element)
+        kinds = found.structure.leaves() if structure is None else structure.leaves()
+        if len(kinds) != len(found.leaves):
+            kinds = found.structure.leaves()
+        filled = [self._fill(leaf, size, kind) for leaf, kind in zip(found.leaves, kinds, strict=True)]
+        return found.structure.build(iter(filled))
 
     def _fill(self, leaf: Any, size: int, structure: Structure) -> Any:
-        if isinstance(leaf, torch.Tensor):
+        if not isinstance(leaf, list | tuple):
             filled = leaf.new_zeros((self._rows, *leaf.shape[1:]))
             filled[:size] = leaf
             return filled

@@ -314,9 +314,6 @@ class FakeChannel:
         told = yield from self._meet("exchange", tuple(words), self._delays.get((self.rank, step), 0.0))
         return [_wrapped(sum(column)) for column in zip(*told, strict=True)]
 
-    def expect(self) -> None:
-        """See ``Channel.expect``."""
-
     def gather(self, text: str) -> Exchange[list[str]]:
         """See ``Channel.gather``."""
         return (yield from self._meet("gather", text, 0.0))
@@ -398,6 +395,10 @@ class FakeRanks:
             world._delays,  # noqa: SLF001 - as above
             lambda: self._free.add(number),
         )
+
+    def refuse_channel(self, number: int, why: str) -> None:
+        """See ``Ranks.refuse_channel``."""
+        self.open_channel(number).abort(why)
 
     def name(self, rank: int) -> int:
         """See ``Ranks.name``."""

@@ -1,0 +1,103 @@
+"""Libraries' sources that divide themselves: refused under DATA with the way out, which then gives each sample once."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+import torchdistinput as tdi
+from tests.epochs import raised
+from torchdistinput.testing import run_ranks
+
+SAMPLES = 103
+SHARDS = 4
+
+
+def write_tars(folder: Path) -> list[str]:
+    names = []
+    for shard in range(SHARDS):
+        names.append(str(folder / f"{shard}.tar"))
+        with tarfile.open(names[-1], "w") as tar:
+            for number in range(shard, SAMPLES, SHARDS):
+                member = tarfile.TarInfo(f"{number:04}.cls")
+                content = str(number).encode()
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+    return names
+
+
+def webdataset(names: list[str], splits: bool) -> Any:
+    wds = pytest.importorskip("webdataset")
+    data = wds.WebDataset(names, nodesplitter=wds.split_by_node if splits else None, shardshuffle=False)
+    return data.decode().to_tuple("cls").map(number_of)
+
+
+def number_of(sample: tuple[int]) -> int:
+    return sample[0]
+
+
+def streamed(_: list[str], splits: bool) -> Any:
+    datasets, distributed = pytest.importorskip("datasets"), pytest.importorskip("datasets.distributed")
+    data = datasets.Dataset.from_dict({"n": list(range(SAMPLES))}).to_iterable_dataset(num_shards=SHARDS)
+    return distributed.split_dataset_by_node(data, dist.get_rank(), dist.get_world_size()) if splits else data
+
+
+def rows(_: list[str], splits: bool) -> Any:
+    datasets, distributed = pytest.importorskip("datasets"), pytest.importorskip("datasets.distributed")
+    data = datasets.Dataset.from_dict({"n": list(range(SAMPLES))})
+    return distributed.split_dataset_by_node(data, dist.get_rank(), dist.get_world_size()) if splits else data
+
+
+MAKERS: dict[str, tuple[Callable[..., Any], list[str], str]] = {
+    "webdataset": (webdataset, ["nodesplitter=None", "AutoShardPolicy.OFF"], "OFF"),
+    "datasets, streamed": (streamed, ["split_dataset_by_node", "AutoShardPolicy.OFF"], "OFF"),
+    "datasets": (rows, ["split_dataset_by_node", "distribute_datasets_from_function"], "function"),
+}
+
+
+def read(kind: str, names: list[str], splits: bool, policy: str, workers: int) -> Any:
+    data = MAKERS[kind][0](names, splits)
+    seen: list[int] = []
+
+    def loop() -> None:
+        loader: Any
+        if policy == "function":
+            of_one = DataLoader(data, batch_size=5, num_workers=workers)
+            loader = tdi.Strategy(["cpu"]).distribute_datasets_from_function(lambda _: of_one)
+        else:
+            loader = tdi.DataLoader(data, batch_size=10, num_workers=workers, policy=tdi.AutoShardPolicy[policy])
+        with loader:
+            for batch in loader:
+                seen.extend((batch["n"] if isinstance(batch, dict) else batch).tolist())
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        error = raised(loop)
+    return error, seen, [str(each.message) for each in told if "reads and decodes all" in str(each.message)]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", MAKERS)
+def test_a_source_that_divides_itself(kind: str, workers: int, tmp_path: Path) -> None:
+    pytest.importorskip("webdataset" if kind == "webdataset" else "datasets")
+    names = write_tars(tmp_path)
+    _, ways_out, way_out = MAKERS[kind]
+    play = partial(run_ranks, 2, read, kind, names)
+    for error, seen, warned in play(True, "DATA", workers):
+        assert error.kind == "RankDisagreement", error
+        assert all(text in error.message for text in ways_out)
+        assert not warned
+        assert not seen
+    for splits, policy in [(True, way_out), (False, "DATA")]:
+        ranks = play(splits, policy, workers)
+        assert [error for error, _, _ in ranks] == [None, None]
+        assert sorted(number for _, seen, _ in ranks for number in seen) == list(range(SAMPLES)), (splits, policy)

@@ -1,0 +1,69 @@
+"""Batches that are ``TensorDict``s or tensorclasses, with the real package."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import torchdistinput as tdi
+from torchdistinput import tree
+from torchdistinput.structure import Structure
+from torchdistinput.testing import run_ranks
+
+tensordict = pytest.importorskip("tensordict")
+
+
+@tensordict.tensorclass
+class Sample:
+    """An image with its label."""
+
+    image: torch.Tensor
+    label: torch.Tensor
+
+
+def batches() -> list[Any]:
+    def dicts(size: int) -> Any:
+        nested = tensordict.TensorDict({"b": torch.zeros(size, 5)}, batch_size=[size, 5])
+        return tensordict.TensorDict({"a": torch.arange(size), "nested": nested}, batch_size=[size])
+
+    def classes(size: int) -> Any:
+        make_sample: Any = Sample
+        return make_sample(image=torch.zeros(size, 2, 2), label=torch.arange(size), batch_size=[size])
+
+    return [[make(size) for size in (4, 1)] for make in (dicts, classes)]
+
+
+def parts() -> list[Any]:
+    strategy = tdi.Strategy(devices=["cpu"])
+    found: list[Any] = []
+    for data in batches():
+        loader = strategy.distribute_dataset(data)
+        for batch in loader:
+            numbers = batch["a"] if isinstance(batch, tensordict.TensorDict) else batch.label
+            shapes = [tuple(batch.batch_size)]
+            if isinstance(batch, tensordict.TensorDict):
+                shapes.append(tuple(batch["nested"].batch_size))
+            found.append((type(batch).__name__, shapes, numbers.tolist(), loader.step.global_size))
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_pieces_have_the_right_batch_size_also_nested_and_empty_ones(world: int) -> None:
+    results = run_ranks(world, parts)
+    for step, (size, kind) in enumerate([(4, "TensorDict"), (1, "TensorDict"), (4, "Sample"), (1, "Sample")]):
+        found = [result[step] for result in results]
+        assert sum((numbers for _, _, numbers, _ in found), []) == [*range(size)]  # noqa: RUF017 - a few
+        for name, shapes, numbers, global_size in found:
+            assert (name, global_size) == (kind, size)
+            assert shapes == [(len(numbers),), (len(numbers), 5)][: 2 if kind == "TensorDict" else 1]
+
+
+def test_a_rank_that_never_saw_one_makes_an_empty_one_by_what_the_others_tell() -> None:
+    for whole, _ in batches():
+        structure = tree.structure_of(whole)
+        empty = Structure.from_json(structure.to_json()).empty()
+        assert type(empty) is type(whole)
+        assert tuple(empty.batch_size) == (0,)
+        assert tree.structure_of(empty).signature() == structure.signature()

@@ -1,0 +1,43 @@
+"""Batches of graphs, as PyG makes them, with the real package."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import torchdistinput as tdi
+from torchdistinput.testing import run_ranks
+
+data = pytest.importorskip("torch_geometric.data")
+
+GRAPHS = 7
+
+
+def graphs() -> list[Any]:
+    return [data.Data(x=torch.full((1 + number % 3, 2), number), y=torch.tensor([number])) for number in range(GRAPHS)]
+
+
+def no_graph() -> Any:
+    return data.Batch(x=torch.zeros(0, 2), y=torch.zeros(0, dtype=torch.int64))
+
+
+def parts(num_workers: int) -> list[Any]:
+    options: Any = {"batch_size": 3, "collate_fn": data.Batch.from_data_list, "num_workers": num_workers}
+    strategy = tdi.Strategy(devices=["cpu"])
+    torch_loader: Any = DataLoader(graphs(), **options)  # type: ignore[arg-type]
+    with strategy.distribute_dataset(torch_loader, tdi.InputOptions(empty_fn=no_graph)) as loader:
+        return [(batch.y.tolist(), loader.step.local_sizes, loader.step.global_size) for batch in loader]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_each_replica_gets_a_batch_of_its_graphs(world: int, num_workers: int) -> None:
+    results = run_ranks(world, parts, num_workers)
+    for step, expected in enumerate([[0, 1, 2], [3, 4, 5], [6]]):
+        found = [result[step] for result in results]
+        assert [number for numbers, _, _ in found for number in numbers] == expected
+        for numbers, sizes, size in found:
+            assert (len(numbers), size) == (sizes[0], len(expected))

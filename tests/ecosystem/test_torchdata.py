@@ -1,0 +1,111 @@
+"""Data with a state of its own, beside torchdata's ``StatefulDataLoader``: the same rest after a resume."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from torch.utils.data import IterableDataset
+
+import torchdistinput as tdi
+from tests.epochs import lists
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),
+]
+
+
+class Own(IterableDataset[int]):
+    """Its own iterator."""
+
+    def __init__(self) -> None:
+        self.place = 0
+
+    def __iter__(self) -> Any:
+        self.place = 0
+        return self
+
+    def __next__(self) -> int:
+        if self.place == 11:
+            raise StopIteration
+        self.place += 1
+        return self.place - 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place = state["place"]
+
+
+class Epochs(IterableDataset[int]):
+    """Counts its epochs in its state."""
+
+    def __init__(self) -> None:
+        self.epoch = -1
+        self.place = self.begin = 0
+
+    def __iter__(self) -> Iterator[int]:
+        if not self.begin:
+            self.epoch += 1
+        begin, self.begin = self.begin, 0
+        for place in range(begin, 11):
+            self.place = place + 1
+            yield 100 * self.epoch + place
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "place": self.place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epoch, self.begin = state["epoch"], state["place"]
+
+
+def left_after(loader: Any, steps: int, epochs: int = 0) -> tuple[Any, list[Any]]:
+    """The state after so many steps, and the rest of that epoch with the next one."""
+    for _ in range(epochs):
+        lists([*loader])
+    iterator = iter(loader)
+    for _ in range(steps):
+        next(iterator)
+    state = loader.state_dict()
+    return state, [lists(batch) for batch in iterator]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("data", [Own, Epochs])
+def test_the_rest_is_that_of_torchdatas_loader(data: type[Any], every: int, workers: int) -> None:
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+    for steps in range(1, 6):
+        found = []
+        for cls in (torchdata.StatefulDataLoader, tdi.DataLoader):
+            arguments: dict[str, Any] = {"batch_size": 2, "num_workers": workers, "snapshot_every_n_steps": every}
+            state, rest = left_after(cls(data(), **arguments), steps)
+            resumed = cls(data(), **arguments)
+            resumed.load_state_dict(json.loads(json.dumps(state)) if cls is tdi.DataLoader else state)
+            assert [lists(batch) for batch in resumed] == rest
+            found.append(rest)
+        assert found[0] == found[1]
+
+
+def test_between_two_epochs_a_count_of_epochs_goes_on() -> None:
+    loader = tdi.DataLoader(Epochs(), batch_size=11)
+    assert [lists(next(iter([*loader]))) for _ in range(2)] == [[*range(11)], [*range(100, 111)]]
+    state = loader.state_dict()
+    resumed = tdi.DataLoader(Epochs(), batch_size=11)
+    resumed.load_state_dict(state)
+    for epoch in (2, 3):
+        assert [lists(batch) for each in (loader, resumed) for batch in each] == [
+            [100 * epoch + place for place in range(11)]
+        ] * 2
+
+
+def test_an_empty_state_changes_nothing() -> None:
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+    for cls in (torchdata.StatefulDataLoader, tdi.DataLoader):
+        loader = cls(Own(), batch_size=6)
+        loader.load_state_dict({})
+        assert [lists(batch) for batch in loader] == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10]]

@@ -1,0 +1,227 @@
+"""What a collate function returns is handed over as it is; the size of a piece is the number of its samples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+import torchdistinput as tdi
+from torchdistinput.testing import run_ranks
+
+SAMPLES, BATCH = 10, 4
+WORLDS = [1, 2, 3]
+
+
+class Boxed:
+    """A batch that nobody can look into."""
+
+    def __init__(self, numbers: list[int]) -> None:
+        self.numbers = numbers
+
+
+@dataclass
+class Record:
+    """A batch whose tensor has no row for each sample."""
+
+    packed: torch.Tensor
+    numbers: list[int]
+
+
+class Images:
+    """Each sample is a tensor with its number in each place."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.full((3, 2), index), index
+
+
+class Stream(IterableDataset[Any]):
+    """The same samples, one after the other."""
+
+    def __iter__(self) -> Any:
+        images = Images()
+        return (images[index] for index in range(SAMPLES))
+
+
+def listed(samples: list[Any]) -> Any:
+    return [image for image, _ in samples]
+
+
+def detection(samples: list[Any]) -> Any:
+    return tuple(zip(*[(image, {"boxes": image[: number % 3]}) for image, number in samples], strict=True))
+
+
+def boxed(samples: list[Any]) -> Any:
+    return Boxed([number for _, number in samples])
+
+
+def recorded(samples: list[Any]) -> Any:
+    return Record(torch.cat([image.flatten() for image, _ in samples]), [number for _, number in samples])
+
+
+def one_tensor(samples: list[Any]) -> Any:
+    return torch.cat([image.flatten() for image, _ in samples])
+
+
+def nothing(samples: list[Any]) -> Any:
+    return None
+
+
+def texts(samples: list[Any]) -> Any:
+    return " ".join(str(number) for _, number in samples)
+
+
+COLLATES = [listed, detection, boxed, recorded, one_tensor, nothing, texts]
+
+
+def numbers_in(batch: Any) -> list[int]:
+    """The numbers of the samples that a batch was made of."""
+    match batch:
+        case None:
+            return []
+        case str():
+            return [int(text) for text in batch.split()]
+        case Boxed() | Record():
+            return batch.numbers
+        case torch.Tensor():
+            return batch[::6].tolist()
+        case (tuple(images), tuple(_)):
+            return numbers_in(list(images))
+        case list():
+            return [int(image[0, 0]) for image in batch]
+        case _:
+            return []
+
+
+def steps(
+    collate: str, num_workers: int, drop_in: bool, iterable: bool, samples: int = SAMPLES
+) -> list[tuple[list[int], int | None, tuple[int, ...]]]:
+    function = next(each for each in COLLATES if each.__name__ == collate)
+    data: Any = Stream() if iterable else torch.utils.data.Subset(Images(), range(samples))  # type: ignore[arg-type]
+    settings: Any = {"batch_size": BATCH, "collate_fn": function, "num_workers": num_workers}
+    loader: Any
+    if drop_in:
+        loader = tdi.DataLoader(data, **settings)
+    else:
+        empty = tdi.InputOptions(empty_fn=lambda: Boxed([]))
+        loader = tdi.Strategy(devices=["cpu"]).distribute_dataset(DataLoader(data, **settings), empty)
+    with loader:
+        return [(numbers_in(batch), loader.step.global_size, loader.step.local_sizes) for batch in loader]
+
+
+def all_steps() -> dict[str, Any]:
+    cases = [(each.__name__, 0, False, iterable) for each in COLLATES for iterable in (False, True)]
+    cases += [("detection", 2, False, False), ("boxed", 1, False, True), ("listed", 2, True, False)]
+    return {str(case): steps(*case) for case in cases}
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_what_a_collate_function_returns_is_handed_over_and_its_samples_are_counted(world: int) -> None:
+    results = run_ranks(world, all_steps)
+    for case in results[0]:
+        sizes = [[step[1] for step in result[case]] for result in results]
+        assert sizes == [[4, 4, 2]] * world, case
+        parts = [[step[2][0] for step in result[case]] for result in results]
+        assert [sum(each) for each in zip(*parts, strict=True)] == [4, 4, 2], case
+        if "one" not in case and "nothing" not in case:
+            put_together = [[number for result in results for number in result[case][step][0]] for step in range(3)]
+            assert put_together == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]], case
+
+
+def refused(samples: int) -> list[str]:
+    told = []
+    for drop_in in (True, False):
+        try:
+            data: Any = torch.utils.data.Subset(Images(), range(samples))  # type: ignore[arg-type]
+            settings: Any = {"batch_size": BATCH, "collate_fn": boxed}
+            strategy = tdi.Strategy(devices=["cpu"])
+            loader: Any = (
+                tdi.DataLoader(data, **settings, strategy=strategy)
+                if drop_in
+                else strategy.distribute_dataset(DataLoader(data, **settings))
+            )
+            told.append(str(len(list(loader))))
+        except tdi.BatchingError as error:
+            told.append(str(error))
+    return told
+
+
+def test_where_a_replica_may_be_left_without_a_sample_the_first_step_says_so_on_all_ranks() -> None:
+    assert run_ranks(2, refused, 10) == [["3", "3"]] * 2  # the last batch has a sample for each
+    for of_rank in run_ranks(2, refused, 9):
+        for told in of_rank:
+            assert "step 0 of epoch 0" in told
+            assert "nobody knows how to make an element of type Boxed without a sample" in told
+            assert "empty_fn=" in told
+
+
+def files(folder: str) -> list[Any]:
+    dataset = tdi.FileDataset(f"{folder}/*.txt", tdi.readers.text_lines, map_fn=as_record)
+    strategy = tdi.Strategy(devices=["cpu"])
+    found = []
+    for policy in (tdi.AutoShardPolicy.DATA, tdi.AutoShardPolicy.FILE):
+        loader = strategy.distribute_dataset(
+            dataset, tdi.InputOptions(auto_shard_policy=policy), global_batch_size=4, collate_fn=list
+        )
+        found.append([(batch, loader.step.local_sizes, loader.step.global_size) for batch in loader])
+    return found
+
+
+def as_record(line: str) -> tuple[str, int]:
+    return line, int(line)
+
+
+def test_records_that_are_tuples_may_be_collated_to_lists_of_them(tmp_path: Path) -> None:
+    for name in range(2):
+        (tmp_path / f"{name}.txt").write_text("".join(f"{name}{line}\n" for line in range(5)))
+    for world in (1, 2):
+        results = run_ranks(world, files, str(tmp_path))
+        for policy in range(2):
+            records = [record for result in results for batch, _, _ in result[policy] for record in batch]
+            assert sorted(records) == sorted(
+                (f"{name}{line}", 10 * name + line) for name in range(2) for line in range(5)
+            )
+            for result in results:
+                assert all(len(batch) == sizes[0] for batch, sizes, _ in result[policy])
+
+
+def ready(kind: str) -> list[Any]:
+    batches: list[Any] = [Boxed([*range(4)]), Boxed([4])]
+    options = tdi.InputOptions(count_fn=count, split_fn=split, empty_fn=lambda: Boxed([]))
+    if kind == "count":
+        options = tdi.InputOptions(count_fn=lambda _: "many", split_fn=split)  # type: ignore[arg-type, return-value]
+    if kind == "split":
+        options = tdi.InputOptions(count_fn=count, split_fn=lambda batch, _: [batch])
+    loader = tdi.Strategy(devices=["cpu"]).distribute_dataset(batches, options)
+    try:
+        return [(batch.numbers, loader.step.global_size) for batch in loader]
+    except tdi.BatchingError as error:
+        return [str(error)]
+
+
+def count(batch: Boxed) -> int:
+    return len(batch.numbers)
+
+
+def split(batch: Boxed, sizes: list[int]) -> list[Boxed]:
+    assert sum(sizes) == len(batch.numbers)
+    assert all(sizes)
+    numbers = iter(batch.numbers)
+    return [Boxed([next(numbers) for _ in range(size)]) for size in sizes]
+
+
+def test_ready_batches_are_counted_and_cut_by_the_users_functions() -> None:
+    assert run_ranks(1, ready, "good") == [[([0, 1, 2, 3], 4), ([4], 1)]]
+    assert run_ranks(2, ready, "good") == [[([0, 1], 4), ([4], 1)], [([2, 3], 4), ([], 1)]]
+    assert run_ranks(3, ready, "good") == [[([0, 1], 4), ([4], 1)], [([2, 3], 4), ([], 1)], [([], 4), ([], 1)]]
+    for kind, told in (("count", "count_fn returned 'many'"), ("split", "split_fn returned a list of 1")):
+        for (error,) in run_ranks(2, ready, kind):
+            assert told in error
+            assert "step 0" in error

@@ -1,0 +1,706 @@
+"""The drop-in in one process, held against torch's loader step by step: errors, empty batches, lengths, warnings."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import signal
+import threading
+import time
+import tracemalloc
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
+from torch.utils.data.datapipes.iter import IterableWrapper
+
+import torchdistinput as tdi
+
+Ours: Any = tdi.DataLoader  # torch's types ask for a Dataset; lists and ranges will do
+Torchs: Any = DataLoader
+WORKERS: list[dict[str, Any]] = [{}, {"num_workers": 2}, {"num_workers": 1, "persistent_workers": True}]
+
+
+@pytest.fixture(autouse=True)
+def no_loader_worker_is_left() -> Iterator[None]:
+    yield
+    until = time.monotonic() + 60
+    while multiprocessing.active_children():
+        assert time.monotonic() < until
+        gc.collect()
+        time.sleep(0.02)
+
+
+class Failing(Dataset[int]):
+    """Fails at some of its samples, each time with an exception of its own."""
+
+    def __init__(self, *bad: int, kind: type[BaseException] = ValueError) -> None:
+        self.bad, self.kind = bad, kind
+
+    def __len__(self) -> int:
+        return 9
+
+    def __getitem__(self, index: int) -> int:
+        if index in self.bad:
+            raise self.kind(f"no {index}")
+        return index
+
+
+class FailingAtOnce(Failing):
+    """Reads whole batches."""
+
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return [self[index] for index in indices]
+
+
+class Resumable(IterableDataset[int]):
+    """An iterable whose iterator goes on after an error."""
+
+    def __init__(self, *bad: int, kind: type[BaseException] = ValueError, length: int = 10) -> None:
+        self.bad, self.kind, self.length = bad, kind, length
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        self.number, self.by = (-1, 1) if info is None else (info.id - info.num_workers, info.num_workers)
+        return self
+
+    def __next__(self) -> int:
+        self.number += self.by
+        if self.number >= self.length:
+            raise StopIteration
+        if self.number in self.bad:
+            raise self.kind(f"no {self.number}")
+        return self.number
+
+
+class Apart(IterableDataset[int]):
+    """Each loop over it has an iterator of its own."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        return iter(range(self.length) if info is None else range(info.id, self.length, info.num_workers))
+
+
+class Ended(IterableDataset[int]):
+    """A generator, which ends by its error."""
+
+    def __init__(self, kind: type[BaseException] = ValueError) -> None:
+        self.kind = kind
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(5)
+        raise self.kind("of the generator")
+
+
+class Indices:
+    """A sampler, or batch sampler, whose iterator goes on after an error."""
+
+    def __init__(self, *found: Any, kind: type[BaseException] = ValueError) -> None:
+        self.found, self.kind = found, kind
+
+    def __iter__(self) -> Iterator[Any]:
+        self.rest = iter(self.found)
+        return self
+
+    def __next__(self) -> Any:
+        found = next(self.rest)
+        if found == "bad":
+            raise self.kind("of the sampler")
+        return found
+
+
+def ending_sampler() -> Iterator[int]:
+    yield from range(3)
+    raise KeyError("of the sampler")
+
+
+class EachTime:
+    """A sampler that is a generator function."""
+
+    def __iter__(self) -> Iterator[int]:
+        return ending_sampler()
+
+
+class FailingCollate:
+    def __init__(self, kind: type[BaseException] = KeyError) -> None:
+        self.kind = kind
+
+    def __call__(self, samples: Any) -> Any:
+        if samples == 3 or (isinstance(samples, list) and 3 in samples):
+            raise self.kind("no batch")
+        return samples
+
+
+class OwnError(Exception):
+    """Cannot be made of a text alone."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(code, text)
+        self.code = code
+
+
+def raise_own_error(samples: list[int]) -> list[int]:
+    if 3 in samples:
+        raise OwnError(7, "no batch")
+    return samples
+
+
+Program = Callable[[], dict[str, Any]]
+
+PROGRAMS: dict[str, Program] = {
+    "samples": lambda: {"dataset": Failing(2, 5), "batch_size": 2},
+    "samples, shuffled": lambda: {"dataset": Failing(2, 5), "batch_size": 2, "shuffle": True},
+    "samples, the last short batch dropped": lambda: {"dataset": Failing(8), "batch_size": 2, "drop_last": True},
+    "samples, each by itself": lambda: {"dataset": Failing(0, 2, 8), "batch_size": None},
+    "every sample": lambda: {"dataset": Failing(*range(9)), "batch_size": 2},
+    "whole batches": lambda: {"dataset": FailingAtOnce(2, 5), "batch_size": 2},
+    "an end of the data in the wrong place": lambda: {"dataset": Failing(4, kind=StopIteration), "batch_size": 2},
+    "tensors that are not there": lambda: {
+        "dataset": TensorDataset(torch.arange(4)),
+        "batch_sampler": [[0, 1], [2, 9], [3]],
+    },
+    "collate": lambda: {"dataset": range(8), "batch_size": 2, "collate_fn": FailingCollate()},
+    "conversion": lambda: {"dataset": range(8), "batch_size": None, "collate_fn": FailingCollate()},
+    "conversion of an iterable": lambda: {
+        "dataset": Resumable(),
+        "batch_size": None,
+        "collate_fn": FailingCollate(),
+    },
+    "collate of an iterable": lambda: {"dataset": Resumable(), "batch_size": 3, "collate_fn": FailingCollate()},
+    "an iterable that goes on": lambda: {"dataset": Resumable(2, 7), "batch_size": 3},
+    "an iterable that goes on, at the ends of its batches": lambda: {"dataset": Resumable(0, 5, 9), "batch_size": 3},
+    "an iterable that goes on, the last short batch dropped": lambda: {
+        "dataset": Resumable(2, 7),
+        "batch_size": 3,
+        "drop_last": True,
+    },
+    "elements that go on": lambda: {"dataset": Resumable(0, 2, 3, 9), "batch_size": None},
+    "an iterable that ended": lambda: {"dataset": Ended(), "batch_size": 2},
+    "elements that ended": lambda: {"dataset": Ended(), "batch_size": None},
+}
+
+OF_THE_SAMPLER: dict[str, Program] = {
+    "a sampler that ended": lambda: {"dataset": range(8), "sampler": EachTime(), "batch_size": 2},
+    "a sampler of samples that ended": lambda: {"dataset": range(8), "sampler": EachTime(), "batch_size": None},
+    "a sampler that would go on": lambda: {"dataset": range(8), "sampler": Indices(0, 1, "bad", 2), "batch_size": 2},
+    "single indices that go on": lambda: {"dataset": range(8), "sampler": Indices(0, "bad", 2), "batch_size": None},
+    "batches that go on": lambda: {"dataset": range(8), "batch_sampler": Indices([0, 1], "bad", "bad", [2], "bad")},
+    "what is no batch": lambda: {"dataset": range(8), "batch_sampler": [[0, 1], 2, [3]]},
+}
+
+INTERRUPTED: dict[str, Program] = {
+    "samples": lambda: {"dataset": Failing(2, kind=KeyboardInterrupt), "batch_size": 2},
+    "samples, each by itself": lambda: {"dataset": Failing(2, kind=KeyboardInterrupt), "batch_size": None},
+    "whole batches": lambda: {"dataset": FailingAtOnce(2, kind=KeyboardInterrupt), "batch_size": 2},
+    "the interpreter's end": lambda: {"dataset": Failing(2, kind=SystemExit), "batch_size": 2},
+    "collate": lambda: {"dataset": range(8), "batch_size": 2, "collate_fn": FailingCollate(KeyboardInterrupt)},
+    "conversion": lambda: {"dataset": Resumable(), "batch_size": None, "collate_fn": FailingCollate(KeyboardInterrupt)},
+    "collate of an iterable": lambda: {
+        "dataset": Resumable(),
+        "batch_size": 3,
+        "collate_fn": FailingCollate(KeyboardInterrupt),
+    },
+    "an iterable that goes on": lambda: {"dataset": Resumable(2, 7, kind=KeyboardInterrupt), "batch_size": 3},
+    "an iterable that ended": lambda: {"dataset": Ended(KeyboardInterrupt), "batch_size": 2},
+    "batches that go on": lambda: {
+        "dataset": range(8),
+        "batch_sampler": Indices([0, 1], "bad", [2], kind=KeyboardInterrupt),
+    },
+}
+
+
+def plain(batch: Any) -> Any:
+    if isinstance(batch, torch.Tensor):
+        return str(batch.dtype), batch.tolist()
+    return [plain(each) for each in batch] if isinstance(batch, list | tuple) else batch
+
+
+def told(loader: Any, steps: int = 16, epochs: int = 2) -> list[Any]:
+    """What each ``next`` of some epochs gives: the batch, the exception's type and text, or the end, and its end again.
+
+    With loader workers torch's text has the worker's traceback in it; where ours is, the next test tells.
+    """
+    found: list[Any] = []
+    for _ in range(epochs):
+        iterator = iter(loader)
+        for _ in range(steps):
+            try:
+                found.append(plain(next(iterator)))
+            except BaseException as error:
+                worker = "DataLoader worker process" in str(error)
+                found.append(
+                    (type(error), str(error).strip().splitlines()[-1].split(": ", 1)[1] if worker else error.args)
+                )
+                if loader.num_workers:
+                    found[-1] = found[-1][0]
+    return [*found, torch.rand(()).item()]
+
+
+def both(program: Program, **more: Any) -> list[Any]:
+    found = []
+    for cls in (Torchs, Ours):
+        torch.manual_seed(3)
+        found.append(told(cls(**program(), **more)))
+    return found
+
+
+@pytest.mark.parametrize("workers", WORKERS, ids=str)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_after_an_error_the_epoch_goes_on_as_in_torch(name: str, workers: dict[str, Any]) -> None:
+    torchs, ours = both(PROGRAMS[name], **workers)
+    assert ours == torchs
+    assert any(isinstance(each, tuple | type) for each in ours)
+
+
+@pytest.mark.parametrize("name", OF_THE_SAMPLER)
+def test_after_an_error_of_the_sampler_the_epoch_goes_on_as_in_torch(name: str) -> None:
+    torchs, ours = both(OF_THE_SAMPLER[name])
+    assert ours == torchs
+
+
+@pytest.mark.parametrize("workers", WORKERS[1:], ids=str)
+@pytest.mark.parametrize("name", OF_THE_SAMPLER)
+def test_with_loader_workers_an_error_of_the_sampler_comes_in_its_place_and_no_batch_is_lost_as_by_torch(
+    name: str, workers: dict[str, Any]
+) -> None:
+    here, there = (told(Ours(**OF_THE_SAMPLER[name](), **more), epochs=1)[:-1] for more in ({}, workers))
+    assert there == [each[0] if isinstance(each, tuple) and isinstance(each[0], type) else each for each in here]
+
+
+@pytest.mark.parametrize("name", INTERRUPTED)
+def test_an_interruption_of_the_users_code_does_not_end_the_epoch_as_in_torch(name: str) -> None:
+    torchs, ours = both(INTERRUPTED[name])
+    assert ours == torchs
+    assert any(isinstance(each, tuple) and each[0] in (KeyboardInterrupt, SystemExit) for each in ours)
+
+
+@pytest.mark.parametrize("name", ["samples", "collate", "an iterable that goes on", "an iterable that ended"])
+@pytest.mark.parametrize("workers", WORKERS[1:], ids=str)
+def test_steps_that_are_read_ahead_are_not_lost_by_an_error_before_them(name: str, workers: dict[str, Any]) -> None:
+    torchs, ours = both(PROGRAMS[name], **workers)
+    torch.manual_seed(3)
+    assert told(Ours(**PROGRAMS[name](), **workers, prefetch=3)) == ours == torchs
+
+
+@pytest.mark.parametrize("kind", ["collate", "dataset"])
+def test_what_fails_in_a_loader_worker_comes_as_itself_with_the_workers_traceback(kind: str) -> None:
+    """Torch makes a new exception of the text, or a RuntimeError where that cannot be."""
+    data, collate = (range(6), raise_own_error) if kind == "collate" else (Failing(3, kind=KeyError), list)
+    found = []
+    for workers in (0, 1):
+        iterator = iter(Ours(data, batch_size=2, collate_fn=collate, num_workers=workers))
+        assert next(iterator) == [0, 1]
+        with pytest.raises((OwnError, KeyError)) as caught:
+            next(iterator)
+        found.append((caught.type, caught.value.args, vars(caught.value)))
+        assert workers == 0 or "Traceback (most recent call last)" in str(caught.value.__cause__)
+        assert next(iterator) == [4, 5]
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("data", [Failing(*range(9)), Resumable(*range(100_000), length=100_000)])
+def test_a_loop_over_errors_comes_to_its_end_and_keeps_nothing(data: Any, workers: int) -> None:
+    loader = Ours(data, batch_size=None, num_workers=workers)
+    most = 2_000 if workers == 0 else 300
+    kinds: Counter[str] = Counter()
+    iterator = iter(loader)
+    gc.collect()
+    gc.disable()  # a circle of an error and its traceback would wait for it
+    tracemalloc.start()
+    try:
+        sizes = []
+        for step in range(most):
+            try:
+                next(iterator)
+            except (ValueError, StopIteration) as error:
+                kinds[type(error).__name__] += 1
+            if step in (most // 2, most - 1):
+                sizes.append(tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+        gc.enable()
+    assert sizes[1] - sizes[0] < 100_000
+    left = weakref.ref(iterator)
+    del iterator
+    gc.collect()
+    assert left() is None  # nor are loader workers left
+    if isinstance(data, Failing):
+        assert kinds == {"ValueError": 9, "StopIteration": most - 9}
+
+
+class Killed(Dataset[int]):
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> int:
+        if index == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return index
+
+
+class Late(Dataset[int]):
+    """Reads one sample for very long."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> int:
+        if index == 2:
+            time.sleep(60)
+        return index
+
+
+@pytest.mark.parametrize("kind", ["dies", "is late"])
+def test_a_loader_worker_that_died_or_is_late_ends_the_epoch(kind: str) -> None:
+    iterator = iter(Ours(Killed(), num_workers=1) if kind == "dies" else Ours(Late(), num_workers=1, timeout=3))
+    found: list[Any] = []
+    for _ in range(6):
+        try:
+            found.append(next(iterator).item())
+        except Exception as error:
+            found.append((type(error), str(error)))
+    numbers = [each for each in found if isinstance(each, int)]
+    assert numbers == [*range(len(numbers))]
+    first, second, *rest = found[len(numbers) :]
+    assert first[0] is RuntimeError
+    assert ("DataLoader worker" if kind == "dies" else "timed out after 3 seconds") in first[1]
+    assert second[0] is tdi.InputError
+    assert "this epoch ended with the error above" in second[1]
+    assert {each for each, _ in rest} == {StopIteration}
+
+
+def test_an_interruption_that_comes_while_a_loader_worker_reads_ends_the_epoch() -> None:
+    iterator = iter(Ours(Late(), num_workers=1))
+    assert [next(iterator).item() for _ in range(2)] == [0, 1]
+    timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        next(iterator)
+    timer.join()
+    with pytest.raises(tdi.InputError, match="interrupted while it read, after step 2"):
+        next(iterator)
+    assert next(iterator, "ended") == "ended"
+
+
+class NoSampler:
+    def __iter__(self) -> Iterator[int]:
+        raise OSError("no indices")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_of_the_batch_samplers_iter_comes_with_the_first_batch(workers: int) -> None:
+    iterator = iter(Ours(range(4), batch_sampler=NoSampler(), num_workers=workers))
+    with pytest.raises(OSError, match="no indices"):
+        next(iterator)
+    with pytest.raises(tdi.InputError, match="this epoch ended with the error above"):
+        next(iterator)
+    assert next(iterator, "ended") == "ended"
+
+
+def test_a_state_taken_after_an_error_goes_on_behind_what_failed() -> None:
+    def loader(kind: str) -> Any:
+        data = Failing(2) if kind == "map" else Resumable(2)
+        return Ours(data, batch_size=2, collate_fn=list)
+
+    for kind in ("map", "iterable"):
+        first = loader(kind)
+        iterator = iter(first)
+        assert next(iterator) == [0, 1]
+        with pytest.raises(ValueError, match="no 2"):
+            next(iterator)
+        batch = next(iterator)
+        state = first.state_dict()
+        rest = list(iterator)
+        again = loader(kind)
+        again.load_state_dict(state)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # the iterable is read again
+            assert list(again) == rest
+        assert batch not in rest
+
+
+# -------------------------------------------------------------------------------------------------- empty batches
+
+
+class Empty(Dataset[Any]):
+    """Knows how to read no samples."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: Any) -> Any:
+        return index
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [("of", len(indices)), *indices]
+
+
+EMPTY: dict[str, Program] = {
+    "lists": lambda: {"dataset": range(5), "batch_sampler": [[], [0, 1], [], [2], []], "collate_fn": list},
+    "lists, collated": lambda: {"dataset": range(5), "batch_sampler": [[], [0, 1], [], [2], []]},
+    "lists of tensors": lambda: {"dataset": torch.arange(5), "batch_sampler": [[], [0, 1], [], [2], []]},
+    "lists, read at once": lambda: {"dataset": Empty(), "batch_sampler": [[], [0, 1], []], "collate_fn": list},
+    "lists as single indices": lambda: {"dataset": Empty(), "sampler": [[], [0, 1]], "batch_size": None},
+    "items": lambda: {"dataset": [torch.zeros(0), torch.ones(2), torch.zeros(0)], "batch_size": None},
+    "items that are lists": lambda: {"dataset": [[], [1], []], "batch_size": None},
+    "elements": lambda: {"dataset": Elements(), "batch_size": None},
+    "a short last batch": lambda: {"dataset": range(5), "batch_size": 2},
+    "a short last batch, dropped": lambda: {"dataset": range(5), "batch_size": 2, "drop_last": True},
+    "fewer than a batch, dropped": lambda: {"dataset": range(5), "batch_size": 9, "drop_last": True},
+    "fewer elements than a batch, dropped": lambda: {"dataset": Resumable(), "batch_size": 99, "drop_last": True},
+    "a short last batch of elements, dropped": lambda: {"dataset": Resumable(), "batch_size": 4, "drop_last": True},
+    "no data": lambda: {"dataset": [], "batch_size": 2},
+}
+
+
+class Elements(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        yield from ([], torch.zeros(0, 2), {}, torch.ones(1, 2), [], [])
+
+
+@pytest.mark.parametrize("workers", WORKERS, ids=str)
+@pytest.mark.parametrize("name", EMPTY)
+def test_an_empty_batch_is_what_torch_makes_of_it(name: str, workers: dict[str, Any]) -> None:
+    torchs, ours = both(EMPTY[name], **workers)
+    assert ours == torchs
+
+
+def test_an_empty_batch_is_a_step_without_samples() -> None:
+    loader = Ours(range(5), batch_sampler=[[], [0, 1]], collate_fn=list)
+    assert [(batch, loader.step.index, loader.step.global_size) for batch in loader] == [([], 0, 0), ([0, 1], 1, 2)]
+
+
+# ------------------------------------------------------------------------------------------ lengths and warnings
+
+
+LENGTHS: dict[str, Program] = {
+    "batches": lambda: {"dataset": range(7), "batch_size": 2},
+    "full batches": lambda: {"dataset": range(7), "batch_size": 2, "drop_last": True},
+    "samples": lambda: {"dataset": range(7), "batch_size": None},
+    "a batch sampler": lambda: {"dataset": range(7), "batch_sampler": [[1], [2]]},
+    "an iterable": lambda: {"dataset": Few(3, 3)},
+    "an iterable, elements": lambda: {"dataset": Few(3, 3), "batch_size": None},
+}
+
+
+class Few(IterableDataset[int]):
+    """Says that it has another length than it has."""
+
+    def __init__(self, says: int, has: int) -> None:
+        self.says, self.has = says, has
+
+    def __len__(self) -> int:
+        return self.says
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.has))
+
+    def __repr__(self) -> str:
+        return f"Few({self.says})"
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_the_iterator_has_the_length_that_torchs_has(name: str) -> None:
+    found: list[Any] = []
+    for cls in (Torchs, Ours):
+        iterator = iter(cls(**LENGTHS[name]()))
+        for _ in range(2):
+            try:
+                found.append(len(iterator))
+            except TypeError as error:
+                found.append(str(error))
+            next(iterator)
+    assert found[:2] == found[2:]
+
+
+@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize("workers", WORKERS, ids=str)
+@pytest.mark.parametrize("batch_size", [None, 1, 2])
+def test_a_stream_that_is_longer_than_it_said_is_warned_of_as_by_torch(
+    batch_size: int | None, workers: dict[str, Any], asks: bool
+) -> None:
+    found = []
+    for cls in (Torchs, Ours):
+        loader = cls(Few(2, 5), batch_size=batch_size, **workers)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            told_before = [batch for batch in loader]  # noqa: C416 - list() asks for the length
+            if asks:
+                len(loader)
+            told_after = [batch for batch in loader]  # noqa: C416
+        messages = [(each.category, str(each.message), each.filename) for each in caught]
+        found.append((plain(told_before), plain(told_after), messages))
+    assert found[0] == found[1]
+    assert asks == bool(found[1][2]) or batch_size == 2
+
+
+@pytest.mark.parametrize("workers", [{"num_workers": 3}, {"num_workers": 3, "persistent_workers": True}], ids=str)
+def test_too_many_loader_workers_are_warned_of_as_often_as_by_torch(
+    workers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch._utils, "cpu_count", lambda: 1)  # where torch looks for it
+    for data in (range(3), Resumable(length=3)):
+        found = []
+        for cls in (Torchs, Ours):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                loader = cls(data, **workers)
+                for _ in range(2):
+                    list(loader)
+            found.append([(each.category, str(each.message), each.filename, each.lineno) for each in caught])
+        assert len(found[0]) == (2 if "persistent_workers" in workers else 3)
+        assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("workers", WORKERS, ids=str)
+@pytest.mark.parametrize("data", [range(6), Apart(6), TensorDataset(torch.arange(6))])
+def test_nested_loops_over_one_loader_are_torchs(data: Any, workers: dict[str, Any]) -> None:
+    """With loader workers that live on, torch has one iterator, and begins it anew; else each loop has its own."""
+    found: list[Any] = []
+    for cls in (Torchs, Ours):
+        torch.manual_seed(1)
+        shuffle = None if isinstance(data, Apart) else True
+        loader = cls(data, batch_size=2, shuffle=shuffle, **workers)
+        pairs = [(plain(outer), plain(inner)) for outer in loader for inner in loader]
+        after = [plain(batch) for batch in loader]
+        first = iter(loader)
+        taken = plain(next(first))
+        again = iter(loader)
+        found.append((pairs, after, taken, first is again, [plain(each) for each in again], next(first, "ended")))
+        if "persistent_workers" not in workers:
+            found[-1] = found[-1][:-1]
+        found.append(torch.rand(()).item())
+    assert found[:2] == found[2:]
+
+
+# --------------------------------------------------------------------------------------------------- any order
+
+
+class Turns(Dataset[int]):
+    """Its first sample waits until another one has come."""
+
+    def __init__(self, read: Any) -> None:
+        self.read = read
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        if index == 0:
+            self.read.acquire()
+        return index
+
+
+class Halves(IterableDataset[int]):
+    """The first loader worker waits until something has come from the other one."""
+
+    def __init__(self, read: Any) -> None:
+        self.read = read
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        assert info is not None
+        if info.id == 0:
+            self.read.acquire()
+        yield from range(10 * info.id, 10 * info.id + 3)
+
+
+@pytest.mark.parametrize("kind", [Turns, Halves])
+@pytest.mark.parametrize("lasting", [False, True])
+def test_batches_that_need_no_order_come_as_they_are_ready(kind: Any, lasting: bool) -> None:
+    for cls in (Torchs, Ours):
+        data = kind(multiprocessing.Semaphore(0))
+        loader = cls(data, batch_size=None, num_workers=2, in_order=False, persistent_workers=lasting)
+        for _ in range(2):
+            iterator = iter(loader)
+            first = next(iterator)
+            assert first in (1, 10)  # in order it would wait for ever
+            data.read.release()
+            assert sorted([first, *iterator]) == ([0, 1, 2, 3] if kind is Turns else [0, 1, 2, 10, 11, 12])
+
+
+def test_batches_in_any_order_have_a_state_at_the_ends_of_epochs_only() -> None:
+    for data in (range(6), Resumable(length=6)):
+        loader = Ours(data, num_workers=2, in_order=False)
+        iterator = iter(loader)
+        loader.state_dict()
+        next(iterator)
+        with pytest.raises(tdi.StateMismatch, match="in_order=False.*in_order=True"):
+            loader.state_dict()
+        assert len(list(iterator)) == 5
+        assert loader.state_dict()["epoch"] == 1
+    one = Ours(range(6), num_workers=1, in_order=False)
+    next(iter(one))
+    assert one.state_dict()["step"] == 1
+
+
+def test_replicas_are_not_divided_in_any_order() -> None:
+    loader = Ours(range(6), num_workers=2, in_order=False, strategy=tdi.Strategy(["cpu"] * 2))
+    with pytest.raises(tdi.InputError, match="in_order=False"):
+        iter(loader)
+
+
+# --------------------------------------------------------------------------------------------------- DataPipes
+
+
+def text(number: int) -> str:
+    return str(number)
+
+
+PIPES: dict[str, Callable[[], Any]] = {
+    "plain": lambda: IterableWrapper(range(7)),
+    "divided": lambda: IterableWrapper(range(7)).sharding_filter(),
+    "shuffled": lambda: IterableWrapper(range(7)).shuffle(),
+    "shuffled and divided": lambda: IterableWrapper(range(7)).shuffle().sharding_filter(),
+    "a graph": lambda: IterableWrapper(range(12)).sharding_filter().shuffle().map(text).batch(2),
+}
+LIVING: list[dict[str, Any]] = [
+    *WORKERS,
+    {"num_workers": 2, "persistent_workers": True},
+    {"num_workers": 2, "persistent_workers": True, "multiprocessing_context": "forkserver"},
+]
+
+
+def of_pipe(cls: Any, name: str, own: bool, **more: Any) -> Any:
+    torch.manual_seed(3)
+    generator = torch.Generator().manual_seed(5) if own else None
+    return cls(PIPES[name](), generator=generator, **more)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("own", [False, True], ids=["default state", "generator"])
+@pytest.mark.parametrize("workers", LIVING, ids=str)
+@pytest.mark.parametrize("name", PIPES)
+def test_a_data_pipe_is_divided_and_shuffled_as_by_torch(name: str, workers: dict[str, Any], own: bool) -> None:
+    found = []
+    for cls in (Torchs, Ours):
+        loader = of_pipe(cls, name, own, batch_size=None, shuffle=True if "shuffle" in name else None, **workers)
+        found.append(([list(loader) for _ in range(3)], torch.rand(()).item()))
+    assert found[0] == found[1]
+    if name == "divided":
+        assert [sorted(epoch) for epoch in found[1][0]] == [[*range(7)]] * 3
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("workers", WORKERS, ids=str)
+def test_a_data_pipe_goes_on_where_a_state_was_saved(workers: dict[str, Any]) -> None:
+    whole, loader, again = (
+        of_pipe(Ours, "shuffled and divided", True, batch_size=2, collate_fn=list, **workers) for _ in range(3)
+    )
+    epochs = [list(whole) for _ in range(3)]
+    assert list(loader) == epochs[0]
+    iterator = iter(loader)
+    assert [next(iterator) for _ in range(2)] == epochs[1][:2]
+    again.load_state_dict(loader.state_dict())
+    assert list(again) == epochs[1][2:]
+    assert list(again) == epochs[2]

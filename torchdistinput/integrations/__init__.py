@@ -1,0 +1,1 @@
+"""Thin adapters to training frameworks. Each is imported by who uses that framework, and by nothing else."""

@@ -1,0 +1,59 @@
+"""Other libraries whose ``state_dict`` is known not to restore exactly, found without importing them.
+
+The table of what is known: the library and class, what of it is concerned, and why. The attributes that are looked at
+are the libraries' own, some of them private; where one is missing, the state is taken to be exact, and checked like any
+other when it is restored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+__all__ = ["why_inexact"]
+
+_MOST_DEPTH: Final = 64
+
+
+def _has_shuffle_buffer(dataset: Any) -> bool:
+    """Whether examples of a Hugging Face ``IterableDataset`` wait in a buffer, from which they come in random order."""
+    left = [vars(dataset).get("_ex_iterable")]
+    for _ in range(_MOST_DEPTH):
+        found = [each for each in left if each is not None]
+        if any(type(each).__name__ == "BufferShuffledExamplesIterable" for each in found):
+            return True
+        left = [inside for each in found for inside in _inner(each)]
+    return False
+
+
+def _inner(iterable: Any) -> list[Any]:
+    held = getattr(iterable, "__dict__", {})
+    several = held.get("ex_iterables")
+    return [held.get("ex_iterable"), *(several if isinstance(several, list | tuple) else [])]
+
+
+class _Known(NamedTuple):
+    library: str
+    name: str
+    concerns: Callable[[Any], bool]
+    reason: str
+
+
+_TABLE: Final = (
+    # datasets 2.18 to 5.2.0, whose own documentation says so. With two loader workers its load_state_dict() can also
+    # end in an IndexError.
+    _Known(
+        "datasets",
+        "IterableDataset",
+        _has_shuffle_buffer,
+        "the state of a Hugging Face IterableDataset does not hold its shuffle buffer, whose examples are lost on a "
+        "resume",
+    ),
+)
+
+
+def why_inexact(data: object) -> str:
+    """Why a state of the data's own would not restore it exactly; nothing where that is not known. Local."""
+    kinds = {(kind.__module__.partition(".")[0], kind.__name__) for kind in type(data).__mro__}
+    found = [known for known in _TABLE if (known.library, known.name) in kinds and known.concerns(data)]
+    return found[0].reason if found else ""
