@@ -59,7 +59,11 @@ def played() -> Played:
 
 
 def make_ranks(timeout_seconds: float = 30.0) -> ProcessGroupRanks:
-    return ProcessGroupRanks(None, find_members(None, None, None), timeout_seconds)
+    """All meet with patience, also on a busy machine; what comes later has so long."""
+    ranks = ProcessGroupRanks(None, find_members(None, None, None), 30.0)
+    ranks._timeout_seconds = timeout_seconds
+    dist.barrier()
+    return ranks
 
 
 def loses(channel: Channel) -> str:
@@ -259,7 +263,7 @@ def test_a_fork_ends_no_group_of_its_parent(world: int, played: Played) -> None:
 
 def absent_once() -> tuple[str, list[str]]:
     """Rank 1 comes when the others have given up once; then all meet."""
-    ranks = make_ranks(timeout_seconds=1.0)
+    ranks = make_ranks(timeout_seconds=4.0)
     message = ""
     if dist.get_rank() == 1:
         dist.barrier()
@@ -278,7 +282,7 @@ def absent_once() -> tuple[str, list[str]]:
 def test_an_absent_rank_is_named_and_the_agreement_can_be_repeated(world: int, played: Played) -> None:
     for rank, (message, told) in enumerate(each["absent once"] for each in played[world]):
         if rank != 1:
-            assert "a test: rank 1 did not come within 1 seconds" in message
+            assert "a test: rank 1 did not come within 4 seconds" in message
         assert told == [f"rank {each}" for each in range(world)]
 
 

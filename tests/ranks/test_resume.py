@@ -366,7 +366,7 @@ def disagree() -> dict[str, Any]:
     found["again"] = list(steps(again, epochs=1))
     apart = number_run_with(coordination="off")
     found["uncoordinated"] = raised(apart.loader.state_dict)
-    late_rank = run_from("function", timeout_seconds=1.5)
+    late_rank = run_from("function", timeout_seconds=5)
     next(iterator := iter(late_rank.loader))
     if rank == 0:
         found["nobody else"] = raised(late_rank.loader.state_dict)
