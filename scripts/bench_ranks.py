@@ -32,7 +32,8 @@ import torch
 import torch.distributed as dist
 
 import torchdistinput as tdi
-from torchdistinput.backends import board, collectives, launch
+from torchdistinput.coordination import launch, process_group
+from torchdistinput.coordination import store as board
 
 LONG_SECONDS = 300.0
 
@@ -89,7 +90,7 @@ def rank_main(rank: int, world: int, port: int, pipe: Connection) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
     torch.set_num_threads(1)
-    collectives.prefixed = launch.prefixed = counted  # type: ignore[attr-defined]
+    process_group.prefixed = launch.prefixed = counted  # type: ignore[attr-defined]
     found: Figures = {}
     strategy, found["Strategy()"] = measured(lambda: tdi.Strategy(timeout_seconds=LONG_SECONDS))
     data = {"x": torch.arange(10 * world)}

@@ -12,7 +12,7 @@ What must hold:
 - no survivor lives longer than ``timeout_seconds`` + 5 s after the event (and ``--slack``, on a loaded machine);
 - each ends with an error that names who was lost, or normally where the event did no harm; whoever got a signal, by
   that signal; nobody by an abort;
-- each rank delivered a prefix of the right sequence, which torch's own loader gives in one process, cut by law S; the
+- each rank delivered a prefix of the right sequence, which torch's own loader gives in one process, cut by law B1; the
   ranks differ by no more than the steps in flight;
 - nothing is left: processes, ``/dev/shm``, sockets, temporary files.
 

@@ -24,9 +24,9 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 import torchdistinput as tdi
-from torchdistinput.flow import Share, Start
-from torchdistinput.plan.ending import Ballot, decide
-from torchdistinput.sources.numbers import Numbers
+from torchdistinput.plan.step_agreement import StepReport, decide
+from torchdistinput.sources.map_style.index_array import Numbers
+from torchdistinput.step_types import LocalStep, Start
 from torchdistinput.testing import run_ranks
 
 CHUNK = 50
@@ -65,13 +65,13 @@ def one_process(steps: int) -> dict[str, float]:
     fetch, votes = buffer._walk.draw.__self__, buffer._votes  # type: ignore[attr-defined]
     stream = dataset._source.open(0, lambda call: call(), Start())
     row, sizes = [batch], (256,)
-    sent = Share([], sizes, row, global_size=256, rows=1)
+    sent = LocalStep([], sizes, row, global_size=256, rows=1)
     parts: dict[str, Callable[[], Any]] = {
         "next()": lambda: next(iterator),
         "  take: what the stages do": buffer.take,
         "    draw: the step, complete": fetch.draw,
         "      the source: read, cut and noted": stream.draw,
-        "        alike, at a look": lambda: fetch._mould.last.size_of(batch),
+        "        alike, at a look": lambda: fetch._checker.last.size_of(batch),
         "    settle: the verdict of one rank": lambda: votes.settle(sent),
         "  bytes of the step": lambda: elements.num_bytes(256, row),
         "  progress and stats": lambda: progress.add(sent, 256, 1),
@@ -80,10 +80,10 @@ def one_process(steps: int) -> dict[str, float]:
         "aside: making loader.step, when asked": lambda: iterator.step,
         "aside: stats()": dataset.stats,
         "aside: state_dict()": dataset.state_dict,
-        "aside: the words of a ballot of 32 steps": lambda: Ballot((256,) * 32, digest=7).words(32),
+        "aside: the words of a ballot of 32 steps": lambda: StepReport((256,) * 32, digest=7).words(32),
         "aside: the verdict from them": lambda: decide(words, 1),
     }
-    words = Ballot((256,) * 32, digest=7).words(32)
+    words = StepReport((256,) * 32, digest=7).words(32)
     found = {name: least_us(call, steps) for name, call in parts.items()}
     iterator.close()
     return found
@@ -101,7 +101,7 @@ def in_memory(steps: int) -> dict[str, float]:
     order = torch.randperm(samples)
     rows = Numbers(order[:size].numpy())
     stream = iterator._buffer._walk.draw.__self__._stream  # type: ignore[attr-defined]
-    draws, pieces, mould = stream._draws, dataset._source._pieces, iterator._elements._mould  # type: ignore[attr-defined]
+    draws, pieces, checker = stream._draws, dataset._source._pieces, iterator._elements._checker  # type: ignore[attr-defined]
     starts = itertools.cycle(range(0, samples - size, size))
 
     def bare() -> None:
@@ -124,7 +124,7 @@ def in_memory(steps: int) -> dict[str, float]:
         "  the source": stream.draw,
         "    draw: the rows, and this rank's of them": drawn,
         "    gather": gathered,
-        "  structure, known at a look": lambda: mould.knows(batch),
+        "  structure, known at a look": lambda: checker.knows(batch),
         "aside: the digest of the rows, when asked": rows.digest,
     }
     found = {name: least_us(call, steps) for name, call in parts.items()}

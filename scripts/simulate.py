@@ -3,7 +3,7 @@
     python scripts/simulate.py [--latency-us 50] [--jitter 0.5] [--skew-us 100] [--json FILE]
 
 **The exchange** (``backends.channels``, recursive doubling): ``log2 W`` rounds, and two more where W is no power of
-two. The ballots and the verdict are the real ones (``plan.ending``); what is simulated is the network: each message
+two. The reports and the decision are the real ones (``plan.ending``); what is simulated is the network: each message
 takes a latency with a lognormal jitter, and the ranks come to a vote at different times. The rounds go through the
 schedule of the channels rank by rank, so a late rank delays those that depend on it and no others. Beside it the ring
 that gloo's all_reduce is, ``2 (W - 1)`` rounds. A vote covers one step at ``prefetch=2`` and half of the steps ahead
@@ -30,20 +30,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from torchdistinput.backends.doubling import partners
+from torchdistinput.coordination.recursive_doubling import partners
+from torchdistinput.pipeline.metrics import Metrics, StatsSync
 from torchdistinput.plan.batching import Cutter, num_batches, split
-from torchdistinput.plan.ending import Ballot, decide, weight_of
 from torchdistinput.plan.permutation import Permutation
 from torchdistinput.plan.sharding import deal
+from torchdistinput.plan.step_agreement import StepReport, decide, weight_of
 from torchdistinput.plan.topology import Topology
-from torchdistinput.stats import Meter, StatsLandmarks
 
 WORLDS = (8, 12, 64, 512, 1000, 4096)
 SAMPLES = 10**12
 FILES = 10**6
 PER_REPLICA = 32
 SLOTS = 32
-_ROW = len(StatsLandmarks(Meter(), None).mine(64)) + 64  # what a rank tells of itself, with longer numbers
+_ROW = len(StatsSync(Metrics(), None).mine(64)) + 64  # what a rank tells of itself, with longer numbers
 
 Table = list[dict[str, Any]]
 Words = npt.NDArray[np.int64]
@@ -99,15 +99,15 @@ def exchange(latency_us: float, jitter: float, skew_us: float, worlds: Sequence[
 
     table: Table = []
     for ranks in worlds:
-        ballots = [Ballot((PER_REPLICA,) * SLOTS, digest=7, drawn=tuple(range(SLOTS))) for _ in range(ranks)]
-        said = np.array([each.words(SLOTS, weight_of(r, ranks)) for r, each in enumerate(ballots)], dtype=np.int64)
+        reports = [StepReport((PER_REPLICA,) * SLOTS, digest=7, drawn=tuple(range(SLOTS))) for _ in range(ranks)]
+        said = np.array([each.words(SLOTS, weight_of(r, ranks)) for r, each in enumerate(reports)], dtype=np.int64)
         took, rounds = [], 0
         for _ in range(votes):
             came = 1e-6 * skew_us * rng.random(ranks)
             sums, done, rounds = doubling(said, came, latency)
-            verdict = decide([int(word) for word in sums[ranks // 2]], ranks)
-            if verdict.steps != (PER_REPLICA * ranks,) * SLOTS or not (sums == sums[0]).all():
-                raise AssertionError(f"{ranks} ranks did not agree: {verdict}")
+            decision = decide([int(word) for word in sums[ranks // 2]], ranks)
+            if decision.steps != (PER_REPLICA * ranks,) * SLOTS or not (sums == sums[0]).all():
+                raise AssertionError(f"{ranks} ranks did not agree: {decision}")
             took.append(done.max() - came.max())
         vote_us, ring_us = 1e6 * float(np.median(took)), 2 * (ranks - 1) * latency_us
         table.append(

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.interpreters import Interpreters
+from tests.support.interpreters import Interpreters
 from torchdistinput.testing import ranks
 
 THREAD_GRACE_SECONDS = 10.0
@@ -45,14 +45,14 @@ def pytest_configure() -> None:
 def pytest_unconfigure() -> None:
     """A run has stood still at its end, and nobody knew where."""
     if sys.platform == "linux":
-        watch = str(Path(__file__).with_name("late_end.py"))
+        watch = str(Path(__file__).parent / "support" / "late_end.py")
         command = [sys.executable, "-S", watch, str(os.getpid()), str(END_SECONDS)]
         os.posix_spawn(sys.executable, command, os.environ)  # nobody waits for its end, of which Popen would warn
 
 
 @pytest.fixture(scope="session")
 def all_cells(pytestconfig: pytest.Config) -> bool:
-    """Whether the full product of a matrix is asked for; ``tests.matrix.cells`` takes it."""
+    """Whether the full product of a matrix is asked for; ``tests.support.cells.cells`` takes it."""
     return bool(pytestconfig.getoption("--all-cells"))
 
 

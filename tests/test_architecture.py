@@ -16,63 +16,46 @@ PACKAGE = ROOT / "torchdistinput"
 
 # The floors of the house: a module imports from the floors below its own.
 FLOORS = {
-    "alike": 0,
-    "containers": 0,
     "coroutines": 0,
     "errors": 0,
-    "structure": 0,
-    "tree": 0,
-    "plan": 1,
-    "backends": 2,
-    "flow": 1,
-    "failures": 2,
-    "endings": 2,
     "frameworks": 1,
-    "stats": 2,
-    "batch_digests": 2,
-    "mould": 2,
-    "patience": 2,
-    "values": 2,
-    "background": 3,
-    "agreement": 3,
-    "sources": 3,
-    "reductions": 4,
-    "ordering": 5,
-    "stages": 4,
-    "bookmark": 5,
-    "dataset": 5,
-    "divided": 5,
-    "walk": 5,
-    "elements": 5,
-    "epoch_draws": 5,
-    "iterator": 5,
-    "data_loader": 6,
-    "losses": 6,
-    "replica": 6,
-    "strategy": 6,
-    "__init__": 7,
-    "integrations": 8,
-    "testing": 8,
-    "__main__": 8,
+    "plan": 1,
+    "step_types": 1,
+    "batches": 2,
+    "coordination": 3,
+    "devices": 3,
+    "pipeline": 4,
+    "sources": 5,
+    "dataset": 6,
+    "iterator": 6,
+    "checkpoint": 6,
+    "build_pipeline": 6,
+    "elements": 6,
+    "epoch_draws": 6,
+    "loader_iterator": 6,
+    "data_loader": 7,
+    "losses": 7,
+    "replica": 7,
+    "strategy": 7,
+    "__init__": 8,
+    "integrations": 9,
+    "testing": 9,
+    "__main__": 9,
 }
 
 # Floors whose modules know each other (never in a circle); everywhere else neighbours are strangers.
 NEIGHBOURS_MAY_MEET = {
-    *("containers", "errors", "structure", "tree"),
-    *("plan", "backends", "sources", "testing", "integrations"),
-    *("bookmark", "dataset", "divided", "elements", "epoch_draws", "iterator", "walk"),
+    *("batches", "plan", "coordination", "devices", "pipeline", "sources", "testing", "integrations"),
+    *("checkpoint", "dataset", "loader_iterator", "elements", "epoch_draws", "iterator", "build_pipeline"),
     *("data_loader", "losses", "replica", "strategy"),
 }
 
 # Floors that leave out some of the floors below.
 NARROWER = {
     "plan": {"errors"},
-    "backends": {"errors", "tree"},
-    "values": {"containers", "errors", "tree"},
-    "stages": {
-        *("errors", "structure", "tree", "failures", "flow", "mould", "plan", "backends", "stats", "values"),
-        *("background", "batch_digests", "endings", "patience"),
-    },
+    "coordination": {"batches", "errors", "plan", "step_types"},
+    "devices": {"batches", "errors"},
+    "pipeline": {"batches", "coordination", "devices", "errors", "plan", "step_types"},
 }
 
 RUN_TIME_PACKAGES = {"torch", "numpy", "fsspec"}
@@ -80,17 +63,17 @@ RUN_TIME_PACKAGES = {"torch", "numpy", "fsspec"}
 # The doors to the outside, and the files that open each; run_ranks makes the group that the library then finds.
 DOORS = {
     "torch.distributed": {
-        "backends/attendance.py",
-        "backends/board.py",
-        "backends/launch.py",
-        "backends/collectives.py",
+        "coordination/store_barrier.py",
+        "coordination/store.py",
+        "coordination/launch.py",
+        "coordination/process_group.py",
         "testing/ranks.py",
     },
-    "torch.accelerator": {"backends/devices.py"},
-    "torch.cuda": {"backends/devices.py"},
-    "torch.Stream": {"backends/devices.py"},
-    "torch.Event": {"backends/devices.py"},
-    "fsspec": {"backends/filesystem.py"},
+    "torch.accelerator": {"devices/accelerators.py"},
+    "torch.cuda": {"devices/accelerators.py"},
+    "torch.Stream": {"devices/accelerators.py"},
+    "torch.Event": {"devices/accelerators.py"},
+    "fsspec": {"sources/files/io.py"},
 }
 
 MODULES = sorted(PACKAGE.rglob("*.py"))

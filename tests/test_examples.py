@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from tests.interpreters import Interpreters, printed
+from tests.support.interpreters import Interpreters, printed
 
 GUIDE = """
 range(6) in global batches of 4 over 2 replicas

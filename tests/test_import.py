@@ -17,17 +17,17 @@ from typing import Any
 
 import pytest
 
-from tests.interpreters import ROOT
+from tests.support.interpreters import ROOT
 
 LATER = {
-    "torchdistinput.ordering",
-    "torchdistinput.sources.functions",
-    "torchdistinput.sources.npy",
-    "torchdistinput.sources.crc32c",
-    "torchdistinput.sources.readers",
-    "torchdistinput.sources.record_places",
-    "torchdistinput.sources.record_rows",
-    "torchdistinput.sources.records",
+    "torchdistinput.coordination.gather_ordered",
+    "torchdistinput.sources.iterable.from_function",
+    "torchdistinput.sources.files.formats.npy",
+    "torchdistinput.sources.files.formats.crc32c",
+    "torchdistinput.sources.files.formats.readers",
+    "torchdistinput.sources.files.position",
+    "torchdistinput.sources.files.batching",
+    "torchdistinput.sources.files.source",
     "torchdistinput.testing",
 }
 
@@ -47,7 +47,7 @@ except ValueError as error:
     refused = str(error)
 print(json.dumps({
     "loaded": loaded, "shown": shown, "has_readers": has_readers, "same": readers is tdi.readers is sys.modules[
-        "torchdistinput.sources.readers"], "refused": refused, "public": tdi.__all__,
+        "torchdistinput.sources.files.formats.readers"], "refused": refused, "public": tdi.__all__,
 }))
 """
 
@@ -72,7 +72,7 @@ def own(modules: Sequence[str]) -> set[str]:
 
 def test_what_only_some_programs_use_is_loaded_when_they_use_it(told: Mapping[str, Any]) -> None:
     assert not own(told["loaded"]) & LATER
-    assert {"torchdistinput.strategy", "torchdistinput.sources.files"} <= own(told["loaded"])
+    assert {"torchdistinput.strategy", "torchdistinput.sources.files.dataset"} <= own(told["loaded"])
 
 
 def test_nothing_from_outside_is_loaded_that_torch_had_not_loaded(told: Mapping[str, Any]) -> None:

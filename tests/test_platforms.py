@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.interpreters import ROOT
+from tests.support.interpreters import ROOT
 
 LOADED = """
 import ctypes, importlib, mmap, multiprocessing, os, pkgutil, select, signal, sys

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tests.interpreters import ROOT, Interpreters, printed
+from tests.support.interpreters import ROOT, Interpreters, printed
 
 BEFORE = """
 import torch

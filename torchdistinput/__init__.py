@@ -10,6 +10,8 @@ from __future__ import annotations
 import types
 import typing
 
+from torchdistinput.batches.per_replica import PerReplica, ReduceOp
+from torchdistinput.batches.schema import TensorSpec
 from torchdistinput.data_loader import DataLoader
 from torchdistinput.dataset import DistributedDataset
 from torchdistinput.errors import (
@@ -29,14 +31,12 @@ from torchdistinput.plan.options import InputOptions, InputReplicationMode, Step
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import InputContext, ValueContext
 from torchdistinput.replica import get_replica_context
-from torchdistinput.sources.files import FileDataset, list_files
-from torchdistinput.sources.iterables import ShardedIterableDataset
-from torchdistinput.sources.samplers import DistributedBatchSampler
-from torchdistinput.sources.seeds import sample_seed
-from torchdistinput.sources.shuffle import ShuffleSampler
+from torchdistinput.sources.files.dataset import FileDataset, list_files
+from torchdistinput.sources.iterable.source import ShardedIterableDataset
+from torchdistinput.sources.map_style.index_batches import DistributedBatchSampler
+from torchdistinput.sources.map_style.shuffle_sampler import ShuffleSampler
+from torchdistinput.sources.sample_seed import sample_seed
 from torchdistinput.strategy import Strategy, get_strategy
-from torchdistinput.structure import TensorSpec
-from torchdistinput.values import PerReplica, ReduceOp
 
 __all__ = [
     "AutoShardPolicy",
@@ -74,13 +74,13 @@ __all__ = [
 ]
 
 if typing.TYPE_CHECKING:
-    from torchdistinput.sources import readers
+    from torchdistinput.sources.files.formats import readers
 else:  # or type checkers would believe that every name is there
 
     def __getattr__(name: str) -> types.ModuleType:
         """What is loaded when it is first asked for; see ``tests/test_import.py``."""
         if name == "readers":
-            from torchdistinput.sources import readers  # noqa: PLC0415 - only who reads files needs them
+            from torchdistinput.sources.files.formats import readers  # noqa: PLC0415 - only who reads files needs them
 
             return readers
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

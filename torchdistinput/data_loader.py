@@ -35,20 +35,20 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate, default_convert
 
-from torchdistinput.backends import launch
-from torchdistinput.divided import AnnouncedLength, Divided, LoaderIterator
+from torchdistinput.coordination import launch
 from torchdistinput.errors import InputError
 from torchdistinput.frameworks import GivenCollate, check_gathering
+from torchdistinput.loader_iterator import AnnouncedLength, Divided, LoaderIterator
+from torchdistinput.pipeline.metrics import Metrics
 from torchdistinput.plan.options import InputOptions, Step
 from torchdistinput.plan.sharding import AutoShardPolicy
-from torchdistinput.sources.data_pipes import has_sharding_filter
-from torchdistinput.sources.dividing import divides_itself
-from torchdistinput.sources.files import FileDataset
-from torchdistinput.sources.in_memory import gathers
-from torchdistinput.sources.sealing import Sealing
-from torchdistinput.sources.table import Table, is_table
-from torchdistinput.sources.torch_loaders import TORCH_SAMPLERS, LikeTorch, check_loader, sampler_in
-from torchdistinput.stats import Meter
+from torchdistinput.sources.files.dataset import FileDataset
+from torchdistinput.sources.iterable.data_pipes import has_sharding_filter
+from torchdistinput.sources.iterable.divided_sources import divides_itself
+from torchdistinput.sources.map_style.in_memory import gathers
+from torchdistinput.sources.map_style.table import Table, is_table
+from torchdistinput.sources.opaque_batches import OpaqueCollate
+from torchdistinput.sources.torch_loader.settings import TORCH_SAMPLERS, LikeTorch, check_loader, sampler_in
 from torchdistinput.strategy import Strategy
 
 __all__ = ["DataLoader"]
@@ -368,7 +368,7 @@ class DataLoader(Generic[T_co]):
 
     def stats(self) -> dict[str, Any]:
         """What this process got in the epoch begun last; see ``DistributedDataset.stats``. Local."""
-        return Meter().stats(epoch=0) if self._divided is None else self._divided.dataset.stats()
+        return Metrics().stats(epoch=0) if self._divided is None else self._divided.dataset.stats()
 
     def gather_stats(self) -> dict[str, Any]:
         """Lets the ranks tell each other where their time goes; see ``DistributedDataset.gather_stats``. Collective."""
@@ -444,7 +444,7 @@ class DataLoader(Generic[T_co]):
         sealed = one_on_host and not gathers(self._loader)
         loader = copy.copy(self._loader)
         if sealed:
-            loader.collate_fn = Sealing(self._loader.collate_fn, counts=loader.batch_sampler is not None)
+            loader.collate_fn = OpaqueCollate(self._loader.collate_fn, counts=loader.batch_sampler is not None)
         if is_new and strategy.input_pipeline_id == 0:
             self._tell(strategy)
         options = self._options(self._policy, self._steps_ahead(strategy))

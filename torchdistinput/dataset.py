@@ -10,20 +10,20 @@ from typing import Any, Final, NoReturn, final
 
 import torch
 
-from torchdistinput.agreement import agree
-from torchdistinput.backends.collectives import Ranks
-from torchdistinput.bookmark import Bookmark, Entry
+from torchdistinput.build_pipeline import Opened, Setting, compose, open_stream
+from torchdistinput.checkpoint import Checkpoint, Entry
+from torchdistinput.coordination.failures import in_one_line
+from torchdistinput.coordination.fingerprints import agree
+from torchdistinput.coordination.process_group import Ranks
 from torchdistinput.errors import BatchingError, InputError
-from torchdistinput.failures import in_one_line
 from torchdistinput.frameworks import check_accelerate
 from torchdistinput.iterator import DistributedIterator, LastStep, Progress, delivered, of_this_process
+from torchdistinput.pipeline.metrics import Metrics
+from torchdistinput.pipeline.to_device import ToDevice
 from torchdistinput.plan.options import InputOptions, Step
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.base import Source, TellsPart
-from torchdistinput.sources.random_state import AlikeStates, BorrowedRandomState, Draw, plainly, state_of_epoch
-from torchdistinput.stages.transfer import Transfer
-from torchdistinput.stats import Meter
-from torchdistinput.walk import Opened, Setting, compose, open_stream
+from torchdistinput.sources.rng import Draw, EqualRngStates, SharedRng, plainly, state_of_epoch
 
 __all__ = ["SAMPLES", "DistributedDataset", "check_partial_batch", "facts_of"]
 
@@ -56,7 +56,7 @@ class DistributedDataset:
         self._setting = setting
         self._options = options
         self._name = name
-        self._bookmark = Bookmark(
+        self._checkpoint = Checkpoint(
             source,
             _identity_of(source, policy, setting.topology),
             setting.ranks,
@@ -64,14 +64,14 @@ class DistributedDataset:
             name,
             lent=setting.lent,
         )
-        self._alike = AlikeStates()
+        self._alike = EqualRngStates()
         self._progress: Progress | None = None
         self._meter = self._new_meter()
         self._last = LastStep()
         self._opened: DistributedIterator | None = None
         self._iterators: weakref.WeakSet[DistributedIterator] = weakref.WeakSet()
         # Streams and their memory are kept for the life of the dataset, one set for each iterator alive at a time.
-        self._idle_transfers: list[Transfer] = []
+        self._idle_transfers: list[ToDevice] = []
 
     def __iter__(self) -> DistributedIterator:
         """The next epoch. Collective.
@@ -145,7 +145,7 @@ class DistributedDataset:
         """Lets the ranks tell each other their windows now. Collective: every rank calls this, at any step.
 
         Returns:
-          What ``stats`` returns then.
+          What ``metrics`` returns then.
 
         Raises:
           CoordinationTimeout: a rank did not call it in time; it is named.
@@ -166,11 +166,11 @@ class DistributedDataset:
         _check_number("epoch", epoch)
         self._drop_opened()
         running = any(iterator.is_live and iterator.reads(self._progress) for iterator in self._iterators)
-        self._bookmark.set_epoch(epoch, running=running)
+        self._checkpoint.set_epoch(epoch, running=running)
 
     def _heed_user(self) -> None:
         """A ``set_epoch`` that the user called on the sampler or dataset itself counts as one on this."""
-        epoch = self._bookmark.set_by_user()
+        epoch = self._checkpoint.set_by_user()
         if epoch is not None:
             self.set_epoch(epoch)
 
@@ -186,8 +186,8 @@ class DistributedDataset:
         start of the next one.
 
         Returns:
-          Plain ints, strings and lists with the same keys always; see ``torchdistinput.plan.state``. Under 8 KiB for
-          map-style data, and under 64 bytes more for each file in progress.
+          Plain ints, strings and lists with the same keys always; see ``plan.checkpoint_format``. Under 8 KiB
+          for map-style data, and under 64 bytes more for each file in progress.
 
         Raises:
           StateMismatch: a state of the user's own is not plain JSON; the key is named.
@@ -196,7 +196,7 @@ class DistributedDataset:
         self._refuse_uncoordinated("state_dict()")
         if not any(iterator.is_live for iterator in self._iterators):  # else what is read may count its epochs itself
             self._heed_user()
-        return self._bookmark.state().to_dict()
+        return self._checkpoint.state().to_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:  # noqa: FBT001, FBT002 - as in torch
         """Lets the next ``iter()`` go on where the state was taken. Local, on every rank, with the same state.
@@ -225,7 +225,7 @@ class DistributedDataset:
         if state == {}:
             _LOG.warning("load_state_dict() was given an empty state: the next epoch begins as without it.")
             return
-        self._bookmark.load(state, strict=strict)
+        self._checkpoint.load(state, strict=strict)
 
     def go_on_from(self, before: DistributedDataset) -> None:
         """The next ``iter()`` begins where that of another one would, of the same data, which was divided anew. Local.
@@ -235,11 +235,11 @@ class DistributedDataset:
         Raises:
           StateMismatch: the data cannot be entered there any more.
         """
-        bookmark, live = before.leave()
-        self._bookmark.go_on_from(bookmark)
+        checkpoint, live = before.leave()
+        self._checkpoint.go_on_from(checkpoint)
         self._iterators.update(live)
 
-    def leave(self) -> tuple[Bookmark, list[DistributedIterator]]:
+    def leave(self) -> tuple[Checkpoint, list[DistributedIterator]]:
         """What ``go_on_from`` takes over: where this stands, and the iterators that are read. Local.
 
         Without such iterators it is closed.
@@ -248,7 +248,7 @@ class DistributedDataset:
         live = [iterator for iterator in self._iterators if iterator.is_live]
         if not live:
             self.close()
-        return self._bookmark, live
+        return self._checkpoint, live
 
     def seek(self, epoch: int, step: int = 0) -> None:
         """Lets the next ``iter()`` begin at a step of an epoch, to see again what was trained on there.
@@ -271,13 +271,13 @@ class DistributedDataset:
         self._refuse_uncoordinated("seek()")
         self._refuse_live("seek()")
         self._drop_opened()
-        self._bookmark.seek(epoch, step)
+        self._checkpoint.seek(epoch, step)
 
     def skip_to(self, step: int) -> None:
         """Lets the next ``iter()`` begin at a step of its epoch; see ``seek``. Local, on every rank alike."""
         self._heed_user()
         self._drop_opened()  # that one's epoch is the next one
-        self.seek(self._bookmark.next_epoch, step)
+        self.seek(self._checkpoint.next_epoch, step)
 
     def put_back(self, iterator: DistributedIterator) -> None:
         """Takes back an iterator that nobody asked for an element: the next ``iter()`` returns it. Local.
@@ -295,7 +295,7 @@ class DistributedDataset:
         if self._opened is not None:
             self._opened.close()
             if self._opened.reads(self._progress):
-                self._bookmark.reenter()
+                self._checkpoint.reenter()
             self._opened = None
 
     def _refuse_live(self, what: str) -> None:
@@ -331,11 +331,11 @@ class DistributedDataset:
         self.close()
 
     def _open(self) -> DistributedIterator:
-        entry = self._bookmark.enter()
+        entry = self._checkpoint.enter()
         try:
             return self._begin(entry)
         except BaseException:
-            self._bookmark.leave(entry)  # the epoch was not begun
+            self._checkpoint.leave(entry)  # the epoch was not begun
             raise
 
     def _begin(self, entry: Entry) -> DistributedIterator:
@@ -361,11 +361,11 @@ class DistributedDataset:
         if start.steps:
             start = self._source.resume(entry.epoch, start, self._share_at_start)
         draws = self._draws_of(entry)
-        random = self._bookmark.record(draws)
+        random = self._checkpoint.record(draws)
         # Loader workers are forked before the channel starts its threads: a fork while the C library starts a thread
         # can leave the child with a lock that nobody will release, and a loader worker that never answers.
-        stream = open_stream(self._source, entry.epoch, self._bookmark.followed(draws), start)
-        if isinstance(draws, BorrowedRandomState):
+        stream = open_stream(self._source, entry.epoch, self._checkpoint.followed(draws), start)
+        if isinstance(draws, SharedRng):
             draws.lend()
         try:
             channel = None if ranks is None or number is None else ranks.open_channel(number)
@@ -383,7 +383,7 @@ class DistributedDataset:
             knows_all=ranks is None or channel is not None,
             log_every=log_every,
         )
-        self._bookmark.begun(entry, self._progress, stream)
+        self._checkpoint.begun(entry, self._progress, stream)
         iterator = self._composed(Opened(channel, stream, self._progress, self._last))
         self._iterators.add(iterator)
         return iterator
@@ -398,10 +398,10 @@ class DistributedDataset:
                 opened.channel.abort(f"failed: {type(error).__name__}: {error}")
             raise
 
-    def _new_meter(self, told: Sequence[dict[str, Any]] = ()) -> Meter:
+    def _new_meter(self, told: Sequence[dict[str, Any]] = ()) -> Metrics:
         ranks, workers = self._setting.ranks, self._source.workers
         fresh = int if workers is None else workers.fresh_batches
-        return Meter(0 if ranks is None else ranks.name(ranks.rank), told, fresh)
+        return Metrics(0 if ranks is None else ranks.name(ranks.rank), told, fresh)
 
     def _agree_on_epoch(self, ranks: Ranks, entry: Entry) -> list[Any]:
         facts = {"dataset": self._name, "start": entry.mark, **self._source.epoch_fingerprint()}
@@ -428,14 +428,14 @@ class DistributedDataset:
         if not self._source.draws_from_default_generator:
             return plainly
         if ranks is None:
-            return plainly if entry.default is None else BorrowedRandomState(entry.default)
+            return plainly if entry.default is None else SharedRng(entry.default)
         if self._options.coordination == "off":  # each rank draws when it comes there: nothing to go on from
-            return BorrowedRandomState(state_of_epoch(self._seed, entry.epoch))
+            return SharedRng(state_of_epoch(self._seed, entry.epoch))
         state = self._alike.common
         if state is None:
             state = _default_of(entry)
             ranks.broadcast_from_first(state)
-        return BorrowedRandomState(state, self._setting.lent)
+        return SharedRng(state, self._setting.lent)
 
 
 def check_partial_batch(source: Source, options: InputOptions) -> None:

@@ -7,12 +7,12 @@ from typing import Any, final
 
 import torch
 
+from torchdistinput.batches.padding import Pad
+from torchdistinput.batches.per_replica import PerReplica
+from torchdistinput.batches.pytree import flatten
+from torchdistinput.batches.schema import TensorSpec
+from torchdistinput.batches.schema_check import SchemaChecker
 from torchdistinput.errors import InputError
-from torchdistinput.mould import Mould
-from torchdistinput.stages.pad import Pad
-from torchdistinput.structure import TensorSpec
-from torchdistinput.tree import flatten
-from torchdistinput.values import PerReplica
 
 __all__ = ["Elements"]
 
@@ -22,14 +22,16 @@ class Elements:
     """What is known of the elements, once one was seen.
 
     Args:
-      mould: knows their structure.
+      checker: knows their structure.
       piece_size: samples of each piece, where that is certain.
       replicas_per_worker: pieces of an element.
       pad: gives the pieces one size, if asked for.
     """
 
-    def __init__(self, mould: Mould, piece_size: int | None, replicas_per_worker: int, pad: Pad | None) -> None:
-        self._mould = mould
+    def __init__(
+        self, checker: SchemaChecker, piece_size: int | None, replicas_per_worker: int, pad: Pad | None
+    ) -> None:
+        self._checker = checker
         self._piece_size = piece_size
         self._local = replicas_per_worker
         self._pad = pad
@@ -40,14 +42,14 @@ class Elements:
         Raises:
           InputError: the data ended before the first element.
         """
-        structure = self._mould.looks
+        structure = self._checker.looks
         if structure is None:
             raise InputError("the data ended before the first element, so there is no element spec.")
         if self._pad is not None:
             return self._pad.structure(structure).spec(self._pad.rows, self._for_each_replica)
         if not structure.leaves():
             raise InputError(f"the elements are of type {structure}, of which no tensor is known: there is no spec.")
-        size = None if self._mould.row_bytes is None else self._piece_size  # else its rows need not be samples
+        size = None if self._checker.row_bytes is None else self._piece_size  # else its rows need not be samples
         return structure.spec(size, self._for_each_replica)
 
     def _for_each_replica(self, spec: TensorSpec) -> Any:
@@ -58,10 +60,10 @@ class Elements:
 
         Elements are looked into, one by one, only if their shapes differ.
         """
-        of_row = self._mould.row_bytes
+        of_row = self._checker.row_bytes
         if of_row is not None and self._pad is None:
             return of_row * samples
-        if self._mould.looks is None:  # batches that nobody looks into
+        if self._checker.looks is None:  # batches that nobody looks into
             return 0
         if of_row is None or self._pad is None:
             leaves = (leaf for piece in pieces for leaf in flatten(piece)[0] if isinstance(leaf, torch.Tensor))

@@ -9,10 +9,10 @@ import torch
 
 from torchdistinput.errors import StateMismatch
 from torchdistinput.sources.base import Source
-from torchdistinput.sources.base_seeds import TIMES, once_drawn
-from torchdistinput.sources.random_state import BorrowedRandomState, Draw, packed, unpacked
+from torchdistinput.sources.rng import Draw, SharedRng, packed, unpacked
+from torchdistinput.sources.torch_loader.base_seeds import TIMES, once_drawn
 
-__all__ = ["EpochDraws", "FirstDraw"]
+__all__ = ["EpochDraws", "RngSnapshot"]
 
 
 @final
@@ -80,7 +80,7 @@ class EpochDraws:
 
 
 @final
-class FirstDraw:
+class RngSnapshot:
     """Takes down from which random states the first batch of an epoch is drawn.
 
     torch draws it at the first ``next``, and not where the epoch is begun: whatever drew since then (the user, another
@@ -111,7 +111,7 @@ class FirstDraw:
             return self._begin(call)
         self._done = True
         draws, left = self._draws, self._left
-        if not isinstance(draws, BorrowedRandomState):
+        if not isinstance(draws, SharedRng):
             self._compare(left)
             return draws(call)
         draws.catch_up()
@@ -134,7 +134,7 @@ class FirstDraw:
         draws, states = self._draws, [each.get_state() for each in self._source.generators()]
         if not self._source.needs_default_state:
             return states
-        return [draws.state if isinstance(draws, BorrowedRandomState) else torch.get_rng_state(), *states]
+        return [draws.state if isinstance(draws, SharedRng) else torch.get_rng_state(), *states]
 
     def _compare(self, left: Sequence[torch.Tensor]) -> None:
         found = self._states()

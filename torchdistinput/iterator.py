@@ -9,15 +9,15 @@ from typing import Any, Generic, NoReturn, TypeVar, final
 
 from torch.autograd import profiler
 
+from torchdistinput.batches.per_replica import regroup_batches
 from torchdistinput.elements import Elements
 from torchdistinput.errors import InputError, OutOfRangeError
-from torchdistinput.flow import NOTHING_SKIPPED, Share, Start
+from torchdistinput.pipeline.metrics import WAIT, Metrics, in_range, summary
+from torchdistinput.pipeline.prefetcher import Prefetcher
+from torchdistinput.pipeline.to_device import ToDevice
 from torchdistinput.plan.options import Step
 from torchdistinput.plan.topology import Topology
-from torchdistinput.stages.buffer import Buffer
-from torchdistinput.stages.transfer import Transfer
-from torchdistinput.stats import WAIT, Meter, in_range, summary
-from torchdistinput.values import regroup_batches
+from torchdistinput.step_types import NOTHING_SKIPPED, LocalStep, Start
 
 __all__ = ["DistributedIterator", "LastStep", "Optional", "Progress", "delivered", "of_this_process"]
 
@@ -88,7 +88,7 @@ class Progress:
         epoch: int,
         start: Start,
         random: Callable[[], tuple[str, ...]],
-        meter: Meter,
+        meter: Metrics,
         topology: Topology,
         *,
         knows_all: bool,
@@ -100,7 +100,7 @@ class Progress:
         self.meter = meter
         self.samples = start.samples
         self.ended = False
-        self._taken: Share | None = None  # the last one
+        self._taken: LocalStep | None = None  # the last one
         self._topology = topology
         self._knows_all = knows_all
         self._log_every = log_every
@@ -136,7 +136,7 @@ class Progress:
         if taken is not None:
             taken.drew = taken.digest  # what makes it would keep the order of the epoch in memory
 
-    def add(self, taken: Share, local: int, num_bytes: int) -> None:
+    def add(self, taken: LocalStep, local: int, num_bytes: int) -> None:
         """Notes a delivered step, with so many samples and bytes here. Its pieces are the user's from now on."""
         if taken.skipped is not NOTHING_SKIPPED:
             self.meter.skipped += taken.skipped.samples
@@ -163,8 +163,8 @@ class DistributedIterator:
 
     def __init__(
         self,
-        buffer: Buffer,
-        transfer: Transfer,
+        buffer: Prefetcher,
+        transfer: ToDevice,
         elements: Elements,
         progress: Progress,
         last: LastStep,

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchdistinput.batches.per_replica import ReduceOp
+from torchdistinput.coordination.reduce import NoValue
 from torchdistinput.plan.options import Step
-from torchdistinput.reductions import NoValue
 from torchdistinput.replica import get_replica_context
 from torchdistinput.strategy import get_strategy
-from torchdistinput.values import ReduceOp
 
 __all__ = ["average_loss"]
 

@@ -14,26 +14,26 @@ from typing import Any, TypeVar, final
 import torch
 from torch import Tensor, nn
 
-from torchdistinput import reductions
-from torchdistinput.agreement import agree
-from torchdistinput.backends import launch as launcher
-from torchdistinput.backends.collectives import ProcessGroupRanks, without_repeats
-from torchdistinput.backends.devices import Accelerators, resolve_devices, set_current, streams_here
+from torchdistinput.batches.per_replica import PerReplica, ReduceOp, local_results
+from torchdistinput.build_pipeline import Setting
+from torchdistinput.coordination import launch as launcher
+from torchdistinput.coordination import reduce as reductions
+from torchdistinput.coordination.fingerprints import agree
+from torchdistinput.coordination.process_group import ProcessGroupRanks, without_repeats
 from torchdistinput.dataset import SAMPLES, DistributedDataset, check_partial_batch, facts_of
-from torchdistinput.divided import refuse_divided
+from torchdistinput.devices.accelerators import Accelerators, resolve_devices, set_current, streams_here
 from torchdistinput.errors import ShardingError
-from torchdistinput.plan.ending import MAX_RANKS
+from torchdistinput.loader_iterator import refuse_divided
 from torchdistinput.plan.options import InputOptions, InputReplicationMode, check_seconds
 from torchdistinput.plan.sharding import AutoShardPolicy
+from torchdistinput.plan.step_agreement import MAX_RANKS
 from torchdistinput.plan.topology import InputContext, Topology, ValueContext
 from torchdistinput.replica import require_no_replica, run_replicas
 from torchdistinput.sources.base import Source
-from torchdistinput.sources.dividing import PART_WAY_OUT
-from torchdistinput.sources.random_state import lent_among
-from torchdistinput.sources.recognise import recognise
-from torchdistinput.sources.torch_loaders import not_pinning
-from torchdistinput.values import PerReplica, ReduceOp, local_results
-from torchdistinput.walk import Setting
+from torchdistinput.sources.iterable.divided_sources import PART_WAY_OUT
+from torchdistinput.sources.resolve import recognise
+from torchdistinput.sources.rng import lent_among
+from torchdistinput.sources.torch_loader.settings import not_pinning
 
 __all__ = ["ClusterResolver", "Strategy", "get_strategy"]
 
@@ -82,7 +82,7 @@ class Strategy:
 
     Raises:
       ValueError: a device does not exist, the process is not in the group, or the arguments contradict each other.
-      TypeError: ``devices`` is a single one, not a sequence; or another argument is of another type.
+      TypeError: ``accelerators`` is a single one, not a sequence; or another argument is of another type.
       ShardingError: the names of the mesh's dims do not tell which of them are data-parallel, and there is no
         ``data_dims``. Every rank of the mesh raises it.
       CoordinationTimeout: a rank did not come in time; it is named. So do all collective methods.
@@ -283,7 +283,7 @@ class Strategy:
           TypeError: ``dataset_fn`` is no function.
           RankDisagreement: the ranks were given different options.
         """
-        from torchdistinput.sources.functions import FunctionSource  # noqa: PLC0415 - few need it, and all would pay for it at the import
+        from torchdistinput.sources.iterable.from_function import FunctionSource  # noqa: PLC0415 - few need it, and all would pay for it at the import
 
         require_no_replica("distribute_datasets_from_function")
         chosen = options if isinstance(options, InputOptions) else InputOptions()
@@ -431,7 +431,7 @@ class Strategy:
           TypeError: the index holds no ints, or a list holds what JSON cannot carry.
           RankDisagreement: the ranks call different things.
         """
-        from torchdistinput.ordering import gather_ordered  # noqa: PLC0415 - few need it, and all would pay for it at the import
+        from torchdistinput.coordination.gather_ordered import gather_ordered  # noqa: PLC0415 - few need it, and all would pay for it at the import
 
         require_no_replica("gather_ordered")
         return gather_ordered(index, outputs, num_local=len(self.devices), workers=self._workers, device=self.device)

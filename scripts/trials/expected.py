@@ -22,7 +22,7 @@ Steps = list[list[Samples]]
 
 
 def split(batch: Sequence[int], num_replicas: int) -> list[Samples]:
-    """Law S: a batch in equal pieces, the last of them shorter or empty."""
+    """Law B1: a batch in equal pieces, the last of them shorter or empty."""
     size = -(-len(batch) // num_replicas)
     return [list(batch[replica * size : (replica + 1) * size]) for replica in range(num_replicas)]
 
@@ -34,7 +34,7 @@ def pieces_of_worker(
 
     Args:
       batches: what it reads.
-      batch_size: a full batch is cut by the size cycle, others by law S; ``None``: all by law S.
+      batch_size: a full batch is cut by the size cycle, others by law B1; ``None``: all by law B1.
       world: replicas.
       worker: its number.
     """

@@ -6,7 +6,7 @@ from typing import Any, final
 
 import torch
 
-from torchdistinput.tree import flatten
+from torchdistinput.batches.pytree import flatten
 
 __all__ = ["Witness", "batch_of", "check_alike", "scratch"]
 

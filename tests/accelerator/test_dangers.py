@@ -16,8 +16,8 @@ import torch
 
 from tests.accelerator import simulated
 from tests.accelerator.consumers import Witness
-from torchdistinput.backends.copiers import StreamCopier
-from torchdistinput.backends.devices import TorchStreams
+from torchdistinput.devices.accelerators import TorchStreams
+from torchdistinput.devices.copy_ahead import StreamCopier
 
 pytestmark = pytest.mark.simulated
 

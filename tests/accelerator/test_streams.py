@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, Dataset
 
 import torchdistinput as tdi
 from tests.accelerator.consumers import Witness, batch_of, check_alike, scratch
-from torchdistinput.backends.devices import make_copier
-from torchdistinput.stages.transfer import Transfer
+from torchdistinput.devices.accelerators import make_copier
+from torchdistinput.pipeline.to_device import ToDevice
 
 STEPS = 16
 LEAVES = 15  # tensors in a batch
@@ -270,7 +270,7 @@ def test_what_is_read_in_the_background_is_read_on_the_consumers_streams(
     for device in pair:
         torch.accelerator.set_stream(torch.Stream(device))
     streams = current()[1]
-    transfer = Transfer([make_copier(device) for device in pair])
+    transfer = ToDevice([make_copier(device) for device in pair])
     found = []
 
     def background() -> None:

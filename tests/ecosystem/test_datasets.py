@@ -9,7 +9,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
-from tests.epochs import lists
+from tests.support.epochs import lists
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 

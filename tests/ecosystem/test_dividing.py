@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
-from tests.epochs import raised
+from tests.support.epochs import raised
 from torchdistinput.testing import run_ranks
 
 SAMPLES = 103

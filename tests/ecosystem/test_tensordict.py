@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import torchdistinput as tdi
-from torchdistinput import tree
-from torchdistinput.structure import Structure
+from torchdistinput.batches import pytree
+from torchdistinput.batches.schema import Structure
 from torchdistinput.testing import run_ranks
 
 tensordict = pytest.importorskip("tensordict")
@@ -62,8 +62,8 @@ def test_pieces_have_the_right_batch_size_also_nested_and_empty_ones(world: int)
 
 def test_a_rank_that_never_saw_one_makes_an_empty_one_by_what_the_others_tell() -> None:
     for whole, _ in batches():
-        structure = tree.structure_of(whole)
+        structure = pytree.structure_of(whole)
         empty = Structure.from_json(structure.to_json()).empty()
         assert type(empty) is type(whole)
         assert tuple(empty.batch_size) == (0,)
-        assert tree.structure_of(empty).signature() == structure.signature()
+        assert pytree.structure_of(empty).signature() == structure.signature()

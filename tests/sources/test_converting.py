@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate, default_convert
 
-from tests.structures import KINDS, Pair
+from tests.support.structures import KINDS, Pair
 from torchdistinput.sources.converting import swift
 
 TORCH: Callable[[Any], Any] = default_convert

@@ -2,15 +2,15 @@
 
 A *row* is what one worker takes in one step: a range ``(lo, hi)`` of the batch for each of its L replicas. The laws:
 
-(S) The split. A batch of ``b`` samples over ``N`` replicas: ``c = ceil(b / N)``; replica ``k`` gets rows
+(B1) The split. A batch of ``b`` samples over ``N`` replicas: ``c = ceil(b / N)``; replica ``k`` gets rows
     ``[k*c, min((k+1)*c, b))``, nothing if none are left. So 4 over 3 is 2, 2, 0.
-(G) Global batches (policy DATA, or one worker): step ``t`` is batch ``t``; replica ``k`` gets its piece by (S).
-(C) The cycle (FILE, OFF, HINT with several workers): each worker has batches of its own and cuts a full batch of G
+(B2) Global batches (policy DATA, or one worker): step ``t`` is batch ``t``; replica ``k`` gets its piece by (B1).
+(B3) The cycle (FILE, OFF, HINT with several workers): each worker has batches of its own and cuts a full batch of G
     for all N replicas, taking L pieces a step, so a batch lasts W steps. ``lo, extra = divmod(G, N)``;
     ``base = [lo+1]*extra + [lo]*(N-extra)``; worker ``i`` uses ``base`` rotated left by ``i*L``. Every step then sums
     to G over the workers, and sizes differ by at most one.
-(T) The tail. A short batch is cut by (S), without its trailing empties, filled up with empties to whole rows.
-(R) Ready batches, whose size was never promised, are cut by (S) into all N pieces.
+(B4) The tail. A short batch is cut by (B1), without its trailing empties, filled up with empties to whole rows.
+(B5) Ready batches, whose size was never promised, are cut by (B1) into all N pieces.
 
 Worked: G = 4, two workers of one replica; each cuts ``[0 1 2 3]`` into ``[0 1]`` and ``[2 3]`` (two steps), and a short
 ``[4 5]`` into ``[4]`` and ``[5]``. Source: TensorFlow's guide and its ``batch_sizes_for_worker``; where they differ,
@@ -53,7 +53,7 @@ def check_batch_size(size: object, name: str = "global_batch_size") -> int:
 
 
 def split(size: int, num_replicas: int, replica: int) -> tuple[int, int]:
-    """Law S: the range of a batch that a replica gets.
+    """Law B1: the range of a batch that a replica gets.
 
     >>> [split(4, 3, k) for k in range(3)]
     [(0, 2), (2, 4), (4, 4)]
@@ -110,7 +110,7 @@ def check_replica(num_replicas: object, replica: int) -> None:
 
 
 def cycle_sizes(global_batch_size: int, topology: Topology) -> tuple[int, ...]:
-    """Law C: the N sizes into which this worker cuts a full batch, in the order in which it takes them.
+    """Law B3: the N sizes into which this worker cuts a full batch, in the order in which it takes them.
 
     >>> cycle_sizes(4, Topology(num_workers=3, replicas_per_worker=1, worker=1))
     (1, 1, 2)
@@ -128,7 +128,7 @@ class Cutter:
 
     Args:
       topology: where this worker stands.
-      shared: every worker sees the same batches (law G); else each has batches of its own (laws C, T, R).
+      shared: every worker sees the same batches (law B2); else each has batches of its own (laws B3, B4, B5).
       global_batch_size: G, or ``None`` where the source yields ready batches.
     """
 

@@ -1,1 +1,1 @@
-"""From what the user gave to rows: one file for each kind of data."""
+"""From the data that a user gives to the pieces of each replica: one folder for each kind of data."""

@@ -10,12 +10,12 @@ from typing import Any, Protocol, cast, final, runtime_checkable
 import torch
 
 from torchdistinput.errors import InputError
-from torchdistinput.flow import Counted, Digest, Known, Landmarks, Start, Stream
-from torchdistinput.sources.opaque import Compared
-from torchdistinput.sources.open_runs import OpenRuns
-from torchdistinput.sources.random_state import Draw, plainly
-from torchdistinput.sources.told_epochs import ToldEpochs
-from torchdistinput.sources.worker_side import Failure
+from torchdistinput.sources.in_worker import Failure
+from torchdistinput.sources.iterable.cursor import Compared
+from torchdistinput.sources.rng import Draw, plainly
+from torchdistinput.sources.set_epoch import ToldEpochs
+from torchdistinput.sources.torch_loader.open_runs import OpenRuns
+from torchdistinput.step_types import Counted, Digest, Known, PeriodicSync, Start, Stream
 
 __all__ = [
     "DrawsAlone",
@@ -214,7 +214,7 @@ class Shards(Protocol):
     """A source that shards itself, as Hugging Face datasets do (policy HINT)."""
 
     def shard(self, num_shards: int, index: int) -> Any:
-        """The ``index``-th of ``num_shards`` parts."""
+        """The ``sample_index``-th of ``num_shards`` parts."""
 
 
 def length_of(data: object) -> int | None:
@@ -255,7 +255,7 @@ class RowStream:
       close: ends what else there is to end.
       track: knows where the stream stands.
       draws: calls user code that may draw from the default random state, where all ranks must draw the same.
-      landmarks: see ``Stream.landmarks``.
+      periodic_sync: see ``Stream.periodic syncs``.
       strings: see ``Stream.strings``.
       one_structure: see ``Stream.one_structure``.
     """
@@ -268,14 +268,14 @@ class RowStream:
         track: Track,
         close: Callable[[], None] | None = None,
         draws: Draw | None = None,
-        landmarks: Landmarks | None = None,
+        periodic_sync: PeriodicSync | None = None,
         strings: bool = False,
         one_structure: bool = False,
     ) -> None:
         self.in_background = in_background
         self.one_structure = one_structure
         self.strings = strings
-        self.landmarks = landmarks
+        self.periodic_sync = periodic_sync
         self.draw: Callable[[], Counted | Compared | Known | Failure | bool | None]
         """See ``Stream.draw``."""
         self._rows = rows

@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar, cast, final
 
 from torch import Tensor, zeros_like
 
-from torchdistinput.backends.exchanges import Exchange
+from torchdistinput.coordination.exchanges import Exchange
 from torchdistinput.errors import CoordinationTimeout, InputError, RankLost
 
 __all__ = ["FakeChannel", "FakeCollectives", "FakeRanks", "Message"]
@@ -38,7 +38,7 @@ class Message:
       channel: the channel's number; ``None`` for the calls of ``Ranks`` itself.
       meeting: the number of the meeting in that channel, from 0.
       rank: who brought it.
-      kind: ``exchange`` or ``gather`` in a channel; ``agreement`` or ``tensor`` outside.
+      kind: ``exchange`` or ``gather`` in a channel; ``fingerprints`` or ``tensor`` outside.
       content: the words, the text, or the tensor.
     """
 
@@ -286,7 +286,7 @@ class _Meeting:
 
 @final
 class FakeChannel:
-    """One rank's end of a channel; see ``backends.collectives.Channel``."""
+    """One rank's end of a channel; see ``process_group.Channel``."""
 
     def __init__(
         self,
@@ -361,7 +361,7 @@ def _wrapped(number: int) -> int:
 
 @final
 class FakeRanks:
-    """The ranks as one of them sees them; see ``backends.collectives.Ranks``."""
+    """The ranks as one of them sees them; see ``process_group.Ranks``."""
 
     def __init__(self, world: FakeCollectives, rank: int) -> None:
         self.rank = rank

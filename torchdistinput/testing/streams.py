@@ -29,7 +29,7 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from torchdistinput.backends.copiers import Handling
+from torchdistinput.devices.copy_ahead import Handling
 
 __all__ = ["POISON", "FakeDevice", "FakeEvent", "FakeStream", "Turns"]
 

@@ -1,0 +1,179 @@
+"""How values come apart for the local replicas, and together again."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from tests.support.structures import KINDS
+from torchdistinput.batches.per_replica import (
+    PerReplica,
+    ReduceOp,
+    local_results,
+    regroup,
+    regroup_batches,
+    select,
+    take_apart,
+)
+from torchdistinput.batches.pytree import flatten, map_leaves, structure_of
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+@dataclasses.dataclass
+class Record:
+    x: Any
+    y: Any
+
+
+def test_per_replica_keeps_its_values_in_order_and_shows_them() -> None:
+    value = PerReplica([3, "b"])
+    assert value.values == (3, "b")
+    assert repr(value) == "PerReplica(0: 3, 1: 'b')"
+
+
+def test_a_long_per_replica_is_shown_on_a_line_for_each_replica() -> None:
+    shown = repr(PerReplica([torch.zeros(3, 2), torch.ones(40)]))
+    assert shown.startswith("PerReplica(\n  0: tensor(")
+    assert shown.endswith(",\n)")
+
+
+def test_per_replica_cannot_be_changed() -> None:
+    with pytest.raises(AttributeError):
+        PerReplica([1]).values = (2,)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(("values", "error"), [([], ValueError), (torch.zeros(2), TypeError), ("ab", TypeError)])
+def test_per_replica_needs_a_sequence_with_a_value_for_each_replica(values: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="one value"):
+        PerReplica(values)
+
+
+@pytest.mark.parametrize("name", ["SUM", "sum", "Sum", ReduceOp.SUM])
+def test_an_op_has_its_name_in_any_case(name: Any) -> None:
+    assert ReduceOp.parse(name) is ReduceOp.SUM
+
+
+@pytest.mark.parametrize("name", ["MAX", "", None, 1])
+def test_an_unknown_op_is_refused_by_name(name: Any) -> None:
+    with pytest.raises(ValueError, match=f"^{name!r} is not a valid ReduceOp"):
+        ReduceOp.parse(name)
+
+
+@pytest.mark.parametrize(
+    "make", [Pair, Record, lambda x, y: {"x": x, "y": y}, lambda x, y: [x, y], lambda x, y: (x, y)]
+)
+def test_a_structure_stays_outside_and_comes_apart_as_it_was(make: Any) -> None:
+    parts = [make(torch.tensor(k), [k, {"k": str(k)}]) for k in range(3)]
+    whole = regroup(parts)
+    assert type(whole) is type(parts[0])
+    assert all(isinstance(leaf, PerReplica) for leaf in take_apart(whole)[1])
+    assert [take_apart(part)[1] for part in local_results(whole, 3)] == [take_apart(part)[1] for part in parts]
+    assert select(whole, 1) == parts[1]
+
+
+def test_the_value_of_a_single_replica_stays_bare() -> None:
+    value = {"x": torch.zeros(1)}
+    assert regroup([value]) is value
+    assert local_results(value, 1) == (value,)
+
+
+def test_the_same_object_on_all_replicas_stays_bare_also_as_a_leaf() -> None:
+    shared = object()
+    whole = regroup([{"s": shared, "k": 0}, {"s": shared, "k": 1}])
+    assert whole["s"] is shared
+    assert whole["k"].values == (0, 1)
+    assert regroup([None, None]) is None
+
+
+def test_equal_numbers_of_the_replicas_need_not_be_told_apart() -> None:
+    assert local_results(regroup([5, 5]), 2) == (5,)
+
+
+def test_dicts_that_were_filled_in_another_order_are_the_same_structure() -> None:
+    whole = regroup([{"a": 1, "b": 2}, {"b": 4, "a": 3}])
+    assert (whole["a"].values, whole["b"].values) == ((1, 3), (2, 4))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "path"),
+    [
+        ({"a": [1, 2]}, {"a": [1, 2, 3]}, r"at \['a'\]"),
+        ({"a": 1}, {"b": 1}, "different structures: replica 0 has dict"),
+        ((1, (2, 3)), (1, torch.zeros(1)), r"at \[1\]: replica 0 has tuple .* replica 1 has Tensor"),
+        (Pair(1, 2), (1, 3), "different structures"),
+    ],
+)
+def test_different_structures_are_refused_with_the_path(first: Any, second: Any, path: str) -> None:
+    with pytest.raises(ValueError, match=path):
+        regroup([first, second])
+
+
+def test_a_batch_keeps_a_list_of_strings_as_one_leaf_and_its_constants_bare() -> None:
+    whole = regroup_batches(
+        [{"s": ["a", "b"], "x": torch.ones(2), "n": 3}, {"s": [], "x": torch.ones(0), "n": 3}], [2, 0]
+    )
+    assert whole["s"].values == (["a", "b"], [])
+    assert whole["n"] == 3
+    assert [len(x) for x in whole["x"].values] == [2, 0]
+
+
+def test_a_single_batch_is_itself() -> None:
+    batch = [torch.ones(2)]
+    assert regroup_batches([batch], [1]) is batch
+
+
+def test_select_gives_back_the_same_object_where_there_is_nothing_to_select() -> None:
+    untouched = {"deep": [1, (2, "x")]}
+    whole = [untouched, PerReplica([1, 2])]
+    assert select(untouched, 0) is untouched
+    assert select(whole, 1)[0] is untouched
+    assert select(whole, 1)[1] == 2
+
+
+def test_a_plain_value_has_one_local_result_whatever_the_number_of_replicas() -> None:
+    tensor = torch.zeros(3)
+    assert local_results(tensor, 2) == (tensor,)
+    assert local_results([1, 2], 2) == ([1, 2],)
+
+
+def test_a_shared_leaf_goes_to_each_local_result() -> None:
+    assert local_results({"x": PerReplica([1, 2]), "n": 9}, 2) == ({"x": 1, "n": 9}, {"x": 2, "n": 9})
+
+
+def test_a_value_of_another_strategy_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"PerReplica with 2 value\(s\), and this process has 3"):
+        local_results({"x": PerReplica([1, 2])}, 3)
+    with pytest.raises(ValueError, match="none for local replica 2"):
+        select(PerReplica([1, 2]), 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_of_every_structure_come_together_leaf_by_leaf(kind: str) -> None:
+    pieces = [KINDS[kind](size) for size in (2, 1, 0)]
+    whole = regroup_batches(pieces, [2, 1, 0])
+    leaves = iter(list(zip(*(flatten(piece)[0] for piece in pieces), strict=True)))
+    expected = map_leaves(lambda _: PerReplica(next(leaves)), pieces[0])
+    assert type(whole) is type(expected)
+    assert repr(whole) == repr(expected)
+    for replica, piece in enumerate(pieces):
+        mine, structure = flatten(select(whole, replica))
+        assert structure == structure_of(piece)
+        assert all(each is own for each, own in zip(mine, flatten(piece)[0], strict=True))
+
+
+def test_pieces_of_different_structure_come_together_as_they_are() -> None:
+    pair, other = object(), object()
+    whole = regroup_batches([{"graph": pair, "x": torch.zeros(2)}, {"graph": other, "x": torch.zeros(1)}], [2, 1])
+    assert whole["graph"].values == (pair, other)
+    assert [len(each) for each in whole["x"].values] == [2, 1]
+    images = [torch.zeros(3, 2)] * 2, [torch.zeros(3, 2)] * 1
+    assert regroup_batches(images, [2, 1]).values == images
+    uneven = (torch.zeros(5), torch.zeros(1)), (torch.zeros(1),)
+    assert regroup_batches(uneven, [2, 1]).values == uneven

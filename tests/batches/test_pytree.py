@@ -1,0 +1,318 @@
+"""The law of leaves: what is cut, what is structure, what is a constant; and structures as messages."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import json
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.structures import KINDS, Batch, Pair, described
+from torchdistinput.batches import pytree
+from torchdistinput.batches.schema import Structure, TensorSpec
+from torchdistinput.errors import BatchingError
+
+
+class Longer(Pair):
+    """A class that extends a named tuple."""
+
+
+class Odd:
+    """An object that is no plain value."""
+
+
+@dataclasses.dataclass
+class Counted:
+    """A dataclass with a field that its constructor does not take."""
+
+    x: torch.Tensor
+    count: int = dataclasses.field(default=0, init=False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_pieces_of_a_batch_put_together_are_the_batch(kind: str) -> None:
+    batch = KINDS[kind](6)
+    whole, structure = pytree.flatten(batch)
+    for cuts in ([0, 6], [0, 2, 6], [0, 0, 3, 3, 6]):
+        pieces = [pytree.cut(batch, lo, hi) for lo, hi in itertools.pairwise(cuts)]
+        assert all(pytree.structure_of(piece).signature() == structure.signature() for piece in pieces)
+        columns = zip(*(pytree.flatten(piece)[0] for piece in pieces), strict=True)
+        for leaf, parts in zip(whole, columns, strict=True):
+            if isinstance(leaf, torch.Tensor):
+                assert torch.equal(torch.cat(parts), leaf)
+            else:
+                assert [row for part in parts for row in part] == list(leaf)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_empty_batch_looks_like_a_batch_of_no_samples(kind: str) -> None:
+    assert described(pytree.structure_of(KINDS[kind](3)).empty()) == described(KINDS[kind](0))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse (CSR tensor support|invariant checks)")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_an_empty_batch_is_as_sparse_as_the_others(layout: torch.layout) -> None:
+    structure = pytree.structure_of([torch.eye(3, dtype=torch.float64).to_sparse(layout=layout)])
+    for told in (structure, Structure.from_json(json.loads(json.dumps(structure.to_json())))):
+        (found,) = told.empty()
+        assert (found.layout, found.dtype) == (layout, torch.float64)
+        assert torch.mm(found, torch.ones(3, 2, dtype=torch.float64)).shape == (0, 2)
+
+
+def test_a_layout_that_torch_does_not_have_is_refused() -> None:
+    with pytest.raises(BatchingError, match="layout 'round'"):
+        Structure.from_json({"kind": "tensor", "dtype": "int8", "layout": "round", "dims": []})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_rank_can_be_told_the_structure(kind: str) -> None:
+    structure = pytree.structure_of(KINDS[kind](3))
+    told = Structure.from_json(json.loads(json.dumps(structure.to_json())))
+    assert told.signature() == structure.signature()
+    assert told.digest() == structure.digest()
+    assert described(told.empty()) == described(structure.empty())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_mapped_by_nothing_is_itself(kind: str) -> None:
+    batch = KINDS[kind](3)
+    assert described(pytree.map_leaves(lambda leaf: leaf, batch)) == described(batch)
+    assert pytree.batch_size(batch) == 3
+
+
+def test_the_digest_is_the_same_in_every_process() -> None:
+    """Literal values: ranks of one job compare them."""
+    assert pytree.structure_of(torch.zeros(2, 3)).digest() == pytree.structure_of(torch.ones(7, 9)).digest()
+    digests = {pytree.structure_of(make(2)).digest() for make in KINDS.values()}
+    assert len(digests) == len(KINDS)
+    assert all(0 <= digest < 2**24 for digest in digests)
+
+
+def test_a_list_without_tensors_is_one_leaf_and_an_array_is_a_tensor() -> None:
+    leaves, _ = pytree.flatten({"text": ["a", "b"], "array": np.arange(2), "mixed": [1, None], "empty": []})
+    assert leaves[0] == ["a", "b"]
+    assert isinstance(leaves[1], torch.Tensor)
+    assert leaves[2:] == [[1, None], []]
+
+
+def test_numbers_strings_and_objects_are_constants_that_every_piece_has() -> None:
+    odd = Odd()
+    batch = {"x": torch.arange(4), "n": 3, "name": "train", "odd": odd, "none": None, "raw": b"ab"}
+    piece = pytree.cut(batch, 1, 2)
+    assert piece.pop("x").tolist() == [1]
+    assert piece == {"n": 3, "name": "train", "odd": odd, "none": None, "raw": b"ab"}
+
+
+def test_a_list_with_a_tensor_or_a_container_in_it_is_structure() -> None:
+    for value in (
+        [torch.zeros(2)],
+        [np.zeros(2)],
+        [["a", "b"]],
+        ({"k": torch.zeros(2)},),
+        [np.float32(1), torch.ones(2)],
+    ):
+        assert pytree.structure_of(value).kind in ("list", "tuple")
+
+
+def test_arrays_of_any_kind_become_what_torch_can_hold() -> None:
+    swapped = np.arange(3, dtype=">i4")
+    frozen = np.arange(3)
+    frozen.flags.writeable = False
+    leaves, _ = pytree.flatten((swapped, frozen, np.array(["a", "b", "c"]), np.arange(3, dtype=np.float16)))
+    assert leaves[0].tolist() == leaves[1].tolist() == [0, 1, 2]
+    assert leaves[2] == ["a", "b", "c"]
+    assert leaves[3].dtype == torch.float16
+    assert pytree.holds_arrays({"x": [swapped, "text"]})
+    assert not pytree.holds_arrays({"x": [torch.zeros(1), "text"]})
+
+
+def test_containers_are_rebuilt_in_their_class() -> None:
+    ordered = collections.OrderedDict(x=torch.arange(4), y=torch.arange(4))
+    assert type(pytree.cut(ordered, 0, 1)) is collections.OrderedDict
+    longer = pytree.cut(Longer(torch.arange(4), torch.arange(4)), 2, 4)
+    assert type(longer) is Longer
+    assert longer.label.tolist() == [2, 3]
+    assert pytree.cut(Counted(torch.arange(4)), 1, 3).x.tolist() == [1, 2]
+    fallback = pytree.cut(collections.defaultdict(list, x=torch.arange(4)), 0, 1)
+    assert type(fallback) is dict
+
+
+def test_a_cut_of_a_tensor_is_a_view() -> None:
+    tensor = torch.arange(4)
+    assert pytree.cut(tensor, 1, 3).data_ptr() == tensor[1:].data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("batch", "told"),
+    [
+        ({"x": torch.zeros(2), "y": [torch.zeros(3)]}, r"\['x'\] has 2, \['y'\]\[0\] has 3"),
+        ({"x": torch.zeros(2), "s": ["a"]}, r"\['x'\] has 2, \['s'\] has 1"),
+        ((torch.zeros(2), torch.tensor(1)), r"\[1\] is a scalar tensor.*plain int.*global_batch_size="),
+        (([torch.zeros(3, 2)] * 2, torch.zeros(4)), "has 3, .* has 4.*count_fn=.*split_fn="),
+        (torch.tensor(1), "the batch is a scalar tensor"),
+        ({"n": 3}, "an element of type dict without a tensor, array or list"),
+        ("text", "an element of type str without"),
+        (None, "an element of type NoneType without"),
+    ],
+)
+def test_a_batch_without_one_size_is_refused_by_the_paths_of_its_leaves(batch: Any, told: str) -> None:
+    with pytest.raises(BatchingError, match=told):
+        pytree.batch_size(batch)
+
+
+def test_the_order_of_the_keys_of_a_dict_is_no_part_of_the_structure() -> None:
+    one = pytree.structure_of({"a": torch.zeros(1), "b": ["s"]})
+    two = pytree.structure_of({"b": ["s"], "a": torch.zeros(1)})
+    assert one.signature() == two.signature()
+    assert one.digest() == two.digest()
+
+
+def test_a_batch_is_arranged_like_the_structure_at_every_depth() -> None:
+    structure = pytree.structure_of({"a": torch.zeros(1), "b": [{"c": torch.zeros(1), "d": torch.ones(1)}]})
+    other = {"b": [{"d": torch.ones(2), "c": torch.zeros(2)}], "a": torch.zeros(2)}
+    arranged = structure.arrange(other)
+    assert list(arranged) == ["a", "b"]
+    assert list(arranged["b"][0]) == ["c", "d"]
+    assert arranged["b"][0]["d"] is other["b"][0]["d"]  # type: ignore[index]
+    assert structure.arrange(arranged) is arranged
+
+
+def test_a_number_as_a_key_is_not_its_text() -> None:
+    assert pytree.structure_of({1: torch.zeros(1)}).digest() != pytree.structure_of({"1": torch.zeros(1)}).digest()
+
+
+def test_number_keys_come_back_from_a_message_as_numbers() -> None:
+    told = Structure.from_json(json.loads(json.dumps(pytree.structure_of({1: torch.zeros(2)}).to_json())))
+    assert list(told.empty()) == [1]
+
+
+@pytest.mark.parametrize(
+    ("batch", "told"),
+    [
+        ({"x": torch.zeros(1), "odd": Odd()}, "a constant of type Odd"),
+        ({(1, 2): torch.zeros(1)}, r"the key \(1, 2\)"),
+    ],
+)
+def test_a_structure_that_cannot_be_told_is_refused(batch: Any, told: str) -> None:
+    with pytest.raises(BatchingError, match=told):
+        pytree.structure_of(batch).to_json()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "os:system",
+        "no.such.module:Pair",
+        "tests.support.structures:NoSuch",
+        "tests.support.structures:torch",
+        "builtins:dict",
+    ],
+)
+def test_only_fitting_classes_of_imported_modules_are_built(name: str) -> None:
+    data = pytree.structure_of(Pair(torch.zeros(1), torch.zeros(1))).to_json()
+    with pytest.raises(BatchingError, match=f"cannot build the batch's namedtuple {name}"):
+        Structure.from_json({**data, "class": name})
+
+
+def test_a_class_inside_a_function_cannot_be_found_by_another_rank() -> None:
+    class Inner(NamedTuple):
+        x: Any
+
+    with pytest.raises(BatchingError, match="Define it at the top of a module"):
+        Structure.from_json(pytree.structure_of(Inner(torch.zeros(1))).to_json())
+
+
+def test_an_unknown_dtype_is_refused() -> None:
+    with pytest.raises(BatchingError, match="dtype 'nn'"):
+        Structure.from_json({"kind": "tensor", "dtype": "nn", "dims": []})
+
+
+def test_the_spec_has_a_tensor_spec_with_its_path_at_each_leaf() -> None:
+    structure = pytree.structure_of(
+        {"x": torch.zeros(4, 5), "s": ["a"] * 4, "p": Pair(torch.zeros(4), torch.ones(4)), "n": 1}
+    )
+    spec = structure.spec(2, lambda each: each)
+    assert spec == {
+        "x": TensorSpec((2, 5), torch.float32, "['x']"),
+        "s": TensorSpec((2,), str, "['s']"),
+        "p": Pair(
+            TensorSpec((2,), torch.float32, "['p']['image']"),  # type: ignore[arg-type]
+            TensorSpec((2,), torch.float32, "['p']['label']"),  # type: ignore[arg-type]
+        ),
+        "n": 1,
+    }
+    assert pytree.structure_of(torch.zeros(4)).spec(None, lambda each: each) == TensorSpec((None,), torch.float32)
+
+
+def test_a_structure_prints_as_a_reader_would_write_it() -> None:
+    batch = {"x": torch.zeros(2, 3), "s": ["a", "b"], "n": 1, "p": (torch.zeros(2, dtype=torch.int64), np.zeros(2))}
+    assert str(pytree.structure_of(batch)) == (
+        "dict(x: float32[batch, 3], s: list of rows, n: int, p: tuple(0: int64[batch], 1: float64[batch]))"
+    )
+
+
+def test_the_size_of_a_batch_of_the_same_structure_is_found_at_once_or_not_at_all() -> None:
+    structure = pytree.structure_of({"x": torch.zeros(2, 3), "y": (torch.zeros(2), [torch.ones(2)])})
+    same = {"x": torch.zeros(5, 3), "y": (torch.zeros(5), [torch.ones(5)])}
+    assert structure.size_of_same(same) == 5
+    for other in (
+        {**same, "x": torch.zeros(5, 4)},
+        {**same, "x": torch.zeros(4, 3)},
+        {**same, "x": np.zeros((5, 3), dtype=np.float32)},
+        {**same, "y": (torch.zeros(5), (torch.ones(5),))},
+        {**same, "y": (torch.zeros(5), [torch.ones(5)], torch.ones(5))},
+        {**same, "z": torch.zeros(5)},
+        {"y": same["y"], "x": same["x"]},
+        collections.OrderedDict(same),
+    ):
+        assert structure.size_of_same(other) is None
+
+
+ROWS: list[Any] = [
+    ["a", "b"],
+    ("a", "b"),
+    [1, 2.0],
+    [b"a", None],
+    ["a", 1],
+    [],
+    [("a",)],
+    [torch.zeros(2)],
+    torch.zeros(2),
+    "ab",
+]
+
+
+@pytest.mark.parametrize("known", ROWS[:6], ids=str)
+def test_lists_of_plain_rows_are_measured_at_once_where_their_structure_is_the_same(known: Any) -> None:
+    structure = pytree.structure_of(known)
+    for other in ROWS:
+        size = structure.size_of_same(other)
+        if type(other) is type(known) and other and not isinstance(other[0], tuple | torch.Tensor):
+            assert size == (len(other) if pytree.structure_of(other) == structure else None)
+        elif size is not None:
+            assert (other, pytree.structure_of(other)) == ([], structure)
+
+
+def test_a_scalar_is_not_taken_for_a_batch_of_numbers() -> None:
+    assert pytree.structure_of(torch.zeros(3)).size_of_same(torch.tensor(1.0)) is None
+
+
+def test_a_batch_as_a_dataclass_keeps_its_class() -> None:
+    piece = pytree.cut(Batch(torch.arange(3), ["a", "b", "c"]), 1, 3)
+    assert isinstance(piece, Batch)
+    assert (piece.tokens.tolist(), piece.text) == ([1, 2], ["b", "c"])
+
+
+def test_the_bytes_that_a_batch_holds_are_those_of_its_tensors_and_texts() -> None:
+    tensors = {"x": torch.zeros(3, 4), "y": [torch.arange(3), torch.zeros(3, dtype=torch.bool)]}
+    assert pytree.bytes_held(tensors) == 3 * 4 * 4 + 3 * 8 + 3
+    short, long = pytree.bytes_held(["a", "b"]), pytree.bytes_held(["a" * 1001, b"b"])
+    assert short is not None
+    assert long == short + 1000
+    assert pytree.bytes_held((torch.zeros(2), ["a", "b"])) == 8 + short
+    assert pytree.bytes_held([1, 2]) is None

@@ -1,0 +1,79 @@
+"""Over real ranks: devices that differ, and ranks that never come; every rank learns it, and nobody hangs."""
+
+from __future__ import annotations
+
+import time
+
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+import torchdistinput as tdi
+from tests.support.epochs import Raised, raised
+from torchdistinput.testing import run_ranks
+
+HANG_SECONDS = 20.0
+
+
+def my_rank() -> int:
+    return dist.get_rank()
+
+
+def device_that_is_not_there() -> Raised | None:
+    return raised(lambda: tdi.Strategy(devices=["cuda:97" if my_rank() == 1 else "cpu"], timeout_seconds=5))
+
+
+def test_a_device_that_does_not_exist_on_one_rank_is_an_error_on_every_rank() -> None:
+    first, second = run_ranks(2, device_that_is_not_there)
+    for error in (first, second):
+        assert error is not None
+        assert "cuda:97" in error.message
+
+
+def different_numbers_of_devices() -> Raised | None:
+    return raised(lambda: tdi.Strategy(devices=["cpu"] * (1 + my_rank())))
+
+
+def test_every_rank_needs_the_same_number_of_devices() -> None:
+    for error in run_ranks(2, different_numbers_of_devices):
+        assert error is not None
+        assert error.kind == "RankDisagreement"
+        assert "1" in error.message
+        assert "2" in error.message
+
+
+def absent() -> tuple[Raised | None, float]:
+    """Rank 2 makes the strategy with the others, and then does not come."""
+    strategy = tdi.Strategy(devices=["cpu"], timeout_seconds=3)
+    started = time.monotonic()
+    error = None if my_rank() == 2 else raised(lambda: strategy.distribute_dataset(DataLoader(range(6), batch_size=4)))  # type: ignore[arg-type]
+    waited = time.monotonic() - started
+    dist.barrier()
+    return error, waited
+
+
+def test_a_rank_that_never_comes_is_named_within_the_timeout() -> None:
+    *present, (missing, _) = run_ranks(3, absent)
+    assert missing is None
+    for error, waited in present:
+        assert error is not None
+        assert error.kind == "CoordinationTimeout"
+        assert "rank 2" in error.message or "[2]" in error.message
+        assert "distribute_dataset" in error.message
+        assert waited < HANG_SECONDS
+
+
+def absent_from_the_start() -> tuple[Raised | None, float]:
+    started = time.monotonic()
+    error = None if my_rank() == 1 else raised(lambda: tdi.Strategy(devices=["cpu"], timeout_seconds=3))
+    waited = time.monotonic() - started
+    dist.barrier()
+    return error, waited
+
+
+def test_a_rank_that_makes_no_strategy_is_named_within_the_timeout() -> None:
+    (error, waited), (nothing, _) = run_ranks(2, absent_from_the_start)
+    assert nothing is None
+    assert error is not None
+    assert error.kind == "CoordinationTimeout"
+    assert "rank 1" in error.message or "[1]" in error.message
+    assert waited < HANG_SECONDS

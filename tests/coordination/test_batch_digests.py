@@ -1,0 +1,130 @@
+"""Digests of batches: equal for equal ones, of a few bytes, and whatever a batch holds."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from torchdistinput.coordination.batch_digests import (
+    BatchDigests,
+    digest_of_batch,
+    digest_of_element,
+    digest_of_read,
+    number_of_size,
+    words_of,
+)
+
+ROWS: dict[str, tuple[Any, Any]] = {
+    "values": (torch.arange(6), torch.tensor([0, 1, 2, 3, 4, 9])),
+    "shape": (torch.zeros(2, 3), torch.zeros(3, 2)),
+    "dtype": (torch.zeros(2, dtype=torch.int32), torch.zeros(2, dtype=torch.float32)),
+    "bfloat16": (torch.ones(3, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.bfloat16)),
+    "bool": (torch.ones(3, dtype=torch.bool), torch.zeros(3, dtype=torch.bool)),
+    "conjugate": (torch.ones(3, dtype=torch.complex64) * 1j, (torch.ones(3, dtype=torch.complex64) * 1j).conj()),
+    "columns": (torch.arange(40).reshape(4, 10).T, torch.arange(40, 80).reshape(4, 10).T),
+    "size": (torch.zeros(0, 2), torch.zeros(0, 3)),
+    "texts": (["a", "b"], ["a", "c"]),
+    "odd texts": (["\udc80"], ["\udc81"]),
+    "nested": ({"x": torch.zeros(2), "y": ["a", "b"]}, {"x": torch.ones(2), "y": ["a", "b"]}),
+    "empty": (None, torch.zeros(1)),
+    "a start of many": (torch.arange(100_000), torch.arange(1, 100_001)),
+    "required gradient": (torch.ones(2, requires_grad=True), torch.zeros(2, requires_grad=True)),
+}
+
+
+@pytest.mark.parametrize(("one", "other"), ROWS.values(), ids=ROWS)
+def test_equal_batches_have_equal_digests_and_others_have_others(one: Any, other: Any) -> None:
+    copied = one.detach().clone() if isinstance(one, torch.Tensor) else one
+    assert digest_of_batch([one]) == digest_of_batch([copied])
+    assert digest_of_batch([one]) != digest_of_batch([other])
+    assert digest_of_batch([one, other]) != digest_of_batch([other, one])
+    assert 0 < digest_of_batch([one]) <= 2**63
+
+
+def test_what_cannot_be_looked_into_is_passed_over() -> None:
+    assert digest_of_batch([torch.zeros(3, device="meta")]) == digest_of_batch([torch.zeros(2, device="meta")])
+    sparse = torch.eye(3).to_sparse()
+    assert digest_of_batch([{"x": sparse}]) == digest_of_batch([{"x": 2 * sparse}])
+    assert digest_of_batch([[object(), object()]]) == digest_of_batch([[object(), object()]])
+
+
+def test_the_first_row_and_each_64th_after_it_has_a_digest() -> None:
+    digests = BatchDigests()
+    found = [digests.next([torch.zeros(1)]) for _ in range(130)]
+    assert [place for place, digest in enumerate(found) if digest > 1] == [0, 64, 128]
+    assert 0 not in found  # which stands for a rank that has ended
+
+
+@dataclasses.dataclass
+class Record:
+    """A sample of a class of its own."""
+
+    name: str
+    values: Any
+
+
+READ: dict[str, tuple[Any, Any]] = {
+    "numbers": (7, 8),
+    "texts": ("a" * 3000, "a" * 2000 + "b" + "a" * 999),
+    "bytes that begin alike": (bytes(3000), bytes(2999) + b"x"),
+    "samples": ([(torch.zeros(3), n) for n in range(9)], [(torch.zeros(3), n) for n in range(1, 10)]),
+    "tensors": ({"x": torch.zeros(2)}, {"x": torch.ones(2)}),
+    "arrays": ([np.zeros((2, 3), np.uint8)], [np.ones((2, 3), np.uint8)]),
+    "texts in arrays": (np.array(["a", "b"]), np.array(["a", "c"])),
+    "NumPy's numbers": (np.float32(1.5), np.float32(2.5)),
+    "keys": ({"a": 1}, {"b": 1}),
+    "dataclasses": (Record("a", np.zeros(2)), Record("a", np.ones(2))),
+    "lengths": ([1, 2], [1, 2, 3]),
+    "odd texts": ("\udc80", "\udc81"),
+}
+
+
+@pytest.mark.parametrize(("one", "other"), READ.values(), ids=READ)
+def test_what_was_read_has_equal_digests_where_it_is_equal_and_others_elsewhere(one: Any, other: Any) -> None:
+    assert digest_of_read(one) == digest_of_read(copy.deepcopy(one))
+    assert digest_of_read(one) != digest_of_read(other)
+    assert 0 < digest_of_read(one) < 2**64
+
+
+def test_of_what_was_read_no_number_of_a_size_is_a_digest() -> None:
+    assert number_of_size(0) != 0
+    assert words_of(number_of_size(10)) == "10 sample(s)"
+    assert words_of(digest_of_read(10)) == f"{digest_of_read(10):x}"
+
+
+def test_what_need_not_be_the_same_on_each_rank_counts_for_nothing() -> None:
+    image = object()
+    assert digest_of_read([image, {"a": {1, 2}}]) == digest_of_read([object(), {"a": {3}}])
+    assert digest_of_read({"a": 1, "b": 2}) == digest_of_read({"b": 2, "a": 1})
+    assert digest_of_read({"__key__": "1", "__url__": "/one/a"}) == digest_of_read(
+        {"__key__": "1", "__url__": "/other/a"}
+    )
+    assert digest_of_read(float("nan")) == digest_of_read(float("nan"))
+    assert digest_of_read(np.array([object()])) == digest_of_read(np.array([object()]))
+
+
+def test_a_digest_looks_at_a_bounded_part_of_what_was_read() -> None:
+    found: list[int] = []
+
+    class Row(tuple[int, ...]):
+        """Notes that it was looked at."""
+
+        def __iter__(self) -> Any:
+            found.append(1)
+            return super().__iter__()
+
+    digest_of_read([[Row([1] * 50) for _ in range(1000)] for _ in range(50)])
+    assert len(found) <= 24
+
+
+def test_an_element_is_told_from_one_that_differs_in_one_of_many_values_but_not_in_the_order_of_its_keys() -> None:
+    element = {str(place): place for place in range(40)}
+    assert digest_of_element(element) == digest_of_element(dict(reversed(element.items())))
+    for place in range(40):
+        assert digest_of_element(element) != digest_of_element({**element, str(place): -1}), place
+    assert 0 < digest_of_element(element) <= 2**63

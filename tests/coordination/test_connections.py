@@ -1,0 +1,228 @@
+"""Messages between two ranks over real sockets: order, pieces, ends; who is blamed; and what is not understood."""
+
+from __future__ import annotations
+
+import random
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.socket_ranks import HANG_SECONDS, tcp_pair, wired
+from torchdistinput.coordination import connections
+from torchdistinput.coordination.connections import Connections, Departed, Farewell
+
+SIZES = [0, 1, 2, 511, 512, 513, 2_047, 2_048, 2_049, 100_000]  # words
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Connections, Connections]]:
+    one, other = wired(2)
+    yield one, other
+    one.close()
+    other.close()
+
+
+def test_messages_of_any_size_arrive_in_order(pair: tuple[Connections, Connections]) -> None:
+    one, other = pair
+    dice = random.Random(1)
+    sizes = [dice.choice(SIZES) for _ in range(60)]
+    messages = [np.random.default_rng(number).integers(0, 2**60, size) for number, size in enumerate(sizes)]
+
+    def send() -> None:
+        for number, message in enumerate(messages):
+            one.send(message, 1, number).wait()
+
+    sender = threading.Thread(target=send, daemon=True)
+    sender.start()
+    for number, message in enumerate(messages):
+        found = np.zeros_like(message)
+        other.recv(found, 0, number).wait()
+        assert np.array_equal(found, message)
+    sender.join(HANG_SECONDS)
+
+
+def test_two_ranks_that_send_more_than_the_system_holds_do_not_wait_for_each_other(
+    pair: tuple[Connections, Connections],
+) -> None:
+    large = np.arange(4_000_000)
+
+    def talk(mine: Connections, peer: int, found: Any) -> None:
+        sent = mine.send(large, peer, 1)
+        mine.recv(found, peer, 1).wait()
+        sent.wait()
+
+    both = [np.zeros_like(large), np.zeros_like(large)]
+    threads = [threading.Thread(target=talk, args=(pair[k], 1 - k, both[k]), daemon=True) for k in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(HANG_SECONDS)
+    assert all(np.array_equal(found, large) for found in both)
+
+
+def test_a_look_never_waits_and_takes_what_has_come(pair: tuple[Connections, Connections]) -> None:
+    one, other = pair
+    found = np.zeros(3, np.int64)
+    receipt = other.recv(found, 0, 1)
+    assert not receipt.has_come()
+    whole = connections._HEAD.pack(1, 24) + np.arange(3).tobytes()
+    raw = one._by_rank[1].socket
+    for byte in whole[:-1]:
+        raw.send(bytes([byte]))
+        assert not receipt.has_come()
+    raw.send(whole[-1:])
+    until = time.monotonic() + HANG_SECONDS
+    while not receipt.has_come() and time.monotonic() < until:
+        time.sleep(0.001)
+    assert found.tolist() == [0, 1, 2]
+
+
+def test_what_was_sent_before_a_farewell_is_still_received(pair: tuple[Connections, Connections]) -> None:
+    one, other = pair
+    one.send(np.array([7]), 1, 1).wait()
+    one.say_farewell(Farewell(5, "had enough"))
+    one.close()
+    found = np.zeros(1, np.int64)
+    other.recv(found, 0, 1).wait()
+    assert found.tolist() == [7]
+    for _ in range(2):
+        with pytest.raises(Departed) as caught:
+            other.recv(found, 0, 1).wait()
+        assert caught.value.farewell.rank in (5, 0)
+    other.send(np.arange(9), 0, 1).wait()  # nobody reads it; who needs an answer is told
+
+
+def test_a_rank_whose_sockets_close_without_a_word_has_died(pair: tuple[Connections, Connections]) -> None:
+    one, other = pair
+    receipt = other.recv(np.zeros(1, np.int64), 0, 1)
+    assert not receipt.has_come()
+    one.close()
+    with pytest.raises(Departed) as caught:
+        receipt.wait()
+    assert (caught.value.farewell.rank, caught.value.farewell.why) == (0, Farewell.DIED)
+    assert receipt.has_come()
+
+
+def test_another_thread_ends_a_wait(pair: tuple[Connections, Connections]) -> None:
+    one, _ = pair
+    caught: list[Departed] = []
+
+    def wait() -> None:
+        try:
+            one.recv(np.zeros(1, np.int64), 1, 1).wait()
+        except Departed as departed:
+            caught.append(departed)
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    time.sleep(0.2)
+    one.say_farewell(Farewell(0, "closed"))
+    waiting.join(HANG_SECONDS)
+    assert caught
+
+
+HEAD = struct.Struct("<qq")
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        HEAD.pack(2, 8),  # another kind than expected
+        HEAD.pack(1, 16),  # another size
+        HEAD.pack(1, 1 << 60),
+        HEAD.pack(1, -8),
+        HEAD.pack(-1, 1 << 40),  # a status that would take all memory
+        HEAD.pack(-2, -1),
+        HEAD.pack(-3, 8),
+        b"GET / HTTP/1.1\r\n",
+    ],
+)
+def test_garbage_ends_the_connection_and_takes_no_memory(garbage: bytes, pair: tuple[Connections, Connections]) -> None:
+    one, other = pair
+    one._by_rank[1].socket.send(garbage)
+    with pytest.raises(Departed) as caught:
+        other.recv(np.zeros(1, np.int64), 0, 1).wait()
+    assert "sent a message of kind" in caught.value.farewell.why
+    assert "the same version" in caught.value.farewell.why
+
+
+@pytest.mark.parametrize("told", [b"", b"{", b"[]", b'{"rank": "x", "why": 1}', b"[" * 60_000, b"\xff\xfe"])
+def test_a_farewell_that_nobody_understands_counts_as_a_lost_connection(told: bytes) -> None:
+    one, raw = tcp_pair()
+    mine = Connections(0, 2, {1: one})
+    raw.sendall(HEAD.pack(-2, len(told)) + told)
+    with pytest.raises(Departed) as caught:
+        mine.recv(np.zeros(1, np.int64), 1, 1).wait()
+    assert (caught.value.farewell.rank, caught.value.farewell.why) == (1, Farewell.DIED)
+    mine.close()
+    raw.close()
+
+
+def waits(mine: Connections, peer: int, ended: threading.Event) -> None:
+    mine.begin()
+    receipt = mine.recv(np.zeros(1, np.int64), peer, 1)
+    until = time.monotonic() + HANG_SECONDS
+    while not receipt.has_come() and not ended.is_set() and time.monotonic() < until:
+        mine.rest(0.1)
+
+
+def test_a_rank_that_waits_says_for_whom() -> None:
+    """Of four ranks, 0 and 1 wait for 2 and 3, 3 waits for 2; and 2 does not come."""
+    found = wired(4)
+    ended = threading.Event()
+    threads = [
+        threading.Thread(target=waits, args=(found[rank], peer, ended), daemon=True)
+        for rank, peer in ((0, 2), (1, 3), (3, 2))
+    ]
+    for thread in threads:
+        thread.start()
+    until = time.monotonic() + HANG_SECONDS
+    while found[1].late() != [2] and time.monotonic() < until:
+        time.sleep(0.05)
+    assert [found[rank].late() for rank in (0, 1, 3)] == [[2]] * 3
+    assert found[2].late() == []
+    ended.set()
+    for thread in threads:
+        thread.join(HANG_SECONDS)
+    for each in found:
+        each.close()
+
+
+def test_a_status_is_believed_for_some_seconds_only(
+    pair: tuple[Connections, Connections], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that said for whom it waits, and then stands still, is late itself."""
+    one, other = pair
+    one._by_rank[1].send(connections._STATUS, np.array([5], np.int64).tobytes())
+    mine = Connections(1, 9, {0: other._by_rank[0].socket})
+    receipt = mine.recv(np.zeros(1, np.int64), 0, 1)
+    until = time.monotonic() + HANG_SECONDS
+    while mine.late() != [5] and time.monotonic() < until:
+        receipt.has_come()
+    assert mine.late() == [5]
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 2 * connections._FRESH_SECONDS)
+    assert mine.late() == [0]
+
+
+def test_a_rank_that_reads_nothing_is_told_no_more_than_the_system_holds(
+    pair: tuple[Connections, Connections], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, _ = pair
+    monkeypatch.setattr(connections, "_STATUS_SECONDS", 0.0)
+    one._by_rank[1].socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    receipt = one.recv(np.zeros(1, np.int64), 1, 1)
+    assert not receipt.has_come()
+    for _ in range(200_000):
+        one.rest(0.0)
+        if not one._by_rank[1].is_sent:
+            break
+    for _ in range(10):
+        one.rest(0.0)
+    assert len(one._by_rank[1]._outgoing) == 1

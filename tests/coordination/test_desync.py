@@ -1,0 +1,306 @@
+"""What ranks were given differs in one thing: every rank is told the field, the values and the ranks, and none hangs.
+
+Damaged states, and states that only some ranks load, are in ``test_resume.py``; ranks that do not come at all in
+``test_absent_ranks.py``; samplers that come to differ in the middle of an epoch in ``test_random_loops.py``.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+
+import torchdistinput as tdi
+from tests.support import inputs
+from tests.support.epochs import Raised, raised
+from torchdistinput import readers
+from torchdistinput.testing import run_ranks
+
+WORLD = 3
+ODD = 1  # the rank that differs
+HANG_SECONDS = 20.0
+
+
+@final
+@dataclass(frozen=True)
+class Differs:
+    """One difference.
+
+    Args:
+      call: what a rank does; it is told whether it is the odd one, and a folder.
+      field: how the message calls it.
+      odd: the odd rank's value, as the message shows it; nothing where only digests can be shown.
+      others: the others'.
+      kind: what is raised.
+    """
+
+    call: Callable[[bool, Path], object]
+    field: str
+    odd: str = ""
+    others: str = ""
+    kind: str = "RankDisagreement"
+
+
+def strategy() -> tdi.Strategy:
+    return tdi.Strategy(devices=["cpu"], timeout_seconds=60)
+
+
+def numbers(length: int = 23, batch_size: int = 4, **arguments: Any) -> Any:
+    return DataLoader(range(length), batch_size=batch_size, **arguments)  # type: ignore[arg-type]
+
+
+def distribute(data: Any, global_batch_size: int | None = None, **options: Any) -> tdi.DistributedDataset:
+    return strategy().distribute_dataset(data, tdi.InputOptions(**options), global_batch_size=global_batch_size)
+
+
+def enter(data: Any, **options: Any) -> object:
+    """As far as the first step."""
+    return next(iter(distribute(data, **options)))
+
+
+def option(name: str, odd: Any, others: Any, shown: tuple[str, str] | None = None) -> Differs:
+    """An option of the input."""
+    texts = shown or (repr(odd), repr(others))
+    call = lambda is_odd, _: distribute(numbers(), **{name: odd if is_odd else others})  # noqa: E731
+    return Differs(call, name, *texts)
+
+
+def files(folder: Path, names: list[int], **arguments: Any) -> object:
+    """A dataset of files, under DATA."""
+    data = tdi.FileDataset([str(folder / f"{name}.txt") for name in names], readers.text_lines, **arguments)
+    return distribute(data, 4, auto_shard_policy=tdi.AutoShardPolicy.DATA)
+
+
+def file_setting(name: str, odd: Any, others: Any) -> Differs:
+    """An argument of ``FileDataset``."""
+    call = lambda is_odd, folder: files(folder, [0, 1, 2], **{name: odd if is_odd else others})  # noqa: E731
+    texts = [str(value).lower() for value in (odd, others)]
+    return Differs(call, name, *texts)
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def shuffled(generator: torch.Generator) -> object:
+    return enter(numbers(shuffle=True, generator=generator))
+
+
+def advanced(is_odd: bool, _: Path) -> object:
+    """Generators of one seed, of which one has drawn before."""
+    generator = seeded(3)
+    if is_odd:
+        torch.rand(1, generator=generator)
+    return shuffled(generator)
+
+
+def samplers_generator(is_odd: bool, _: Path) -> object:
+    sampler = RandomSampler(range(23), generator=seeded(int(is_odd)))
+    return enter(numbers(sampler=sampler))
+
+
+def epoch_forgotten(is_odd: bool, _: Path) -> object:
+    dataset = distribute(numbers())
+    if not is_odd:
+        dataset.set_epoch(5)
+    return next(iter(dataset))
+
+
+def epoch_behind(is_odd: bool, _: Path) -> object:
+    """One rank has made another dataset's epoch before, or rather this one's: it counts them by itself."""
+    dataset = distribute(numbers())
+    dataset.set_epoch(2 if is_odd else 3)
+    return next(iter(dataset))
+
+
+def sought(is_odd: bool, _: Path) -> object:
+    dataset = distribute(numbers())
+    dataset.seek(0, 2 if is_odd else 1)
+    return next(iter(dataset))
+
+
+def loaded(is_odd: bool, _: Path) -> object:
+    dataset = distribute(numbers())
+    iterator = iter(dataset)
+    next(iterator)
+    early = dataset.state_dict()
+    next(iterator)
+    late = dataset.state_dict()
+    iterator.close()
+    dataset.load_state_dict(late if is_odd else early)
+    return next(iter(dataset))
+
+
+def other_call(is_odd: bool, _: Path) -> object:
+    """The odd rank reduces, the others begin an epoch."""
+    common = strategy()
+    dataset = common.distribute_dataset(numbers())
+    return common.reduce("SUM", torch.ones(1)) if is_odd else next(iter(dataset))
+
+
+def other_dataset(is_odd: bool, _: Path) -> object:
+    """Two datasets alike; the odd rank begins with the second."""
+    common = strategy()
+    both = [common.distribute_dataset(numbers()) for _ in range(2)]
+    return next(iter(both[is_odd]))
+
+
+def other_order_of_calls(is_odd: bool, _: Path) -> object:
+    common = strategy()
+    if is_odd:
+        return common.distribute_datasets_from_function(lambda context: [torch.arange(4)])
+    return common.distribute_dataset(numbers())
+
+
+def shuffle_samplers(is_odd: bool, _: Path) -> object:
+    return distribute(numbers(sampler=tdi.ShuffleSampler(23, seed=41 if is_odd else 40)))
+
+
+def policies(is_odd: bool, _: Path) -> object:
+    policy = tdi.AutoShardPolicy.OFF if is_odd else tdi.AutoShardPolicy.DATA
+    return distribute(numbers(), auto_shard_policy=policy)
+
+
+def samplers(is_odd: bool, _: Path) -> object:
+    return distribute(numbers(shuffle=is_odd))
+
+
+def batch_samplers(is_odd: bool, _: Path) -> object:
+    batches = BatchSampler(range(23), 6 if is_odd else 4, drop_last=False)
+    return distribute(DataLoader(range(23), batch_sampler=batches))  # type: ignore[arg-type]
+
+
+DIFFERENCES: dict[str, Differs] = {
+    "kind": Differs(lambda odd, _: distribute(inputs.PlainIterable(), 4) if odd else distribute(numbers()), "kind"),
+    "length": Differs(lambda odd, _: distribute(numbers(17 if odd else 23)), "length", "17", "23"),
+    "batch size": Differs(lambda odd, _: distribute(numbers(23, 6 if odd else 4)), "batch size", "6", "4"),
+    "batch size of a batch sampler": Differs(batch_samplers, "batch size", "6", "4"),
+    "global batch size": Differs(
+        lambda odd, _: distribute(inputs.PlainIterable(), 6 if odd else 4), "batch size", "6", "4"
+    ),
+    "drop_last": Differs(lambda odd, _: distribute(numbers(drop_last=odd)), "drop_last", "true", "false"),
+    "policy": Differs(policies, "policy", "OFF", "DATA"),
+    "sampler": Differs(samplers, "sampler", "RandomSampler", "SequentialSampler"),
+    "seed of a ShuffleSampler": Differs(shuffle_samplers, "seed", "41", "40"),
+    "number of files": Differs(lambda odd, at: files(at, [0, 1] if odd else [0, 1, 2]), "file"),
+    "file list": Differs(lambda odd, at: files(at, [0, 1, 3] if odd else [0, 1, 2]), "file list"),
+    "order of files": Differs(lambda odd, at: files(at, [0, 2, 1] if odd else [0, 1, 2]), "file list"),
+    "seed of files": file_setting("seed", 41, 40),
+    "shuffle_files": file_setting("shuffle_files", odd=True, others=False),
+    "shuffle_buffer": file_setting("shuffle_buffer", 8, 16),
+    "cycle_length": file_setting("cycle_length", 2, 1),
+    "block_length": file_setting("block_length", 2, 1),
+    "generator": Differs(lambda odd, _: shuffled(seeded(int(odd))), "generator state"),
+    "generator that has drawn": Differs(advanced, "generator state"),
+    "the sampler's own generator": Differs(samplers_generator, "generator state"),
+    "epoch, forgotten": Differs(epoch_forgotten, "start", "epoch 0", "epoch 5"),
+    "epoch": Differs(epoch_behind, "start", "epoch 2", "epoch 3"),
+    "step sought": Differs(sought, "start", "step 2", "step 1"),
+    "state loaded": Differs(loaded, "start", "step 2", "step 1"),
+    "prefetch": option("prefetch", 3, 2),
+    "timeout_seconds": option("timeout_seconds", 50.0, 40.0),
+    "coordination": option("coordination", "off", "on", ("off", "on")),
+    "with_index": option("with_index", odd=True, others=False, shown=("true", "false")),
+    "partial_batch": option("partial_batch", "pad", "keep", ("pad", "keep")),
+    "snapshot_every": option("snapshot_every", 8, 16),
+    "on_error": option("on_error", "skip", "raise", ("skip", "raise")),
+    "max_errors": option("max_errors", 7, 100),
+    "log_every": option("log_every", 10, 0),
+    "another call": Differs(other_call, "calls", "reduce", "iter"),
+    "another dataset": Differs(other_dataset, "calls", "dataset 2", "dataset 1"),
+    "another order of calls": Differs(
+        other_order_of_calls, "calls", "distribute_datasets_from_function", "distribute_dataset"
+    ),
+}
+
+Told = dict[str, tuple[Raised | None, float]]
+
+
+def all_differences(folder: str) -> Told:
+    """One rank: each call in turn. Were one rank not to raise, the next call would tell."""
+    odd = dist.get_rank() == ODD
+    found = {}
+    for name, differs in DIFFERENCES.items():
+        began = time.monotonic()
+        error = raised(lambda differs=differs: differs.call(odd, Path(folder)))  # type: ignore[misc]
+        found[name] = (error, time.monotonic() - began)
+    return found
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> list[Told]:
+    """One launch for all."""
+    folder = tmp_path_factory.mktemp("desync")
+    for number in range(4):
+        (folder / f"{number}.txt").write_text("1\n2\n3\n")
+    return run_ranks(WORLD, all_differences, str(folder), timeout_seconds=120)
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_every_rank_is_told_the_field_the_values_and_the_ranks(told: list[Told], name: str) -> None:
+    differs = DIFFERENCES[name]
+    messages = set()
+    for rank, found in enumerate(told):
+        error, waited = found[name]
+        assert error is not None, f"rank {rank} saw no difference"
+        assert error.kind == differs.kind, error.message
+        assert differs.field in error.message
+        assert waited < HANG_SECONDS
+        messages.add(error.message)
+    assert len(messages) == 1, "the ranks tell different stories"
+    told_by_rank = dict(re.findall(r"rank ([0-9, ]+): (.*?)(?=; rank |\. Every rank)", messages.pop()))
+    assert set(told_by_rank) == {"0, 2", str(ODD)}
+    assert told_by_rank["0, 2"] != told_by_rank[str(ODD)]
+    assert differs.odd in told_by_rank[str(ODD)]
+    assert differs.others in told_by_rank["0, 2"]
+
+
+def default_states_that_differ() -> list[list[int]]:
+    """Without a generator the first rank's default state counts, for the sampler; each rank keeps its own."""
+    torch.manual_seed(dist.get_rank())
+    own = torch.get_rng_state()
+    data = distribute(numbers(12, 4, shuffle=True))
+    found = [element.tolist() for element in data]
+    kept = torch.equal(torch.get_rng_state(), own)
+    assert kept or dist.get_rank() == 0, "a rank's own random state was replaced"
+    return found
+
+
+def test_default_random_states_that_differ_are_no_difference_of_the_input() -> None:
+    ranks = run_ranks(2, default_states_that_differ)
+    drawn = [index for steps in zip(*ranks, strict=True) for pieces in steps for index in pieces]
+    assert sorted(drawn) == list(range(12))
+
+
+ALIKE_OR_NOT = [(5, 5), (6, 6), (7, 8), (9, 9)]  # the seeds of the ranks before each epoch
+
+
+def default_states_now_alike_now_not() -> list[tuple[list[list[int]], list[int]]]:
+    """The epochs, and what the rank draws after each; rank 0's state need not be sent where it is everyone's."""
+    data = distribute(numbers(12, 4, shuffle=True))
+    found = []
+    for seeds in ALIKE_OR_NOT:
+        torch.manual_seed(seeds[dist.get_rank()])
+        found.append(([element.tolist() for element in data], torch.randint(1000, (3,)).tolist()))
+    return found
+
+
+def test_the_order_is_rank_0s_whether_the_default_states_are_alike_or_not() -> None:
+    ranks = run_ranks(2, default_states_now_alike_now_not)
+    for epoch, seeds in enumerate(ALIKE_OR_NOT):
+        torch.manual_seed(seeds[0])
+        wanted = torch.cat(list(numbers(12, 4, shuffle=True))).tolist()
+        after = torch.randint(1000, (3,)).tolist()
+        steps = zip(ranks[0][epoch][0], ranks[1][epoch][0], strict=True)
+        assert [index for pieces in steps for piece in pieces for index in piece] == wanted
+        torch.manual_seed(seeds[1])
+        afters = [after, after if seeds[0] == seeds[1] else torch.randint(1000, (3,)).tolist()]
+        assert [rank[epoch][1] for rank in ranks] == afters

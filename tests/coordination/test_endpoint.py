@@ -1,0 +1,255 @@
+"""How ranks connect: bounded, by name, whoever dies, refuses, is late or is somebody else. Ranks are threads here."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+
+from tests.support.socket_ranks import HANG_SECONDS, on_threads
+from torchdistinput.coordination import endpoint
+from torchdistinput.coordination.connections import Connections, Departed, Farewell
+from torchdistinput.coordination.endpoint import Address, Endpoint, Late
+from torchdistinput.coordination.exchanges import conclude
+from torchdistinput.coordination.recursive_doubling import partners, sum_up
+from torchdistinput.errors import InputError
+
+Made = Callable[[int], list[Endpoint]]
+
+
+def silent(missing: list[int], waited: float) -> None:
+    """Nobody needs to be told."""
+
+
+@pytest.fixture
+def made() -> Iterator[Made]:
+    """Makes ranks that know where their partners are; closes them in the end."""
+    all_made: list[Endpoint] = []
+
+    def make(num_ranks: int) -> list[Endpoint]:
+        ranks = [Endpoint(rank, range(10, 10 + num_ranks), "", None) for rank in range(num_ranks)]
+        for rank, each in enumerate(ranks):
+            each.meet(
+                {peer: Address.from_text(ranks[peer].address.to_text().encode()) for peer in partners(rank, num_ranks)}
+            )
+        all_made.extend(ranks)
+        return ranks
+
+    yield make
+    for each in all_made:
+        each.close()
+
+
+def opened(rank: Endpoint, number: int, seconds: float = HANG_SECONDS) -> Connections | str:
+    try:
+        return rank.open(number, seconds, silent)
+    except Late as late:
+        return f"late: {late.ranks}"
+    except Departed as departed:
+        return str(departed)
+
+
+def summed(found: Connections) -> int:
+    (total,) = conclude(sum_up(found, [found.rank() + 1]))
+    return total
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 7, 8])
+def test_all_connect_again_and_again(num_ranks: int, made: Made) -> None:
+    ranks = made(num_ranks)
+    for number in (-1, 0, 4):
+        found = on_threads([partial(opened, rank, number) for rank in ranks])
+        assert on_threads([partial(summed, each) for each in found]) == [sum(range(num_ranks + 1))] * num_ranks
+        for each in found:
+            each.close()
+
+
+def test_a_rank_that_does_not_come_is_late(made: Made) -> None:
+    """A rank that dials is content with less: the port takes its call. It notices in the first exchange."""
+    ranks = made(4)
+    asked: list[list[int]] = []
+    with pytest.raises(Late) as caught:
+        ranks[0].open(0, 1.2, lambda missing, _: asked.append(missing))
+    assert caught.value.ranks == [1, 2]
+    assert asked[0] == [1, 2]
+
+
+def test_a_rank_that_is_connected_hears_whom_the_others_still_wait_for(made: Made) -> None:
+    """Rank 2 exchanges messages with rank 0 only, which waits for rank 1."""
+    ranks = made(3)
+    waiting = threading.Thread(target=opened, args=(ranks[0], 0, 3.0))
+    waiting.start()
+    found = ranks[2].open(0, HANG_SECONDS, silent)
+    exchange = threading.Thread(target=on_threads, args=([partial(summed, found)],))
+    exchange.start()
+    until = time.monotonic() + HANG_SECONDS
+    while found.late() != [1] and time.monotonic() < until:
+        time.sleep(0.05)
+    assert found.late() == [1]
+    for thread in (waiting, exchange):
+        thread.join(HANG_SECONDS)
+    found.close()
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_rank_whose_port_is_closed_has_ended(dead: int, made: Made) -> None:
+    ranks = made(2)
+    ranks[dead].close()
+    assert opened(ranks[1 - dead], 0) == f"rank {dead} {Farewell.DIED}"
+
+
+def test_a_rank_that_ends_while_others_wait_for_it_is_named(made: Made) -> None:
+    ranks = made(2)
+    threading.Timer(0.7, ranks[1].close).start()
+    assert opened(ranks[0], 0) == f"rank 1 {Farewell.DIED}"
+
+
+@pytest.mark.parametrize("refusing", range(5))
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_all_hear_of_a_rank_that_refuses(refusing: int, when: str, made: Made) -> None:
+    """Those that it does not exchange messages with hear of it in their first exchange."""
+
+    def takes_part(rank: int) -> str:
+        if rank == refusing:
+            time.sleep(0.3 if when == "after" else 0.0)
+            ranks[rank].refuse(3, "could not open a file")
+            return "refused"
+        time.sleep(0.3 if when == "before" else 0.0)
+        found = opened(ranks[rank], 3)
+        if isinstance(found, str):
+            return found
+        try:
+            return str(summed(found))
+        except Departed as departed:
+            found.say_farewell(departed.farewell)
+            return str(departed)
+        finally:
+            found.close()
+
+    ranks = made(5)
+    for rank, told in enumerate(on_threads([partial(takes_part, rank) for rank in range(5)])):
+        assert told == ("refused" if rank == refusing else f"rank {refusing} could not open a file"), (rank, told)
+
+
+def test_an_interruption_while_it_waits_is_told_to_the_others(made: Made) -> None:
+    def interrupted(missing: list[int], waited: float) -> None:
+        raise KeyboardInterrupt
+
+    ranks = made(4)
+    with pytest.raises(KeyboardInterrupt):
+        ranks[0].open(0, HANG_SECONDS, interrupted)
+    for told in on_threads([partial(opened, ranks[rank], 0) for rank in (1, 2)]):  # rank 3 is not there yet
+        assert told == "rank 0 was interrupted by KeyboardInterrupt"
+
+
+def test_strangers_are_turned_away(made: Made) -> None:
+    """Whoever looks whether the port is open, speaks otherwise, or has another secret."""
+    ranks = made(2)
+    place = ("127.0.0.1", ranks[0].address.port)
+    strangers = [socket.create_connection(place) for _ in range(4)]
+    strangers[0].close()
+    strangers[1].sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    strangers[2].sendall(endpoint._GREETING.pack(os.urandom(16), 0, 1, 0))
+    strangers[3].sendall(endpoint._GREETING.pack(ranks[0].address.secret, 0, 7, 0))  # no partner of this rank
+    found = on_threads([partial(opened, rank, 0) for rank in ranks])
+    assert on_threads([partial(summed, each) for each in found]) == [3, 3]
+    for stranger in strangers[1:]:
+        stranger.settimeout(HANG_SECONDS)
+        with pytest.raises((ConnectionError, AssertionError)):
+            assert stranger.recv(1)
+        stranger.close()
+    for each in found:
+        each.close()
+
+
+def test_a_rank_that_stands_still_before_its_greeting_connects_when_it_goes_on(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process may be stopped at any line, also between its connection and the first bytes of it."""
+    ranks = made(2)
+    real = socket.create_connection
+
+    def slowly(*args: Any, **options: Any) -> socket.socket:
+        connected = real(*args, **options)
+        threading.Event().wait(2.5)
+        return connected
+
+    monkeypatch.setattr(socket, "create_connection", slowly)
+    found = on_threads([partial(opened, rank, 0) for rank in ranks])
+    assert on_threads([partial(summed, each) for each in found]) == [3, 3]
+    for each in found:
+        each.close()
+
+
+def test_a_rank_that_stands_still_before_its_greeting_hears_of_a_refusal(made: Made) -> None:
+    ranks = made(2)
+    silent_one = ranks[1]._connect(0, 5.0)
+    ranks[0].refuse(0, "could not open a file")
+    silent_one.settimeout(HANG_SECONDS)
+    told = silent_one.recv(1 << 12)
+    assert b"could not open a file" in told
+    silent_one.close()
+
+
+def test_strangers_that_say_nothing_are_kept_to_a_bounded_number(made: Made) -> None:
+    ranks = made(2)
+    place = ("127.0.0.1", ranks[0].address.port)
+    strangers = []
+    for _ in range(150):
+        strangers.append(socket.create_connection(place))
+        ranks[0]._accept_all()
+    assert len(ranks[0]._arriving) == 128
+    strangers[0].settimeout(HANG_SECONDS)
+    assert strangers[0].recv(1) == b""
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_connection_for_an_older_channel_is_closed(made: Made) -> None:
+    ranks = made(2)
+    old = ranks[1]._dial(0, 1, 5.0)
+    found = on_threads([partial(opened, rank, 2) for rank in ranks])
+    assert on_threads([partial(summed, each) for each in found]) == [3, 3]
+    old.settimeout(HANG_SECONDS)
+    with pytest.raises((ConnectionError, AssertionError)):
+        assert old.recv(1)
+    old.close()
+    for each in found:
+        each.close()
+
+
+def test_an_address_is_one_line_of_json_without_loopback_addresses(made: Made) -> None:
+    (rank,) = made(1)
+    text = rank.address.to_text()
+    assert Address.from_text(text) == rank.address
+    assert "\n" not in text
+    _, _, addresses, _ = json.loads(text)
+    assert not any(each.startswith("127.") or each == "::1" for each in addresses)
+
+
+def test_the_address_that_leads_to_the_store_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    real = socket.getaddrinfo
+
+    def answer(host: str, *args: Any, **options: Any) -> Any:
+        asked.append(host)
+        return real("127.0.0.1", *args, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", answer)
+    assert list(endpoint._own_addresses("the-first-host")) == []
+    assert asked[0] == "the-first-host"
+
+
+def test_an_interface_that_is_not_there_is_named() -> None:
+    with pytest.raises(InputError, match=r"'no-such-interface', which has no address here; the interfaces are .*lo"):
+        Endpoint(0, range(2), "no-such-interface", None)
+    rank = Endpoint(0, range(2), "lo", None)
+    assert rank.address.addresses == ("127.0.0.1",)
+    rank.close()

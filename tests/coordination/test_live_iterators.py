@@ -1,0 +1,262 @@
+"""Over real ranks: several iterators, sub-groups, ranks that do not come, endless sources, and no coordination."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+import torchdistinput as tdi
+from tests.support import structures
+from tests.support.epochs import Raised, lists, raised, steps_until_raised
+from torchdistinput.testing import run_ranks
+
+HANG_SECONDS = 20.0  # far above any healthy run, far below the coordination timeouts that these tests leave alone
+
+
+def one() -> tdi.Strategy:
+    return tdi.Strategy(devices=["cpu"])
+
+
+def number_range(n: int, batch_size: int) -> Any:
+    return DataLoader(range(n), batch_size=batch_size)  # type: ignore[arg-type]
+
+
+def train_and_validate() -> tuple[list[Any], list[Any]]:
+    strategy = one()
+    train = iter(strategy.distribute_dataset(number_range(12, 4)))
+    validation = strategy.distribute_dataset(number_range(5, 4))
+    seen, validated = [], []
+    for element in train:
+        seen.append(element.tolist())
+        validated.append([batch.tolist() for batch in validation])
+    return seen, validated
+
+
+def test_a_validation_iterator_lives_beside_a_training_iterator() -> None:
+    first, second = run_ranks(2, train_and_validate)
+    assert first == ([[0, 1], [4, 5], [8, 9]], [[[0, 1], [4]]] * 3)
+    assert second == ([[2, 3], [6, 7], [10, 11]], [[[2, 3], []]] * 3)
+
+
+def two_in_turn() -> list[Any]:
+    strategy = one()
+    left = iter(strategy.distribute_dataset(number_range(8, 4)))
+    right = iter(strategy.distribute_dataset(number_range(12, 4)))
+    found = []
+    for _ in range(4):
+        for iterator in (left, right):
+            optional = iterator.get_next_as_optional()
+            found.append(optional.get_value().tolist() if optional.has_value() else None)
+    return found
+
+
+def test_two_iterators_are_read_in_turn_with_ends_of_their_own() -> None:
+    first, second = run_ranks(2, two_in_turn)
+    assert first == [[0, 1], [0, 1], [4, 5], [4, 5], None, [8, 9], None, None]
+    assert second == [[2, 3], [2, 3], [6, 7], [6, 7], None, [10, 11], None, None]
+
+
+def on_a_sub_group() -> Any:
+    group = dist.new_group([1, 2])
+    found = None
+    if dist.get_rank() != 0:
+        strategy = tdi.Strategy(devices=["cpu"], process_group=group)
+        topology = (strategy.num_input_pipelines, strategy.input_pipeline_id, strategy.num_replicas_in_sync)
+        batches = [element.tolist() for element in strategy.distribute_dataset(number_range(6, 4))]
+        sizes = [[1, 1], [1]]
+        counts = [len(element) for element in strategy.distribute_datasets_from_function(structures.batches_of(sizes))]
+        total = strategy.reduce("SUM", torch.tensor(dist.get_rank()), axis=None)
+        found = (topology, batches, counts, int(total))
+    dist.barrier()
+    return found
+
+
+def test_a_strategy_on_a_sub_group_concerns_its_ranks_alone() -> None:
+    assert run_ranks(3, on_a_sub_group) == [
+        None,
+        ((2, 0, 2), [[0, 1], [4]], [1, 1], 3),
+        ((2, 1, 2), [[2, 3], [5]], [1, 0], 3),
+    ]
+
+
+def iter_on_one_rank_only() -> tuple[Raised | None, float]:
+    strategy = tdi.Strategy(devices=["cpu"], timeout_seconds=3)
+    dataset = strategy.distribute_dataset(number_range(6, 4))
+    started = time.monotonic()
+    error = raised(lambda: next(iter(dataset))) if dist.get_rank() == 0 else None
+    waited = time.monotonic() - started
+    dist.barrier()
+    return error, waited
+
+
+def test_an_iter_on_one_rank_only_is_an_error_that_names_the_others() -> None:
+    (error, waited), *others = run_ranks(3, iter_on_one_rank_only)
+    assert [found for found, _ in others] == [None, None]
+    assert error is not None
+    assert error.kind == "CoordinationTimeout"
+    assert "1" in error.message
+    assert "2" in error.message
+    assert "rank" in error.message
+    assert waited < HANG_SECONDS
+
+
+def late_to_a_step() -> tuple[int, Raised | None, float]:
+    """Rank 1 stops asking for batches without leaving: the others name it when the time is up."""
+    strategy = tdi.Strategy(devices=["cpu"])
+    options = tdi.InputOptions(prefetch=0, timeout_seconds=3)
+    iterator = iter(strategy.distribute_dataset(number_range(40, 4), options))
+    steps = 0
+    started = time.monotonic()
+
+    def loop() -> None:
+        nonlocal steps
+        while dist.get_rank() == 0 or steps < 2:
+            next(iterator)
+            steps += 1
+
+    error = raised(loop)
+    waited = time.monotonic() - started
+    dist.barrier()
+    return steps, error, waited
+
+
+def test_a_rank_that_stops_asking_is_named_when_the_time_is_up() -> None:
+    (steps, error, waited), (other_steps, other_error, _) = run_ranks(2, late_to_a_step)
+    assert (other_steps, other_error) == (2, None)
+    assert steps >= 2
+    assert error is not None
+    assert error.kind == "CoordinationTimeout"
+    assert "rank 1" in error.message or "[1]" in error.message
+    assert waited < HANG_SECONDS
+
+
+def endless(local_replicas: int) -> tuple[list[Any], Raised | None]:
+    strategy = tdi.Strategy(devices=["cpu"] * local_replicas)
+    dataset = strategy.distribute_dataset(lambda: (torch.arange(4) + 4 * t for t in itertools.count()))
+    found = []
+    for element in dataset:
+        found.append([lists(piece) for piece in strategy.local_results(element)])
+        if len(found) == 10:
+            break
+    no_length = raised(lambda: len(dataset))
+    functions = strategy.distribute_datasets_from_function(lambda context: itertools.repeat(torch.ones(3)))
+    assert len(list(itertools.islice(functions, 10))) == 10
+    dataset.close()
+    functions.close()
+    return found, no_length
+
+
+def test_infinite_sources_go_on_until_all_ranks_leave() -> None:
+    (first, no_length), (second, _) = run_ranks(2, endless, 1)
+    assert first == [[[4 * t, 4 * t + 1]] for t in range(10)]
+    assert second == [[[4 * t + 2, 4 * t + 3]] for t in range(10)]
+    assert no_length is not None
+    assert no_length.kind == "TypeError"
+
+
+def uncoordinated() -> tuple[list[Any], Raised | None]:
+    strategy = one()
+    options = tdi.InputOptions(coordination="off")
+    dataset = strategy.distribute_datasets_from_function(structures.batches_of([[2, 2, 2], [1]]), options)
+    found = []
+    loss = None
+    for element in dataset:
+        found.append((len(element), dataset.step.index, dataset.step.global_size, dataset.step.local_sizes))
+        loss = raised(lambda: tdi.average_loss(torch.ones(2), dataset.step))
+    return found, loss
+
+
+def test_without_coordination_each_worker_has_its_own_end() -> None:
+    (first, first_loss), (second, second_loss) = run_ranks(2, uncoordinated)
+    assert first == [(2, t, None, (2,)) for t in range(3)]
+    assert second == [(1, 0, None, (1,))]
+    for loss in (first_loss, second_loss):
+        assert loss is not None
+        assert "coordination" in loss.message
+
+
+def uncoordinated_failure() -> tuple[int, Raised | None]:
+    """Without coordination a failure is this worker's own."""
+
+    def dataset_fn(context: tdi.InputContext) -> Iterator[torch.Tensor]:
+        yield torch.ones(1)
+        if context.input_pipeline_id == 1:
+            raise KeyError("only here")
+        yield torch.ones(1)
+
+    dataset = one().distribute_datasets_from_function(dataset_fn, tdi.InputOptions(coordination="off"))
+    return steps_until_raised(dataset)
+
+
+def test_without_coordination_a_failure_stays_on_its_worker() -> None:
+    first, (steps, error) = run_ranks(2, uncoordinated_failure)
+    assert first == (2, None)
+    assert steps == 1
+    assert error is not None
+    assert error.kind == "SourceError"
+    assert error.cause == "KeyError"
+
+
+def begins_where_the_last_epoch_was() -> list[int]:
+    drawn: list[int] = []
+
+    def numbers() -> Iterator[torch.Tensor]:
+        drawn.clear()
+        for number in range(40):
+            drawn.append(number)
+            yield torch.tensor([number])
+
+    found = []
+    for prefetch in (None, 3):
+        dataset = one().distribute_dataset(numbers, tdi.InputOptions(prefetch=prefetch))
+        next(iter(dataset))
+        found.append(len(drawn))
+        dataset._last.read_ahead(8)  # as an epoch says in which the ranks agreed on that
+        next(iter(dataset))
+        found.append(len(drawn))
+        dataset.close()
+    return found
+
+
+def test_an_epoch_begins_as_far_ahead_as_the_ranks_agreed_in_the_one_before() -> None:
+    assert run_ranks(2, begins_where_the_last_epoch_was) == [[3, 9, 4, 4]] * 2
+
+
+def goes_on_after_different_steps() -> int:
+    dataset = one().distribute_dataset(number_range(400, 2))
+    dataset._last.read_ahead(2 << dist.get_rank())  # as where one rank left before that came, and the other after it
+    steps = 0
+    for _ in itertools.islice(dataset, 150):  # beyond two periodic syncs
+        time.sleep(0.001)  # so that votes do not show, and it stays as it is
+        steps += 1
+    return steps
+
+
+def test_where_the_ranks_left_at_different_steps_the_next_epoch_begins_alike_all_the_same() -> None:
+    assert run_ranks(2, goes_on_after_different_steps, timeout_seconds=HANG_SECONDS) == [150] * 2
+
+
+def first_in_inference_mode(prefetch: int | None) -> list[Any]:
+    """A first batch is only looked at, say to let lazy layers know their sizes; the others are trained on."""
+    weight = torch.ones(1, requires_grad=True)
+    data = {"x": torch.arange(40.0).reshape(40, 1)}
+    batches = iter(one().distribute_dataset(data, tdi.InputOptions(prefetch=prefetch), global_batch_size=4))
+    with torch.inference_mode():
+        found = [next(batches)["x"].tolist()]
+    for batch in batches:
+        torch.autograd.backward((batch["x"] * weight).sum())
+        found.append(batch["x"].tolist())
+    return found
+
+
+def test_what_was_read_ahead_in_inference_mode_can_be_trained_on() -> None:
+    for prefetch in (None, 0, 4):
+        parts = run_ranks(2, first_in_inference_mode, prefetch)
+        put_together = [list(itertools.chain(*pieces)) for pieces in zip(*parts, strict=True)]
+        assert put_together == torch.arange(40.0).reshape(10, 4, 1).tolist()

@@ -1,0 +1,53 @@
+"""How long a consumer waits for others, and what it says meanwhile."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import pytest
+
+from torchdistinput.coordination.timeouts import StragglerTimeout
+from torchdistinput.errors import CoordinationTimeout
+
+
+class Votes:
+    """An exchange to which rank 2 does not come."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.reasons: list[str] = []
+
+    def waiting_since(self) -> float | None:
+        return 0.0
+
+    def late(self) -> list[int]:
+        self.asked += 1
+        return [2]
+
+    def abort(self, reason: str) -> None:
+        self.reasons.append(reason)
+
+
+@pytest.mark.parametrize(("timeout_seconds", "warnings"), [(60.0, 1), (5.0, 0), (0.5, 0)])
+def test_who_is_late_is_asked_once_for_a_warning_and_once_for_the_error(
+    timeout_seconds: float, warnings: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every rank that waits asks the same store: to ask at each look would be more than that can answer."""
+    votes = Votes()
+    straggler_timeout = StragglerTimeout(votes, timeout_seconds, lambda rank: 10 + rank)
+    clock = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: clock)
+    error: CoordinationTimeout | None = None
+    with caplog.at_level(logging.WARNING, "torchdistinput"):
+        while error is None:
+            assert not votes.reasons
+            clock += straggler_timeout.nap_seconds
+            error = straggler_timeout.look(0.0, 7)
+    assert timeout_seconds <= clock <= timeout_seconds + straggler_timeout.nap_seconds
+    assert f"rank 12 did not come to the exchange at step 7 within {timeout_seconds:g} seconds" in str(error)
+    assert votes.reasons == [f"gave up waiting for rank 12 at step 7 after {timeout_seconds:g} seconds"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "waiting for rank 12 at step 7 for 5 seconds"
+    ] * warnings
+    assert votes.asked == warnings + 1

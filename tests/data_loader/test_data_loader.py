@@ -1,0 +1,784 @@
+"""The drop-in DataLoader in one process: it is torch's loader, with a few words more."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import logging
+import multiprocessing
+import os
+import pickle
+import random
+import re
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    dataloader,
+)
+
+import torchdistinput as tdi
+from tests.support import inputs
+from torchdistinput.data_loader import _fetch_is_ours
+
+Ours: Any = tdi.DataLoader  # torch's types ask for a Dataset; lists and ranges will do
+Torchs: Any = DataLoader
+
+ATTRIBUTES = [
+    "batch_size",
+    "batch_sampler",
+    "collate_fn",
+    "dataset",
+    "drop_last",
+    "generator",
+    "in_order",
+    "multiprocessing_context",
+    "num_workers",
+    "persistent_workers",
+    "pin_memory",
+    "pin_memory_device",
+    "prefetch_factor",
+    "sampler",
+    "timeout",
+    "worker_init_fn",
+]
+
+
+def nothing(worker: int) -> None:
+    pass
+
+
+def note_the_worker(worker: int) -> None:
+    os.environ["OF_A_TEST"] = f"worker {worker}"
+
+
+def in_worker(rows: list[int]) -> tuple[list[int], str]:
+    return rows, os.environ.get("OF_A_TEST", "none")
+
+
+# ------------------------------------------------------------------------------------------------------------ the face
+
+
+def test_the_arguments_are_torchs_in_torchs_order_and_then_our_own() -> None:
+    ours, torchs = (list(inspect.signature(cls.__init__).parameters.values()) for cls in (Ours, Torchs))
+    facts = [[(each.name, each.kind, each.default) for each in of] for of in (ours, torchs)]
+    assert facts[0][: len(torchs)] == facts[1]
+    assert [each.name for each in ours[len(torchs) :]] == [
+        "prefetch",
+        "policy",
+        "device",
+        "strategy",
+        "seed_samples",
+        "snapshot_every_n_steps",
+        "own_state",
+    ]
+    assert {each.kind for each in ours[len(torchs) :]} == {inspect.Parameter.KEYWORD_ONLY}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"batch_size": 4, "shuffle": True, "generator": torch.Generator()},
+        {"sampler": SequentialSampler(range(3)), "drop_last": True},
+        {"batch_sampler": BatchSampler(SequentialSampler(range(3)), 2, drop_last=False), "collate_fn": list},
+        {"batch_size": None},
+        {
+            "num_workers": 2,
+            "timeout": 3,
+            "worker_init_fn": nothing,
+            "multiprocessing_context": multiprocessing.get_context("fork"),
+            "prefetch_factor": 5,
+            "persistent_workers": True,
+        },
+    ],
+)
+def test_it_shows_torchs_attributes(arguments: dict[str, Any]) -> None:
+    data: Any = range(3)
+    ours, torchs = Ours(data, **arguments), Torchs(data, **arguments)
+    for name in ATTRIBUTES:
+        mine, theirs = getattr(ours, name), getattr(torchs, name)
+        assert mine == theirs or (type(mine) is type(theirs) and name in ("sampler", "batch_sampler")), name
+
+
+def test_it_is_no_torch_loader_as_frameworks_divide_those() -> None:
+    assert not issubclass(Ours, Torchs)
+
+
+SET: dict[str, Any] = {
+    "batch_size": 3,
+    "batch_sampler": [[1]],
+    "collate_fn": list,
+    "dataset": range(2),
+    "drop_last": True,
+    "generator": torch.Generator(),
+    "in_order": True,
+    "multiprocessing_context": "fork",
+    "num_workers": 1,
+    "persistent_workers": True,
+    "pin_memory": True,
+    "pin_memory_device": "cpu",
+    "prefetch_factor": 3,
+    "sampler": [1],
+    "timeout": 4,
+    "worker_init_fn": nothing,
+}
+
+
+@pytest.mark.parametrize("name", SET)
+def test_what_torch_lets_be_set_can_be_set_and_what_it_refuses_is_refused_as_there(name: str) -> None:
+    assert set(SET) == set(ATTRIBUTES)
+    found: list[Any] = []
+    for cls in (Ours, Torchs):
+        loader = cls(range(5), batch_size=2, num_workers=2)
+        try:
+            setattr(loader, name, SET[name])
+        except ValueError as error:
+            found.append(str(error))
+        else:
+            found.append(getattr(loader, name))
+    assert found[0] == found[1]
+
+
+def test_what_was_set_counts_from_the_first_iter_on() -> None:
+    data: Any = range(4)
+    loader = Ours(data, batch_size=2)
+    loader.collate_fn, loader.num_workers, loader.worker_init_fn = in_worker, 1, note_the_worker
+    assert [*loader] == [([0, 1], "worker 0"), ([2, 3], "worker 0")]
+    with pytest.raises(ValueError, match="batch_size attribute should not be set after DataLoader is initialized"):
+        loader.batch_size = 4
+    assert (loader.num_workers, loader.batch_size) == (1, 2)
+    again = copy.copy(loader)
+    again.collate_fn, again.num_workers = list, 0
+    assert [*again] == [[0, 1], [2, 3]]
+    assert [*loader] == [([0, 1], "worker 0"), ([2, 3], "worker 0")]
+
+
+def test_what_is_no_attribute_of_torchs_is_not_set() -> None:
+    with pytest.raises(AttributeError):
+        Ours(range(4)).step = 3
+
+
+def test_an_element_type_can_be_named() -> None:
+    loader: tdi.DataLoader[tuple[torch.Tensor, ...]] = tdi.DataLoader(TensorDataset(torch.arange(3)))
+    assert [batch[0].tolist() for batch in loader] == [[0], [1], [2]]
+
+
+# ------------------------------------------------------------------------------------------------------- one process
+
+
+def unlike(rows: list[Any]) -> tuple[Any, ...]:
+    """What detection models collate: one entry per image, each of its own size."""
+    return tuple(zip(*rows, strict=True))
+
+
+class Images(Dataset[Any]):
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return torch.full((3, index + 1), float(index)), {"boxes": torch.zeros(index, 4)}
+
+
+class Opaque:
+    """A batch that nobody can look into."""
+
+    def __init__(self, rows: list[int]) -> None:
+        self.rows = rows
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Opaque) and other.rows == self.rows
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Changing(IterableDataset[Any]):
+    """Ready batches of changing structure."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield {"a": torch.ones(2)}
+        yield [np.arange(3), "text"]
+        yield None
+        yield 5
+
+
+def arrays(rows: list[int]) -> Any:
+    return np.array(rows)
+
+
+def same(a: Any, b: Any) -> bool:
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor | np.ndarray):
+        return a.dtype == b.dtype and a.shape == b.shape and bool((a == b).all())
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+ODD: dict[str, tuple[Any, dict[str, Any]]] = {
+    "images of any size": (Images(), {"batch_size": 2, "collate_fn": unlike}),
+    "objects": (range(7), {"batch_size": 3, "collate_fn": Opaque}),
+    "arrays": (range(7), {"batch_size": 3, "collate_fn": arrays}),
+    "single samples": (range(3), {"batch_size": None}),
+    "single dicts": (inputs.Records(), {"batch_size": None, "shuffle": True}),
+    "batches of changing structure": (Changing(), {"batch_size": None}),
+    "strings": (["a", "b", "c"], {"batch_size": 2}),
+    "nothing": ([], {"batch_size": 2}),
+}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("name", list(ODD))
+def test_in_one_process_a_batch_may_be_anything_and_is_what_torch_gives(name: str, workers: int) -> None:
+    data, arguments = ODD[name]
+    found = []
+    for cls in (Ours, Torchs):
+        torch.manual_seed(3)
+        found.append(list(cls(data, num_workers=workers, **arguments)))
+    assert same(found[0], found[1])
+
+
+def test_in_one_process_the_step_counts_the_samples_of_any_batch() -> None:
+    loader = Ours(Images(), batch_size=2, collate_fn=unlike)
+    assert [(loader.step.index, loader.step.global_size) for _ in loader] == [(0, 2), (1, 2), (2, 1)]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_where_batches_are_divided_one_without_samples_is_passed_over_and_not_counted(workers: int) -> None:
+    strategy = tdi.Strategy(["cpu"] * 2)
+    lists = Ours(range(5), batch_sampler=[[], [0, 1], [], [2], []], num_workers=workers, strategy=strategy)
+    found = [([part.tolist() for part in strategy.local_results(batch)], lists.step.index) for batch in lists]
+    assert found == [([[0], [1]], 0), ([[2], []], 1)]
+    data = [torch.zeros(0), torch.ones(2), torch.zeros(0)]
+    items = Ours(data, batch_size=None, num_workers=workers, strategy=strategy)
+    found = [([part.tolist() for part in strategy.local_results(batch)], items.step.index) for batch in items]
+    assert found == [([[1.0], [1.0]], 0)]
+
+
+class Draws(Dataset[float]):
+    """Its samples draw from every global random state of this process."""
+
+    def __len__(self) -> int:
+        return 7
+
+    def __getitem__(self, index: int) -> float:
+        return torch.rand(()).item() + random.random() + float(np.random.rand())
+
+
+def drawn(cls: Any) -> Any:
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
+    found = []
+    loader = cls(Draws(), batch_size=2, shuffle=True)
+    for _ in range(2):
+        for batch in loader:
+            found.append((batch.tolist(), torch.rand(()).item()))
+    return found, torch.rand(()).item(), random.random(), float(np.random.rand())
+
+
+def test_in_one_process_all_random_draws_come_where_torch_makes_them() -> None:
+    assert drawn(Ours) == drawn(Torchs)
+
+
+@pytest.mark.parametrize("own_generator", [False, True])
+@pytest.mark.parametrize("workers", [{}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}])
+def test_a_batch_sampler_that_draws_as_soon_as_it_is_asked_is_asked_when_and_as_often_as_by_torch(
+    workers: dict[str, Any], own_generator: bool
+) -> None:
+    found = []
+    for cls in (Ours, Torchs):
+        torch.manual_seed(1)
+        generator = inputs.generator() if own_generator else None
+        sampler = inputs.BatchesDrawnAtOnce(10, generator)
+        loader = cls(range(10), batch_sampler=sampler, generator=generator, **workers)
+        found.append([([batch.tolist() for batch in loader], torch.rand(()).item()) for _ in range(3)])
+    assert found[0] == found[1]
+
+
+class Recorder(Dataset[int]):
+    """Notes which samples were asked for, and on which thread."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, bool]] = []
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> int:
+        self.asked.append((index, threading.current_thread() is threading.main_thread()))
+        return index
+
+
+def test_a_dataset_of_the_users_is_asked_on_the_callers_thread_and_not_ahead_unless_wished() -> None:
+    data = Recorder()
+    for number, _ in enumerate(Ours(data, batch_size=2)):
+        assert data.asked == [(index, True) for index in range(2 * number + 2)]
+
+
+class Failing(Dataset[int]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        if index == 2:
+            raise KeyError(index)
+        return index
+
+
+@pytest.mark.parametrize(
+    ("loader", "ours"),
+    [
+        (DataLoader(TensorDataset(torch.arange(3)), batch_size=2, shuffle=True), True),
+        (Torchs(torch.arange(3), batch_size=2), True),
+        (Torchs(np.arange(3), batch_size=None), True),
+        (Torchs([1, 2, 3], batch_size=2), False),
+        (DataLoader(Failing(), batch_size=2), False),
+        (DataLoader(TensorDataset(torch.arange(3)), batch_size=2, collate_fn=unlike), False),
+        (DataLoader(TensorDataset(torch.arange(3)), sampler=iter([1])), False),
+        (DataLoader(TensorDataset(torch.arange(3)), batch_sampler=[[1]]), False),
+    ],
+)
+def test_it_is_known_whether_making_a_batch_runs_code_of_the_user(loader: Any, ours: bool) -> None:
+    assert _fetch_is_ours(loader) is ours
+
+
+@pytest.mark.parametrize(("cls", "workers"), [(Torchs, 0), (Ours, 0), (Ours, 1)])
+def test_in_one_process_the_users_own_exception_comes_as_in_torch(cls: Any, workers: int) -> None:
+    iterator = iter(cls(Failing(), num_workers=workers))
+    assert [next(iterator).item() for _ in range(2)] == [0, 1]
+    with pytest.raises(KeyError):
+        next(iterator)
+
+
+def test_a_file_that_cannot_be_decoded_is_a_source_error_that_names_it(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("1\ntwo\n")
+    files = tdi.FileDataset([str(tmp_path / "a.txt")], tdi.readers.text_lines, map_fn=int)
+    with pytest.raises(tdi.SourceError) as caught:
+        list(Ours(files, batch_size=2))
+    assert caught.value.file == str(tmp_path / "a.txt")
+
+
+def test_two_loops_over_one_loader_do_not_disturb_each_other() -> None:
+    for cls in (Torchs, Ours):
+        loader = cls(range(4), batch_size=2)
+        assert [(a.tolist(), b.tolist()) for a in loader for b in loader] == [
+            ([0, 1], [0, 1]),
+            ([0, 1], [2, 3]),
+            ([2, 3], [0, 1]),
+            ([2, 3], [2, 3]),
+        ]
+
+
+def test_a_loop_that_was_left_leaves_no_loader_worker() -> None:
+    loader = Ours(range(40), num_workers=2)
+    for _ in loader:
+        break
+    until = time.monotonic() + 20
+    while multiprocessing.active_children():
+        assert time.monotonic() < until
+        gc.collect()
+        time.sleep(0.02)
+
+
+def test_close_and_with_end_the_loader_workers_that_persist() -> None:
+    with Ours(range(8), num_workers=2, persistent_workers=True) as loader:
+        first = [batch.item() for batch in loader]
+        assert multiprocessing.active_children()
+        assert [batch.item() for batch in loader] == first
+    assert not multiprocessing.active_children()
+    assert [batch.item() for batch in loader] == first  # it begins anew
+    loader.close()
+
+
+def test_an_iterator_that_was_dropped_unused_leaves_its_epoch_to_the_next() -> None:
+    orders = []
+    for tries in range(2):
+        loader = Ours(range(50), batch_size=50, shuffle=True, generator=inputs.generator())
+        for _ in range(tries):
+            iter(loader)
+        orders.append([(loader.step.epoch, batch.tolist()) for _ in range(2) for batch in loader])
+    assert orders[0] == orders[1]
+
+
+class Birth(Dataset[str]):
+    """How the loader worker came into being that reads a sample."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> str:
+        return type(multiprocessing.current_process()).__name__
+
+
+@pytest.mark.parametrize(("context", "process"), [("fork", "ForkProcess"), ("forkserver", "ForkServerProcess")])
+def test_loader_workers_are_started_as_the_multiprocessing_context_says(context: str, process: str) -> None:
+    assert list(Ours(Birth(), num_workers=1, multiprocessing_context=context)) == [[process]] * 2
+
+
+class Drawn(IterableDataset[Any]):
+    """Draws from the default random state for each element, and notes how far it was read."""
+
+    def __init__(self, length: int, fails: bool) -> None:
+        self.length, self.fails = length, fails
+        self.read = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.read = 0
+        for number in range(1, self.length + 1):
+            self.read = number
+            yield {"x": torch.rand(3), "n": number}
+        if self.fails:
+            raise KeyError("the end")
+
+
+def told_step_by_step(cls: Any, dataset: Drawn, **arguments: Any) -> list[Any]:
+    """The batches of two epochs with the elements read and the random state at each step, and how each epoch ended."""
+    torch.manual_seed(4)
+    found: list[Any] = []
+    loader = cls(dataset, **arguments)
+    for _ in range(2):
+        batches = iter(loader)
+        for _ in range(dataset.length + 2):
+            try:
+                found.append(next(batches))
+            except (StopIteration, KeyError) as error:
+                found.append((type(error), error.args))
+            found.append((dataset.read, torch.get_rng_state()))
+    return found
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("arguments", [{"batch_size": 3}, {"batch_size": 3, "drop_last": True}, {"batch_size": None}])
+@pytest.mark.parametrize("length", [0, 6, 7])
+def test_an_iterable_is_read_in_this_process_as_by_torch(arguments: dict[str, Any], length: int, fails: bool) -> None:
+    ours, torchs = (told_step_by_step(cls, Drawn(length, fails), **arguments) for cls in (Ours, Torchs))
+    assert same(ours, torchs)
+
+
+# ------------------------------------------------------------------------------------------------ lengths and epochs
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"batch_size": 4},
+        {"batch_size": 4, "drop_last": True},
+        {"batch_size": None},
+        {"batch_sampler": [[0, 1], [2]]},
+        {"sampler": RandomSampler(range(11), replacement=True, num_samples=9)},
+    ],
+)
+def test_the_length_is_torchs(arguments: dict[str, Any]) -> None:
+    data: Any = range(11)
+    assert len(Ours(data, **arguments)) == len(Torchs(data, **arguments))
+
+
+def test_an_iterable_without_length_has_none() -> None:
+    for cls in (Torchs, Ours):
+        with pytest.raises(TypeError):
+            len(cls(inputs.Count(5)))
+
+
+def test_under_other_policies_the_length_is_known_from_the_first_iter_on() -> None:
+    loader = Ours(range(5), batch_size=2, policy=tdi.AutoShardPolicy.OFF)
+    with pytest.raises(TypeError, match="OFF"):
+        len(loader)
+    assert len(list(loader)) == len(loader) == 3
+
+
+def test_steps_count_within_the_epoch_and_set_epoch_chooses_the_next() -> None:
+    loader = Ours(range(3), batch_size=2)
+    with pytest.raises(tdi.InputError, match="no step"):
+        _ = loader.step
+    assert loader.stats()["steps"] == 0
+    found = []
+    for chosen in (None, None, 7, None):
+        if chosen is not None:
+            loader.set_epoch(chosen)
+        found += [(loader.step.epoch, loader.step.index) for _ in loader]
+    assert found == [(epoch, index) for epoch in (0, 1, 7, 8) for index in (0, 1)]
+    assert (loader.stats()["epoch"], loader.stats()["samples"]) == (8, 3)
+    for wrong in (-1, 1.0, True):
+        with pytest.raises(ValueError, match="epoch"):
+            loader.set_epoch(wrong)
+
+
+# ---------------------------------------------------------------------------------------------------------- bad input
+
+
+class Endless:
+    """A sampler that is told the epoch."""
+
+    epoch = None
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([self.epoch or 0])
+
+
+def test_set_epoch_reaches_the_sampler() -> None:
+    loader = Ours(range(9), sampler=Endless())
+    loader.set_epoch(4)
+    assert [batch.item() for batch in loader] == [4]
+
+
+MAP: Any = range(4)
+ITERABLE = inputs.Count(4)
+SAMPLER = SequentialSampler(range(4))
+BATCHES = [[0, 1], [2]]
+
+REFUSED_BY_TORCH: list[tuple[Any, dict[str, Any]]] = [
+    (MAP, {"shuffle": True, "sampler": SAMPLER}),
+    (MAP, {"batch_size": 2, "batch_sampler": BATCHES}),
+    (MAP, {"shuffle": True, "batch_sampler": BATCHES}),
+    (MAP, {"sampler": SAMPLER, "batch_sampler": BATCHES}),
+    (MAP, {"drop_last": True, "batch_sampler": BATCHES}),
+    (MAP, {"batch_size": None, "drop_last": True}),
+    (MAP, {"batch_size": 0}),
+    (MAP, {"batch_size": -2}),
+    (MAP, {"batch_size": 2.5}),
+    (MAP, {"batch_size": "4"}),
+    (MAP, {"drop_last": "yes"}),
+    (MAP, {"num_workers": -1}),
+    (MAP, {"timeout": -1}),
+    (MAP, {"prefetch_factor": 2}),
+    (MAP, {"num_workers": 1, "prefetch_factor": -1}),
+    (MAP, {"persistent_workers": True}),
+    (MAP, {"multiprocessing_context": "fork"}),
+    (MAP, {"num_workers": 1, "multiprocessing_context": "teleport"}),
+    (MAP, {"num_workers": 1, "multiprocessing_context": 3}),
+    (ITERABLE, {"shuffle": True}),
+    (ITERABLE, {"sampler": SAMPLER}),
+    (ITERABLE, {"batch_sampler": BATCHES}),
+]
+
+
+@pytest.mark.parametrize(("data", "arguments"), REFUSED_BY_TORCH)
+def test_what_torch_refuses_is_refused_with_torchs_own_error(data: Any, arguments: dict[str, Any]) -> None:
+    def refusal(cls: Any) -> tuple[type, str] | None:
+        try:
+            cls(data, **arguments)
+        except Exception as error:
+            return type(error), str(error)
+        return None
+
+    assert refusal(Ours) == refusal(Torchs) is not None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"prefetch": -1}, ValueError, "prefetch"),
+        ({"prefetch": 1.5}, TypeError, "prefetch"),
+        ({"policy": "DATA"}, TypeError, "auto_shard_policy"),
+        ({"device": "cpu", "strategy": tdi.Strategy(devices=["cpu"])}, ValueError, "both device and strategy"),
+        ({"sampler": DistributedSampler(MAP, 2, 0)}, tdi.ShardingError, "divided twice.*OFF"),
+    ],
+)
+def test_our_own_arguments_are_checked_at_construction(arguments: dict[str, Any], error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        Ours(MAP, **arguments)
+
+
+# ---------------------------------------------------------------------------------------------- strategies and words
+
+
+def test_one_log_line_names_the_policy_and_the_global_batch_size(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="torchdistinput"):
+        loader = Ours(MAP, batch_size=3)
+        for _ in range(2):
+            list(loader)
+    (line,) = caplog.messages
+    assert "policy=DATA" in line
+    assert "global batch size 3" in line
+
+
+def test_a_strategys_replicas_each_get_their_part() -> None:
+    strategy = tdi.Strategy(devices=["cpu"] * 3)
+    loader = Ours(range(5), batch_size=4, strategy=strategy)
+    found = [[piece.tolist() for piece in strategy.local_results(batch)] for batch in loader]
+    assert found == [[[0, 1], [2, 3], []], [[4], [], []]]
+    assert found == [
+        [piece.tolist() for piece in strategy.local_results(batch)] for batch in strategy.distribute_dataset(loader)
+    ]
+
+
+def test_a_device_that_is_not_there_is_refused_at_the_first_iter() -> None:
+    loader = Ours(range(5), device="cuda:77")
+    with pytest.raises(ValueError, match="cuda:77"):
+        iter(loader)
+
+
+class Few(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+def distributed(*args: Any, **kwargs: Any) -> Any:
+    return tdi.Strategy(["cpu"]).distribute_dataset(Torchs(*args, **kwargs))
+
+
+@pytest.mark.parametrize("device", ["", "cpu"])  # which torch warns of, too
+@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (1, False), (1, True)])
+@pytest.mark.parametrize("data", [range(2), TensorDataset(torch.arange(2)), Few()])
+def test_pinning_is_torchs_and_so_is_its_warning_without_an_accelerator(
+    data: Any, workers: int, persistent: bool, device: str
+) -> None:
+    told = []
+    for make in (Torchs, Ours, distributed):
+        loader = make(
+            data, pin_memory=True, num_workers=workers, persistent_workers=persistent, pin_memory_device=device
+        )
+        epochs = []
+        for _ in range(2):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                batches = [batch if isinstance(batch, torch.Tensor) else batch[0] for batch in loader]
+            found = [(each.category, str(each.message), each.filename, each.lineno) for each in caught]
+            epochs.append(([(batch.item(), batch.is_pinned()) for batch in batches], found))
+        told.append(epochs)
+    assert told[0] == told[1] == told[2]
+
+
+@pytest.mark.parametrize("make", [Ours, distributed])
+@pytest.mark.parametrize("kind", ["table", "map", "iterable", "files"])
+def test_where_nothing_is_pinned_batches_are_made_without_torchs_loader_and_the_same(
+    make: Callable[..., Any], kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs.write_numbers(tmp_path)
+    rows = TensorDataset(torch.arange(10), torch.rand(10, 3))
+    data = {"table": rows, "map": range(10), "iterable": Few(), "files": inputs.numbers_of(tmp_path)}[kind]
+    shuffle = kind in ("table", "map")
+    seen = []
+    for cls in (Torchs, make):
+        torch.manual_seed(5)
+        loader = cls(data, batch_size=4, shuffle=shuffle, pin_memory=True)
+        with warnings.catch_warnings(record=True), monkeypatch.context() as patch:
+            if cls is not Torchs:
+                patch.delattr(dataloader._SingleProcessDataLoaderIter, "_next_data")
+            warnings.simplefilter("always")
+            epochs = [[str(batch) for batch in loader] for _ in range(2)]
+        seen.append((epochs, torch.rand(1).item()))
+    assert seen[0] == seen[1]
+
+
+def test_a_loader_can_be_copied_before_it_is_read() -> None:
+    loader = Ours(range(3), batch_size=2)
+    assert [batch.tolist() for batch in copy.deepcopy(loader)] == [[0, 1], [2]]
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_an_iterator_is_not_copied_as_two_would_share_its_place(copied: Callable[[Any], Any]) -> None:
+    for cls, kind in ((Torchs, NotImplementedError), (Ours, TypeError)):
+        loader = cls(range(3), batch_size=2)
+        running = iter(loader)
+        with pytest.raises(kind, match="LoaderIter"):
+            copied(running)
+        assert [batch.tolist() for batch in running] == [[0, 1], [2]]
+
+
+def test_a_copy_of_a_strategy_is_the_strategy() -> None:
+    strategy = tdi.Strategy(["cpu"])
+    assert copy.deepcopy({"of a trainer": strategy})["of a trainer"] is copy.copy(strategy) is strategy
+    assert pickle.loads(pickle.dumps(strategy)).devices == strategy.devices
+
+
+class HoldsALock(Exception):
+    """It can be pickled without the lock."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.lock = threading.Lock()
+
+
+def raise_one_with_a_lock(samples: list[Any]) -> None:
+    raise HoldsALock(f"no {samples[0]}")
+
+
+def test_an_exception_of_a_loader_worker_comes_as_itself_without_what_cannot_be_sent() -> None:
+    loader = Ours(range(3), collate_fn=raise_one_with_a_lock, num_workers=1)
+    with pytest.raises(HoldsALock, match="^no 0$") as caught:
+        next(iter(loader))
+    assert not caught.value.lock.locked()
+
+
+def _pickled(loader: Any) -> Any:
+    return pickle.loads(pickle.dumps(loader))
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, _pickled])
+def test_a_loader_that_was_read_can_be_copied_as_torchs(copied: Callable[[Any], Any]) -> None:
+    found = []
+    for cls in (Torchs, Ours):
+        loader = cls(range(5), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(1))
+        running = iter(loader)
+        next(running)
+        other = copied(loader)
+        found.append([[batch.tolist() for batch in each] for each in (other, running, loader, other)])
+    assert found[0] == found[1]
+
+
+def test_a_dict_of_columns_is_data_as_for_distribute_dataset() -> None:
+    columns = {"x": torch.arange(10), "y": {"z": torch.arange(20.0).reshape(10, 2).numpy()}}
+    loader: Any = Ours(columns, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(3))
+    rows = TensorDataset(columns["x"], torch.from_numpy(columns["y"]["z"]))  # type: ignore[arg-type, index]
+    expected = Torchs(rows, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(3))
+    assert len(loader) == 3
+    for ours, (x, z) in zip(loader, expected, strict=True):
+        assert torch.equal(ours["x"], x)
+        assert torch.equal(ours["y"]["z"], z)
+
+
+@pytest.mark.parametrize("library", ["pandas", "polars", "pyarrow"])
+def test_tables_of_other_libraries_are_refused_with_the_dict_to_write(library: str) -> None:
+    module: Any = pytest.importorskip(library)
+    columns = {"a": list(range(10)), "b": [0.5] * 10}
+    table = module.table(columns) if library == "pyarrow" else module.DataFrame(columns)
+    strategy = tdi.Strategy(devices=["cpu"])
+    for use in (
+        lambda: Ours(table, batch_size=4),
+        lambda: strategy.distribute_dataset(table, global_batch_size=4),
+        lambda: strategy.distribute_dataset(Torchs(table, batch_size=4)),
+    ):
+        with pytest.raises(tdi.InputError, match=f"found a {library} .* give the dict ") as caught:
+            use()
+        written = re.search(r"give the dict (\{.*?\});", str(caught.value))
+        assert written is not None
+        (batch, *_) = strategy.distribute_dataset(eval(written[1], {"data": table}), global_batch_size=10)
+        assert {name: column.tolist() for name, column in batch.items()} == columns
+
+
+def test_an_iterable_whose_length_cannot_be_told_has_none() -> None:
+    class Unknown(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(5))
+
+        def __len__(self) -> int:
+            raise ValueError("nobody knows")
+
+    loader: Any = Ours(Unknown(), batch_size=2)
+    with pytest.raises(TypeError):
+        len(loader)
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4]]

@@ -1,0 +1,398 @@
+"""The memory law of copy_ahead.py: whatever the device, the user and the two threads do when, the data is right.
+
+A schedule is one run of a background thread that sends, with tensors that it makes on the device beforehand, and a
+consumer that keeps batches for a random time, drops them
+in the middle of a step, allocates memory of its own, changes its stream, stops early, and closes. Each schedule is a
+seed. Each line of the copier that keeps an order is then removed in turn, and some schedule has to notice.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+import re
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import torchdistinput as tdi
+from torchdistinput import build_pipeline
+from torchdistinput.devices import copy_ahead
+from torchdistinput.devices.accelerators import make_copier
+from torchdistinput.devices.copy_ahead import Copier, DirectCopier, HostCopier, StreamCopier
+from torchdistinput.devices.small_leaves import SMALL_BYTES
+from torchdistinput.testing.streams import POISON, FakeDevice, FakeStream, Turns
+
+SCHEDULES = 400
+
+CopierFactory = Callable[[FakeDevice, int], Copier]
+
+
+PACKED = torch.zeros(256 + 4 * 8, dtype=torch.uint8).view(torch.int64)
+"""As long as a buffer with both leaves of a step."""
+
+
+def leaves_of(step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The last one is made on the device by the source."""
+    return torch.arange(3) + 10 * step, torch.arange(4).reshape(2, 2) + 1000 * step, torch.full((3,), 7 * step)
+
+
+class Schedule:
+    """One run, all of it drawn from the seed."""
+
+    def __init__(self, seed: int, make: CopierFactory) -> None:
+        self.rng = random.Random(seed)
+        self.turns = Turns(self.rng)
+        self.device = FakeDevice(self.rng, self.turns, pin_failure=self.rng.choice([0, 0, 0, 0.1]))
+        self.copier = make(self.device, self.rng.choice([0, SMALL_BYTES]))
+        self.queue: deque[Any] = deque()
+        self.num_steps = self.rng.randint(2, 7)
+        self.depth = self.rng.randint(1, 3)
+        self.streams = [self.device.current_stream()]
+        if self.rng.random() < 0.5:
+            self.streams.append(self.device.new_stream())
+        self.made: deque[torch.Tensor] = deque()
+        self.kept: list[tuple[list[tuple[torch.Tensor, torch.Tensor]], FakeStream]] = []
+        self.own: list[tuple[torch.Tensor, FakeStream]] = []
+        self.stop = self.ended = self.failed = False
+
+    def run(self) -> list[str]:
+        self.turns.run(self.background, self.consumer)
+        self.device.finish()
+        return self.device.violations
+
+    def background(self) -> None:
+        self.copier.enter_thread()
+        try:
+            for step in range(self.num_steps):
+                while len(self.queue) >= self.depth and not self.stop:
+                    self.turns.pause()
+                if self.stop:
+                    break
+                x, y, _ = leaves_of(step)
+                self.make_ahead(step)
+                if self.rng.random() < 0.2:
+                    x = self.device.pin(x)
+                batch = {"x": x, "names": ["a", "b"], "y": (y, step), "made": self.made.popleft()}
+                if self.rng.random() < 0.3:
+                    del batch["x"], batch["y"]  # nothing is left to be copied
+                self.queue.append(self.copier.send(batch))
+                del batch
+        except MemoryError:
+            self.failed = True
+        self.ended = True
+
+    def make_ahead(self, step: int) -> None:
+        """On the device, as a source may do it: for this step, and sometimes for the next ones."""
+        for number in range(step + len(self.made), step + self.rng.choice([1, 1, 2, 3])):
+            tensor = self.device.empty_like(leaves_of(number)[2], self.device.current_stream())
+            self.device.fill(tensor, 7 * number)
+            self.made.append(tensor)
+            del tensor
+
+    def consumer(self) -> None:
+        for step in range(self.num_steps):
+            self.device.use(self.rng.choice(self.streams))
+            self.copier.begin_step()
+            while not self.queue and not self.ended:
+                self.turns.pause()
+            if not self.queue or self.rng.random() < 0.2:
+                break
+            batch = self.copier.hand_over(self.queue.popleft())
+            self.keep(step, batch)
+            del batch
+            self.train()
+        self.stop = True
+        while not self.ended:
+            self.turns.pause()
+        for _ in range(len(self.queue)):
+            parcel = self.queue.popleft()
+            if self.rng.random() < 0.5:
+                self.copier.discard(parcel)
+            del parcel  # some are lost without a word: the copier has to remember them
+            for _ in range(3):
+                self.scratch()
+        self.copier.close()
+        self.device.pin_failure = 0
+        for like in (torch.zeros(3, dtype=torch.int64), PACKED):  # another loader's: it gets what this one let go of
+            self.device.pin(torch.full_like(like, POISON))
+        for own, stream in self.own:
+            self.device.use(stream)
+            self.device.read(own, torch.full_like(own, 5))
+
+    def keep(self, step: int, batch: dict[str, Any]) -> None:
+        assert batch["names"] == ["a", "b"]
+        x, y, made = leaves_of(step)
+        leaves = [(batch["made"], made)]
+        if "x" in batch:
+            assert batch["y"][1] == step
+            leaves += [(batch["x"], x), (batch["y"][0], y)]
+        self.kept.append((leaves, self.device.current_stream()))
+
+    def train(self) -> None:
+        """Reads the last batch, and at random: earlier ones again, memory of its own, in-place changes, drops."""
+        self.look_at(-1)
+        for _ in range(self.rng.randint(0, 4)):
+            action = self.rng.choice([self.look_back, self.scratch, self.drop, self.overwrite])
+            action()
+
+    def look_back(self) -> None:
+        if self.kept:
+            self.look_at(self.rng.randrange(len(self.kept)))
+
+    def look_at(self, index: int) -> None:
+        leaves, home = self.kept[index]
+        now = self.device.current_stream()
+        self.device.use(home)  # within a step a batch is used on the stream of its `next`, as torch asks
+        for leaf, expected in leaves:
+            self.device.read(leaf, expected)
+        self.device.use(now)
+
+    def drop(self) -> None:
+        if self.kept:
+            self.kept.pop(self.rng.randrange(len(self.kept)))
+
+    def scratch(self) -> None:
+        """Memory of the user's own, from the pool that the batches come from; dropped now or read again at the end."""
+        stream = self.device.current_stream()
+        for like in (*leaves_of(0), PACKED):
+            own = self.device.empty_like(like, stream)
+            self.device.fill(own, 5)
+            self.device.read(own, torch.full_like(like, 5))
+            if self.rng.random() < 0.5:
+                self.own.append((own, stream))
+
+    def overwrite(self) -> None:
+        """A batch belongs to the user: changed in place, then dropped."""
+        if self.kept:
+            leaves, home = self.kept.pop()
+            now = self.device.current_stream()
+            self.device.use(home)
+            leaf, like = leaves[-1]
+            self.device.fill(leaf, 9)
+            self.device.read(leaf, torch.full_like(like, 9))
+            self.device.use(now)
+
+
+def test_in_every_schedule_the_consumer_reads_the_right_data() -> None:
+    failures = 0
+    for seed in range(SCHEDULES):
+        schedule = Schedule(seed, StreamCopier)
+        assert schedule.run() == [], f"seed {seed}"
+        failures += schedule.failed
+    assert failures >= 5, "some schedules should lose the background thread in the middle of a batch"
+
+
+KEEPS = re.compile(r"treams\.(wait|block|lend)\(|self\._held\.append\(|self\._clone_into\(")
+SOURCE = inspect.getsource(copy_ahead).splitlines()
+ORDERS = [number for number, line in enumerate(SOURCE) if KEEPS.search(line)]
+"""Where the copiers keep an order, or memory alive."""
+
+
+def changed(*changes: tuple[str, str]) -> CopierFactory:
+    """The copier of a changed source file."""
+    source = "\n".join(SOURCE)
+    for old, new in changes:
+        assert source.count(old) == 1, f"{old!r} should stand once in the source; bring this test up to date"
+        source = source.replace(old, new)
+    namespace: dict[str, Any] = {"__name__": copy_ahead.__name__}
+    exec(compile(source, "changed", "exec"), namespace)
+    namespace["Handling"] = copy_ahead.Handling  # the fake device answers with the members of the real one
+    factory: CopierFactory = namespace["StreamCopier"]
+    return factory
+
+
+def without_line(number: int) -> CopierFactory:
+    indent = " " * (len(SOURCE[number]) - len(SOURCE[number].lstrip()))
+    here = "\n".join(SOURCE[: number + 1])
+    return changed((here, "\n".join([*SOURCE[:number], f"{indent}pass"])))
+
+
+def goes_wrong(make: CopierFactory, schedules: int = SCHEDULES) -> bool:
+    return any(Schedule(seed, make).run() for seed in range(schedules))
+
+
+def test_the_unchanged_source_goes_right() -> None:
+    assert not goes_wrong(changed(), schedules=40)
+
+
+def test_all_the_lines_that_keep_an_order_are_found() -> None:
+    assert len(ORDERS) == 9
+
+
+@pytest.mark.parametrize("number", ORDERS, ids=lambda number: SOURCE[number].strip())
+def test_without_any_one_of_these_lines_some_schedule_goes_wrong(number: int) -> None:
+    assert goes_wrong(without_line(number))
+
+
+def test_a_lost_parcel_is_remembered_until_the_copier_closes() -> None:
+    assert goes_wrong(changed(("self._unsettled: set[Parcel] = set()", "self._unsettled = weakref.WeakSet()")))
+
+
+def test_an_event_recorded_before_the_allocation_is_too_early() -> None:
+    early = changed(
+        (
+            "parcel = Parcel(None, self._home)",
+            "parcel = Parcel(None, self._home); first = self._streams.record(self._home)",
+        ),
+        ("self._ship(parcel, copies)\n", "self._ship(parcel, copies, first)\n"),
+        ("def _ship(self, parcel: Parcel, copies: _Copies", "def _ship(self, parcel: Any, copies: Any, allocated: Any"),
+        ("allocated = self._streams.record(parcel.home)", "pass"),
+    )
+    assert goes_wrong(early)
+
+
+def make_pair() -> tuple[FakeDevice, StreamCopier]:
+    device = FakeDevice(random.Random(0))
+    return device, StreamCopier(device)
+
+
+def test_on_the_cpu_a_batch_passes_through_untouched() -> None:
+    copier = HostCopier()
+    copier.enter_thread()
+    copier.begin_step()
+    batch = {"x": torch.ones(2), "names": ["a", "b"]}
+    parcel = copier.send(batch)
+    assert copier.hand_over(parcel) is batch
+    assert parcel.batch is None
+    copier.discard(copier.send(batch))
+    copier.close()
+    copier.close()
+
+
+def test_with_one_stream_the_consumer_moves_the_batch_itself() -> None:
+    copier = DirectCopier(torch.device("meta"))
+    x = torch.ones(2, 3)
+    parcel = copier.send({"x": x, "names": ["a", "b"]})
+    assert parcel.batch["x"] is x
+    batch = copier.hand_over(parcel)
+    assert batch["x"].device.type == "meta"
+    assert batch["x"].shape == (2, 3)
+    assert batch["names"] == ["a", "b"]
+    copier.close()
+
+
+def test_what_the_device_has_no_numbers_for_is_refused_before_the_others_count_on_it() -> None:
+    copier = DirectCopier(torch.device("meta"), lacks={torch.float64})
+    assert copier.hand_over(copier.send([torch.ones(2), ["a", "b"]]))[0].device.type == "meta"
+    with pytest.raises(TypeError, match=r"torch.float64 cannot be moved to meta.* x.float\(\)"):
+        copier.send({"x": (torch.ones(2), torch.ones(2).double())})
+
+
+def test_a_batch_that_a_device_has_no_numbers_for_is_an_error_of_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build_pipeline, "make_copier", lambda _: make_copier(torch.device("mps", 0)))
+    data = TensorDataset(torch.zeros(4, dtype=torch.float64))
+    dataset = tdi.Strategy(["cpu"]).distribute_dataset(DataLoader(data, 2))
+    with pytest.raises(tdi.SourceError, match=r"step 0 of epoch 0.*float64 cannot be moved to mps:0"):
+        next(iter(dataset))
+
+
+def test_lists_and_constants_stay_on_the_host_and_every_tensor_moves() -> None:
+    device, copier = make_pair()
+    x, names = torch.arange(6).reshape(2, 3), ["a", "b"]
+    batch = copier.hand_over(copier.send((x, names, {"n": 3, "x": x})))
+    device.finish()
+    assert torch.equal(batch[0], x)
+    assert torch.equal(batch[2]["x"], x)
+    assert batch[0] is not x
+    assert batch[1] is names
+    assert batch[2]["n"] == 3
+
+
+def test_a_batch_of_size_zero_moves_with_its_inner_dims() -> None:
+    device, copier = make_pair()
+    batch = copier.hand_over(copier.send(torch.zeros(0, 3, dtype=torch.int64)))
+    device.finish()
+    assert batch.shape == (0, 3)
+    assert not device.violations
+
+
+def test_what_is_on_the_device_already_passes_through() -> None:
+    device, copier = make_pair()
+    there = device.empty_like(torch.arange(3), device.current_stream())
+    parcel = copier.send([there])
+    assert parcel.ready is None
+    assert copier.hand_over(parcel)[0] is there
+
+
+def test_a_parcel_lets_go_of_the_batch_when_it_ends() -> None:
+    _, copier = make_pair()
+    for end in (copier.hand_over, copier.discard):
+        parcel = copier.send(torch.arange(3))
+        end(parcel)
+        assert parcel.batch is None
+        assert parcel.moved == ()
+
+
+def test_a_parcel_ends_once() -> None:
+    _, copier = make_pair()
+    discarded, handed_over = copier.send(torch.arange(3)), copier.send(torch.arange(3))
+    copier.discard(discarded)
+    copier.discard(discarded)
+    copier.hand_over(handed_over)
+    copier.discard(handed_over)
+    for parcel in (discarded, handed_over):
+        with pytest.raises(RuntimeError, match="each one ends once"):
+            copier.hand_over(parcel)
+
+
+def test_sending_does_not_wait_for_the_device() -> None:
+    device, copier = make_pair()
+    device.stand_still()
+    parcels = [copier.send(torch.arange(3)) for _ in range(3)]
+    assert not any(parcel.ready.done for parcel in parcels)
+    batches = [copier.hand_over(parcel) for parcel in parcels]
+    assert batches[0].tolist() == [POISON] * 3
+    device.finish()
+    assert [batch.tolist() for batch in batches] == [[0, 1, 2]] * 3
+
+
+def test_pinned_memory_is_let_go_by_later_sends() -> None:
+    device, copier = make_pair()
+    for _ in range(50):
+        copier.hand_over(copier.send(torch.arange(3)))
+        device.finish()
+    assert device.num_blocks("pinned") <= 2
+
+
+def test_a_batch_that_the_user_drops_is_memory_for_the_next() -> None:
+    device, copier = make_pair()
+    for _ in range(50):
+        copier.hand_over(copier.send(torch.arange(3)))
+        device.finish()
+    assert device.num_blocks(device.current_stream().name) == 1
+
+
+def test_closing_waits_for_what_is_in_flight_and_can_be_repeated() -> None:
+    device, copier = make_pair()
+    device.stand_still()
+    parcel = copier.send(torch.arange(3))
+    copier.close()
+    assert parcel.ready.done
+    copier.close()
+
+
+def test_a_copier_that_is_dropped_without_closing_waits_too() -> None:
+    device, copier = make_pair()
+    device.stand_still()
+    ready = copier.send(torch.arange(3)).ready
+    assert not ready.done
+    del copier
+    assert ready.done
+
+
+def test_a_failed_send_leaves_nothing_behind_but_its_pinned_memory() -> None:
+    device, copier = make_pair()
+    device.pin_failure = 1
+    with pytest.raises(MemoryError):
+        copier.send(torch.arange(3))
+    device.pin_failure = 0
+    batch = copier.hand_over(copier.send(torch.arange(3)))
+    copier.close()
+    device.finish()
+    assert batch.tolist() == [0, 1, 2]
+    assert device.num_blocks(device.current_stream().name) == 1

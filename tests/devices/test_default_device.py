@@ -1,0 +1,234 @@
+"""Users set a default device, a default dtype or a mode: batches are torch's, and what is ours is where it belongs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import torchdistinput as tdi
+from tests.support.default_accelerator import Elsewhere, lend_generators
+from torchdistinput.devices.accelerators import default_state, new_generator
+from torchdistinput.testing import run_ranks
+
+TENSORS = TensorDataset(torch.arange(10.0), torch.arange(10))
+ARRAY = np.arange(20.0, dtype=np.float32).reshape(10, 2)
+MIXED = [(np.full(2, number, dtype=np.float32), number, float(number)) for number in range(10)]
+LARGE = TensorDataset(torch.arange(10)[:, None].expand(10, 40_000).contiguous())
+
+
+class Unreadable(Dataset[torch.Tensor]):
+    """One of its samples cannot be read."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 5:
+            raise ValueError("unreadable")
+        return torch.full((2,), index, device="cpu")
+
+
+def shown(batch: Any) -> Any:
+    """What can be compared: the device, the dtype and the values of each tensor, where there are any to read."""
+    if isinstance(batch, torch.Tensor):
+        values = batch.tolist() if batch.device.type == "cpu" else list(batch.shape)
+        return batch.device.type, batch.dtype, batch.is_inference(), values
+    if isinstance(batch, dict):
+        return {key: shown(value) for key, value in batch.items()}
+    return [shown(each) for each in batch] if isinstance(batch, list | tuple) else batch
+
+
+def all_of(batches: Iterable[Any]) -> list[Any]:
+    return [shown(batch) for batch in batches]
+
+
+def seeded(seed: int = 4) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.fixture(autouse=True)
+def _generators_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    lend_generators(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def npy_files(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder: Path = tmp_path_factory.mktemp("npy")
+    for number in range(2):
+        np.save(folder / f"{number}.npy", np.arange(12.0).reshape(6, 2) + number)
+    return f"{folder}/*.npy"
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("dataset", [TENSORS, ARRAY, MIXED, LARGE], ids=["tensors", "array", "mixed", "large"])
+def test_the_drop_in_gives_what_torch_gives(dataset: Any, num_workers: int) -> None:
+    with Elsewhere():
+        torch.manual_seed(1)
+        expected = all_of(DataLoader(dataset, 4, num_workers=num_workers)), torch.get_rng_state().tolist()
+        torch.manual_seed(1)
+        loader = tdi.DataLoader(dataset, 4, num_workers=num_workers)
+        assert (all_of(loader), torch.get_rng_state().tolist()) == expected
+
+
+@pytest.mark.parametrize("replacement", [False, True])
+def test_a_generator_of_the_default_device_draws_what_torch_draws(replacement: bool) -> None:
+    def batches(make: Callable[..., Iterable[Any]]) -> list[Any]:
+        generator = seeded()
+        sampler = torch.utils.data.RandomSampler(TENSORS, replacement, 47 if replacement else 13, generator)
+        with Elsewhere(generator):
+            loader = make(TENSORS, 4, sampler=sampler)
+            return [all_of(loader), all_of(loader), generator.get_state().tolist()]
+
+    assert batches(tdi.DataLoader) == batches(DataLoader)
+
+
+@pytest.mark.parametrize("generator", [None, seeded()], ids=["default", "of the CPU"])
+def test_where_torch_cannot_shuffle_its_error_is_raised(generator: torch.Generator | None) -> None:
+    with Elsewhere():
+        for make in (DataLoader, tdi.DataLoader):
+            with pytest.raises(RuntimeError, match="Expected a 'meta' device type for generator but found 'cpu'"):
+                list(make(TENSORS, 4, shuffle=True, generator=generator))
+
+
+def test_a_default_device_that_comes_or_goes_between_two_epochs_counts_for_the_next() -> None:
+    array: Any = ARRAY  # a dataset by its methods
+    expected: DataLoader[Any] = DataLoader(array, 4)
+    found: tdi.DataLoader[Any] = tdi.DataLoader(array, 4)
+    for there in (False, True, False):
+        with Elsewhere() if there else contextlib.nullcontext():
+            assert all_of(found) == all_of(expected)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("map_fn", [None, torch.from_numpy])
+def test_rows_of_files_are_where_torch_puts_them(map_fn: Any, num_workers: int, npy_files: str) -> None:
+    with Elsewhere():
+        files = tdi.FileDataset(npy_files, tdi.readers.npy_rows, map_fn=map_fn)
+        expected = all_of(DataLoader(files, 5))
+        files = tdi.FileDataset(npy_files, tdi.readers.npy_rows, map_fn=map_fn)
+        assert all_of(tdi.DataLoader(files, 5, num_workers=num_workers)) == expected
+
+
+def views(samples: list[tuple[torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Tensors that are not all of their memory, large ones."""
+    whole = torch.stack([sample for (sample,) in samples])
+    return {"part": whole[:, 39_000:], "short": whole.to(torch.bfloat16)[:, 39_990:]}
+
+
+def distributed(strategy: tdi.Strategy, npy_files: str) -> Iterator[list[Any]]:
+    """The batches of one dataset after the other, of each kind, and what else there is to ask."""
+    table = {"a": torch.arange(10.0, device="cpu"), "b": torch.arange(10, device="cpu")}
+    padded = tdi.InputOptions(partial_batch="pad", with_index=True)
+    yield all_of(strategy.distribute_dataset(table, padded, global_batch_size=8))
+    ready = [TENSORS[:4], TENSORS[4:9], TENSORS[9:]]
+    yield all_of(strategy.distribute_dataset(ready, tdi.InputOptions(with_index=True)))
+    yield all_of(strategy.distribute_datasets_from_function(lambda _context: DataLoader(TENSORS, 4, num_workers=1)))
+    files = tdi.FileDataset(npy_files, tdi.readers.npy_rows, map_fn=torch.from_numpy)
+    yield all_of(strategy.distribute_dataset(files, tdi.InputOptions(with_index=True), global_batch_size=8))
+    skipping = tdi.InputOptions(on_error="skip", with_index=True, prefetch=0)
+    yield all_of(strategy.distribute_dataset(DataLoader(Unreadable(), 4, num_workers=2), skipping))
+    here = tdi.InputOptions(prefetch=0)  # the background thread has no default device
+    yield all_of(strategy.distribute_dataset(DataLoader(LARGE, 4, num_workers=1, collate_fn=views), here))
+    dataset = strategy.distribute_dataset(DataLoader(LARGE, 4, sampler=tdi.ShuffleSampler(10, 3), num_workers=1))
+    iterator = iter(dataset)
+    yield [shown(next(iterator)), str(iterator.element_spec)]
+    state = dataset.state_dict()
+    rest = all_of(iterator)
+    dataset.load_state_dict(state)
+    assert all_of(dataset) == rest
+    yield rest
+    dataset.close()
+    mine = 3 * strategy.input_pipeline_id
+    yield [
+        strategy.gather_ordered(np.array([mine + 2, mine, mine + 1]), ["a", "b", "c"]),
+        strategy.gather_ordered(np.zeros(0, dtype=np.int64), []),
+        strategy.reduce("sum", 3.0),
+        strategy.reduce("mean", np.arange(4) + mine, axis=0).tolist(),
+        strategy.gather(torch.ones(mine, device="cpu"), 0).tolist(),
+    ]
+
+
+def at_a_rank(npy_files: str) -> None:
+    lend_generators(pytest.MonkeyPatch())
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    expected = list(distributed(tdi.Strategy(devices=["cpu"]), npy_files))
+    with Elsewhere():
+        assert list(distributed(tdi.Strategy(devices=["cpu"], mesh=mesh), npy_files)) == expected
+
+
+def test_nothing_of_the_library_follows_the_default_device_at_two_ranks(npy_files: str) -> None:
+    run_ranks(2, at_a_rank, npy_files)
+
+
+def test_nothing_of_the_library_follows_the_default_device_in_one_process(npy_files: str) -> None:
+    expected = list(distributed(tdi.Strategy(devices=["cpu"]), npy_files))
+    with Elsewhere():
+        assert list(distributed(tdi.Strategy(devices=["cpu"]), npy_files)) == expected
+
+
+def test_seeds_of_loader_workers_are_drawn_from_the_default_state_of_the_default_device() -> None:
+    device = torch.device("cpu")
+    assert default_state(device).tolist() == torch.get_rng_state().tolist()
+    assert new_generator(device).device == device
+    with pytest.raises(tdi.InputError, match=r"the default device is meta, where no random numbers can be drawn"):
+        new_generator(torch.device("meta"))
+
+
+def float64() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def deterministic() -> Iterator[None]:
+    torch._C._set_deterministic_algorithms(True)  # the public one would import all of torch's compiler
+    yield
+    torch._C._set_deterministic_algorithms(False)
+
+
+MODES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
+    "inference": torch.inference_mode,
+    "no_grad": torch.no_grad,
+    "float64": contextlib.contextmanager(float64),
+    "deterministic": contextlib.contextmanager(deterministic),
+}
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("kind", ["tensors", "array", "mixed", "files"])
+def test_in_and_out_of_modes_the_batches_are_torchs(
+    kind: str, num_workers: int, mode: Callable[[], contextlib.AbstractContextManager[Any]], npy_files: str
+) -> None:
+    """Made inside, used inside and outside of it, and inside again."""
+
+    def epochs(make: Callable[..., Any]) -> list[Any]:
+        with mode():
+            files = tdi.FileDataset(npy_files, tdi.readers.npy_rows)
+            dataset: Any = {"tensors": TENSORS, "array": ARRAY, "mixed": MIXED, "files": files}[kind]
+            order = {} if kind == "files" else {"shuffle": True, "generator": seeded()}
+            loader = make(dataset, 4, num_workers=num_workers, persistent_workers=num_workers > 0, **order)
+            found = [all_of(loader)]
+        files.set_epoch(3)
+        found.append(all_of(loader))
+        with mode():
+            return [*found, all_of(loader)]
+
+    assert epochs(tdi.DataLoader) == epochs(DataLoader)
+
+
+def test_an_empty_part_is_made_beside_the_others() -> None:
+    strategy = tdi.Strategy(devices=["cpu"] * 3)
+    with Elsewhere():
+        dataset = strategy.distribute_dataset(DataLoader(TENSORS, 4), tdi.InputOptions(prefetch=0))
+        parts = [part for x, _ in dataset for part in strategy.local_results(x)]
+    assert [part.tolist() for part in parts[:3]] == [[0, 1], [2, 3], []]
+    assert {part.device.type for part in parts} == {"cpu"}

@@ -1,0 +1,101 @@
+"""The migration table from ``tf.distribute``, row by row, in one process with two replicas."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import torchdistinput as tdi
+from tests.support.epochs import epoch, pieces
+from tests.support.migration import FROM_TENSORFLOW, TABLES, result
+
+
+def train_step(x: Tensor) -> Tensor:
+    return x + 1
+
+
+def dataset_fn(context: tdi.InputContext) -> list[Tensor]:
+    return list(torch.split(torch.arange(6), context.get_per_replica_batch_size(4)))
+
+
+def value_fn(context: tdi.ValueContext) -> int:
+    return 10 * context.replica_id_in_sync_group
+
+
+def names(**more: Any) -> dict[str, Any]:
+    return {"tdi": tdi, "strategy": tdi.Strategy(["cpu", "cpu"]), "dataset": range(6), "G": 4, **more}
+
+
+def here(row: str, **more: Any) -> Any:
+    return result(FROM_TENSORFLOW[row].after, names(**more))
+
+
+def test_strategies_and_what_they_distribute() -> None:
+    strategy = here("strategy")
+    assert (strategy.num_replicas_in_sync, strategy.num_input_pipelines) == (2, 1)
+    assert epoch(strategy, here("dataset", strategy=strategy)) == [[[0, 1], [2, 3]], [[4], [5]]]
+    by_function = here("function", strategy=strategy, dataset_fn=dataset_fn)
+    assert epoch(strategy, by_function) == [[[0, 1], [2, 3]], [[4, 5], []]]
+    assert here("values", strategy=strategy, value_fn=value_fn).values == (0, 10)
+    assert here("policy").auto_shard_policy is tdi.AutoShardPolicy.DATA
+
+
+def test_steps_and_values() -> None:
+    scope = names()
+    strategy, loader = scope["strategy"], here("dataset")
+    element = next(iter(loader))
+    done = here("step", **scope, element=element, train_step=train_step)
+    assert pieces(strategy, done) == [[1, 2], [3, 4]]
+    assert torch.equal(here("gather", strategy=strategy, value=done), torch.tensor([1, 2, 3, 4]))
+    assert [part.tolist() for part in here("local", strategy=strategy, value=done)] == [[1, 2], [3, 4]]
+    ones = strategy.run(lambda x: x.sum(), args=(element,))
+    assert here("reduce", strategy=strategy, value=ones) == 0 + 1 + 2 + 3
+    assert strategy.run(lambda: here("context")).values == (0, 1)
+    shares = [here("loss", losses=part.double(), loader=loader) for part in strategy.local_results(element)]
+    assert sum(shares) == (0 + 1 + 2 + 3) / 4
+
+
+def test_iterators_and_specs() -> None:
+    loader = here("dataset")
+    assert here("optional", loader=loader)
+    assert not here("optional", loader=here("dataset", dataset=range(0)))
+    assert [spec.dtype for spec in here("spec", loader=loader).values] == [torch.int64] * 2
+
+
+def test_files(tmp_path: Path) -> None:
+    for name in ("b.txt", "a.txt"):
+        (tmp_path / name).write_text(f"first of {name}\nsecond of {name}\n")
+    files = here("list_files", pattern=str(tmp_path / "*.txt"))
+    assert [Path(file).name for file in files] == ["a.txt", "b.txt"]
+    assert len(list(here("records", files=files))) == 4
+
+
+def test_every_row_of_every_table_is_run() -> None:
+    tests = Path(__file__).read_text() + Path(__file__).with_name("test_migration_on_ranks.py").read_text()
+    missing = [name for rows in TABLES.values() for name in rows if f'"{name}"' not in tests]
+    assert not missing
+
+
+def test_the_names_that_the_readme_gives_for_tensorflows_exist() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    (table,) = re.findall(r"^## Names from TensorFlow\n\n((?:\|.*\n)+)", readme, re.MULTILINE)
+    holders = (tdi, tdi.Strategy, tdi.DistributedDataset, tdi.DistributedIterator, tdi.InputOptions)
+    known = {name for holder in holders for name in dir(holder)}
+    for row in table.splitlines()[2:]:
+        theirs, ours = row.strip("| ").split(" | ", 1)
+        cells = theirs + ours if "the same" in ours else ours
+        names = [re.match(r"(?:strategy\.|tf\.distribute\.)?(\w+)", code) for code in re.findall(r"`([^`]+)`", cells)]
+        assert names, row
+        missing = {name[1] for name in names if name is not None} - known
+        assert not missing, row
+
+
+def test_the_readme_has_the_tables() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    for rows in TABLES.values():
+        for row in rows.values():
+            assert row.markdown() in readme

@@ -1,0 +1,71 @@
+"""The end of a real interpreter, as torchrun sees it; ``run_ranks`` ends its processes in another way."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.support.interpreters import HANG_BOUND_SECONDS, Interpreters, printed
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+SCRIPT = """
+import torch
+import torchdistinput as tdi
+strategy = tdi.Strategy(devices=["cpu"])
+"""
+LOOP_LEFT_EARLY = """
+iterator = iter(strategy.distribute_dataset([torch.arange(3)] * 9))
+next(iterator)
+"""
+LOOP_OF_A_DAEMON = """
+import threading, time
+from torch.utils.data import DataLoader, Dataset
+class Slow(Dataset):
+    def __len__(self): return 10_000
+    def __getitem__(self, index): time.sleep(0.01); return index
+begun = [threading.Event(), threading.Event()]
+def read(loader, event):
+    for _ in loader: event.set()
+for event, workers in zip(begun, (0, 1)):
+    threading.Thread(target=read, args=(tdi.DataLoader(Slow(), num_workers=workers), event), daemon=True).start()
+for event in begun: event.wait()
+"""
+
+
+def test_a_script_may_end_at_once(interpreters: Interpreters, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    for _ in range(3):  # gloo's threads and the end of the interpreter race each other
+        printed(interpreters.run_as_torchrun(2, str(script)))
+
+
+def test_a_script_may_end_in_the_middle_of_a_loop(interpreters: Interpreters, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT + LOOP_LEFT_EARLY)
+    printed(interpreters.run_as_torchrun(2, str(script)))
+
+
+def test_a_daemon_thread_that_reads_as_the_script_ends_says_nothing(interpreters: Interpreters, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT + LOOP_OF_A_DAEMON)
+    (ended,) = interpreters.run([str(script)])
+    assert ended.code == 0
+    assert "Traceback" not in ended.errors, ended.errors  # triton tells of leaks of its own where a thread still runs
+
+
+def test_torchrun_itself_sees_a_good_end(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT + LOOP_LEFT_EARLY)
+    with subprocess.Popen(
+        [*TORCHRUN, str(script)], stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as launcher:
+        try:
+            _, errors = launcher.communicate(timeout=HANG_BOUND_SECONDS)
+        except BaseException:
+            os.killpg(launcher.pid, signal.SIGKILL)
+            raise
+    assert launcher.returncode == 0, errors

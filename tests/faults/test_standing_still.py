@@ -1,0 +1,372 @@
+"""Ranks, stores and whole processes that stand still, end, or are interrupted while others wait for them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+import torchdistinput as tdi
+from tests.support.processes import run_to_the_end
+from torchdistinput.testing import run_ranks
+
+TIMEOUT_SECONDS = 4.0
+SLACK_SECONDS = 20.0  # generous: a machine may be busy
+LONG_SECONDS = 90.0
+
+
+class Numbers(Dataset[int]):
+    """So many that nobody comes to the end."""
+
+    def __len__(self) -> int:
+        return 10**6
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(0.002)
+        return index
+
+
+class Few(Dataset[int]):
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+# ---------------------------------------------------------------------------------------- a process that stands still
+
+Moment = Callable[[int, "Stage"], None]
+
+
+class Stage:
+    """What a rank knows: a folder in which it tells the others where it is.
+
+    Args:
+      folder: of all ranks.
+      rank: this one.
+    """
+
+    def __init__(self, folder: str, rank: int) -> None:
+        self.folder = Path(folder)
+        self.rank = rank
+
+    def stand_still(self) -> None:
+        """For good: the test ends it."""
+        self.tell("still", "")
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def tell(self, name: str, text: str) -> None:
+        partial = self.folder / f"{name}.part"
+        partial.write_text(text)
+        partial.rename(self.folder / name)
+
+    def wait_for(self, name: str) -> None:
+        until = time.monotonic() + LONG_SECONDS
+        while not (self.folder / name).exists() and time.monotonic() < until:
+            time.sleep(0.02)
+
+
+def in_the_middle(still: int, stage: Stage) -> None:
+    strategy = tdi.Strategy(timeout_seconds=TIMEOUT_SECONDS)
+    for number, _ in enumerate(strategy.distribute_dataset(DataLoader(Numbers(), batch_size=4))):
+        if stage.rank == still and number == 20:
+            stage.stand_still()
+
+
+def before_iter(still: int, stage: Stage) -> None:
+    strategy = tdi.Strategy(timeout_seconds=TIMEOUT_SECONDS)
+    dataset = strategy.distribute_dataset(DataLoader(Numbers(), batch_size=4))
+    if stage.rank == still:
+        stage.stand_still()
+    iter(dataset)
+
+
+class StandsStill(Sampler[int]):
+    """Where the ranks have agreed on an epoch, and are about to connect."""
+
+    def __init__(self, stage: Stage, still: int) -> None:
+        self._stage, self._still = stage, still
+
+    def __iter__(self) -> Iterator[int]:
+        if self._stage.rank == self._still:
+            self._stage.stand_still()
+        return iter(range(100))
+
+    def __len__(self) -> int:
+        return 100
+
+
+def in_iter(still: int, stage: Stage) -> None:
+    strategy = tdi.Strategy(timeout_seconds=TIMEOUT_SECONDS)
+    loader = DataLoader(Numbers(), batch_size=4, sampler=StandsStill(stage, still), num_workers=1)
+    for _ in strategy.distribute_dataset(loader):
+        pass
+
+
+def before_the_strategy(still: int, stage: Stage) -> None:
+    if stage.rank == still:
+        stage.stand_still()
+    stage.wait_for("still")
+    tdi.Strategy(timeout_seconds=TIMEOUT_SECONDS)
+
+
+def at_the_end(still: int, stage: Stage) -> None:
+    strategy = tdi.Strategy(timeout_seconds=TIMEOUT_SECONDS)
+    iterator = iter(strategy.distribute_dataset(DataLoader(Numbers(), batch_size=4)))
+    next(iterator)
+    if stage.rank == still:
+        stage.stand_still()
+    stage.wait_for("still")
+    iterator.close()
+    strategy.gather(torch.zeros(2), axis=0)
+
+
+MOMENTS: dict[str, Moment] = {
+    "in the middle": in_the_middle,
+    "before iter": before_iter,
+    "in iter": in_iter,
+    "before the strategy": before_the_strategy,
+    "at the end": at_the_end,
+}
+
+
+def play(rank: int, world: int, port: int, folder: str, still: int, moment: str) -> None:
+    multiprocessing.set_start_method("fork", force=True)
+    torch.set_num_threads(1)
+    stage = Stage(folder, rank)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    stage.tell(f"joined-{rank}", "")  # torch's own rendezvous would wait for a rank that stands still
+    for other in range(world):
+        stage.wait_for(f"joined-{other}")
+    try:
+        MOMENTS[moment](still, stage)
+        told = ["nothing", ""]
+    except Exception as error:
+        told = [type(error).__name__, str(error)]
+    stage.tell(f"ended-{rank}", json.dumps([*told, time.time()]))
+    time.sleep(2.0)  # with the first rank the store ends, which the others still need to tell who is late
+    os._exit(0)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="this system has no signal that stops a process")
+@pytest.mark.parametrize("still", [0, 1], ids=["with the store", "without it"])
+@pytest.mark.parametrize("moment", list(MOMENTS))
+def test_a_rank_that_stands_still_is_named_in_time(moment: str, still: int, tmp_path: Path) -> None:
+    world, port = 3, free_port()
+    context = multiprocessing.get_context("forkserver")
+    ranks = [
+        context.Process(target=play, args=(rank, world, port, str(tmp_path), still, moment)) for rank in range(world)
+    ]
+    for process in ranks:
+        process.start()
+    try:
+        Stage(str(tmp_path), -1).wait_for("still")
+        began = time.time()
+        for rank in set(range(world)) - {still}:
+            ranks[rank].join(TIMEOUT_SECONDS + SLACK_SECONDS)
+            assert not ranks[rank].is_alive(), f"rank {rank} hangs"
+            kind, text, ended = json.loads((tmp_path / f"ended-{rank}").read_text())
+            assert kind in ("CoordinationTimeout", "RankLost"), (kind, text)
+            if (moment, still) == ("before the strategy", 0):
+                assert "the store at 127.0.0.1 did not answer" in text or f"rank {still}" in text
+            else:
+                assert f"rank {still}" in text, text
+            assert ended - began < TIMEOUT_SECONDS + SLACK_SECONDS
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+
+
+# ------------------------------------------------------------------------------- between the agreement and the channel
+
+
+class Ends(Sampler[int]):
+    """On one rank the epoch cannot begin."""
+
+    def __init__(self, how: str) -> None:
+        self._how = how
+
+    def __iter__(self) -> Iterator[int]:
+        if dist.get_rank() == 1:
+            if self._how == "SIGKILL":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise KeyboardInterrupt
+        return iter(range(100))
+
+    def __len__(self) -> int:
+        return 100
+
+
+def interrupted(rank: int, world: int, folder: str, how: str) -> None:
+    multiprocessing.set_start_method("fork", force=True)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    strategy = tdi.Strategy(timeout_seconds=LONG_SECONDS)
+    loader = strategy.distribute_dataset(DataLoader(Few(100), batch_size=4, sampler=Ends(how), num_workers=1))
+    told = ["nothing", ""]
+    try:
+        for _ in loader:
+            pass
+    except BaseException as error:
+        told = [type(error).__name__, str(error)]
+    Path(folder, f"{rank}.json").write_text(json.dumps(told))
+    if rank == 1:
+        time.sleep(5.0)  # it is still alive when the others hear of it
+    os._exit(0)
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "KeyboardInterrupt"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_rank_that_ends_inside_iter_releases_the_others_at_once(how: str, world: int, tmp_path: Path) -> None:
+    run_to_the_end(interrupted, [(rank, world, str(tmp_path), how) for rank in range(world)], LONG_SECONDS / 2)
+    for rank in set(range(world)) - {1}:
+        kind, text = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert kind == "RankLost"
+        assert "rank 1 " in text
+        assert ("died or lost" if how == "SIGKILL" else "KeyboardInterrupt") in text
+
+
+def again_after_an_interrupt() -> list[Any]:
+    """An interruption inside ``iter`` ends that epoch, not the strategy."""
+    strategy = tdi.Strategy(timeout_seconds=60)
+    sampler = Ends("KeyboardInterrupt")
+    loader = strategy.distribute_dataset(DataLoader(Few(100), batch_size=10, sampler=sampler))
+    found: list[Any] = []
+    try:
+        found += [int(x[0]) for x in loader]
+    except BaseException as error:
+        found.append(type(error).__name__)
+    other = strategy.distribute_dataset(DataLoader(Few(20), batch_size=10))
+    return [*found, [x.tolist() for x in other]]
+
+
+def test_after_an_interruption_inside_iter_the_ranks_can_go_on() -> None:
+    for rank, (error, batches) in enumerate(run_ranks(3, again_after_an_interrupt)):
+        assert error == ("KeyboardInterrupt" if rank == 1 else "RankLost")
+        assert sum(len(batch) for batch in batches) in (8, 4)
+
+
+# -------------------------------------------------------------------------------------------------- the store is gone
+
+
+def host_a_store(port: int) -> None:
+    store = cast(Any, dist).TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    time.sleep(LONG_SECONDS)
+    del store
+
+
+def without_a_store(port: int, host: int) -> tuple[list[int], str, str]:
+    """Iterators are opened, and tensors gathered, after the store has ended; another strategy cannot be made."""
+    store = cast(Any, dist).TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    strategy = tdi.Strategy(timeout_seconds=30)
+    strategy.reduce("SUM", torch.tensor(1.0))
+    if rank == 0:
+        os.kill(host, signal.SIGKILL)
+    strategy.reduce("SUM", torch.tensor(1.0))
+    loaders = [strategy.distribute_dataset(DataLoader(Few(40), batch_size=4)) for _ in range(3)]
+    alive = [iter(loader) for loader in loaders]
+    found = [int(strategy.reduce("SUM", float(sum(len(x) for x in each)))) for each in alive]
+    began = time.monotonic()
+    told = ""
+    try:
+        tdi.Strategy(timeout_seconds=5)
+    except tdi.InputError as error:
+        told = str(error)
+    return found, told, "in time" if time.monotonic() - began < 5 + SLACK_SECONDS else "late"
+
+
+def test_a_strategy_lives_on_without_its_store() -> None:
+    port = free_port()
+    host = multiprocessing.get_context("forkserver").Process(target=host_a_store, args=(port,))
+    host.start()
+    try:
+        for found, told, when in run_ranks(3, without_a_store, port, host.pid, init_group=False, timeout_seconds=80):
+            assert found == [40, 40, 40]
+            assert "the store" in told
+            assert "is gone" in told or "did not answer" in told
+            assert when == "in time"
+    finally:
+        host.kill()
+        host.join()
+
+
+# ------------------------------------------------------------------------------------------------ one rank alone asks
+
+
+@contextlib.contextmanager
+def logged() -> Iterator[list[tuple[float, str]]]:
+    lines: list[tuple[float, str]] = []
+
+    class Keeps(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append((time.monotonic(), record.getMessage()))
+
+    handler = Keeps()
+    logging.getLogger("torchdistinput").addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logging.getLogger("torchdistinput").removeHandler(handler)
+
+
+def alone(rank: int, folder: str, other: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    strategy = tdi.Strategy(timeout_seconds=LONG_SECONDS if other == "gone" else 9.0)
+    loader = strategy.distribute_dataset(DataLoader(Few(100), batch_size=4))
+    if rank == 1:
+        if other == "alive":
+            time.sleep(13.0)
+        os._exit(0)
+    told = ["nothing", ""]
+    with logged() as lines:
+        began = time.monotonic()
+        try:
+            next(iter(loader))
+        except Exception as error:
+            told = [type(error).__name__, str(error)]
+    warned = [when - began for when, text in lines if "waiting for rank 1" in text]
+    Path(folder, "told.json").write_text(json.dumps([*told, time.monotonic() - began, warned]))
+    os._exit(0)
+
+
+@pytest.mark.parametrize("other", ["gone", "alive"])
+def test_one_rank_alone_that_asks_is_told_who_is_missing(other: str, tmp_path: Path) -> None:
+    run_to_the_end(alone, [(rank, str(tmp_path), other) for rank in range(2)])
+    kind, text, seconds, warned = json.loads((tmp_path / "told.json").read_text())
+    assert "rank 1 " in text
+    if other == "gone":
+        assert kind == "RankLost"
+        assert seconds < LONG_SECONDS / 3
+    else:
+        assert kind == "CoordinationTimeout"
+        assert warned
+        assert warned[0] < 10.0 + SLACK_SECONDS

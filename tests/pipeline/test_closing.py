@@ -1,0 +1,284 @@
+"""Closing: by another thread than the one that reads, and cut short by an interruption at any line."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+import torchdistinput as tdi
+from tests.support.interruptions import Interruption
+from tests.support.processes import in_fork
+from tests.support.scripted import Party, Script, compose, values
+from torchdistinput import build_pipeline as walk_module
+from torchdistinput import elements as elements_module
+from torchdistinput.pipeline import prefetch_thread as background_module
+from torchdistinput.pipeline import prefetcher as buffer_module
+from torchdistinput.pipeline import shutdown
+from torchdistinput.testing import FakeCollectives
+
+BOUND_SECONDS = 30.0
+
+
+class Slow(Dataset[int]):
+    """Samples that take a moment each."""
+
+    def __len__(self) -> int:
+        return 100_000
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(0.002)
+        return index
+
+
+class SlowStream(IterableDataset[int]):
+    """The same, in order."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(map(Slow().__getitem__, range(100_000)))
+
+
+def _of(loader: Any, prefetch: int | None) -> Any:
+    return tdi.Strategy(["cpu"]).distribute_dataset(loader, tdi.InputOptions(prefetch=prefetch))
+
+
+def _of_function(prefetch: int | None) -> Any:
+    options = tdi.InputOptions(prefetch=prefetch)
+    return tdi.Strategy(["cpu"]).distribute_datasets_from_function(lambda _: DataLoader(Slow(), 2), options)
+
+
+SOURCES: dict[str, Callable[[int | None], Any]] = {
+    "map-style": lambda prefetch: _of(DataLoader(Slow(), 2), prefetch),
+    "map-style, workers": lambda prefetch: _of(DataLoader(Slow(), 2, num_workers=1), prefetch),
+    "iterable": lambda prefetch: _of(DataLoader(SlowStream(), 2), prefetch),
+    "iterable, workers": lambda prefetch: _of(DataLoader(SlowStream(), 2, num_workers=1), prefetch),
+    "function": _of_function,
+    "drop-in": lambda prefetch: tdi.DataLoader(Slow(), 2, num_workers=1, prefetch=prefetch),
+}
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("make", SOURCES.values(), ids=SOURCES)
+def test_who_reads_while_another_thread_closes_is_told_so(make: Callable[[int | None], Any], prefetch: int) -> None:
+    """Never that the data has ended, nor that another rank was lost."""
+    dataset = make(prefetch)
+    iterator = iter(dataset)
+    found: list[BaseException] = []
+    begun = threading.Event()
+
+    def train() -> None:
+        try:
+            while True:
+                next(iterator)
+                begun.set()
+        except BaseException as error:
+            found.append(error)
+            with pytest.raises(tdi.InputError, match="closed by another thread"):
+                next(iterator)
+
+    reader = threading.Thread(target=train, daemon=True)
+    reader.start()
+    assert begun.wait(BOUND_SECONDS)
+    iterator.close()
+    reader.join(BOUND_SECONDS)
+    assert not reader.is_alive()
+    assert isinstance(found[0], tdi.InputError)
+    assert "the iterator was closed by another thread after step" in str(found[0])
+    with pytest.raises(StopIteration):  # as ever, for who closed it
+        next(iterator)
+    dataset.close()
+
+
+def test_what_a_thread_reads_while_another_one_closes_is_closed_once_it_is_read() -> None:
+    reading, go_on, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def rows() -> Iterator[torch.Tensor]:
+        try:
+            yield torch.zeros(2)
+            reading.set()
+            assert go_on.wait(BOUND_SECONDS)
+            yield torch.zeros(2)
+        finally:
+            ended.set()
+
+    iterator = iter(_of(rows, None))
+    found: list[BaseException] = []
+
+    def train() -> None:
+        try:
+            for _ in range(3):
+                next(iterator)
+        except tdi.InputError as error:
+            found.append(error)
+
+    reader = threading.Thread(target=train, daemon=True)
+    reader.start()
+    assert reading.wait(BOUND_SECONDS)
+    iterator.close()
+    assert not ended.is_set()
+    go_on.set()
+    reader.join(BOUND_SECONDS)
+    assert "closed by another thread" in str(found[0])
+    assert ended.is_set()
+
+
+def test_an_iterator_whose_close_was_cut_short_is_closed_by_the_next_call_or_when_it_is_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for dropped in (False, True):
+        iterator = iter(_of(DataLoader(Slow(), 2, num_workers=1), 2))
+        next(iterator)
+        with monkeypatch.context() as patch:
+            patch.setattr(buffer_module.Prefetcher, "_end_thread", _interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                iterator.close()
+        assert _threads()
+        if dropped:
+            del iterator
+            gc.collect()  # the traceback has it
+        else:
+            iterator.close()
+        assert not _threads()
+
+
+def _interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "torchdistinput-input"]
+
+
+MODULES = (buffer_module, background_module, shutdown)
+
+
+def check_closed(party: Party) -> None:
+    party.buffer.close()
+    assert party.buffer.closed
+    thread = party.buffer._background.thread
+    assert thread is None or not thread.is_alive()
+    assert party.stream.closed >= 1
+    assert party.devices_closed <= 1
+    lines = Interruption(0, *MODULES)
+    lines.press_in(party.buffer.close)
+    assert lines.lines <= 3  # nothing was left to do
+
+
+WORLDS: dict[str, tuple[Callable[[], FakeCollectives | None], int]] = {
+    "in line": (lambda: None, 0),
+    "alone": (lambda: None, 2),
+    "with votes": (lambda: FakeCollectives(1), 2),
+}
+
+
+@pytest.mark.parametrize("peeks", [False, True])
+@pytest.mark.parametrize(("world", "depth"), WORLDS.values(), ids=WORLDS)
+def test_a_close_that_is_interrupted_at_any_line_is_finished_by_the_next_one(
+    world: Callable[[], FakeCollectives | None], depth: int, peeks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buffer_module, "_GRACE_SECONDS", 5.0)
+    not_given_back = set()
+    for line in itertools.count(1):
+        party = compose(world(), 0, Script((1,) * 5, in_background=depth > 0), depth=depth)
+        assert party.buffer.take() is not None
+        if peeks:
+            party.buffer.peek()
+        interruption = Interruption(line, *MODULES)
+        came = interruption.press_in(party.buffer.close)
+        check_closed(party)
+        if party.devices_closed == 0:
+            not_given_back.add(interruption.at)
+        assert party.buffer.take() is None
+        if not came:
+            break
+    assert line > 10
+    assert len(not_given_back) <= 1  # between the note that they are, which comes first, and that
+
+
+@pytest.mark.parametrize("always_soon", [False, True])
+@pytest.mark.parametrize(("world", "depth"), WORLDS.values(), ids=WORLDS)
+def test_wherever_reading_is_interrupted_nothing_is_left_behind_when_it_is_closed(
+    world: Callable[[], FakeCollectives | None], depth: int, always_soon: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the vote either, which the thread would wait for."""
+    monkeypatch.setattr(buffer_module, "_GRACE_SECONDS", 5.0)
+    if always_soon:
+        monkeypatch.setattr(buffer_module, "_SOON_SECONDS", BOUND_SECONDS)
+    for line in itertools.count(1):
+        party = compose(world(), 0, Script((1,) * 2, in_background=depth > 0), depth=depth)
+
+        def read(party: Party = party) -> None:
+            while party.buffer.take() is not None:
+                pass
+
+        came = Interruption(line, *MODULES).press_in(read)
+        check_closed(party)
+        if not came:
+            break
+    assert line > 10
+
+
+def has_ended(threads: Callable[[], Any]) -> bool:
+    until = time.monotonic() + BOUND_SECONDS
+    while threads() and time.monotonic() < until:
+        gc.collect()
+        time.sleep(0.01)
+    return not threads()
+
+
+def test_an_interruption_of_an_iter_leaves_no_thread_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def started_and_interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        if thread.name == "torchdistinput-input":
+            raise KeyboardInterrupt
+
+    dataset = _of(DataLoader(Slow(), 2, num_workers=1), 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", started_and_interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            iter(dataset)
+    assert has_ended(_threads)
+    for line in itertools.count(1):
+        interruption = Interruption(line, walk_module, background_module, buffer_module, elements_module)
+        opened: list[Any] = []
+        came = interruption.press_in(partial(opened.extend, map(iter, [dataset])))
+        for iterator in opened:
+            iterator.close()
+        assert has_ended(_threads), interruption.at
+        if not came:
+            break
+    assert line > 50
+    dataset.close()
+
+
+@pytest.mark.parametrize(("world", "depth"), WORLDS.values(), ids=WORLDS)
+def test_a_fork_reads_on_only_where_that_takes_nothing_that_it_lacks(
+    world: Callable[[], FakeCollectives | None], depth: int
+) -> None:
+    """Else it would wait for ever for a thread that it does not have, or vote in the place of its parent."""
+    party = compose(world(), 0, Script((1,) * 5, in_background=depth > 0), depth=depth)
+
+    def read() -> list[Any]:
+        return [values(share) for share in iter(party.buffer.take, None)]
+
+    first = party.buffer.take()
+    assert first is not None
+    found = [in_fork(read) for _ in range(2)]
+    assert in_fork(party.buffer.close) is None
+    left = read()
+    assert len(left) == 4
+    if depth:
+        assert found == [repr(shutdown.left_to_parent())] * 2
+    else:
+        assert found == [left, left]
+    check_closed(party)

@@ -1,0 +1,189 @@
+"""Over real ranks: what each measured reaches all of them, by itself every 64 steps and on request."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._profiler import _ExperimentalConfig
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.data import DataLoader
+
+import torchdistinput as tdi
+from tests.support.epochs import Raised, raised
+from torchdistinput import readers
+from torchdistinput.testing import run_ranks
+
+Stats = dict[str, Any]
+
+
+def one(timeout_seconds: float = 60) -> tdi.Strategy:
+    return tdi.Strategy(devices=["cpu"], timeout_seconds=timeout_seconds)
+
+
+def write(folder: Path, *sizes: int) -> None:
+    for number, size in enumerate(sizes):
+        (folder / f"{number}.txt").write_text("".join(f"{1000 * number + record}\n" for record in range(size)))
+
+
+# On request
+
+
+def uneven(context: tdi.InputContext) -> list[torch.Tensor]:
+    """Rank r has 3 + r batches of size 1 + r, of 8 bytes a sample."""
+    rank = context.input_pipeline_id
+    return [torch.zeros(1 + rank, 2)] * (3 + rank)
+
+
+def ask() -> list[Stats]:
+    """Each rank: what is gathered before an epoch, after two steps, and after the end of it; and the rest, locally."""
+    found = []
+    with one().distribute_datasets_from_function(uneven) as dataset:
+        found.append(dataset.gather_stats())
+        for step, _ in enumerate(dataset):
+            if step == 1:
+                found.append(dataset.gather_stats())
+        found += [dataset.stats(), dataset.gather_stats()]
+    return found
+
+
+def test_gather_stats_gives_every_rank_the_window_of_each() -> None:
+    first, second = run_ranks(2, ask)
+    for mine, theirs in zip(first, second, strict=True):
+        assert mine["ranks"] == theirs["ranks"]
+    for rank, (before, within, asked, after) in enumerate((first, second)):
+        assert [(each["rank"], each["steps"]) for each in before["ranks"]] == [(0, 0), (1, 0)]
+        assert [(each["rank"], each["samples"], each["bytes"]) for each in within["ranks"]] == [(0, 2, 16), (1, 4, 32)]
+        assert asked["ranks"] == within["ranks"]
+        # The step that only rank 1 has a sample for is a step of rank 0 too.
+        assert [(each["steps"], each["samples"]) for each in after["ranks"]] == [(4, 3), (4, 8)]
+        assert after["ranks"][rank] == {"rank": rank, **after["window"]}
+        assert after["seconds_coordinating"] > 0
+        assert after["seconds_reading"] > 0
+
+
+def absent() -> tuple[Raised | None, Raised | None]:
+    """Rank 1 does not come to the first; then it makes another call than the others."""
+    dataset = one(timeout_seconds=1).distribute_dataset([torch.zeros(2)] * 4)
+    late = raised(dataset.gather_stats) if dist.get_rank() == 0 else None
+    dist.barrier()
+    other = one(timeout_seconds=20)
+    dataset = other.distribute_dataset([torch.zeros(2)] * 4)
+    call = dataset.gather_stats if dist.get_rank() == 0 else lambda: iter(dataset)
+    different = raised(call)
+    dataset.close()
+    return late, different
+
+
+def test_a_rank_that_does_not_come_to_gather_stats_or_does_something_else_is_named() -> None:
+    (late, different), (_, also) = run_ranks(2, absent)
+    assert late is not None
+    assert late.kind == "CoordinationTimeout"
+    assert "gather_stats()" in late.message
+    for error in (different, also):
+        assert error is not None
+        assert error.kind == "RankDisagreement"
+        assert "gather_stats()" in error.message
+
+
+# By itself
+
+
+class Parse:
+    """Reads a record; slowly on one rank."""
+
+    def __init__(self, slow: int) -> None:
+        self._slow = slow
+
+    def __call__(self, line: str) -> torch.Tensor:
+        if dist.get_rank() == self._slow:
+            time.sleep(0.005)
+        return torch.tensor([int(line)])
+
+
+Seen = tuple[list[int], list[list[Stats]], Stats, list[str]]
+
+LONG = (("DATA", 0), ("FILE", 2))
+
+
+def read_all(folder: str) -> list[Seen]:
+    return [read_long(folder, *case) for case in LONG]
+
+
+def read_long(folder: str, policy: str, prefetch: int) -> Seen:
+    """Each rank: at how many steps the numbers of the ranks changed, these numbers, the last ones, and the log."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("torchdistinput")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    files = tdi.FileDataset(folder + "/?.txt", readers.text_lines, map_fn=Parse(slow=1))
+    options = tdi.InputOptions(
+        auto_shard_policy=tdi.AutoShardPolicy[policy], prefetch=prefetch, log_every=70, timeout_seconds=60
+    )
+    changes: list[int] = []
+    told: list[list[Stats]] = []
+    with one().distribute_dataset(files, options, global_batch_size=2) as dataset:
+        last: list[Stats] = []
+        for step, _ in enumerate(dataset, 1):
+            found = dataset.stats()["ranks"]
+            if found != last:
+                last = found
+                changes.append(step)
+                told.append(found)
+        total = dataset.stats()
+    logger.removeHandler(handler)
+    return changes, told, total, [line for line in lines if "input-bound" in line]
+
+
+def test_every_64_steps_all_ranks_learn_who_is_slow_and_the_first_one_logs_it(tmp_path: Path) -> None:
+    write(tmp_path, 145, 145)
+    for (policy, prefetch), first, second in zip(LONG, *run_ranks(2, read_all, str(tmp_path)), strict=True):
+        (changes, told, total, lines), (_, told_too, total_too, silent) = first, second
+        assert told[-1] == told_too[-1]
+        assert max(changes) >= 64 - prefetch
+        if policy == "DATA":  # without periodic syncs of the source: after 64 and 128 rows, and at no other step
+            assert len(changes) == 2
+        fast, slow = told[-1]
+        assert (fast["rank"], slow["rank"]) == (0, 1)
+        assert 64 - prefetch - 1 <= slow["steps"] <= 71
+        assert slow["seconds_reading"] >= 0.0049 * slow["samples"]
+        assert slow["seconds_reading"] > fast["seconds_reading"]
+        assert total["samples"] + total_too["samples"] == 290
+        assert silent == []
+        assert len(lines) == 2
+        for line, step in zip(lines, (70, 140), strict=True):
+            assert line.startswith(f"step {step} of epoch 0: input-bound ")
+            assert "slowest rank 1: " in line
+
+
+# Ranges for torch's profiler
+
+
+def profiled(*, all_threads: bool) -> set[str]:
+    """The ranges that this rank's profile shows."""
+    config = _ExperimentalConfig(profile_all_threads=True) if all_threads else None
+    loader: Any = DataLoader(range(40), batch_size=4)  # type: ignore[arg-type]
+    with one().distribute_dataset(loader, tdi.InputOptions(prefetch=1)) as dataset:
+        iterator = iter(dataset)
+        next(iterator)
+        with profile(activities=[ProfilerActivity.CPU], experimental_config=config) as found:
+            for _ in range(5):
+                next(iterator)
+    return {event.name for event in found.events() if event.name.startswith("torchdistinput::")}
+
+
+def profile_both() -> tuple[set[str], set[str]]:
+    return profiled(all_threads=False), profiled(all_threads=True)
+
+
+def test_a_profile_shows_the_calling_thread_and_on_request_the_background_too() -> None:
+    """Where nothing is copied, there is no range of it."""
+    for alone, everything in run_ranks(2, profile_both):
+        assert alone == {"torchdistinput::fetch", "torchdistinput::wait"}
+        assert everything == alone | {"torchdistinput::coordinate"}

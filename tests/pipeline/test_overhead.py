@@ -1,0 +1,355 @@
+"""What a ready step costs: the short ways say what the long ones do, and the work of a step does not grow."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import pickle
+import random
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from itertools import count, islice
+from types import FrameType
+from typing import Any, final
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import torchdistinput as tdi
+from tests.support.structures import KINDS
+from torchdistinput.batches.pytree import structure_of
+from torchdistinput.batches.schema_check import SchemaChecker
+from torchdistinput.coordination.exchanges import conclude
+from torchdistinput.coordination.step_sync import StepSync
+from torchdistinput.devices.accelerators import make_copier
+from torchdistinput.devices.copy_ahead import HostCopier
+from torchdistinput.errors import SourceError
+from torchdistinput.pipeline.metrics import Metrics
+from torchdistinput.pipeline.to_device import ToDevice
+from torchdistinput.sources.map_style.index_array import digest_of
+from torchdistinput.step_types import End, Failed, Held, LocalStep, Outcome, PastEnd, Raised, Skipped
+from torchdistinput.testing import FakeCollectives
+
+
+def coordinate(world: FakeCollectives | None, max_errors: int | None, *, counts: bool) -> StepSync:
+    """The stage of one rank: alone, or over a channel on which nobody else votes."""
+    checker = SchemaChecker()
+    checker.see(torch.zeros(1), 1)
+    channel = None if world is None else world.ranks(0).open_channel(0)
+
+    def complete(share: LocalStep) -> None:
+        share.parcels = share.parcels or [torch.zeros(0)]
+        share.sizes = share.sizes or (0,)
+
+    return StepSync(
+        channel,
+        slots=1,
+        checker=checker,
+        complete=complete,
+        max_errors=max_errors,
+        counts=counts,
+        name=0,
+        begins_at=(1, 5),
+    )
+
+
+def random_steps(rng: random.Random) -> list[Held]:
+    steps: list[Held] = []
+    for _ in range(rng.randint(0, 6)):
+        size = rng.choice([0, 1, 1, 3])
+        lost = Skipped(2, ("a", "b")) if rng.random() < 0.2 else Skipped()
+        steps.append(LocalStep([], (size, 0), [torch.zeros(size)], skipped=lost))
+    return [*steps, Failed(ValueError("bad"), "") if rng.random() < 0.3 else PastEnd()]
+
+
+def told(outcome: Outcome) -> Any:
+    if isinstance(outcome, Raised):
+        return type(outcome.error), str(outcome.error).splitlines()[0]
+    if isinstance(outcome, LocalStep):
+        shapes = [parcel.shape for parcel in outcome.parcels]
+        return outcome.sizes, shapes, outcome.skipped, outcome.global_size, outcome.rows
+    return type(outcome), None if isinstance(outcome, End) else outcome
+
+
+def test_where_nobody_else_votes_a_step_is_settled_as_the_ballot_of_one_rank_decides() -> None:
+    for seed in range(300):
+        rng = random.Random(seed)
+        steps, counts = random_steps(rng), rng.random() < 0.8
+        max_errors = rng.choice([None, 1, 3, 100])
+        short = coordinate(None, max_errors, counts=counts)
+        long = coordinate(FakeCollectives(1), max_errors, counts=counts)
+        for held in steps:
+            long.hold(copy.copy(held))  # what is agreed is written into it
+            (by_ballot,) = conclude(long.vote())
+            assert told(short.settle(held)) == told(by_ballot), (seed, held)
+            assert short.over == long.over
+            if short.over:
+                break
+
+
+def test_who_stopped_settles_no_step_any_more() -> None:
+    stage = coordinate(None, None, counts=True)
+    stage.stop(3)
+    found = stage.settle(LocalStep([], (4,), [torch.zeros(4)]))
+    assert isinstance(found, Raised)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_size_known_at_a_look_is_that_of_the_structure(kind: str) -> None:
+    rng = random.Random(kind)
+    others = [each for each in KINDS if each != kind]
+    checker = SchemaChecker()
+    checker.see(KINDS[kind](3), 3)
+    for _ in range(60):
+        piece = KINDS[kind if rng.random() < 0.7 else rng.choice(others)](rng.choice([0, 2, 2, 2, 5]))
+        assert checker.structure is not None
+        assert checker.knows(piece) == (checker.structure.size_of_same(piece) is not None)
+
+
+def test_a_change_of_inner_dims_of_dtype_or_of_a_key_is_seen_at_once() -> None:
+    checker = SchemaChecker()
+    checker.see({"x": torch.zeros(3, 4), "y": torch.zeros(3)}, 3)
+    for _ in range(2):
+        assert checker.knows({"x": torch.zeros(3, 4), "y": torch.zeros(3)})
+    assert not checker.knows({"x": torch.zeros(3, 5), "y": torch.zeros(3)})
+    assert not checker.knows({"x": torch.zeros(3, 4), "y": torch.zeros(3, dtype=torch.int64)})
+    assert not checker.knows({"y": torch.zeros(3), "x": torch.zeros(3, 4)})
+    assert not checker.knows({"x": torch.zeros(3, 4)})
+    assert not checker.knows({"x": torch.zeros(3, 4), "y": torch.zeros(4)})
+    checker.see({"x": torch.zeros(3, 5), "y": torch.zeros(3)}, 3)
+    assert not checker.knows({"x": torch.zeros(3, 4), "y": torch.zeros(3)})
+    assert checker.structure == structure_of({"x": torch.zeros(3, 5), "y": torch.zeros(3)})
+
+
+def test_what_stays_on_the_host_is_its_own_parcel() -> None:
+    transfer, pieces = ToDevice([HostCopier(), HostCopier()]), [torch.zeros(2), torch.zeros(1)]
+    assert not transfer.moves
+    parcels = transfer.send(pieces)
+    transfer.discard(parcels)
+    assert transfer.hand_over(parcels) is pieces
+    assert ToDevice([make_copier(torch.device("cpu"))]).moves is False
+
+
+def ready(steps: int, rows: int, **options: Any) -> tdi.DistributedIterator:
+    batches = [(torch.zeros(rows, 4), torch.zeros(rows))] * steps
+    strategy = tdi.Strategy(devices=["cpu"])
+    return iter(strategy.distribute_dataset(lambda: iter(batches), tdi.InputOptions(prefetch=0, **options)))
+
+
+def calls_of(work: Callable[[], Any]) -> list[str]:
+    """The Python functions of ours that it calls."""
+    found: list[str] = []
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and "torchdistinput" in frame.f_code.co_filename:
+            found.append(frame.f_code.co_name)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        work()
+    finally:
+        sys.setprofile(before)
+    return found
+
+
+def steady_calls(iterator: Iterator[Any], warm: int) -> list[str]:
+    for _ in range(warm):
+        next(iterator)
+    return calls_of(lambda: next(iterator))
+
+
+def test_the_work_of_a_step_does_not_grow_with_the_batch_the_epoch_or_the_steps_before() -> None:
+    first = steady_calls(ready(50, 8), 19)
+    assert steady_calls(ready(5000, 8), 19) == first
+    assert steady_calls(ready(5000, 4096), 19) == first
+    assert steady_calls(ready(5000, 8), 3019) == first
+    assert set(steady_calls(ready(50, 8, log_every=1000), 19)) - {"steps"} == set(first)
+
+
+def test_the_stages_of_a_ready_step_are_seven_calls() -> None:
+    """Of those after the source; each takes some 0.1 us, so that this number is what a step costs."""
+    calls = steady_calls(ready(50, 8), 19)
+    stages = {"__next__", "_take_in_line", "draw", "settle", "num_bytes", "add", "deliver"}
+    assert stages <= set(calls)
+    assert calls.count("size_of") == 1  # nobody looks at the batch again
+    assert len(calls) - len(steady_source_calls()) <= len(stages)
+
+
+def steady_source_calls() -> list[str]:
+    """What the source alone calls for such a step."""
+    iterator = ready(50, 8)  # held here, as it ends when it is dropped
+    stream = iterator._buffer._walk.draw.__self__._stream  # type: ignore[attr-defined]
+    for _ in range(19):
+        stream.draw()
+    return calls_of(stream.draw)
+
+
+def test_a_step_is_made_when_it_is_asked_for_and_is_the_frozen_value_it_was() -> None:
+    batches = [torch.zeros(size) for size in (3, 2)]
+    dataset = tdi.Strategy(devices=["cpu"] * 2).distribute_dataset(batches)
+    with pytest.raises(tdi.InputError, match="no step yet"):
+        _ = dataset.step
+    iterator = iter(dataset)
+    for index, sizes in enumerate([(2, 1), (1, 1)]):
+        next(iterator)
+        expected = tdi.Step(0, index, sum(sizes), sizes, 2, 1)
+        for found in (iterator.step, dataset.step, pickle.loads(pickle.dumps(dataset.step))):
+            assert type(found) is tdi.Step
+            assert found == expected
+            assert hash(found) == hash(expected)
+            assert repr(found) == repr(expected)
+            with pytest.raises(dataclasses.FrozenInstanceError):
+                found.index = 7  # type: ignore[misc]  # that is the test
+    assert next(iterator, None) is None
+    assert iterator.step.index == dataset.step.index == 1
+
+
+def test_an_error_of_the_data_comes_after_the_steps_before_it_and_once_without_a_thread() -> None:
+    def batches() -> Iterator[torch.Tensor]:
+        yield from [torch.zeros(2)] * 3
+        raise KeyError("oh")
+
+    iterator = iter(tdi.Strategy(devices=["cpu"]).distribute_dataset(batches, tdi.InputOptions(prefetch=0)))
+    assert [len(next(iterator)) for _ in range(3)] == [2, 2, 2]
+    with pytest.raises(SourceError, match="failed at step 3"):
+        next(iterator)
+    with pytest.raises(tdi.InputError, match="this epoch ended with the error above, after step 3"):
+        next(iterator)
+    assert [next(iterator, "ended") for _ in range(2)] == ["ended"] * 2
+    assert iterator.step.index == 2
+
+
+@final
+class Interrupting(Dataset[torch.Tensor]):
+    """Its fourth sample is read when somebody presses Ctrl-C, the first time."""
+
+    def __init__(self) -> None:
+        self.pressed = False
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 3 and not self.pressed:
+            self.pressed = True
+            raise KeyboardInterrupt
+        return torch.tensor([index])
+
+
+@pytest.mark.parametrize("during", ["reading", "num_bytes", "deliver"])
+@pytest.mark.parametrize("prefetch", [0, None])
+def test_after_an_interruption_an_iterator_refuses_to_go_on_and_a_new_one_misses_nothing(
+    prefetch: int | None, during: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = Interrupting()
+    data.pressed = during != "reading"
+    dataset = tdi.Strategy(devices=["cpu"]).distribute_dataset(
+        DataLoader(data, batch_size=1), tdi.InputOptions(prefetch=prefetch)
+    )
+    iterator = iter(dataset)
+    assert [next(iterator).item() for _ in range(3)] == [0, 1, 2]
+    if during != "reading":
+        owner: Any = iterator._elements if during == "num_bytes" else iterator._progress.meter
+        monkeypatch.setattr(owner, during, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        next(iterator)
+    with pytest.raises(tdi.InputError, match=r"interrupted while it read, after step [34]"):
+        next(iterator)
+    assert [next(iterator, "ended") for _ in range(2)] == ["ended"] * 2  # of the iteration, but not of the epoch:
+    assert dataset.step.index == 2
+    state = dataset.state_dict()
+    assert (state["step"], state["samples"]) == (3, 3)
+    dataset.load_state_dict(state)
+    assert [element.item() for element in dataset] == [3, 4, 5]
+
+
+def interrupted(*_: Any) -> int:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.filterwarnings("ignore:the iterable list is read again")
+def test_wherever_a_ready_step_is_interrupted_its_samples_count_with_it_or_not_at_all() -> None:
+    for moment in count():
+        dataset = tdi.Strategy(devices=["cpu"]).distribute_dataset(
+            [torch.full((2,), step) for step in range(10)], tdi.InputOptions(prefetch=0)
+        )
+        iterator = iter(dataset)
+        found = [next(iterator)[0].item() for _ in range(7)]  # the eighth is one at which totals are put aside
+        moments = count()
+
+        def press(frame: FrameType, event: str, _: Any, moment: int = moment, moments: Iterator[int] = moments) -> None:
+            """Presses Ctrl-C where Python looks whether somebody did."""
+            comes = event in {"call", "c_return"} and "torchdistinput" in frame.f_code.co_filename
+            if comes and next(moments) == moment:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+        sys.setprofile(press)
+        try:
+            found.append(next(iterator)[0].item())
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.setprofile(None)
+        state = dataset.state_dict()
+        assert (state["step"], state["samples"]) == (len(found), 2 * len(found)), moment
+        assert dataset.stats()["steps"] == iterator.step.index + 1 == len(found), moment
+        iterator.close()
+        dataset.load_state_dict(state)
+        assert [*found, *(batch[0].item() for batch in dataset)] == list(range(10)), moment
+        if len(found) == 8:
+            assert moment > 10  # it was not interrupted any more
+            return
+
+
+def test_a_step_does_not_count_where_its_counting_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    meter = Metrics()
+    for _ in range(7):
+        meter.deliver(1, 1)
+    monkeypatch.setattr(meter, "_totals", interrupted)  # which the eighth puts aside
+    with pytest.raises(KeyboardInterrupt):
+        meter.deliver(1, 1)
+    assert meter.steps == 7
+
+
+def test_end_comes_as_one_outcome() -> None:
+    assert isinstance(coordinate(None, None, counts=True).settle(PastEnd()), End)
+
+
+def test_the_digest_of_a_batch_is_made_when_a_state_is_asked_for_and_is_that_of_the_list() -> None:
+    data = TensorDataset(torch.arange(40))
+    loader = DataLoader(data, 8, shuffle=True, generator=torch.Generator().manual_seed(3))
+    dataset = tdi.Strategy(devices=["cpu"]).distribute_dataset(loader)
+    iterator = iter(dataset)
+    for step in range(5):
+        calls = calls_of(lambda: next(iterator))
+        assert step == 0 or "digest" not in calls  # the first element has a structure, which has a digest, too
+        asked = [dataset.state_dict()["drawn"] for _ in range(2)]
+        again = iter(DataLoader(data, 8, shuffle=True, generator=torch.Generator().manual_seed(3)))
+        (batch,) = next(islice(again, iterator.step.index, None))
+        assert asked == [digest_of(batch.tolist())] * 2
+
+
+def test_the_order_of_an_epoch_is_let_go_of_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    orders: list[weakref.ref[Any]] = []
+
+    def noted(*args: Any, **kwargs: Any) -> torch.Tensor:
+        memory = randperm(*args, **kwargs).numpy().copy()
+        orders.append(weakref.ref(memory))
+        return torch.from_numpy(memory)
+
+    randperm = torch.randperm
+    monkeypatch.setattr(torch, "randperm", noted)
+    dataset = tdi.Strategy(devices=["cpu"]).distribute_dataset(
+        DataLoader(TensorDataset(torch.arange(40)), 8, shuffle=True)
+    )
+    iterator = iter(dataset)
+    assert len(list(iterator)) == 5
+    gc.collect()
+    assert orders
+    assert [order() for order in orders] == [None] * len(orders)
+    assert dataset.state_dict()["step"] == 0  # of the next epoch

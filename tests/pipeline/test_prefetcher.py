@@ -1,0 +1,626 @@
+"""The stages together over fake ranks: random data, ends, failures and departures, against what the laws say."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import gc
+import itertools
+import logging
+import random
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from tests.support.scripted import (
+    Law,
+    Party,
+    Script,
+    Seen,
+    compose,
+    law,
+    play,
+    random_script,
+    read,
+    results_of,
+    values,
+)
+from torchdistinput.coordination import timeouts
+from torchdistinput.coordination.exchanges import Exchange
+from torchdistinput.errors import CoordinationTimeout, InputError, RankLost, SourceError
+from torchdistinput.pipeline import prefetch_thread as background_module
+from torchdistinput.pipeline import prefetcher as buffer_module
+from torchdistinput.pipeline import shutdown
+from torchdistinput.pipeline.metrics import Metrics
+from torchdistinput.pipeline.prefetch_thread import PrefetchThread, UpstreamStages
+from torchdistinput.pipeline.prefetcher import Prefetcher
+from torchdistinput.step_types import Drawn, End, Held, LocalStep, Outcome
+from torchdistinput.testing import FakeCollectives
+
+SEEDS = range(60)
+
+
+def world_of(seed: int, *, may_fail: bool) -> tuple[FakeCollectives, list[Script], int, random.Random]:
+    """1 to 4 ranks with random scripts, and a random depth, some so deep that votes wait."""
+    rng = random.Random(seed)
+    scripts = [random_script(rng, may_fail=may_fail) for _ in range(rng.randint(1, 4))]
+    return FakeCollectives(len(scripts)), scripts, rng.choice([0, 1, 2, 3, 5, 8]), rng
+
+
+def check_tidy(seen: list[Seen]) -> None:
+    """Nothing is left: the stream closed, the devices let go of once, each share handed over or given up."""
+    for each in seen:
+        party = each.party
+        assert party.stream.closed >= 1
+        assert party.devices_closed == 1
+        given_up = {id(share) for share in party.discarded}
+        kept = [share for share in party.sent if id(share) not in given_up]
+        assert len(kept) == len(each.steps)
+
+
+def check_messages(world: FakeCollectives, laws: Law) -> None:
+    """One size for all, and no more of them than steps, the end, and a farewell."""
+    exchanges = [each for each in world.messages if each.kind == "exchange"]
+    assert len({len(each.content) for each in exchanges}) <= 1
+    assert world.num_exchanges() <= laws.num_rows + 2
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_every_rank_delivers_what_the_laws_say_up_to_the_common_end_or_failure(seed: int) -> None:
+    world, scripts, depth, _ = world_of(seed, may_fail=True)
+    laws = law(scripts)
+    seen = play(world, scripts, depth=depth)
+    for rank, each in enumerate(seen):
+        assert each.steps == laws.steps[rank]
+        if not laws.failing:
+            assert each.error is None
+            continue
+        assert isinstance(each.error, SourceError)
+        assert [f"rank {other} failed" in str(each.error) for other in range(len(scripts))] == [
+            other in laws.failing for other in range(len(scripts))
+        ]
+        assert (each.error.__cause__ is not None) == (rank in laws.failing)
+    check_tidy(seen)
+    check_messages(world, laws)
+
+
+@pytest.mark.parametrize("seed", SEEDS[::2])
+def test_when_all_leave_at_one_step_nobody_sees_an_error(seed: int) -> None:
+    world, scripts, depth, rng = world_of(seed, may_fail=False)
+    laws = law(scripts)
+    leaves = rng.randint(0, len(laws.steps[0]))
+    seen = play(world, [dataclasses.replace(each, leaves_after=leaves) for each in scripts], depth=depth)
+    for rank, each in enumerate(seen):
+        assert each.error is None
+        assert each.steps == laws.steps[rank][:leaves]
+    check_tidy(seen)
+    check_messages(world, laws)
+
+
+@pytest.mark.parametrize("seed", SEEDS[::2])
+def test_when_some_leave_the_others_are_told_who(seed: int) -> None:
+    world, scripts, depth, rng = world_of(seed, may_fail=False)
+    laws = law(scripts)
+    total = len(laws.steps[0])
+    leaves = rng.randint(0, total)
+    who = [rank for rank in range(len(scripts)) if rng.random() < 0.5]
+    parts = [dataclasses.replace(each, leaves_after=leaves) if r in who else each for r, each in enumerate(scripts)]
+    seen = play(world, parts, depth=depth)
+    for rank, each in enumerate(seen):
+        assert each.steps == laws.steps[rank][: len(each.steps)]
+        if rank in who:
+            assert (len(each.steps), each.error) == (leaves, None)
+        elif each.error is None:
+            assert len(each.steps) == total
+        else:
+            assert isinstance(each.error, RankLost)
+            assert any(f"rank {other}" in str(each.error) for other in who)
+            assert leaves <= len(each.steps) <= leaves + depth + 1
+    check_tidy(seen)
+
+
+@pytest.mark.parametrize("seed", SEEDS[::2])
+def test_a_broken_connection_ends_all_ranks_after_the_same_steps(seed: int) -> None:
+    world, scripts, depth, rng = world_of(seed, may_fail=False)
+    laws = law(scripts)
+    victim, step = rng.randrange(len(scripts)), rng.randint(0, 4)
+    seen = play(world.fail_at(rank=victim, step=step), scripts, depth=depth)
+    assert len({len(each.steps) for each in seen}) == 1
+    for rank, each in enumerate(seen):
+        assert each.steps == laws.steps[rank][: len(each.steps)]
+        if world.num_exchanges() > step or each.error is not None:
+            assert isinstance(each.error, RankLost)
+            assert f"rank {victim}" in str(each.error)
+        else:
+            assert each.steps == laws.steps[rank]
+    check_tidy(seen)
+
+
+def test_without_prefetch_there_is_one_exchange_for_each_step_and_one_for_the_end() -> None:
+    world = FakeCollectives(3)
+    play(world, [Script((1,) * 10)] * 3, depth=0)
+    assert world.num_exchanges() == 11
+
+
+def test_with_prefetch_a_fast_source_needs_fewer_exchanges_than_steps() -> None:
+    world = FakeCollectives(2)
+    script = Script((1,) * 60, pauses=frozenset(range(61)))
+    play(world, [script] * 2, depth=3)
+    assert world.num_exchanges() < 61
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 3])
+def test_reading_ahead_stays_within_the_depth(depth: int) -> None:
+    world = FakeCollectives(1)
+    party = compose(world, 0, Script((1,) * 20), depth=depth)
+    for step in range(10):
+        assert party.buffer.take() is not None
+        assert len(party.stream.draws) <= step + 1 + depth
+    party.buffer.close()
+
+
+def test_the_end_comes_again_and_again() -> None:
+    party = compose(FakeCollectives(1), 0, Script((1,)), depth=2)
+    taken = [party.buffer.take() for _ in range(4)]
+    assert isinstance(taken[0], LocalStep)
+    assert taken[1:] == [None] * 3
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_an_error_comes_once_then_it_is_said_that_the_epoch_ended_by_it_and_then_comes_the_end(depth: int) -> None:
+    party = compose(FakeCollectives(1), 0, Script((), "draw"), depth=depth)
+    with pytest.raises(SourceError, match="failed at step 0"):
+        party.buffer.take()
+    with pytest.raises(InputError, match="this epoch ended with the error above, after step 0.*SourceError: ") as told:
+        party.buffer.take()
+    assert type(told.value) is InputError
+    for _ in range(3):
+        assert party.buffer.take() is None
+
+
+def test_peek_shows_the_step_that_take_returns_and_close_gives_it_up() -> None:
+    party = compose(FakeCollectives(1), 0, Script((2, 3)), depth=0)
+    first = party.buffer.peek()
+    assert first is party.buffer.peek()
+    assert first is party.buffer.take()
+    second = party.buffer.peek()
+    assert second is not None
+    party.buffer.close()
+    assert second in party.discarded
+    assert party.buffer.take() is None
+
+
+def test_close_is_idempotent_and_leaves_no_thread() -> None:
+    before = set(threading.enumerate())
+    parties = [compose(FakeCollectives(1), 0, Script((1,) * 9), depth=depth) for depth in range(4)]
+    for party in parties:
+        assert party.buffer.take() is not None
+    for party in parties:
+        party.buffer.close()
+        party.buffer.close()
+        assert party.devices_closed == 1
+        assert party.buffer.take() is None
+    assert set(threading.enumerate()) <= before
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("in_background", [False, True])
+def test_one_process_without_ranks_reads_its_rows(depth: int, in_background: bool) -> None:
+    script = Script((2, 0, 1), in_background=in_background)
+    seen = read(compose(None, 0, script, depth=depth), script)
+    assert seen.error is None
+    assert seen.steps == [(2, [0, 0]), (1, [2])]
+    check_tidy([seen])
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_a_late_rank_is_named_within_the_timeout_and_learns_that_it_was_given_up(late: int) -> None:
+    world = FakeCollectives(3).delay(rank=late, step=2, seconds=8.0)
+    started = time.monotonic()
+
+    def rank_reads(rank: int) -> Seen:
+        script = Script((1,) * 6)
+        timeout_seconds = 30.0 if rank == late else 0.3
+        return read(compose(world, rank, script, depth=0, timeout_seconds=timeout_seconds), script)
+
+    for rank, seen in enumerate(world.run(rank_reads)):
+        assert not isinstance(seen, BaseException)
+        assert len(seen.steps) == 2
+        if rank == late:
+            assert isinstance(seen.error, RankLost)
+            assert f"gave up waiting for rank {late}" in str(seen.error)
+        elif isinstance(seen.error, RankLost):  # another rank's clock was first
+            assert f"gave up waiting for rank {late}" in str(seen.error)
+        else:
+            assert isinstance(seen.error, CoordinationTimeout)
+            assert f"rank {late} did not come to the exchange at step 2 within 0.3 seconds" in str(seen.error)
+    assert time.monotonic() - started < 8.0
+
+
+def test_a_long_wait_is_told_once_in_a_warning_that_names_the_rank(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(timeouts, "_WARN_SECONDS", 0.1)
+    world = FakeCollectives(2).delay(rank=1, step=1, seconds=0.7)
+    with caplog.at_level(logging.WARNING, "torchdistinput"):
+        seen = play(world, [Script((1,) * 3)] * 2, depth=0, timeout_seconds=1.6)
+    assert [each.error for each in seen] == [None, None]
+    waits = [record.getMessage() for record in caplog.records]
+    assert len(waits) == 1
+    assert waits[0].startswith("waiting for rank 1 at step 1")
+
+
+def test_time_spent_on_its_own_data_is_no_reason_to_give_up() -> None:
+    script = Script((1,) * 3)
+    party = compose(FakeCollectives(1), 0, script, depth=0, timeout_seconds=0.1)
+    walk = party.buffer._background.walk
+
+    def takes_long(drawn: Drawn | Held) -> Held:
+        time.sleep(0.3)
+        return walk.produce(drawn)
+
+    party.buffer._background.walk = dataclasses.replace(walk, produce=takes_long)
+    assert len(read(party, script).steps) == 3
+
+
+def test_a_bug_in_a_stage_reaches_the_consumer_and_the_other_ranks() -> None:
+    world = FakeCollectives(2)
+
+    def rank_reads(rank: int) -> Seen:
+        script = Script((1,) * 5)
+        party = compose(world, rank, script, depth=0)
+        if rank == 1:
+            background = party.buffer._background
+            background.walk = dataclasses.replace(background.walk, produce=broken)
+        return read(party, script)
+
+    def broken(drawn: object) -> Held:
+        raise ZeroDivisionError("oh")
+
+    first, second = world.run(rank_reads)
+    assert isinstance(first, Seen)
+    assert isinstance(first.error, RankLost)
+    assert "rank 1 failed: ZeroDivisionError: oh" in str(first.error)
+    assert isinstance(second, Seen)
+    assert isinstance(second.error, ZeroDivisionError)
+
+
+class Hearing:
+    """Votes that agree to everything, for a buffer alone; ``abort`` may itself fail."""
+
+    over = False
+    alone = True
+    rounds = 0
+
+    def __init__(self, *, abort_fails: bool = False) -> None:
+        self.held: list[Held] = []
+        self.stopped = threading.Event()
+        self._abort_fails = abort_fails
+
+    @property
+    def holds(self) -> bool:
+        return bool(self.held)
+
+    def settle(self, held: Held) -> Outcome:
+        assert isinstance(held, LocalStep)
+        return held
+
+    def hold(self, held: Held) -> None:
+        self.held.append(held)
+
+    def vote(self, ahead: int = 0) -> Exchange[list[Outcome]]:
+        yield from ()
+        if self.stopped.is_set():
+            self.over = True
+            return [End()]
+        shares = [held for held in self.held if isinstance(held, LocalStep)]
+        self.held.clear()
+        return [*shares]
+
+    def stop(self, delivered: int) -> list[LocalStep]:
+        self.stopped.set()
+        held, self.held = self.held, []
+        return [each for each in held if isinstance(each, LocalStep)]
+
+    def waiting_since(self) -> float | None:
+        return None
+
+    def late(self) -> list[int]:
+        return []
+
+    def abort(self, reason: str) -> None:
+        if self._abort_fails:
+            raise OSError("no way out")
+
+
+def bare_walk(party: list[str], **others: object) -> UpstreamStages:
+    walk = UpstreamStages(
+        draw=lambda: LocalStep([], (1,)),
+        produce=lambda drawn: LocalStep([], (1,)),
+        discard=lambda shares: None,
+        enter_thread=lambda: None,
+        close_source=lambda: party.append("source"),
+        close_devices=lambda: party.append("devices"),
+    )
+    return dataclasses.replace(walk, **others)  # type: ignore[arg-type]
+
+
+def bare_buffer(walk: UpstreamStages, votes: Hearing, *, helps: bool = False) -> Prefetcher:
+    background = PrefetchThread(walk, votes, depth=0, threaded=True, meter=Metrics())
+    background.begin()
+    return Prefetcher(background, helps=helps, timeout_seconds=5.0, names=lambda rank: rank)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_the_consumer_hears_of_a_failure_even_if_the_abort_fails_too() -> None:
+    def fails(drawn: object) -> Held:
+        raise ZeroDivisionError("oh")
+
+    buffer = bare_buffer(bare_walk([], produce=fails), Hearing(abort_fails=True))
+    with pytest.raises((ZeroDivisionError, OSError)):
+        buffer.take()
+
+
+def test_a_buffer_that_is_closed_by_its_own_thread_ends_and_cleans_up() -> None:
+    """The garbage collector may find a dropped iterator on any thread, this one too."""
+    done: list[str] = []
+    cell: list[Prefetcher] = []
+
+    def closes(drawn: object) -> Held:
+        if len(done) == 0:
+            cell[0].close()
+            done.append("closed")
+        return LocalStep([], (1,))
+
+    cell.append(bare_buffer(bare_walk(done, produce=closes), Hearing()))
+    thread = cell[0]._background.thread
+    assert thread is not None
+    with pytest.raises(InputError, match="was closed by another thread"):
+        cell[0].take()
+    thread.join(5)
+    assert not thread.is_alive()
+    assert (done[0], {*done[1:]}, done.count("devices")) == ("closed", {"source", "devices"}, 1)
+
+
+def test_devices_are_let_go_of_only_when_the_thread_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buffer_module, "_GRACE_SECONDS", 0.05)
+    log: list[str] = []
+    reading, go_on = threading.Event(), threading.Event()
+
+    def waits(drawn: object) -> Held:
+        reading.set()
+        go_on.wait(10)
+        log.append("read")
+        return LocalStep([], (1,))
+
+    buffer = bare_buffer(bare_walk(log, produce=waits), Hearing())
+    buffer._top_up()
+    assert reading.wait(10)
+    buffer.close()
+    assert "devices" not in log
+    thread = buffer._background.thread
+    assert thread is not None
+    go_on.set()
+    thread.join(10)
+    assert log[-3:] == ["read", "source", "devices"]
+
+
+def test_a_buffer_that_nobody_holds_is_not_kept_alive_by_its_end() -> None:
+    party: Party | None = compose(FakeCollectives(1), 0, Script((1,)), depth=1)
+    assert party is not None
+    steps = []
+    while (delivered := party.buffer.take()) is not None:
+        steps.append(values(delivered))
+    gone = weakref.ref(party.buffer)
+    del party, delivered
+    gc.collect()
+    assert gone() is None
+    assert steps == [(1, [0])]
+
+
+# A consumer that comes back at once
+
+
+@pytest.fixture
+def always_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the loops are away, they count as back at once."""
+    monkeypatch.setattr(buffer_module, "_SOON_SECONDS", 1e9)
+
+
+@pytest.mark.usefixtures("always_soon")
+@pytest.mark.parametrize("world", [None, FakeCollectives(1)], ids=["alone", "with votes"])
+def test_what_nobody_else_would_bring_is_handed_over_before_the_consumer_waits(
+    world: FakeCollectives | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread may seem busy with a step that was taken already: it counts a step only after it put it there."""
+    monkeypatch.setattr(PrefetchThread, "idle", False)
+    script = Script((1,) * 20, in_background=True)
+    party = compose(world, 0, script, depth=2)
+    found: list[Seen] = []
+    reader = threading.Thread(target=lambda: found.append(read(party, script)), daemon=True)
+    reader.start()
+    reader.join(20)
+    assert not reader.is_alive()
+    assert len(found[0].steps) == 20
+
+
+@pytest.mark.usefixtures("always_soon")
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_consumer_that_does_the_work_itself_gets_what_the_laws_say(seed: int) -> None:
+    world, scripts, depth, rng = world_of(seed, may_fail=seed % 2 == 0)
+    laws = law(scripts)
+    leaves = None if seed % 3 or laws.failing else rng.randint(0, len(laws.steps[0]))
+    seen = play(world, [dataclasses.replace(each, leaves_after=leaves) for each in scripts], depth=depth)
+    for rank, each in enumerate(seen):
+        assert each.steps == laws.steps[rank][:leaves]
+        assert isinstance(each.error, SourceError) if laws.failing else each.error is None
+    check_tidy(seen)
+    check_messages(world, laws)
+
+
+@pytest.mark.usefixtures("always_soon")
+@pytest.mark.parametrize("world", [None, FakeCollectives(1)], ids=["alone", "with votes"])
+def test_a_consumer_that_comes_back_at_once_completes_its_steps_itself(world: FakeCollectives | None) -> None:
+    script = Script((1,) * 20, in_background=True)
+    party = compose(world, 0, script, depth=3)
+    makers: set[str] = set()
+    background = party.buffer._background
+    produce = background.walk.produce
+
+    def noted(drawn: Drawn | Held) -> Held:
+        makers.add(threading.current_thread().name)
+        return produce(drawn)
+
+    background.walk = dataclasses.replace(background.walk, produce=noted)
+    assert len(read(party, script).steps) == 20
+    assert makers == {threading.current_thread().name}
+
+
+@pytest.mark.parametrize("world", [None, FakeCollectives(2)], ids=["alone", "two ranks"])
+def test_steps_are_completed_in_order_by_whoever_completes_them(world: FakeCollectives | None) -> None:
+    """The consumer is now soon back, now away: it may not overtake what it gave to the thread."""
+    script = Script((1,) * 60, in_background=True, slow=frozenset(random.Random(7).sample(range(60), 12)))
+
+    def rank_reads(rank: int) -> list[list[int]]:
+        party = compose(world, rank, script, depth=4)
+        turns = random.Random(rank)
+        found = []
+        while (taken := party.buffer.take()) is not None:
+            found.append([value - 100 * rank for value in values(taken)[1]])
+            party.buffer._away = turns.choice([0.0, 1.0])
+        party.buffer.close()
+        return found
+
+    for steps in [rank_reads(0)] if world is None else results_of(world, rank_reads):
+        assert steps == [[place] for place in range(60)]
+
+
+@pytest.mark.usefixtures("always_soon")
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("oh")])
+def test_after_an_interruption_no_step_is_lost_in_silence(error: BaseException) -> None:
+    world = FakeCollectives(2)
+
+    def rank_reads(rank: int) -> list[str]:
+        party = compose(world, rank, Script((1,) * 9), depth=2)
+        party.buffer.take()
+        if rank == 0:
+            background = party.buffer._background
+
+            def broken(drawn: Drawn | Held) -> Held:
+                raise error
+
+            background.walk = dataclasses.replace(background.walk, produce=broken)
+        told = []
+        for _ in range(12):
+            try:
+                party.buffer.take()
+            except BaseException as raised:  # noqa: BLE001,RUF100 - it is looked at below
+                told.append(f"{type(raised).__name__}: {raised}")
+        party.buffer.close()
+        return told[:2]
+
+    first, second = results_of(world, rank_reads)
+    assert first[0].startswith(type(error).__name__)
+    assert ("interrupted while it read" if isinstance(error, KeyboardInterrupt) else "ValueError: oh") in first[1]
+    assert all(f"rank 0 failed: {type(error).__name__}" in each for each in second)
+
+
+def read_with_an_interruption(world: FakeCollectives | None, moment: int, found: list[Any]) -> None:
+    """Reads to the end, with a Ctrl-C at one of the moments at which Python would raise it: calls and their ends.
+
+    Not while it closes, when nothing comes any more.
+    """
+    files = {buffer_module.__file__, background_module.__file__, shutdown.__file__}
+    party = compose(world, 0, Script((1, 0, 1, 1, 1), in_background=True), depth=2)
+    moments = itertools.count()
+
+    def press(frame: FrameType, event: str, _: Any) -> None:
+        comes = event in {"call", "c_return"} and frame.f_code.co_filename in files and not party.buffer.closed
+        if comes and next(moments) == moment:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    steps: list[list[int]] = []
+    sys.setprofile(press)
+    try:
+        for _ in range(7):
+            try:
+                taken = party.buffer.take()
+            except KeyboardInterrupt:
+                continue
+            if taken is None:
+                break
+            steps.append(values(taken)[1])
+    except InputError:  # it refuses to go on
+        steps.append([-1])
+    finally:
+        sys.setprofile(None)
+        party.buffer.close()
+    found += [next(moments) > moment, steps]
+
+
+@pytest.mark.parametrize("world", [lambda: None, lambda: FakeCollectives(1)], ids=["alone", "with votes"])
+def test_wherever_it_is_interrupted_no_step_is_lost_in_silence(
+    world: Callable[[], FakeCollectives | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buffer_module, "_GRACE_SECONDS", 0.05)
+    for moment in itertools.count():
+        found: list[Any] = []
+        reader = threading.Thread(target=read_with_an_interruption, args=(world(), moment, found), daemon=True)
+        reader.start()
+        reader.join(20)
+        assert not reader.is_alive(), moment
+        pressed, steps = found
+        delivered, refused = [step for step in steps if step != [-1]], steps[-1:] == [[-1]]
+        assert delivered == [[0], [2], [3], [4]][: len(delivered)], moment
+        assert refused or len(delivered) == 4, moment
+        if not pressed:
+            return
+
+
+@pytest.mark.usefixtures("always_soon")
+def test_a_vote_that_the_consumer_leaves_unfinished_goes_on_without_it() -> None:
+    """One rank begins a vote and is away for long; the others, who need it for several rounds, are not kept waiting."""
+    world = FakeCollectives(2).delay(rank=0, step=1, seconds=0.2)
+    away = threading.Event()
+
+    def rank_reads(rank: int) -> int:
+        party = compose(world, rank, Script((1,) * 9), depth=1)
+        assert party.buffer.take() is not None
+        if rank == 0:
+            away.wait(20)
+        taken = 1
+        while party.buffer.take() is not None:
+            taken += 1
+            if taken == 2:
+                away.set()
+        party.buffer.close()
+        return taken
+
+    assert world.run(rank_reads) == [9, 9]
+
+
+@pytest.mark.usefixtures("always_soon")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_consumer_that_looks_after_the_votes_hears_of_what_ended_the_thread() -> None:
+    party = compose(FakeCollectives(1), 0, Script((1,) * 9), depth=2)
+    assert party.buffer.take() is not None
+    background = party.buffer._background
+    thread = background.thread
+    assert thread is not None
+
+    def broken(drawn: Drawn | Held) -> Held:
+        raise ZeroDivisionError("oh")
+
+    background.walk = dataclasses.replace(background.walk, produce=broken)
+    background.give(Drawn(0))
+    thread.join(10)
+    with pytest.raises(ZeroDivisionError):
+        collections.deque(iter(party.buffer.take, None), maxlen=0)
+    party.buffer.close()

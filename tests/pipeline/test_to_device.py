@@ -1,0 +1,93 @@
+"""The transfer stage sends and hands over the pieces of a step together, each through its replica's copier."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, final
+
+import pytest
+import torch
+
+from torchdistinput.devices.copy_ahead import HostBatch, HostCopier, StreamCopier
+from torchdistinput.pipeline.to_device import ToDevice
+from torchdistinput.testing.streams import FakeDevice
+
+
+@final
+class LoggingCopier:
+    """A copier that writes down what it is asked."""
+
+    def __init__(self, name: str, log: list[str], *, fails: bool = False) -> None:
+        self._name, self._log, self._fails = name, log, fails
+
+    def _say(self, verb: str) -> None:
+        self._log.append(f"{verb} {self._name}")
+
+    def enter_thread(self) -> None:
+        self._say("enter")
+
+    def begin_step(self) -> None:
+        self._say("begin")
+
+    def send(self, batch: Any) -> HostBatch:
+        self._say("send")
+        if self._fails:
+            raise MemoryError("no room")
+        return HostBatch(batch)
+
+    def hand_over(self, parcel: HostBatch) -> Any:
+        self._say("hand over")
+        return parcel.batch
+
+    def discard(self, parcel: HostBatch) -> None:
+        self._say(f"discard {parcel.batch}")
+
+    def close(self) -> None:
+        self._say("close")
+
+
+def test_on_the_cpu_the_pieces_come_back_untouched_and_in_order() -> None:
+    transfer = ToDevice([HostCopier(), HostCopier()])
+    pieces = [{"x": torch.ones(2)}, {"x": torch.ones(1)}]
+    transfer.begin_step()
+    arrived = transfer.hand_over(transfer.send(pieces))
+    assert all(there is here for there, here in zip(arrived, pieces, strict=True))
+    transfer.close()
+
+
+def test_each_piece_goes_through_the_copier_of_its_replica() -> None:
+    log: list[str] = []
+    transfer = ToDevice([LoggingCopier("0", log), LoggingCopier("1", log)])
+    transfer.begin_step()
+    parcels = transfer.send(["a", "b"])
+    assert transfer.hand_over(parcels) == ["a", "b"]
+    transfer.discard(parcels)
+    transfer.close()
+    assert log == [
+        *("begin 0", "begin 1", "send 0", "send 1", "hand over 0", "hand over 1"),
+        *("discard a 0", "discard b 1", "close 0", "close 1"),
+    ]
+
+
+def test_a_thread_that_enters_ends_up_on_the_first_device() -> None:
+    log: list[str] = []
+    ToDevice([LoggingCopier("0", log), LoggingCopier("1", log)]).enter_thread()
+    assert log == ["enter 1", "enter 0"]
+
+
+def test_if_one_piece_cannot_be_sent_those_before_it_are_given_up() -> None:
+    log: list[str] = []
+    transfer = ToDevice([LoggingCopier("0", log), LoggingCopier("1", log, fails=True), LoggingCopier("2", log)])
+    with pytest.raises(MemoryError):
+        transfer.send(["a", "b", "c"])
+    assert log == ["send 0", "send 1", "discard a 0"]
+
+
+def test_the_replicas_of_a_process_have_streams_of_their_own() -> None:
+    devices = [FakeDevice(random.Random(seed)) for seed in range(2)]
+    transfer = ToDevice([StreamCopier(device) for device in devices])
+    arrived = transfer.hand_over(transfer.send([torch.arange(3), torch.arange(2)]))
+    for device in devices:
+        device.finish()
+    assert [piece.tolist() for piece in arrived] == [[0, 1, 2], [0, 1]]
+    transfer.close()

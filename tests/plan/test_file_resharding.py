@@ -1,0 +1,164 @@
+"""What a world has begun and left is dealt to the next one completely, and survives being written down."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+
+from torchdistinput.errors import StateMismatch
+from torchdistinput.plan.file_resharding import FileCursor, ReaderCursor, checked_deals, fresh_files, redeal
+
+A, B, C, D, E = (FileCursor(file, 10 * file, file, 2 * file, 100) for file in range(5))
+
+
+# Fresh files
+
+
+def test_without_a_change_of_the_world_all_files_are_fresh() -> None:
+    assert fresh_files([3, 1, 2], []) == [3, 1, 2]
+
+
+def test_a_change_leaves_the_files_that_nobody_opened_in_their_order() -> None:
+    """Two workers had 5, 4, 1, 3 and 7, 0, 2; one opened 5, 4, the other 7."""
+    order = [5, 7, 4, 0, 1, 2, 3]
+    assert fresh_files(order, [[2, 2, 1]]) == [0, 1, 2, 3]
+    assert fresh_files(order, [[2, 2, 1], [3, 1, 0, 1]]) == [1, 3]
+    assert fresh_files(order, [[2, 4, 3]]) == []
+
+
+@pytest.mark.parametrize("num_files", [0, 1, 2, 3, 5, 8])
+def test_every_file_is_opened_once_over_three_worlds(num_files: int) -> None:
+    order = [file * 7 % (num_files or 1) for file in range(num_files)] if num_files % 7 else list(range(num_files))
+    for worlds in itertools.product(range(1, 5), repeat=3):
+        for seed in range(3):
+            opened: list[int] = []
+            deals: list[list[int]] = []
+            for number, num_workers in enumerate(worlds):
+                fresh = fresh_files(order, deals)
+                assert fresh == [file for file in order if file not in opened]
+                shares = [fresh[worker::num_workers] for worker in range(num_workers)]
+                last = number == len(worlds) - 1
+                counts = [
+                    len(share) if last else (worker * 3 + seed + number) % (len(share) + 1)
+                    for worker, share in enumerate(shares)
+                ]
+                for share, taken in zip(shares, counts, strict=True):
+                    opened += share[:taken]
+                _, deals = redeal([ReaderCursor(opened=taken) for taken in counts], deals, 1)
+            assert sorted(opened) == sorted(order)
+            assert fresh_files(order, deals) == []
+
+
+# Lanes
+
+
+def test_lanes_are_dealt_those_in_slots_first() -> None:
+    places = [ReaderCursor((A, None, B), 2, 1, (C,), 4), ReaderCursor((D,), 0, 0, (E,), 3)]
+    dealt, deals = redeal(places, [[1, 2]], 2)
+    assert dealt == [ReaderCursor(waiting=(A, D, E)), ReaderCursor(waiting=(B, C))]
+    assert deals == [[1, 2], [2, 4, 3]]
+
+
+def test_every_lane_is_dealt_once_between_all_worlds() -> None:
+    for old, new, newer in itertools.product(range(1, 5), repeat=3):
+        for seed in range(4):
+            files = itertools.count()
+            places = [
+                ReaderCursor(
+                    tuple(None if (slot + seed) % 3 == 0 else FileCursor(next(files)) for slot in range(worker + seed)),
+                    waiting=tuple(FileCursor(next(files)) for _ in range((worker * seed) % 3)),
+                    opened=worker,
+                )
+                for worker in range(old)
+            ]
+            every = range(next(files))
+            deals: list[list[int]] = []
+            for num_workers in (new, newer):
+                places, deals = redeal(places, deals, num_workers)
+                assert len(places) == num_workers
+                assert sorted(lane.file for place in places for lane in place.lanes) == list(every)
+                counts = [len(place.lanes) for place in places]
+                assert max(counts) - min(counts) <= 1
+                assert all(place == ReaderCursor(waiting=place.waiting) for place in places)
+            assert deals == [[old, *range(old)], [new, *[0] * new]]
+
+
+def test_dealing_changes_nothing_that_it_was_given() -> None:
+    deals = [[1, 2]]
+    redeal([ReaderCursor()], deals, 3)
+    assert deals == [[1, 2]]
+
+
+# As JSON
+
+
+PLACES = [
+    ReaderCursor(),
+    ReaderCursor((None, None)),
+    ReaderCursor((A, None, B), 2, 5, (C, D), 7),
+    ReaderCursor((FileCursor(0),), 0, 0, (), 1),
+    ReaderCursor(waiting=(FileCursor(9, 2**40, 2**33, 2**34, 2**41),)),
+]
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_a_place_survives_being_written_down(place: ReaderCursor) -> None:
+    assert place.to_text() == json.dumps(place.to_json())
+    assert ReaderCursor.from_json(json.loads(place.to_text())) == place
+
+
+def test_a_file_in_progress_costs_less_than_64_bytes() -> None:
+    lane = FileCursor(54_321, 12_345_678_901, 123_456_789, 123_456_999, 98_765_432_109)
+    one, two = (len(json.dumps(ReaderCursor((lane,) * number).to_json())) for number in (1, 2))
+    assert two - one < 64
+
+
+GOOD = PLACES[2].to_json()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda value: None, r"the place of a walk must be \[slots, turn, taken, waiting, opened\], found None"),
+        (lambda value: value[:4], r"the place of a walk must be"),
+        (lambda value: [*value, 0], r"the place of a walk must be"),
+        (lambda value: [None, *value[1:]], r"the place of a walk must be"),
+        (lambda value: [value[0], 3, *value[2:]], r"the turn of a walk must be the number of one of its 3 slots, foun"),
+        (lambda value: [[], 1, *value[2:]], r"the turn of a walk must be"),
+        (
+            lambda value: [value[0], -1, *value[2:]],
+            r"turn in the place of a walk must be an int of at least 0, found -",
+        ),
+        (lambda value: [value[0], 0, 1.0, *value[3:]], r"taken in the place of a walk must be an int"),
+        (lambda value: [*value[:4], True], r"opened in the place of a walk must be an int"),
+        (lambda value: [*value[:4], "3"], r"opened in the place of a walk must be an int"),
+        (lambda value: [[3], 0, *value[2:]], r"the place of a file must be \[file, offset, record, delivered, size\]"),
+        (lambda value: [[[1, 2, 3, 4]], 0, *value[2:]], r"the place of a file must be"),
+        (lambda value: [[[1, 2, 3, 4, None]], 0, *value[2:]], r"the place of a file must be"),
+        (lambda value: [[[1, 2, 3, 4, -2]], 0, *value[2:]], r"the place of a file must be"),
+        (lambda value: [[[1, 2, 3, 4, True]], 0, *value[2:]], r"the place of a file must be"),
+        (lambda value: [[[-1, 2, 3, 4, 5]], 0, *value[2:]], r"lane in the place of a walk must be"),
+        (lambda value: [[[1, 2, 5, 4, 5]], 0, *value[2:]], r"an anchor that is not behind the records that were deliv"),
+        (lambda value: [*value[:3], [None], 0], r"the place of a file must be"),
+        (lambda value: [*value[:3], {}, 0], r"the place of a walk must be"),
+    ],
+)
+def test_a_place_that_is_none_is_refused_with_what_was_found(damage: Any, message: str) -> None:
+    with pytest.raises(StateMismatch, match=message):
+        ReaderCursor.from_json(damage(GOOD))
+
+
+def test_deals_survive_being_written_down() -> None:
+    for deals in ([], [[1, 0]], [[2, 3, 4], [1, 2]]):
+        assert checked_deals(json.loads(json.dumps(deals))) == deals
+
+
+@pytest.mark.parametrize(
+    "deals", [None, {}, [3], [[]], [[0]], [[2, 1]], [[1, 1, 1]], [[1, -1]], [[1, 1.0]], [[True, 1]]]
+)
+def test_deals_that_are_none_are_refused(deals: Any) -> None:
+    with pytest.raises(StateMismatch, match="the saved state is damaged"):
+        checked_deals(deals)

@@ -1,0 +1,265 @@
+"""Reports are summed as one message; what follows from the sums is what a reader of all the reports would say."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from torchdistinput.plan.step_agreement import (
+    MAX_RANKS,
+    MAX_SAMPLES,
+    StepDecision,
+    StepReport,
+    count,
+    decide,
+    peer_weight_of,
+    weight_of,
+)
+
+MAX_DIGEST = 2**24 - 1
+MAX_WORD = 2**63 - 1
+
+
+def summed(reports: list[StepReport], slots: int) -> list[int]:
+    words = [report.words(slots, weight_of(rank, len(reports))) for rank, report in enumerate(reports)]
+    assert all(-(2**63) <= word < 2**63 for each in words for word in each)
+    return [sum(column) for column in zip(*words, strict=True)]
+
+
+def read_all(reports: list[StepReport], slots: int, max_skipped: int | None = None) -> StepDecision:
+    """What follows from the reports themselves, law by law."""
+    known = [report.digest for report in reports if report.digest is not None]
+    differ = len(set(known)) > 1
+    steps: list[int] = []
+    end = draws_differ = False
+    skipped = sum(report.skipped for report in reports)
+    too_many = max_skipped is not None and skipped > max_skipped
+    for j in range(slots):
+        if too_many:  # law A7
+            break
+        if differ or any(j >= len(report.sizes) for report in reports):  # laws A4 and A1: not held by every rank
+            break
+        sizes = [report.sizes[j] for report in reports]
+        if all(size is None for size in sizes):  # law A3
+            end = True
+            break
+        if any(report.stopped for report in reports):  # law A6: nobody makes a step with a rank that stopped
+            break
+        if len({report.drawn[j] if j < len(report.drawn) else 0 for report in reports}) > 1:  # law A5
+            draws_differ = True
+            break
+        steps.append(sum(size or 0 for size in sizes))
+    return StepDecision(
+        steps=tuple(steps),
+        end=end,
+        num_failed=sum(report.failed for report in reports),
+        num_stopped=sum(report.stopped for report in reports),
+        structure_wanted=bool(known) and len(known) < len(reports),
+        structures_differ=differ,
+        draws_differ=draws_differ,
+        skipped=skipped,
+        too_many_skipped=too_many,
+        ahead=read_further([report.ahead for report in reports]),
+    )
+
+
+def read_further(wishes: list[int]) -> int:
+    """Law A8: one objection is enough, a wish must be everybody's."""
+    return -1 if -1 in wishes else int(all(wishes))
+
+
+def random_ballot(rng: random.Random, slots: int, digests: list[int]) -> StepReport:
+    sizes: list[int | None] = [rng.choice([0, 0, 1, 2, 7]) for _ in range(rng.randint(0, slots + 1))]
+    if rng.random() < 0.4:
+        place = rng.randint(0, len(sizes))
+        sizes[place:] = [None] * (len(sizes) - place + rng.randint(0, 1))
+    stopped = rng.random() < 0.15
+    if stopped:
+        sizes = [None] if sizes[:1] == [None] else []
+    failed = not sizes and rng.random() < 0.5
+    digest = rng.choice(digests) if rng.random() < 0.7 else None
+    # What the sampler drew is a function of the step, but for a rank that draws something of its own now and then.
+    drawn = tuple(0 if size is None else 2**63 - 1 - j - (rng.random() < 0.05) for j, size in enumerate(sizes))
+    drawn = drawn if rng.random() < 0.9 else ()
+    skipped, ahead = rng.choice([0, 0, 1, 5]), rng.choice([1, 1, 1, 0, -1])
+    return StepReport(tuple(sizes), failed, stopped, digest, drawn, skipped, ahead)
+
+
+def test_the_sums_say_what_all_the_ballots_say() -> None:
+    rng = random.Random(0)
+    for _ in range(20_000):
+        slots = rng.randint(1, 4)
+        digests = [rng.randint(0, MAX_DIGEST)] if rng.random() < 0.8 else [rng.randint(0, 3) for _ in range(3)]
+        reports = [random_ballot(rng, slots, digests) for _ in range(rng.randint(1, 6))]
+        most = rng.choice([None, None, 0, 3, 10])
+        assert decide(summed(reports, slots), len(reports), most) == read_all(reports, slots, most), reports
+
+
+def test_law_a_a_step_is_agreed_when_all_hold_it_and_one_has_data() -> None:
+    for held in itertools.product([(), (None,), (0,), (3,)], repeat=3):
+        decision = decide(summed([StepReport(sizes) for sizes in held], 1), 3)
+        all_hold = all(held)
+        some_live = any(sizes and sizes[0] is not None for sizes in held)
+        assert (len(decision.steps) == 1) == (all_hold and some_live)
+
+
+def test_law_b_a_step_without_a_sample_is_agreed_with_size_zero() -> None:
+    decision = decide(summed([StepReport((0, 2)), StepReport((0, 1)), StepReport((None, None))], 2), 3)
+    assert decision.steps == (0, 3)
+    assert not decision.end
+
+
+def test_law_c_the_end_is_past_the_end_of_every_rank() -> None:
+    assert decide(summed([StepReport((4, None)), StepReport((None, None))], 2), 2) == StepDecision(
+        (4,), True, 0, 0, False, False, False
+    )
+    assert not decide(summed([StepReport((4, None)), StepReport((None,))], 2), 2).end
+
+
+def test_law_d_where_structures_differ_no_step_is_agreed() -> None:
+    for digests in itertools.product([None, 0, 1, MAX_DIGEST], repeat=4):
+        reports = [StepReport((1, None), digest=digest) for digest in digests]
+        decision = decide(summed(reports, 2), 4)
+        differ = len(set(digests) - {None}) > 1
+        assert decision.structures_differ == differ
+        assert decision.steps == (() if differ else (4,))
+
+
+def test_law_e_a_step_that_was_drawn_differently_is_not_agreed_nor_any_after_it() -> None:
+    alike, other = StepReport((1, 1, 1), drawn=(5, 6, 7)), StepReport((1, 1, 1), drawn=(5, 9, 7))
+    decision = decide(summed([alike, other, alike], 3), 3)
+    assert (decision.steps, decision.draws_differ, decision.end) == ((3,), True, False)
+
+
+def test_law_f_a_failure_is_told_when_it_is_next() -> None:
+    decision = decide(summed([StepReport((), failed=True), StepReport((2, 2))], 2), 2)
+    assert (decision.steps, decision.num_failed, decision.end) == ((), 1, False)
+
+
+def test_law_f_a_rank_that_stopped_makes_no_step_but_may_end_with_the_others() -> None:
+    stopped = StepReport((None,), stopped=True)
+    assert decide(summed([stopped, StepReport((None,))], 1), 2).end
+    on = decide(summed([stopped, StepReport((3,))], 1), 2)
+    assert (on.steps, on.end, on.num_stopped) == ((), False, 1)
+
+
+def test_law_g_where_more_samples_were_left_out_than_may_be_no_step_is_agreed() -> None:
+    reports = [StepReport((2, 2), skipped=3), StepReport((1, 1), skipped=1)]
+    within, beyond = decide(summed(reports, 2), 2, 4), decide(summed(reports, 2), 2, 3)
+    assert (within.steps, within.skipped, within.too_many_skipped) == ((3, 3), 4, False)
+    assert (beyond.steps, beyond.skipped, beyond.too_many_skipped) == ((), 4, True)
+
+
+def test_law_h_the_ranks_read_further_ahead_when_all_would_and_less_far_when_one_would() -> None:
+    for wishes in itertools.product([0, 1, -1], repeat=3):
+        reports = [StepReport((1,), skipped=MAX_SAMPLES // 3, ahead=wish) for wish in wishes]
+        decision = decide(summed(reports, 1), 3)
+        assert decision.ahead == read_further(list(wishes))
+        assert (decision.steps, decision.skipped) == ((3,), 3 * (MAX_SAMPLES // 3))
+
+
+def test_a_ballot_has_one_length_whatever_it_says() -> None:
+    for slots in range(1, 5):
+        for sizes in ((), (1,), (1, 2, 3, 4, 5), (None,) * 7):
+            assert len(StepReport(sizes, failed=True, digest=5).words(slots)) == 4 + 2 * slots
+
+
+def test_steps_beyond_the_slots_wait_for_the_next_message() -> None:
+    assert StepReport((1, 2, 3)).words(2) == StepReport((1, 2)).words(2)
+
+
+def test_the_counters_of_the_largest_world_fit_their_words() -> None:
+    """The words of as many ranks as there may be are the words of one, so many times."""
+    full = StepReport((0, None, 0), failed=True, stopped=True, digest=MAX_DIGEST, ahead=1)
+    lacking = StepReport((0,), failed=True, stopped=True, ahead=-1)
+    for report in (full, lacking):
+        words = [word * MAX_RANKS for word in report.words(3)]
+        assert all(0 <= word <= MAX_WORD for word in words)
+        decision = decide(words, MAX_RANKS)
+        assert (decision.num_failed, decision.num_stopped) == (MAX_RANKS, MAX_RANKS)
+        assert not decision.structures_differ
+        assert (decision.ahead, decision.skipped) == (report.ahead, 0)
+    words = [word * MAX_RANKS for word in StepReport((0, None), digest=MAX_DIGEST).words(2)]
+    assert [count(word) for word in words[4:6]] == [(MAX_RANKS, MAX_RANKS, 0), (MAX_RANKS, 0, 0)]
+    assert decide(words, MAX_RANKS).steps == (0,)
+
+
+def test_one_dissenter_is_found_in_the_largest_world() -> None:
+    alike, other = StepReport((), digest=MAX_DIGEST).words(1), StepReport((), digest=MAX_DIGEST - 1).words(1)
+    words = [a * (MAX_RANKS - 1) + b for a, b in zip(alike, other, strict=True)]
+    assert all(0 <= word <= MAX_WORD for word in words)
+    assert decide(words, MAX_RANKS).structures_differ
+
+
+def test_the_largest_step_keeps_its_size_apart_from_the_counters() -> None:
+    for ranks in (1, 2, 1000, MAX_RANKS):
+        share, rest = divmod(MAX_SAMPLES, ranks)
+        word = StepReport((share,)).words(1)[4] * (ranks - 1) + StepReport((share + rest,)).words(1)[4]
+        assert 0 <= word <= MAX_WORD
+        assert count(word) == (ranks, ranks, MAX_SAMPLES)
+
+
+def test_words_of_counters_are_never_negative() -> None:
+    rng = random.Random(1)
+    for _ in range(2000):
+        slots = rng.randint(1, 4)
+        assert min(random_ballot(rng, slots, [rng.randint(0, MAX_DIGEST)]).words(slots)[: 4 + slots]) >= 0
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 64, 300])
+def test_weights_cancel_out_equal_draws_and_no_others(num_ranks: int) -> None:
+    weights = [weight_of(rank, num_ranks) for rank in range(num_ranks)]
+    assert sum(weights) % 2**64 == 0
+    alike = [StepReport((1,), drawn=(12345,))] * num_ranks
+    assert decide(summed(alike, 1), num_ranks).steps == (num_ranks,)
+    for rank in range(num_ranks if num_ranks > 1 else 0):
+        other = [*alike[:rank], StepReport((1,), drawn=(12346,)), *alike[rank + 1 :]]
+        decision = decide(summed(other, 1), num_ranks)
+        assert decision.draws_differ
+        assert decision.steps == ()
+
+
+def test_sums_that_wrap_around_as_tensors_do_say_the_same() -> None:
+    reports = [StepReport((1, 1), drawn=(2**63 - 1, second)) for second in (7, 7, 8)]
+    wrapped = [(word + 2**63) % 2**64 - 2**63 for word in summed(reports, 2)]
+    assert decide(wrapped, 3) == decide(summed(reports, 2), 3)
+    assert decide(wrapped, 3).steps == (3,)
+    assert decide(wrapped, 3).draws_differ
+
+
+@pytest.mark.parametrize("workers", [(0, 0), (0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 0, 1), (0, 1, 2), (1, 0, 2, 0, 1, 0)])
+def test_what_the_ranks_of_each_worker_read_is_compared_among_them_only(workers: tuple[int, ...]) -> None:
+    num_ranks = len(workers)
+
+    def decision(read: list[tuple[int, ...]], drawn: list[tuple[int, ...]]) -> StepDecision:
+        reports = [StepReport((1, 1), drawn=drew, read=numbers) for drew, numbers in zip(drawn, read, strict=True)]
+        words = [
+            report.words(2, weight_of(rank, num_ranks), peer_weight_of(rank, workers))
+            for rank, report in enumerate(reports)
+        ]
+        return decide([sum(each) for each in zip(*words, strict=True)], num_ranks)
+
+    alike: list[tuple[int, ...]] = [(100 + worker, 7 * worker) for worker in workers]
+    drawn: list[tuple[int, ...]] = [(5, 6)] * num_ranks
+    assert decision(alike, drawn).steps == (num_ranks, num_ranks)
+    assert decision(alike, [()] * num_ranks).steps == (num_ranks, num_ranks)
+    for rank, worker in enumerate(workers):
+        for slot in (0, 1):
+            other = list(alike[rank])
+            other[slot] += 1
+            found = decision([*alike[:rank], tuple(other), *alike[rank + 1 :]], drawn)
+            assert found.draws_differ == (workers.count(worker) > 1)
+            assert len(found.steps) == (slot if found.draws_differ else 2)
+        drew = [*drawn[:rank], (5, 9), *drawn[rank + 1 :]]
+        assert decision(alike, drew).draws_differ
+
+
+def test_the_words_of_what_was_read_are_64_bits_and_as_many_as_before() -> None:
+    largest = 2**63
+    for rank in range(3):
+        report = StepReport((1, 1), drawn=(largest, largest), read=(largest, largest))
+        words = report.words(2, weight_of(rank, 3), peer_weight_of(rank, (0, 0, 0)))
+        assert len(words) == 8
+        assert all(-(2**63) <= word < 2**63 for word in words)

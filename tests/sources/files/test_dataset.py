@@ -1,0 +1,689 @@
+"""A dataset of files yields each record once, in an order that follows from its arguments and the epoch alone."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import gzip
+import itertools
+import os
+import pickle
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+from tests.support.cells import cells
+from torchdistinput.errors import SourceError, StateMismatch
+from torchdistinput.plan.file_resharding import FileCursor
+from torchdistinput.plan.options import InputOptions
+from torchdistinput.plan.permutation import shuffled
+from torchdistinput.plan.sharding import AutoShardPolicy
+from torchdistinput.plan.topology import Topology
+from torchdistinput.sources.files import dataset as files
+from torchdistinput.sources.files.dataset import FileDataset, list_files
+from torchdistinput.sources.files.formats import readers
+from torchdistinput.sources.files.glob import FileNames
+from torchdistinput.sources.files.reading import RecordPlace, RecordReader
+from torchdistinput.sources.files.source import RecordSource
+from torchdistinput.step_types import Start
+
+
+def write(folder: Path, *sizes: int) -> list[str]:
+    """Files a.txt, b.txt, … of so many lines ``a0, a1, …``."""
+    names = []
+    for letter, size in zip("abcdefghij", sizes, strict=False):
+        path = folder / f"{letter}.txt"
+        path.write_text("".join(f"{letter}{number}\n" for number in range(size)))
+        names.append(str(path))
+    return names
+
+
+def text(names: FileNames, **arguments: Any) -> FileDataset:
+    return FileDataset(names, readers.text_lines, **arguments)
+
+
+def whole_walk(dataset: FileDataset, epoch: int = 0) -> list[str]:
+    return list(dataset.walk(dataset.file_order(epoch), epoch))
+
+
+def open_files(folder: Path) -> int:
+    files = {(status.st_dev, status.st_ino) for status in map(os.stat, folder.rglob("*"))}
+    found = 0
+    for number in os.listdir("/dev/fd"):
+        with contextlib.suppress(OSError):  # that of the listing is closed by now
+            status = os.fstat(int(number))
+            found += (status.st_dev, status.st_ino) in files
+    return found
+
+
+# Listing
+
+
+def test_a_list_of_files_is_sorted_and_shuffled_by_a_seed(tmp_path: Path) -> None:
+    names = write(tmp_path, *[1] * 10)
+    assert list_files(f"{tmp_path}/*.txt") == names
+    assert list_files(list(reversed(names))) == names[::-1]
+    mixed = list_files(f"{tmp_path}/*.txt", shuffle=True, seed=4)
+    assert mixed == list_files(tmp_path / "*.txt", shuffle=True, seed=4)
+    assert "".join(Path(name).stem for name in mixed) == "jedfaghibc"
+    assert mixed != list_files(f"{tmp_path}/*.txt", shuffle=True, seed=5)
+    assert sorted(mixed) == names
+
+
+def test_shuffling_a_list_without_a_seed_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="every rank would shuffle differently"):
+        list_files(write(tmp_path, 1), shuffle=True)
+    with pytest.raises(TypeError, match="seed must be an int, got 0.5"):
+        list_files(write(tmp_path, 1), shuffle=True, seed=0.5)  # type: ignore[arg-type]
+
+
+def test_a_pattern_or_list_without_files_is_an_error(tmp_path: Path) -> None:
+    for ask in (list_files, text):
+        with pytest.raises(SourceError, match="matches no file") as caught:
+            ask(f"{tmp_path}/*.csv")
+        assert caught.value.file == f"{tmp_path}/*.csv"
+        with pytest.raises(ValueError, match="empty list"):
+            ask([])
+
+
+# The order
+
+
+def test_files_are_read_one_after_the_other_in_the_order_of_the_list(tmp_path: Path) -> None:
+    a, b, c = write(tmp_path, 2, 0, 3)
+    assert whole_walk(text([c, b, a])) == ["c0", "c1", "c2", "a0", "a1"]
+    assert whole_walk(text([a, c, a])) == ["a0", "a1", "c0", "c1", "c2", "a0", "a1"]
+    assert list(text(f"{tmp_path}/*.txt").walk([2, 0], 0)) == ["c0", "c1", "c2", "a0", "a1"]
+    assert list(text([a]).walk([], 0)) == []
+
+
+def test_interleaving_is_that_of_tensorflows_example(tmp_path: Path) -> None:
+    """The docstring of ``tf.data.Dataset.interleave``: five inputs of six, cycle_length 2, block_length 4."""
+    found = whole_walk(text(write(tmp_path, 6, 6, 6, 6, 6), cycle_length=2, block_length=4))
+    expected = "a" * 4 + "b" * 4 + "aabb" + "c" * 4 + "d" * 4 + "ccdd" + "e" * 6
+    assert "".join(record[0] for record in found) == expected
+
+
+def test_small_interleavings_are_as_written_here(tmp_path: Path) -> None:
+    names = write(tmp_path, 3, 1, 0, 2)
+    assert whole_walk(text(names, cycle_length=2)) == ["a0", "b0", "a1", "a2", "d0", "d1"]
+    assert whole_walk(text(names, cycle_length=4)) == ["a0", "b0", "d0", "a1", "d1", "a2"]
+    assert whole_walk(text(names, cycle_length=4, block_length=2)) == ["a0", "a1", "b0", "d0", "d1", "a2"]
+    assert whole_walk(text(names, cycle_length=9, block_length=9)) == ["a0", "a1", "a2", "b0", "d0", "d1"]
+
+
+def tensorflows_interleave(inputs: list[list[str]], cycle_length: int, block_length: int) -> Iterator[str]:
+    """TensorFlow's sequential interleave, as a machine of positions."""
+    waiting, slots, slot, position = list(inputs), [None] * cycle_length, 0, 0  # type: list[list[str]], Any, int, int
+    while waiting or any(each is not None for each in slots):
+        if slots[slot] is None:
+            if waiting:
+                slots[slot] = iter(waiting.pop(0))
+                continue
+            slot, position = (slot + 1) % cycle_length, 0
+            continue
+        record = next(slots[slot], None)
+        if record is None:
+            slots[slot] = None
+            slot, position = (slot + 1) % cycle_length, 0
+            continue
+        yield record
+        position += 1
+        if position == block_length:
+            slot, position = (slot + 1) % cycle_length, 0
+
+
+SIZES = [(4,), (0, 0), (3, 1, 2), (5, 0, 3, 4), (2, 2, 2, 2, 2), (1, 7, 0, 0, 4, 2)]
+COUNTS = (1, 2, 5, 100)
+COMBINATIONS = list(itertools.product(SIZES, (1, 2, 3, 10), (1, 2, 5), (0, 1, 3, 100)))
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_every_combination_yields_each_record_once_in_tensorflows_interleaving(
+    sizes: tuple[int, ...], tmp_path: Path
+) -> None:
+    names = write(tmp_path, *sizes)
+    every = sorted(line for name in names for line in Path(name).read_text().split())
+    for _, cycle, block, buffer in (each for each in COMBINATIONS if each[0] == sizes):
+        dataset = text(names, cycle_length=cycle, block_length=block, shuffle_buffer=buffer, shuffle_files=True, seed=3)
+        for epoch in (0, 1):
+            found = whole_walk(dataset, epoch)
+            assert sorted(found) == every
+            lanes = [whole_lane(dataset, index, epoch) for index in dataset.file_order(epoch)]
+            assert found == list(tensorflows_interleave(lanes, cycle, block))
+
+
+def whole_lane(dataset: FileDataset, index: int, epoch: int) -> list[str]:
+    return list(dataset.walk([index], epoch))
+
+
+@pytest.mark.parametrize("buffer", [1, 2, 3, 4, 7, 10, 11, 100])
+def test_a_window_of_a_file_is_permuted_by_seed_epoch_file_and_window(buffer: int, tmp_path: Path) -> None:
+    dataset = text(write(tmp_path, 10, 10), shuffle_buffer=buffer, seed=8)
+    for index, letter in enumerate("ab"):
+        for epoch in (0, 1):
+            expected = []
+            for window, start in enumerate(range(0, 10, buffer)):
+                order = shuffled(min(buffer, 10 - start), 8, epoch, index, window)
+                expected += [f"{letter}{start + place}" for place in order]
+            assert list(dataset.walk([index], epoch)) == expected
+
+
+def test_shuffled_orders_are_a_promise(tmp_path: Path) -> None:
+    """Literal orders: saved states and recorded runs depend on them."""
+    dataset = text(write(tmp_path, 5, 3, 4), shuffle_files=True, shuffle_buffer=3, cycle_length=2, seed=1)
+    assert [dataset.file_order(epoch) for epoch in range(4)] == [[2, 1, 0], [2, 0, 1], [2, 1, 0], [1, 2, 0]]
+    assert " ".join(whole_walk(dataset, 0)) == "c0 b1 c1 b2 c2 b0 c3 a0 a2 a1 a4 a3"
+    assert " ".join(whole_walk(dataset, 1)) == "c0 a1 c2 a0 c1 a2 c3 a3 a4 b2 b0 b1"
+
+
+def test_epochs_seeds_and_files_differ_and_repeat(tmp_path: Path) -> None:
+    names = write(tmp_path, 30, 30, 30)
+
+    def order(seed: int, epoch: int) -> tuple[str, ...]:
+        return tuple(whole_walk(text(names, shuffle_files=True, shuffle_buffer=10, seed=seed), epoch))
+
+    orders = [order(seed, epoch) for seed in (0, 1, -1) for epoch in (0, 1, 2)]
+    assert len(set(orders)) == len(orders)
+    assert orders == [order(seed, epoch) for seed in (0, 1, -1) for epoch in (0, 1, 2)]
+    dataset = text(names, shuffle_buffer=30)
+    assert len({tuple(record[1:] for record in dataset.walk([index], 0)) for index in range(3)}) == 3
+
+
+def test_without_shuffling_the_order_of_the_files_is_the_list_in_every_epoch(tmp_path: Path) -> None:
+    dataset = text(write(tmp_path, 1, 1, 1), seed=5, shuffle_buffer=2)
+    assert [dataset.file_order(epoch) for epoch in range(3)] == [[0, 1, 2]] * 3
+
+
+# The place
+
+
+def place_of(folder: Path, record: str) -> RecordPlace:
+    """By its text: "b3" is record 3 of the second file."""
+    return RecordPlace(f"{folder}/{record[0]}.txt", int(record[1:]), ord(record[0]) - ord("a"))
+
+
+@pytest.mark.parametrize("asked", ["always", "sometimes", "last"])
+def test_the_place_names_the_file_and_the_record(asked: str, tmp_path: Path) -> None:
+    for sizes, cycle, block, buffer in COMBINATIONS[:: 1 if asked == "always" else 3]:
+        dataset = text(write(tmp_path, *sizes), cycle_length=cycle, block_length=block, shuffle_buffer=buffer)
+        walk = dataset.walk(range(len(sizes)), 0)
+        record = None
+        for position, record in enumerate(walk):
+            if asked == "always" or (asked == "sometimes" and position % 3 == 1):
+                assert walk.place == place_of(tmp_path, record)
+                assert walk.place.record == int(record[1:])
+        if record is not None:
+            assert walk.place == place_of(tmp_path, record)
+
+
+def test_the_places_of_taken_records_are_known_for_any_part_of_them(all_cells: bool, tmp_path: Path) -> None:
+    for (sizes, cycle, block, buffer), taking in cells(COMBINATIONS, {"count": COUNTS}, everything=all_cells):
+        dataset = text(write(tmp_path, *sizes), cycle_length=cycle, block_length=block, shuffle_buffer=buffer)
+        walk = dataset.walk(range(len(sizes)), 0)
+        taken = []
+        while records := walk.take(taking["count"]):
+            for lo, hi in ((0, len(records)), (1, 3), (len(records) - 1, len(records)), (2, 2)):
+                assert walk.places(lo, hi) == [place_of(tmp_path, record) for record in records[lo:hi]]
+            taken += records
+        assert taken == list(dataset.walk(range(len(sizes)), 0))
+
+
+def test_the_place_is_known_however_the_walk_is_iterated(tmp_path: Path) -> None:
+    names = write(tmp_path, 10)
+    walk = text(names).walk([0], 0)
+    with pytest.raises(RuntimeError, match="no record yet"):
+        _ = walk.place
+    assert [next(walk), walk.place.record] == ["a0", 0]
+    assert [list(itertools.islice(walk, 3)), walk.place.record] == [["a1", "a2", "a3"], 3]
+    assert [list(itertools.islice(walk, 1, 6, 2)), walk.place.record] == [["a5", "a7", "a9"], 9]
+    assert [list(walk), walk.place.record] == [[], 9]
+
+
+# Decoding
+
+
+def test_map_fn_is_called_for_the_records_that_are_decoded_only(tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    def decode(record: str) -> int:
+        seen.append(record)
+        return int(record[1:])
+
+    dataset = text(write(tmp_path, 3), map_fn=decode)
+    walk = dataset.walk([0], 0)
+    assert list(walk) == ["a0", "a1", "a2"]
+    assert seen == []
+    assert dataset.decode(["a7"], lambda: [walk.place], 0) == [7]
+    assert list(dataset) == [0, 1, 2]
+    assert text(write(tmp_path, 1)).decode(["x"], lambda: [walk.place], 0) == ["x"]
+
+
+def test_a_record_that_cannot_be_decoded_is_named(tmp_path: Path) -> None:
+    a, b = write(tmp_path, 2, 5)
+    dataset = text([a, b], map_fn=lambda record: 1 // (record != "b3"), shuffle_buffer=4)
+    with pytest.raises(SourceError, match=r"map_fn failed on record 3: ZeroDivisionError") as caught:
+        list(dataset)
+    assert (caught.value.file, type(caught.value.__cause__)) == (b, ZeroDivisionError)
+    with pytest.raises(SourceError, match="record 17") as caught:
+        dataset.decode(["3", "b3"], lambda: [RecordPlace(b, 16, 1), RecordPlace(b, 17, 1)], 0)
+    assert (caught.value.file, type(caught.value.__cause__)) == (b, ZeroDivisionError)
+
+
+# Failures
+
+
+def test_a_missing_file_is_named_after_the_records_before_it(tmp_path: Path) -> None:
+    (a,) = write(tmp_path, 2)
+    walk = text([a, f"{tmp_path}/missing.txt"]).walk([0, 1], 0)
+    assert [next(walk), next(walk)] == ["a0", "a1"]
+    with pytest.raises(SourceError, match=r"missing\.txt: cannot be opened: FileNotFoundError") as caught:
+        next(walk)
+    assert caught.value.file == f"{tmp_path}/missing.txt"
+    assert isinstance(caught.value.__cause__, FileNotFoundError)
+    assert list(walk) == []
+
+
+def test_a_failing_walk_closes_all_its_files(tmp_path: Path) -> None:
+    names = [*write(tmp_path, 5, 5), f"{tmp_path}/missing.txt"]
+    walk = text(names, cycle_length=3).walk([0, 1, 2], 0)
+    assert [next(walk), next(walk), open_files(tmp_path)] == ["a0", "b0", 2]
+    with pytest.raises(SourceError):
+        next(walk)
+    assert open_files(tmp_path) == 0
+    assert walk.place == RecordPlace(names[1], 0, 1)
+
+
+def test_a_folder_is_named_when_it_is_read(tmp_path: Path) -> None:
+    with pytest.raises(SourceError) as caught:
+        list(text([str(tmp_path)]))
+    assert caught.value.file == str(tmp_path)
+
+
+def test_damaged_content_names_the_file_and_the_offset(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"good\nb\xffd\n")
+    dataset = text([str(tmp_path / "a.txt")])
+    walk = dataset.walk([0], 0)
+    assert next(walk) == "good"
+    with pytest.raises(SourceError, match=r"a\.txt: the line at byte 5 is not UTF-8") as caught:
+        next(walk)
+    assert (caught.value.file, caught.value.offset) == (str(tmp_path / "a.txt"), 5)
+    assert isinstance(caught.value.__cause__, SourceError)
+
+
+def test_an_exception_of_a_reader_names_the_file_and_where_it_was(tmp_path: Path) -> None:
+    def reader(file: BinaryIO) -> Iterator[bytes]:
+        yield file.read(3)
+        raise KeyError("why")
+
+    for buffer in (0, 5):
+        dataset = FileDataset(write(tmp_path, 5), reader, shuffle_buffer=buffer)
+        with pytest.raises(SourceError, match=r"a\.txt: reading failed near byte 3, .*KeyError: 'why'") as caught:
+            list(dataset)
+        assert (caught.value.file, caught.value.offset) == (str(tmp_path / "a.txt"), 3)
+        assert isinstance(caught.value.__cause__, KeyError)
+    assert open_files(tmp_path) == 0
+
+
+@pytest.mark.parametrize("reader", [lambda _: None, lambda file: file.nothing, lambda file: 1 // 0])
+def test_a_reader_that_yields_nothing_or_fails_at_once_names_the_file(reader: Any, tmp_path: Path) -> None:
+    (name,) = write(tmp_path, 1)
+    with pytest.raises(SourceError, match="reading failed near byte 0, after 0 records") as caught:
+        list(FileDataset([name], reader))
+    assert (caught.value.file, caught.value.offset) == (name, 0)
+    assert open_files(tmp_path) == 0
+
+
+def test_a_compressed_file_that_is_cut_off_or_none_is_named(tmp_path: Path) -> None:
+    content = gzip.compress(b"".join(b"line %d\n" % number for number in range(100_000)))
+    for damaged in (content[: len(content) // 2], b"no gzip at all", content[:-6] + b"\0" * 6):
+        (tmp_path / "a.gz").write_bytes(damaged)
+        with pytest.raises(SourceError, match=r"a\.gz: reading failed") as caught:
+            list(text([str(tmp_path / "a.gz")]))
+        assert caught.value.file == str(tmp_path / "a.gz")
+        assert caught.value.offset is not None
+        assert caught.value.__cause__ is not None
+
+
+def test_an_error_of_a_file_pickles_with_its_file_and_offset() -> None:
+    error = pickle.loads(pickle.dumps(SourceError("why", file="a", offset=3)))
+    assert (str(error), error.file, error.offset) == ("why", "a", 3)
+
+
+# Files are closed
+
+
+def test_files_are_open_only_in_their_turn(tmp_path: Path) -> None:
+    names = write(tmp_path, 3, 3, 3, 3)
+    for cycle in (1, 2, 3):
+        walk = text(names, cycle_length=cycle).walk([0, 1, 2, 3], 0)
+        assert open_files(tmp_path) == 0
+        most = 0
+        for _ in walk:
+            most = max(most, open_files(tmp_path))
+        assert (most, open_files(tmp_path)) == (cycle, 0)
+
+
+def test_closing_a_walk_ends_it_and_closes_its_files(tmp_path: Path) -> None:
+    walk = text(write(tmp_path, 3, 3), cycle_length=2).walk([0, 1], 0)
+    assert [next(walk), next(walk), open_files(tmp_path)] == ["a0", "b0", 2]
+    walk.close()
+    walk.close()
+    assert (open_files(tmp_path), list(walk), walk.place.record) == (0, [], 0)
+
+
+def test_a_dropped_walk_closes_its_files_without_the_garbage_collector(tmp_path: Path) -> None:
+    dataset = text(write(tmp_path, 30, 30), cycle_length=2, shuffle_buffer=3)
+    gc.disable()
+    try:
+        walk: RecordReader | None = dataset.walk([0, 1], 0)
+        assert walk is not None
+        next(walk)
+        next(walk)
+        assert open_files(tmp_path) == 2
+        walk = None
+        assert open_files(tmp_path) == 0
+        for record in dataset.walk([0, 1], 0):
+            if record == "a1":
+                break
+        loop = iter(dataset)
+        next(loop)
+        del loop
+        assert open_files(tmp_path) == 0
+    finally:
+        gc.enable()
+
+
+def test_a_generator_reader_ends_before_its_file_is_closed(tmp_path: Path) -> None:
+    ended: list[int] = []
+
+    def reader(file: BinaryIO) -> Iterator[bytes]:
+        try:
+            yield from (line for line in file)  # "yield from file" would close the file with the generator
+        finally:
+            ended.append(file.tell())
+
+    walk = FileDataset(write(tmp_path, 3), reader).walk([0], 0)
+    assert next(walk) == b"a0\n"
+    walk.close()
+    assert ended == [3]
+
+
+class Record:
+    """A record that counts how many of its kind are alive."""
+
+    alive = 0
+
+    def __init__(self) -> None:
+        Record.alive += 1
+
+    def __del__(self) -> None:
+        Record.alive -= 1
+
+
+@pytest.mark.parametrize("cycle", [1, 3])
+def test_at_most_a_window_of_records_is_held_for_each_open_file(cycle: int, tmp_path: Path) -> None:
+    def reader(_: BinaryIO) -> Iterator[Record]:
+        return (Record() for _ in range(50))
+
+    dataset = FileDataset(write(tmp_path, 1, 1, 1, 1), reader, cycle_length=cycle, shuffle_buffer=8)
+    most, number = 0, 0
+    for _ in dataset.walk(range(4), 0):
+        most, number = max(most, Record.alive), number + 1
+    assert number == 200
+    assert most <= 8 * cycle + 2
+    del _
+    assert Record.alive == 0
+
+
+# In plain torch
+
+
+def test_it_is_an_iterable_dataset_whose_every_iter_is_the_next_epoch(tmp_path: Path) -> None:
+    dataset = text(write(tmp_path, 20, 20), shuffle_buffer=10, seed=2)
+    assert isinstance(dataset, IterableDataset)
+    epochs = [whole_walk(dataset, epoch) for epoch in range(12)]
+    assert [list(dataset), list(dataset)] == epochs[:2]
+    dataset.set_epoch(7)
+    assert [list(dataset), list(dataset)] == epochs[7:9]
+    dataset.set_epoch(7)
+    dataset.set_epoch(3)
+    one, other = iter(dataset), iter(dataset)
+    assert (list(other), list(one)) == (epochs[4], epochs[3])
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_in_a_loader_record_j_comes_from_worker_j_modulo_the_workers(workers: int, tmp_path: Path) -> None:
+    dataset = text(write(tmp_path, 7, 0, 6, 2), cycle_length=2, shuffle_buffer=4, shuffle_files=True)
+    records = whole_walk(dataset)
+    batches = list(DataLoader(dataset, batch_size=4, num_workers=workers))
+    assert sorted(record for batch in batches for record in batch) == sorted(records)
+    shares = [records[worker :: workers or 1] for worker in range(workers or 1)]
+    for worker, share in enumerate(shares):
+        mine = [batch for batch in batches if batch[0] in share]
+        assert [record for batch in mine for record in batch] == share, worker
+
+
+def with_owner(record: str) -> tuple[str, int]:
+    return record, os.getpid()
+
+
+def test_a_loader_worker_decodes_its_own_records_only(tmp_path: Path) -> None:
+    dataset = text(write(tmp_path, 10), map_fn=with_owner)
+    pairs = [pair for batch in DataLoader(dataset, batch_size=None, num_workers=2) for pair in [batch]]
+    assert sorted(record for record, _ in pairs) == [f"a{number}" for number in range(10)]
+    for process in {process for _, process in pairs}:
+        assert len({int(record[1:]) % 2 for record, owner in pairs if owner == process}) == 1
+
+
+def epochs_of(loader: Iterable[Any], number: int) -> list[list[str]]:
+    return [[record for batch in loader for record in batch] for _ in range(number)]
+
+
+def test_new_loader_workers_start_at_the_epoch_that_was_set(tmp_path: Path) -> None:
+    dataset = text(write(tmp_path, 20), shuffle_buffer=20)
+    epochs = [whole_walk(dataset, epoch) for epoch in range(7)]
+    loader = DataLoader(dataset, batch_size=5, num_workers=1)
+    assert epochs_of(loader, 2) == [epochs[0], epochs[0]]
+    for epoch in (1, 2, 6):
+        dataset.set_epoch(epoch)
+        assert epochs_of(loader, 2) == [epochs[epoch]] * 2
+
+
+@pytest.mark.parametrize("context", ["fork", "forkserver"])
+def test_persistent_loader_workers_count_on_and_hear_of_a_new_epoch(context: str, tmp_path: Path) -> None:
+    dataset = text(write(tmp_path, 20), shuffle_buffer=20)
+    epochs = [whole_walk(dataset, epoch) for epoch in range(10)]
+    loader = DataLoader(dataset, batch_size=5, num_workers=1, persistent_workers=True, multiprocessing_context=context)
+    assert epochs_of(loader, 2) == epochs[:2]
+    dataset.set_epoch(7)
+    assert epochs_of(loader, 2) == epochs[7:9]
+    dataset.set_epoch(0)
+    assert epochs_of(loader, 1) == epochs[:1]
+
+
+def test_a_dataset_costs_no_file_descriptor(tmp_path: Path) -> None:
+    names = write(tmp_path, 1)
+    gc.collect()  # what other tests left
+    before = len(os.listdir("/dev/fd"))
+    datasets = [text(names) for _ in range(5)]
+    assert all(list(dataset) == ["a0"] for dataset in datasets)
+    assert len(os.listdir("/dev/fd")) == before
+
+
+def test_a_dataset_pickles_with_its_epoch(tmp_path: Path) -> None:
+    dataset = text(write(tmp_path, 20), shuffle_buffer=20, map_fn=str.upper)
+    epochs = [[record.upper() for record in whole_walk(dataset, epoch)] for epoch in range(8)]
+    assert list(dataset) == epochs[0]
+    copy = pickle.loads(pickle.dumps(dataset))
+    assert [list(copy), list(dataset)] == [epochs[1], epochs[1]]
+    copy.set_epoch(6)
+    assert [list(copy), list(dataset)] == [epochs[6], epochs[2]]
+    loader = DataLoader(copy, batch_size=5, num_workers=1, persistent_workers=True)
+    assert epochs_of(loader, 1) == [epochs[7]]
+    copy.set_epoch(3)
+    assert epochs_of(loader, 1) == [epochs[3]]
+
+
+def test_failures_in_a_loader_worker_are_told(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"good\nb\xffd\n")
+    iterator: Any = iter(DataLoader(text([str(tmp_path / "a.txt")]), batch_size=1, num_workers=1))
+    with pytest.raises(SourceError, match=r"a\.txt: the line at byte 5 is not UTF-8"):
+        list(iterator)
+    iterator._shutdown_workers()  # else the garbage collector does it, and waits 5 s for a worker that raised
+
+
+# Where files are
+
+
+def test_compressed_and_remote_files_are_read_by_their_names(tmp_path: Path) -> None:
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"a0\na1\n"))
+    (tmp_path / "b.txt").write_bytes(b"b0\n")
+    try:
+        for name, content in (("c.txt", b"c0\n"), ("d.txt.gz", gzip.compress(b"d0\nd1\n"))):
+            with fsspec.open(f"memory://folder/{name}", "wb") as file:
+                file.write(content)
+        dataset = text([f"{tmp_path}/*", "memory://folder/*"], cycle_length=4, shuffle_files=True)
+        assert [Path(name).name for name in dataset.files] == ["a.txt.gz", "b.txt", "c.txt", "d.txt.gz"]
+        assert sorted(dataset) == ["a0", "a1", "b0", "c0", "d0", "d1"]
+        twice = text(["memory://folder/d.txt.gz"] * 2, cycle_length=2)
+        assert list(twice) == ["d0", "d0", "d1", "d1"]
+    finally:
+        MemoryFileSystem.store.clear()
+
+
+def test_compression_and_storage_options_are_passed_on(tmp_path: Path) -> None:
+    (tmp_path / "a.bin").write_bytes(gzip.compress(b"a0\n"))
+    options = {"path": str(tmp_path), "target_protocol": "file"}
+    dataset = text("dir://*.bin", compression="gzip", storage_options=options)
+    assert dataset.files == ("dir://a.bin",)
+    assert list(pickle.loads(pickle.dumps(dataset))) == ["a0"]
+    (tmp_path / "b.gz").write_bytes(b"b0\n")
+    assert list(text([f"{tmp_path}/b.gz"], compression=None)) == ["b0"]
+
+
+def test_every_reader_reads_through_a_dataset(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"a": 1}\n')
+    (tmp_path / "a.csv").write_text("a\n1\n")
+    (tmp_path / "a.bin").write_bytes(b"abcd")
+    for ending, reader, records in (
+        ("json", readers.json_lines, [{"a": 1}]),
+        ("csv", readers.csv_rows, [{"a": "1"}]),
+        ("bin", readers.fixed_length_records(2), [b"ab", b"cd"]),
+    ):
+        assert list(FileDataset(f"{tmp_path}/*.{ending}", reader)) == records
+
+
+# Files that changed
+
+
+def lanes(*sizes: int) -> list[FileCursor]:
+    return [FileCursor(file, size=size) for file, size in enumerate(sizes)]
+
+
+def test_files_that_have_the_size_that_they_had_are_unchanged(tmp_path: Path) -> None:
+    (tmp_path / "z.gz").write_bytes(gzip.compress(b"z0\nz1\n"))
+    names = [*write(tmp_path, *[2] * 10), f"{tmp_path}/z.gz"]
+    try:
+        with fsspec.open("memory://folder/m.txt", "wb") as file:
+            file.write(b"m0\nm1\n")
+        dataset = text([*names, "memory://folder/m.txt"], cycle_length=12)
+        walk = dataset.walk(range(12), 0)
+        walk.take(12)
+        places = walk.position().lanes
+        assert [lane.size for lane in places] == [*[6] * 10, (tmp_path / "z.gz").stat().st_size, 6]
+        dataset.check_unchanged(places)
+        dataset.check_unchanged(lanes(-1, 6))
+        dataset.check_unchanged([])
+    finally:
+        MemoryFileSystem.store.clear()
+
+
+def test_a_file_that_changed_its_size_or_is_gone_is_named(tmp_path: Path) -> None:
+    dataset = text(write(tmp_path, 2, 2, 2))
+    with pytest.raises(StateMismatch, match=r"b\.txt: the file has 6 bytes, but had 7 when the state was saved"):
+        dataset.check_unchanged(lanes(6, 7, 6))
+    (tmp_path / "c.txt").unlink()
+    dataset.check_unchanged(lanes(6, 6))
+    for size in (6, -1):
+        with pytest.raises(StateMismatch, match=r"c\.txt: the file is gone"):
+            dataset.check_unchanged(lanes(6, 6, size))
+    with pytest.raises(StateMismatch, match="the saved state is in file 3, but the dataset has 3 files"):
+        dataset.check_unchanged(lanes(6, 6, 6, 6))
+
+
+def test_a_file_that_cannot_be_asked_is_no_mismatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    dataset = text(write(tmp_path, 2))
+    monkeypatch.setattr("fsspec.implementations.local.LocalFileSystem.size", refuse)
+    with pytest.raises(SourceError, match=r"a\.txt: cannot be read: PermissionError"):
+        dataset.check_unchanged(lanes(6))
+
+
+# Arguments
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"shuffle_buffer": -1}, ValueError, "shuffle_buffer must be at least 0, got -1"),
+        ({"cycle_length": 0}, ValueError, "cycle_length must be at least 1, got 0"),
+        ({"block_length": 0}, ValueError, "block_length must be at least 1, got 0"),
+        ({"cycle_length": 2.0}, TypeError, "cycle_length must be an int, got 2.0"),
+        ({"shuffle_buffer": True}, TypeError, "shuffle_buffer must be an int, got True"),
+        ({"seed": None}, TypeError, "seed must be an int, got None"),
+        ({"shuffle_files": 1}, TypeError, "shuffle_files must be True or False, got 1"),
+        ({"map_fn": "upper"}, TypeError, "map_fn must be a function, got str"),
+        ({"read": "text_lines"}, TypeError, "read must be a function, got str"),
+        ({"compression": "gz"}, ValueError, "compression must be 'infer'"),
+        ({"storage_options": "anon"}, TypeError, "storage_options must be a mapping"),
+        ({"files": 3}, TypeError, "files must be a name"),
+    ],
+    ids=str,
+)
+def test_arguments_that_cannot_be_right_are_refused(
+    arguments: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    given: dict[str, Any] = {"files": write(tmp_path, 1), "read": readers.text_lines, **arguments}
+    make: Callable[..., FileDataset] = FileDataset
+    with pytest.raises(error, match=message):
+        make(**given)
+
+
+def test_a_file_that_is_not_there_cannot_be_walked(tmp_path: Path) -> None:
+    dataset = text(write(tmp_path, 1))
+    for index in (1, -1):
+        with pytest.raises(IndexError, match=f"there is no file {index}: the dataset has 1 files"):
+            dataset.walk([index], 0)
+    with pytest.raises(TypeError, match="epoch must be an int"):
+        dataset.set_epoch(0.5)  # type: ignore[arg-type]
+
+
+def test_public_names_are_the_promised_ones() -> None:
+    assert files.__all__ == ["FileDataset", "list_files"]
+
+
+def test_lists_of_lines_are_vouched_for_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("[1]\n[2]\n")
+
+    alone = Topology(num_workers=1, replicas_per_worker=1, worker=0)
+
+    def vouched(read: Any = readers.text_lines, collate: Any = None, **options: Any) -> bool:
+        dataset = FileDataset(str(tmp_path / "a"), read, **options)
+        source = RecordSource(DataLoader(dataset, 2, collate_fn=collate), AutoShardPolicy.FILE, alone, InputOptions())
+        return source.open(0, lambda call: call(), Start()).strings
+
+    assert vouched()
+    assert vouched(collate=default_collate)
+    assert vouched(shuffle_buffer=2)
+    assert not vouched(collate=lambda lines: [list(lines)])
+    assert not vouched(map_fn=str.encode)
+    for read in (readers.json_lines, readers.csv_rows, readers.fixed_length_records(2), iter):
+        assert not vouched(read)

@@ -1,0 +1,112 @@
+"""Whole rounds of an interleaved walk: bit for bit what the turns one by one give, wherever blocks and files end."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pytest
+
+from torchdistinput import FileDataset, readers
+from torchdistinput.plan.file_resharding import ReaderCursor
+from torchdistinput.sources.files.interleave import woven
+from torchdistinput.sources.files.reader_api import Block
+from torchdistinput.sources.files.reading import RecordPlace, RecordReader
+
+
+@readers.in_blocks
+def small_blocks(file: BinaryIO, offset: int) -> Iterator[Block[bytes]]:
+    """Lines, a few in each block: as many as its first one says."""
+    readers.skip_to(file, offset)
+    while block := file.readlines(5 + offset % 23):
+        yield offset, block
+        offset += sum(map(len, block))
+
+
+def dataset_of(folder: Path, rng: random.Random) -> FileDataset:
+    names = []
+    for number in range(rng.randrange(1, 6)):
+        lines = [f"{number}-{record}\n" for record in range(rng.choice([0, 1, 7, 30, 61]))]
+        (folder / str(number)).write_text("".join(lines))
+        names.append(str(folder / str(number)))
+    read: Any = rng.choice([small_blocks, readers.text_lines])
+    return FileDataset(
+        names,
+        read,
+        cycle_length=rng.randrange(1, 5),
+        block_length=rng.choice([1, 2, 3, 5]),
+        shuffle_buffer=rng.choice([0, 0, 4]),
+    )
+
+
+def one_by_one(dataset: FileDataset) -> tuple[list[Any], list[RecordPlace], list[ReaderCursor]]:
+    """Every record, where it comes from, and where the walk stood before each and after all."""
+    walk = dataset.walk(range(len(dataset.files)), 0)
+    records, places, stood = [], [], [walk.position()]
+    for record in walk:
+        records.append(record)
+        places.append(walk.place)
+        stood.append(walk.position())
+    return records, places, stood
+
+
+def entered(dataset: FileDataset, stood: list[ReaderCursor], start: int) -> RecordReader:
+    return dataset.walk(range(len(dataset.files)), 0, stood[start])
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_rounds_are_what_the_turns_one_by_one_give(seed: int, tmp_path: Path) -> None:
+    rng = random.Random(seed)
+    dataset = dataset_of(tmp_path, rng)
+    records, places, stood = one_by_one(dataset)
+    for start in (0, rng.randrange(len(records) + 1)):
+        walk, at = entered(dataset, stood, start), start
+        while taken := walk.take(size := rng.randrange(1, 40)):
+            assert taken == records[at : at + size]
+            assert walk.places(0, len(taken)) == places[at : at + size]
+            assert walk.place == places[at + len(taken) - 1]
+            at += len(taken)
+            assert at == len(records) or walk.position() == stood[at]
+            for _ in range(rng.choice([0, 0, 1, 2])):
+                if at < len(records):
+                    assert next(walk) == records[at]
+                    at += 1
+        assert at == len(records)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_reserved_and_ready_records_come_in_rounds_too(seed: int, tmp_path: Path) -> None:
+    rng = random.Random(seed)
+    dataset = dataset_of(tmp_path, rng)
+    records, places, stood = one_by_one(dataset)
+    walk, at = entered(dataset, stood, 0), 0
+    while len(reserved := walk.reserve(size := rng.randrange(1, 40))):
+        assert len(reserved) == len(records[at : at + size])
+        lo, hi = sorted((rng.randrange(size + 1), rng.randrange(size + 1)))
+        assert reserved[lo:hi] == records[at : at + size][lo:hi]
+        assert walk.places(lo, hi) == places[at : at + size][lo:hi]
+        at += len(reserved)
+        assert at == len(records) or walk.position() == stood[at]
+    walk, found = entered(dataset, stood, 0), []
+    while ready := walk.take_ready():
+        found += ready
+    assert (at, found) == (len(records), records)
+    assert list(dataset) == records
+
+
+def test_files_that_need_no_reading_are_taken_in_one_piece(tmp_path: Path) -> None:
+    for number in range(2):
+        (tmp_path / str(number)).write_text("".join(f"{number}-{record}\n" for record in range(500)))
+    walk = FileDataset(str(tmp_path / "*"), readers.text_lines, cycle_length=2).walk([0, 1], 0)
+    walk.take(10)  # both have read
+    assert walk.take_ready() == [f"{k % 2}-{k // 2}" for k in range(10, 266)]
+
+
+@pytest.mark.parametrize("length", range(1, 7))
+@pytest.mark.parametrize("rounds", [1, 2, 6])
+def test_weaving(rounds: int, length: int) -> None:
+    parts = [[(name, place) for place in range(rounds * length)] for name in "abc"]
+    turns = [part[start : start + length] for start in range(0, rounds * length, length) for part in parts]
+    assert woven(parts, length) == [record for turn in turns for record in turn]

@@ -1,0 +1,249 @@
+"""Patterns become names that can be opened again; files that cannot be opened are named."""
+
+from __future__ import annotations
+
+import bz2
+import gc
+import gzip
+import lzma
+import os
+import pickle
+import uuid
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from torchdistinput.errors import SourceError
+from torchdistinput.sources.files import glob, io
+
+
+@pytest.fixture
+def memory() -> Iterator[str]:
+    """A folder of its own in the memory filesystem, as a url."""
+    name = f"memory://{uuid.uuid4().hex}"
+    yield name
+    MemoryFileSystem.store.clear()
+
+
+def put(name: str, content: bytes = b"x\n") -> str:
+    with fsspec.open(name, "wb") as file:
+        file.write(content)
+    return name
+
+
+def put_all(folder: str | Path, *names: str) -> list[str]:
+    return [put(f"{folder}/{name}", name.encode()) for name in names]
+
+
+def read(name: str, compression: str | None = "infer", **options: Any) -> bytes:
+    opened = io.open_file(name, compression, options or None)
+    try:
+        return opened.stream.read()
+    finally:
+        opened.close()
+
+
+def test_a_pattern_gives_its_files_sorted_and_without_folders(tmp_path: Path) -> None:
+    put_all(tmp_path, "b.txt", "a.txt", "c.csv", "B.txt")
+    (tmp_path / "d.txt").mkdir()
+    assert glob.expand(f"{tmp_path}/*.txt") == [f"{tmp_path}/{name}" for name in ("B.txt", "a.txt", "b.txt")]
+    assert glob.expand(tmp_path / "[ac].*") == [f"{tmp_path}/a.txt", f"{tmp_path}/c.csv"]
+    assert glob.expand(f"{tmp_path}/[ab].txt") == [f"{tmp_path}/a.txt", f"{tmp_path}/b.txt"]
+    assert glob.expand(f"{tmp_path}//[a].txt") == [f"{tmp_path}/a.txt"]
+
+
+def test_two_stars_go_into_every_folder(tmp_path: Path) -> None:
+    (tmp_path / "x" / "y").mkdir(parents=True)
+    names = put_all(tmp_path, "a.txt", "x/b.txt", "x/y/c.txt")
+    assert glob.expand(f"{tmp_path}/**/*.txt") == names
+    assert glob.expand(f"{tmp_path}/*/*.txt") == names[1:2]
+
+
+def test_names_are_as_the_user_wrote_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "data").mkdir()
+    put_all(tmp_path, "data/a.txt", "data/b.txt")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert glob.expand("data/*.txt") == ["data/a.txt", "data/b.txt"]
+    assert glob.expand("./data/*.txt") == ["./data/a.txt", "./data/b.txt"]
+    assert glob.expand("*/a.txt") == ["data/a.txt"]
+    assert glob.expand(f"../{tmp_path.name}/data/a*") == [f"../{tmp_path.name}/data/a.txt"]
+    assert glob.expand("~/data/a*") == [f"{tmp_path}/data/a.txt"]
+    assert glob.expand(f"file://{tmp_path}/data/a*") == [f"{tmp_path}/data/a.txt"]
+    assert glob.expand(f"file://{tmp_path}/data/a.txt") == [f"{tmp_path}/data/a.txt"]
+    assert read("data/b.txt") == b"data/b.txt"
+
+
+def test_a_list_keeps_its_order_and_its_repetitions(tmp_path: Path) -> None:
+    a, b, c = put_all(tmp_path, "a.txt", "b.txt", "c.txt")
+    assert glob.expand([c, a, c]) == [c, a, c]
+    assert glob.expand((c, Path(a), f"{tmp_path}/[ab].txt")) == [c, a, a, b]
+
+
+def test_names_without_wildcards_are_not_looked_up() -> None:
+    assert glob.expand("/no/such/file") == ["/no/such/file"]
+    assert glob.expand(["s3://bucket/a", "/no/such/file"]) == ["s3://bucket/a", "/no/such/file"]
+
+
+def test_a_wildcard_in_the_name_of_a_real_file_is_a_character(tmp_path: Path) -> None:
+    put_all(tmp_path, "a[1].txt", "a1.txt")
+    assert glob.expand(f"{tmp_path}/a[1].txt") == [f"{tmp_path}/a[1].txt"]
+    assert read(f"{tmp_path}/a[1].txt") == b"a[1].txt"
+    assert glob.expand(f"{tmp_path}/a[12].txt") == [f"{tmp_path}/a1.txt"]
+
+
+def test_other_filesystems_keep_their_protocol(memory: str) -> None:
+    names = put_all(memory, "b.txt", "a.txt", "x/c.txt")
+    assert glob.expand(f"{memory}/*.txt") == [names[1], names[0]]
+    assert glob.expand(f"{memory}/**/*.txt") == [names[1], names[0], names[2]]
+    assert glob.expand(f"{memory.replace('memory://', 'memory:///')}/*/c*") == [
+        names[2].replace("memory://", "memory:///")
+    ]
+    assert [read(name) for name in names] == [b"b.txt", b"a.txt", b"x/c.txt"]
+
+
+def test_chained_urls_are_expanded_in_the_link_with_the_pattern(memory: str, tmp_path: Path) -> None:
+    put_all(memory, "a.txt", "b.txt")
+    cached = glob.expand(f"simplecache::{memory}/*.txt", {"simplecache": {"cache_storage": str(tmp_path / "c")}})
+    assert cached == [f"simplecache::{memory}/a.txt", f"simplecache::{memory}/b.txt"]
+    assert read(cached[1], simplecache={"cache_storage": str(tmp_path / "c")}) == b"b.txt"
+    with zipfile.ZipFile(tmp_path / "all.zip", "w") as archive:
+        for name in ("in/a.txt", "in/b.txt", "c.txt"):
+            archive.writestr(name, name)
+    members = glob.expand(f"zip://in/*.txt::{tmp_path}/all.zip")
+    assert members == [f"zip://in/a.txt::{tmp_path}/all.zip", f"zip://in/b.txt::{tmp_path}/all.zip"]
+    assert [read(name) for name in members] == [b"in/a.txt", b"in/b.txt"]
+
+
+def test_storage_options_reach_the_filesystem(tmp_path: Path) -> None:
+    put_all(tmp_path, "a.txt")
+    options = {"path": str(tmp_path), "target_protocol": "file"}
+    assert glob.expand("dir://*.txt", {"path": str(tmp_path), "target_protocol": "file"}) == ["dir://a.txt"]
+    assert read("dir://a.txt", **options) == b"a.txt"
+    assert io.file_size("dir://a.txt", options) == 5
+    with pytest.raises(SourceError, match="cannot be opened"):
+        read("dir://a.txt", path=str(tmp_path / "other"), target_protocol="file")
+
+
+@pytest.mark.parametrize("pattern", ["*.txt", "**/*.nothing", "x/*"])
+def test_a_pattern_that_matches_nothing_is_named(pattern: str, tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match="matches no file") as caught:
+        glob.expand(["a", f"{tmp_path}/{pattern}"])
+    assert caught.value.file == f"{tmp_path}/{pattern}"
+    assert f"{tmp_path}/{pattern}" in str(caught.value)
+
+
+def test_a_pattern_of_an_unknown_protocol_is_named() -> None:
+    with pytest.raises(SourceError, match=r"^nowhere://x/\*: .*nowhere") as caught:
+        glob.expand("nowhere://x/*")
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+@pytest.mark.parametrize("files", [b"a.txt", 3, None, {"a.txt"}, iter(["a.txt"]), {"a": 1}.keys(), [b"a.txt"], [None]])
+def test_what_is_not_a_name_or_a_list_of_names_is_refused(files: Any) -> None:
+    with pytest.raises(TypeError, match=r"must be a"):
+        glob.expand(files)
+
+
+def test_an_empty_list_and_an_empty_name_are_refused() -> None:
+    with pytest.raises(ValueError, match="empty list"):
+        glob.expand([])
+    with pytest.raises(ValueError, match="file 1 of the list is an empty string"):
+        glob.expand(["a", ""])
+
+
+@pytest.mark.parametrize(
+    ("ending", "compress"), [("gz", gzip.compress), ("bz2", bz2.compress), ("xz", lzma.compress), ("txt", bytes)]
+)
+def test_compression_is_inferred_from_the_end_of_the_name(
+    ending: str, compress: Any, tmp_path: Path, memory: str
+) -> None:
+    content = b"".join(b"line %d\n" % number for number in range(50_000))
+    stored = compress(content)  # once: gzip notes the time
+    for folder in (str(tmp_path), memory):
+        name = put(f"{folder}/a.{ending}", stored)
+        assert read(name) == content
+        assert read(name, None) == stored
+        assert io.file_size(name) == len(stored)
+        other = put(f"{folder}/b.bin", gzip.compress(content))
+        assert read(other, "gzip") == content
+
+
+def test_an_unknown_compression_is_refused_with_the_known_ones() -> None:
+    for compression in ("infer", None, "gzip", "bz2", "xz"):
+        io.check_compression(compression)
+    with pytest.raises(ValueError, match="'infer', None or one of bz2, gzip, .*; got 'gz'"):
+        io.check_compression("gz")
+
+
+@pytest.mark.parametrize("kind", ["local", "memory", "gzip"])
+def test_an_open_file_tells_its_place_in_the_content_and_closes_all(kind: str, tmp_path: Path, memory: str) -> None:
+    content = bytes(range(256)) * 4096
+    if kind == "gzip":
+        name = put(f"{tmp_path}/a.gz", gzip.compress(content))
+    else:
+        name = put(f"{tmp_path if kind == 'local' else memory}/a", content)
+    before = len(os.listdir("/dev/fd"))
+    opened = io.open_file(name, "infer")
+    assert opened.stream.read(300_000) == content[:300_000]
+    assert opened.stream.tell() == 300_000
+    opened.close()
+    opened.close()
+    assert opened.stream.closed
+    assert len(os.listdir("/dev/fd")) == before
+
+
+def test_two_readers_of_a_file_in_memory_do_not_share_a_position(memory: str) -> None:
+    name = put(f"{memory}/a", b"0123456789")
+    one, other = io.open_file(name, "infer"), io.open_file(name, "infer")
+    assert (one.stream.read(3), other.stream.read(5), one.stream.read(3)) == (b"012", b"01234", b"345")
+    one.close()
+    assert other.stream.read() == b"56789"
+    other.close()
+    assert read(name) == b"0123456789"
+
+
+@pytest.mark.parametrize("name", ["/no/such/file.txt", "memory://no-such/file.txt", "nowhere://x"])
+def test_a_missing_file_is_named(name: str) -> None:
+    for ask in (lambda: read(name), lambda: io.file_size(name)):
+        with pytest.raises(SourceError) as caught:
+            ask()
+        assert caught.value.file == name
+        assert str(caught.value).startswith(f"{name}: ")
+        assert caught.value.__cause__ is not None
+
+
+def test_a_folder_and_a_file_that_may_not_be_read_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SourceError, match="IsADirectoryError") as caught:
+        read(str(tmp_path))
+    assert caught.value.file == str(tmp_path)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    # The tests may run as root, whom permissions do not stop.
+    monkeypatch.setattr("fsspec.implementations.local.LocalFileSystem.open", refuse)
+    with pytest.raises(SourceError, match="PermissionError") as caught:
+        read(str(tmp_path / "secret.txt"))
+    assert caught.value.file == str(tmp_path / "secret.txt")
+
+
+def test_a_decompressor_that_refuses_a_file_leaves_it_closed(tmp_path: Path) -> None:
+    name = put(f"{tmp_path}/a.zip", b"this is no archive")
+    gc.collect()  # what other tests left is not to be closed in between
+    before = len(os.listdir("/dev/fd"))
+    with pytest.raises(SourceError, match="BadZipFile"):
+        read(name)
+    gc.collect()
+    assert len(os.listdir("/dev/fd")) == before
+
+
+def test_names_pickle_and_are_opened_where_they_are_used(tmp_path: Path) -> None:
+    put_all(tmp_path, "a.txt")
+    names = pickle.loads(pickle.dumps(glob.expand(f"{tmp_path}/*.txt")))
+    assert [read(name) for name in names] == [b"a.txt"]

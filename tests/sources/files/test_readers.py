@@ -1,0 +1,593 @@
+"""Every reader gives back what was written, and names the place at which a file is damaged."""
+
+from __future__ import annotations
+
+import bz2
+import csv
+import functools
+import gzip
+import io
+import itertools
+import json
+import pickle
+import random
+import struct
+import tracemalloc
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import pytest
+
+from torchdistinput.errors import SourceError
+from torchdistinput.sources.files import exact_reads
+from torchdistinput.sources.files import io as filesystem
+from torchdistinput.sources.files.formats import readers
+from torchdistinput.sources.files.formats.crc32c import crc32c, masked_crc32c, masked_crcs32c
+from torchdistinput.sources.files.reader_api import grouped
+
+Reader = Callable[[BinaryIO], Iterable[Any]]
+
+
+def read(reader: Reader, content: bytes) -> list[Any]:
+    return list(reader(io.BytesIO(content)))
+
+
+def failing(reader: Reader, content: bytes) -> tuple[list[Any], SourceError]:
+    """The records in front of the failure, and the failure."""
+    records: list[Any] = []
+    with pytest.raises(SourceError) as caught:
+        records.extend(_one_by_one(reader(io.BytesIO(content)), records))
+    assert caught.value.file is None
+    return records, caught.value
+
+
+def _one_by_one(source: Iterable[Any], into: list[Any]) -> Iterator[Any]:
+    for record in source:
+        into.append(record)
+    yield from ()
+
+
+def tfrecord(payload: bytes) -> bytes:
+    length = struct.pack("<Q", len(payload))
+    return b"".join((length, _checksum(length), payload, _checksum(payload)))
+
+
+def _checksum(data: bytes) -> bytes:
+    return struct.pack("<I", masked_crc32c(data))
+
+
+def npy(array: np.ndarray[Any, Any], version: tuple[int, int] | None = None) -> bytes:
+    stream = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # versions 2 and 3 are announced
+        np.lib.format.write_array(stream, array, version=version)
+    return stream.getvalue()
+
+
+def same_rows(rows: list[Any], array: np.ndarray[Any, Any]) -> bool:
+    return len(rows) == len(array) and all(np.array_equal(one, other) for one, other in zip(rows, array, strict=True))
+
+
+# Text
+
+
+@pytest.mark.parametrize(
+    ("content", "lines"),
+    [
+        (b"", []),
+        (b"\n", [""]),
+        (b"a", ["a"]),
+        (b"a\n", ["a"]),
+        (b"a\n\nb", ["a", "", "b"]),
+        (b"a\r\nb\r\n\r\n", ["a", "b", ""]),
+        (b"a\rb\r", ["a\rb\r"]),
+        (b"a\r\r\n", ["a\r"]),
+        ("\ufeffä\u2028b\x0b\x1cc\n\ufeff".encode(), ["ä\u2028b\x0b\x1cc", "\ufeff"]),
+    ],
+)
+def test_lines_end_in_one_of_two_ways(content: bytes, lines: list[str]) -> None:
+    assert read(readers.text_lines, content) == lines
+
+
+def test_lines_are_those_of_python_wherever_the_chunks_end() -> None:
+    rng = np.random.default_rng(0)
+    for longest in (3, 200, 100_000, 300_000):
+        lines = [*("é" * int(length) for length in rng.integers(0, longest, 2_000_000 // longest + 3)), "last"]
+        for end in ("\n", "\r\n"):
+            content = end.join(lines).encode()
+            assert read(readers.text_lines, content) == lines
+            assert read(readers.text_lines, content + end.encode()) == lines
+
+
+@pytest.mark.parametrize("padding", [0, 10, 70_000])
+def test_a_line_that_is_not_utf8_is_named_after_the_lines_before_it(padding: int) -> None:
+    good = b"x" * padding + b"\r\nok\n"
+    records, error = failing(readers.text_lines, good + b"ab\xffc\nlater\n")
+    assert records == ["x" * padding, "ok"]
+    assert error.offset == len(good)
+    assert f"the line at byte {len(good)} is not UTF-8: byte {len(good) + 2} is 0xff" in str(error)
+
+
+def test_a_character_that_is_cut_off_is_an_error() -> None:
+    records, error = failing(readers.text_lines, "a\nü".encode()[:-1])
+    assert (records, error.offset) == (["a"], 2)
+
+
+# JSON
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_values_and_blocks_of_json_are_those_of_the_lines_one_by_one(seed: int) -> None:
+    rng = random.Random(seed)
+    odd = [[], ["", " "], ["  [1, 2] ", "7\r"], [json.dumps("x" * 150_000)]][seed % 4]
+    lines = [rng.choice([json.dumps({"id": n, "text": "é" * rng.randrange(40)}), str(n), *odd]) for n in range(5_000)]
+    content = ("\ufeff" * (seed % 3 == 0) + "\n".join(["0", *lines][: 200 if "x" * 9 in str(odd) else None])).encode()
+    content += b"\n" * (seed % 2)
+
+    def one_by_one(block: bytes, end: int) -> Iterator[tuple[int, Any]]:
+        for line in block.split(b"\n"):
+            end = min(end + len(line) + 1, len(content))
+            if line.strip():
+                yield end, json.loads(line.decode("utf-8-sig"))
+
+    expected, start = [], 0
+    read_up_to = [*range(1 << 16, len(content), 1 << 16), len(content)]
+    for cut in (*(content.rfind(b"\n", 0, at) + 1 for at in read_up_to), len(content)):
+        expected += list(grouped(one_by_one(content[start:cut], start), start))
+        start = max(start, cut)
+    assert list(readers.json_lines.blocks(io.BytesIO(content), 0)) == expected
+
+
+def test_json_lines_are_the_values_of_the_lines_that_are_not_blank() -> None:
+    values = [{"a": [1, None, "ü\n"]}, 3, "x", [], None, 1.5]
+    content = "\n".join(json.dumps(value, ensure_ascii=False) for value in values)
+    assert read(readers.json_lines, content.encode()) == values
+    assert read(readers.json_lines, b"\xef\xbb\xbf" + content.replace("\n", "\r\n \t\n\n").encode() + b"\n\n") == values
+    assert read(readers.json_lines, b"") == read(readers.json_lines, b"\n \n") == []
+
+
+@pytest.mark.parametrize("bad", [b'{"a": 1', b"{} {}", b"nothing", b"\xff", b"[" * 100_000, b'"\xed\xa0\x80"'])
+def test_a_line_that_is_not_json_is_named_after_the_values_before_it(bad: bytes) -> None:
+    records, error = failing(readers.json_lines, b"1\n\n2\n" + bad + b"\n3\n")
+    assert records == [1, 2]
+    assert error.offset == 5
+    assert "the line at byte 5 is not" in str(error)
+
+
+# CSV
+
+
+def test_rows_are_dicts_by_the_header_as_pythons_own_reader_gives_them() -> None:
+    rows = [
+        {"id": "1", "text": "plain"},
+        {"id": "", "text": 'quoted "word", comma'},
+        {"id": "3", "text": "two\nlines\r\nor three"},
+        {"id": "ü", "text": ""},
+    ]
+    for end in ("\n", "\r\n"):
+        stream = io.StringIO(newline="")
+        writer = csv.DictWriter(stream, ["id", "text"], lineterminator=end)
+        writer.writeheader()
+        writer.writerows(rows)
+        content = stream.getvalue().encode()
+        assert read(readers.csv_rows, content) == rows
+        assert read(readers.csv_rows, b"\xef\xbb\xbf" + content) == rows
+        assert read(readers.csv_rows, content.replace(b"id,text", b"\n\nid,text\n")) == rows
+        assert read(readers.csv_rows, content.rstrip()) == rows
+    tabs = functools.partial(readers.csv_rows, delimiter="\t")
+    assert read(tabs, b"a\tb\n1,2\t3\n") == [{"a": "1,2", "b": "3"}]
+    assert read(readers.csv_rows, b"") == read(readers.csv_rows, b"a,b\n") == []
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        (b"1\n", "has 1 fields, the header has 2"),
+        (b"1,2,3\n", "has 3 fields, the header has 2"),
+        (b'"1,2\n', "unexpected end of data"),
+        (b'"1"x,2\n', "expected after"),
+        (b"1,\xff\n", "utf-8"),
+        (b'"1\n\xff",2\n', "utf-8"),
+    ],
+)
+def test_a_row_that_does_not_fit_is_named_after_the_rows_before_it(bad: bytes, reason: str) -> None:
+    good = b'a,b\n"x\ny",2\n\n'
+    records, error = failing(readers.csv_rows, good + bad)
+    assert records == [{"a": "x\ny", "b": "2"}]
+    assert error.offset == len(good)
+    assert f"the row at byte {len(good)} " in str(error)
+    assert reason in str(error)
+
+
+def test_a_header_with_a_name_twice_is_refused() -> None:
+    records, error = failing(readers.csv_rows, b"a,b,a\n1,2,3\n")
+    assert records == []
+    assert "['a', 'b', 'a']" in str(error)
+
+
+# NumPy
+
+
+ARRAYS = {
+    "float32 matrix": np.arange(12, dtype=np.float32).reshape(4, 3),
+    "big endian": np.arange(8, dtype=">i2").reshape(4, 2),
+    "vector": np.arange(5, dtype=np.int8),
+    "big endian vector": np.arange(5, dtype=">f8"),
+    "bool": np.array([[True], [False]]),
+    "strings": np.array(["ab", "c", ""]),
+    "bytes": np.array([b"ab", b"c"]),
+    "dates": np.arange(3).astype("M8[s]"),
+    "complex": np.ones((2, 2), dtype=np.complex64),
+    "records": np.array([(1, 2.5), (3, 4.5)], dtype=[("a", ">i4"), ("b", "f8")]),
+    "records of other alphabets": np.array([[(1,)], [(2,)]], dtype=[("中", "i4")]),
+    "Fortran order": np.asfortranarray(np.arange(24).reshape(2, 3, 4)),
+    "Fortran order, big endian": np.asfortranarray(np.arange(6, dtype=">u2").reshape(3, 2)),
+    "no rows": np.zeros((0, 4)),
+    "empty rows": np.zeros((3, 0), dtype=np.int32),
+    "rows larger than a block": np.random.default_rng(0).random((3, 200_000)),
+    "many blocks": np.random.default_rng(0).random((70_000, 5)),
+    "many blocks of scalars": np.arange(300_000),
+}
+
+
+VERSIONS = (None, (1, 0), (2, 0), (3, 0))
+LARGE = 10**6  # bytes; the version says how the header is written
+
+
+@pytest.mark.parametrize(
+    ("name", "version"),
+    [(name, version) for name, array in ARRAYS.items() for version in VERSIONS[: 1 if array.nbytes > LARGE else None]],
+)
+def test_rows_of_an_array_come_back_in_every_version_of_the_format(name: str, version: tuple[int, int] | None) -> None:
+    array = ARRAYS[name]
+    if name == "records of other alphabets" and version in {(1, 0), (2, 0)}:
+        with pytest.raises(UnicodeEncodeError):
+            npy(array, version)
+        return
+    rows = read(readers.npy_rows, npy(array, version))
+    assert same_rows(rows, array)
+    assert all(row.dtype.isnative and row.dtype.kind == array.dtype.kind for row in rows)
+
+
+def test_rows_can_be_written_to_and_share_no_memory() -> None:
+    for order in ("C", "F"):
+        array = np.array(np.arange(12.0).reshape(4, 3), order=order)
+        rows = read(readers.npy_rows, npy(array))
+        rows[0][:] = -1
+        assert same_rows(rows[1:], array[1:])
+        assert all(row.base is None and row.flags.c_contiguous for row in rows)
+
+
+def test_an_array_is_read_block_by_block() -> None:
+    class Counting(io.BytesIO):
+        def read(self, size: int | None = -1, /) -> bytes:
+            assert size is not None
+            assert 0 <= size <= 1 << 20
+            return super().read(size)
+
+    array = np.zeros((4, 500_000))
+    stream = Counting(npy(array))
+    rows = iter(readers.npy_rows(stream))
+    next(rows)
+    assert stream.tell() < array.nbytes / 3
+
+
+def test_pickled_objects_are_refused() -> None:
+    class Bomb:
+        def __reduce__(self) -> Any:
+            return print, ("unpickled",)
+
+    for array in (np.array([Bomb()], dtype=object), np.array([(1, None)], dtype=[("a", "i4"), ("b", "O")])):
+        records, error = failing(readers.npy_rows, npy(array))
+        assert records == []
+        assert "Python objects" in str(error)
+
+
+@pytest.mark.parametrize("array", [np.array(3.0), np.array([], dtype="V0"), np.zeros((2, 2), dtype="S1")[0, 0:0][()]])
+def test_an_array_without_rows_is_refused_or_empty(array: np.ndarray[Any, Any]) -> None:
+    if array.shape and array.dtype.itemsize:
+        assert read(readers.npy_rows, npy(array)) == []
+    else:
+        assert "has no rows" in str(failing(readers.npy_rows, npy(array))[1])
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_an_array_cut_off_anywhere_gives_its_whole_rows_and_an_error(order: str) -> None:
+    array = np.array(np.arange(15, dtype=np.int32).reshape(5, 3), order=order)  # type: ignore[call-overload]
+    content = npy(array)
+    start = len(content) - array.nbytes
+    for cut in range(len(content)):
+        records, error = failing(readers.npy_rows, content[:cut])
+        whole = max(0, cut - start) // 12 if order == "C" else 0
+        assert same_rows(records, array[:whole])
+        if cut < start:
+            assert error.offset == 0
+        else:
+            assert error.offset == start + 12 * whole
+            assert "cut off" in str(error)
+
+
+def test_an_array_followed_by_something_is_an_error() -> None:
+    content = npy(np.arange(3))
+    records, error = failing(readers.npy_rows, content + content)
+    assert records == [0, 1, 2]
+    assert error.offset == len(content)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("version", [(1, 0), (2, 0), (3, 0)])
+def test_a_damaged_header_is_an_error_or_another_array_but_nothing_else(version: tuple[int, int]) -> None:
+    array = np.arange(6, dtype=np.float32).reshape(3, 2)
+    content = npy(array, version)
+    start = len(content) - array.nbytes
+    errors = 0
+    for position in range(start):
+        for value in range(0, 256, 15):
+            damaged = content[:position] + bytes([value]) + content[position + 1 :]
+            try:
+                rows = read(readers.npy_rows, damaged)
+            except SourceError:
+                errors += 1
+            else:
+                assert sum(row.nbytes for row in rows) == array.nbytes
+    assert errors > 17 * 40
+
+
+def test_a_header_that_promises_too_much_costs_no_memory() -> None:
+    content = npy(np.zeros((3, 4), dtype=np.int8))
+    for shape in ((10**9, 4), (3, 10**15), (10**30, 4), (3, 10**30), (-3, 4), (3, -4), (True, 4), (3.5, 4)):
+        text = content[10:128].decode().replace("(3, 4)", str(shape)).rstrip().encode()
+        damaged = b"\x93NUMPY\x02\x00" + struct.pack("<I", len(text) + 1) + text + b"\n" + content[128:]
+        tracemalloc.start()
+        failing(readers.npy_rows, damaged)
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20, shape
+        tracemalloc.stop()
+
+
+# TFRecord
+
+
+def test_crc32c_is_castagnolis() -> None:
+    """The check value of the polynomial, and the vectors of RFC 3720, appendix B.4."""
+    assert crc32c(b"123456789") == 0xE3069283
+    assert crc32c(b"") == 0
+    assert crc32c(bytes(32)) == 0x8A9136AA
+    assert crc32c(b"\xff" * 32) == 0x62A8AB43
+    assert crc32c(bytes(range(32))) == 0x46DD794E
+    assert crc32c(bytes(range(31, -1, -1))) == 0x113FDB5C
+    assert masked_crc32c(b"123456789") == (((0xE3069283 >> 15) | (0xE3069283 << 17)) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def test_crc32c_in_blocks_is_that_of_a_loop_over_bits() -> None:
+    data = np.random.default_rng(0).bytes(270_000)
+
+    def registers() -> Iterator[int]:
+        register = 0xFFFFFFFF
+        yield register
+        for byte in data:
+            register ^= byte
+            for _ in range(8):
+                register = (register >> 1) ^ (0x82F63B78 if register & 1 else 0)
+            yield register
+
+    edges = (0, 1024, 2048, 4096, 1 << 18, (1 << 18) + 48)
+    looked_at = {*range(0, 5000, 37), 270_000, *(edge + near for edge in edges for near in range(-60, 60))}
+    for length, register in enumerate(registers()):
+        if length in looked_at:
+            assert crc32c(data[:length]) == register ^ 0xFFFFFFFF, length
+
+
+def test_the_checksums_of_many_records_are_those_of_each() -> None:
+    lengths = [0, 1, 3, 4, 5, 8, 9, 47, 48, 127, 128, 129, 1023, 1024, 1025, 3000, *range(4, 1025, 51)] * 3
+    random.Random(0).shuffle(lengths)
+    records = [random.Random(place).randbytes(length) for place, length in enumerate(lengths)]
+    records += [b"ten bytes."] * 30_000  # more than are looked up at a time
+    assert (
+        masked_crcs32c(records).tolist()
+        == [masked_crc32c(record) for record in records[:-30_000]] + [masked_crc32c(records[-1])] * 30_000
+    )
+    assert masked_crcs32c([]).tolist() == []
+
+
+PAYLOADS = [b"", b"a", b"hello world", bytes(range(256)) * 3, b"\xff" * 100_000]
+
+
+def test_payloads_come_back() -> None:
+    assert read(readers.tfrecords, b"".join(map(tfrecord, PAYLOADS))) == PAYLOADS
+    assert read(readers.tfrecords, b"") == []
+
+
+@pytest.mark.parametrize("most", [10, 700, 90_000])
+def test_records_and_blocks_come_wherever_the_pieces_end_in_which_the_file_is_read(most: int) -> None:
+    rng = random.Random(most)
+    payloads = [rng.randbytes(rng.randrange(most)) for _ in range(max(12, 100_000 // (most // 2 + 16)))]
+    ends = list(itertools.accumulate(16 + len(payload) for payload in payloads))
+    blocks: list[tuple[int, list[bytes]]] = [(0, [])]
+    for payload, end in zip(payloads, ends, strict=True):
+        blocks[-1][1].append(payload)
+        if end - blocks[-1][0] >= 1 << 16:
+            blocks.append((end, []))
+    content = b"".join(map(tfrecord, payloads))
+    assert list(readers.tfrecords.blocks(io.BytesIO(content), 0)) == [block for block in blocks if block[1]]
+    entered = readers.tfrecords.blocks(io.BytesIO(content), blocks[1][0])
+    assert [record for _, records in entered for record in records] == payloads[len(blocks[0][1]) :]
+
+
+def test_the_first_of_several_damages_is_told_first() -> None:
+    content = bytearray(b"".join(map(tfrecord, [b"0123456789"] * 6))[:-1])  # cut off, too
+    for record in (1, 4):
+        content[26 * record + 15] ^= 1
+    offset, found = 0, []
+    for whole in (1, 2, 0):
+        blocks = readers.tfrecords.blocks(io.BytesIO(content), offset)
+        records = list(next(blocks, (0, []))[1]) if whole else []
+        assert records == [b"0123456789"] * whole
+        with pytest.raises(SourceError) as raised:
+            next(blocks)
+        found.append((raised.value.offset, raised.value.resume_at))
+        offset = raised.value.resume_at or 0
+    assert found == [(26, 52), (104, 130), (130, None)]
+
+
+def test_a_record_as_tensorflow_writes_it_is_read() -> None:
+    """The bytes of ``tf.io.TFRecordWriter`` for ``b"abc"``; the checksums were computed bit by bit from its rule."""
+    content = bytes.fromhex("0300000000000000") + _masked_by_bits(bytes.fromhex("0300000000000000")) + b"abc"
+    assert read(readers.tfrecords, content + _masked_by_bits(b"abc")) == [b"abc"]
+
+
+def _masked_by_bits(data: bytes) -> bytes:
+    register = 0xFFFFFFFF
+    for byte in data:
+        register ^= byte
+        for _ in range(8):
+            register = (register >> 1) ^ (0x82F63B78 * (register & 1))
+    word = register ^ 0xFFFFFFFF
+    return struct.pack("<I", ((word >> 15 | word << 17) + 0xA282EAD8) % 2**32)
+
+
+def test_records_cut_off_anywhere_give_the_whole_ones_and_an_error() -> None:
+    payloads = [b"first", b"", b"the third"]
+    ends = [0, *np.cumsum([16 + len(payload) for payload in payloads]).tolist()]
+    content = b"".join(map(tfrecord, payloads))
+    for cut in range(len(content)):
+        whole = max(number for number, end in enumerate(ends) if end <= cut)
+        if cut in ends:
+            assert read(readers.tfrecords, content[:cut]) == payloads[:whole]
+            continue
+        records, error = failing(readers.tfrecords, content[:cut])
+        assert records == payloads[:whole]
+        assert error.offset == ends[whole]
+        assert "cut off" in str(error)
+
+
+def test_a_record_damaged_in_any_bit_is_an_error_at_its_place() -> None:
+    payloads = [b"first", b"", b"the third"]
+    ends = np.cumsum([16 + len(payload) for payload in payloads]).tolist()
+    content = b"".join(map(tfrecord, payloads))
+    for position in range(len(content)):
+        broken = next(number for number, end in enumerate(ends) if position < end)
+        for bit in range(8):
+            damaged = bytearray(content)
+            damaged[position] ^= 1 << bit
+            records, error = failing(readers.tfrecords, bytes(damaged))
+            assert records == payloads[:broken]
+            assert error.offset == ([0, *ends][broken])
+            assert "is corrupt" in str(error)
+
+
+@pytest.mark.parametrize("length", [2**20 + 1, 2**40, 2**63, 2**64 - 1])
+def test_an_absurd_length_with_a_good_checksum_costs_no_memory(length: int) -> None:
+    head = struct.pack("<Q", length)
+    good = tfrecord(b"good")
+    content = good + head + _checksum(head) + b"x" * 1000
+    tracemalloc.start()
+    records, error = failing(readers.tfrecords, content)
+    assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    tracemalloc.stop()
+    assert (records, error.offset) == ([b"good"], len(good))
+    assert f"needs {16 + length} bytes, 1012 are left" in str(error)
+
+
+def test_a_compressed_file_read_as_it_is_says_so() -> None:
+    error = failing(readers.tfrecords, gzip.compress(tfrecord(b"payload")))[1]
+    assert error.offset == 0
+    assert "compression" in str(error)
+
+
+# Fixed length
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000, 65_535, 65_536, 65_537, 3_000_000])
+def test_fixed_length_records_come_back(size: int) -> None:
+    content = np.random.default_rng(0).bytes(size * 3 if size > 1000 else size * 500)
+    records = read(readers.fixed_length_records(size), content)
+    assert {len(record) for record in records} == {size}
+    assert b"".join(records) == content
+
+
+def test_a_short_tail_is_an_error_after_the_whole_records() -> None:
+    for size, whole in ((4, 0), (4, 5), (4, 16_384), (4, 20_000)):
+        content = bytes(size * whole)
+        for tail in range(1, size):
+            records, error = failing(readers.fixed_length_records(size), content + bytes(tail))
+            assert len(records) == whole
+            assert error.offset == len(content)
+            assert f"needs 4 bytes, {tail} are left" in str(error)
+    assert read(readers.fixed_length_records(4), b"") == []
+
+
+def test_a_reader_of_fixed_length_records_pickles() -> None:
+    reader = pickle.loads(pickle.dumps(readers.fixed_length_records(2)))
+    assert read(reader, b"abcd") == [b"ab", b"cd"]
+
+
+@pytest.mark.parametrize(("size", "error"), [(0, ValueError), (-1, ValueError), (2.0, TypeError), (True, TypeError)])
+def test_a_length_that_cannot_be_is_refused(size: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="num_bytes must be"):
+        readers.fixed_length_records(size)
+
+
+# All
+
+
+EXAMPLES: dict[str, tuple[Reader, bytes, list[Any]]] = {
+    "text_lines": (readers.text_lines, "ä\nb\n".encode(), ["ä", "b"]),
+    "json_lines": (readers.json_lines, b'{"a": 1}\n[]\n', [{"a": 1}, []]),
+    "csv_rows": (readers.csv_rows, b'a\n"1\n2"\n', [{"a": "1\n2"}]),
+    "npy_rows": (readers.npy_rows, npy(np.arange(3)), [0, 1, 2]),
+    "tfrecords": (readers.tfrecords, tfrecord(b"a") + tfrecord(b"b"), [b"a", b"b"]),
+    "fixed_length_records": (readers.fixed_length_records(2), b"aabb", [b"aa", b"bb"]),
+}
+
+
+@pytest.mark.parametrize("name", list(EXAMPLES))
+@pytest.mark.parametrize(("ending", "compress"), [("", bytes), (".gz", gzip.compress), (".bz2", bz2.compress)])
+def test_every_reader_reads_from_local_compressed_and_remote_files(
+    name: str, ending: str, compress: Callable[[bytes], bytes], tmp_path: Path
+) -> None:
+    reader, content, records = EXAMPLES[name]
+    local = tmp_path / f"file{ending}"
+    local.write_bytes(compress(content))
+    for place in (str(local), f"simplecache::file://{local}"):
+        opened = filesystem.open_file(place, "infer")
+        assert list(reader(opened.stream)) == records
+        opened.close()
+
+
+@pytest.mark.parametrize("name", list(EXAMPLES))
+def test_every_reader_pickles(name: str) -> None:
+    reader, content, records = EXAMPLES[name]
+    assert read(pickle.loads(pickle.dumps(reader)), content) == records
+
+
+@pytest.mark.parametrize("name", list(EXAMPLES))
+def test_every_reader_reads_a_stream_that_gives_few_bytes_at_a_time(name: str) -> None:
+    class Trickle(io.RawIOBase):
+        def __init__(self, content: bytes) -> None:
+            self._content = io.BytesIO(content)
+
+        def readable(self) -> bool:
+            return True
+
+        def readinto(self, buffer: Any, /) -> int:
+            return self._content.readinto(memoryview(buffer)[:3])
+
+    reader, content, records = EXAMPLES[name]
+    with io.BufferedReader(Trickle(content), 16) as stream:
+        assert list(reader(stream)) == records
+
+
+def test_public_readers_are_the_promised_ones() -> None:
+    assert sorted(readers.__all__) == sorted([*EXAMPLES, "in_blocks", "skip_to"])
+    assert all(name in vars(readers) for name in readers.__all__)
+
+
+def test_pieces_are_what_one_read_would_give() -> None:
+    content = np.random.default_rng(0).bytes(3_000_000)
+    for count in (0, 1, 1 << 20, (1 << 20) + 1, 2_999_999, 3_000_000, 3_000_001, 10**15):
+        stream = io.BytesIO(content)
+        assert exact_reads.read_pieces(stream, count) == content[:count]
+        assert stream.tell() == min(count, len(content))

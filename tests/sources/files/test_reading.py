@@ -1,0 +1,307 @@
+"""A walk that was left after any record is entered again, and yields exactly the rest."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import itertools
+import json
+import struct
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import pytest
+from fsspec.implementations.local import LocalFileSystem
+
+from tests.support.cells import cells
+from torchdistinput.errors import SourceError, StateMismatch
+from torchdistinput.plan.file_resharding import FileCursor, ReaderCursor, fresh_files, redeal
+from torchdistinput.sources.files.dataset import FileDataset
+from torchdistinput.sources.files.formats import readers
+from torchdistinput.sources.files.formats.crc32c import masked_crc32c
+from torchdistinput.sources.files.reader_api import Block
+from torchdistinput.sources.files.reading import RecordPlace
+
+
+@readers.in_blocks
+def small_blocks(file: BinaryIO, offset: int, *, sizes: tuple[int, ...] = (2, 1, 0, 3)) -> Iterator[Block[str]]:
+    """Lines in blocks of a few, also of none; how many depends on the offset, so that a wrong one shows."""
+    readers.skip_to(file, offset)
+    while True:
+        lines = list(itertools.islice(file, sizes[offset % len(sizes)] or 1))
+        if not lines:
+            return
+        if not sizes[offset % len(sizes)]:
+            yield offset, []
+        yield offset, [line.decode().rstrip("\n") for line in lines]
+        offset += sum(map(len, lines))
+
+
+def plain(file: BinaryIO) -> Iterator[str]:
+    """The same lines, from the front only."""
+    for line in file:
+        yield line.decode().rstrip("\n")
+
+
+def write(folder: Path, sizes: Iterable[int], ending: str = "txt") -> list[str]:
+    """Files a, b, … of so many lines ``a0, a1, …``."""
+    names = []
+    for letter, size in zip("abcdefghij", sizes, strict=False):
+        content = "".join(f"{letter}{number}\n" for number in range(size)).encode()
+        path = folder / f"{letter}.{ending}"
+        path.write_bytes(gzip.compress(content) if ending == "gz" else content)
+        names.append(str(path))
+    return names
+
+
+def places_of(dataset: FileDataset, records: list[str]) -> list[RecordPlace]:
+    """By their text: "b3" is record 3 of the second file."""
+    numbers = [ord(record[0]) - ord("a") for record in records]
+    return [
+        RecordPlace(dataset.files[file], int(record[1:]), file) for file, record in zip(numbers, records, strict=True)
+    ]
+
+
+def written_down(place: ReaderCursor) -> ReaderCursor:
+    return ReaderCursor.from_json(json.loads(json.dumps(place.to_json())))
+
+
+def check_every_place(dataset: FileDataset, order: list[int], epoch: int) -> None:
+    """Leaves a walk after every record; what goes on from there is left again, and that goes on to the end."""
+    whole = list(dataset.walk(order, epoch))
+    walk = dataset.walk(order, epoch)
+    for taken in range(len(whole) + 1):
+        place = written_down(walk.position())
+        again = dataset.walk(order, epoch, place)
+        assert again.position() == place
+        part = again.take(1 + taken % 4)
+        assert part == whole[taken : taken + 1 + taken % 4]
+        assert again.places(0, len(part)) == places_of(dataset, part)
+        if part:
+            assert again.place == places_of(dataset, part)[-1]
+        later = dataset.walk(order, epoch, written_down(again.position()))
+        assert list(later) == whole[taken + len(part) :]
+        again.close()
+        assert next(walk, None) == (whole[taken] if taken < len(whole) else None)
+    assert list(dataset.walk(order, epoch, written_down(walk.position()))) == []
+
+
+SIZES = [(5,), (0, 0), (3, 1, 2), (5, 0, 3, 4), (2, 2, 2, 2, 2), (1, 8, 0, 0, 4, 2)]
+READS: tuple[Callable[[BinaryIO], Iterable[Any]], ...] = (small_blocks, plain)
+WALKS = list(itertools.product((1, 2, 3, 10), (1, 2, 3), (0, 2, 3, 7), READS))
+
+
+def test_a_walk_left_after_any_record_goes_on_with_exactly_the_rest(all_cells: bool, tmp_path: Path) -> None:
+    settings = {"sizes": SIZES, "ending": ("txt", "gz")}
+    for (cycle, block, buffer, read), setting in cells(WALKS, settings, everything=all_cells):
+        names = write(tmp_path, setting["sizes"], setting["ending"])
+        dataset = FileDataset(
+            names, read, cycle_length=cycle, block_length=block, shuffle_buffer=buffer, shuffle_files=True, seed=3
+        )
+        check_every_place(dataset, dataset.file_order(1), 1)
+
+
+def test_a_turn_that_was_left_in_its_middle_is_finished(tmp_path: Path) -> None:
+    dataset = FileDataset(write(tmp_path, (4, 3)), small_blocks, cycle_length=2, block_length=3)
+    walk = dataset.walk([0, 1], 0)
+    assert walk.take(4) == ["a0", "a1", "a2", "b0"]
+    place = walk.position()
+    assert (place.turn, place.taken, place.opened) == (1, 1, 2)
+    assert list(dataset.walk([0, 1], 0, place)) == ["b1", "b2", "a3"]
+
+
+def test_a_place_does_not_depend_on_how_records_were_taken(tmp_path: Path) -> None:
+    dataset = FileDataset(write(tmp_path, (9, 4, 7)), small_blocks, cycle_length=2, block_length=3, shuffle_buffer=2)
+    one, other = dataset.walk([0, 1, 2], 0), dataset.walk([0, 1, 2], 0)
+    for count in (1, 2, 3, 5, 1, 1, 4):
+        one.take(count)
+        for _ in range(count):
+            next(other)
+            other.position()
+        assert one.position() == other.position()
+
+
+def test_the_place_of_a_walk_that_was_closed_is_where_it_was(tmp_path: Path) -> None:
+    dataset = FileDataset(write(tmp_path, (4, 3)), small_blocks, cycle_length=2, block_length=2, shuffle_buffer=3)
+    whole = list(dataset.walk([0, 1], 0))
+    for taken in range(len(whole)):
+        walk = dataset.walk([0, 1], 0)
+        walk.take(taken)
+        place = walk.position()
+        walk.close()
+        assert walk.position() == place
+        assert list(dataset.walk([0, 1], 0, place)) == whole[taken:]
+
+
+def test_a_place_after_a_failure_meets_the_failure_again(tmp_path: Path) -> None:
+    names = write(tmp_path, (3, 3, 3))
+    (tmp_path / "b.txt").write_bytes(b"b0\n\xff\n")
+    dataset = FileDataset([names[0], names[1], f"{tmp_path}/missing"], readers.text_lines, cycle_length=3)
+    walk = dataset.walk([0, 1, 2], 0)
+    assert walk.take(2) == ["a0", "b0"]
+    for _ in range(3):
+        with pytest.raises(SourceError, match="missing: cannot be opened"):
+            next(walk)
+        walk = dataset.walk([0, 1, 2], 0, walk.position())
+    dataset = FileDataset(names, readers.text_lines, cycle_length=3)
+    walk = dataset.walk([0, 1, 2], 0)
+    assert walk.take(4) == ["a0", "b0", "c0", "a1"]
+    for _ in range(3):
+        with pytest.raises(SourceError, match="the line at byte 3 is not UTF-8"):
+            next(walk)
+        walk = dataset.walk([0, 1, 2], 0, walk.position())
+    (tmp_path / "b.txt").write_bytes(b"b0\nb1\n")
+    assert list(walk) == ["b1", "c1", "a2", "c2"]
+
+
+# Another world
+
+
+@pytest.mark.parametrize("buffer", [0, 3])
+@pytest.mark.parametrize("cycle", [1, 2, 3])
+def test_every_record_comes_once_over_three_worlds(cycle: int, buffer: int, tmp_path: Path) -> None:
+    sizes = (5, 0, 3, 4, 1, 7, 2)
+    for block, read in ((1, small_blocks), (2, plain)):
+        dataset = FileDataset(
+            write(tmp_path, sizes),
+            read,
+            cycle_length=cycle,
+            block_length=block,
+            shuffle_buffer=buffer,
+            shuffle_files=True,
+        )
+        order = dataset.file_order(2)
+        every = sorted(dataset.walk(order, 2))
+        for worlds in ((1, 2, 3), (3, 1, 2), (2, 3, 1), (3, 3, 2), (2, 1, 1), (1, 3, 3)):
+            found: list[str] = []
+            places, deals = [ReaderCursor()] * worlds[0], []  # type: list[ReaderCursor], list[list[int]]
+            for number, world in enumerate(worlds):
+                if number:
+                    places, deals = redeal(places, deals, world)
+                fresh = fresh_files(order, deals)
+                left_places = []
+                for worker, place in enumerate(places):
+                    walk = dataset.walk(fresh[worker::world], 2, written_down(place))
+                    found += list(walk) if number == 2 else walk.take(number + 2 * worker + worlds[1])
+                    left_places.append(walk.position())
+                    walk.close()
+                places = left_places
+            assert sorted(found) == every
+
+
+# What is read
+
+
+class Counting(io.FileIO):
+    """A file that counts the bytes that are read from it."""
+
+    count = 0
+
+    def readinto(self, buffer: Any, /) -> int | None:
+        number = super().readinto(buffer)
+        Counting.count += number or 0
+        return number
+
+
+def tfrecord(payload: bytes) -> bytes:
+    length = struct.pack("<Q", len(payload))
+    checksums = [struct.pack("<I", masked_crc32c(part)) for part in (length, payload)]
+    return b"".join((length, checksums[0], payload, checksums[1]))
+
+
+def npy(array: np.ndarray[Any, Any]) -> bytes:
+    stream = io.BytesIO()
+    np.save(stream, array)
+    return stream.getvalue()
+
+
+BIG: dict[str, tuple[Callable[[BinaryIO], Iterable[Any]], Callable[[], bytes]]] = {
+    "text_lines": (readers.text_lines, lambda: b"".join(b"line number %d\n" % number for number in range(120_000))),
+    "json_lines": (readers.json_lines, lambda: b"".join(b'{"a": "%99d"}\n' % number for number in range(40_000))),
+    "csv_rows": (readers.csv_rows, lambda: b"a,b\n" + b"".join(b'"%99d",x\n' % number for number in range(40_000))),
+    "npy_rows": (readers.npy_rows, lambda: npy(np.arange(1_000_000, dtype=np.int64).reshape(-1, 100))),
+    "tfrecords": (readers.tfrecords, lambda: b"".join(tfrecord(b"%990d" % number) for number in range(3_000))),
+    "fixed_length_records": (readers.fixed_length_records(100), lambda: np.random.default_rng(0).bytes(4_000_000)),
+}
+
+
+@pytest.mark.parametrize("buffer", [0, 50])
+@pytest.mark.parametrize("name", list(BIG))
+def test_entering_near_the_end_of_a_big_file_reads_a_block_and_not_the_file(
+    name: str, buffer: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, make = BIG[name]
+    content = make()
+    (tmp_path / "big").write_bytes(content)
+    dataset = FileDataset([f"{tmp_path}/big"], read, shuffle_buffer=buffer)
+    walk = dataset.walk([0], 0)
+    whole = list(walk)
+    walk = dataset.walk([0], 0)
+    taken = len(whole) - 7
+    walk.take(taken)
+    place = written_down(walk.position())
+    walk.close()
+    monkeypatch.setattr(LocalFileSystem, "open", lambda _self, path, _mode: Counting(path))
+    monkeypatch.setattr(Counting, "count", 0)
+    rest = list(dataset.walk([0], 0, place))
+    assert [str(record) for record in rest] == [str(record) for record in whole[taken:]]
+    assert 0 < Counting.count < (1_400_000 if name == "npy_rows" else 400_000)
+    assert Counting.count < len(content) / 5
+
+
+def test_a_window_is_read_again_and_nothing_before_it(tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    @readers.in_blocks
+    def asking(file: BinaryIO, offset: int) -> Iterator[Block[str]]:
+        asked.append(offset)
+        yield from small_blocks.blocks(file, offset, sizes=(2,))
+
+    dataset = FileDataset(write(tmp_path, (10,)), asking, shuffle_buffer=3)
+    for taken, offset in ((0, 0), (2, 0), (3, 6), (5, 6), (6, 12), (7, 18), (8, 18), (9, 24), (10, 24)):
+        walk = dataset.walk([0], 0)
+        walk.take(taken)
+        place = walk.position()
+        del asked[:]
+        list(dataset.walk([0], 0, place))
+        assert asked == [offset], taken
+
+
+def test_a_reader_that_lost_its_blocks_reads_from_the_front(tmp_path: Path) -> None:
+    names = write(tmp_path, (9,))
+    for buffer in (0, 2):
+        walk = FileDataset(names, small_blocks, shuffle_buffer=buffer).walk([0], 0)
+        walk.take(6)
+        place = walk.position()
+        assert place.lanes[0].record > 0
+        rest = list(walk)
+        assert len(rest) == 3
+        assert list(FileDataset(names, plain, shuffle_buffer=buffer).walk([0], 0, place)) == rest
+
+
+# Places that do not fit
+
+
+def test_a_file_that_is_shorter_than_what_was_read_is_a_mismatch(tmp_path: Path) -> None:
+    names = write(tmp_path, (9, 9))
+    place = ReaderCursor((FileCursor(1, 0, 0, 12),), opened=2)
+    for buffer in (0, 2, 20):
+        for dataset in (
+            FileDataset(names, small_blocks, shuffle_buffer=buffer),
+            FileDataset(names, plain, shuffle_buffer=buffer),
+        ):
+            with pytest.raises(
+                StateMismatch, match=r"b\.txt: the saved state goes on after 12 records, but the file en"
+            ):
+                next(dataset.walk([0, 1], 0, place))
+
+
+def test_a_place_in_files_that_the_dataset_does_not_have_is_a_mismatch(tmp_path: Path) -> None:
+    dataset = FileDataset(write(tmp_path, (1, 1)), plain)
+    for place in (ReaderCursor((FileCursor(2),)), ReaderCursor(waiting=(FileCursor(0), FileCursor(2)))):
+        with pytest.raises(StateMismatch, match="the saved state is in file 2, but the dataset has 2 files"):
+            dataset.walk([0, 1], 0, place)
+    with pytest.raises(StateMismatch, match="has opened 3 fresh files of a walk that is dealt 2"):
+        dataset.walk([0, 1], 0, ReaderCursor(opened=3))

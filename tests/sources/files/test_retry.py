@@ -1,0 +1,496 @@
+"""Remote files that fail in passing are read to the last byte, each byte once; those that fail for good say so."""
+
+from __future__ import annotations
+
+import errno
+import ftplib
+import gzip
+import http.client
+import io
+import json
+import logging
+import random
+import zipfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fsspec.implementations.local import LocalFileOpener
+from torch.utils.data import DataLoader
+
+import torchdistinput as tdi
+from tests.support import failing_filesystem
+from tests.support.cells import cells
+from torchdistinput import readers
+from torchdistinput.errors import SourceError
+from torchdistinput.sources.files import glob
+from torchdistinput.sources.files import io as filesystem
+from torchdistinput.sources.files.formats.crc32c import masked_crc32c
+from torchdistinput.sources.files.retry import BACKOFF, Backoff, RetryingFile, is_passing
+
+FLAVOURS = ("buffered", "bare", "stream")
+
+
+@pytest.fixture(autouse=True)
+def flicker() -> Iterator[None]:
+    failing_filesystem.register()
+    failing_filesystem.FlickeringFileSystem.clear_instance_cache()
+    yield
+    failing_filesystem.FlickeringFileSystem.clear_instance_cache()
+
+
+class Waits:
+    """What would have been waited, in seconds."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    @property
+    def backoff(self) -> Backoff:
+        return BACKOFF._replace(sleep=self.seconds.append)
+
+
+@pytest.fixture
+def waits() -> Waits:
+    return Waits()
+
+
+@pytest.fixture
+def no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Datasets do not wait between tries, in forked loader workers too."""
+    quick = BACKOFF._replace(sleep=lambda _: None)
+    asking: dict[str, Callable[..., Any]] = {
+        "open_file": filesystem.open_file,
+        "file_size": filesystem.file_size,
+        "expand": glob.expand,
+    }
+    for name, function in asking.items():
+        monkeypatch.setattr(f"torchdistinput.sources.files.dataset.{name}", partial(function, backoff=quick))
+
+
+def options(script: str = "", flavour: str = "buffered") -> dict[str, Any]:
+    return {"script": script, "flavour": flavour}
+
+
+def content_of(size: int = 300_000) -> bytes:
+    return np.random.default_rng(size).bytes(size)
+
+
+def stored(folder: Path, content: bytes, name: str = "a.bin") -> str:
+    (folder / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    return f"flicker://{folder}/{name}"
+
+
+def read_all(name: str, given: dict[str, Any], waits: Waits, count: int = 50_000) -> bytes:
+    opened = filesystem.open_file(name, "infer", given, waits.backoff)
+    try:
+        return b"".join(iter(partial(opened.stream.read, count), b""))
+    finally:
+        opened.close()
+
+
+def tfrecord(payload: bytes) -> bytes:
+    length = len(payload).to_bytes(8, "little")
+    pieces = (
+        length,
+        masked_crc32c(length).to_bytes(4, "little"),
+        payload,
+        masked_crc32c(payload).to_bytes(4, "little"),
+    )
+    return b"".join(pieces)
+
+
+def npy() -> bytes:
+    stream = io.BytesIO()
+    np.save(stream, np.random.default_rng(3).integers(0, 1 << 60, (20_000, 4)))
+    return stream.getvalue()
+
+
+CONTENTS: dict[str, tuple[Any, bytes]] = {
+    "text": (readers.text_lines, "".join(f"line {n} ü\n" for n in range(30_000)).encode()),
+    "json": (readers.json_lines, "".join(json.dumps({"n": "x" * (n % 90)}) + "\n" for n in range(4_000)).encode()),
+    "csv": (readers.csv_rows, b"a,b\n" + b"".join(b'%d,"x\n%d"\n' % (n, n) for n in range(9_000))),
+    "npy": (readers.npy_rows, npy()),
+    "fixed": (readers.fixed_length_records(100), content_of(300_000)),
+    "tfrecords": (readers.tfrecords, b"".join(tfrecord(b"%d" % n * (n % 150)) for n in range(1_000))),
+}
+
+
+def test_every_reader_gives_each_record_once_whatever_fails_in_passing(
+    tmp_path: Path, waits: Waits, all_cells: bool
+) -> None:
+    settings = {"flavour": FLAVOURS, "ending": ("", ".gz"), "seed": (0, 1)}
+    for kind, setting in cells([*CONTENTS, *CONTENTS], settings, everything=all_cells):
+        read, content = CONTENTS[kind]
+        name = stored(tmp_path, content, f"{kind}.bin{setting['ending']}")
+        given = options(failing_filesystem.random_script(setting["seed"], setting["flavour"]), setting["flavour"])
+        opened = filesystem.open_file(name, "infer", given, waits.backoff)
+        found = list(read(opened.stream))
+        opened.close()
+        expected = list(read(io.BytesIO(content)))
+        assert len(found) == len(expected)
+        assert all(np.array_equal(one, other) for one, other in zip(found, expected, strict=True)), (kind, setting)
+        assert failing_filesystem.instance(given).failed["read"] > 0
+        assert failing_filesystem.instance(given).open_files == 0
+        failing_filesystem.FlickeringFileSystem.clear_instance_cache()
+    assert waits.seconds
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+@pytest.mark.parametrize("ending", ["", ".gz"])
+def test_seeking_goes_to_the_byte_whatever_fails(flavour: str, ending: str, tmp_path: Path, waits: Waits) -> None:
+    content = content_of()
+    name = stored(tmp_path, content, f"a{ending}")
+    given = options(failing_filesystem.random_script(5, flavour), flavour)
+    opened = filesystem.open_file(name, "infer", given, waits.backoff)
+    rng = random.Random(5)
+    for _ in range(12):
+        offset, count = rng.randrange(len(content) + 10), rng.randrange(1, 50_000)
+        assert opened.stream.seek(offset) == offset or ending  # a decompressor stops at the end
+        assert opened.stream.read(count) == content[offset : offset + count]
+    opened.close()
+    assert failing_filesystem.instance(given).open_files == 0
+
+
+def test_the_end_is_where_the_filesystem_says_it_is(tmp_path: Path, waits: Waits) -> None:
+    name = stored(tmp_path, b"0123456789")
+    for flavour in ("buffered", "bare"):
+        opened = filesystem.open_file(name, "infer", options("info=R", flavour), waits.backoff)
+        assert opened.stream.seek(-3, io.SEEK_END) == 7
+        assert opened.stream.read() == b"789"
+        assert opened.size == 10
+        opened.close()
+    opened = filesystem.open_file(name, "infer", options("", "stream"), waits.backoff)
+    with pytest.raises(io.UnsupportedOperation, match="does not tell where the file ends"):
+        opened.stream.seek(-3, io.SEEK_END)
+    assert opened.stream.read() == b"0123456789"
+    opened.close()
+
+
+def test_the_waits_double_and_begin_anew_after_progress(tmp_path: Path, waits: Waits) -> None:
+    content = content_of(20_000)
+    name = stored(tmp_path, content)
+    assert read_all(name, options("read=RTBE.RR", "bare"), waits, 5_000) == content
+    assert waits.seconds == [0.1, 0.2, 0.4, 0.8] or waits.seconds == [0.1, 0.2, 0.4, 0.8, 0.1, 0.2]
+    assert sum(map(BACKOFF.wait_after, range(1, BACKOFF.tries))) == pytest.approx(1.5)
+
+
+def test_each_try_is_logged_once_with_file_byte_and_reason(
+    tmp_path: Path, waits: Waits, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = stored(tmp_path, content_of(300_000))
+    with caplog.at_level(logging.WARNING, "torchdistinput"):
+        read_all(name, options("open=T,read=.R", "bare"), waits)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{name}: cannot be opened (try 1 of 5, the next one in 0.1 s): TimeoutError: no answer",
+        f"{name}: reading failed at byte 65536 of what is stored (try 1 of 5, the next one in 0.1 s): "
+        "ConnectionResetError: [Errno 104] Connection reset by peer",
+    ]
+    assert {record.levelname for record in caplog.records} == {"WARNING"}
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+@pytest.mark.parametrize("ending", ["", ".gz"])
+def test_a_file_that_fails_for_good_is_named_with_byte_and_tries(
+    flavour: str, ending: str, tmp_path: Path, waits: Waits
+) -> None:
+    name = stored(tmp_path, content_of(), f"a{ending}")
+    given = options("read=.." + "R" * 100, flavour)
+    opened = filesystem.open_file(name, "infer", given, waits.backoff)
+    with pytest.raises(
+        SourceError, match=r"reading failed at byte \d+ of what is stored, tried 5 times: Conn"
+    ) as caught:
+        opened.stream.read()
+    opened.close()
+    assert caught.value.file == name
+    assert isinstance(caught.value.__cause__, ConnectionResetError)
+    if ending:
+        assert caught.value.offset is None  # bytes of the content are others
+    else:
+        assert f"at byte {caught.value.offset} of" in str(caught.value)
+    assert waits.seconds == [0.1, 0.2, 0.4, 0.8]
+    assert failing_filesystem.instance(given).open_files == 0
+
+
+@pytest.mark.parametrize("letter", ["P", "N", "V"])
+def test_what_lasts_is_not_tried_again(letter: str, tmp_path: Path, waits: Waits) -> None:
+    name = stored(tmp_path, b"abc")
+    kind = type(failing_filesystem.FAULTS[letter]())
+    asked: dict[str, Callable[[dict[str, Any]], object]] = {
+        "open": lambda given: read_all(name, given, waits),
+        "read": lambda given: read_all(name, given, waits),
+        "info": lambda given: filesystem.file_size(name, given, waits.backoff),
+    }
+    for call, ask in asked.items():
+        with pytest.raises(SourceError) as caught:
+            ask(options(f"{call}={letter}"))
+        assert caught.value.file == name
+        assert isinstance(caught.value.__cause__, kind)
+        assert "times:" not in str(caught.value)
+    assert not waits.seconds
+
+
+@pytest.mark.parametrize("flavour", ["buffered", "bare"])
+def test_a_file_that_is_shorter_than_it_says_is_no_end(
+    flavour: str, tmp_path: Path, waits: Waits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = stored(tmp_path, content_of(200_000))
+    assert len(read_all(name, options("read=SS.SS", flavour), waits)) == 200_000
+    assert waits.seconds
+    real = failing_filesystem.FlickeringFileSystem._about
+    monkeypatch.setattr(
+        failing_filesystem.FlickeringFileSystem, "_about", lambda self, path: {**real(self, path), "size": 200_005}
+    )
+    with pytest.raises(SourceError, match=r"byte 200000 .* 5 times: EOFError: .* at byte 200000, but has 200005 bytes"):
+        read_all(name, options("", flavour), waits)
+
+
+def test_a_stream_without_a_size_that_ends_before_where_it_was_is_no_end(tmp_path: Path, waits: Waits) -> None:
+    name = stored(tmp_path, content_of(300_000))
+    opened = filesystem.open_file(name, "infer", options("read=..R", "stream"), waits.backoff)
+    opened.stream.read(200_000)
+    (tmp_path / "a.bin").write_bytes(b"cut off")
+    with pytest.raises(SourceError, match=r"tried 5 times: EOFError: the file ends at byte 7, but has 262144 bytes"):
+        opened.stream.read()
+    opened.close()
+
+
+def test_a_file_that_was_replaced_is_not_read_on(tmp_path: Path, waits: Waits) -> None:
+    name = stored(tmp_path, content_of(300_000))
+    opened = filesystem.open_file(name, "infer", options("read=.R"), waits.backoff)
+    opened.stream.read(1)
+    (tmp_path / "a.bin").write_bytes(content_of(300_001))
+    with pytest.raises(SourceError, match="had 300000 bytes, and has 300001 now") as caught:
+        opened.stream.read()
+    assert caught.value.file == name
+    opened.close()
+
+
+def test_sizes_are_asked_again(tmp_path: Path, waits: Waits) -> None:
+    name = stored(tmp_path, b"abc")
+    assert filesystem.file_size(name, options("info=RTB"), waits.backoff) == 3
+    assert waits.seconds == [0.1, 0.2, 0.4]
+    with pytest.raises(SourceError, match="cannot be read, tried 5 times: TimeoutError"):
+        filesystem.file_size(name, options("info=" + "T" * 9), waits.backoff)
+
+
+@pytest.mark.parametrize("script", ["ls=R", "ls=.T", "ls=..B", "ls=...F", "info=RR,ls=.R.T"])
+def test_a_folder_that_cannot_be_listed_at_once_leaves_no_file_out(script: str, tmp_path: Path, waits: Waits) -> None:
+    names = ["a.txt", "x/b.txt", "x/y/c.txt", "z/d.txt"]
+    for each in names:
+        (tmp_path / each).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / each).touch()
+    given = options(script)
+    found = glob.expand(f"flicker://{tmp_path}/**/*.txt", given, waits.backoff)
+    assert found == [f"flicker://{tmp_path}/{each}" for each in names]
+    assert sum(failing_filesystem.instance(given).failed.values()) == len(waits.seconds) > 0
+
+
+def test_a_pattern_that_cannot_be_expanded_is_named_with_the_tries(
+    tmp_path: Path, waits: Waits, caplog: pytest.LogCaptureFixture
+) -> None:
+    stored(tmp_path, b"")
+    pattern = f"flicker://{tmp_path}/*.bin"
+    with pytest.raises(SourceError, match="the pattern cannot be expanded, tried 5 times: Connection") as caught:
+        glob.expand(pattern, options("ls=" + "R" * 9), waits.backoff)
+    assert caught.value.file == pattern
+    caplog.clear()
+    (tmp_path / "x").mkdir()
+    stored(tmp_path / "x", b"")
+    found = glob.expand(f"flicker://{tmp_path}/**", options("ls=...P"), waits.backoff)  # the root's two, then x's
+    assert found == [f"flicker://{tmp_path}/a.bin", f"flicker://{tmp_path}/x/a.bin"]
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == [f"{tmp_path}/x"]
+
+
+def test_members_of_a_remote_archive_are_read_through_its_failures(tmp_path: Path, waits: Waits) -> None:
+    content = content_of(100_000)
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        archive.writestr("in/a.txt", content)
+    chain = f"zip://in/a.txt::flicker://{tmp_path}/a.zip"
+    assert read_all(chain, {"flicker": options("read=R.R....R.T")}, waits) == content
+    assert waits.seconds
+
+
+def test_local_files_have_nothing_between_them_and_the_reader(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"abc")
+    (tmp_path / "a.gz").write_bytes(gzip.compress(b"abc"))
+    for name in ("a.txt", "a.gz"):
+        opened = filesystem.open_file(f"{tmp_path}/{name}", "infer")
+        assert isinstance(opened.stored, LocalFileOpener)
+        assert opened.stream.read() == b"abc"
+        opened.close()
+    opened = filesystem.open_file(f"{tmp_path}/a.txt", "infer")
+    assert isinstance(opened.stream, io.BufferedReader)
+    assert type(opened.stream.raw) is io.FileIO
+    assert opened.stream.raw.fileno() == opened.stored.fileno()
+    opened.close()
+
+
+def test_nothing_is_open_after_closing_and_nothing_is_opened_again(tmp_path: Path, waits: Waits) -> None:
+    name = stored(tmp_path, content_of())
+    given = options("read=.R")
+    opened = filesystem.open_file(name, "infer", given, waits.backoff)
+    assert isinstance(opened.stored, RetryingFile)
+    opened.stream.read(1)
+    assert failing_filesystem.instance(given).open_files == 1
+    opened.close()
+    opened.close()
+    with pytest.raises(ValueError, match="closed file"):
+        opened.stream.read()
+    assert failing_filesystem.instance(given).open_files == 0
+
+
+def _class(path: str, base: type[Exception] = Exception) -> type[Exception]:
+    module, _, name = path.rpartition(".")
+    return type(name, (base,), {"__module__": module})
+
+
+def _with_status(name: str, status: int, base: type[Exception] = Exception) -> Exception:
+    error = base("answer")
+    setattr(error, name, status)
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "passes"),
+    [
+        (ConnectionRefusedError(), True),
+        (BrokenPipeError(), True),
+        (TimeoutError(), True),
+        (OSError("of a store, translated"), True),
+        (OSError(errno.EIO, "io"), True),
+        (http.client.IncompleteRead(b""), True),
+        (ftplib.error_temp("421"), True),
+        (ftplib.error_perm("550"), False),
+        (OSError(errno.ENAMETOOLONG, "name"), False),
+        (OSError(errno.ENOSPC, "full"), False),
+        (IsADirectoryError(), False),
+        (NotADirectoryError(), False),
+        (io.UnsupportedOperation("seek"), False),
+        (RuntimeError("a bug"), False),
+        (_class("aiohttp.client_exceptions.ClientPayloadError")(), True),
+        (_class("somewhere.Reset", _class("botocore.exceptions.HTTPClientError"))(), True),
+        (_class("somewhere.ClientPayloadError")(), False),
+        (_with_status("status", 503), True),
+        (_with_status("status", 404), False),
+        (_with_status("code", 429), True),
+        (_with_status("code", 403, OSError), False),
+        (_with_status("status_code", 500, OSError), True),
+        (_with_status("code", 7, OSError), True),
+    ],
+)
+def test_which_failures_pass(error: Exception, passes: bool) -> None:
+    assert is_passing(error) == passes
+
+
+# Datasets
+
+
+def texts(folder: Path, ending: str, files: int = 4, lines: int = 1500) -> list[list[str]]:
+    """Files of lines under ``flicker://``, and their lines."""
+    content = [[f"{file}:{line} " + "x" * (line % 37) for line in range(lines + 100 * file)] for file in range(files)]
+    for file, each in enumerate(content):
+        stored(folder, "".join(f"{line}\n" for line in each).encode(), f"{file}.txt{ending}")
+    return content
+
+
+def dataset(folder: Path, given: dict[str, Any] | None, ending: str, **more: Any) -> tdi.FileDataset:
+    scheme = "" if given is None else "flicker://"
+    return tdi.FileDataset(
+        f"{scheme}{folder}/*.txt{ending}",
+        readers.text_lines,
+        storage_options=given,
+        **{"cycle_length": 2, "block_length": 3, "shuffle_buffer": 50, "seed": 4, **more},
+    )
+
+
+@pytest.mark.usefixtures("no_waits")
+def test_datasets_read_each_record_once_in_loader_workers_too(tmp_path: Path, all_cells: bool) -> None:
+    settings = {"flavour": FLAVOURS, "ending": ("", ".gz"), "seed": (0, 1)}
+    for workers, setting in cells([0, 2, 0, 2], settings, everything=all_cells, seed=1):
+        ending, flavour = setting["ending"], setting["flavour"]
+        folder = tmp_path / f"files{ending}"
+        if not folder.exists():
+            folder.mkdir()
+            texts(folder, ending)
+        given = options(failing_filesystem.random_script(setting["seed"], flavour) + ",ls=R", flavour)
+        plain = DataLoader(dataset(folder, None, ending), batch_size=64, num_workers=workers)
+        flickers = DataLoader(dataset(folder, given, ending), batch_size=64, num_workers=workers)
+        expected = list(plain)
+        assert list(flickers) == expected
+        assert sum(map(len, expected)) == 4 * 1500 + 600
+        assert failing_filesystem.instance(given).failed["ls"] == 1
+        failing_filesystem.FlickeringFileSystem.clear_instance_cache()
+
+
+@pytest.mark.usefixtures("no_waits")
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("ending", ["", ".gz"])
+def test_a_run_goes_on_in_the_middle_of_files_that_flicker(ending: str, workers: int, tmp_path: Path) -> None:
+    texts(tmp_path, ending)
+    flavour = FLAVOURS[workers]
+    given = options(failing_filesystem.random_script(8 + workers, flavour), flavour)
+
+    def distributed(given: dict[str, Any] | None) -> tdi.DistributedDataset:
+        loader = DataLoader(dataset(tmp_path, given, ending), batch_size=100, num_workers=workers)
+        return tdi.Strategy(devices=["cpu"]).distribute_dataset(loader)
+
+    def steps(loader: tdi.DistributedDataset, count: int | None = None) -> list[Any]:
+        found = []
+        for element in loader:
+            found.append(element)
+            if count is not None and len(found) == count:
+                break
+        return found
+
+    whole = steps(distributed(None))
+    before = distributed(given)
+    found = steps(before, 23)
+    state = json.loads(json.dumps(before.state_dict()))
+    before.close()
+    after = distributed(given)
+    after.load_state_dict(state)
+    assert found + steps(after) == whole
+    after.close()
+
+
+@pytest.mark.usefixtures("no_waits")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_dataset_names_the_file_that_fails_for_good(workers: int, tmp_path: Path) -> None:
+    texts(tmp_path, "")
+    given = options("read=.." + "R" * 1000)
+    loader = DataLoader(dataset(tmp_path, given, "", cycle_length=1), batch_size=100, num_workers=workers)
+    distributed = tdi.Strategy(devices=["cpu"]).distribute_dataset(loader)
+    with pytest.raises(SourceError) as caught:
+        for _ in distributed:
+            pass
+    text, chain = "", caught.value
+    error: BaseException | None = chain
+    while error is not None:
+        text += f"{type(error).__name__}: {error}\n"
+        error = error.__cause__
+    assert f"flicker://{tmp_path}/" in text
+    assert "tried 5 times: ConnectionResetError" in text
+    distributed.close()
+
+
+def test_a_stall_ends_when_the_filesystem_gives_up(tmp_path: Path, waits: Waits) -> None:
+    content = content_of(200_000)
+    name = stored(tmp_path, content)
+    for flavour in FLAVOURS:
+        given = options("open=T,read=TF.TF", flavour)
+        assert read_all(name, given, waits) == content
+        assert failing_filesystem.instance(given).failed == {"open": 1, "read": 4}
+
+
+def test_records_are_tensors_as_before(tmp_path: Path, waits: Waits) -> None:
+    rows = np.arange(60, dtype=np.int64).reshape(20, 3)
+    np.save(tmp_path / "a.npy", rows)
+    opened = filesystem.open_file(f"flicker://{tmp_path}/a.npy", "infer", options("read=RR"), waits.backoff)
+    found = torch.stack([torch.from_numpy(row) for row in readers.npy_rows(opened.stream)])
+    opened.close()
+    assert torch.equal(found, torch.from_numpy(rows))

@@ -1,0 +1,140 @@
+"""Rows of arrays that are read as one array: bit for bit what ``default_collate`` makes of them one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from torch.utils.data import DataLoader, default_collate
+
+import torchdistinput as tdi
+from torchdistinput import FileDataset, readers
+from torchdistinput.plan.options import InputOptions
+from torchdistinput.plan.sharding import AutoShardPolicy
+from torchdistinput.plan.topology import Topology
+from torchdistinput.sources.files.source import RecordSource
+from torchdistinput.step_types import Counted, ReadFailure, Start
+
+Array = npt.NDArray[Any]
+
+DTYPES = ["f4", ">f4", "f2", "f8", "c8", ">c16", "i1", "i8", ">i4", "u1", "u2", "?", "g", "S3", "U2", "M8[s]", "i4,f4"]
+
+
+def one_by_one(rows: list[Any]) -> Any:
+    return default_collate(rows)
+
+
+def pieces(
+    files: Sequence[Path], collate: Callable[[Any], Any], topology: Topology, start: Start, **options: Any
+) -> list[Any]:
+    """The rows of an epoch, and the type of the exception in which it ends."""
+    dataset = FileDataset([str(name) for name in files], readers.npy_rows, **options)
+    loader = DataLoader(dataset, 7, collate_fn=collate)
+    policy = AutoShardPolicy.DATA if topology.num_workers == 2 else AutoShardPolicy.FILE
+    stream = RecordSource(loader, policy, topology, InputOptions()).open(0, lambda call: call(), start)
+    found: list[Any] = []
+    try:
+        while (row := stream.draw()) is not None:
+            found.append((row, stream.position(len(found) + 1)))
+    except ReadFailure as failure:
+        found.append((type(failure.__cause__), str(failure.__cause__)))
+    stream.close()
+    return found
+
+
+def assert_same(found: list[Any], expected: list[Any]) -> None:
+    """The same rows, and the same failure. Places need not be told after the same rows."""
+    assert len(found) == len(expected)
+    for (row, place), (other_row, other_place) in zip(found, expected, strict=True):
+        assert place[-1] == other_place[-1]
+        if not isinstance(row, Counted):
+            assert row == other_row
+            continue
+        assert row.sizes == other_row.sizes
+        for piece, other in zip(row.pieces, other_row.pieces, strict=True):
+            assert type(piece) is type(other)
+            if isinstance(piece, torch.Tensor):
+                assert (piece.dtype, piece.shape, piece.stride()) == (other.dtype, other.shape, other.stride())
+                assert piece.untyped_storage().resizable() == other.untyped_storage().resizable()
+                assert torch.equal(piece.nan_to_num(), other.nan_to_num())
+            else:
+                assert piece == other
+
+
+def array_of(dtype: str, shape: tuple[int, ...]) -> Array:
+    return np.random.default_rng(len(shape)).integers(0, 99, shape).astype(dtype)
+
+
+WORLDS = [Topology(num_workers=workers, replicas_per_worker=2 // workers, worker=workers - 1) for workers in (1, 2)]
+
+
+@pytest.mark.parametrize("topology", WORLDS, ids=["one", "second of two"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_read_together_are_those_collated_one_by_one(dtype: str, topology: Topology, tmp_path: Path) -> None:
+    names = [tmp_path / str(number) for number in range(3)]
+    for inner in ((), (3,), (2, 0), (2, 1, 2)):
+        for name, size in zip(names, (10, 1, 18), strict=True):
+            with name.open("wb") as file:
+                np.save(file, array_of(dtype, (size, *inner)))
+        for map_fn in (None, torch.from_numpy) if inner else (None,):
+            expected = pieces(names, one_by_one, topology, Start(), map_fn=map_fn)
+            assert_same(pieces(names, default_collate, topology, Start(), map_fn=map_fn), expected)
+            start = Start(steps=2, position=expected[1][1]) if len(expected) > 2 else Start()
+            assert_same(pieces(names, default_collate, topology, start, map_fn=map_fn), expected[start.steps :])
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options"),
+    [
+        ([(10, 3), (9, 4)], {}),
+        ([(10, 3), (9, 3)], {"cycle_length": 2}),
+        ([(10, 3), (9, 3)], {"cycle_length": 2, "block_length": 5}),
+        ([(10, 3), (9, 3)], {"shuffle_buffer": 4}),
+        ([(10, 3), (0, 3), (9, 3)], {"compression": None}),
+    ],
+)
+def test_other_walks_over_rows_give_the_same(
+    shapes: list[tuple[int, ...]], options: dict[str, Any], tmp_path: Path
+) -> None:
+    names = [tmp_path / str(number) for number in range(len(shapes))]
+    for name, shape in zip(names, shapes, strict=True):
+        with name.open("wb") as file:
+            np.save(file, array_of("f4", shape))
+    for topology in WORLDS:
+        expected = pieces(names, one_by_one, topology, Start(), **options)
+        assert_same(pieces(names, default_collate, topology, Start(), **options), expected)
+
+
+def test_files_of_different_dtypes_are_left_to_the_collate_function(tmp_path: Path) -> None:
+    for name, dtype in (("0", "f4"), ("1", "f8")):
+        with (tmp_path / name).open("wb") as file:
+            np.save(file, array_of(dtype, (5, 2)))
+    names = [tmp_path / "0", tmp_path / "1"]
+    assert_same(pieces(names, default_collate, WORLDS[0], Start()), pieces(names, one_by_one, WORLDS[0], Start()))
+
+
+def test_no_row_is_made_where_they_are_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (tmp_path / "0").open("wb") as file:
+        np.save(file, array_of("f4", (20, 2)))
+    monkeypatch.setattr("torchdistinput.sources.files.formats.npy._made", None)
+    for topology in WORLDS:
+        found = pieces([tmp_path / "0"], default_collate, topology, Start())
+        assert [len(piece) for row, _ in found for piece in row.pieces] == (
+            [4, 3, 4, 3, 3, 3] if topology.worker == 0 else [3, 3, 3]
+        )
+
+
+def test_the_drop_in_loader_reads_them_together_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (tmp_path / "0").open("wb") as file:
+        np.save(file, array_of("f4", (20, 2)))
+    dataset = FileDataset(str(tmp_path / "0"), readers.npy_rows)
+    expected = list(DataLoader(dataset, 7))
+    monkeypatch.setattr("torchdistinput.sources.files.formats.npy._made", None)
+    found = list(tdi.DataLoader(dataset, 7))
+    assert [type(batch) for batch in found] == [torch.Tensor] * 3
+    assert all(map(torch.equal, found, expected))

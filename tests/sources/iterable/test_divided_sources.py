@@ -1,0 +1,81 @@
+"""What is told of map-style data without reading a sample of it, so that ranks can compare it."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
+
+from torchdistinput.sources.iterable.divided_sources import part_of, way_out_for
+from torchdistinput.sources.map_style.table import Table
+
+
+class Unread(Dataset[Any]):
+    """A dataset that must not be read."""
+
+    def __init__(self, length: int = 8, **attributes: Any) -> None:
+        self.length = length
+        self.__dict__.update(attributes)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> NoReturn:
+        raise AssertionError(index)
+
+
+WHOLE = Unread()
+DIFFERENT: dict[str, tuple[Any, Any]] = {
+    "a subset": (Subset(WHOLE, range(0, 8, 2)), Subset(WHOLE, range(1, 8, 2))),
+    "a list of indices": (Subset(WHOLE, [0, 1]), Subset(WHOLE, [2, 3])),
+    "a subset's subset": (Subset(Subset(WHOLE, [0, 1, 2]), [0, 1]), Subset(Subset(WHOLE, [3, 4, 5]), [0, 1])),
+    "a subset in a wrapper": (Unread(2, data=Subset(WHOLE, [0, 1])), Unread(2, data=Subset(WHOLE, [2, 3]))),
+    "a subset among others": (ConcatDataset([WHOLE, Subset(WHOLE, [0])]), ConcatDataset([WHOLE, Subset(WHOLE, [1])])),
+    "tensors": (TensorDataset(torch.arange(4)), TensorDataset(torch.arange(4, 8))),
+    "columns": (Table({"x": np.zeros(3)}), Table({"x": np.ones(3)})),
+    "files": (Unread(2, files=["a", "b"]), Unread(2, files=["c", "d"])),
+    "images and classes": (Unread(2, samples=[("a", 0), ("b", 1)]), Unread(2, samples=[("b", 1), ("a", 0)])),
+    "indices of its own": (Unread(2, indices=torch.tensor([0, 2])), Unread(2, indices=torch.tensor([1, 3]))),
+}
+
+
+@pytest.mark.parametrize(("one", "other"), DIFFERENT.values(), ids=DIFFERENT)
+def test_parts_of_the_same_data_are_told_apart(one: Any, other: Any) -> None:
+    assert part_of(one) == part_of(one) != ""
+    assert part_of(one) != part_of(other)
+
+
+ALIKE: dict[str, tuple[Any, Any]] = {
+    "attributes of the rank's": (Unread(rank=0, seed=1, device="cuda:0"), Unread(rank=1, seed=2, device="cuda:1")),
+    "what was kept while it was read": (
+        Unread(2, cache=[None, 1], counts=[0, 3]),
+        Unread(2, cache=[4, None], counts=[1, 0]),
+    ),
+    "folders": (Unread(2, files=["/node0/a", "/node0/b"]), Unread(2, files=["/node1/a", "/node1/b"])),
+    "lists of another length": (Unread(2, names=["a"]), Unread(2, names=["b"])),
+    "samples in a list": (Unread(1, data=[torch.zeros(2)]), Unread(1, data=[torch.ones(2)])),
+    "an index as a range": (Subset(WHOLE, range(3)), Subset(WHOLE, [0, 1, 2])),
+}
+
+
+@pytest.mark.parametrize(("one", "other"), ALIKE.values(), ids=ALIKE)
+def test_what_may_differ_from_rank_to_rank_counts_for_nothing(one: Any, other: Any) -> None:
+    assert part_of(one) == part_of(other)
+
+
+def test_nothing_is_told_of_a_dataset_that_keeps_nothing() -> None:
+    assert part_of(WHOLE) == part_of([1, 2]) == part_of(Subset(WHOLE, [])) == ""
+
+
+def test_the_indices_of_a_subset_are_told_in_words() -> None:
+    assert "0, 2, 4, 6, ..." in part_of(Subset(Unread(20), range(0, 20, 2)))
+
+
+def test_of_a_source_of_a_known_library_the_way_out_tells_how() -> None:
+    source = type("StreamingDataset", (), {"__module__": "litdata.streaming.dataset"})()
+    assert "LitData" in way_out_for(source)
+    assert "LitData" in way_out_for(type("Loader", (), {"dataset": source})())
+    assert "LitData" not in way_out_for(iter([]))

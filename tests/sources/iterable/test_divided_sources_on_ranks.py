@@ -1,0 +1,170 @@
+"""Sources that divide themselves: refused on every rank at the same step, with a way out that is right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    get_worker_info,
+    random_split,
+)
+
+import torchdistinput as tdi
+from tests.support.epochs import raised
+from torchdistinput.testing import run_ranks
+
+SAMPLES = 103
+
+
+class Own(IterableDataset[int]):
+    """Numbers, of which each rank yields its own ones from one on; or its last ones are missing."""
+
+    def __init__(self, kind: str, length: int = SAMPLES) -> None:
+        self.kind, self.length = kind, length
+
+    def __iter__(self) -> Iterator[int]:
+        rank, world = dist.get_rank() if dist.is_initialized() else RANK, WORLD
+        info = get_worker_info()
+        first, every = (0, 1) if info is None else (info.id, info.num_workers)
+        for number in range(first, self.length, every):
+            if self.kind == "divides" and number // every % world != rank:
+                continue
+            if self.kind == "ends" and rank == 1 and number >= 60:
+                return
+            if self.kind == "ends early in a batch" and rank == 1 and number >= 66:
+                return
+            if self.kind == "turns" and rank == 1 and number >= 40 * 64:
+                yield -number
+                continue
+            yield number
+
+
+RANK, WORLD = 0, 2
+
+
+def set_rank(rank: int, worker: int) -> None:
+    """A loader worker knows its rank by what it is told: it is in no group."""
+    global RANK  # noqa: PLW0603
+    RANK = rank
+
+
+def read(kind: str, workers: int, policy: str, *, epochs: int = 1, length: int = SAMPLES) -> Any:
+    rank = dist.get_rank()
+    loader = DataLoader(
+        Own(kind, length),
+        batch_size=10,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+        worker_init_fn=partial(set_rank, rank),
+    )
+    options = tdi.InputOptions(auto_shard_policy=tdi.AutoShardPolicy[policy])
+    seen: list[list[int]] = []
+
+    def loop() -> None:
+        with tdi.Strategy(["cpu"]).distribute_dataset(loader, options) as dataset:
+            for _ in range(epochs):
+                seen.append([])
+                for batch in dataset:
+                    seen[-1] += batch.tolist()
+
+    return raised(loop), seen
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_source_that_divides_itself_is_refused_under_data_and_right_under_off(workers: int) -> None:
+    for error, seen in run_ranks(2, read, "divides", workers, "DATA"):
+        assert error.kind == "RankDisagreement", error
+        assert "at step 0 of epoch 0" in error.message
+        assert "AutoShardPolicy.OFF" in error.message
+        assert "distribute_datasets_from_function" in error.message
+        assert seen == [[]]
+    ranks = run_ranks(2, partial(read, epochs=2), "divides", workers, "OFF")
+    for epoch in range(2):
+        assert sorted(number for _, seen in ranks for number in seen[epoch]) == list(range(SAMPLES))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", ["ends", "ends early in a batch"])
+def test_a_source_that_ends_earlier_on_a_rank_is_refused_there(kind: str, workers: int) -> None:
+    for error, seen in run_ranks(2, read, kind, workers, "DATA"):
+        assert error.kind == "RankDisagreement", error
+        assert "at step 6 of epoch 0" in error.message
+        assert ("ended" if kind == "ends" and not workers else "sample(s)") in error.message or workers
+        assert len(seen[0]) == 30
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_data_that_differs_from_a_step_on_is_refused_at_the_next_one_that_is_compared(workers: int) -> None:
+    for error, seen in run_ranks(2, partial(read, length=4000), "turns", workers, "DATA"):
+        assert error.kind == "RankDisagreement", error
+        assert "at step 256 of epoch 0" in error.message
+        assert len(seen[0]) == 5 * 256
+
+
+class Random(Dataset[torch.Tensor]):
+    """Samples with random augmentation, which each rank draws otherwise."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return index + torch.rand(()) * 0.5
+
+
+def read_map_style(kind: str, policy: str) -> Any:
+    """Each rank gives a part of its own, or all ranks the same."""
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    columns = torch.arange(8)
+    data: Any = {
+        "a subset": Subset(Random(), range(rank, 8, 2)),
+        "a random split": random_split(Random(), [4, 4])[0],
+        "tensors": TensorDataset(columns[rank::2]),
+        "columns": {"x": columns[rank::2]},
+        "unequal": TensorDataset(columns[rank * 3 :]),
+        "augmented": Random(),
+    }[kind]
+    options = tdi.InputOptions(auto_shard_policy=tdi.AutoShardPolicy[policy])
+    seen: list[int] = []
+
+    def loop() -> None:
+        for batch in tdi.Strategy(["cpu"]).distribute_dataset(data, options, global_batch_size=2):
+            rows = batch if isinstance(batch, torch.Tensor) else next(iter(lists_of(batch)))
+            seen.extend(rows.int().tolist())
+
+    return raised(loop), seen
+
+
+def lists_of(batch: Any) -> Any:
+    return batch.values() if isinstance(batch, dict) else batch
+
+
+@pytest.mark.parametrize("kind", ["a subset", "a random split", "tensors", "columns", "unequal"])
+def test_map_style_data_that_is_a_ranks_own_part_is_refused_under_data(kind: str) -> None:
+    for error, _ in run_ranks(2, read_map_style, kind, "DATA"):
+        assert error.kind == "RankDisagreement", error
+        assert "give every rank the whole" in error.message
+        assert "distribute_datasets_from_function" in error.message
+
+
+@pytest.mark.parametrize("kind", ["a subset", "tensors", "columns"])
+def test_parts_of_map_style_data_are_read_as_they_are_under_off(kind: str) -> None:
+    ranks = run_ranks(2, read_map_style, kind, "OFF")
+    assert [error for error, _ in ranks] == [None, None]
+    assert sorted(number for _, seen in ranks for number in seen) == list(range(8))
+
+
+def test_map_style_data_with_random_augmentation_is_no_disagreement() -> None:
+    ranks = run_ranks(2, read_map_style, "augmented", "DATA")
+    assert [error for error, _ in ranks] == [None, None]
+    assert sorted(number for _, seen in ranks for number in seen) == list(range(8))

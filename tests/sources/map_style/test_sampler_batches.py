@@ -1,0 +1,478 @@
+"""Batches that are passed over: what comes after is torch's, and so is every random state, at every step."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+import torchdistinput as tdi
+from torchdistinput.plan.batching import Cutter
+from torchdistinput.plan.topology import Topology
+from torchdistinput.sources.in_worker import NO_SAMPLES
+from torchdistinput.sources.map_style.index_array import Numbers
+from torchdistinput.sources.map_style.index_batches import SamplerDraws
+from torchdistinput.sources.map_style.sampler_batches import Batches, Passed, batches_of, size_of
+from torchdistinput.sources.map_style.shuffle_sampler import ShuffleSampler
+from torchdistinput.sources.rng import plainly
+from torchdistinput.sources.sample_index import SampleNumbers
+
+
+class Drifting(Sampler[int]):
+    """Draws from the default random state for each index."""
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(11):
+            yield int(torch.randint(100, ()).item())
+
+
+class Reversed(SequentialSampler):
+    """A subclass, of which nothing is known."""
+
+    def __iter__(self) -> Iterator[int]:
+        return reversed(range(len(self.data_source)))
+
+
+class Buckets(BatchSampler):
+    """A batch sampler of its own making: batches of many sizes."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from ([0], [1, 2, 3], [4, 5], [6], [7, 8, 9])
+
+
+def random_sampler(
+    n: int, num_samples: int | None, *, replacement: bool
+) -> Callable[[torch.Generator | None], RandomSampler]:
+    return lambda generator: RandomSampler(range(n), replacement, num_samples, generator)
+
+
+SAMPLERS: dict[str, Callable[[torch.Generator | None], Iterable[Any]]] = {
+    "sequential": lambda _: SequentialSampler(range(11)),
+    "sequential, none": lambda _: SequentialSampler(range(0)),
+    "random": random_sampler(11, None, replacement=False),
+    "random, of 12": random_sampler(12, None, replacement=False),
+    "random, 29 of 12": random_sampler(12, 29, replacement=False),
+    "random, 24 of 12": random_sampler(12, 24, replacement=False),
+    "random, 5 of 12": random_sampler(12, 5, replacement=False),
+    "replacement": random_sampler(11, None, replacement=True),
+    "replacement, 32 of 11": random_sampler(11, 32, replacement=True),
+    "replacement, 77 of 11": random_sampler(11, 77, replacement=True),
+    "replacement, 96 of 2**40": random_sampler(2**40, 96, replacement=True),
+    "subset": lambda generator: SubsetRandomSampler(range(3, 14), generator),
+    "weighted": lambda generator: WeightedRandomSampler([0.5, 1.0, 2.0], 11, generator=generator),
+    "drifting": lambda _: Drifting(),
+    "subclass": lambda _: Reversed(range(11)),
+    "a list": lambda _: list("abcdefghijk"),
+    "in batches": lambda _: BatchSampler(SequentialSampler(range(11)), 2, drop_last=False),
+}
+
+CUTS: dict[str, Callable[[Any], Iterable[Any]]] = {
+    "3": lambda sampler: BatchSampler(sampler, 3, drop_last=False),
+    "4, full": lambda sampler: BatchSampler(sampler, 4, drop_last=True),
+    "33": lambda sampler: BatchSampler(sampler, 33, drop_last=False),
+    "1": lambda sampler: BatchSampler(sampler, 1, drop_last=False),
+    "by themselves": lambda sampler: sampler,
+    "own": lambda sampler: Buckets(sampler, 2, drop_last=False),
+}
+
+CUT = {"3", "4, full", "33", "1", "own"}
+"""Those that make lists."""
+
+States = list[torch.Tensor]
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(7)
+
+
+def states(generator: torch.Generator | None) -> States:
+    return [torch.get_rng_state(), *([] if generator is None else [generator.get_state()])]
+
+
+def epoch_of_torch(sampler: str, cut: str, generator: torch.Generator | None) -> tuple[list[Any], list[States]]:
+    """The batches of an epoch, and the states before the first, after each, after the end and asked once more."""
+    torch.manual_seed(3)
+    batches = iter(CUTS[cut](SAMPLERS[sampler](generator)))
+    found, seen = [], [states(generator)]
+    while (batch := next(batches, None)) is not None:
+        found.append(batch)
+        seen.append(states(generator))
+    return found, [*seen, states(generator)]
+
+
+def rest_of(batches: Batches) -> list[Any]:
+    return list(iter(lambda: next(batches, None), None))
+
+
+def types_of(batch: Any) -> list[type]:
+    return [type(batch), *map(type, batch if isinstance(batch, list) else [])]
+
+
+def check_rest(batches: Batches, generator: torch.Generator | None, expected: list[Any], seen: list[States]) -> None:
+    """The batches are as in torch, and the states after each; asked again after the end, nothing moves."""
+    for batch, after in zip(expected, seen, strict=False):
+        found = next(batches)
+        assert found == batch
+        assert types_of(found) == types_of(batch)
+        assert all(map(torch.equal, states(generator), after))
+    for _ in range(2):
+        assert next(batches, None) is None
+        assert all(map(torch.equal, states(generator), seen[-1]))
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("own", [True, False], ids=["generator", "default"])
+def test_after_any_number_of_batches_the_rest_and_all_random_states_are_torchs(
+    sampler: str, cut: str, own: bool
+) -> None:
+    expected, seen = epoch_of_torch(sampler, cut, seeded() if own else None)
+    sizes = [size_of(batch) for batch in expected]
+    for start in {*range(min(len(expected), 9) + 1), len(expected) // 2, max(len(expected) - 1, 0), len(expected)}:
+        generator = seeded() if own else None
+        torch.manual_seed(3)
+        batches = batches_of(CUTS[cut](SAMPLERS[sampler](generator)))
+        assert all(map(torch.equal, states(generator), seen[0]))
+        assert batches.skip(start) == Passed(start, sum(sizes[:start]))
+        assert all(map(torch.equal, states(generator), seen[start]))
+        check_rest(batches, generator, expected[start:], seen[start + 1 :])
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_taking_and_passing_over_may_alternate_in_any_way(sampler: str) -> None:
+    for cut, cutting in CUTS.items():
+        expected, seen = epoch_of_torch(sampler, cut, seeded())
+        for pattern in [(1, 0, 2), (2, 1, 1), (5, 2, 0), (0, 5, 5), (40, 1, 0)]:
+            generator = seeded()
+            torch.manual_seed(3)
+            batches = batches_of(cutting(SAMPLERS[sampler](generator)))
+            place = 0
+            for count in pattern:
+                passed = batches.skip(count)
+                assert passed.batches == min(count, len(expected) - place)
+                place += passed.batches
+                if place < len(expected):
+                    assert next(batches) == expected[place]
+                    place += 1
+            if place < len(expected):
+                assert all(map(torch.equal, states(generator), seen[place]))
+            check_rest(batches, generator, expected[place:], seen[place + 1 :])
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_passing_over_more_than_there_is_tells_how_much_there_was_and_draws_what_the_epoch_draws(sampler: str) -> None:
+    for cut, count in itertools.product(CUTS, (1000, sys.maxsize)):
+        expected, seen = epoch_of_torch(sampler, cut, seeded())
+        generator = seeded()
+        torch.manual_seed(3)
+        batches = batches_of(CUTS[cut](SAMPLERS[sampler](generator)))
+        assert batches.skip(count) == Passed(len(expected), sum(map(size_of, expected)))
+        assert all(map(torch.equal, states(generator), seen[-1]))
+        assert batches.skip(1) == Passed(0, 0)
+        assert next(batches, None) is None
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_batches_that_stay_arrays_are_those_of_torch_with_all_random_states(sampler: str) -> None:
+    for cut, cutting in CUTS.items():
+        expected, seen = epoch_of_torch(sampler, cut, seeded())
+        generator = seeded()
+        torch.manual_seed(3)
+        given = cutting(SAMPLERS[sampler](generator))
+        known = type(given) is BatchSampler and type(given.sampler) in {SequentialSampler, RandomSampler}
+        batches = batches_of(given)
+        for batch, after in zip(expected, seen[1:], strict=False):
+            found = batches.draw()
+            assert isinstance(found, Numbers) == known
+            found = found.tolist() if isinstance(found, Numbers) else found
+            assert (found, types_of(found)) == (batch, types_of(batch))
+            assert all(map(torch.equal, states(generator), after))
+        with pytest.raises(StopIteration):
+            batches.draw()
+        assert all(map(torch.equal, states(generator), seen[-1]))
+
+
+@pytest.mark.parametrize("most_narrow", [2**31 - 1, 16_383], ids=["in 32 bits", "in 64 bits"])
+def test_permutations_of_either_width_are_torchs_across_the_blocks_in_which_they_are_widened(
+    monkeypatch: pytest.MonkeyPatch, most_narrow: int
+) -> None:
+    monkeypatch.setattr("torchdistinput.sources.map_style.sampler_batches._MOST_NARROW", most_narrow)
+    for n, num_samples in ((16_384, None), (40_001, None), (40_001, 57_003), (20_000, 9)):
+        theirs, ours = (RandomSampler(range(n), num_samples=num_samples, generator=seeded()) for _ in range(2))
+        for _ in range(2):  # the second epoch goes on with the generator of the first
+            expected, batches = (
+                list(BatchSampler(theirs, 1000, drop_last=False)),
+                batches_of(BatchSampler(ours, 1000, drop_last=False)),
+            )
+            assert rest_of(batches) == expected
+            assert torch.equal(theirs.generator.get_state(), ours.generator.get_state())
+
+
+def test_a_shuffle_sampler_is_passed_over_without_being_asked_for_its_indices() -> None:
+    n = 10**12
+    order = ShuffleSampler(n, seed=5).order(0)
+    for batch_size in (4, 10_000):
+        sampler = ShuffleSampler(n, seed=5)
+        batches = batches_of(BatchSampler(sampler, batch_size, drop_last=False), len)
+        assert sampler.epoch == 1  # the order is that of the epoch which begins here, whoever reads first
+        assert next(batches) == order.block(0, batch_size).tolist()
+        assert batches.skip(n // batch_size - 3).batches == n // batch_size - 3
+        assert next(batches) == order.block(n - 2 * batch_size, n - batch_size).tolist()
+        assert next(batches) == order.block(n - batch_size, n).tolist()
+        assert next(batches, None) is None
+        assert sampler.epoch == 1
+    singles = batches_of(ShuffleSampler(n, seed=5), len)
+    assert singles.skip(n - 1) == Passed(n - 1, n - 1)
+    assert next(singles) == order.block(n - 1, n).item()
+
+
+@pytest.mark.parametrize("cut", ["3", "4, full", "by themselves"])
+def test_a_shuffle_sampler_gives_what_it_gives_in_torch_epoch_after_epoch(cut: str) -> None:
+    plain, passed = CUTS[cut](ShuffleSampler(10_001, seed=2)), CUTS[cut](ShuffleSampler(10_001, seed=2))
+    for skipped in (0, 1, 2500, 3000):
+        expected = list(plain)
+        batches = batches_of(passed)
+        assert batches.skip(skipped).batches == min(skipped, len(expected))
+        assert rest_of(batches) == expected[skipped:]
+
+
+def test_a_batch_size_that_is_changed_while_the_epoch_runs_counts_where_torch_heeds_it() -> None:
+    for drop_last in (False, True):
+        plain, passed = (BatchSampler(RandomSampler(range(40), generator=seeded()), 3, drop_last) for _ in range(2))
+        theirs, ours = iter(plain), batches_of(passed, len)
+        assert next(theirs) == next(ours)
+        plain.batch_size = passed.batch_size = 5
+        assert list(theirs) == rest_of(ours)
+
+
+def test_after_an_error_of_the_sampler_nothing_comes_as_with_torchs_generators() -> None:
+    class Failing:
+        """Goes on after it failed, which a generator cannot."""
+
+        def __init__(self) -> None:
+            self.number = 0
+
+        def __iter__(self) -> Failing:
+            return self
+
+        def __next__(self) -> int:
+            self.number += 1
+            if self.number == 5:
+                raise OSError("no index")
+            return self.number
+
+    for batches in (iter(CUTS["3"](Failing())), batches_of(CUTS["3"](Failing()), len)):
+        assert next(batches) == [1, 2, 3]
+        with pytest.raises(OSError, match="no index"):
+            next(batches)
+        assert next(batches, None) is None
+    assert batches_of(CUTS["3"](Failing()), len).skip(1) == Passed(1, 3)
+    with pytest.raises(OSError, match="no index"):
+        batches_of(CUTS["3"](Failing()), len).skip(2)
+
+
+def test_what_is_passed_over_is_counted_by_its_own_sizes() -> None:
+    ready = [[1, 2], 3, [4, 5, 6], 7]
+    batches = batches_of(ready)
+    assert batches.skip(3) == Passed(3, 6)
+    assert next(batches) == 7
+
+
+def cutter(num_workers: int, worker: int, batch_size: int | None, *, shared: bool) -> Cutter:
+    topology = Topology(num_workers=num_workers, replicas_per_worker=1, worker=worker)
+    return Cutter(topology, shared or num_workers == 1, batch_size)
+
+
+def asked_by(draws: SamplerDraws) -> Any:
+    """The index or indices of the next request, as a dataset of the user's is asked for them."""
+    indices = draws.take_request()[1]
+    return indices.tolist() if isinstance(indices, Numbers) else indices
+
+
+def failure_of(draws: SamplerDraws) -> BaseException:
+    """What the next row has in the place of a batch."""
+    row = draws.take_row()
+    assert row is not None
+    assert row.failure is not None
+    assert draws.take_request() == NO_SAMPLES
+    return row.failure
+
+
+def rows_of(draws: SamplerDraws) -> list[tuple[Any, ...]]:
+    """Each row: its digest, its numbers, and what is requested for it; of a whole batch, which one and which row."""
+    found: list[tuple[Any, ...]] = []
+    item = None
+    while (row := draws.take_row()) is not None:
+        numbers = [value if isinstance(value, int) else value.tolist() for value in row.numbers or ()]
+        requests = [asked_by(draws) for wanted in row.pieces if wanted]
+        digest = row.digest if isinstance(row.digest, int) else row.digest()
+        assert row.wanted == len(requests)
+        if row.row_of_whole is None:
+            found.append((digest, numbers, row.pieces, requests))
+        else:
+            item = requests[0] if requests else item
+            found.append((digest, numbers, row.row_of_whole, item))
+    with pytest.raises(StopIteration):
+        draws.take_request()
+    return found
+
+
+def new_draws(batches: Iterable[Any], cut: Cutter, *, collate: bool, calls: list[int] | None = None) -> SamplerDraws:
+    def counted(call: Callable[[], Any]) -> Any:
+        if calls is not None:
+            calls.append(1)
+        return call()
+
+    numbers = SampleNumbers(cut.topology, sharded=False, shared=cut.shared)
+    draw = plainly if calls is None else counted
+    return SamplerDraws(batches, cut, collate=collate, lead=0, draw=draw, numbers=numbers)
+
+
+WORLDS = [(1, 0), (2, 0), (2, 1), (3, 2)]
+DRAWN: dict[str, tuple[Callable[[], Iterable[Any]], int | None, bool]] = {
+    "ints": (lambda: CUTS["3"](SAMPLERS["random"](seeded())), 3, True),
+    "strings": (lambda: CUTS["3"](SAMPLERS["a list"](None)), 3, True),
+    "full": (lambda: CUTS["4, full"](SAMPLERS["random"](seeded())), 4, True),
+    "even": (lambda: CUTS["3"](SAMPLERS["random, of 12"](seeded())), 3, True),
+    "own": (lambda: CUTS["own"](SAMPLERS["sequential"](None)), None, True),
+    "lists": (lambda: [(0, 1), [2, 3, 4], [5]], None, False),
+    "strings by themselves": (lambda: list("abcde"), None, False),
+    "ints by themselves": (lambda: SAMPLERS["random"](seeded()), None, False),
+}
+
+
+@pytest.mark.parametrize("kind", DRAWN)
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "apart"])
+@pytest.mark.parametrize(("num_workers", "worker"), WORLDS)
+def test_rows_that_are_passed_over_leave_the_rest_as_it_was(
+    num_workers: int, worker: int, shared: bool, kind: str
+) -> None:
+    make, batch_size, collate = DRAWN[kind]
+    cut = cutter(num_workers, worker, batch_size, shared=shared)
+    whole = rows_of(new_draws(make(), cut, collate=collate))
+    for rows in range(1, len(whole) + 1):
+        draws = new_draws(make(), cut, collate=collate)
+        draws.skip(rows, whole[rows - 1][0])
+        assert rows_of(draws) == whole[rows:]
+
+
+@pytest.mark.parametrize(("rows", "asked"), [(0, "ab"), (1, "ab"), (2, "ab"), (3, "b"), (4, "b"), (5, "b"), (6, "")])
+def test_a_whole_batch_that_is_half_delivered_is_asked_for_once_by_its_first_row(rows: int, asked: str) -> None:
+    draws = new_draws(["a", "b"], cutter(3, 1, None, shared=False), collate=False)
+    draws.skip(rows)
+    taken = list(iter(draws.take_row, None))
+    assert [row.row_of_whole for row in taken] == [0, 1, 2, 0, 1, 2][rows:]
+    assert [row.pieces for row in taken] == [(place in {rows, 3},) for place in range(rows, 6)]
+    assert [draws.take_request()[1] for _ in asked] == list(asked)
+    with pytest.raises(StopIteration):
+        draws.take_request()
+
+
+def test_what_is_passed_over_is_drawn_at_once_in_one_call_and_nothing_else() -> None:
+    """So whoever leaves the epoch there, unread, has the random states of one who had read so far."""
+    generator, calls = seeded(), list[int]()
+    before = generator.get_state()
+    draws = new_draws(CUTS["3"](SAMPLERS["random"](generator)), cutter(1, 0, 3, shared=True), collate=True, calls=calls)
+    assert torch.equal(generator.get_state(), before)
+    assert not calls
+    draws.skip(2)
+    read, theirs = seeded(), SAMPLERS["random"]
+    assert next(iter(theirs(read))) in range(11)
+    assert torch.equal(generator.get_state(), read.get_state())
+    assert len(calls) == 1
+    assert asked_by(draws) == list(theirs(seeded()))[6:9]
+    assert len(calls) == 2
+
+
+def test_a_start_after_the_last_row_is_the_end() -> None:
+    for name in ("3", "own"):
+        batches = CUTS[name](SAMPLERS["sequential"](None))
+        draws = new_draws(batches, cutter(2, 0, None, shared=True), collate=True)
+        draws.skip(len(list(batches)))
+        assert draws.take_row() is None
+        with pytest.raises(StopIteration):
+            draws.take_request()
+
+
+@pytest.mark.parametrize("name", ["3", "4, full", "own"])
+def test_a_sampler_with_fewer_batches_than_were_passed_over_is_refused(name: str) -> None:
+    there = len(list(CUTS[name](SAMPLERS["sequential"](None))))
+    for more in (1, 2, 1000):
+        draws = new_draws(CUTS[name](SAMPLERS["sequential"](None)), cutter(2, 0, None, shared=True), collate=True)
+        draws.skip(there + more)
+        with pytest.raises(tdi.StateMismatch, match=rf"ended after {there} batch\(es\).*after step {there + more}, "):
+            raise failure_of(draws)
+        assert draws.take_row() is None
+
+
+def test_a_worker_whose_own_rows_ended_before_the_others_has_none_left() -> None:
+    draws = new_draws(CUTS["3"](SAMPLERS["sequential"](None)), cutter(2, 0, 3, shared=False), collate=True)
+    draws.skip(100)
+    assert draws.take_row() is None
+
+
+@pytest.mark.parametrize("kind", ["ints", "strings", "own", "lists", "strings by themselves", "ints by themselves"])
+def test_a_sampler_that_draws_other_samples_than_before_is_refused_naming_both_digests(kind: str) -> None:
+    make, batch_size, collate = DRAWN[kind]
+    cut = cutter(2, 0, batch_size, shared=True)
+    whole = rows_of(new_draws(make(), cut, collate=collate))
+    first, second = whole[0][0], whole[1][0]
+    draws = new_draws(make(), cut, collate=collate)
+    draws.skip(2, first)
+    with pytest.raises(tdi.StateMismatch, match=rf"batch 2 of the epoch \(digest {second}\).*saved \(digest {first}\)"):
+        raise failure_of(draws)
+    assert draws.take_row() is None
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["default state", "generator"])
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_rows_that_are_drawn_together_are_those_drawn_one_by_one_and_so_is_the_random_state_after_each(
+    sampler: str, cut: str, own: bool
+) -> None:
+    def epoch(expects: Iterator[int]) -> list[tuple[Any, ...]]:
+        torch.manual_seed(3)
+        generator = seeded() if own else None
+        draws = new_draws(CUTS[cut](SAMPLERS[sampler](generator)), cutter(2, 1, None, shared=True), collate=cut in CUT)
+        found: list[tuple[Any, ...]] = []
+        while True:
+            draws.expect(next(expects))
+            row = draws.take_row()
+            found.append(tuple(state.tolist() for state in states(generator)))
+            if row is None:
+                return found
+            digest = row.digest if isinstance(row.digest, int) else row.digest()
+            found.append((digest, row.pieces, [asked_by(draws) for wanted in row.pieces if wanted]))
+
+    expected = epoch(itertools.repeat(0))
+    for expects in ([1], [4, 0, 0, 0], [100], [2, 7, 0]):
+        assert epoch(itertools.cycle(expects)) == expected
+
+
+def test_only_what_stands_fixed_is_drawn_before_it_is_asked_for() -> None:
+    draws = new_draws(
+        CUTS["3"](RandomSampler(range(30), generator=seeded())), cutter(1, 0, 3, shared=True), collate=True
+    )
+    draws.expect(4)
+    assert len(draws._rows) == 0  # the permutation is drawn with the first batch
+    draws.take_row()
+    draws.expect(4)
+    assert len(draws._rows) == 4
+    draws.expect(100)
+    assert len(draws._rows) == 9
+    own = new_draws([[0, 1], [2], [3]], cutter(1, 0, None, shared=True), collate=True)
+    own.take_row()
+    own.expect(2)
+    assert len(own._rows) == 0

@@ -1,0 +1,90 @@
+"""ShuffleSampler: its epochs are keyed permutations. How random those are is tested in ``tests/plan``."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from torchdistinput.plan.permutation import Permutation
+from torchdistinput.sources.map_style.shuffle_sampler import ShuffleSampler
+
+
+@pytest.mark.parametrize("n", [0, 1, 10, 4096, 8192, 8193, 20_000])
+def test_an_epoch_is_the_permutation_of_seed_and_epoch(n: int) -> None:
+    sampler = ShuffleSampler(n, seed=-5)
+    for epoch in range(3):
+        order = list(sampler)
+        assert order == Permutation(n, -5, epoch).block(0, n).tolist() == list(sampler.order(epoch))
+        assert sorted(order) == list(range(n))
+        assert {type(index) for index in order} <= {int}
+    assert len(sampler) == n
+
+
+def test_each_iter_is_the_next_epoch_from_what_was_set() -> None:
+    sampler = ShuffleSampler(50, seed=1)
+    orders = [list(sampler) for _ in range(4)]
+    assert len(set(map(tuple, orders))) == 4
+    assert sampler.epoch == 4
+    sampler.set_epoch(2)
+    assert sampler.epoch == 2
+    assert [list(sampler), list(sampler)] == orders[2:]
+    sampler.set_epoch(0)
+    opened, later = iter(sampler), iter(sampler)
+    sampler.set_epoch(9)
+    assert [list(opened), list(later)] == orders[:2]
+
+
+def test_looking_up_an_order_begins_no_epoch() -> None:
+    sampler = ShuffleSampler(50, seed=1)
+    order = sampler.order(0)
+    assert order.block(20, 30).tolist() == list(sampler)[20:30]
+    assert sampler.epoch == 1
+    assert list(sampler.next_order()) == list(sampler.order(1))
+    assert sampler.epoch == 2
+
+
+def test_other_seeds_are_other_orders() -> None:
+    orders = [tuple(ShuffleSampler(n, seed))[:9] for n in (50, 9000) for seed in (0, 1, -1, 2**64, 2**64 + 1)]
+    assert len(set(orders)) == len(orders)
+
+
+def test_the_longest_order_starts_at_once_anywhere() -> None:
+    sampler = ShuffleSampler(2**62, seed=3)
+    assert len(sampler) == 2**62
+    first = list(itertools.islice(sampler, 5))
+    assert first == sampler.order(0).block(0, 5).tolist()
+    assert sampler.order(0).block(2**62 - 2, 2**62).shape == (2,)
+
+
+def test_no_random_state_is_moved() -> None:
+    before = torch.get_rng_state()
+    assert len(list(ShuffleSampler(9000))) == 9000
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_in_a_torch_loader_each_epoch_has_every_sample_once_and_a_copy_goes_on_where_it_was() -> None:
+    samples = TensorDataset(torch.arange(100))
+    loader = DataLoader(samples, batch_size=8, sampler=ShuffleSampler(len(samples), seed=1))
+    first, second = (torch.cat([batch for (batch,) in loader]).tolist() for _ in range(2))
+    assert sorted(first) == sorted(second) == list(range(100))
+    assert first != second
+    assert list(pickle.loads(pickle.dumps(loader.sampler))) == list(ShuffleSampler(100, 1).order(2))
+
+
+@pytest.mark.parametrize(("arguments", "name"), [((2.5,), "n"), ((True,), "n"), (("9",), "n"), ((9, None), "seed")])
+def test_what_is_no_int_is_refused(arguments: tuple[Any, ...], name: str) -> None:
+    with pytest.raises(TypeError, match=f"^{name} must be an int, got "):
+        ShuffleSampler(*arguments)
+    with pytest.raises(TypeError, match="^epoch must be an int, got 1.0"):
+        ShuffleSampler(9).set_epoch(1.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("n", [-1, 2**62 + 1])
+def test_a_length_out_of_range_is_refused(n: int) -> None:
+    with pytest.raises(ValueError, match=rf"n is {n}; a ShuffleSampler needs 0 <= n <= 2\*\*62"):
+        ShuffleSampler(n)

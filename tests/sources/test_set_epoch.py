@@ -1,0 +1,205 @@
+"""The sampler, batch sampler and dataset are told the epoch at each ``iter()``, unless the user told them another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, Subset
+
+import torchdistinput as tdi
+from tests.support.epochs import lists
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+
+
+class Rotated(Sampler[int]):
+    """Begins at its epoch."""
+
+    def __init__(self, count: int = 6, epoch: Any = 0) -> None:
+        self.count = count
+        self.epoch = epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([(self.epoch + index) % self.count for index in range(self.count)])
+
+
+class Quiet(Sampler[int]):
+    """The same, which shows its epoch to nobody."""
+
+    def __init__(self) -> None:
+        self._inner = Rotated()
+
+    def set_epoch(self, epoch: int) -> None:
+        self._inner.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._inner)
+
+
+class Items(Dataset[int]):
+    """Tells its epoch in each sample."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> int:
+        return 100 * self.epoch + index
+
+
+class Stream(IterableDataset[int]):
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([100 * self.epoch + index for index in range(6)])
+
+
+class Counting(Rotated):
+    """Counts its epochs by itself, twice as fast."""
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(super().__iter__())
+        self.epoch += 2
+        return iter(order)
+
+
+def rotated(epoch: int) -> list[int]:
+    return [*Rotated(epoch=epoch)]
+
+
+def of_epoch(epoch: int) -> list[int]:
+    return [100 * epoch + index for index in range(6)]
+
+
+Make = Callable[[], tuple[Any, Any]]  # a loader of one process, and who is told
+
+SAMPLERS: dict[str, Make] = {
+    "sampler": lambda: ((own := Rotated()), DataLoader(range(6), 4, sampler=own))[::-1],  # type: ignore[arg-type]
+    "without an epoch to see": lambda: ((own := Quiet()), DataLoader(range(6), 4, sampler=own))[::-1],  # type: ignore[arg-type]
+    "inside a batch sampler": lambda: (
+        (own := Rotated()),
+        DataLoader(range(6), batch_sampler=BatchSampler(own, 4, drop_last=False)),  # type: ignore[arg-type]
+    )[::-1],
+    "counting by itself": lambda: ((own := Counting()), DataLoader(range(6), 4, sampler=own))[::-1],  # type: ignore[arg-type]
+}
+
+
+def flat(epoch: Any) -> list[int]:
+    return [number for batch in epoch for number in lists(batch)]
+
+
+def distributed(loader: Any) -> Any:
+    return tdi.Strategy(["cpu"]).distribute_dataset(loader)
+
+
+def drop_in(loader: DataLoader[Any]) -> Any:
+    if isinstance(loader.dataset, IterableDataset) or loader.num_workers:
+        more: dict[str, Any] = {"num_workers": loader.num_workers, "persistent_workers": loader.persistent_workers}
+        return tdi.DataLoader(loader.dataset, 4, **more)
+    return tdi.DataLoader(loader.dataset, batch_sampler=loader.batch_sampler)
+
+
+WAYS = pytest.mark.parametrize("divide", [distributed, drop_in])
+
+
+@WAYS
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_each_epoch_is_told_to_the_sampler(divide: Any, name: str) -> None:
+    with divide(SAMPLERS[name]()[0]) as loader:
+        assert [flat(loader) for _ in range(3)] == [rotated(0), rotated(1), rotated(2)]
+        state = loader.state_dict()
+        loader.set_epoch(5)
+        assert [flat(loader), flat(loader)] == [rotated(5), rotated(6)]
+    with divide(SAMPLERS[name]()[0]) as resumed:
+        resumed.load_state_dict(state)
+        assert flat(resumed) == rotated(3)
+        resumed.seek(7, 1)
+        assert flat(resumed) == rotated(7)[4:]
+
+
+@WAYS
+@pytest.mark.parametrize("workers", [0, 2, -2], ids=["here", "workers", "persistent"])
+@pytest.mark.parametrize("make", [Items, Stream, lambda: Subset(Items(), range(6))], ids=["map", "iterable", "subset"])
+def test_each_epoch_is_told_to_the_dataset_wherever_it_is_read(divide: Any, workers: int, make: Any) -> None:
+    data = make()
+    lasting = workers < 0
+    loader = DataLoader(
+        data,
+        4,
+        num_workers=abs(workers),
+        persistent_workers=lasting,
+        multiprocessing_context="fork" if workers else None,
+    )
+    repeats = abs(workers) if isinstance(data, IterableDataset) and workers else 1
+    with divide(loader) as own:
+        for epoch in (0, 1, 2):
+            assert sorted(flat(own)) == sorted(of_epoch(epoch) * repeats)
+        own.set_epoch(7)
+        assert sorted(flat(own)) == sorted(of_epoch(7) * repeats)
+        own.set_epoch(3)
+        assert sorted(flat(own)) == sorted(of_epoch(3) * repeats)
+
+
+@WAYS
+def test_set_epoch_of_the_sampler_itself_counts_as_one_of_the_loader(divide: Any) -> None:
+    torch_loader, sampler = SAMPLERS["sampler"]()
+    sampler.set_epoch(4)  # before the loader has looked at it
+    with divide(torch_loader) as loader:
+        assert [flat(loader), flat(loader)] == [rotated(4), rotated(5)]
+        assert loader.step.epoch == 5
+        for epoch in (2, 3):
+            sampler.set_epoch(epoch)
+            next(iter(loader))
+            assert loader.step.epoch == epoch
+        state = loader.state_dict()
+        sampler.set_epoch(1)
+        assert loader.state_dict()["epoch"] in {1, 3}  # the iterator that was left may be alive
+    torch_loader, sampler = SAMPLERS["sampler"]()
+    with divide(torch_loader) as resumed:
+        resumed.load_state_dict(state)
+        sampler.set_epoch(3)  # as a script says again, which goes on there
+        assert flat(resumed) == rotated(3)[4:]
+        assert flat(resumed) == rotated(4)
+        sampler.set_epoch(9)
+        resumed.load_state_dict(state)
+        assert flat(resumed) == rotated(3)[4:]
+
+
+def test_a_dataset_function_and_an_iterable_are_told_too() -> None:
+    strategy = tdi.Strategy(["cpu"])
+    for data in (Stream(), lambda: Stream()):  # noqa: PLW0108 - a class is refused
+        with strategy.distribute_dataset(data, global_batch_size=4) as loader:
+            assert [flat(loader) for _ in range(3)] == [of_epoch(0), of_epoch(1), of_epoch(2)]
+    sampler = Rotated()
+    made = DataLoader(Items(), 4, sampler=sampler)
+    with strategy.distribute_datasets_from_function(lambda _: made) as loader:
+        assert [flat(loader) for _ in range(2)] == [rotated(0), [100 + index for index in rotated(1)]]
+
+
+def test_what_set_epoch_raises_is_raised_at_the_first_step() -> None:
+    class Refuses(Items):
+        def set_epoch(self, epoch: int) -> None:
+            raise OSError("no epoch")
+
+    with distributed(DataLoader(Refuses(), 4)) as loader, pytest.raises(tdi.SourceError, match="no epoch"):
+        flat(loader)

@@ -1,0 +1,579 @@
+"""Data that fails is left out (``on_error="skip"``): the rest comes once, in its place, whatever was damaged where."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import random
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, final
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+
+import torchdistinput as tdi
+from tests.support.cells import cells
+from tests.support.epochs import lists, pieces, raised
+from torchdistinput import readers
+from torchdistinput.plan.batching import split
+from torchdistinput.sources.files.formats.crc32c import masked_crc32c
+from torchdistinput.sources.files.open_file import CorruptRecord
+
+SPOILED = "spoiled"
+ERROR = "error"
+
+
+class BrokenError(Exception):
+    """What the data raises."""
+
+
+@final
+@dataclass(frozen=True)
+class Broken(Dataset[int]):
+    """Numbers, some of which cannot be read."""
+
+    size: int
+    broken: set[int]
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> int:
+        if index in self.broken:
+            raise BrokenError(f"number {index} is broken")
+        return index
+
+
+@final
+@dataclass(frozen=True)
+class BrokenMany(Dataset[int]):
+    """The same, asked for many at once."""
+
+    size: int
+    broken: set[int]
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> int:
+        raise AssertionError("one by one, although there is __getitems__")
+
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        if self.broken & set(indices):
+            raise BrokenError(f"one of {indices} is broken")
+        return list(indices)
+
+
+@final
+@dataclass(frozen=True)
+class BrokenBatches(Dataset[torch.Tensor]):
+    """Items that are batches of four, some of which cannot be read."""
+
+    size: int
+    broken: set[int]
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index in self.broken:
+            raise BrokenError(f"batch {index} is broken")
+        return torch.arange(4 * index, 4 * index + 4)
+
+
+def skipping(**more: Any) -> tdi.InputOptions:
+    return tdi.InputOptions(on_error="skip", **more)
+
+
+def on(replicas: int) -> tdi.Strategy:
+    return tdi.Strategy(devices=["cpu"] * replicas)
+
+
+def law(order: list[int], size: int, broken: set[int], replicas: int, *, drop_last: bool = False) -> list[list[Any]]:
+    """The batches of one process, cut by law B1, then without what is broken; a step without a sample is none."""
+    batches = [order[start : start + size] for start in range(0, len(order), size)]
+    steps = []
+    for batch in batches:
+        if drop_last and len(batch) < size:
+            continue
+        cut = [batch[lo:hi] for lo, hi in (split(len(batch), replicas, k) for k in range(replicas))]
+        steps.append([[number for number in piece if number not in broken] for piece in cut])
+    return [step for step in steps if any(step)]
+
+
+def delivered(strategy: tdi.Strategy, loader: tdi.DistributedDataset) -> list[list[Any]]:
+    """The steps, whose account of themselves must be right."""
+    steps = []
+    for number, element in enumerate(loader):
+        found = pieces(strategy, element)
+        sizes = tuple(map(len, found))
+        assert (loader.step.index, loader.step.local_sizes, loader.step.global_size) == (number, sizes, sum(sizes))
+        steps.append(found)
+    return steps
+
+
+# Readers say where the next record starts, if that is certain
+
+
+def tfrecord(payload: bytes, *, good: bool = True, good_length: bool = True) -> bytes:
+    length = struct.pack("<Q", len(payload))
+    checksum = masked_crc32c(length) ^ (not good_length)
+    return length + struct.pack("<I", checksum) + payload + struct.pack("<I", masked_crc32c(payload) ^ (not good))
+
+
+READ: dict[str, tuple[Any, bytes, list[Any]]] = {
+    "a line that is not UTF-8": (readers.text_lines, b"a\n\xff\nb\n", ["a", SPOILED, "b"]),
+    "the first line, after which others are good": (readers.text_lines, b"\xff\r\nb\r\nc", [SPOILED, "b", "c"]),
+    "the last line, without an end": (readers.text_lines, b"a\n\xffx", ["a", SPOILED]),
+    "two lines after another": (readers.text_lines, b"\xff\n\xff\nb\n", [SPOILED, SPOILED, "b"]),
+    "only one line": (readers.text_lines, b"\xff", [SPOILED]),
+    "no JSON": (readers.json_lines, b'1\n{"a":\n\n[3]\n', [1, SPOILED, [3]]),
+    "JSON that is not UTF-8": (readers.json_lines, b'"\xff"\n2', [SPOILED, 2]),
+    "no JSON at the end": (readers.json_lines, b"1\n{", [1, SPOILED]),
+    "a row that is too short": (readers.csv_rows, b"a,b\n1\n4,5\n", [SPOILED, {"a": "4", "b": "5"}]),
+    "a row that is not CSV": (readers.csv_rows, b'a\n"x"y\n2\n', [SPOILED, {"a": "2"}]),
+    "a row that is not UTF-8": (readers.csv_rows, b"a\n\xff\n2\n", [SPOILED, {"a": "2"}]),
+    "a row whose quote may go on": (readers.csv_rows, b'a\n"x"y"\n2\n', [ERROR]),
+    "a quote that does not end": (readers.csv_rows, b'a\n1\n"x\n2\n', [{"a": "1"}, ERROR]),
+    "a row in two lines that is too short": (readers.csv_rows, b'a,b\n"1\n2"\n3,4\n', [ERROR]),
+    "a header that has a name twice": (readers.csv_rows, b"a,a\n1,2\n", [ERROR]),
+    "a header that is not UTF-8": (readers.csv_rows, b"\xff,b\n1,2\n", [ERROR]),
+    "a payload": (readers.tfrecords, tfrecord(b"b", good=False) + tfrecord(b"c"), [SPOILED, b"c"]),
+    "a length": (readers.tfrecords, tfrecord(b"a") + tfrecord(b"b", good_length=False), [b"a", ERROR]),
+    "a record that is cut off": (readers.tfrecords, tfrecord(b"a") + tfrecord(b"bcd")[:-5], [b"a", ERROR]),
+    "a short record of fixed length": (readers.fixed_length_records(2), b"abc", [b"ab", ERROR]),
+    "no array": (readers.npy_rows, b"abc", [ERROR]),
+}  # fmt: skip
+
+
+def told(walk: Any) -> list[Any]:
+    """The records of a walk, with a word for those that are spoiled, and for an error."""
+    found: list[Any] = []
+
+    def read() -> None:
+        for each in walk:
+            found.append(SPOILED if isinstance(each, CorruptRecord) else each)
+
+    error = raised(read)
+    if error is not None:
+        assert (error.kind, error.file is None) == ("SourceError", False)
+        found.append(ERROR)
+    return found
+
+
+@pytest.mark.parametrize("case", READ)
+def test_a_walk_goes_on_after_a_bad_record_where_it_is_certain_how(case: str, tmp_path: Path) -> None:
+    read, content, want = READ[case]
+    (tmp_path / "f").write_bytes(content)
+    files = tdi.FileDataset(str(tmp_path / "f"), read)
+    assert told(files.walk([0], 0, skip=True)) == want
+    until_first = want[: want.index(SPOILED)] if SPOILED in want else want[:-1]
+    assert told(files.walk([0], 0)) == [*until_first, ERROR]
+
+
+def test_the_first_bad_record_of_a_file_is_told_with_its_place(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(b"good\n\xff\n")
+    files = tdi.FileDataset(str(tmp_path / "f"), readers.text_lines)
+    good, bad = files.walk([0], 0, skip=True)
+    assert good == "good"
+    assert bad.reason.startswith(f"{tmp_path / 'f'}, offset 5: the line at byte 5 is not UTF-8")
+
+
+def test_a_plain_reader_cannot_be_entered_again_so_its_error_stays(tmp_path: Path) -> None:
+    def plain(file: Any) -> Iterator[str]:
+        yield from readers.text_lines(file)
+
+    (tmp_path / "f").write_bytes(b"good\n\xff\nb\n")
+    assert told(tdi.FileDataset(str(tmp_path / "f"), plain).walk([0], 0, skip=True)) == ["good", ERROR]
+
+
+@readers.in_blocks
+def digits(file: Any, offset: int) -> Iterator[Any]:
+    """A reader of one's own, with a front that is read each time, and records of one byte each."""
+    assert file.read(1) == b"#"
+    offset = max(offset, 1)
+    readers.skip_to(file, offset, 1)
+    while byte := file.read(1):
+        if not byte.isdigit():
+            raise tdi.SourceError(f"no digit at {offset}", offset=offset, resume_at=offset + 1)
+        yield offset, [int(byte)]
+        offset += 1
+
+
+@pytest.mark.parametrize("name", ["f", "f.gz"])
+def test_a_reader_of_ones_own_may_say_where_to_go_on(name: str, tmp_path: Path) -> None:
+    content = b"#12x4yz7"
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    files = tdi.FileDataset(str(tmp_path / name), digits)
+    assert told(files.walk([0], 0, skip=True)) == [1, 2, SPOILED, 4, SPOILED, SPOILED, 7]
+
+
+@readers.in_blocks
+def going_back(file: Any, offset: int) -> Iterator[Any]:
+    """A reader that says nonsense: that the next record starts before the bad one."""
+    yield offset, [offset]
+    raise tdi.SourceError("bad", offset=offset + 1, resume_at=offset)
+
+
+def test_a_reader_that_would_go_back_for_ever_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(b"abc")
+    assert told(tdi.FileDataset(str(tmp_path / "f"), going_back).walk([0], 0, skip=True)) == [0, ERROR]
+
+
+# Walks are left and entered again among spoiled records
+
+
+def line(number: int, *, good: bool, pad: int) -> bytes:
+    return f"{number}{' ' * pad}\n".encode() if good else b"\xff" * (1 + pad) + b"\n"
+
+
+def json_line(number: int, *, good: bool, pad: int) -> bytes:
+    return f'"{number}{" " * pad}"\n'.encode() if good else b"{\n"
+
+
+def csv_line(number: int, *, good: bool, pad: int) -> bytes:
+    return f'"{number}{" " * pad}",x\n'.encode() if good else b"1,2,3\n"
+
+
+def record(number: int, *, good: bool, pad: int) -> bytes:
+    return tfrecord(f"{number}{' ' * pad}".encode(), good=good)
+
+
+FORMATS: dict[str, tuple[Any, Callable[..., bytes], bytes, Callable[[Any], int]]] = {
+    "text": (readers.text_lines, line, b"", int),
+    "json": (readers.json_lines, json_line, b"", int),
+    "csv": (readers.csv_rows, csv_line, b"number,x\n", lambda row: int(row["number"])),
+    "tfrecords": (readers.tfrecords, record, b"", int),
+}
+
+
+def write(path: Path, kind: str, numbers: range, broken: set[int], *, pad: int = 0) -> None:
+    _, make, head, _ = FORMATS[kind]
+    path.write_bytes(head + b"".join(make(number, good=number not in broken, pad=pad) for number in numbers))
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_walk_left_after_any_record_goes_on_with_exactly_the_rest(kind: str, tmp_path: Path) -> None:
+    read, _, _, number_of = FORMATS[kind]
+    rng = random.Random(kind)
+    broken = {number for number in range(100) if rng.random() < 0.3} | {0, 20, 21, 22, 39}
+    for number, numbers in enumerate((range(20), range(20, 40), range(40, 46))):
+        write(tmp_path / str(number), kind, numbers, broken, pad=5000)  # two blocks in the longer files
+    for window, cycle in ((0, 2), (7, 1)):
+        files = tdi.FileDataset(
+            str(tmp_path / "*"), read, shuffle_buffer=window, cycle_length=cycle, block_length=3, seed=4
+        )
+        whole, positions, origins = [], [], []
+        walk = files.walk(range(3), 1, skip=True)
+        positions.append(walk.position())
+        for each in walk:
+            whole.append(each)
+            positions.append(walk.position())
+            origins.append(walk.place)
+        for each, origin in zip(whole, origins, strict=True):
+            number = (0, 20, 40)[origin.file_number] + origin.record
+            assert isinstance(each, CorruptRecord) == (number in broken)
+            if not isinstance(each, CorruptRecord):
+                assert number_of(each) == number
+        assert len(whole) == 46
+        for done, position in enumerate(positions):
+            assert list(files.walk(range(3), 1, position, skip=True)) == whole[done:], (window, cycle, done)
+
+
+# Map-style data
+
+
+KINDS: dict[str, Callable[[int, set[int]], Any]] = {
+    "one by one": Broken,
+    "many at once": BrokenMany,
+    "a subset": lambda size, broken: Subset(Broken(size, broken), range(size)),
+}
+
+
+def test_the_rest_of_map_style_data_comes_once_in_its_place(all_cells: bool) -> None:
+    settings: dict[str, list[Any]] = {
+        "replicas": [1, 2, 3],
+        "num_workers": [0, 2],
+        "prefetch": [0, 2],
+        "drop_last": [False, True],
+        "with_index": [False, True],
+    }
+    damages: list[set[int]] = [set(), {0}, {4, 5, 6, 7}, set(range(10)), {3, 9, 10, 16}, set(range(17))]
+    of = [*zip([*KINDS] * 4, damages * 2, strict=True)]
+    for (kind, broken), setting in cells(of, settings, everything=all_cells):
+        strategy = on(setting["replicas"])
+        data = DataLoader(
+            KINDS[kind](17, broken), batch_size=4, drop_last=setting["drop_last"], num_workers=setting["num_workers"]
+        )
+        options = skipping(prefetch=setting["prefetch"], with_index=setting["with_index"])
+        with strategy.distribute_dataset(data, options) as loader:
+            want = law(list(range(17)), 4, broken, setting["replicas"], drop_last=setting["drop_last"])
+            if setting["with_index"]:
+                steps = [pieces(strategy, element) for element in loader]
+                assert steps == [[(piece, piece) for piece in step] for step in want], (kind, broken, setting)
+            else:
+                assert delivered(strategy, loader) == want, (kind, broken, setting)
+
+
+@pytest.mark.parametrize("with_index", [False, True])
+def test_an_item_that_is_a_whole_batch_is_left_out_whole(with_index: bool) -> None:
+    strategy = on(2)
+    data = DataLoader(BrokenBatches(4, {1}), batch_size=None)
+    steps = [pieces(strategy, e) for e in strategy.distribute_dataset(data, skipping(with_index=with_index))]
+    want: list[list[Any]] = [[[4 * k, 4 * k + 1], [4 * k + 2, 4 * k + 3]] for k in (0, 2, 3)]
+    if with_index:
+        firsts = [2**20 * k for k in (0, 2, 3)]
+        want = [[([f, f + 1], a), ([f + 2, f + 3], b)] for f, (a, b) in zip(firsts, want, strict=True)]
+    assert steps == want
+
+
+def test_what_the_collate_function_raises_is_not_left_out() -> None:
+    def collate(samples: list[int]) -> torch.Tensor:
+        raise BrokenError(f"cannot collate {samples}")
+
+    data = DataLoader(Broken(8, {1}), batch_size=4, collate_fn=collate)
+    error = raised(lambda: list(on(1).distribute_dataset(data, skipping())))
+    assert error is not None
+    assert "(samples 0, 1, 2, 3): tests.sources.test_skipping.BrokenError: cannot collate [0, 2, 3]" in error.message
+
+
+def test_padding_fills_up_what_was_left_out() -> None:
+    data = DataLoader(Broken(8, {1, 4, 5, 6, 7}), batch_size=4)
+    (element,) = [lists(each) for each in on(1).distribute_dataset(data, skipping(partial_batch="pad"))]
+    assert element == ([0, 2, 3, 0], [True, True, True, False])
+
+
+def test_the_size_of_pieces_is_not_certain_where_samples_may_be_left_out() -> None:
+    data = DataLoader(Broken(8, set()), batch_size=4, drop_last=True)
+    for options, size in ((tdi.InputOptions(), 4), (skipping(), None)):
+        with on(1).distribute_dataset(data, options) as loader:
+            assert loader.element_spec.shape == (size,)
+
+
+def test_the_mean_over_a_batch_is_the_mean_over_its_samples_that_are_left() -> None:
+    strategy = on(2)
+    loader = strategy.distribute_dataset(DataLoader(Broken(5, {1, 2}), batch_size=5), skipping())
+    (element,) = loader
+    found = [tdi.average_loss(piece.double(), loader.step) for piece in strategy.local_results(element)]
+    assert float(sum(found)) == pytest.approx((0 + 3 + 4) / 3)
+
+
+# Files
+
+
+FILES = (range(7), range(7, 9), range(9, 20))
+
+
+def file_data(folder: Path, kind: str, broken: set[int], undecodable: set[int], **more: Any) -> tdi.FileDataset:
+    for number, numbers in enumerate(FILES):
+        write(folder / f"{kind}{number}", kind, numbers, broken)
+    return tdi.FileDataset(
+        str(folder / f"{kind}*"), FORMATS[kind][0], map_fn=partial(decode, kind, undecodable), **more
+    )
+
+
+def decode(kind: str, undecodable: set[int], value: Any) -> int:
+    number = FORMATS[kind][3](value)
+    if number in undecodable:
+        raise BrokenError(f"cannot decode {number}")
+    return number
+
+
+def test_the_rest_of_the_records_of_files_comes_once_in_its_place(tmp_path: Path, all_cells: bool) -> None:
+    settings: dict[str, list[Any]] = {
+        "replicas": [1, 2, 3],
+        "num_workers": [0, 2],
+        "prefetch": [0, 2],
+        "drop_last": [False, True],
+        "with_index": [False, True],
+        "shuffle_buffer": [0, 3],
+    }
+    broken, undecodable = {0, 8, 10, 11, 12, 13, 19}, {1, 9, 17}
+    for kind, setting in cells([*FORMATS] * 2, settings, everything=all_cells):
+        strategy = on(setting["replicas"])
+        files = file_data(tmp_path, kind, broken, undecodable, shuffle_buffer=setting["shuffle_buffer"])
+        order = [FILES[file][0] + place for file, place in order_of(files)]
+        data = DataLoader(files, batch_size=4, drop_last=setting["drop_last"], num_workers=setting["num_workers"])
+        options = skipping(prefetch=setting["prefetch"], with_index=setting["with_index"])
+        want = law(order, 4, broken | undecodable, setting["replicas"], drop_last=setting["drop_last"])
+        with strategy.distribute_dataset(data, options) as loader:
+            if setting["with_index"]:
+                steps = [pieces(strategy, element) for element in loader]
+                assert steps == [[([*map(index_of, piece)], piece) for piece in step] for step in want], (kind, setting)
+            else:
+                assert delivered(strategy, loader) == want, (kind, setting)
+
+
+def order_of(files: tdi.FileDataset) -> Iterator[tuple[int, int]]:
+    """The records, as file and record, in the order of epoch 0."""
+    walk = files.walk(range(3), 0, skip=True)
+    for _ in walk:
+        yield walk.place.file_number, walk.place.record
+
+
+def index_of(number: int) -> int:
+    file = next(k for k, numbers in enumerate(FILES) if number in numbers)
+    return file * 2**40 + number - FILES[file][0]
+
+
+@pytest.mark.parametrize("with_index", [False, True])
+def test_a_record_that_is_a_ready_batch_is_left_out_whole(with_index: bool, tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(b"[1, 2]\n{\n[5, 6]\n[]x\n[7, 8]\n")
+    strategy = on(2)
+    files = tdi.FileDataset(str(tmp_path / "f"), readers.json_lines, map_fn=torch.tensor)
+    ready: Any = DataLoader(files, batch_size=None)
+    steps = [pieces(strategy, e) for e in strategy.distribute_dataset(ready, skipping(with_index=with_index))]
+    want: list[Any] = [[[1], [2]], [[5], [6]], [[7], [8]]]
+    if with_index:
+        firsts = [0, 2 * 2**20, 4 * 2**20]
+        want = [[([f], a), ([f + 1], b)] for f, (a, b) in zip(firsts, want, strict=True)]
+    assert steps == want
+
+
+def test_a_file_that_cannot_be_read_on_is_an_error_all_the_same(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(tfrecord(b"1") + tfrecord(b"2", good=False) + tfrecord(b"3")[:-1])
+    files = tdi.FileDataset(str(tmp_path / "f"), readers.tfrecords, map_fn=int)
+    loader = on(1).distribute_dataset(files, skipping(), global_batch_size=1)
+    steps: list[Any] = []
+    error = raised(lambda: steps.extend(map(lists, loader)))
+    assert steps == [[1]]
+    assert error is not None
+    assert (error.file, error.offset) == (str(tmp_path / "f"), 34)
+    assert "cut off" in error.message
+
+
+# A run is stopped and taken up again
+
+
+def test_a_run_taken_up_again_after_any_step_delivers_the_same_rest(tmp_path: Path, all_cells: bool) -> None:
+    broken = {0, 4, 5, 6, 7, 13, 19}  # a whole batch among them
+
+    def map_style(workers: int) -> Any:
+        generator = torch.Generator().manual_seed(2)
+        return DataLoader(Broken(20, broken), batch_size=4, shuffle=True, generator=generator, num_workers=workers)
+
+    def files(kind: str, workers: int) -> Any:
+        data = file_data(tmp_path, kind, broken, {2, 9}, shuffle_buffer=3, cycle_length=2)
+        return DataLoader(data, batch_size=2, num_workers=workers)
+
+    makers: list[Callable[[int], Any]] = [map_style, *(partial(files, kind) for kind in ("csv", "tfrecords"))]
+    for make, setting in cells(makers, {"workers": [0, 2], "prefetch": [0, 2]}, everything=all_cells):
+        options = skipping(prefetch=setting["prefetch"])
+        whole: list[Any] = []
+        states = []
+        with on(1).distribute_dataset(make(setting["workers"]), options) as loader:
+            for element in loader:
+                whole.append((loader.step.index, lists(element)))
+                states.append(json.dumps(loader.state_dict()))
+        for done, state in enumerate(states, 1):
+            with on(1).distribute_dataset(make(0), options) as resumed:
+                resumed.load_state_dict(json.loads(state))
+                if done < len(states):
+                    rest = [(resumed.step.index, lists(element)) for element in resumed]
+                    assert rest == whole[done:], (setting, done)
+
+
+# How many, and what is told
+
+
+@pytest.mark.parametrize(("prefetch", "num_workers"), [(0, 0), (2, 0), (2, 1)])
+def test_one_more_than_max_errors_is_an_error_at_its_step(prefetch: int, num_workers: int) -> None:
+    broken = {1, 6, 9, 10, 13}
+    for max_errors, steps_before in ((0, 0), (1, 1), (2, 2), (3, 2), (4, 3), (5, 5)):
+        data = DataLoader(Broken(20, broken), batch_size=4, num_workers=num_workers)
+        loader = on(2).distribute_dataset(data, skipping(prefetch=prefetch, max_errors=max_errors))
+        steps: list[Any] = []
+        if max_errors == len(broken):
+            steps.extend(loader)
+        else:
+            with pytest.raises(tdi.SourceError) as caught:
+                steps.extend(loader)
+            up_to = len([number for number in broken if number < 4 * steps_before + 4])
+            assert f"{up_to} samples could not be read up to step {steps_before} of epoch 0" in str(caught.value)
+            assert f"max_errors={max_errors}" in str(caught.value)
+            assert "\nsample 1: BrokenError: number 1 is broken" in str(caught.value)
+            assert (caught.value.epoch, caught.value.step) == (0, steps_before)
+        assert len(steps) == steps_before
+        loader.close()
+
+
+def test_each_epoch_counts_anew() -> None:
+    loader = on(1).distribute_dataset(DataLoader(Broken(8, {1, 2}), batch_size=4), skipping(max_errors=2))
+    assert [sum(len(element) for element in loader) for _ in range(3)] == [6, 6, 6]
+
+
+def test_the_first_ten_of_an_epoch_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    data = DataLoader(Broken(40, set(range(5, 30))), batch_size=4, num_workers=1)
+    with caplog.at_level(logging.WARNING, "torchdistinput"):
+        list(on(2).distribute_dataset(data, skipping()))
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 11
+    for number, message in enumerate(messages[:10], 5):
+        assert message.endswith(f"could not be read: sample {number}: BrokenError: number {number} is broken")
+    assert "counted, and not told" in messages[10]
+
+
+def test_records_are_logged_with_their_file_and_place(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    files = file_data(tmp_path, "text", {1}, {3})
+    with caplog.at_level(logging.WARNING, "torchdistinput"):
+        list(on(1).distribute_dataset(files, skipping(), global_batch_size=4))
+    first, second = (record.getMessage() for record in caplog.records)
+    assert f"{tmp_path}/text0, offset 2: the line at byte 2 is not UTF-8" in first
+    assert f"{tmp_path}/text0, record 3: map_fn failed: BrokenError: cannot decode 3" in second
+
+
+class WordlessError(Exception):
+    """Nobody can print it."""
+
+    def __str__(self) -> str:
+        raise BrokenError("no words")
+
+
+def test_an_error_without_words_and_one_with_too_many_are_left_out_too(caplog: pytest.LogCaptureFixture) -> None:
+    class Odd(Dataset[int]):
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> int:
+            if index == 1:
+                raise WordlessError
+            if index == 2:
+                raise BrokenError("many\n words" * 100_000)
+            return index
+
+    with caplog.at_level(logging.WARNING, "torchdistinput"):
+        (element,) = on(1).distribute_dataset(DataLoader(Odd(), batch_size=4), skipping())
+    assert element.tolist() == [0, 3]
+    messages = [record.getMessage() for record in caplog.records]
+    assert "sample 1: WordlessError" in messages[0]
+    assert "sample 2: BrokenError: many words many" in messages[1].replace("wordsmany", "words many")
+    assert all("\n" not in message and len(message) < 700 for message in messages)
+
+
+# What has no positions
+
+
+@final
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(4))
+
+
+@pytest.mark.parametrize(
+    "distribute",
+    [
+        lambda: on(1).distribute_dataset(DataLoader(Stream(), batch_size=2), skipping()),
+        lambda: on(1).distribute_dataset(Stream(), skipping(), global_batch_size=2),
+        lambda: on(1).distribute_dataset(lambda: iter([torch.zeros(2)]), skipping()),
+        lambda: on(1).distribute_datasets_from_function(lambda _: [torch.zeros(2)], skipping()),
+    ],
+)
+def test_opaque_iterables_cannot_leave_out_what_fails(distribute: Callable[[], Any]) -> None:
+    with pytest.raises(tdi.InputError, match='on_error="skip".*catch the error in your own dataset'):
+        distribute()

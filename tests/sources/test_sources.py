@@ -1,0 +1,257 @@
+"""Every kind of data in one process: what is delivered is what torch's own loader gives, cut by law B1."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import ChainDataset, DataLoader, Dataset, SequentialSampler
+
+import torchdistinput as tdi
+from tests.support import inputs
+from tests.support.epochs import cut_by_s, epoch, pieces
+from torchdistinput.batches import pytree
+
+EPOCHS = 2
+
+
+def expected(given: inputs.Input, folder: Path, replicas: int) -> list[list[list[Any]]]:
+    torch.manual_seed(11)
+    reference = given.reference(folder)
+    return [[cut_by_s(batch, replicas) for batch in reference] for _ in range(EPOCHS if given.repeats else 1)]
+
+
+def distributed(given: inputs.Input, folder: Path, strategy: tdi.Strategy, prefetch: int) -> tdi.DistributedDataset:
+    torch.manual_seed(11)
+    options = tdi.InputOptions(auto_shard_policy=given.policy, prefetch=prefetch)
+    return strategy.distribute_dataset(given.make(folder), options, global_batch_size=given.global_batch_size)
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("name", list(inputs.FINITE))
+def test_the_pieces_of_a_step_put_together_are_torchs_batch(name: str, replicas: int, tmp_path: Path) -> None:
+    inputs.write_numbers(tmp_path)
+    given = inputs.FINITE[name]
+    strategy = tdi.Strategy(devices=["cpu"] * replicas)
+    prefetch = (list(inputs.FINITE).index(name) + replicas) % 3
+    with distributed(given, tmp_path, strategy, prefetch) as dataset:
+        found = [epoch(strategy, dataset) for _ in range(EPOCHS if given.repeats else 1)]
+    assert found == expected(given, tmp_path, replicas)
+
+
+@pytest.mark.parametrize("name", list(inputs.INDEXED))
+def test_a_source_of_known_length_has_the_length_of_torchs_loader(name: str, tmp_path: Path) -> None:
+    given = inputs.INDEXED[name]
+    dataset = distributed(given, tmp_path, tdi.Strategy(devices=["cpu"] * 3), 2)
+    reference: Any = given.reference(tmp_path)
+    assert len(dataset) == len(reference)
+    assert sum(1 for _ in dataset) == len(reference)
+
+
+@pytest.mark.parametrize("name", ["plain iterable", "generator function of batches", "generator object"])
+def test_a_source_of_unknown_length_has_no_length(name: str, tmp_path: Path) -> None:
+    dataset = distributed(inputs.FINITE[name], tmp_path, tdi.Strategy(devices=["cpu"]), 2)
+    with pytest.raises(TypeError):
+        len(dataset)
+
+
+def chained() -> ChainDataset:
+    """Has a ``__len__``, but one of its parts has none."""
+    return ChainDataset([inputs.Count(5), inputs.Repeated(3)])
+
+
+class OfNoLength(Dataset[int]):
+    """As a base class says that its children may have a length."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+@pytest.mark.filterwarnings("ignore:.*is read again from its front")
+@pytest.mark.parametrize(
+    ("make", "size"),
+    [
+        (chained, 2),
+        (lambda: DataLoader(chained(), batch_size=2), None),
+        (lambda: DataLoader(OfNoLength(), batch_size=2, sampler=SequentialSampler(range(8))), None),
+    ],
+)
+def test_data_whose_length_raises_is_read_and_resumed_as_data_without_one(make: Any, size: int | None) -> None:
+    strategy = tdi.Strategy(devices=["cpu"])
+    dataset = strategy.distribute_dataset(make(), global_batch_size=size)
+    whole = epoch(strategy, dataset)
+    assert len(whole) == 4
+    states = [dataset.state_dict() for _ in dataset]
+    with strategy.distribute_dataset(make(), global_batch_size=size) as resumed:
+        resumed.load_state_dict(states[1])
+        assert epoch(strategy, resumed) == whole[2:]
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_draws_in_the_loop_and_after_it_are_those_of_a_loop_over_torchs_loader(prefetch: int) -> None:
+    """The sampler draws where torch's would, so a seed gives the same dropout with and without the library."""
+
+    def draws(make: Any) -> list[float]:
+        torch.manual_seed(3)
+        loader = make(DataLoader(range(23), batch_size=5, shuffle=True))  # type: ignore[arg-type]
+        found = [torch.rand(()).item() for _ in range(2) for _ in loader]
+        return [*found, torch.rand(()).item()]
+
+    strategy = tdi.Strategy(devices=["cpu"])
+    options = tdi.InputOptions(prefetch=prefetch)
+    assert draws(lambda data: strategy.distribute_dataset(data, options)) == draws(lambda data: data)
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("prefetch", [0, 1, 4])
+def test_an_infinite_source_is_delivered_for_as_long_as_it_is_asked(prefetch: int, replicas: int) -> None:
+    def endless() -> Iterator[torch.Tensor]:
+        return (torch.arange(6 * step, 6 * step + 6) for step in itertools.count())
+
+    strategy = tdi.Strategy(devices=["cpu"] * replicas)
+    dataset = strategy.distribute_dataset(endless, tdi.InputOptions(prefetch=prefetch))
+    for _ in range(2):
+        found = [pieces(strategy, element) for element in itertools.islice(dataset, 20)]
+        assert found == [cut_by_s(batch, replicas) for batch in itertools.islice(endless(), 20)]
+    with pytest.raises(TypeError):
+        len(dataset)
+    dataset.close()
+
+
+def test_samples_of_an_infinite_iterable_are_batched() -> None:
+    def numbers() -> Iterator[int]:
+        return itertools.count()
+
+    strategy = tdi.Strategy(devices=["cpu"] * 2)
+    dataset = strategy.distribute_dataset(numbers, global_batch_size=4)
+    found = [pieces(strategy, element) for element in itertools.islice(dataset, 3)]
+    assert found == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], [10, 11]]]
+    dataset.close()
+
+
+def test_one_replica_gets_plain_batches_and_several_get_one_value_each() -> None:
+    data: Any = DataLoader(inputs.Records(), batch_size=5)
+    (plain, *_) = tdi.Strategy(devices=["cpu"]).distribute_dataset(data)
+    assert isinstance(plain["x"], torch.Tensor)
+    assert plain["name"] == ["r0", "r1", "r2", "r3", "r4"]
+    (spread, *_) = tdi.Strategy(devices=["cpu"] * 2).distribute_dataset(data)
+    assert isinstance(spread["x"], tdi.PerReplica)
+    assert [tuple(value.shape) for value in spread["x"].values] == [(3, 2), (2, 2)]
+    assert [value.dtype for value in spread["x"].values] == [torch.float64] * 2
+
+
+def test_the_step_says_where_the_loop_is_and_how_the_batch_was_cut() -> None:
+    strategy = tdi.Strategy(devices=["cpu"] * 3)
+    dataset = strategy.distribute_dataset(DataLoader(range(8), batch_size=5))  # type: ignore[arg-type]
+    found = [(dataset.step.epoch, dataset.step.index, dataset.step.global_size, dataset.step.local_sizes)
+             for _ in range(2) for _ in dataset]  # fmt: skip
+    assert found == [
+        (0, 0, 5, (2, 2, 1)),
+        (0, 1, 3, (1, 1, 1)),
+        (1, 0, 5, (2, 2, 1)),
+        (1, 1, 3, (1, 1, 1)),
+    ]
+    assert (dataset.step.num_replicas, dataset.step.num_workers) == (3, 1)
+
+
+def test_an_iterator_has_the_step_of_its_own_last_batch() -> None:
+    strategy = tdi.Strategy(devices=["cpu"])
+    dataset = strategy.distribute_dataset(DataLoader(range(8), batch_size=2))  # type: ignore[arg-type]
+    first, second = iter(dataset), iter(dataset)
+    next(first)
+    next(first)
+    next(second)
+    assert (first.step.epoch, first.step.index) == (0, 1)
+    assert (second.step.epoch, second.step.index) == (1, 0)
+    first.close()
+    second.close()
+
+
+def test_set_epoch_chooses_the_next_epoch_and_later_ones_follow() -> None:
+    strategy = tdi.Strategy(devices=["cpu"])
+    dataset = strategy.distribute_dataset(DataLoader(range(4), batch_size=4))  # type: ignore[arg-type]
+    epochs = []
+    for chosen in (None, None, 7, None):
+        if chosen is not None:
+            dataset.set_epoch(chosen)
+        for _ in dataset:
+            epochs.append(dataset.step.epoch)
+    assert epochs == [0, 1, 7, 8]
+
+
+def test_shuffled_files_change_with_the_epoch_and_an_epoch_can_be_repeated(tmp_path: Path) -> None:
+    inputs.write_numbers(tmp_path)
+    strategy = tdi.Strategy(devices=["cpu"])
+
+    def run(epochs: list[int]) -> list[list[int]]:
+        data = tdi.FileDataset(
+            str(tmp_path / "?.txt"), tdi.readers.text_lines, map_fn=int, shuffle_files=True, shuffle_buffer=4, seed=5
+        )
+        dataset = strategy.distribute_dataset(data, global_batch_size=4)
+        found = []
+        for number in epochs:
+            dataset.set_epoch(number)
+            found.append([value for element in dataset for value in element.tolist()])
+        return found
+
+    first = run([0, 1, 2])
+    assert all(sorted(order) == list(range(12)) for order in first)
+    assert len({tuple(order) for order in first}) == 3
+    assert run([2, 0, 1]) == [first[2], first[0], first[1]]
+
+
+def test_dtypes_and_inner_dims_are_those_of_torchs_batch() -> None:
+    data: Any = DataLoader(inputs.Records(), batch_size=5)
+    for batch, element in zip(data, tdi.Strategy(devices=["cpu"]).distribute_dataset(data), strict=True):
+        assert pytree.structure_of(element).signature() == pytree.structure_of(batch).signature()
+        assert element["x"].shape == batch["x"].shape
+
+
+def test_arrays_become_tensors() -> None:
+    strategy = tdi.Strategy(devices=["cpu"] * 2)
+    batches = [torch.arange(4, dtype=torch.float32).numpy()]
+    ((element),) = strategy.distribute_dataset(lambda: batches)
+    assert [(value.dtype, value.tolist()) for value in element.values] == [
+        (torch.float32, [0.0, 1.0]),
+        (torch.float32, [2.0, 3.0]),
+    ]
+
+
+def test_a_file_dataset_gives_the_same_records_at_any_number_of_workers(tmp_path: Path) -> None:
+    inputs.write_numbers(tmp_path)
+    strategy = tdi.Strategy(devices=["cpu"])
+    orders = []
+    for workers in (0, 1, 2):
+        data = DataLoader(inputs.numbers_of(tmp_path), batch_size=5, num_workers=workers)
+        orders.append(sorted(value for element in strategy.distribute_dataset(data) for value in element.tolist()))
+    assert orders == [list(range(12))] * 3
+
+
+@pytest.mark.parametrize("kind", ["map", "iterable", "files", "drop-in", "function"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_goes_to_a_device_is_pinned_for_that_and_not_before(
+    kind: str, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    inputs.write_numbers(tmp_path)
+    data: dict[str, Any] = {"iterable": inputs.Count(7), "files": inputs.numbers_of(tmp_path)}
+    make: Any = tdi.DataLoader if kind == "drop-in" else DataLoader
+    loader = make(data.get(kind, range(7)), batch_size=2, pin_memory=True, num_workers=workers)
+    strategy = tdi.Strategy(["cpu"])
+    distribute: Any = strategy.distribute_dataset
+    given = loader
+    if kind == "function":
+        distribute, given = strategy.distribute_datasets_from_function, lambda _: loader
+    monkeypatch.setattr(tdi.Strategy, "_on_host", False)
+    found = [batch.tolist() for batch in distribute(given)]
+    assert [str(each.message) for each in recwarn] == []  # torch's loader says that there is nothing to pin for
+    assert loader.pin_memory
+    monkeypatch.undo()
+    with pytest.warns(UserWarning, match="no accelerator is found"):
+        assert found == [batch.tolist() for batch in loader]

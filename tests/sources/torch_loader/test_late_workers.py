@@ -1,0 +1,232 @@
+"""Loader workers that stand still: who is named, how long a rank waits for them, and that closing ends them."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader, Dataset
+
+import torchdistinput as tdi
+from tests.support.platforms import linux_processes
+from tests.support.scenes import Footprint, left_since
+from torchdistinput.sources.in_worker import PieceDataset, as_is
+from torchdistinput.sources.map_style.index_batches import IndexFeed
+from torchdistinput.sources.torch_loader import open_runs
+from torchdistinput.sources.torch_loader import run as runs
+from torchdistinput.sources.torch_loader.run import LoaderRun, LoaderRuns
+from torchdistinput.sources.torch_loader.settings import settings_of
+from torchdistinput.step_types import ReadFailure
+
+pytestmark = linux_processes
+
+BOUND_SECONDS = 30.0
+
+
+class Stopping(Dataset[int]):
+    """At one index the loader worker is stopped, with a file open."""
+
+    def __init__(self, at: int, path: Path | None = None) -> None:
+        self.at = at
+        self.path = path
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> int:
+        if index == self.at:
+            file = None if self.path is None else self.path.open()
+            os.kill(os.getpid(), signal.SIGSTOP)
+            del file
+        return index
+
+
+class Slow(Dataset[int]):
+    """Its first sample takes a second."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(0.0 if index else 1.0)
+        return index
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """No child, no file and no shared memory stays."""
+    Footprint.now()  # what is imported or opened for the first time stays
+    before = Footprint.now()
+    yield
+    assert left_since(before, frozenset()) == []
+
+
+class _Requests:
+    """What is asked for, one index at a time."""
+
+    def __init__(self, count: int) -> None:
+        self.left = [(0, index, 0) for index in reversed(range(count))]
+
+    def take_request(self) -> Any:
+        if not self.left:
+            raise StopIteration
+        return self.left.pop()
+
+
+def runs_over(data: Dataset[Any], **settings: Any) -> tuple[LoaderRuns, LoaderRun]:
+    feed = IndexFeed()
+    feed.draws = _Requests(len(data))  # type: ignore[arg-type, assignment] # sized; and all that is asked of it
+    user: DataLoader[Any] = DataLoader(data, **{"num_workers": 2, **settings})
+    made = LoaderRuns(
+        lambda pieces: DataLoader(pieces, batch_size=None, sampler=feed, collate_fn=as_is, **settings_of(user)),
+        lasting=user.persistent_workers,
+    )
+    return made, made.start(PieceDataset(data, as_is))
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_bounded_run_names_the_worker_and_what_it_reads_and_ends(persistent: bool, tmp_path: Path) -> None:
+    path = tmp_path / "a file"
+    path.touch()
+    made, run = runs_over(Stopping(3, path), persistent_workers=persistent)
+    assert [next(run) for _ in range(3)] == [0, 1, 2]
+    made.consumers[run] = time.perf_counter()
+    made.bound(1.0)
+    workers: Any = run._workers
+    with pytest.raises(ReadFailure) as caught:
+        next(run)
+    pid = workers._workers[1].pid
+    assert str(caught.value) == f"loader worker 1 (pid {pid}, stopped by a signal), samples 3, with {path} open"
+    assert caught.value.origin[:4] == ((3,), str(path), None, 1)
+    assert isinstance(caught.value.__cause__, TimeoutError)
+    assert "did not answer within 0.9 seconds" in str(caught.value.__cause__)
+    made.finish(run)
+    made.consumers.clear()
+    later = made.start(PieceDataset(Slow(), as_is))  # with workers of its own
+    made.finish(later)
+    made.close()
+
+
+def test_time_counts_only_while_the_consumer_waits() -> None:
+    made, run = runs_over(Slow())
+    made.bound(0.2)
+    assert [next(run) for _ in range(3)] == [0, 1, 2]
+    made.finish(run)
+    made, run = runs_over(Slow())
+    made.consumers[made] = time.perf_counter() + 0.9  # when it comes back from its training
+    made.bound(0.5)
+    assert [next(run) for _ in range(3)] == [0, 1, 2]
+    made.finish(run)
+
+
+def test_a_timeout_of_the_users_own_counts_instead() -> None:
+    made, run = runs_over(Stopping(3), timeout=1)
+    made.consumers[run] = time.perf_counter()
+    made.bound(0.1)
+    assert [next(run) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(RuntimeError, match="timed out after 1 seconds"):
+        next(run)
+    made.finish(run)
+
+
+def drop_in(data: Any, **settings: Any) -> Any:
+    return tdi.DataLoader(data, batch_size=2, num_workers=2, **settings)
+
+
+def distributed(data: Any, **settings: Any) -> Any:
+    loader: DataLoader[Any] = DataLoader(data, batch_size=2, num_workers=2, **settings)
+    return tdi.Strategy(["cpu"], timeout_seconds=1).distribute_dataset(loader)
+
+
+def of_function(data: Any, **settings: Any) -> Any:
+    loader: DataLoader[Any] = DataLoader(data, batch_size=2, num_workers=2, **settings)
+    return tdi.Strategy(["cpu"], timeout_seconds=1).distribute_datasets_from_function(lambda _: loader)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("make", [drop_in, distributed, of_function])
+def test_ctrl_c_ends_the_wait_for_a_stopped_worker_in_one_process(make: Callable[..., Any], persistent: bool) -> None:
+    data = make(Stopping(6), persistent_workers=persistent)
+    main = threading.main_thread().ident or 0
+    ended = threading.Event()
+
+    def press() -> None:
+        """Again and again, as a person would: Python drops what is raised in a callback of its own."""
+        while not ended.wait(2.5):  # no bound counts in one process
+            signal.pthread_kill(main, signal.SIGINT)
+
+    presses = threading.Thread(target=press, daemon=True)
+    presses.start()
+    found: list[Any] = []
+    began = time.monotonic()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests run in the background
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            found.extend(batch.tolist() for batch in data)
+    finally:
+        ended.set()
+        signal.signal(signal.SIGINT, before)
+    assert found[:1] == [[0, 1]]  # what the stopped worker sent may be in its own memory
+    assert time.monotonic() - began < BOUND_SECONDS
+    presses.join()
+    if persistent:  # other workers take the place of those that were ended
+        assert next(iter(data)).tolist() == [0, 1]
+    data.close()
+
+
+def test_in_one_process_a_warning_names_the_worker(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(open_runs, "_WARN_SECONDS", 0.5)
+    monkeypatch.setattr(open_runs, "_LOOK_SECONDS", 0.1)
+    data = distributed(Stopping(6))
+
+    def go_on() -> None:
+        for worker in multiprocessing.active_children():
+            os.kill(worker.pid or 0, signal.SIGCONT)
+
+    later = threading.Timer(3.0, go_on)
+    later.start()
+    with data, caplog.at_level(logging.WARNING, "torchdistinput"):
+        assert len(list(data)) == 50
+    later.join()
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 1, told
+    assert told[0].startswith("waiting for loader worker 1 (pid ")
+    assert "stopped by a signal), samples 6, 7 for " in told[0]
+
+
+def test_workers_that_are_busy_are_ended_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch waits for one after the other."""
+    monkeypatch.setattr(runs, "_LEAVE_SECONDS", 0.2)
+    joined: list[float] = []
+    join = runs._join
+
+    def note(workers: Any, seconds: float) -> None:
+        joined.append(seconds)
+        join(workers, seconds)
+
+    monkeypatch.setattr(runs, "_join", note)
+    made, run = runs_over(Sleeping())
+    time.sleep(0.2)
+    made.finish(run)
+    assert joined == [0.2, runs._DEATH_SECONDS]  # SIGTERM is enough
+
+
+class Sleeping(Dataset[int]):
+    """Its samples take for ever."""
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(10 * BOUND_SECONDS)
+        return index

@@ -1,0 +1,278 @@
+"""Memory that is used again: what keeps it from being, and that nothing of it stays behind."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import mmap
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.platforms import linux_memory
+from torchdistinput.sources.torch_loader.shared_memory.pool import (
+    Free,
+    SharedPool,
+    Token,
+    forks_of_workers,
+    storage_over,
+)
+
+pytestmark = linux_memory
+
+
+def new_arena(workers: int = 1) -> SharedPool:
+    arena = SharedPool.for_workers(workers)
+    assert arena is not None
+    arena.seal()
+    return arena
+
+
+@pytest.mark.parametrize("walled", [False, True])
+@pytest.mark.parametrize("seed", range(20))
+def test_places_do_not_overlap_or_lie_across_a_wall_and_are_one_again_in_the_end(seed: int, walled: bool) -> None:
+    draw, whole = random.Random(seed), 1 << (17 if walled else 14)
+    free, taken, wall = Free(whole), dict[int, int](), whole
+    for turn in range(400):
+        if walled and turn == 100:
+            wall = free.wall_off()
+            assert wall % mmap.PAGESIZE == 0
+            assert 0 < wall < whole
+            assert all(lo + size <= wall for lo, size in taken.items())
+        if draw.random() < 0.55:
+            size = draw.randint(1, 3000)
+            lo = free.take(size)
+            if lo is None:
+                continue
+            assert lo >= 0
+            assert lo + size <= (wall if lo < wall else whole)
+            assert lo % 64 == 0
+            assert all(lo + size <= other or other + taken[other] <= lo for other in taken)
+            taken[lo] = size
+        elif taken:
+            lo = draw.choice(list(taken))
+            free.give_back(lo, taken.pop(lo))
+    for lo, size in taken.items():
+        free.give_back(lo, size)
+    sides = [size for size in (wall, whole - wall) if size]
+    assert {free.take(size) for size in sides} == ({0, wall} if walled else {0})
+
+
+def test_the_lowest_place_that_fits_is_taken() -> None:
+    free = Free(1024)
+    assert [free.take(100), free.take(200), free.take(64)] == [0, 128, 384]
+    free.give_back(0, 100)
+    free.give_back(384, 64)
+    assert free.take(129) == 384
+    assert free.take(128) == 0
+    assert free.take(1024) is None
+
+
+HOLDERS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "the tensor": lambda x: x,
+    "a view": lambda x: x.view(4, 8)[2:, ::2],
+    "one row": lambda x: x[3],
+    "an iterator over it": iter,
+    "other numbers of its bytes": lambda x: x.view(torch.int32),
+    "its transpose": lambda x: x.view(8, 4).T,
+    "its storage": lambda x: x.untyped_storage(),
+    "a NumPy array of it": lambda x: x.numpy(),
+    "a view of a NumPy array": lambda x: x.numpy().reshape(4, 8)[1:, 3],
+    "a memoryview": lambda x: x.numpy().data,
+    "a tensor of an array of it": lambda x: torch.from_numpy(x.numpy()[5:]),
+    "a list in a list": lambda x: [[x[:2]]],
+    "a parameter": torch.nn.Parameter,
+    "a detached one": lambda x: x.detach(),
+    "what autograd saved": lambda x: (x * torch.ones(32, requires_grad=True)).grad_fn,
+    "a bound method": lambda x: x.sum,
+    "dlpack": lambda x: x.__dlpack__(),
+}
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_memory_is_not_free_while_anything_refers_to_it(name: str) -> None:
+    arena = new_arena()
+    token = Token(arena.part(0))
+    storage = storage_over(token.buffer(64, 192))
+    token.handed_out()
+    x = torch.empty(0).set_(storage)
+    x.copy_(torch.arange(32.0))
+    holder = HOLDERS[name](x)
+    del x, storage
+    assert not token.is_free
+    del holder
+    assert token.is_free
+
+
+def test_an_array_over_a_buffer_holds_it_as_do_views_of_it() -> None:
+    token = Token(new_arena().part(0))
+    array = np.frombuffer(token.buffer(0, 64), np.int64)[2:]  # as pickle makes them
+    token.handed_out()
+    other = np.asarray(array).reshape(2, 3)
+    del array
+    assert not token.is_free
+    del other
+    assert token.is_free
+
+
+@pytest.mark.parametrize("moved", ["share_memory_", "sent"])
+def test_an_array_holds_memory_that_its_tensor_left(moved: str) -> None:
+    token = Token(new_arena().part(0))
+    storage = storage_over(token.buffer(0, 64))
+    token.handed_out()
+    x = torch.empty(0).set_(storage)
+    x.fill_(7)
+    del storage
+    array = x.numpy()
+    if moved == "sent":
+        received = ForkingPickler.loads(ForkingPickler.dumps(x))
+        assert received.tolist() == [7.0] * 16
+        del received
+    else:
+        x.share_memory_()  # type: ignore[no-untyped-call] # torch's
+    del x
+    assert not token.is_free
+    assert array.tolist() == [7.0] * 16
+    del array
+    assert token.is_free
+
+
+def forked(life: Callable[[int], object], until: int) -> int:
+    child = os.fork()
+    if not child:
+        life(until)
+        os._exit(0)
+    return child
+
+
+def waits(until: int) -> None:
+    os.read(until, 1)
+
+
+def ends_before_what_it_forks(until: int) -> None:
+    forked(waits, until)
+
+
+def becomes_another_program(until: int) -> None:
+    os.read(until, 1)
+    os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(60)"])
+
+
+def in_use(arena: SharedPool) -> tuple[Token, torch.UntypedStorage]:
+    token = Token(arena.part(0))
+    storage = storage_over(token.buffer(0, 64))
+    token.handed_out()
+    return token, storage
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+@pytest.mark.parametrize("life", [waits, ends_before_what_it_forks, becomes_another_program])
+def test_memory_in_use_at_a_fork_is_not_free_while_what_came_of_it_may_look(life: Callable[[int], None]) -> None:
+    arena = new_arena()
+    until, end = os.pipe()
+    gc.collect()
+    files = open_files()
+    token, storage = in_use(arena)
+    dropped = Token(arena.part(0))
+    dropped.handed_out()
+    child = forked(life, until)
+    try:
+        later = Token(arena.part(0))
+        later.handed_out()
+        del storage
+        time.sleep(0.05)  # for a child that ends at once
+        assert [dropped.is_free, later.is_free, token.is_free] == [True, True, False]
+        os.write(end, b".")
+        deadline = time.monotonic() + 30
+        while not token.is_free and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert token.is_free
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert open_files() == files
+    os.close(until)
+    os.close(end)
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_forks_of_workers_do_not_look_at_memory_in_use() -> None:
+    token, storage = in_use(new_arena())
+    until, end = os.pipe()
+    with forks_of_workers():
+        child = forked(waits, until)
+    del storage
+    found = token.is_free
+    os.write(end, b".")
+    os.waitpid(child, 0)
+    os.close(until)
+    os.close(end)
+    assert found
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_fork_of_which_nobody_can_know_whether_it_is_over_never_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_many() -> tuple[int, int]:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    token, storage = in_use(new_arena())
+    with monkeypatch.context() as patch:
+        patch.setattr("torchdistinput.sources.torch_loader.shared_memory.pool.os.pipe", too_many)
+        child = os.fork()
+        if not child:
+            os._exit(0)
+    os.waitpid(child, 0)
+    del storage
+    assert not token.is_free
+
+
+def test_a_process_that_gets_the_file_sees_the_same_memory() -> None:
+    arena = SharedPool.for_workers(2)
+    assert arena is not None
+    other = ForkingPickler.loads(ForkingPickler.dumps(arena))
+    arena.seal()
+    other.part(1)[5] = 17
+    other.ledger(1)[3] = 1 << 40
+    assert arena.part(1)[5] == 17
+    assert arena.ledger(1)[3] == 1 << 40
+    assert not arena.part(0)[:100].any()
+    assert not arena.ledger(0).any()
+
+
+def test_what_is_given_up_is_empty_and_what_is_used_is_not() -> None:
+    arena = new_arena(2)
+    for worker in (0, 1):
+        arena.part(worker)[: 1 << 16] = 1
+    arena.give_up(0, [(20000, 20100), (5000, 5001)])
+    kept = np.flatnonzero(arena.part(0)[: 1 << 16])
+    assert {*range(20000, 20100), 5000} <= set(kept.tolist())
+    assert len(kept) <= 3 * 4096
+    assert arena.part(1)[: 1 << 16].all()
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def maps() -> int:
+    return Path("/proc/self/maps").read_text().count("/memfd:torchdistinput (deleted)")  # a file without a name
+
+
+def test_nothing_is_left_in_the_system() -> None:
+    gc.collect()
+    before = open_files(), maps()
+    arena = new_arena(3)
+    arena.part(2)[:5000] = 1
+    assert maps() == before[1] + 1
+    del arena
+    assert (open_files(), maps()) == before

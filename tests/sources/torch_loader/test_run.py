@@ -1,0 +1,324 @@
+"""Runs of a loader: the end of one while a thread waits for its workers; the next one of workers that live on."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import multiprocessing
+import os
+import pickle
+import signal
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+import torchdistinput as tdi
+from tests.support.interruptions import Interruption
+from tests.support.platforms import linux_memory
+from tests.support.processes import in_fork
+from torchdistinput.pipeline.shutdown import left_to_parent
+from torchdistinput.sources.in_worker import PieceDataset, as_is
+from torchdistinput.sources.iterable import from_function as functions_module
+from torchdistinput.sources.torch_loader import run as runs_module
+from torchdistinput.sources.torch_loader.run import LoaderRuns
+from torchdistinput.sources.torch_loader.settings import settings_of
+
+BOUND_SECONDS = 60.0
+
+
+class Slow(Dataset[int]):
+    """Samples that take half a second each."""
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(0.5)
+        return index
+
+
+@pytest.mark.parametrize("left_by_a_worker", ["nothing", "the lock", "the lock and half a message"])
+def test_a_thread_that_waits_for_a_run_leaves_when_it_is_closed(left_by_a_worker: str) -> None:
+    user = DataLoader(Slow(), num_workers=1, prefetch_factor=1)
+    requests: list[Any] = [(False, k, 0) for k in range(100)]
+    runs = LoaderRuns(
+        lambda pieces: DataLoader(pieces, batch_size=None, sampler=requests, collate_fn=as_is, **settings_of(user)),
+        lasting=False,
+    )
+    run = runs.start(PieceDataset(Slow(), as_is))
+    assert next(run) == 0
+    workers: Any = run._workers
+    results = workers._worker_result_queue
+    if left_by_a_worker != "nothing":
+        assert results._wlock.acquire(timeout=BOUND_SECONDS)
+    if left_by_a_worker == "the lock and half a message":
+        results._writer._write(results._writer.fileno(), struct.pack("!i", 1000) + bytes(10))
+    ended = threading.Event()
+
+    def wait() -> None:
+        list(run)
+        ended.set()
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    time.sleep(0.05)  # so that it waits
+    runs.finish(run)
+    assert ended.wait(BOUND_SECONDS)
+    assert list(run) == []
+
+
+def test_torch_forgets_workers_that_had_all_been_killed_when_their_run_was_closed() -> None:
+    """It knows them by the id of their iterator, which another one may come to have, and would then be refused."""
+    loader = DataLoader(Slow(), batch_size=None, num_workers=2, collate_fn=as_is)
+    runs = LoaderRuns(lambda _: loader, lasting=False)
+    run = runs.start(None)
+    workers: Any = run._workers
+    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises in here
+    try:
+        for process in workers._workers:
+            process.kill()
+            process.join(BOUND_SECONDS)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    runs.finish(run)
+    with pytest.raises(ValueError, match="information"):
+        torch._C._remove_worker_pids(id(workers))
+
+
+class Drawn(Dataset[torch.Tensor]):
+    """Who read a sample, a draw of that worker, and the index; seven batches, which two workers do not share evenly."""
+
+    def __len__(self) -> int:
+        return 26
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        info = get_worker_info()
+        return torch.tensor([-1 if info is None else info.id, torch.rand(()), index])
+
+
+def loader_of(kind: Any) -> Any:
+    generator = torch.Generator().manual_seed(3)
+    return kind(Drawn(), 4, shuffle=True, num_workers=2, persistent_workers=True, generator=generator)
+
+
+def open_arenas() -> int:
+    links = (os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink())
+    return sum("memfd:torchdistinput" in link for link in links)
+
+
+@linux_memory
+@pytest.mark.filterwarnings("ignore:Got pickle error")
+@pytest.mark.parametrize("lasting", [False, True])
+def test_workers_that_cannot_be_started_leave_no_file_open_and_are_started_anew(lasting: bool) -> None:
+    user = DataLoader(Slow(), num_workers=1, persistent_workers=lasting, multiprocessing_context="spawn")
+    runs = LoaderRuns(
+        lambda pieces: DataLoader(pieces, batch_size=None, sampler=[], collate_fn=lambda x: x, **settings_of(user)),
+        lasting=lasting,
+    )
+    before = open_arenas()
+    for _ in range(2):
+        with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
+            runs.start(PieceDataset(Slow(), as_is))
+    assert open_arenas() == before
+
+
+@pytest.fixture
+def resets(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each time that torch's iterator is reset, whether it is its first."""
+    found: list[bool] = []
+    reset = _MultiProcessingDataLoaderIter._reset
+
+    def note(iterator: Any, loader: Any, first_iter: bool = False) -> None:
+        found.append(first_iter)
+        reset(iterator, loader, first_iter)
+
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter, "_reset", note)
+    return found
+
+
+def test_workers_that_sent_everything_go_on_as_torchs_do_without_being_asked(resets: list[bool]) -> None:
+    with loader_of(tdi.DataLoader) as ours:
+        found = [list(ours) for _ in range(3)]
+    assert resets == [True]
+    torchs = loader_of(DataLoader)
+    for each in found:
+        assert [batch.tolist() for batch in each] == [batch.tolist() for batch in torchs]
+
+
+def test_workers_that_were_left_in_an_epoch_drop_the_rest_of_it(resets: list[bool]) -> None:
+    with loader_of(tdi.DataLoader) as ours:
+        for last in (2, 8, 1):
+            for step, _ in enumerate(ours):
+                if step == last:
+                    break
+        assert sorted(torch.cat(list(ours))[:, 2].tolist()) == list(range(26))
+    assert resets.count(True) == 1
+    assert resets.count(False) >= 2
+
+
+class Failing(Dataset[int]):
+    """Its third sample cannot be read."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> int:
+        if index == 2:
+            raise ValueError("no sample")
+        return index
+
+
+@pytest.mark.parametrize("ask", [list, lambda iterator: [iterator.element_spec]])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_iterator_that_failed_is_gone_when_nobody_refers_to_it(ask: Any, workers: int) -> None:
+    before = set(multiprocessing.active_children())
+    data = DataLoader(Failing(), 4, num_workers=workers, persistent_workers=workers > 0)
+    dataset = tdi.Strategy(["cpu"]).distribute_dataset(data)
+    iterator = iter(dataset)
+    gone = weakref.ref(iterator)
+    try:
+        ask(iterator)
+    except tdi.SourceError:
+        del iterator, dataset, data
+    gc.collect()  # the error and the iterator refer to each other
+    assert gone() is None
+    assert set(multiprocessing.active_children()) <= before
+
+
+class Streamed(IterableDataset[int]):
+    """What is read in order."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(8))
+
+
+def _drop_in() -> Any:
+    return tdi.DataLoader(range(8), batch_size=4, num_workers=1, persistent_workers=True)  # type: ignore[arg-type] # a dataset by its methods
+
+
+def _map_style() -> Any:
+    loader = DataLoader(range(8), batch_size=4, num_workers=1, persistent_workers=True)  # type: ignore[arg-type, var-annotated] # as above
+    return tdi.Strategy(["cpu"]).distribute_dataset(loader)
+
+
+def _iterable() -> Any:
+    loader = DataLoader(Streamed(), batch_size=4, num_workers=1, persistent_workers=True)
+    return tdi.Strategy(["cpu"]).distribute_dataset(loader)
+
+
+def _of_function(data: Any = Streamed()) -> Any:  # noqa: B008 - it has no state
+    def loader(_context: tdi.InputContext) -> DataLoader[int]:
+        return DataLoader(data, batch_size=4, num_workers=1, persistent_workers=True)
+
+    return tdi.Strategy(["cpu"]).distribute_datasets_from_function(loader)
+
+
+@pytest.mark.parametrize(
+    ("make", "module"), [(_map_style, runs_module), (partial(_of_function, range(8)), functions_module)]
+)
+def test_what_an_interruption_leaves_when_loader_workers_are_ended_the_next_close_does(
+    make: Callable[[], Any], module: ModuleType
+) -> None:
+    before = set(multiprocessing.active_children())
+    for line in itertools.count(1):
+        dataset = make()
+        dataset.seek(0, 1)
+        for batch in dataset:
+            assert batch.tolist() == [4, 5, 6, 7]
+        came = Interruption(line, module).press_in(dataset.close)
+        dataset.close()
+        assert set(multiprocessing.active_children()) <= before
+        lines = Interruption(0, module)
+        lines.press_in(dataset.close)
+        assert lines.lines <= 4  # nothing was left to do
+        if not came:
+            break
+    assert line > 3
+
+
+def test_loader_workers_that_torch_was_interrupted_in_ending_end_at_the_next_close(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(iterator: Any) -> None:
+        iterator._shutdown = True
+        raise KeyboardInterrupt
+
+    before = set(multiprocessing.active_children())
+    dataset = _map_style()
+    next(iter(dataset))
+    with monkeypatch.context() as patch:
+        patch.setattr(runs_module, "_ask_to_leave", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            dataset.close()
+    assert set(multiprocessing.active_children()) > before
+    dataset.close()
+    assert set(multiprocessing.active_children()) <= before
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.parametrize("lasting", [False, True])
+def test_what_a_fork_does_with_a_run_of_its_parent_leaves_the_parents_loader_workers_alone(
+    lasting: bool, ahead: int
+) -> None:
+    """And it is told the same, whether a thread would read for it or it would itself."""
+    data: Any = range(60)
+    loader = tdi.DataLoader(data, batch_size=4, num_workers=1, persistent_workers=lasting, prefetch=ahead)
+    held = {"iterator": iter(loader)}
+    assert next(held["iterator"]).tolist() == [0, 1, 2, 3]
+
+    def drop() -> int:
+        held.clear()
+        return gc.collect() and 0
+
+    def read_anew() -> list[int]:
+        return [len(list(loader)) for _ in range(2)]
+
+    assert in_fork(drop) == 0
+    assert in_fork(loader.close) is None
+    assert in_fork(read_anew) == [15, 15]
+    told = in_fork(lambda: next(held["iterator"]))
+    assert told.startswith("InputError(")
+    assert str(left_to_parent()) in told
+    assert [batch.tolist()[0] for batch in held["iterator"]] == list(range(4, 60, 4))
+    assert in_fork(read_anew) == [15, 15]
+    assert len(list(loader)) == 15
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+def test_the_end_of_a_forked_process_leaves_its_parents_loader_workers_alone() -> None:
+    """Python ends the children that ``multiprocessing`` knows of: the parent's, too, where ``os`` forked."""
+    batches = iter(tdi.DataLoader(TensorDataset(torch.arange(60)), 4, num_workers=1))
+    next(batches)
+    child = os.fork()
+    if not child:
+        os._exit(len(multiprocessing.active_children()))
+    assert os.waitpid(child, 0)[1] == 0
+    assert len(list(batches)) == 14
+
+
+@pytest.mark.parametrize("make", [_drop_in, _map_style, _iterable, _of_function])
+def test_workers_that_live_on_end_with_their_loader_as_torchs_do(make: Callable[[], Any]) -> None:
+    """When the last reference goes, not at some garbage collection later."""
+    gc.collect()
+    before = set(multiprocessing.active_children())
+    gc.disable()
+    try:
+        loader = make()
+        assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        workers = set(multiprocessing.active_children()) - before
+        assert len(workers) == 1
+        del loader
+        assert not workers & set(multiprocessing.active_children())
+    finally:
+        gc.enable()

@@ -1,0 +1,706 @@
+"""Resumes that once went wrong, one scenario each: told epochs, shared generators, changed files, failing data."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import multiprocessing
+import random
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, final
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+
+import torchdistinput as tdi
+from tests.support import inputs
+from tests.support.epochs import lists
+from tests.support.resume import OTHER_SEED, SEED, Setting, iterables_may_be_skipped, run_of, steps
+from torchdistinput import readers
+from torchdistinput.coordination.step_sync import _last_landmark
+from torchdistinput.plan.file_resharding import ReaderCursor
+from torchdistinput.sources.files.position import CommonPlaces, FilesPosition, Places
+from torchdistinput.sources.in_worker import Cut
+from torchdistinput.step_types import PeriodicSync
+
+NUMBERS: Any = range(20)
+
+
+def drop_in(**arguments: Any) -> tdi.DataLoader[Any]:
+    return tdi.DataLoader(NUMBERS, 5, **arguments)
+
+
+def one_replica(data: Any, **options: Any) -> tdi.DistributedDataset:
+    return tdi.Strategy(devices=["cpu"]).distribute_dataset(data, tdi.InputOptions(**options))
+
+
+def with_drop_in(loader: Any) -> tdi.DataLoader[Any]:
+    return tdi.DataLoader(loader.dataset, loader.batch_size, sampler=loader.sampler)
+
+
+def epoch(loader: Any) -> list[Any]:
+    return [lists(batch) for batch in loader]
+
+
+def leave_after(loader: Any, count: int) -> list[Any]:
+    """The first batches of an epoch that is then left."""
+    found = []
+    for batch in loader:
+        found.append(lists(batch))
+        if len(found) == count:
+            break
+    return found
+
+
+def written(loader: Any) -> Any:
+    """Its state, from disk."""
+    return json.loads(json.dumps(loader.state_dict()))
+
+
+def place_of(loader: Any) -> tuple[int, int]:
+    state = loader.state_dict()
+    return state["epoch"], state["step"]
+
+
+# ------------------------------------------------------------------------------------------- samplers and epochs
+
+
+def shuffled_by_seed(**more: Any) -> tdi.DataLoader[Any]:
+    return drop_in(sampler=tdi.ShuffleSampler(20, seed=1), **more)
+
+
+@pytest.mark.parametrize("delivered", [0, 1])
+def test_a_shuffle_sampler_that_was_told_one_epoch_goes_on_in_its_later_ones(delivered: int) -> None:
+    """``set_epoch(2)``, then epochs 2 and 3 without a word; saved before epoch 4, or in it."""
+    run = shuffled_by_seed()
+    run.set_epoch(2)
+    epoch(run)
+    epoch(run)
+    fourth = tdi.ShuffleSampler(20, seed=1)
+    fourth.set_epoch(4)
+    if delivered:
+        leave_after(run, delivered)
+    resumed = shuffled_by_seed()
+    resumed.load_state_dict(written(run))
+    assert [number for batch in epoch(resumed) for number in batch] == list(fourth)[5 * delivered :]
+
+
+class Counting(Sampler[int]):
+    """Shuffles by an epoch that it counts itself, and can be told."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return 20
+
+    def __iter__(self) -> Iterator[int]:
+        order = random.Random(self.epoch).sample(range(20), 20)
+        self.epoch += 1
+        return iter(order)
+
+    def set_epoch(self, number: int) -> None:
+        self.epoch = number
+
+
+@pytest.mark.parametrize("sampler", [lambda: tdi.ShuffleSampler(20, seed=1), Counting])
+@pytest.mark.parametrize("told", [False, True])
+def test_seeking_counts_no_epoch_twice_where_a_generator_is_replayed(
+    sampler: Callable[[], Sampler[int]], told: bool
+) -> None:
+    """The generator of the DataLoader is taken through the epochs before; the sampler's epoch stays the sought one."""
+
+    def make() -> tdi.DataLoader[Any]:
+        return drop_in(sampler=sampler(), generator=inputs.generator())
+
+    run, sought = make(), make()
+    epochs = []
+    for number in range(4):
+        if told:
+            run.set_epoch(number)
+        epochs.append(epoch(run))
+    if told:
+        sought.set_epoch(0)
+    sought.seek(3, 1)
+    assert epoch(sought) == epochs[3][1:]
+
+
+def test_seeking_in_what_a_function_returned_counts_no_epoch_twice() -> None:
+    def make() -> tdi.DistributedDataset:
+        def loader(_: tdi.InputContext) -> Any:
+            return DataLoader(NUMBERS, 5, sampler=tdi.ShuffleSampler(20, seed=1), generator=inputs.generator())
+
+        return tdi.Strategy(devices=["cpu"]).distribute_datasets_from_function(loader)
+
+    run, sought = make(), make()
+    epochs = [epoch(run) for _ in range(4)]
+    sought.seek(3, 1)
+    assert epoch(sought) == epochs[3][1:]
+
+
+@pytest.mark.parametrize("divide", [one_replica, with_drop_in], ids=["strategy", "drop-in"])
+def test_the_order_of_a_shuffle_sampler_is_that_of_its_epoch_whichever_iterator_is_read_first(
+    divide: Callable[..., Any],
+) -> None:
+    """Two iterators at once, the later one read first; each state goes on in a fresh loader."""
+
+    def make() -> Any:
+        return divide(DataLoader(NUMBERS, 5, sampler=tdi.ShuffleSampler(20, seed=1)))
+
+    alone = make()
+    epochs = [epoch(alone), epoch(alone)]
+    loader = make()
+    first, second = iter(loader), iter(loader)
+    assert lists(next(second)) == epochs[1][0]
+    resumed = make()
+    resumed.load_state_dict(written(loader))
+    assert epoch(resumed) == epochs[1][1:]
+    assert epoch(first) == epochs[0]
+    first.close()
+    second.close()
+
+
+SHUFFLED: dict[str, Callable[[], dict[str, Any]]] = {
+    "by its epoch": lambda: {"sampler": tdi.ShuffleSampler(20, seed=1)},
+    "by the default random state": lambda: {"shuffle": True},
+    "by a generator": lambda: {"shuffle": True, "generator": inputs.generator()},
+}
+
+
+@pytest.mark.parametrize("way", SHUFFLED)
+@pytest.mark.parametrize("divide", [one_replica, lambda loader: loader], ids=["strategy", "drop-in"])
+def test_a_resumed_epoch_that_is_left_unread_is_drawn_all_the_same(way: str, divide: Callable[..., Any]) -> None:
+    """A state from where a run of two steps an epoch had reached them: the next epoch is the one that came there."""
+    kind: Any = DataLoader if divide is one_replica else tdi.DataLoader
+
+    def make() -> Any:
+        return divide(kind(NUMBERS, 5, **SHUFFLED[way]()))
+
+    torch.manual_seed(SEED)
+    run = make()
+    leave_after(run, 2)
+    state = written(run)
+    next_epoch = epoch(run)
+    torch.manual_seed(OTHER_SEED)
+    resumed = make()
+    resumed.load_state_dict(state)
+    iter(resumed).close()
+    assert place_of(resumed) == (0, 2)
+    assert epoch(resumed) == next_epoch
+
+
+def test_an_epoch_that_the_sampler_and_the_loader_were_told_is_that_epoch() -> None:
+    """A script that starts at epoch 3 tells the sampler, then the loader."""
+    sampler, alone = tdi.ShuffleSampler(20, seed=1), tdi.ShuffleSampler(20, seed=1)
+    sampler.set_epoch(3)
+    loader = drop_in(sampler=sampler)
+    loader.set_epoch(3)
+    alone.set_epoch(3)
+    assert epoch(loader) == epoch(DataLoader(NUMBERS, 5, sampler=alone))
+
+
+@pytest.mark.parametrize("divide", [one_replica, with_drop_in], ids=["strategy", "drop-in"])
+def test_an_epoch_that_is_told_after_loading_is_in_the_next_state_too(divide: Callable[..., Any]) -> None:
+    """A state of an epoch that nobody was told; then ``set_epoch`` of that one, and a second state before it."""
+    left = divide(DataLoader(NUMBERS, 5, sampler=Counting()))
+    leave_after(left, 2)
+    again = divide(DataLoader(NUMBERS, 5, sampler=Counting()))
+    again.load_state_dict(written(left))
+    again.set_epoch(0)
+    state = written(again)
+    assert (state["epoch"], state["step"], state["told_epoch"]) == (0, 2, 0)
+    moved_on = Counting()
+    moved_on.set_epoch(5)
+    last = divide(DataLoader(NUMBERS, 5, sampler=moved_on))
+    last.load_state_dict(state)
+    assert epoch(last) == epoch(DataLoader(NUMBERS, 5, sampler=Counting()))[2:]
+    last.set_epoch(7)
+    assert place_of(last) == (7, 0)
+
+
+def test_an_epoch_that_is_told_in_the_loop_does_not_move_the_state_of_the_loop() -> None:
+    """``set_epoch`` of the same, or of another epoch, after two steps: a state says two steps, until the next epoch."""
+    for number in (0, 1, 7):
+        loader = shuffled(DataLoader)
+        dataset = one_replica(loader)
+        iterator = iter(dataset)
+        next(iterator)
+        next(iterator)
+        dataset.set_epoch(number)
+        assert place_of(dataset) == (0, 2)
+        next(iterator)
+        assert place_of(dataset) == (0, 3)
+        iterator.close()
+        next(iter(dataset))
+        assert place_of(dataset) == (number, 1)
+        dataset.close()
+
+
+# ------------------------------------------------------------------------------------------------ random generators
+
+
+def shuffled(cls: Any, **more: Any) -> Any:
+    return cls(NUMBERS, 5, shuffle=True, generator=inputs.generator(), **more)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_two_loaders_that_share_a_generator_both_go_on(order: tuple[int, int]) -> None:
+    """Training is saved in its second epoch, validation before its second one; they are loaded in either order."""
+
+    def make() -> list[tdi.DataLoader[Any]]:
+        generator = inputs.generator()
+        return [drop_in(shuffle=True, generator=generator) for _ in range(2)]
+
+    def rest(train: Any, validation: Any) -> list[Any]:
+        return [epoch(train), epoch(validation), epoch(train), epoch(validation)]
+
+    train, validation = make()
+    epoch(train)
+    epoch(validation)
+    expected = rest(train, validation)
+
+    train, validation = make()
+    epoch(train)
+    epoch(validation)
+    leave_after(train, 2)
+    states = [written(train), written(validation)]
+    resumed = make()
+    for which in order:
+        resumed[which].load_state_dict(states[which])
+    assert rest(*resumed) == [expected[0][2:], *expected[1:]]
+
+
+def test_looking_at_the_elements_does_not_change_the_order_of_an_epoch_told_then() -> None:
+    plain, looked_at = one_replica(shuffled(DataLoader)), one_replica(shuffled(DataLoader))
+    assert looked_at.element_spec is not None
+    for dataset in (plain, looked_at):
+        dataset.set_epoch(3)
+    assert epoch(looked_at) == epoch(plain)
+    assert looked_at.step.epoch == 3
+
+
+def test_looking_at_the_elements_then_closing_leaves_the_epoch_to_come() -> None:
+    plain, closed = one_replica(shuffled(DataLoader)), one_replica(shuffled(DataLoader))
+    assert closed.element_spec is not None
+    closed.close()
+    assert place_of(closed) == (0, 0)
+    assert epoch(closed) == epoch(plain)
+    assert closed.step.epoch == 0
+
+
+def test_a_step_that_is_skipped_to_is_one_of_the_epoch_that_was_looked_at_and_not_read() -> None:
+    plain, looked_at, dropped = (shuffled(tdi.DataLoader) for _ in range(3))
+    dataset = one_replica(looked_at)
+    for _ in range(2):
+        assert dataset.element_spec is not None
+        iter(dropped)
+        for each in (plain, dataset, dropped):
+            each.skip_to(2)
+        assert epoch(plain) == epoch(dataset) == epoch(dropped)
+        assert plain.step == dataset.step == dropped.step
+    assert plain.step.epoch == 1
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_of_two_epochs_that_were_begun_and_dropped_unread_one_is_read_and_none_twice(first: int) -> None:
+    loader = shuffled(tdi.DataLoader)
+    begun: list[Any] = [iter(loader), iter(loader)]
+    begun[first] = None
+    begun.clear()
+    orders, numbers = [], []
+    for _ in range(3):
+        orders.append(str(epoch(loader)))
+        numbers.append(loader.step.epoch)
+    assert numbers == [first, 2, 3]
+    assert len({*orders}) == 3
+
+
+def test_an_unread_epoch_is_not_begun_anew_once_another_one_was_begun() -> None:
+    loader = shuffled(tdi.DataLoader)
+    earlier, later = iter(loader), iter(loader)
+    del earlier
+    loader.set_epoch(7)
+    loader.state_dict()  # it hears of the epoch
+    order = lists([*later])
+    assert len(order) == 4
+    assert epoch(loader) != order
+    assert loader.step.epoch == 7
+
+
+def test_an_epoch_after_one_that_was_left_early_is_sought_as_it_was() -> None:
+    """Epoch 0 is left after two of four batches, so it drew less; then epoch 1 is sought, after it or after epoch 2."""
+    loader = shuffled(tdi.DataLoader)
+    leave_after(loader, 2)
+    first, second = epoch(loader), epoch(loader)
+    loader.seek(1, 0)
+    assert epoch(loader) == first
+    assert epoch(loader) == second
+
+
+class Seeds(Dataset[torch.Tensor]):
+    """Samples with their seeds for random augmentation."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([index, tdi.sample_seed()])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        dict,
+        lambda: {"shuffle": True},
+        lambda: {"shuffle": True, "generator": inputs.generator()},
+        lambda: {"sampler": tdi.ShuffleSampler(20, seed=1)},
+    ],
+    ids=["in order", "shuffled", "by a generator", "by a seed"],
+)
+def test_seeds_of_samples_after_a_resume_between_epochs_are_those_of_the_run(
+    arguments: Callable[[], dict[str, Any]],
+) -> None:
+    """The process that goes on is seeded differently; after it, a run of its own has other seeds again."""
+
+    def make() -> tdi.DataLoader[Any]:
+        return tdi.DataLoader(Seeds(), 5, **arguments())
+
+    torch.manual_seed(SEED)
+    run = make()
+    start = written(make())
+    first = epoch(run)
+    state = written(run)
+    expected = epoch(run)
+    torch.manual_seed(OTHER_SEED)
+    resumed = make()
+    resumed.load_state_dict(state)
+    assert epoch(resumed) == expected
+    resumed.load_state_dict(start)
+    torch.manual_seed(SEED)  # a state from before the first draw of a seed has none yet
+    assert epoch(resumed) == first
+
+
+class ShuffledByWorker(IterableDataset[int]):
+    """Draws its order from torch's random state in the loader worker."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(17).tolist())
+
+
+def drawn_in_a_worker(cls: Any, *, lasting: bool, **more: Any) -> Any:
+    return cls(ShuffledByWorker(), 4, num_workers=1, persistent_workers=lasting, **more)
+
+
+@pytest.mark.parametrize(("lasting", "until"), [(False, 7), (True, 2), (True, 7)])
+def test_what_was_drawn_in_workers_that_lived_on_is_not_lost_without_a_word(lasting: bool, until: int) -> None:
+    """An iterable that shuffles by its loader worker's random state, taken up in its first and second epoch.
+
+    A worker that lived on from the first epoch into the second has moved on in a state that nobody can save.
+    """
+    torch.manual_seed(SEED)
+    run = run_of(partial(drawn_in_a_worker, lasting=lasting), Setting())
+    list(steps(run, until=until))
+    saved = run.save(until)
+    run.loader.close()
+    torch.manual_seed(SEED)
+    uninterrupted = run_of(partial(drawn_in_a_worker, lasting=lasting), Setting())
+    whole = list(steps(uninterrupted, epochs=2))
+    uninterrupted.loader.close()
+    torch.manual_seed(OTHER_SEED)
+    resumed = run_of(partial(drawn_in_a_worker, lasting=lasting), Setting()).load(saved)
+    is_lost = lasting and until > 5
+    with pytest.warns(UserWarning, match=r"(?s)ShuffledByWorker.*read again") as told:
+        rest = list(steps(resumed, until=2))
+    resumed.loader.close()
+    assert any("persistent_workers" in str(each.message) for each in told) == is_lost
+    assert (rest == whole[until : until + 2]) != is_lost
+
+
+# ------------------------------------------------------------------------------------------------------------ files
+
+
+def write(folder: Path, file: int, count: int, start: int) -> None:
+    (folder / f"{file}.txt").write_text("".join(f"{start + number}\n" for number in range(count)))
+
+
+def test_a_file_that_changed_while_its_middle_was_read_is_refused(tmp_path: Path) -> None:
+    """Ten batches of 4, in the middle of the second of three files of 30 records; that one is then written anew."""
+    for file in range(3):
+        write(tmp_path, file, 30, 100 * file)
+
+    names = [str(tmp_path / f"{file}.txt") for file in range(3)]
+
+    def make() -> tdi.DataLoader[Any]:
+        return tdi.DataLoader(tdi.FileDataset(names, readers.text_lines, map_fn=int), 4)
+
+    run = make()
+    leave_after(run, 10)
+    state = written(run)
+    rest = epoch_after(make(), state)
+    assert rest[0] == [110, 111, 112, 113]
+    write(tmp_path, 1, 300, 1000)
+    with pytest.raises(tdi.StateMismatch, match=r"1\.txt"):
+        make().load_state_dict(state)
+    (tmp_path / "1.txt").unlink()
+    with pytest.raises(tdi.StateMismatch, match=r"1\.txt"):
+        make().load_state_dict(state)
+    write(tmp_path, 1, 30, 100)
+    assert epoch_after(make(), state) == rest
+
+
+def epoch_after(loader: Any, state: dict[str, Any], **how: Any) -> list[Any]:
+    loader.load_state_dict(state, **how)
+    return epoch(loader)
+
+
+@pytest.mark.parametrize("kind", ["iterable", "files"])
+@pytest.mark.parametrize("after", [1, 30])
+def test_seeking_past_the_end_of_data_without_a_length_is_refused_at_the_first_step(
+    kind: str, after: int, tmp_path: Path
+) -> None:
+    """The end itself may be sought: nothing is left there. A later step is none."""
+    inputs.write_numbers(tmp_path)
+    data = inputs.numbers_of(tmp_path) if kind == "files" else inputs.Count(12)
+    loader = tdi.DataLoader(data, 4)
+    with iterables_may_be_skipped():
+        loader.seek(0, 3)
+        assert epoch(loader) == []
+        loader.seek(0, 3 + after)
+        with pytest.raises(tdi.StateMismatch, match=f"{after} step"):
+            epoch(loader)
+
+
+# ------------------------------------------------------------------------------------------------ known differences
+
+
+def test_with_another_batch_size_a_state_is_taken_on_request_at_its_step() -> None:
+    """Saved after two batches of 4; go on with batches of 8: two of those are passed over, in the same order."""
+    run = tdi.DataLoader(NUMBERS, 4, shuffle=True, generator=inputs.generator())
+    leave_after(run, 2)
+    state = written(run)
+
+    def larger() -> tdi.DataLoader[Any]:
+        return tdi.DataLoader(NUMBERS, 8, shuffle=True, generator=inputs.generator())
+
+    with pytest.raises(tdi.StateMismatch, match="batch size: 4 in the state, 8 here"):
+        larger().load_state_dict(state)
+    assert epoch_after(larger(), state, strict=False) == epoch(larger())[2:]
+
+
+def test_with_more_data_a_shuffled_state_is_taken_on_request_at_its_step() -> None:
+    def make(length: int) -> Any:
+        return tdi.DataLoader(range(length), 4, shuffle=True, generator=inputs.generator())  # type: ignore[arg-type]
+
+    run = make(20)
+    leave_after(run, 2)
+    assert epoch_after(make(27), written(run), strict=False) == epoch(make(27))[2:]
+
+
+def test_a_state_edited_by_hand_is_taken_on_request() -> None:
+    run = shuffled(tdi.DataLoader)
+    leave_after(run, 2)
+    edited = {**written(run), "step": 3, "samples": 15, "position": ["all", ["map", 3]]}
+    with pytest.raises(tdi.StateMismatch, match="changed since it was saved"):
+        shuffled(tdi.DataLoader).load_state_dict(edited)
+    assert epoch_after(shuffled(tdi.DataLoader), edited, strict=False) == epoch(shuffled(tdi.DataLoader))[3:]
+
+
+def test_the_state_of_another_kind_of_input_is_refused_by_its_kind_alone(tmp_path: Path) -> None:
+    inputs.write_numbers(tmp_path)
+    run = shuffled(tdi.DataLoader)
+    leave_after(run, 2)
+    with pytest.raises(tdi.StateMismatch) as refused:
+        tdi.DataLoader(inputs.numbers_of(tmp_path), 4).load_state_dict(written(run))
+    told = str(refused.value)
+    assert "kind: " in told
+    for other in ("nothing", "drop_last", "file list", "batch size"):
+        assert other not in told
+
+
+# --------------------------------------------------------------------------------------------------- data that fails
+
+
+class Breaks(IterableDataset[int]):
+    """0 .. 26, of which one cannot be made."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def __iter__(self) -> Iterator[int]:
+        for number in range(27):
+            if number == self.at:
+                raise ValueError("this one is broken")
+            yield number
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_iterable_that_fails_in_a_batch_that_would_be_dropped_fails(workers: int) -> None:
+    """``drop_last=True`` drops a short batch, not the failure that made it short: at each place in its batch."""
+    for at in (18, 19, 20, 25, 26) if workers else range(27):
+        dataset = one_replica(DataLoader(Breaks(at), 4, drop_last=True, num_workers=workers))
+        delivered: list[Any] = []
+        with pytest.raises(tdi.SourceError, match="this one is broken"):
+            delivered.extend(batch.tolist() for batch in dataset)
+        assert delivered == [list(range(4 * step, 4 * step + 4)) for step in range(at // 4)]
+        dataset.close()
+
+
+class BreaksOff(Sampler[int]):
+    """In order, for a while."""
+
+    def __init__(self, until: int) -> None:
+        self.until = until
+
+    def __len__(self) -> int:
+        return 20
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(self.until)
+        raise ValueError("the sampler is broken")
+
+
+@pytest.mark.parametrize("prefetch", [0, 3])
+def test_a_sampler_that_raises_ends_the_epoch_where_it_did_with_loader_workers_too(prefetch: int) -> None:
+    """torch asks a sampler for batches ahead, as the workers start: what was drawn before it raised is delivered."""
+    loader = DataLoader(NUMBERS, 3, sampler=BreaksOff(11), num_workers=2)
+    dataset = one_replica(loader, prefetch=prefetch)
+    delivered: list[Any] = []
+    with pytest.raises(tdi.SourceError, match="the sampler is broken"):
+        delivered.extend(batch.tolist() for batch in dataset)
+    assert delivered == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    assert place_of(dataset) == (0, 3)
+    assert not multiprocessing.active_children()
+
+
+# ------------------------------------------------------------------------- what is known of the places of the workers
+
+
+@final
+@dataclasses.dataclass
+class Rule:
+    """When periodic syncs are passed; nothing more of them."""
+
+    every: int
+    early: bool
+
+    def mine(self, rows: int) -> str:
+        return ""
+
+    def learn(self, rows: int, texts: Sequence[str]) -> None:
+        pass
+
+
+RULES = [Rule(CommonPlaces.every, True), Rule(CommonPlaces.every, False), Rule(8, True), Rule(1, False)]
+ROWS = 140
+
+
+@dataclasses.dataclass
+class Reader:
+    """One worker's walk, whose place after a row is that row; told every so many batches.
+
+    Args:
+      workers: the rows of a batch.
+      read_ahead: rows that may be read before they are delivered.
+      begins_at: the first row, perhaps in the middle of a batch.
+      told_every: batches from one place that is told to the next.
+    """
+
+    workers: int
+    read_ahead: int
+    begins_at: int
+    told_every: int
+
+    def __post_init__(self) -> None:
+        front = self.begins_at - self.begins_at % self.workers
+        self.told = [front]
+        self.read = self.begins_at
+        begun = FilesPosition(self.workers, [], [(front, place_after(front))] * self.workers, self.begins_at)
+        self.places = Places(begun.walks[0], self.begins_at, self.read_ahead)
+        self.common = CommonPlaces(self.places, begun, 0, self.read_ahead)
+        self._rows = self.places.rows_of(self._cuts(front), None)
+
+    def _cuts(self, front: int) -> Iterator[Cut]:
+        for number, first in enumerate(range(front, 10**6, self.workers)):
+            end = first + self.workers
+            tells = number % self.told_every == 0
+            if tells:
+                self.told.append(end)
+            place = place_after(end) if tells else None
+            rows = end - max(first, self.begins_at)
+            yield Cut([[None]] * rows, 1, [(0,)] * rows, None, place=place)
+
+    def read_to(self, row: int) -> None:
+        while self.read < row:
+            next(self._rows)
+            self.read += 1
+
+    def last_told(self, row: int) -> list[Any]:
+        """The latest place up to a row, as it is told."""
+        found = max(told for told in self.told if told <= row)
+        return [found, json.dumps(place_after(found).to_json())]
+
+
+def place_after(row: int) -> ReaderCursor:
+    return ReaderCursor(opened=row)
+
+
+def test_the_place_at_each_landmark_is_still_known_when_it_is_asked_for() -> None:
+    """Batches of W rows are read whole, ahead of the row that is agreed on; the sync may lie as far behind that.
+
+    One that was forgotten once ended an epoch of four workers early, and without a word.
+    """
+    for workers, read_ahead in itertools.product(range(1, 9), range(6)):
+        for number, rule in enumerate(RULES):
+            for slots in {1, max(1, read_ahead)}:
+                reader = Reader(workers, read_ahead, (0, 3, workers)[number % 3], 1 + number % 2)
+                passed = pass_landmarks(reader, rule, slots)
+                assert passed > 5 or rule.every == CommonPlaces.every
+                with pytest.raises(AssertionError, match=f"after row {reader.begins_at - 10 * 8} "):
+                    reader.places.at(reader.begins_at - 10 * 8)
+
+
+def test_the_place_is_known_at_each_row_where_landmarks_get_fewer_as_more_is_read_ahead() -> None:
+    for workers, slots, told_every in itertools.product((1, 3), (1, 32), (1, 4)):
+        for seldom in ((1,), (4,), (1, 2, 4), (4, 2, 1)):
+            reader = Reader(workers, 32, workers, told_every)
+            each = ROWS * 5 // len(seldom) + slots
+            changes = [times for times in seldom for _ in range(each)]
+            pass_landmarks(reader, RULES[0], slots, changes.__getitem__, ROWS * 5)
+
+
+def pass_landmarks(
+    reader: Reader, rule: PeriodicSync, slots: int, seldom: Callable[[int], int] = lambda _: 1, rows: int = ROWS
+) -> int:
+    """Agrees on rows, as many at a time as one message covers, with as much read ahead as ever may be."""
+    agreed = passed = 0
+    learned = [reader.begins_at]
+    while agreed < rows:
+        reader.read_to(reader.begins_at + agreed + reader.read_ahead + 2)
+        before, agreed = agreed, agreed + slots
+        sync = _last_landmark(agreed, rule, seldom(before))
+        if sync > _last_landmark(before, rule, seldom(before)):
+            passed += 1
+            learned.append(reader.begins_at + sync)
+            place = reader.last_told(reader.begins_at + sync)
+            said = {"worker": 0, "row": place[0], "place": place[1]}
+            assert json.loads(reader.common.mine(sync)) == said, (reader, rule, sync)
+            everyone = [json.dumps({**said, "worker": worker}) for worker in range(reader.workers)]
+            reader.common.learn(sync, everyone)
+            known = reader.begins_at + sync
+            for row in range(max(known, reader.read - reader.read_ahead - 2), known + 1):
+                assert reader.common.at(row) == [tuple(place)] * reader.workers
+        for row in range(reader.begins_at + before, reader.begins_at + agreed + 1):
+            assert list(reader.places.at(row)) == reader.last_told(row)
+        delivered = max(0, agreed - reader.read_ahead - 1)  # at least
+        for row in {
+            reader.begins_at + delivered,
+            reader.begins_at + (delivered + agreed) // 2,
+            reader.begins_at + agreed,
+        }:
+            sync = max(each for each in learned if each <= row)
+            assert reader.common.at(row) == [tuple(reader.last_told(sync))] * reader.workers
+    return passed

@@ -1,0 +1,287 @@
+"""The examples of TensorFlow's distributed input guide, in one process with CPU replicas for its devices."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import torchdistinput as tdi
+from tests.support.epochs import epoch, lists, pieces
+
+
+def replicas(count: int) -> tdi.Strategy:
+    return tdi.Strategy(devices=["cpu"] * count)
+
+
+def number_range(n: int, batch_size: int) -> Any:
+    return DataLoader(range(n), batch_size=batch_size)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("n", "count", "want"),
+    [
+        (6, 2, [[[0, 1], [2, 3]], [[4], [5]]]),
+        (4, 5, [[[0], [1], [2], [3], []]]),
+        (8, 3, [[[0, 1], [2, 3], []], [[4, 5], [6, 7], []]]),
+        (9, 4, [[[0], [1], [2], [3]], [[4], [5], [6], [7]], [[8], [], [], []]]),
+        (9, 2, [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8], []]]),
+    ],
+)
+def test_a_range_in_batches_of_four(n: int, count: int, want: list[Any], prefetch: int) -> None:
+    strategy = replicas(count)
+    dataset = strategy.distribute_dataset(number_range(n, 4), tdi.InputOptions(prefetch=prefetch))
+    assert epoch(strategy, dataset) == want
+
+
+def ones_and_ones(n: int) -> Any:
+    return DataLoader(TensorDataset(torch.ones(n, 1), torch.ones(n, 1)), batch_size=16)
+
+
+def train_step(inputs: Any) -> torch.Tensor:
+    features, labels = inputs
+    return torch.as_tensor(labels - 0.3 * features)
+
+
+def test_a_for_loop_runs_the_step_on_every_replica() -> None:
+    strategy = replicas(2)
+    shapes = []
+    for element in strategy.distribute_dataset(ones_and_ones(100)):
+        losses = strategy.local_results(strategy.run(train_step, args=(element,)))
+        assert all(torch.allclose(loss, torch.tensor(0.7)) for loss in losses)
+        shapes.append([tuple(loss.shape) for loss in losses])
+    assert shapes == [[(8, 1), (8, 1)]] * 6 + [[(2, 1), (2, 1)]]
+
+
+def test_an_explicit_iterator_runs_a_fixed_number_of_steps_in_each_of_many_epochs() -> None:
+    strategy = replicas(2)
+    dataset = strategy.distribute_dataset(ones_and_ones(100))
+    losses = []
+    for number in range(10):
+        iterator = iter(dataset)
+        for _ in range(5):
+            element = next(iterator) if number % 2 else iterator.get_next()
+            losses.append(strategy.run(train_step, args=(element,)))
+        assert iterator.step.epoch == number
+    assert len(losses) == 50
+    dataset.close()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_get_next_at_the_end_raises_out_of_range_and_again_on_each_further_call(count: int) -> None:
+    iterator = iter(replicas(count).distribute_dataset(number_range(6, 4)))
+    iterator.get_next()
+    iterator.get_next()
+    for _ in range(3):
+        with pytest.raises(tdi.OutOfRangeError):
+            iterator.get_next()
+    with pytest.raises(StopIteration):
+        next(iterator)
+    assert not iterator.get_next_as_optional().has_value()
+    assert issubclass(tdi.OutOfRangeError, StopIteration)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_loop_of_fixed_length_ends_early_by_get_next_as_optional(count: int) -> None:
+    strategy = replicas(count)
+    iterator = iter(strategy.distribute_dataset(number_range(9, 4)))
+    found = []
+    for _ in range(5):
+        optional = iterator.get_next_as_optional()
+        if not optional.has_value():
+            break
+        results = strategy.run(lambda x: x, args=(optional.get_value(),))
+        found.append([result.tolist() for result in strategy.local_results(results)])
+    assert (
+        found
+        == {
+            2: [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8], []]],
+            4: [[[0], [1], [2], [3]], [[4], [5], [6], [7]], [[8], [], [], []]],
+        }[count]
+    )
+    for _ in range(2):
+        optional = iterator.get_next_as_optional()
+        assert not optional.has_value()
+        with pytest.raises(ValueError, match="value"):
+            optional.get_value()
+
+
+def leaf_specs(spec: Any) -> list[tdi.TensorSpec]:
+    """The spec of one replica's leaves, in order."""
+    if isinstance(spec, tdi.PerReplica):
+        return leaf_specs(spec.values[0])
+    if isinstance(spec, tdi.TensorSpec):
+        return [spec]
+    return [leaf for child in (spec.values() if isinstance(spec, dict) else spec) for leaf in leaf_specs(child)]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_element_spec_describes_a_replicas_part_and_consumes_nothing(count: int) -> None:
+    strategy = replicas(count)
+    dataset = strategy.distribute_dataset(ones_and_ones(100))
+    for spec in (dataset.element_spec, iter(dataset).element_spec):
+        found = leaf_specs(spec)
+        assert [(leaf.shape[1:], leaf.dtype) for leaf in found] == [((1,), torch.float32)] * 2
+        assert all(leaf.shape[0] is None for leaf in found), "the last batch is smaller, so no size is certain"
+    dataset.close()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_element_spec_opens_the_iterator_that_the_next_iter_returns(count: int) -> None:
+    strategy = replicas(count)
+    opened = []
+
+    def numbers() -> Iterator[torch.Tensor]:
+        opened.append(True)
+        yield from (torch.arange(4), torch.arange(4, 8))
+
+    dataset = strategy.distribute_dataset(numbers)
+    assert [leaf.dtype for leaf in leaf_specs(dataset.element_spec)] == [torch.int64]
+    assert leaf_specs(dataset.element_spec) == leaf_specs(dataset.element_spec)
+    assert [number for step in epoch(strategy, dataset) for piece in step for number in piece] == list(range(8))
+    assert len(opened) == 1
+
+
+def test_the_batch_dimension_of_element_spec_is_the_piece_size_where_every_batch_is_full() -> None:
+    data: Any = DataLoader(range(10), batch_size=4, drop_last=True)  # type: ignore[arg-type]
+    for count, size in ((1, 4), (2, 2), (4, 1)):
+        with replicas(count).distribute_dataset(data) as dataset:
+            assert [leaf.shape for leaf in leaf_specs(dataset.element_spec)] == [(size,)]
+    with replicas(3).distribute_dataset(data) as dataset:
+        assert [leaf.shape for leaf in leaf_specs(dataset.element_spec)] == [(None,)]
+
+
+def predict(index: torch.Tensor, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return index, 2 * inputs
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_predictions_are_ordered_by_an_index_in_the_batch(count: int) -> None:
+    strategy = replicas(count)
+    dataset = strategy.distribute_dataset(DataLoader(list(enumerate(range(24))), batch_size=6))  # type: ignore[arg-type]
+    result: dict[int, int] = {}
+    for index, inputs in dataset:
+        output_index, outputs = strategy.run(predict, args=(index, inputs))
+        for indices, values in zip(strategy.local_results(output_index), strategy.local_results(outputs), strict=True):
+            result.update(zip(indices.tolist(), values.tolist(), strict=True))
+    assert result == {index: 2 * index for index in range(24)}
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_values_come_from_a_function_once_per_replica(count: int) -> None:
+    strategy = replicas(count)
+    seen: list[tdi.ValueContext] = []
+
+    def value_fn(context: tdi.ValueContext) -> torch.Tensor:
+        seen.append(context)
+        return torch.tensor(context.replica_id_in_sync_group)
+
+    values = strategy.distribute_values_from_function(value_fn)
+    assert isinstance(values, tdi.PerReplica)
+    assert [context.num_replicas_in_sync for context in seen] == [count] * count
+    for _ in range(4):
+        result = strategy.run(lambda x: x, args=(values,))
+        assert [value.item() for value in strategy.local_results(result)] == list(range(count))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_batches_come_from_a_generator_that_never_ends(count: int) -> None:
+    def input_gen() -> Iterator[Any]:
+        random = np.random.default_rng(1)
+        while True:
+            yield random.random(4)
+
+    strategy = replicas(count)
+    iterator = iter(strategy.distribute_dataset(input_gen))
+    wanted = list(itertools.islice(input_gen(), 4))
+    for batch in wanted:
+        result = strategy.local_results(strategy.run(lambda x: x, args=(next(iterator),)))
+        assert [value.dtype for value in result] == [torch.float64] * count
+        assert np.concatenate([value.numpy() for value in result]).tolist() == batch.tolist()
+    iterator.close()
+
+
+def test_a_dataset_function_gets_its_context_and_its_batches_go_to_the_replicas_in_turn() -> None:
+    strategy = replicas(2)
+    contexts: list[tdi.InputContext] = []
+
+    def dataset_fn(context: tdi.InputContext) -> Any:
+        contexts.append(context)
+        batch_size = context.get_per_replica_batch_size(4)
+        return number_range(9, batch_size)
+
+    dataset = strategy.distribute_datasets_from_function(dataset_fn)
+    assert epoch(strategy, dataset) == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8], []]]
+    assert [(c.num_input_pipelines, c.input_pipeline_id, c.num_replicas_in_sync) for c in contexts] == [(1, 0, 2)]
+
+
+def test_a_dataset_function_may_be_called_once_per_replica() -> None:
+    strategy = replicas(2)
+
+    def dataset_fn(context: tdi.InputContext) -> Any:
+        rows = range(context.input_pipeline_id, 7, context.num_input_pipelines)
+        return DataLoader(list(rows), batch_size=2)  # type: ignore[arg-type]
+
+    options = tdi.InputOptions(replication_mode=tdi.InputReplicationMode.PER_REPLICA)
+    dataset = strategy.distribute_datasets_from_function(dataset_fn, options)
+    assert epoch(strategy, dataset) == [[[0, 2], [1, 3]], [[4, 6], [5]]]
+
+
+class StringLookup(nn.Module):
+    """Numbers for words; 0 for a word that is not known."""
+
+    def __init__(self, vocabulary: list[str]) -> None:
+        super().__init__()
+        self.number_of = {word: number for number, word in enumerate(vocabulary, start=1)}
+
+    def forward(self, words: list[str]) -> torch.Tensor:
+        return torch.tensor([self.number_of.get(word, 0) for word in words])
+
+
+def test_a_lookup_made_under_scope_works_in_the_pipeline() -> None:
+    strategy = replicas(2)
+    with strategy.scope():
+        assert tdi.get_strategy() is strategy
+        layer = StringLookup(["a", "b", "c", "d", "f"])
+
+    def dataset_fn(context: tdi.InputContext) -> Iterator[Any]:
+        batch_size = context.get_per_replica_batch_size(4)
+        words = itertools.cycle(["a", "c", "e"])
+        batches = (list(itertools.islice(words, batch_size)) for _ in itertools.count())
+        mine = itertools.islice(batches, context.input_pipeline_id, None, context.num_input_pipelines)
+        return (layer(batch) for batch in mine)
+
+    dataset = strategy.distribute_datasets_from_function(dataset_fn)
+    iterator = iter(dataset)
+    assert [pieces(strategy, next(iterator)) for _ in range(3)] == [
+        [[1, 3], [0, 1]],
+        [[3, 0], [1, 3]],
+        [[0, 1], [3, 0]],
+    ]
+    iterator.close()
+    dataset.close()
+
+
+def test_a_structure_stays_outside_and_each_leaf_has_a_value_per_replica() -> None:
+    strategy = replicas(2)
+    (element,) = strategy.distribute_dataset(
+        lambda: [{"x": torch.arange(4), "pair": (torch.arange(4.0), ["a", "b", "c", "d"])}]
+    )
+    assert [value.tolist() for value in element["x"].values] == [[0, 1], [2, 3]]
+    first, second = strategy.local_results(element)
+    assert lists(first) == {"x": [0, 1], "pair": ([0.0, 1.0], ["a", "b"])}
+    assert lists(second) == {"x": [2, 3], "pair": ([2.0, 3.0], ["c", "d"])}
+
+
+def test_a_global_batch_that_does_not_divide_is_refused_only_where_equal_parts_were_asked_for() -> None:
+    context = tdi.InputContext(num_input_pipelines=2, input_pipeline_id=1, num_replicas_in_sync=4)
+    assert context.get_per_replica_batch_size(8) == 2
+    with pytest.raises(ValueError, match="is not divisible"):
+        context.get_per_replica_batch_size(6)

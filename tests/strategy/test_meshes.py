@@ -1,0 +1,149 @@
+"""Meshes: which ranks read the same samples, and ranks that should and do not."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import DataLoader, Dataset
+
+import torchdistinput as tdi
+from tests.support.epochs import raised
+from torchdistinput.testing import run_ranks
+
+UNTOLD: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("tp",): ("tp", "data_dims="),
+    ("pp",): ("pp", "data_dims="),
+    ("context_parallel",): ("context_parallel", "data_dims="),
+    ("dp_cp",): ("dp_cp joins dp (samples of its own) with cp (the same ones)", "data_dims=['dp_cp']"),
+    ("dp_shard_cp",): ("dp_shard_cp joins dp, shard", "cp (the same ones)"),
+    ("tp_sp",): ("tp_sp", "data_dims="),
+    ("tp", "cp"): ("('tp', 'cp')", "data_dims="),
+    ("dp_cp", "tp"): ("dp_cp joins", "data_dims="),
+    ("x", "y"): ("('x', 'y')", "data_dims="),
+}
+TOLD: dict[tuple[str, ...], tuple[str, ...] | None] = {
+    ("dp",): ("dp",),
+    ("FSDP",): ("FSDP",),
+    ("ranks",): ("ranks",),
+    ("dp_replicate", "dp_shard"): ("dp_replicate", "dp_shard"),
+    ("dp", "tp"): ("dp",),
+    ("pp", "data_parallel"): ("data_parallel",),
+}
+
+
+def mesh_of(names: tuple[str, ...]) -> Any:
+    return init_device_mesh("cpu", (4,) if len(names) == 1 else (2, 2), mesh_dim_names=names)
+
+
+def make_all() -> dict[tuple[str, ...], Any]:
+    found: dict[tuple[str, ...], Any] = {}
+    for names in UNTOLD:
+        found[names] = raised(partial(tdi.Strategy, ["cpu"], mesh=mesh_of(names), timeout_seconds=60))
+    for names, dims in TOLD.items():
+        mine = tdi.Strategy(["cpu"], mesh=mesh_of(names), timeout_seconds=60)
+        told = tdi.Strategy(["cpu"], mesh=mesh_of(names), data_dims=dims, timeout_seconds=60)
+        found[names] = (mine.input_pipeline_id, mine.num_input_pipelines) == (
+            told.input_pipeline_id,
+            told.num_input_pipelines,
+        )
+    return found
+
+
+def test_names_that_do_not_tell_the_data_parallel_dims_are_refused_on_every_rank() -> None:
+    ranks = run_ranks(4, make_all)
+    for names, expected in UNTOLD.items():
+        for rank in ranks:
+            assert rank[names].kind == "ShardingError", names
+            assert all(text in rank[names].message for text in expected), rank[names].message
+    assert all(rank[names] is True for rank in ranks for names in TOLD)
+
+
+def make_slices() -> list[Any]:
+    whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    refused = raised(lambda: tdi.Strategy(["cpu"], mesh=whole["tp"], timeout_seconds=60))
+    given = tdi.Strategy(["cpu"], mesh=whole["tp"], data_dims=["tp"], timeout_seconds=60)
+    same = tdi.Strategy(["cpu"], mesh=whole["tp"], data_dims=[], timeout_seconds=60)
+    data = tdi.Strategy(["cpu"], mesh=whole["dp"], timeout_seconds=60)
+    return [refused, *((each.num_input_pipelines, each.input_pipeline_id) for each in (given, same, data))]
+
+
+def test_a_slice_along_a_tensor_parallel_dim_needs_data_dims() -> None:
+    for rank, (refused, given, same, data) in enumerate(run_ranks(4, make_slices)):
+        assert refused.kind == "ShardingError"
+        assert "('tp',)" in refused.message
+        assert given == (2, rank % 2)
+        assert same == (1, 0)
+        assert data == (2, rank // 2)
+
+
+def one_rank_names_it_wrongly() -> Any:
+    names = ("tp",) if dist.get_rank() == 1 else ("dp",)
+    return raised(lambda: tdi.Strategy(["cpu"], mesh=mesh_of(names), timeout_seconds=60))
+
+
+def test_the_other_ranks_of_the_mesh_hear_of_a_rank_whose_names_do_not_tell() -> None:
+    for error in run_ranks(4, one_rank_names_it_wrongly):
+        assert error.kind == "ShardingError"
+        assert "tp" in error.message
+
+
+class Rows(Dataset[torch.Tensor]):
+    """A dataset of rows of one number, one of which is another one on some rank."""
+
+    def __init__(self, length: int, added: int, first: int) -> None:
+        self.length, self.added, self.first = length, added, first
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([float(index + (self.added if index >= self.first else 0))])
+
+
+LATE = 40  # the first step of which the peers read different data
+
+
+def read_rows(kind: str, other: int) -> Any:
+    """Every rank reads in a mesh of 2 x 2; one rank reads other numbers."""
+    rank = dist.get_rank()
+    strategy = tdi.Strategy(["cpu"], mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
+    added = 1000 if rank == other else 0
+    seen: list[int] = []
+
+    def read() -> None:
+        if kind == "function":
+            each = DataLoader(Rows(200, added, LATE * 2), batch_size=2)
+            dataset = strategy.distribute_datasets_from_function(lambda _: each)
+        elif kind == "iterable":
+            policy = tdi.InputOptions(auto_shard_policy=tdi.AutoShardPolicy.OFF)
+            dataset = strategy.distribute_dataset([torch.full((4,), float(n + added)) for n in range(99)], policy)
+        else:
+            workers = 2 if kind == "loader workers" else 0
+            loader = DataLoader(Rows(400, added, LATE * 4), batch_size=4, num_workers=workers)
+            dataset = strategy.distribute_dataset(loader)
+        for element in dataset:
+            seen.append(len(element))
+
+    return raised(read), len(seen)
+
+
+@pytest.mark.parametrize("kind", ["map-style", "loader workers", "function", "iterable"])
+def test_ranks_of_one_data_coordinate_that_read_different_data_are_named_on_every_rank(kind: str) -> None:
+    for error, steps in run_ranks(4, read_rows, kind, 3):
+        assert error.kind == "RankDisagreement"
+        assert "rank 2: " in error.message
+        assert "rank 3: " in error.message
+        assert "rank 0" not in error.message
+        assert "data_dims" in error.message
+        assert steps == (0 if kind == "iterable" else 64)
+
+
+def test_ranks_of_different_data_coordinates_read_different_data() -> None:
+    for error, steps in run_ranks(4, read_rows, "function", -1):
+        assert error is None
+        assert steps == 100

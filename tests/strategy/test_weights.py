@@ -1,0 +1,317 @@
+"""The same weights at any number of ranks: whole trainings, compared with one process and torch's own DataLoader.
+
+A run is 3 epochs of AdamW over 85 samples in global batches of 12, so that the last batch is one sample and all ranks
+but one are empty; over 7 ranks one is empty at every step. In one process the loss is the plain mean, here it is
+``average_loss``. The loops below are written as a user writes them.
+
+The model has no parameter whose true gradient is zero: AdamW makes full steps of what is only rounding there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol, TypeAlias
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+import torchdistinput as tdi
+from tests.support.cells import cells
+from torchdistinput.testing import run_ranks
+
+SAMPLES, GLOBAL_BATCH, EPOCHS = 85, 12, 3
+STEPS_TOGETHER, PIECES = 3, 2
+VOCABULARY, LENGTH, WIDTH = 11, 5, 8
+IGNORED = -100
+BOUNDS = {torch.float32: 1e-6, torch.float64: 1e-12}
+
+Weights: TypeAlias = tuple[float, ...]
+
+
+class Loader(Protocol):
+    """What a loop needs of ``DistributedDataset`` and of the drop-in ``DataLoader``."""
+
+    @property
+    def step(self) -> tdi.Step: ...
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+    def close(self) -> None: ...
+
+
+Loop: TypeAlias = Callable[[Loader, nn.Module, torch.optim.Optimizer], None]
+
+
+class Net(nn.Module):
+    """Attention, LayerNorm and a nonlinearity over short sequences; no dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, 2, bias=False, batch_first=True)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, text: Tensor) -> Tensor:
+        """The losses' logits, (batch, VOCABULARY, LENGTH), of text (batch, LENGTH)."""
+        hidden = self.embedding(text)
+        hidden = self.norm(hidden + self.attention(hidden, hidden, hidden, need_weights=False)[0])
+        logits: Tensor = self.head(F.gelu(self.inner(hidden)))
+        return logits.transpose(1, 2)
+
+
+def new_net(dtype: torch.dtype) -> Net:
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        return Net().to(dtype)
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+
+
+def samples() -> TensorDataset:
+    """Text, the targets, and which tokens count: between one and all of a sequence."""
+    made = seeded(2)
+    text, targets = torch.randint(0, VOCABULARY, (2, SAMPLES, LENGTH), generator=made)
+    lengths = torch.randint(1, LENGTH + 1, (SAMPLES, 1), generator=made)
+    return TensorDataset(text, targets, torch.arange(LENGTH) < lengths)
+
+
+def plain_loader(batch_size: int, **more: Any) -> DataLoader[tuple[Tensor, ...]]:
+    return DataLoader(samples(), batch_size, shuffle=True, generator=seeded(3), **more)
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def token_losses(model: nn.Module, text: Tensor, targets: Tensor) -> Tensor:
+    """(batch, LENGTH)"""
+    return F.cross_entropy(model(text), targets, reduction="none")
+
+
+def backward(loss: Tensor) -> None:
+    torch.autograd.backward(loss)  # loss.backward(), which has no types
+
+
+# ------------------------------------------------------------------------------------------------------ a user's loops
+
+
+def each_step(loader: Loader, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """The mean over the samples of each global batch."""
+    for text, targets, _ in loader:
+        per_sample = token_losses(model, text, targets).mean(dim=1)
+        backward(tdi.average_loss(per_sample, loader.step))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def each_step_by_tokens(loader: Loader, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """The mean over the tokens that count in each global batch."""
+    for text, targets, counts in loader:
+        backward(tdi.average_loss(token_losses(model, text, targets), loader.step, weights=counts))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def accumulated(loader: Loader, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """The mean over the samples of several global batches: each step counts by its share of their samples."""
+    batches = iter(loader)
+    while group := [(batch, loader.step) for batch in itertools.islice(batches, STEPS_TOGETHER)]:
+        total = sum(size_of(step) for _, step in group)
+        for number, ((text, targets, _), step) in enumerate(group, start=1):
+            with exchanging_gradients(model, number == len(group)):
+                per_sample = token_losses(model, text, targets).mean(dim=1)
+                backward(tdi.average_loss(per_sample, step) * size_of(step) / total)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def accumulated_by_tokens(loader: Loader, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """The mean over the tokens that count in several global batches: one sum over the ranks for all of them."""
+    batches = iter(loader)
+    while group := [(batch, loader.step) for batch in itertools.islice(batches, STEPS_TOGETHER)]:
+        own = torch.stack([counts.sum() for (_, _, counts), _ in group]).sum()
+        total = tdi.get_strategy().reduce("SUM", own)
+        for number, ((text, targets, counts), step) in enumerate(group, start=1):
+            with exchanging_gradients(model, number == len(group)):
+                losses = token_losses(model, text, targets) * counts
+                backward(tdi.average_loss(losses, step) * size_of(step) / total)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def in_pieces(loader: Loader, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """The mean over each global batch, where a part of it is too much for one pass: the same pieces on every rank."""
+    for text, targets, _ in loader:
+        pieces = list(zip(text.tensor_split(PIECES), targets.tensor_split(PIECES), strict=True))
+        for number, (some_text, some_targets) in enumerate(pieces, start=1):
+            with exchanging_gradients(model, number == len(pieces)):
+                per_sample = token_losses(model, some_text, some_targets).mean(dim=1)
+                backward(per_sample.sum() * loader.step.num_workers / size_of(loader.step))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def size_of(step: tdi.Step) -> int:
+    assert step.global_size is not None  # it is None only with coordination="off"
+    return step.global_size
+
+
+@contextlib.contextmanager
+def exchanging_gradients(model: nn.Module, wanted: bool) -> Iterator[None]:
+    """Gradients that are added up need to travel only once; with a static graph each time, by pytorch#143580."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(wanted)
+        yield
+    elif isinstance(model, DistributedDataParallel) and not model.static_graph and not wanted:
+        with model.no_sync():
+            yield
+    else:
+        yield
+
+
+LOOPS: dict[str, Loop] = {
+    "plain": each_step,
+    "tokens": each_step_by_tokens,
+    "accumulated": accumulated,
+    "accumulated tokens": accumulated_by_tokens,
+    "in pieces": in_pieces,
+}
+
+# ------------------------------------------------------------------------------------------------------- one process
+
+
+def train_alone(batch_size: int, dtype: torch.dtype, loss_of: Callable[[nn.Module, list[Tensor]], Tensor]) -> Weights:
+    model = new_net(dtype)
+    optimizer = optimizer_of(model)
+    loader = plain_loader(batch_size)
+    for _ in range(EPOCHS):
+        for batch in loader:
+            optimizer.zero_grad()
+            backward(loss_of(model, batch))
+            optimizer.step()
+    return weights_of(model)
+
+
+def mean(model: nn.Module, batch: list[Tensor]) -> Tensor:
+    text, targets, _ = batch
+    return F.cross_entropy(model(text), targets)
+
+
+def mean_of_tokens(model: nn.Module, batch: list[Tensor]) -> Tensor:
+    text, targets, counts = batch
+    return F.cross_entropy(model(text), targets.where(counts, IGNORED), ignore_index=IGNORED)
+
+
+def mean_of_means(share: int, model: nn.Module, batch: list[Tensor]) -> Tensor:
+    """Each rank's own mean, averaged over the ranks that have something; or each step's, averaged over steps."""
+    text, targets, _ = batch
+    parts = zip(torch.split(text, share), torch.split(targets, share), strict=True)
+    return torch.stack([F.cross_entropy(model(some_text), some_targets) for some_text, some_targets in parts]).mean()
+
+
+@functools.cache
+def weights_of_one_process(feature: str, dtype: torch.dtype) -> Weights:
+    """torch alone: accumulated steps are one batch of that many times the size, and the loss is the plain mean."""
+    together = STEPS_TOGETHER if "accumulated" in feature else 1
+    return train_alone(GLOBAL_BATCH * together, dtype, mean_of_tokens if "tokens" in feature else mean)
+
+
+def weights_of(model: nn.Module) -> Weights:
+    whole = [each.full_tensor() if isinstance(each, DTensor) else each for each in model.parameters()]
+    return tuple(torch.cat([each.detach().double().flatten() for each in whole]).tolist())
+
+
+def largest_difference(one: Weights, other: Weights) -> float:
+    return max(abs(a - b) for a, b in zip(one, other, strict=True))
+
+
+def test_means_of_means_would_train_something_else() -> None:
+    """What the bounds are worth: they are far below what the training does, and what the usual loops get wrong."""
+    plain, accumulated_steps = (weights_of_one_process(feature, torch.float64) for feature in ("plain", "accumulated"))
+    of_ranks = train_alone(GLOBAL_BATCH, torch.float64, functools.partial(mean_of_means, 5))
+    of_steps = train_alone(GLOBAL_BATCH * STEPS_TOGETHER, torch.float64, functools.partial(mean_of_means, GLOBAL_BATCH))
+    assert largest_difference(weights_of(new_net(torch.float64)), plain) > 1e-2
+    assert largest_difference(of_ranks, plain) > 1e-3
+    assert largest_difference(of_steps, accumulated_steps) > 1e-3
+
+
+# ------------------------------------------------------------------------------------------------------- many ranks
+
+
+LOADERS: dict[str, Callable[[tdi.Strategy], Loader]] = {
+    "distribute_dataset": lambda strategy: strategy.distribute_dataset(plain_loader(GLOBAL_BATCH)),
+    "two loader workers": lambda strategy: strategy.distribute_dataset(plain_loader(GLOBAL_BATCH, num_workers=2)),
+    "drop-in": lambda _: tdi.DataLoader(samples(), GLOBAL_BATCH, shuffle=True, generator=seeded(3)),
+}
+
+
+def wrap(net: Net, wrapper: str) -> nn.Module:
+    if wrapper == "FSDP2":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for part in (net.attention, net.inner, net):
+            fully_shard(part, mesh=mesh)
+        return net
+    return DistributedDataParallel(net, static_graph=wrapper == "DDP(static_graph=True)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    wrapper: str
+    feature: str
+    world: int
+    dtype: torch.dtype
+    loader: str
+
+
+def train(cell: Cell) -> Weights:
+    model = wrap(new_net(cell.dtype), cell.wrapper)
+    optimizer = optimizer_of(model)
+    with contextlib.closing(LOADERS[cell.loader](tdi.get_strategy())) as loader:
+        for _ in range(EPOCHS):
+            LOOPS[cell.feature](loader, model, optimizer)
+    return weights_of(model)
+
+
+def train_all(chosen: list[Cell]) -> list[Weights]:
+    with tdi.Strategy(devices=["cpu"]).scope():
+        return [train(cell) for cell in chosen]
+
+
+CELLS = list(itertools.product(["DDP", "DDP(static_graph=True)", "FSDP2"], LOOPS))
+SETTINGS: dict[str, list[Any]] = {
+    "world": [2, 3, 4, 7],
+    "dtype": [torch.float32, torch.float64],
+    "loader": list(LOADERS),
+}
+CELLS_OF_A_LAUNCH = 12
+
+
+def cells_of(world: int, all_cells: bool) -> Iterable[list[Cell]]:
+    found = (Cell(*cell, **setting) for cell, setting in cells(CELLS, SETTINGS, everything=all_cells))
+    mine = [cell for cell in found if cell.world == world]
+    return (mine[at : at + CELLS_OF_A_LAUNCH] for at in range(0, len(mine), CELLS_OF_A_LAUNCH))
+
+
+@pytest.mark.parametrize("world", SETTINGS["world"])
+def test_the_trained_weights_are_those_of_one_process(world: int, all_cells: bool) -> None:
+    for chosen in cells_of(world, all_cells):
+        for rank, trained in enumerate(run_ranks(world, train_all, chosen, timeout_seconds=240.0)):
+            for cell, found in zip(chosen, trained, strict=True):
+                difference = largest_difference(found, weights_of_one_process(cell.feature, cell.dtype))
+                assert difference <= BOUNDS[cell.dtype], f"{cell} on rank {rank}: {difference}"

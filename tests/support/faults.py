@@ -1,0 +1,227 @@
+"""Faults on command: exceptions, data, collate functions, readers and copies that fail where the test wants it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NoReturn, final
+
+import torch
+from torch.utils.data import Dataset, IterableDataset, Sampler
+
+from torchdistinput.devices.copy_ahead import HostBatch, HostCopier
+
+PATIENCE_SECONDS = 40.0  # how long a rank waits for what the test itself brings about
+
+# --------------------------------------------------------------------------------------------- exceptions
+
+
+class BrokenError(Exception):
+    """What broken data raises."""
+
+
+class MuteError(Exception):
+    """Its text cannot be had."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+    __repr__ = __str__
+
+
+class DemandingError(Exception):
+    """It pickles, but cannot be made again from its pickle."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(first)
+
+
+def plain() -> NoReturn:
+    raise BrokenError("this sample is broken")
+
+
+def local() -> NoReturn:
+    class LocalError(Exception):
+        pass
+
+    raise LocalError(lambda: "neither the class nor the argument can be pickled")
+
+
+def mute() -> NoReturn:
+    raise MuteError
+
+
+def demanding() -> NoReturn:
+    raise DemandingError("one", "two")
+
+
+def huge() -> NoReturn:
+    raise BrokenError("x" * 10_000_000)
+
+
+def surrogate() -> NoReturn:
+    raise BrokenError("no proper text: \udcff\x00\n")
+
+
+def chained() -> NoReturn:
+    try:
+        mute()
+    except MuteError as error:
+        raise BrokenError("because of another") from error
+
+
+def quit_worker() -> NoReturn:
+    time.sleep(0.3)  # a queue that is left in the middle of a write would be another matter
+    os._exit(3)
+
+
+def kill_worker() -> None:
+    time.sleep(0.3)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop_worker() -> None:
+    """Until somebody continues it, which nobody does."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@final
+class Stall:
+    """Waits for a file that the other ranks write once they have their error."""
+
+    def __init__(self, release: Path) -> None:
+        self.release = release
+
+    def __call__(self) -> None:
+        wait_for(self.release.exists)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < until, "waited in vain"
+        time.sleep(0.05)
+
+
+# --------------------------------------------------------------------------------------------- data
+
+Faults = Mapping[int, Callable[[], object]]
+
+
+@final
+class Numbers(Dataset[int]):
+    """0, 1, 2, ...; at some of them something happens."""
+
+    def __init__(self, faults: Faults, length: int = 600) -> None:
+        self.faults = faults
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        if index in self.faults:
+            self.faults[index]()
+        return index
+
+
+@final
+class Stream(IterableDataset[int]):
+    """The same, one after the other; every loader worker has all of them."""
+
+    def __init__(self, faults: Faults) -> None:
+        self.faults = faults
+
+    def __iter__(self) -> Iterator[int]:
+        for index in range(600):
+            if index in self.faults:
+                self.faults[index]()
+            yield index
+
+
+@final
+class BrokenSampler(Sampler[int]):
+    """Draws in order, until it fails."""
+
+    def __init__(self, until: int) -> None:
+        self.until = until
+
+    def __len__(self) -> int:
+        return 600
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(self.until)
+        plain()
+
+
+@final
+class BrokenCollate:
+    """Makes tensors, but not of batches that begin with one number."""
+
+    def __init__(self, refused: int) -> None:
+        self.refused = refused
+
+    def __call__(self, samples: list[int]) -> torch.Tensor:
+        if samples[0] == self.refused:
+            plain()
+        return torch.tensor(samples)
+
+
+@final
+class BrokenDecode:
+    """A ``map_fn``."""
+
+    def __init__(self, refused: int) -> None:
+        self.refused = refused
+
+    def __call__(self, line: str) -> int:
+        if int(line) == self.refused:
+            plain()
+        return int(line)
+
+
+@final
+class BrokenReader:
+    """Reads lines, until it fails."""
+
+    def __init__(self, refused: int) -> None:
+        self.refused = refused
+
+    def __call__(self, file: Any) -> Iterator[str]:
+        for line in file:
+            if int(line) == self.refused:
+                plain()
+            yield line.decode()
+
+
+@final
+class BrokenCopier:
+    """Passes batches through, and runs out of memory at one of them."""
+
+    def __init__(self, at: int) -> None:
+        self._host = HostCopier()
+        self._left = at
+
+    def enter_thread(self) -> None:
+        self._host.enter_thread()
+
+    def begin_step(self) -> None:
+        self._host.begin_step()
+
+    def send(self, batch: Any) -> HostBatch:
+        if not self._left:
+            raise MemoryError("the device has no memory left")
+        self._left -= 1
+        return self._host.send(batch)
+
+    def hand_over(self, parcel: HostBatch) -> Any:
+        return self._host.hand_over(parcel)
+
+    def discard(self, parcel: HostBatch) -> None:
+        self._host.discard(parcel)
+
+    def close(self) -> None:
+        self._host.close()

@@ -1,0 +1,289 @@
+"""Scripted streams, the stages composed over them without devices, and what each rank must then deliver."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar, final
+
+import torch
+
+from torchdistinput.batches.schema_check import SchemaChecker
+from torchdistinput.coordination.step_sync import StepSync
+from torchdistinput.pipeline.fetch import Fetch
+from torchdistinput.pipeline.metrics import Metrics
+from torchdistinput.pipeline.prefetch_thread import PrefetchThread, UpstreamStages
+from torchdistinput.pipeline.prefetcher import Prefetcher
+from torchdistinput.step_types import Counted, Drawn, Failed, Held, LocalStep
+from torchdistinput.testing import FakeCollectives
+
+T = TypeVar("T")
+
+Where = Literal["draw", "fetch", "transfer"]
+
+
+class ScriptedError(Exception):
+    """The data failed, as the script says."""
+
+
+@final
+@dataclass(frozen=True)
+class Script:
+    """What one rank does.
+
+    Args:
+      rows: samples in each row; 0 for a row without any.
+      fails: where reading fails after the rows; ``None`` for a stream that ends there.
+      leaves_after: steps after which the loop is left; ``None`` for never.
+      in_background: whether rows are fetched by the background thread.
+      finds_end: whether the end is found by drawing, or only by fetching.
+      slow: places of rows that take a moment.
+      pauses: steps after which the loop takes a moment.
+    """
+
+    rows: tuple[int, ...]
+    fails: Where | None = None
+    leaves_after: int | None = None
+    in_background: bool = False
+    finds_end: Literal["draw", "fetch"] = "draw"
+    slow: frozenset[int] = frozenset()
+    pauses: frozenset[int] = frozenset()
+
+
+@final
+class ScriptedStream:
+    """The stream of a script: row ``s`` of rank ``r`` is filled with ``100 * r + s``."""
+
+    def __init__(self, script: Script, rank: int) -> None:
+        self.in_background = script.in_background
+        self.draws: list[int] = []
+        self.fetches: list[int] = []
+        self.closed = 0
+        self._script = script
+        self._rank = rank
+        self._next = 0
+
+    def draw(self) -> int | None:
+        place, self._next = self._next, self._next + 1
+        self.draws.append(place)
+        if place == len(self._script.rows):
+            if self._script.fails == "draw":
+                raise ScriptedError(f"draw {place} of {self._rank}")
+            if self._script.fails is None and self._script.finds_end == "draw":
+                return None
+        return place
+
+    def digest_of(self, drawn: Any) -> int:
+        return 0
+
+    def expect(self, rows: int) -> None:
+        pass
+
+    def fetch(self, drawn: Any) -> Counted | None:
+        place: int = drawn
+        self.fetches.append(place)
+        if place in self._script.slow:
+            time.sleep(0.002)
+        if place >= len(self._script.rows):
+            if self._script.fails == "fetch":
+                raise ScriptedError(f"fetch {place} of {self._rank}")
+            if self._script.fails == "transfer" and place == len(self._script.rows):
+                return Counted([torch.full((1,), -1)], (1,))
+            return None
+        size = self._script.rows[place]
+        return Counted([torch.full((size,), 100 * self._rank + place) if size else None], (size,))
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@final
+@dataclass
+class Party:
+    """One rank's stages over a script, and what became of them."""
+
+    buffer: Prefetcher
+    stream: ScriptedStream
+    coordinate: StepSync
+    meter: Metrics
+    sent: list[LocalStep] = field(default_factory=list)
+    discarded: list[LocalStep] = field(default_factory=list)
+    devices_closed: int = 0
+
+
+@final
+@dataclass(frozen=True)
+class Seen:
+    """What one rank got.
+
+    Args:
+      steps: for each step the global size, and the values of this rank's piece.
+      error: what ended it, but the end of the data.
+      party: the stages.
+    """
+
+    steps: list[tuple[int | None, list[int]]]
+    error: BaseException | None
+    party: Party
+
+
+def compose(
+    world: FakeCollectives | None,
+    rank: int,
+    script: Script,
+    *,
+    depth: int,
+    timeout_seconds: float = 20.0,
+    room: int | None = None,
+    helps: bool = True,
+    deeper: Callable[[int], None] | None = None,
+) -> Party:
+    """Fetch, a transfer to nowhere, coordinate, buffer: as the house composes them, with one local replica.
+
+    With ``room``, the bytes that may be ready ahead, the depth may grow up to 32.
+    """
+    checker = SchemaChecker()
+    stream = ScriptedStream(script, rank)
+    fetch = Fetch(stream, checker)
+
+    def send(share: LocalStep) -> None:
+        if share.parcels or checker.structure is None:
+            return
+        pieces = share.pieces or [None]
+        share.parcels = [checker.structure.empty() if piece is None else piece for piece in pieces]
+        share.sizes = share.sizes or (0,)
+        share.pieces = []
+        party.sent.append(share)
+
+    def produce(drawn: Drawn | Held) -> Held:
+        held = fetch.finish(drawn)
+        if isinstance(held, LocalStep):
+            if held.pieces[0] is not None and held.pieces[0][0] == -1:
+                return Failed(ScriptedError(f"transfer of {rank}"), "copying")
+            send(held)
+        return held
+
+    def close_devices() -> None:
+        party.devices_closed += 1
+
+    def discard(shares: Sequence[LocalStep]) -> None:
+        party.discarded.extend(shares)
+
+    coordinate = StepSync(
+        None if world is None else world.ranks(rank).open_channel(0),
+        slots=max(1, depth) if room is None else 32,
+        checker=checker,
+        complete=send,
+        name=None if world is None else rank,
+        begins_at=(0, 0),
+        ahead=None if room is None else (depth, depth),
+    )
+    walk = UpstreamStages(fetch.draw, produce, discard, _nothing, fetch.close, close_devices)
+    threaded = world is not None or depth > 0
+    meter = Metrics()
+    background = PrefetchThread(walk, coordinate, depth=depth, threaded=threaded, meter=meter, room=room)
+    background.begin()
+    buffer = Prefetcher(
+        background,
+        helps=helps,
+        timeout_seconds=timeout_seconds,
+        names=lambda rank: rank,
+        deeper=deeper,
+    )
+    party = Party(buffer, stream, coordinate, meter)
+    return party
+
+
+def _nothing() -> None:
+    pass
+
+
+def values(delivered: LocalStep) -> tuple[int | None, list[int]]:
+    """What a step brought this rank."""
+    return delivered.global_size, [value for parcel in delivered.parcels for value in parcel.tolist()]
+
+
+def read(party: Party, script: Script) -> Seen:
+    """The loop of one rank."""
+    steps: list[tuple[int | None, list[int]]] = []
+    error: BaseException | None = None
+    try:
+        while script.leaves_after is None or len(steps) < script.leaves_after:
+            delivered = party.buffer.take()
+            if delivered is None:
+                break
+            party.meter.deliver(sum(delivered.sizes), 0)
+            steps.append(values(delivered))
+            if len(steps) in script.pauses:
+                time.sleep(0.002)
+    except Exception as raised:
+        error = raised
+    party.buffer.close()
+    return Seen(steps, error, party)
+
+
+def results_of(world: FakeCollectives, fn: Callable[[int], T]) -> list[T]:
+    """What each rank returned; what the first that failed raised is raised."""
+    found = []
+    for result in world.run(fn):
+        if isinstance(result, BaseException):
+            raise result
+        found.append(result)
+    return found
+
+
+def play(world: FakeCollectives, scripts: Sequence[Script], *, depth: int, timeout_seconds: float = 20.0) -> list[Seen]:
+    """Every rank reads its script."""
+
+    def rank_reads(rank: int) -> Seen:
+        return read(compose(world, rank, scripts[rank], depth=depth, timeout_seconds=timeout_seconds), scripts[rank])
+
+    return results_of(world, rank_reads)
+
+
+@final
+@dataclass(frozen=True)
+class Law:
+    """What the laws say of a set of scripts that are read to the end.
+
+    Args:
+      steps: for each rank, what it delivers.
+      failing: the ranks that fail; empty at a common end.
+      num_rows: steps that are voted for, those without a sample included.
+    """
+
+    steps: list[list[tuple[int, list[int]]]]
+    failing: list[int]
+    num_rows: int
+
+
+def law(scripts: Sequence[Script]) -> Law:
+    """Row by row: a failure ends all, then the end of all; what has no sample is passed over."""
+    steps: list[list[tuple[int, list[int]]]] = [[] for _ in scripts]
+    place = 0
+    while True:
+        failing = [rank for rank, each in enumerate(scripts) if each.fails is not None and len(each.rows) == place]
+        if failing or all(place >= len(each.rows) for each in scripts):
+            return Law(steps, failing, place)
+        sizes = [each.rows[place] if place < len(each.rows) else 0 for each in scripts]
+        if sum(sizes):
+            for rank, size in enumerate(sizes):
+                steps[rank].append((sum(sizes), [100 * rank + place] * size))
+        place += 1
+
+
+def random_script(rng: random.Random, *, may_fail: bool = True) -> Script:
+    """Up to a dozen rows, some empty, some slow."""
+    rows = tuple(rng.choice([0, 1, 1, 2, 3]) for _ in range(rng.choice([0, 1, 2, 3, 5, 8, 12])))
+    fails: Where | None = rng.choice(["draw", "fetch", "transfer"]) if may_fail and rng.random() < 0.2 else None
+    places = range(len(rows) + 2)
+    return Script(
+        rows,
+        fails,
+        in_background=rng.random() < 0.5,
+        finds_end=rng.choice(["draw", "fetch"]),
+        slow=frozenset(place for place in places if rng.random() < 0.15),
+        pauses=frozenset(place for place in places if rng.random() < 0.15),
+    )

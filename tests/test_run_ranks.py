@@ -1,0 +1,197 @@
+"""``run_ranks`` itself: results in order, failures at once and by name, nothing left behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from tests.support.platforms import linux_processes
+from torchdistinput.testing import RankFailed, run_ranks
+
+HANG_BOUND_SECONDS = 30.0
+
+
+def sum_over_ranks(offset: int) -> tuple[int, torch.Tensor]:
+    total = torch.tensor([dist.get_rank() + offset])
+    dist.all_reduce(total)
+    return dist.get_rank(), total
+
+
+def environment_of_a_rank() -> dict[str, str]:
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHDISTINPUT_TEST_MARK")
+    return {name: os.environ[name] for name in names}
+
+
+def group_made_by_the_function() -> int:
+    dist.init_process_group("gloo")
+    return dist.get_rank()
+
+
+def rank_one_raises_while_the_other_waits() -> None:
+    if dist.get_rank() == 1:
+        raise LookupError("the shelf is empty")
+    dist.all_reduce(torch.zeros(1))
+
+
+def rank_one_hangs_in_its_sleep() -> None:
+    if dist.get_rank() == 1:
+        time.sleep(HANG_BOUND_SECONDS)
+
+
+class Sleeper(Dataset[int]):
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(HANG_BOUND_SECONDS)
+        return index
+
+
+def a_loader_worker_hangs_in_its_sleep() -> None:
+    next(iter(DataLoader(Sleeper(), num_workers=1)))
+
+
+def rank_one_is_killed_while_the_others_wait() -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.zeros(1))
+
+
+def rank_one_leaves_without_a_word() -> None:
+    if dist.get_rank() == 1:
+        os._exit(3)
+
+
+def an_exception_that_cannot_be_pickled() -> None:
+    class Local(Exception):
+        pass
+
+    raise Local("made in a function")
+
+
+def rank_one_fails_while_the_other_has_a_worker(folder: str) -> None:
+    note = Path(folder, "pids")
+    if dist.get_rank() == 0:
+        iterator = iter(DataLoader(TensorDataset(torch.arange(1000)), num_workers=1))
+        next(iterator)
+        write_at_once(note, [os.getpid(), *(child.pid for child in multiprocessing.active_children())])
+        time.sleep(HANG_BOUND_SECONDS)
+    wait_until(note.exists)
+    raise ValueError("enough")
+
+
+def wait_to_be_interrupted(folder: str) -> None:
+    write_at_once(Path(folder, os.environ["RANK"]), [os.getpid()])
+    time.sleep(4 * HANG_BOUND_SECONDS)
+
+
+def write_at_once(note: Path, pids: Sequence[int | None]) -> None:
+    draft = note.with_suffix(".draft")
+    draft.write_text(" ".join(map(str, pids)))
+    draft.rename(note)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + HANG_BOUND_SECONDS
+    while not condition():
+        assert time.monotonic() < until, "waited in vain"
+        time.sleep(0.05)
+
+
+def process_is_gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    state = Path(f"/proc/{pid}/stat")  # a dead process stays in the table until its parent has looked
+    return state.exists() and ") Z " in state.read_text()
+
+
+def test_results_come_back_in_the_order_of_the_ranks() -> None:
+    results = run_ranks(3, sum_over_ranks, 1)
+    assert [rank for rank, _ in results] == [0, 1, 2]
+    assert all(total.item() == 6 for _, total in results)
+
+
+def test_a_rank_has_the_environment_of_the_caller_and_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHDISTINPUT_TEST_MARK", "here")
+    places = run_ranks(2, environment_of_a_rank)
+    assert [place["RANK"] for place in places] == [place["LOCAL_RANK"] for place in places] == ["0", "1"]
+    assert all(place["WORLD_SIZE"] == place["LOCAL_WORLD_SIZE"] == "2" for place in places)
+    assert all(place["TORCHDISTINPUT_TEST_MARK"] == "here" for place in places)
+
+
+def test_the_function_can_make_the_group_itself() -> None:
+    assert run_ranks(2, group_made_by_the_function, init_group=False) == [0, 1]
+
+
+def test_a_failing_rank_is_reported_while_its_peer_still_waits() -> None:
+    with pytest.raises(RankFailed, match="(?s)rank 1 failed.*rank_one_raises.*the shelf is empty") as failure:
+        run_ranks(2, rank_one_raises_while_the_other_waits, timeout_seconds=HANG_BOUND_SECONDS)
+    assert failure.value.rank == 1
+    assert isinstance(failure.value.__cause__, LookupError)
+
+
+def test_an_exception_that_cannot_be_pickled_arrives_as_text() -> None:
+    with pytest.raises(RankFailed, match="made in a function"):
+        run_ranks(1, an_exception_that_cannot_be_pickled)
+
+
+@linux_processes
+def test_a_hanging_loader_worker_shows_its_stack_too() -> None:
+    with pytest.raises(RankFailed, match=r"(?s)in a_loader_worker_hangs.*process \d+:.*line \d+ in __getitem__"):
+        run_ranks(1, a_loader_worker_hangs_in_its_sleep, timeout_seconds=8.0)
+
+
+def test_a_hanging_rank_is_named_with_its_stack() -> None:
+    with pytest.raises(RankFailed, match="(?s)rank.s. 1 had not finished.*in rank_one_hangs_in_its_sleep") as failure:
+        run_ranks(2, rank_one_hangs_in_its_sleep, timeout_seconds=8.0)
+    assert failure.value.ranks == (1,)
+
+
+def test_a_killed_rank_is_named_with_its_signal() -> None:
+    with pytest.raises(RankFailed, match="rank 1 was killed by SIGKILL before it gave a result") as failure:
+        run_ranks(3, rank_one_is_killed_while_the_others_wait, timeout_seconds=HANG_BOUND_SECONDS)
+    assert failure.value.ranks == (1,)
+
+
+def test_a_rank_that_leaves_without_a_word_is_named_with_its_exit_code() -> None:
+    with pytest.raises(RankFailed, match="rank 1 ended with exit code 3"):
+        run_ranks(2, rank_one_leaves_without_a_word)
+
+
+def test_a_function_that_cannot_be_sent_is_refused() -> None:
+    with pytest.raises(TypeError, match="top level of a module"):
+        run_ranks(2, lambda: None)
+
+
+def test_a_failure_takes_the_loader_workers_of_the_other_ranks_along(tmp_path: Path) -> None:
+    with pytest.raises(RankFailed, match="enough"):
+        run_ranks(2, rank_one_fails_while_the_other_has_a_worker, str(tmp_path), timeout_seconds=HANG_BOUND_SECONDS)
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    assert len(pids) == 2
+    wait_until(lambda: all(map(process_is_gone, pids)))
+
+
+def test_an_interrupt_leaves_no_rank_behind(tmp_path: Path) -> None:
+    command = f"from tests.test_run_ranks import *; run_ranks(2, wait_to_be_interrupted, {str(tmp_path)!r})"
+    root = Path(__file__).parents[1]
+    parent = subprocess.Popen([sys.executable, "-c", command], cwd=root, stderr=subprocess.PIPE, text=True)
+    notes = [tmp_path / "0", tmp_path / "1"]
+    wait_until(lambda: all(note.exists() for note in notes))
+    parent.send_signal(signal.SIGINT)
+    _, errors = parent.communicate(timeout=HANG_BOUND_SECONDS)
+    assert "KeyboardInterrupt" in errors
+    pids = [int(note.read_text()) for note in notes]
+    wait_until(lambda: all(map(process_is_gone, pids)))

@@ -1,1 +1,0 @@
-"""The doors to the outside: process groups, devices, files."""

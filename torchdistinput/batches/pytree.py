@@ -1,0 +1,326 @@
+"""Nested batches: what is a leaf, how many samples a batch has, and how it is cut.
+
+The law of leaves: tensors, arrays, ``TensorDict``s and tensorclasses are leaves and are cut along dim 0. A list or
+tuple that holds no tensor, array or container is one leaf, cut as a list (strings, objects). Everything else is
+structure: dicts, lists, tuples, named tuples and dataclasses are containers, and any other object (a number, ``None``,
+a string) is a constant that goes to every replica as it is. All leaves of a batch have the same batch size.
+
+Where they have not, a list or tuple may be one leaf with an entry for each sample, whatever is in it (images of several
+sizes, dicts of boxes): see ``read``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any, Final, NamedTuple, final
+
+import numpy as np
+import torch
+
+from torchdistinput.batches.containers import PLAIN_TYPES, Container, is_tensor_collection, open_container
+from torchdistinput.batches.schema import COUNT_OR_SPLIT, Structure
+from torchdistinput.errors import BatchingError
+
+__all__ = [
+    "Reading",
+    "batch_size",
+    "bytes_held",
+    "cut",
+    "flatten",
+    "holds_arrays",
+    "map_leaves",
+    "named_leaves",
+    "plain_leaves",
+    "plainly_rebuilt",
+    "read",
+    "structure_of",
+]
+
+_SINGLE_SAMPLES: Final = "If the source yields single samples, give global_batch_size= so that they are batched."
+_TEXTS_WEIGHED: Final = 32
+_BYTES_OF_AN_OBJECT: Final = 64  # about, with its place in a list
+
+
+def _is_rows(value: Any) -> bool:
+    """Whether a list or tuple is one leaf: it holds no tensor, no array, no container. An empty one has size 0."""
+    if type(value) not in (list, tuple):
+        return False
+    return PLAIN_TYPES.issuperset(map(type, value)) or not any(map(_is_nested, value))
+
+
+def _is_nested(item: Any) -> bool:
+    """Whether what is in a list makes it more than one leaf. NumPy's strings are strings, its numbers arrays."""
+    if isinstance(item, str | bytes):
+        return False
+    nested = isinstance(item, torch.Tensor | np.ndarray | np.generic) or open_container(item) is not None
+    return nested or is_tensor_collection(item)
+
+
+def _as_leaf(value: Any) -> Any | None:
+    """The value as a leaf (arrays become tensors), or ``None`` if it is a container or a constant."""
+    if isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, np.ndarray):
+        if value.dtype.kind in "biufc":
+            native = value if value.dtype.isnative else value.astype(value.dtype.newbyteorder("="))
+            plain = native.flags.writeable and all(stride >= 0 for stride in native.strides)
+            return torch.from_numpy(native if plain else native.copy())
+        return value.tolist()
+    if is_tensor_collection(value):
+        return value if value.dim() else None  # without a batch dimension it is a dict of what is in it
+    return value if _is_rows(value) else None
+
+
+def flatten(batch: Any) -> tuple[list[Any], Structure]:
+    """The leaves of a batch, in order, and its structure. Arrays become tensors. Local."""
+    leaves: list[Any] = []
+    return leaves, _flatten(batch, leaves)
+
+
+def _flatten(value: Any, leaves: list[Any]) -> Structure:
+    leaf = _as_leaf(value)
+    if leaf is not None:
+        leaves.append(leaf)
+        return _structure_of_leaf(leaf)
+    container = open_container(value)
+    if container is None:
+        return Structure("constant", constant=value)
+    children = tuple(_flatten(child, leaves) for child in container.children)
+    return Structure(container.kind, container.keys, children, cls=type(value))
+
+
+def _structure_of_leaf(leaf: Any) -> Structure:
+    if isinstance(leaf, torch.Tensor):
+        inner_dims = () if leaf.is_nested else tuple(leaf.shape[1:])  # torch has no shape of some nested tensors
+        return Structure("tensor", dtype=leaf.dtype, inner_dims=inner_dims, layout=leaf.layout)
+    if not isinstance(leaf, list | tuple):
+        children = tuple(structure_of(child) for child in leaf.values())
+        empty = leaf[:0].clone()  # a slice keeps the memory of the whole
+        dims = tuple(leaf.shape[1:])
+        return Structure("tensors", tuple(leaf.keys()), children, None, dims, constant=empty, cls=type(leaf))
+    strings = all(isinstance(item, str) for item in leaf)
+    return Structure("rows", dtype=str if strings else object, cls=type(leaf))
+
+
+def structure_of(batch: Any) -> Structure:
+    """The structure of a batch. Local."""
+    return flatten(batch)[1]
+
+
+def map_leaves(fn: Callable[[Any], Any], batch: Any) -> Any:
+    """The batch with ``fn`` applied to each leaf; containers are built anew, constants kept. Local."""
+    leaf = _as_leaf(batch)
+    if leaf is not None:
+        return fn(leaf)
+    container = open_container(batch)
+    if container is None:
+        return batch
+    return container.rebuild(map_leaves(fn, child) for child in container.children)
+
+
+def holds_arrays(batch: Any) -> bool:
+    """Whether some leaf is a NumPy array. Local."""
+    if isinstance(batch, np.ndarray):
+        return True
+    if isinstance(batch, list | tuple) and PLAIN_TYPES.issuperset(map(type, batch)):
+        return False
+    container = None if isinstance(batch, torch.Tensor) else open_container(batch)
+    return container is not None and any(holds_arrays(child) for child in container.children)
+
+
+def named_leaves(value: Any, path: str = "") -> Iterable[tuple[str, Any]]:
+    """The leaves of a batch with their paths, in order. Local."""
+    leaf = _as_leaf(value)
+    if leaf is not None:
+        yield path or "the batch", leaf
+        return
+    container = open_container(value)
+    if container is not None:
+        for key, child in zip(container.keys, container.children, strict=True):
+            yield from named_leaves(child, f"{path}[{key!r}]")
+
+
+def plain_leaves(batch: Any) -> Collection[torch.Tensor]:
+    """The leaves, if the batch is plainly a tensor, or a dict, list or tuple of tensors; else none. For every step.
+
+    Local.
+    """
+    kind = type(batch)
+    if kind is torch.Tensor:
+        return (batch,)
+    leaves: Collection[Any] = batch.values() if kind is dict else batch if kind is tuple or kind is list else ()
+    return leaves if all(type(leaf) is torch.Tensor for leaf in leaves) else ()
+
+
+def plainly_rebuilt(batch: Any, leaves: list[Any]) -> Any:
+    """A batch that has ``plain_leaves``, with others in their place. Local."""
+    if type(batch) is dict:
+        return dict(zip(batch, leaves, strict=True))
+    return leaves[0] if type(batch) is torch.Tensor else type(batch)(leaves)
+
+
+def batch_size(batch: Any) -> int:
+    """The number of samples in a batch: by the law of leaves, else by the lists that have an entry for each. Local.
+
+    Raises:
+      BatchingError: there is no leaf, a leaf is a scalar, or two leaves differ; the leaves are named by path.
+    """
+    alike = {leaf.shape[:1] for leaf in plain_leaves(batch) if not leaf.is_nested}
+    if len(alike) == 1 and () not in alike:
+        return int(alike.pop()[0])
+    sizes: dict[int, str] = {}
+    problem = ""
+    for path, leaf in named_leaves(batch):
+        if isinstance(leaf, torch.Tensor) and leaf.is_nested:
+            problem = problem or f"{path} is a nested tensor, which torch cannot cut."
+        elif isinstance(leaf, torch.Tensor) and leaf.dim() == 0:
+            problem = problem or (
+                f"{path} is a scalar tensor; a leaf of a batch needs a batch dimension. A number of the whole batch "
+                "may be a plain int or float (item())."
+            )
+        else:
+            sizes.setdefault(len(leaf), path)
+    if len(sizes) == 1 and not problem:
+        return next(iter(sizes))
+    listed = {size for size in _lengths_of_lists(batch) if _read(batch, size, _takes_entries_alike) is not None}
+    if len(listed) == 1:
+        return listed.pop()
+    if not (sizes or problem):
+        problem = (
+            f"found an element of type {type(batch).__name__} without a tensor, array or list in it; a global batch "
+            "must have a batch dimension."
+        )
+    found = ", ".join(f"{path} has {size}" for size, path in sizes.items())
+    problem = problem or (
+        f"the leaves of a batch have different batch sizes: {found}. All must have one entry per sample."
+    )
+    raise BatchingError(f"{problem} {COUNT_OR_SPLIT} {_SINGLE_SAMPLES}")
+
+
+def _lengths_of_lists(batch: Any) -> Iterator[int]:
+    """The lengths of the lists and tuples of tensors or containers."""
+    container = None if _as_leaf(batch) is not None else open_container(batch)
+    if container is not None:
+        if container.kind in ("list", "tuple") and container.children:
+            yield len(container.children)
+        for child in container.children:
+            yield from _lengths_of_lists(child)
+
+
+@final
+class Reading(NamedTuple):
+    """A batch of which it is known how many samples it has, taken apart into what has an entry for each of them."""
+
+    leaves: list[Any]
+    structure: Structure
+    has_rows: bool
+    """Whether every tensor in it is a leaf with a row for each sample."""
+
+    def cut(self, lo: int, hi: int) -> Any:
+        """Samples ``[lo, hi)``; tensors are views."""
+        return self.structure.build(iter([leaf[lo:hi] for leaf in self.leaves]))
+
+
+_Takes = Callable[[Container, int, bool], bool]
+"""Decides whether a list or tuple is one leaf: by what it holds, the number of samples, and whether its contents can be
+leaves and structure."""
+
+
+def read(batch: Any, size: int, like: Structure | None = None) -> Reading | None:
+    """Takes a batch of so many samples apart; ``None`` if some tensor or list has not one entry for each. Local.
+
+    A list or tuple with as many entries as there are samples, whose contents cannot be leaves, is a leaf: an entry for
+    each sample. So tuples of images and of dicts of boxes are two leaves, whatever the sizes of the images.
+
+    Args:
+      batch: the batch.
+      size: samples in it.
+      like: the structure of a batch before. Where a list could be both, as three images of three channels, it is what
+        it was there.
+    """
+    found = _read(batch, size, _takes_unread_entries)
+    if like is not None and found is not None and found.structure.signature() != like.signature():
+        other = _read(batch, size, _takes_entries)
+        if other is not None and other.structure.signature() == like.signature():
+            return other
+    return found
+
+
+def _read(batch: Any, size: int, takes: _Takes) -> Reading | None:
+    leaves: list[Any] = []
+    structure, has_rows = _read_into(leaves, batch, size, takes)
+    return None if structure is None else Reading(leaves, structure, has_rows)
+
+
+def _read_into(leaves: list[Any], value: Any, size: int, takes: _Takes) -> tuple[Structure | None, bool]:
+    leaf = _as_leaf(value)
+    if leaf is not None:
+        if isinstance(leaf, torch.Tensor) and (leaf.is_nested or not leaf.dim()):
+            return None, False
+        if len(leaf) != size:
+            return None, False
+        leaves.append(leaf)
+        return _structure_of_leaf(leaf), isinstance(leaf, torch.Tensor | list | tuple)
+    container = open_container(value)
+    if container is None:
+        return Structure("constant", constant=value), True
+    before = len(leaves)
+    parts = [_read_into(leaves, child, size, takes) for child in container.children]
+    children = tuple(part for part, _ in parts if part is not None)
+    is_readable = len(children) == len(parts)
+    if container.kind in ("list", "tuple") and len(parts) == size and takes(container, size, is_readable):
+        leaves[before:] = [value]
+        return Structure("rows", dtype=object, cls=type(value)), False
+    if not is_readable:
+        return None, False
+    structure = Structure(container.kind, container.keys, children, cls=type(value))
+    return structure, all(has_rows for _, has_rows in parts)
+
+
+def _takes_unread_entries(container: Container, size: int, is_readable: bool) -> bool:  # noqa: FBT001 - see _Takes
+    return not is_readable
+
+
+def _takes_entries(container: Container, size: int, is_readable: bool) -> bool:  # noqa: FBT001 - see _Takes
+    return True
+
+
+def _takes_entries_alike(container: Container, size: int, is_readable: bool) -> bool:  # noqa: FBT001 - see _Takes
+    """Where nobody said how many samples there are, entries that are of different kinds are fields."""
+    return not is_readable and len({_kind_of(child) for child in container.children}) == 1
+
+
+def _kind_of(value: Any) -> Any:
+    leaf = _as_leaf(value)
+    if leaf is not None:
+        return (leaf.dtype, leaf.dim()) if isinstance(leaf, torch.Tensor) else type(leaf)
+    container = open_container(value)
+    if container is None:
+        return type(value)
+    if container.kind in ("list", "tuple"):
+        return container.kind, frozenset(map(_kind_of, container.children))
+    return container.kind
+
+
+def bytes_held(batch: Any) -> int | None:
+    """About how much memory the tensors and texts of a batch take; ``None`` where it holds other things. Local.
+
+    Of a long list of texts some 32 are looked at.
+    """
+    held = 0
+    for leaf in flatten(batch)[0]:
+        if isinstance(leaf, torch.Tensor):
+            held += leaf.numel() * leaf.element_size()
+            continue
+        some = leaf[:: 1 + len(leaf) // _TEXTS_WEIGHED]
+        if not all(isinstance(item, str | bytes) for item in some):
+            return None
+        if some:
+            held += sum(_BYTES_OF_AN_OBJECT + len(item) for item in some) * len(leaf) // len(some)
+    return held
+
+
+def cut(batch: Any, lo: int, hi: int) -> Any:
+    """Rows ``[lo, hi)`` of every leaf; a view where the leaf is a tensor. Local."""
+    leaves = [leaf[lo:hi] for leaf in plain_leaves(batch)]
+    return plainly_rebuilt(batch, leaves) if leaves else map_leaves(lambda leaf: leaf[lo:hi], batch)

@@ -1,0 +1,333 @@
+"""What every batch of an input has in common: its nesting, field names and dtypes.
+
+From it an empty batch is made and a batch of the same kind is recognised, and with it a rank that never saw a sample
+learns from the others what a batch looks like.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from operator import countOf
+from typing import Any, Final, cast, final
+
+import torch
+
+from torchdistinput.batches.containers import (
+    PLAIN_TYPES,
+    is_tensor_collection,
+    mapping_like,
+    named_tuple_fields,
+    open_container,
+    tensor_collection,
+)
+from torchdistinput.errors import BatchingError
+
+__all__ = ["COUNT_OR_SPLIT", "PER_SAMPLE", "Structure", "TensorSpec"]
+
+PER_SAMPLE: Final = (
+    "Pad and stack the tensors, or give InputOptions(split_fn=, count_fn=), which cut and count such batches."
+)
+"""What to do about ready batches whose structures differ."""
+
+COUNT_OR_SPLIT: Final = (
+    "If it is a batch, InputOptions(count_fn=) tells how many samples it has, and split_fn= how to cut it."
+)
+"""What to do about a ready batch that cannot be counted or cut by its leaves."""
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class TensorSpec:
+    """The shape and dtype of a leaf, as in TensorFlow.
+
+    Args:
+      shape: the dimensions; ``None`` where a dimension may change.
+      dtype: a torch dtype; ``str`` or ``object`` for a leaf that is a list.
+      name: the path of the leaf in its batch, for example ``['x']``.
+    """
+
+    shape: tuple[int | None, ...]
+    dtype: torch.dtype | type
+    name: str | None = None
+
+
+_PLAIN_CONSTANTS: Final = (str, bytes, int, float, complex, enum.Enum, type, torch.dtype, torch.device, type(None))
+_LEAVES: Final = ("tensor", "rows", "tensors")
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Structure:
+    """What every batch of an input has in common: nesting, field names, dtypes; inner dims and layouts of one example.
+
+    ``kind`` is ``tensor``, ``rows`` (a list leaf), ``tensors`` (a ``TensorDict`` or tensorclass, with an empty one as
+    ``constant`` where it was seen here), ``constant``, or the kind of a container. Two structures are the same kind if
+    nesting, names and dtypes agree; the rest may differ from batch to batch.
+    """
+
+    kind: str
+    keys: tuple[Any, ...] = ()
+    children: tuple[Structure, ...] = ()
+    dtype: torch.dtype | type | None = None
+    inner_dims: tuple[int, ...] = ()
+    layout: torch.layout = torch.strided
+    constant: Any = None
+    cls: type | None = None
+
+    def signature(self) -> Any:
+        """Nesting, names and dtypes as plain nested tuples: equal for batches of the same kind."""
+        if self.kind == "constant":
+            return "constant"
+        if not self.children and self.kind in ("tensor", "rows"):
+            return (self.kind, str(self.dtype), len(self.inner_dims)) if self.kind == "tensor" else self.kind
+        pairs = [(_key_name(key), child.signature()) for key, child in zip(self.keys, self.children, strict=True)]
+        if self.kind in ("dict", "tensors"):  # the order of its keys is no part of it
+            pairs.sort(key=lambda pair: pair[0])
+        return (self.kind, *pairs)
+
+    def arrange(self, batch: Any) -> Any:
+        """A batch of the same signature with the keys of its dicts in this structure's order."""
+        if self.kind in (*_LEAVES, "constant"):
+            return batch
+        container = open_container(batch)
+        if container is None:
+            return batch
+        found = dict(zip(container.keys, container.children, strict=True))
+        children = [child.arrange(found[key]) for key, child in zip(self.keys, self.children, strict=True)]
+        if container.keys == self.keys and all(a is b for a, b in zip(children, container.children, strict=True)):
+            return batch
+        return mapping_like(type(batch), self.keys, children) if self.kind == "dict" else container.rebuild(children)
+
+    def size_of_same(self, batch: Any) -> int | None:
+        """The batch size, if the batch is plainly of this structure; else ``None``: look closer. For every step.
+
+        It knows the common cases only: tensors of these inner dims, and lists of strings and numbers, in dicts, lists
+        and tuples.
+        """
+        if self.kind == "tensor":
+            alike = isinstance(batch, torch.Tensor) and batch.dtype is self.dtype
+            return int(batch.shape[0]) if alike and batch.dim() > 0 and batch.shape[1:] == self.inner_dims else None
+        if self.kind == "rows":
+            return len(batch) if self._holds_same_rows(batch) else None
+        found: type = type(batch)
+        if self.kind not in ("dict", "tuple", "list", "namedtuple") or found is not self.cls:
+            return None
+        values: Iterable[Any] = batch
+        if self.kind == "dict":
+            if tuple(batch) != self.keys:
+                return None
+            values = batch.values()
+        elif len(batch) != len(self.children):
+            return None
+        size: int | None = None
+        for child, value in zip(self.children, values, strict=True):
+            own = child.size_of_same(value)
+            if own is None or (size is not None and own != size):
+                return None
+            size = own
+        return size
+
+    def _holds_same_rows(self, batch: Any) -> bool:
+        if not isinstance(batch, list | tuple) or type(batch) is not self.cls:
+            return False
+        if self.dtype is str:
+            return countOf(map(type, batch), str) == len(batch)
+        kinds = set(map(type, batch))
+        return kinds <= PLAIN_TYPES and not kinds <= {str}
+
+    def digest(self) -> int:
+        """A 24-bit number of the signature, the same in every process."""
+        return int.from_bytes(hashlib.sha256(repr(self.signature()).encode()).digest()[:3], "big")
+
+    def __str__(self) -> str:
+        if self.kind == "tensor":
+            return f"{self.dtype}[{', '.join(['batch', *map(str, self.inner_dims)])}]".replace("torch.", "")
+        if self.kind == "rows":
+            return "list of rows"
+        if self.kind == "constant":
+            return type(self.constant).__name__
+        inner = ", ".join(f"{key}: {child}" for key, child in zip(self.keys, self.children, strict=True))
+        return f"{self.kind}({inner})"
+
+    def empty(self) -> Any:
+        """A batch of size 0: the right nesting, dtypes, inner dims and layouts, no sample. On the CPU."""
+        if self.kind == "tensor":
+            dtype = cast(torch.dtype, self.dtype)
+            return torch.zeros((0, *self.inner_dims), dtype=dtype, layout=self.layout, device="cpu")
+        if self.kind == "rows":
+            return () if self.cls is tuple else []
+        if self.kind == "constant":
+            return self.constant
+        if self.kind == "tensors" and self.constant is not None:
+            return self.constant.clone()
+        return _build(self, [child.empty() for child in self.children])
+
+    def build(self, leaves: Iterator[Any]) -> Any:
+        """A batch of this nesting with other leaves, taken in order."""
+        if self.kind in _LEAVES:
+            return next(leaves)
+        if self.kind == "constant":
+            return self.constant
+        return _build(self, [child.build(leaves) for child in self.children])
+
+    @property
+    def holds_objects(self) -> bool:
+        """Whether there is a constant in it which is no text, number or the like, and so may belong to one batch."""
+        if self.kind == "constant":
+            return not isinstance(self.constant, _PLAIN_CONSTANTS)
+        return self.kind != "tensors" and any(child.holds_objects for child in self.children)
+
+    def leaves(self) -> list[Structure]:
+        """The structures of the leaves, in order."""
+        if self.kind in _LEAVES:
+            return [self]
+        return [leaf for child in self.children for leaf in child.leaves()]
+
+    def spec(self, dim0: int | None, wrap: Callable[[TensorSpec], Any], path: str = "") -> Any:
+        """The same nesting with a ``TensorSpec`` at each leaf.
+
+        Args:
+          dim0: the batch size where it is certain, else ``None``.
+          wrap: what to put in the place of a spec.
+          path: where this structure stands in its batch; names the specs.
+        """
+        if self.kind == "tensor":
+            return wrap(TensorSpec((dim0, *self.inner_dims), cast(torch.dtype, self.dtype), path or None))
+        if self.kind == "rows":
+            return wrap(TensorSpec((dim0,), cast(type, self.dtype), path or None))
+        if self.kind == "constant":
+            return self.constant
+        specs = [
+            child.spec(dim0, wrap, f"{path}[{key!r}]") for key, child in zip(self.keys, self.children, strict=True)
+        ]
+        return dict(zip(self.keys, specs, strict=True)) if self.kind == "tensors" else _build(self, specs)
+
+    def to_json(self) -> Any:
+        """Plain lists, dicts, strings and numbers, for a rank that never saw a sample. Refuses what is not plain."""
+        if self.kind == "tensor":
+            names = {"dtype": str(self.dtype), "layout": str(self.layout)}
+            told = {key: name.removeprefix("torch.") for key, name in names.items()}
+            return {"kind": "tensor", **told, "dims": list(self.inner_dims)}
+        if self.kind == "rows":
+            return {"kind": "rows", "dtype": "str" if self.dtype is str else "object", "tuple": self.cls is tuple}
+        if self.kind == "constant":
+            if not isinstance(self.constant, str | int | float | bool | None):
+                raise BatchingError(
+                    f"a batch holds a constant of type {type(self.constant).__name__}, and a rank without a sample "
+                    "needs it to make its empty batch; only numbers, strings and None can be sent. Keep such objects "
+                    "out of the batch, put them in a list with one entry per sample, or give InputOptions(empty_fn=), "
+                    "which makes the empty batch."
+                )
+            return {"kind": "constant", "value": self.constant}
+        if self.kind == "tensors" and not self.keys:
+            raise BatchingError(
+                f"a batch holds a {self.cls} without a tensor in it, and a rank without a sample cannot be told how to "
+                "make an empty one. Give InputOptions(empty_fn=), which makes the empty batch."
+            )
+        for key in self.keys:
+            if not isinstance(key, str | int):
+                raise BatchingError(f"a batch has the key {key!r}; other ranks can only be told strings and ints.")
+        cls = None if self.cls is None else f"{self.cls.__module__}:{self.cls.__qualname__}"
+        return {
+            "kind": self.kind,
+            "keys": list(self.keys),
+            "class": cls,
+            "dims": list(self.inner_dims),
+            "children": [child.to_json() for child in self.children],
+        }
+
+    @staticmethod
+    def from_json(data: Any) -> Structure:
+        """The structure that another rank described. Classes are looked up only among modules already imported.
+
+        Raises:
+          BatchingError: it is no structure, or of a class or dtype that is not known here.
+        """
+        try:
+            return Structure._from_json(data)
+        except BatchingError:
+            raise
+        except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:  # a RecursionError is one too
+            raise BatchingError(
+                "another rank described the structure of its batches in a way that is not understood here "
+                f"({type(error).__name__}: {error!s:.200}); every rank must run the same version of torchdistinput."
+            ) from error
+
+    @staticmethod
+    def _from_json(data: Any) -> Structure:
+        kind = data["kind"]
+        if kind == "tensor":
+            dtype = getattr(torch, data["dtype"], None)
+            if not isinstance(dtype, torch.dtype):
+                raise BatchingError(f"another rank has a leaf of dtype {data['dtype']!r}, unknown to torch here.")
+            layout = getattr(torch, data["layout"], None)
+            if not isinstance(layout, torch.layout):
+                raise BatchingError(f"another rank has a leaf of layout {data['layout']!r}, unknown to torch here.")
+            dims = tuple(int(size) for size in data["dims"])
+            torch.empty((0, *dims), dtype=dtype, device="meta")  # refuses what no tensor can have
+            return Structure("tensor", dtype=dtype, inner_dims=dims, layout=layout)
+        if kind == "rows":
+            dtype = str if data["dtype"] == "str" else object
+            return Structure("rows", dtype=dtype, cls=tuple if data["tuple"] else list)
+        if kind == "constant":
+            return Structure("constant", constant=data["value"])
+        children = tuple(Structure._from_json(child) for child in data["children"])
+        dims = tuple(int(size) for size in data["dims"])
+        keys, cls = tuple(data["keys"]), _find_class(kind, data["class"])
+        if kind not in ("dict", "list", "tuple") and cls is None:
+            raise ValueError(f"{kind!r:.40} without a class")
+        if len(keys) != len(children) or not all(isinstance(key, str | int) for key in keys):
+            raise ValueError(f"{len(keys)} keys for {len(children)} children")
+        return Structure(kind, keys, children, None, dims, cls=cls)
+
+
+def _key_name(key: Any) -> str:
+    """The same in every process, but not the same for 1 and "1"."""
+    return repr(key) if isinstance(key, str) else str(key)
+
+
+_FITS: Final[Mapping[str, Callable[[type], bool]]] = {
+    "namedtuple": lambda cls: named_tuple_fields(cls) is not None,
+    "dataclass": dataclasses.is_dataclass,
+    "tensors": is_tensor_collection,
+}
+"""What a class must be, by the kind of container that is made of it."""
+
+
+def _find_class(kind: str, name: Any) -> type | None:
+    if name is None or kind not in ("namedtuple", "dataclass", "dict", "tensors"):
+        return None
+    if type(name) is not str:
+        raise TypeError(f"{name!r:.40} is no name of a class")
+    module, _, path = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):
+        found = None if found is None else vars(found).get(part)
+    if kind == "dict":  # one that is not found, or is built in another way, is a plain dict: its content counts
+        return found if isinstance(found, type) and issubclass(found, Mapping) else None
+    fits = isinstance(found, type) and _FITS[kind](found)
+    if not fits:
+        raise BatchingError(
+            f"this rank has seen no sample and cannot build the batch's {kind} {name}: the class is not importable "
+            "here by that name. Define it at the top of a module that every rank imports."
+        )
+    return cast(type, found)
+
+
+def _build(structure: Structure, children: Iterable[Any]) -> Any:
+    if structure.kind == "dict":
+        return mapping_like(structure.cls or dict, structure.keys, children)
+    if structure.kind == "tuple":
+        return tuple(children)
+    if structure.kind == "list":
+        return list(children)
+    if structure.kind == "tensors":
+        return tensor_collection(cast(type, structure.cls), structure.keys, children, (0, *structure.inner_dims))
+    cls = cast(type, structure.cls)
+    if structure.kind == "namedtuple":
+        return cls(*children)
+    return cls(**dict(zip(structure.keys, children, strict=True)))

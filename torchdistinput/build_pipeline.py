@@ -1,0 +1,301 @@
+"""The walk of the data: ``compose`` puts the stages together, and is the only place that knows all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any, NamedTuple, final
+
+import torch
+
+from torchdistinput.batches.padding import Pad
+from torchdistinput.batches.pytree import bytes_held
+from torchdistinput.batches.schema_check import SchemaChecker
+from torchdistinput.coordination.batch_digests import BatchDigests, take_for_read
+from torchdistinput.coordination.process_group import Channel, Ranks
+from torchdistinput.coordination.step_sync import StepSync
+from torchdistinput.devices.accelerators import make_copier
+from torchdistinput.elements import Elements
+from torchdistinput.errors import InputError
+from torchdistinput.iterator import DistributedIterator, LastStep, Progress
+from torchdistinput.pipeline.fetch import Fetch
+from torchdistinput.pipeline.metrics import COPY, FETCH, Metrics, StatsSync, in_range
+from torchdistinput.pipeline.prefetch_thread import PrefetchThread, UpstreamStages
+from torchdistinput.pipeline.prefetcher import Prefetcher
+from torchdistinput.pipeline.to_device import ToDevice
+from torchdistinput.plan.options import InputOptions
+from torchdistinput.plan.topology import Topology
+from torchdistinput.sources.base import ReadByAll, Source
+from torchdistinput.sources.rng import Draw, SharedRngState
+from torchdistinput.sources.torch_loader.open_runs import OpenRuns
+from torchdistinput.step_types import CatchesUp, Digest, Drawn, Failed, Held, LocalStep, Start, Stream
+
+__all__ = ["Opened", "Setting", "compose", "open_stream"]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What a strategy tells its datasets.
+
+    Args:
+      topology: where this worker stands.
+      devices: one for each local replica.
+      ranks: the ranks that must agree; ``None`` where there is only one.
+      timeout_seconds: how long a rank waits for another one, unless the options say otherwise.
+      workers: the worker of each of them; ranks of one worker read the same.
+      lent: torch's default random state, as the ranks left it when they last drew from it together.
+    """
+
+    topology: Topology
+    devices: Sequence[torch.device]
+    ranks: Ranks | None
+    timeout_seconds: float
+    workers: Sequence[int] = ()
+    lent: SharedRngState = field(default_factory=SharedRngState)
+
+
+class Opened(NamedTuple):
+    """An epoch that has begun."""
+
+    channel: Channel | None
+    """The connection to the same iterator on the other ranks; none where nobody else votes."""
+    stream: Stream
+    progress: Progress
+    last: LastStep
+
+
+def open_stream(source: Source, epoch: int, draws: Draw, start: Start) -> Stream:
+    """The rows of an epoch. If the source cannot be opened, all ranks raise that at the first step."""
+    try:
+        return source.open(epoch, draws, start)
+    except Exception as error:
+        return _BrokenStream(error)
+
+
+def compose(
+    source: Source, setting: Setting, options: InputOptions, opened: Opened, idle: list[ToDevice]
+) -> DistributedIterator:
+    """The walk: fetch -> pad, if asked for -> transfer -> coordinate -> buffer.
+
+    Args:
+      source: the data.
+      setting: what the strategy tells.
+      options: what the user asked for.
+      opened: the epoch that has begun.
+      idle: device streams and their memory, kept for the life of the dataset; one is taken, and given back at the end.
+    """
+    channel, stream, progress, last = opened
+    grows = options.prefetch is None
+    depth = last.ahead if grows and last.ahead is not None else options.least_ahead
+    devices = setting.devices if options.fetch_to_device else [torch.device("cpu")] * len(setting.devices)
+    copies = any(device.type != "cpu" for device in devices)
+    checker = SchemaChecker(
+        strings=stream.strings,
+        one_structure=stream.one_structure,
+        may_lack=source.may_lack_samples,
+        empty_fn=options.empty_fn,
+        with_index=options.with_index,
+    )
+    pad = _new_pad(source, options)
+    transfer = idle.pop() if idle else ToDevice([make_copier(device) for device in devices])
+    way_out = "" if channel is None or not isinstance(source, ReadByAll) else source.way_out
+    has_peers = channel is not None and setting.workers.count(setting.topology.worker) > 1
+    note_read = take_for_read if way_out else BatchDigests() if has_peers else None
+    fetch = Fetch(stream, checker, as_read=pad is None and not transfer.moves, note_read=note_read)
+    own = _OwnStages(fetch, checker, pad, transfer, setting.topology.replicas_per_worker, progress.meter)
+    ranks = setting.ranks
+    coordinate = StepSync(
+        channel,
+        slots=max(1, options.most_ahead),
+        checker=checker,
+        complete=own.fill,
+        name=None if ranks is None else ranks.name(ranks.rank),
+        begins_at=(progress.epoch, progress.steps),
+        counts=ranks is None or ranks.rank in ranks.firsts,
+        workers=setting.workers,
+        way_out=way_out,
+        periodic_sync=StatsSync(progress.meter, stream.periodic_sync),
+        max_errors=options.max_errors if options.skips else None,
+        ahead=(depth, options.least_ahead) if grows else None,
+    )
+    workers = OpenRuns() if source.workers is None else source.workers
+    timeout_seconds = setting.timeout_seconds if options.timeout_seconds is None else options.timeout_seconds
+    if channel is not None:
+        workers.bound(timeout_seconds)
+    threaded = channel is not None or (depth > 0 and (stream.in_background or copies))
+    background = PrefetchThread(
+        UpstreamStages(
+            fetch.draw,
+            own.produce,
+            own.discard,
+            transfer.enter_thread,
+            fetch.close,
+            lambda: idle.append(transfer),
+            workers.lost_workers,
+            own.weigh,
+            stream.expect,
+            workers.consumers,
+            workers.look,
+        ),
+        coordinate,
+        depth=depth if threaded else 0,
+        threaded=threaded,
+        meter=progress.meter,
+        room=options.prefetch_bytes if grows else None,
+    )
+    try:
+        background.begin()
+        buffer = Prefetcher(
+            background,
+            helps=not copies and _makes_plain_tensors(),
+            timeout_seconds=timeout_seconds,
+            names=_itself if ranks is None else ranks.name,
+            first_step=progress.steps,
+            deeper=last.read_ahead,
+        )
+        elements = Elements(checker, source.certain_piece_size, setting.topology.replicas_per_worker, pad)
+        catch_up = stream.catch_up if isinstance(stream, CatchesUp) and stream.draws_ahead else None
+        return DistributedIterator(buffer, transfer, elements, progress, last, catch_up)
+    except BaseException:  # there is nobody else who would end its thread
+        background.stop(0)
+        raise
+
+
+def _new_pad(source: Source, options: InputOptions) -> Pad | None:
+    rows = source.largest_piece_size
+    return None if options.partial_batch == "keep" or rows is None else Pad(rows, with_index=options.with_index)
+
+
+def _fill(share: LocalStep, checker: SchemaChecker, replicas_per_worker: int, pad: Pad | None) -> None:
+    """Puts an empty batch where a replica has no sample, and pads if that is asked for."""
+    share.sizes = share.sizes or (0,) * replicas_per_worker
+    pieces = share.pieces or [None] * replicas_per_worker
+    # What has samples may be None all the same, if the user's collate function says so.
+    share.pieces = [
+        checker.empty() if piece is None and not size else piece
+        for piece, size in zip(pieces, share.sizes, strict=True)
+    ]
+    if pad is not None:
+        pad(share, checker.structure)
+
+
+@final
+class _OwnStages:
+    """The stages before the vote, in which no other rank takes part, put together and timed.
+
+    Args:
+      fetch: reads the rows.
+      checker: knows the structure of the elements.
+      pad: gives the pieces one size, if asked for.
+      transfer: brings them onto the devices.
+      replicas_per_worker: pieces of a step.
+      meter: takes down how long they take.
+    """
+
+    def __init__(
+        self,
+        fetch: Fetch,
+        checker: SchemaChecker,
+        pad: Pad | None,
+        transfer: ToDevice,
+        replicas_per_worker: int,
+        meter: Metrics,
+    ) -> None:
+        self._fetch = fetch
+        self._checker = checker
+        self._pad = pad
+        self._transfer = transfer
+        self._local = replicas_per_worker
+        self._meter = meter
+
+    def produce(self, drawn: Drawn | Held) -> Held:
+        """See ``prefetch_thread.UpstreamStages``."""
+        held = self._finish(drawn) if type(drawn) is Drawn else drawn
+        if type(held) is LocalStep and not held.parcels and (self._checker.makes_empty or 0 not in held.sizes):
+            try:
+                self.complete(held)
+            except Exception as error:  # out of memory, say: a failed step like any other
+                return Failed(error, "" if isinstance(error, InputError) else "copying to the devices")
+        return held
+
+    def _finish(self, drawn: Drawn) -> Held:
+        began = perf_counter()
+        held = in_range(FETCH, self._fetch.finish, drawn)
+        self._meter.fetching += perf_counter() - began
+        return held
+
+    def complete(self, share: LocalStep) -> None:
+        """Makes the empty pieces of a share, pads it, sends it to the devices. Once for each, here or in ``fill``."""
+        began = perf_counter()
+        in_range(COPY, self._send, share)
+        self._meter.copying += perf_counter() - began
+
+    def fill(self, share: LocalStep) -> None:
+        """The same, in a vote: for one whose structure was not known before. Others may be completed meanwhile."""
+        began = perf_counter()
+        in_range(COPY, self._send, share)
+        self._meter.filling += perf_counter() - began
+
+    def _send(self, share: LocalStep) -> None:
+        _fill(share, self._checker, self._local, self._pad)
+        share.parcels = self._transfer.send(share.pieces)
+        share.pieces = []
+
+    def weigh(self, share: LocalStep) -> int:
+        """See ``UpstreamStages``. What is on its way to a device consists of tensors, which the metrics count."""
+        if self._transfer.moves:
+            return 0
+        weights = [bytes_held(piece) for piece in share.parcels or share.pieces if piece is not None]
+        return 0 if None in weights else sum(weight or 0 for weight in weights)
+
+    def discard(self, shares: Sequence[LocalStep]) -> None:
+        """See ``prefetch_thread.UpstreamStages``."""
+        for share in shares:
+            if share.parcels:
+                self._transfer.discard(share.parcels)
+
+
+@final
+class _BrokenStream:
+    """The stream of a source that could not be opened: its first step fails."""
+
+    in_background = False
+    strings = False
+    one_structure = False
+    owns_state = False
+    periodic_sync = None
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def draw(self) -> Any:
+        """See ``Stream.draw``."""
+        raise self._error
+
+    def expect(self, rows: int) -> None:
+        """See ``Stream.expect``."""
+
+    def fetch(self, drawn: Any) -> None:
+        """See ``Stream.fetch``."""
+
+    def digest_of(self, drawn: Any) -> Digest:
+        """See ``Stream.digest_of``."""
+        return 0
+
+    def position(self, rows: int) -> list[Any]:
+        """See ``Stream.position``. Nobody asks: no step was delivered."""
+        raise self._error
+
+    def close(self) -> None:
+        """See ``Stream.close``."""
+
+
+def _makes_plain_tensors() -> bool:
+    """Whether tensors made on this thread are as on the background thread, which has none of torch's modes set."""
+    return torch.get_default_device().type == "cpu" and not torch.is_inference_mode_enabled()
+
+
+def _itself(rank: int) -> int:
+    return rank

@@ -1,0 +1,455 @@
+"""Where a dataset stands in its epochs: what a state saves, and what loading one or seeking sets.
+
+The steps that were *delivered* count, never what was read ahead. The order of an epoch is not saved: it is drawn again,
+by the user's own sampler, from the random state as it was when the epoch began; what was delivered is passed over.
+
+**Torch's default random state.** Where no generator was given, torch draws from the default state, and rank 0's counts
+for all ranks. Loading a state sets it back there at once, on rank 0 only (others may be seeded differently on purpose),
+to what it was when the epoch began; the draws of the epoch then take it as far as they did before. Whoever restores the
+default state too, for dropout say, does so after loading: that one is then kept, and the epoch's draws are borrowed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Final, NamedTuple, final
+
+import torch
+
+from torchdistinput.coordination.fingerprints import agree
+from torchdistinput.coordination.process_group import Ranks
+from torchdistinput.epoch_draws import EpochDraws, RngSnapshot
+from torchdistinput.errors import InputError, StateMismatch
+from torchdistinput.iterator import Progress
+from torchdistinput.plan.checkpoint_format import SavedState, differences
+from torchdistinput.sources.base import DrawsAlone, KeepsBetweenEpochs, KnowsEpochs, SeedsSamples, Source, TellsEpochs
+from torchdistinput.sources.rng import Draw, SharedRng, SharedRngState
+from torchdistinput.sources.torch_loader.base_seeds import once_drawn
+from torchdistinput.step_types import Start, Stream
+
+__all__ = ["Checkpoint", "Entry"]
+
+_LOG = logging.getLogger("torchdistinput")
+_REMEMBERED_EPOCHS: Final = 64  # some KiB each
+
+
+@final
+class Entry(NamedTuple):
+    """How the next epoch begins.
+
+    Args:
+      epoch: its number.
+      start: where in it.
+      mark: equal on two ranks if and only if they begin at the same place.
+      default: torch's default random state to draw from; ``None``: as it is.
+    """
+
+    epoch: int
+    start: Start
+    mark: str
+    default: torch.Tensor | None
+
+
+@final
+class _Pending(NamedTuple):
+    """A place to begin at that was loaded or sought, and not entered yet.
+
+    Args:
+      saved: the place.
+      random: how the order of its epoch is drawn; ``None`` where that follows from no random state.
+      restores: whether the random states are put back once more when it is entered, whatever drew from them since.
+      unread: whether it is an epoch that was begun, and given back before its first step.
+    """
+
+    saved: SavedState
+    random: EpochDraws | None
+    restores: bool
+    unread: bool = False
+
+
+@final
+class _Left(NamedTuple):
+    """What one checkpoint leaves to another."""
+
+    source: Source
+    fingerprint: Mapping[str, Any]
+    epoch: int
+    told: int | None
+    pending: _Pending | None
+    known: list[tuple[int, EpochDraws]]
+
+
+@final
+class Checkpoint:
+    """Where one dataset stands.
+
+    Args:
+      source: the data.
+      fingerprint: what tells this input from others, also in another world.
+      ranks: the ranks that must agree; ``None`` where there is one only.
+      worker: which worker this is.
+      name: the dataset's, for messages.
+      lent: the default random state that the ranks draw from together.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        fingerprint: Mapping[str, Any],
+        ranks: Ranks | None,
+        worker: int,
+        name: str,
+        *,
+        lent: SharedRngState,
+    ) -> None:
+        self._source = source
+        self._fingerprint = fingerprint
+        self._ranks = ranks
+        self._worker = worker
+        self._name = name
+        self._lent = lent
+        # Asked once: a look at a protocol takes microseconds, and states are taken in the loop.
+        self._alone = source if isinstance(source, DrawsAlone) and source.draws_alone else None
+        self._seeding = source if isinstance(source, SeedsSamples) else None
+        self._between = source if isinstance(source, KeepsBetweenEpochs) and source.keeps_between else None
+        self._telling = source if isinstance(source, TellsEpochs) else None
+        self._epoch = 0
+        self._told: int | None = None
+        self._pending: _Pending | None = None
+        self._entered: _Pending | None = None
+        self._progress: Progress | None = None
+        self._stream: Stream | None = None
+        self._random: EpochDraws | None = None
+        self._told_then: int | None = None
+        self._known: deque[tuple[int, EpochDraws]] = deque(maxlen=_REMEMBERED_EPOCHS)
+
+    @property
+    def next_epoch(self) -> int:
+        """The number of the next epoch."""
+        return self._epoch
+
+    def set_by_user(self) -> int | None:
+        """The epoch that the user told the sampler or dataset itself; ``None`` if that is none but ours. Local."""
+        return None if self._telling is None else self._telling.told.set_by_user()
+
+    def set_epoch(self, epoch: int, *, running: bool = False) -> None:
+        """Sets the number of the next epoch. A place in that epoch that was loaded or sought stays.
+
+        Args:
+          epoch: its number.
+          running: whether the epoch that was begun last is still read; a state tells of that one then.
+        """
+        self._told = epoch
+        pending = self._pending
+        if pending is None or pending.saved.epoch != epoch:
+            progress, stream = self._progress, self._stream
+            self._leave()
+            if running:
+                self._progress, self._stream = progress, stream
+            if pending is not None and pending.unread:  # what was drawn for it is drawn again for this one
+                saved = self._saved(epoch, pending.saved.random, Start(), told=epoch)
+                self._pending = _Pending(saved, pending.random, restores=True, unread=True)
+        self._epoch = epoch
+        self._source.set_epoch(epoch)
+
+    def _leave(self) -> None:
+        """Whatever was begun or loaded does not count any more."""
+        self._pending = self._progress = self._stream = None
+
+    def enter(self) -> Entry:
+        """How the next epoch begins; the generators are set for it. The epoch after it is the next one then."""
+        pending, self._pending = self._pending, None
+        self._entered = pending
+        epoch = self._epoch
+        self._epoch += 1
+        if pending is None:
+            return Entry(epoch, Start(), f"epoch {epoch}, step 0", None)
+        saved, random = pending.saved, pending.random
+        start = Start(saved.step, saved.samples, saved.drawn, self._own(saved.position))
+        if random is None:
+            return Entry(epoch, start, saved.mark, None)
+        start = replace(start, replay=random.replay, base_seed=random.base_seed)
+        if not pending.restores:
+            return Entry(epoch, start, saved.mark, None)
+        random.restore(self._source)
+        return Entry(epoch, start, saved.mark, random.default)
+
+    def leave(self, entry: Entry) -> None:
+        """The epoch was not begun after all: what was to be entered is the next one again."""
+        self._epoch = entry.epoch
+        self._pending = self._entered
+
+    def record(self, draws: Draw) -> Callable[[], tuple[str, ...]]:
+        """Takes down the random states, right before the stream of the epoch is opened."""
+        default = draws.state if isinstance(draws, SharedRng) else None
+        if default is None and self._ranks is None:
+            default = torch.get_rng_state()
+        self._random = EpochDraws.of(self._source, default)
+        return self._random.texts
+
+    def followed(self, draws: Draw) -> Draw:
+        """``draws``, which tells what random states the first batch is drawn from, if they are others by then."""
+        random, source = self._random, self._source
+        if random is None or not source.draws_order or not (source.needs_default_state or source.generators()):
+            return draws
+        return RngSnapshot(draws, random, source)
+
+    def begun(self, entry: Entry, progress: Progress, stream: Stream) -> None:
+        """The epoch has begun."""
+        random = self._random
+        if random is not None:
+            random.replay = entry.start.replay
+            random.base_seed = entry.start.base_seed or random.base_seed
+            self._known.append((entry.epoch, random))
+        self._told_then = self._told
+        self._progress, self._stream = progress, stream
+
+    def reenter(self) -> None:
+        """The epoch that was begun last was not read: the next one is the same again, drawn from the same states."""
+        progress, random = self._progress, self._random
+        if progress is None or random is None or progress.rows:
+            return
+        self._epoch = progress.epoch
+        begun = self._saved(progress.epoch, random.texts(), Start(), told=self._told)
+        saved = begun if self._entered is None else self._entered.saved
+        self._pending = _Pending(saved, random, restores=True, unread=True)
+
+    def go_on_from(self, before: Checkpoint) -> None:
+        """Stands where the checkpoint of the same data does, which was divided anew. Local.
+
+        Raises:
+          StateMismatch: the data cannot be entered there any more.
+        """
+        left = before.left_to(self._source, self._ranks)
+        pending = left.pending
+        if pending is not None:
+            saved = pending.saved
+            if saved.step and (found := differences(left.fingerprint, self._fingerprint)):
+                raise StateMismatch(
+                    f"epoch {saved.epoch} cannot be gone on with at step {saved.step}: {'; '.join(found)}. Set it "
+                    "back, or begin the epoch anew: seek(epoch)."
+                )
+            self._check_position(saved)
+        self._pending = pending
+        self._known.extend(left.known)
+        self._epoch, self._told = left.epoch, left.told
+        if isinstance(self._source, KnowsEpochs):
+            self._source.go_on_from(left.source)
+        if self._telling is not None and isinstance(left.source, TellsEpochs):
+            self._telling.told.go_on_from(left.source.told)
+
+    def left_to(self, source: Source, ranks: Ranks | None) -> _Left:
+        """What a checkpoint of the same data takes over, for another source and perhaps other ranks. Local."""
+        own, others = self._source.generators(), source.generators()
+
+        def drawn_there(random: EpochDraws) -> EpochDraws:
+            states = dict(zip(map(id, own), random.generators, strict=True))  # a generator that is new stays as it is
+            generators = [states.get(id(each), each.get_state()) for each in others]
+            return EpochDraws(random.base_seed, random.replay, random.default, generators)
+
+        pending = self._pending
+        if pending is not None and pending.random is not None:
+            random = drawn_there(pending.random)
+            if pending.unread and random.base_seed != once_drawn("every"):  # it is begun as that source begins one
+                random.base_seed = source.base_seed
+            pending = pending._replace(saved=replace(pending.saved, random=random.texts()), random=random)
+        # Other ranks may not have these states.
+        known = [(epoch, drawn_there(random)) for epoch, random in self._known if ranks is self._ranks]
+        return _Left(self._source, self._fingerprint, self._epoch, self._told, pending, known)
+
+    def _default_now(self) -> torch.Tensor | None:
+        """The default state from which the next draws of all ranks come, as far as it is known on every rank."""
+        return torch.get_rng_state() if self._ranks is None else self._lent.state
+
+    def next_state(self) -> SavedState:
+        """Where the next epoch begins, as it is saved. Local."""
+        if self._pending is not None:
+            return replace(self._pending.saved, told_epoch=self._told, fingerprint=self._fingerprint)
+        draws = EpochDraws.of(self._source, self._default_now())
+        return self._saved(self._epoch, draws.texts(), Start(), told=self._told)
+
+    def state(self) -> SavedState:
+        """What was delivered, as it is saved. Collective where the workers' positions differ."""
+        progress, stream = self._progress, self._stream
+        if self._pending is not None or progress is None or stream is None or progress.ended:
+            saved = self.next_state()
+            if self._pending is not None:
+                return saved
+            if self._alone is not None:
+                position, random = self._positions(saved.epoch, 0, saved.random, self._alone.first_position)
+                return replace(saved, position=position, random=random)
+            if self._between is None:
+                return saved
+            position, _ = self._positions(saved.epoch, 0, saved.random, self._between.front)
+            return replace(saved, position=position)
+        reached = Start(progress.steps, progress.samples, progress.drawn)
+        random, place = progress.random(), None
+        if progress.steps or self._alone is not None or self._between is not None:
+            rows = progress.rows
+            place, random = self._positions(progress.epoch, progress.steps, random, lambda: stream.position(rows))
+        return self._saved(progress.epoch, random, reached, place, told=self._told_then)
+
+    def _saved(
+        self,
+        epoch: int,
+        random: tuple[str, ...],
+        reached: Start,
+        position: list[Any] | None = None,
+        *,
+        told: int | None,
+    ) -> SavedState:
+        return SavedState(
+            epoch=epoch,
+            step=reached.steps,
+            samples=reached.samples,
+            drawn=reached.drawn,
+            told_epoch=told,
+            sample_seed=None if self._seeding is None else self._seeding.sample_seed,
+            random=random,
+            position=position,
+            fingerprint=self._fingerprint,
+        )
+
+    def _positions(
+        self, epoch: int, step: int, random: tuple[str, ...], tell: Callable[[], list[Any]]
+    ) -> tuple[list[Any], tuple[str, ...]]:
+        """The position of all workers, one if they have the same, else each one's; and the random states in common."""
+        source, ranks = self._source, self._ranks
+        own, problem = None, None
+        try:
+            own = tell()
+        except Exception as error:  # where all ranks meet, each must hear of it, or the others would wait
+            problem = error
+        owns_state = self._stream is not None and self._stream.owns_state  # known once a position was told
+        if ranks is None or not (source.collective_state or owns_state):
+            if problem is not None:
+                raise problem
+            return ["all", own], random
+        facts = {"dataset": self._name, "epoch": epoch, "step": step}
+        what = f"state_dict() of dataset {self._name}"
+        told = agree(ranks, what, facts, error=problem, extra=[own, random])
+        positions = [told[first][0] for first in ranks.firsts]
+        common = tuple(told[0][1])  # the first rank's count
+        if all(position == positions[0] for position in positions) and not source.bound_to_world:
+            return ["all", positions[0]], common
+        return ["each", *positions], common
+
+    def _own(self, position: list[Any] | None) -> list[Any] | None:
+        """This worker's part of a saved position."""
+        if position is None:
+            return None
+        own: list[Any] = position[1] if position[0] == "all" else position[1 + self._worker]
+        return own
+
+    def load(self, state: object, *, strict: bool) -> None:
+        """Begins the next epoch where a state was saved. Local.
+
+        Raises:
+          StateMismatch: the state does not fit.
+        """
+        saved = SavedState.from_dict(state, strict=strict)
+        saved = self._compared(saved, strict=strict)
+        random = EpochDraws.from_texts(saved.random, self._source)
+        self._check_position(saved)
+        self._leave()
+        self._epoch = saved.epoch
+        self._told = saved.told_epoch
+        if self._seeding is not None:
+            self._seeding.give_sample_seed(saved.sample_seed)
+        if saved.told_epoch is not None:
+            self._source.set_epoch(saved.told_epoch)
+        self._pending = _Pending(saved, random, restores=saved.step > 0 or random.replay > 0)
+        self._known.append((saved.epoch, random))
+        random.restore(self._source)
+        if random.default is not None and (self._ranks is None or self._ranks.rank == 0):
+            torch.set_rng_state(random.default)
+        own = self._own(saved.position)
+        if own is not None and self._alone is not None:
+            self._alone.restore(own)
+        if self._telling is not None:
+            self._telling.told.look()
+
+    def _compared(self, saved: SavedState, *, strict: bool) -> SavedState:
+        """The state, of which what differs is not compared once more where it is to be taken all the same."""
+        found = differences(saved.fingerprint, self._fingerprint)
+        if saved.was_changed:
+            found.append("checksum: the state was changed since it was saved")
+        if found and strict:
+            raise StateMismatch(
+                f"the state is of another input: {'; '.join(found)}. Load it into the input that it was saved from; if "
+                "you changed that on purpose, load_state_dict(state, strict=False) goes on at the same position."
+            )
+        if found:
+            _LOG.warning("dataset %s: loading a state in spite of differences: %s", self._name, "; ".join(found))
+            return replace(saved, drawn=0)
+        return saved
+
+    def _check_position(self, saved: SavedState) -> None:
+        steps, position = self._source.num_steps(), saved.position
+        if steps is not None and saved.step > steps:
+            raise StateMismatch(f"step: {saved.step} in the state, but an epoch here has {steps} step(s).")
+        if position is None:
+            return
+        workers = 1 if self._ranks is None else self._ranks.num_workers
+        kind, parts = position[0] if position else None, position[1:]
+        are_parts = all(isinstance(part, list | tuple) for part in parts)
+        if not are_parts or not ((kind == "all" and len(parts) == 1) or (kind == "each" and parts)):
+            raise StateMismatch(f"position: found {json.dumps(position)[:100]}. Load the state as it was saved.")
+        if kind == "each" and len(parts) != workers:
+            raise StateMismatch(
+                f"number of workers: {len(parts)} in the state, {workers} here, and each worker has a position of its "
+                "own (a dataset function, policy HINT or OFF, or a dataset whose own state differs from rank to rank). "
+                "Resume with as many ranks."
+            )
+        self._source.check(parts[0] if kind == "all" else parts[self._worker])
+
+    def seek(self, epoch: int, step: int) -> None:
+        """Begins the next epoch at a step, without a state. Local.
+
+        Raises:
+          ValueError: there is no such step.
+          InputError: the order of that epoch follows from random draws that are past.
+        """
+        steps, size = self._source.num_steps(), self._fingerprint.get("batch size")
+        if steps is not None and step > steps:
+            raise ValueError(f"step is {step}, but an epoch has {steps} step(s).")
+        random = self._random_of(epoch)
+        self._leave()
+        if self._told is not None:
+            self._told = epoch
+            self._source.set_epoch(epoch)
+        self._epoch = epoch
+        samples = step * size if isinstance(size, int) else 0
+        texts = EpochDraws.of(self._source, None).texts() if random is None else random.texts()
+        saved = self._saved(epoch, texts, Start(step, samples), told=self._told)
+        self._pending = _Pending(saved, random, restores=True)
+
+    def _random_of(self, epoch: int) -> EpochDraws | None:
+        """From which random states to draw for an epoch, with how many epochs before it; ``None`` for none."""
+        if self._alone is not None and epoch != self._epoch:
+            raise InputError(
+                f"epoch {epoch} was sought, but each worker draws the order of its own data (policy HINT, or a dataset "
+                f"function), which is known for the next epoch only, {self._epoch}. Load a state of that epoch."
+            )
+        if not self._source.needs_default_state and not self._source.generators():
+            return None
+        known = list(self._known)
+        pending = self._pending
+        if pending is None:
+            known.append((self._epoch, EpochDraws.of(self._source, self._default_now())))
+        elif pending.random is not None:
+            known.append((pending.saved.epoch, pending.random))
+        by_base = {base - random.replay: random for base, random in known}
+        before = [base for base in by_base if base <= epoch]
+        if not before:
+            raise InputError(
+                f"epoch {epoch} was sought, but the random states are known from epoch {min(by_base)} on only, and the "
+                "order of each epoch follows from the one before. Make the loader anew, seek from there, or use a "
+                "ShuffleSampler(n, seed), whose epochs follow from the seed."
+            )
+        random = by_base[max(before)]
+        return EpochDraws(random.base_seed, epoch - max(before), random.default, random.generators)

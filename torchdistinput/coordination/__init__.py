@@ -1,0 +1,32 @@
+"""All that talks to other ranks. This page is the protocol; each part of it stands in the module that is named.
+
+**Meeting.** When a ``Strategy`` is made, each rank writes its address to the store of the default group, and waits
+until all have signed in (``store_barrier``, ``store``). Each rank then connects with ``log2 W`` others over TCP
+(``endpoint``, ``connections``). The store is not asked again. The connections serve two kinds of *channel*: one for
+the calls of the strategy, on the caller's thread (``process_group``), and one for each live iterator (``channel``). A
+message is an array of fixed size. Sums and texts of all ranks take ``log2 W`` rounds (``recursive_doubling``).
+
+**Before an epoch.** ``distribute_dataset``, ``iter``, ``load_state_dict``, ``reduce`` and ``gather`` are collective.
+Each rank brings the facts that must be equal everywhere, or the error that keeps it from going on (``fingerprints``).
+The ranks compare one digest; only where digests differ are the facts themselves exchanged. Then all ranks go on, or
+all raise the same error, which names the fact, the values and the ranks.
+
+**The agreed path.** A rank votes for a step when it holds the step: read, checked, on its way to the device
+(``step_sync``). The votes of all ranks are summed. The sums say which steps are agreed, where the end is, whether a
+rank failed or stopped, and whether schemas or digests differ; the laws are in ``plan.step_agreement``. As every rank
+sees the same sums, every rank draws the same conclusion at the same step. Texts follow only where the sums call for
+them: the description of a failure (``failures``), a schema for a rank that has seen no sample, positions and
+measurements from time to time. So what ranks can still tell each other travels in the vote, and nowhere else.
+
+**The abort path.** What ranks cannot tell each other in a vote ends the channel: a death, an interruption, an
+exception of this library, a loop that was left for good. The rank that leaves sends a *farewell* with its reason over
+each connection, and closes them; where a process dies, the system closes them. A rank that misses a message passes the
+farewell on. So every survivor raises an error that names the rank that left first, and why. There is no third path.
+
+**Waiting.** Each wait for another rank is bounded by ``timeout_seconds`` (``timeouts``) and sees signals. A rank that
+waits tells its neighbours whom it waits for, so the error at the end of the time names the rank that is really late. A
+forked process inherits none of it (``fork_safety``).
+
+Collectives on users' tensors (``reduce``, ``gather_ordered``) run on the caller's thread: on the user's group where
+all ranks can send tensors of that device, else over the strategy's own channel.
+"""

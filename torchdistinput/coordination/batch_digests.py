@@ -1,0 +1,199 @@
+"""Digests of batches, so that ranks which must read the same can compare what they read.
+
+Only a part of a batch is looked at, and only of some batches: a digest takes some ten microseconds, and ranks that read
+different data differ in nearly every batch.
+
+Two kinds of ranks must read the same. Those of one data coordinate of a mesh get the same pieces: a digest is made of
+the pieces. Where all ranks read an opaque iterable whole and keep their part of each batch, a digest is made of what
+the iterable yielded, before it is cut.
+
+Equal means equal bytes. A random augmentation that draws differently on each rank makes other samples of the same data,
+and of no batch could anybody tell that from another part of the data: so that is a difference, too. What is not looked
+into is passed over: objects of unknown classes, tensors on devices, and the folder in the name of a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from hashlib import blake2b
+from typing import Any, Final, cast, final
+
+import numpy as np
+import torch
+
+from torchdistinput.batches import pytree
+from torchdistinput.batches.containers import open_container
+from torchdistinput.step_types import LocalStep
+
+__all__ = [
+    "BATCHES_BETWEEN",
+    "BatchDigests",
+    "digest_of_batch",
+    "digest_of_element",
+    "digest_of_read",
+    "number_of_size",
+    "take_for_read",
+    "words_of",
+]
+
+BATCHES_BETWEEN: Final = 64
+"""From one batch that has a digest to the next."""
+_DIGEST: Final = 1 << 62  # is set in the number of what was read where that is a digest
+_MOST_ITEMS: Final = 6
+_MOST_PARTS: Final = 12
+_LONGEST_NAME: Final = 1024
+_MOST_LEAVES: Final = 16
+_BLOCKS: Final = 4
+_BLOCK_BYTES: Final = 512
+_MOST_TEXTS: Final = 16
+_MOST_CHARACTERS: Final = 64
+_MOST_VALUES: Final = 256
+_PLAIN: Final = (str, bytes, int, float, bool, type(None))
+
+
+@final
+class BatchDigests:
+    """Gives the first row of an epoch, and each 64th after it, a digest of its pieces."""
+
+    def __init__(self) -> None:
+        self._until_next = 0
+
+    def next(self, row: Sequence[Any]) -> int:
+        """The digest of the next row; 1 where none is made of it, as past the end there is 0. Local."""
+        if self._until_next:
+            self._until_next -= 1
+            return 1
+        self._until_next = BATCHES_BETWEEN - 1
+        return digest_of_batch(row)
+
+    def __call__(self, share: LocalStep, row: Sequence[Any]) -> None:
+        """Notes in a share what its row has. Local."""
+        share.read = self.next(row)
+
+
+def take_for_read(share: LocalStep, row: Sequence[Any]) -> None:
+    """Of a source without a sampler: the number that comes with the row is that of what was read. Local."""
+    share.read, share.drew = cast(int, share.drew), 0
+
+
+def number_of_size(samples: int) -> int:
+    """The number of a batch of so many samples that has no digest; never 0, which stands for no batch. Local."""
+    return samples + 1
+
+
+def digest_of_read(value: Any) -> int:
+    """The number of a batch as an iterable yielded it: of whatever kind, or a list of samples. Local.
+
+    It is made of a few of the items of each list and mapping, a few bytes of each tensor, array and text, and the types
+    of all else. Numbers that are not finite count by their bytes.
+    """
+    found = blake2b(digest_size=8)
+    _add(found.update, value, [_MOST_PARTS], _MOST_ITEMS)
+    return int.from_bytes(found.digest(), "little") | _DIGEST
+
+
+def words_of(number: int) -> str:
+    """What was read, in words: its checksum, or where it has none its size. Local."""
+    return f"{number:x}" if number & _DIGEST else "no batch" if not number else f"{number - 1} sample(s)"
+
+
+def digest_of_batch(row: Sequence[Any]) -> int:
+    """A number of 1 to 2**63 that is equal for equal pieces, and for others hardly ever. Local.
+
+    It is made of the shapes and types of the leaves, and of a few of their bytes or texts. What is not on the CPU is
+    not looked into: the training thread would wait for the device.
+
+    Args:
+      row: the pieces; ``None`` for an empty one.
+    """
+    found = blake2b(digest_size=8)
+    for piece in row:
+        if piece is None:
+            found.update(b"-")
+            continue
+        leaves = list(pytree.named_leaves(piece))
+        found.update(str(len(leaves)).encode())
+        for _, leaf in leaves[:: -(-len(leaves) // _MOST_LEAVES) or 1]:
+            for part in _parts_of_tensor(leaf) if isinstance(leaf, torch.Tensor) else _parts_of_rows(leaf):
+                found.update(part)
+    return int.from_bytes(found.digest(), "little") // 2 + 1
+
+
+def digest_of_element(element: Any) -> int:
+    """A number of 1 to 2**63 of one element of an iterable, of any kind, and of more of it than ``digest_of_read``."""
+    found = blake2b(digest_size=8)
+    _add(found.update, element, [_MOST_VALUES], _MOST_VALUES)
+    return int.from_bytes(found.digest(), "little") // 2 + 1
+
+
+def _parts_of_tensor(leaf: torch.Tensor) -> Iterator[bytes]:
+    yield str(leaf.dtype).encode()
+    if leaf.is_nested or leaf.layout is not torch.strided or leaf.device.type != "cpu":
+        return
+    yield str(tuple(leaf.shape)).encode()
+    if not leaf.numel() or leaf.is_quantized:
+        return
+    rows = leaf.detach() if leaf.dim() else leaf.detach().reshape(1)
+    if not rows.is_contiguous():
+        rows = rows[:: -(-len(rows) // _BLOCKS)].contiguous()
+    yield from _blocks(rows.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8).numpy())
+
+
+def _blocks(content: Any) -> Iterator[bytes]:
+    """A few blocks of bytes, from the first to the last."""
+    for block in range(_BLOCKS):
+        start = (len(content) - _BLOCK_BYTES) * block // (_BLOCKS - 1)
+        yield bytes(content[max(0, start) : max(0, start) + _BLOCK_BYTES])
+        if start <= 0 and len(content) <= _BLOCK_BYTES:
+            return
+
+
+def _add(add: Callable[[bytes], object], value: Any, room: list[int], most_items: int) -> None:
+    """Adds a value of any kind to a digest, while there is room for its parts; so many items of each container."""
+    if room[0] <= 0:
+        return
+    container = open_container(value)
+    if container is None:
+        room[0] -= 1
+        for part in _parts(value):
+            add(part)
+        return
+    children = container.children
+    add(f"{container.kind} {len(children)}".encode())
+    if container.kind == "dict":  # its order may follow from that of a set, which each process has another of
+        order = sorted(range(len(children)), key=lambda place: str(container.keys[place]))
+        add(" ".join(str(container.keys[place]) for place in order).encode("utf-8", "surrogatepass"))
+        children = [children[place] for place in order]
+    for child in children[:: -(-len(children) // most_items) or 1]:
+        _add(add, child, room, most_items)
+
+
+def _parts(value: Any) -> Iterator[bytes]:
+    if isinstance(value, torch.Tensor):
+        yield from _parts_of_tensor(value)
+    elif isinstance(value, np.ndarray | np.generic):
+        yield f"{value.dtype} {value.shape}".encode()
+        if value.dtype.kind not in "OV":
+            yield from _blocks(np.ascontiguousarray(value).reshape(-1).view(np.uint8))
+    elif isinstance(value, bytes):
+        yield str(len(value)).encode()
+        yield from _blocks(value)
+    elif isinstance(value, str):
+        # Each machine may have its own folders.
+        name = value.rpartition("/")[2] if len(value) < _LONGEST_NAME else value
+        yield from _parts(name.encode("utf-8", "surrogatepass"))
+    else:
+        yield (repr(value) if type(value) in _PLAIN else type(value).__name__).encode()
+
+
+def _parts_of_rows(leaf: Any) -> Iterator[bytes]:
+    """Of a leaf that is a list of texts, numbers or objects; of an object only its type is the same everywhere."""
+    yield f"{type(leaf).__name__} {len(leaf)}".encode()
+    for item in leaf[:: -(-len(leaf) // _MOST_TEXTS) or 1]:
+        yield _text_of(item)
+
+
+def _text_of(item: Any) -> bytes:
+    """Of an object only its type is the same everywhere."""
+    plain = item[:_MOST_CHARACTERS] if isinstance(item, str | bytes) else item
+    return (repr(plain) if type(item) in _PLAIN else type(item).__name__).encode("utf-8", "surrogatepass")

@@ -1,0 +1,213 @@
+"""Channels: the messages of one live iterator, and those of the calls of a strategy.
+
+Problem. Ranks exchange a few numbers for every step, on a background thread or in ``next``, beside a training loop
+whose own collectives may not be disturbed; no wait may last for ever or stay anonymous.
+
+Decisions.
+- Each live iterator has connections of its own (a *channel*), so that its exchanges need no order with others. A
+  strategy has one more, for the calls that all ranks make together (``process_group.py``).
+- An exchange takes ``log2 W`` rounds of messages of one fixed size (``recursive_doubling.py``), which one thread may
+  begin and look after, and another one wait for (``exchanges.py``).
+- So do texts, in rows that the longest one of the last time would have filled by half or more, of 256 bytes to 2 KiB;
+  only where one is longer than that, a second time, in rows of its length.
+- ``abort``, from any thread, says farewell to all partners of this rank. A partner that then misses a message of this
+  rank passes the farewell on, and so on: every rank that cannot go on learns who left first, and why. Nothing else is
+  asked, no store either: whoever is alive can tell it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, Protocol, TypeVar, final
+
+import numpy as np
+
+from torchdistinput.coordination.connections import Connections, Departed, Farewell
+from torchdistinput.coordination.exchanges import Exchange
+from torchdistinput.coordination.recursive_doubling import Array, Messenger, Round, spread, sum_up
+from torchdistinput.errors import InputError, RankLost
+
+__all__ = ["ProcessGroupChannel", "lost", "plain_message"]
+
+T = TypeVar("T")
+
+_MAX_TEXT = 1 << 30  # of one rank in one exchange, in bytes
+_LEAST_ROW, _MOST_ROW = 256, 2048  # bytes that a rank sends at first in an exchange of texts
+_WORD = 8  # bytes; the first one of a row says how long the text is
+_SAME_LIBRARY = "every rank must run the same version of torchdistinput, on a network that loses nothing"
+
+
+def plain_message(text: str) -> dict[str, Any]:
+    """What a rank said, as the mapping that it is. Local.
+
+    Raises:
+      InputError: it is none.
+    """
+    try:
+        told = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"another rank sent {text!r:.100}, which is no message ({error}); {_SAME_LIBRARY}") from error
+    if not isinstance(told, dict):
+        raise InputError(f"another rank sent {text!r:.100}, which is no message; {_SAME_LIBRARY}")
+    return told
+
+
+def _checked(size: int, rank: int) -> int:
+    if not 0 <= size <= _MAX_TEXT:
+        raise InputError(f"rank {rank} of the group wants to send {size} bytes; {_SAME_LIBRARY}")
+    return size
+
+
+def _text_of(data: bytes, rank: int) -> str:
+    try:
+        return data.decode(errors="surrogatepass")
+    except UnicodeDecodeError as error:
+        raise InputError(f"rank {rank} of the group sent no text ({error.reason}); {_SAME_LIBRARY}") from error
+
+
+def lost(farewell: Farewell, names: Sequence[int]) -> RankLost:
+    """The error of a rank that cannot go on, as another one left. Local."""
+    who = names[farewell.rank] if 0 <= farewell.rank < len(names) else "unknown"
+    if farewell.why == Farewell.DIED:
+        return RankLost(f"rank {who} {farewell.why}; see its own log for the reason.")
+    if farewell.why == Farewell.ENDED:
+        return RankLost(
+            f"rank {who} ended before it came here. Every rank of the strategy makes the same calls; its own log tells "
+            "why it ended."
+        )
+    return RankLost(f"rank {who} {farewell.why}. Every rank must read the same number of steps.")
+
+
+class GiveBack(Protocol):
+    """What a channel calls when it is no longer in use."""
+
+    def __call__(self, *, reusable: bool) -> None: ...
+
+
+@final
+class ProcessGroupChannel:
+    """A channel over connections of its own. Made by ``ProcessGroupRanks.open_channel``."""
+
+    def __init__(self, connections: Connections, give_back: GiveBack, names: Sequence[int]) -> None:
+        self.connections = connections
+        self.rank: int = connections.rank()
+        self.num_ranks: int = connections.size()
+        self._give_back = give_back
+        self._names = names
+        self._lock = threading.RLock()  # the garbage collector may close a dropped iterator on a thread that is in here
+        self._row = _LEAST_ROW  # the same on all ranks, as each hears the same
+        self._since: float | None = None
+        self._cause: Farewell | None = None  # of its end
+        self._released = False
+        self.num_exchanges = 0
+        self.gave_up: str | None = None
+        """Why this rank does not wait for the others any more, in an exchange that it may go on with."""
+
+    def exchange(self, words: Sequence[int]) -> Exchange[list[int]]:
+        """See ``Channel.exchange``."""
+        return (yield from self.collective(lambda group: sum_up(group, words)))
+
+    def gather(self, text: str) -> Exchange[list[str]]:
+        """See ``Channel.gather``."""
+        data = text.encode(errors="surrogatepass")  # names of files may hold what is no proper unicode
+        rows = yield from self._spread(data, self._row)
+        sizes = [_checked(int(row[0]), rank) for rank, row in enumerate(rows)]
+        needed = _WORD * (1 - -max(sizes) // _WORD)
+        if needed > self._row:
+            rows = yield from self._spread(data, needed)
+        self._row = min(max(1 << (needed - 1).bit_length(), _LEAST_ROW), _MOST_ROW)
+        return [
+            _text_of(row[1:].tobytes()[:size], rank) for rank, (row, size) in enumerate(zip(rows, sizes, strict=True))
+        ]
+
+    def _spread(self, data: bytes, length: int) -> Exchange[list[Array]]:
+        """The first bytes of what every rank brings, with its size in front, in rows of so many bytes. Collective."""
+        content = len(data).to_bytes(_WORD, sys.byteorder) + data[: length - _WORD]
+        own = np.frombuffer(content.ljust(length), np.int64)
+        return (yield from self.collective(lambda group: spread(group, own)))
+
+    def waiting_since(self) -> float | None:
+        """See ``Channel.waiting_since``."""
+        return self._since
+
+    def late(self) -> list[int]:
+        """See ``Channel.late``."""
+        return self.connections.late()
+
+    def abort(self, reason: str) -> None:
+        """See ``Channel.abort``."""
+        self.abort_by(Farewell(self.rank, reason))
+
+    def abort_by(self, farewell: Farewell) -> None:
+        """Ends the channel on all ranks, as some rank left. Local, idempotent."""
+        with self._lock:
+            if self.is_dead or self._released:
+                return
+            self._cause = farewell
+        self.connections.say_farewell(farewell)
+        with self._lock:
+            if self._since is None:  # else the exchange in progress does it
+                self.connections.close()
+        self._give_back(reusable=False)
+
+    def release(self) -> None:
+        """See ``Channel.release``."""
+        with self._lock:
+            if self.is_dead or self._released:
+                return
+            self._released = True
+        self._give_back(reusable=True)
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether the channel was aborted, here or by another rank."""
+        return self._cause is not None
+
+    def end(self) -> None:
+        """This rank will never use it again: the interpreter exits, or the strategy is gone. Local, idempotent."""
+        with self._lock:
+            self._released = False
+        self.abort_by(Farewell(self.rank, self.gave_up or Farewell.ENDED))
+
+    def reopen(self) -> None:
+        """Makes a released channel ready for another iterator."""
+        self._released = False
+
+    def collective(self, rounds: Callable[[Messenger], Generator[Round, None, T]]) -> Exchange[T]:
+        """Rounds of messages, as one exchange. Collective, as they are.
+
+        Raises:
+          RankLost: another rank left; or this one did, before.
+        """
+        with self._lock:
+            if self._cause is not None:
+                raise self._lost(self._cause)
+            self._since = time.monotonic()
+            self.num_exchanges += 1
+        self.connections.begin()
+        try:
+            return (yield from rounds(self.connections))
+        except Departed as departed:
+            raise self._ended_by(departed.farewell) from departed
+        finally:
+            with self._lock:
+                self._since = None
+                if self.is_dead:
+                    self.connections.close()
+
+    def _ended_by(self, farewell: Farewell) -> RankLost:
+        """Ends the channel, unless it was aborted here, which ended the wait."""
+        self.abort_by(farewell)
+        return self._lost(self._cause or farewell)
+
+    def _lost(self, cause: Farewell) -> RankLost:
+        if cause.rank == self.rank:
+            return RankLost(f"rank {self._names[self.rank]} cannot go on: {cause.why}.")
+        return lost(cause, self._names)
+
+    def __repr__(self) -> str:
+        return f"ProcessGroupChannel(rank={self.rank} of {self.num_ranks}, exchange {self.num_exchanges})"

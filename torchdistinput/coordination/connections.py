@@ -1,0 +1,448 @@
+"""Connections: messages between two ranks, over TCP sockets of our own.
+
+Problem. A message of a training job must never outlast its bound, hide Ctrl-C, stay anonymous, or end the process. The
+point-to-point messages of a gloo group do all four. A receive cannot be cancelled, and its wait stays in C++. A rank
+that dies while two ranks connect is noticed after five timeouts. Only a receive that expires closes a group, and where
+that meets a connection that is still being made, an event arrives for a pair that was closed, and gloo's thread ends
+the process (``terminate called ... EnforceNotMet``). Besides, gloo answers a message from a thread of its own.
+
+Decisions.
+- Plain non-blocking sockets. A wait is a ``poll`` of at most half a second in Python, so signals are seen, and any
+  thread can end it (``close``). No thread is started, and no group of gloo is made.
+- A *frame* is a header of two words (kind and length) and its content. Frames of one connection are read in the order
+  in which they were sent, and only by a rank that waits for one: recursive doubling needs nothing else.
+- A rank that waits sends a *status* twice a second: whom it waits for. So each rank can tell those that are late from
+  those that wait as well, over any number of ranks, without asking anybody else.
+- A rank that leaves sends a *farewell* before it closes: which rank ended the exchange, and why. It counts when its
+  turn comes: an exchange for which all messages were sent is completed, whoever has left since.
+- A process that dies closes its sockets, as the system does that for it. A fork closes its copies (``fork_safety.py``),
+  so that they do not keep the connection open.
+
+References: RFC 9293 (TCP); gloo ``transport/tcp/pair.cc`` (``connectCallback`` looks at no closed state,
+``handleEvents`` enforces one).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import select
+import socket
+import struct
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, final
+
+import numpy as np
+
+from torchdistinput.coordination.fork_safety import told_of_forks
+from torchdistinput.coordination.recursive_doubling import Words
+
+__all__ = ["Connections", "Departed", "Farewell", "take_leave", "tell_waiting", "wait_for_sockets"]
+
+_HEAD: Final = struct.Struct("<qq")  # kind and length in bytes; the kind of a message of words is its tag
+_STATUS: Final = -1
+_FAREWELL: Final = -2
+_MOST_TOLD: Final = 1 << 16  # bytes of a status or farewell
+_BUFFER: Final = 1 << 14
+_SMALL: Final = 1 << 12  # up to here a message is copied, and sent in one piece with its header
+
+_REST_SECONDS: Final = 0.5
+_STATUS_SECONDS: Final = 0.5
+_FRESH_SECONDS: Final = 2.5  # how long a status is believed
+_MOST_BLAMED: Final = 64
+_CLOSING_SECONDS: Final = 0.5
+
+
+@final
+class Farewell:
+    """Why an exchange cannot go on: the word of the rank that ended it.
+
+    Args:
+      rank: the rank that ended it.
+      why: what it did, for ``"rank 3 <why>"``.
+    """
+
+    def __init__(self, rank: int, why: str) -> None:
+        self.rank = rank
+        self.why = why
+
+    DIED: Final = "died or lost its connection"
+    ENDED: Final = "ended"
+
+    def to_bytes(self) -> bytes:
+        """As another rank reads it. Local."""
+        return json.dumps({"rank": self.rank, "why": self.why[: _MOST_TOLD // 16]}).encode(errors="replace")
+
+    @staticmethod
+    def from_bytes(data: bytes, sender: int) -> Farewell:
+        """What a rank sent; what cannot be understood counts as a broken connection to the sender. Local."""
+        with contextlib.suppress(ValueError, RecursionError):
+            match json.loads(data):
+                case {"rank": int(rank), "why": str(why)}:
+                    return Farewell(rank, why)
+                case _:
+                    pass
+        return Farewell(sender, Farewell.DIED)
+
+
+@final
+class Departed(RuntimeError):
+    """A message cannot come any more.
+
+    Args:
+      farewell: who ended the exchange, and why.
+    """
+
+    def __init__(self, farewell: Farewell) -> None:
+        super().__init__(f"rank {farewell.rank} {farewell.why}")
+        self.farewell = farewell
+
+
+@final
+class _Connection:
+    """The connection to one other rank.
+
+    Args:
+      peer: the other rank.
+      connected: a socket that is connected to it.
+    """
+
+    def __init__(self, peer: int, connected: socket.socket) -> None:
+        connected.setblocking(False)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.peer = peer
+        self.socket = connected
+        self.blamed: Sequence[int] = ()
+        """Whom the other rank waited for when it last said so."""
+        self.blamed_at = -_FRESH_SECONDS
+        self._buffer = bytearray(_BUFFER)
+        self._view = memoryview(self._buffer)
+        self._start = self._end = 0  # of what was received, and is not used yet
+        self._head: tuple[int, int] | None = None
+        self._filled = 0
+        self._told = bytearray()
+        self._outgoing: deque[memoryview] = deque()
+        self._lock = threading.Lock()  # of what is sent: any thread may say farewell
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether nothing waits to be sent."""
+        return not self._outgoing
+
+    def send(self, kind: int, content: memoryview | bytes) -> None:
+        """Sends a frame as far as that takes no waiting; a large one may not be changed before ``is_sent``. Local."""
+        size = len(content)
+        head = _HEAD.pack(kind, size)
+        with self._lock:
+            if size <= _SMALL:
+                self._outgoing.append(memoryview(b"".join((head, content))))
+            else:
+                self._outgoing += (memoryview(head), memoryview(content))
+            self._send_on()
+
+    def send_on(self) -> None:
+        """Sends what is left of earlier frames, as far as that takes no waiting. Local."""
+        with self._lock:
+            self._send_on()
+
+    def _send_on(self) -> None:
+        outgoing = self._outgoing
+        while outgoing:
+            try:
+                sent = self.socket.send(outgoing[0])
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError:  # the other rank has gone: whoever waits for its next message is told
+                outgoing.clear()
+                return
+            rest = outgoing[0][sent:]
+            if rest:
+                outgoing[0] = rest
+            else:
+                outgoing.popleft()
+
+    def receive(self, kind: int, into: memoryview) -> bool:
+        """Reads on, as far as that takes no waiting. Whether the next message is complete. One thread at a time.
+
+        Args:
+          kind: of the message.
+          into: where its content is written to, of just its size.
+
+        Raises:
+          Departed: it cannot come any more.
+        """
+        while True:
+            if self._head is None:
+                if self._end - self._start < _HEAD.size:
+                    if not self._read():
+                        return False
+                    continue
+                self._begin_frame(kind, len(into))
+            found, length = self._head or (kind, 0)
+            target = into if found >= 0 else memoryview(self._told)
+            if not self._fill(target, length):
+                return False
+            self._head = None
+            if found >= 0:
+                self.blamed = ()  # it does not wait there any more
+                return True
+            self._hear(found, bytes(self._told))
+
+    def _begin_frame(self, kind: int, size: int) -> None:
+        found, length = _HEAD.unpack_from(self._buffer, self._start)
+        if (found, length) != (kind, size) and (found not in (_STATUS, _FAREWELL) or not 0 <= length <= _MOST_TOLD):
+            raise Departed(
+                Farewell(
+                    self.peer,
+                    f"sent a message of kind {found} and {length} bytes, where one of kind {kind} and {size} bytes was "
+                    "expected (every rank must run the same version of torchdistinput)",
+                )
+            )
+        self._start += _HEAD.size
+        self._filled = 0
+        if found < 0:
+            self._told = bytearray(length)
+        self._head = found, length
+
+    def _fill(self, target: memoryview, length: int) -> bool:
+        while self._filled < length:
+            held = min(self._end - self._start, length - self._filled)
+            if held:
+                target[self._filled : self._filled + held] = self._view[self._start : self._start + held]
+                self._start += held
+                self._filled += held
+            elif length - self._filled < _BUFFER:
+                if not self._read():
+                    return False
+            else:  # a large one goes where it belongs at once
+                received = self._receive_into(target[self._filled : length])
+                if not received:
+                    return False
+                self._filled += received
+        return True
+
+    def _read(self) -> bool:
+        if self._start == self._end:
+            self._start = self._end = 0
+        elif self._start:
+            held = self._end - self._start
+            self._view[:held] = bytes(self._view[self._start : self._end])
+            self._start, self._end = 0, held
+        received = self._receive_into(self._view[self._end :])
+        self._end += received
+        return received > 0
+
+    def _receive_into(self, target: memoryview) -> int:
+        try:
+            received = self.socket.recv_into(target)
+        except (BlockingIOError, InterruptedError):
+            return 0
+        except OSError as error:
+            raise Departed(Farewell(self.peer, Farewell.DIED)) from error
+        if not received:
+            raise Departed(Farewell(self.peer, Farewell.DIED))
+        return received
+
+    def _hear(self, kind: int, told: bytes) -> None:
+        if kind == _FAREWELL:
+            raise Departed(Farewell.from_bytes(told, self.peer))
+        self.blamed = np.frombuffer(told[: len(told) // 8 * 8], np.int64)[:_MOST_BLAMED].tolist()
+        self.blamed_at = time.monotonic()
+
+    def say_farewell(self, farewell: Farewell) -> None:
+        """Tells the other rank, then ends the waits of both. Any thread, but once."""
+        if self._lock.acquire(timeout=_CLOSING_SECONDS):  # else a thread was interrupted there: the end must do
+            try:
+                content = farewell.to_bytes()
+                self._outgoing.append(memoryview(_HEAD.pack(_FAREWELL, len(content)) + content))
+                self._send_on()
+            finally:
+                self._lock.release()
+        with contextlib.suppress(OSError):  # the other rank has gone
+            self.socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Nobody waits here any more. Idempotent."""
+        self.socket.close()
+
+
+@final
+class _Receipt:
+    """A message that is to come; see ``exchanges.Pending``."""
+
+    def __init__(self, connections: Connections, connection: _Connection, kind: int, words: Words) -> None:
+        self._connections = connections
+        self._connection = connection
+        self._kind = kind
+        self._into = words.data.cast("B")
+        self._complete = False
+        self._departed: Departed | None = None
+
+    def has_come(self) -> bool:
+        """See ``Pending.has_come``."""
+        if not self._complete and self._departed is None:
+            self._connections.awaited = self._connection
+            try:
+                self._complete = self._connection.receive(self._kind, self._into)
+            except Departed as departed:
+                self._departed = departed
+        return self._complete or self._departed is not None
+
+    def wait(self) -> None:
+        """See ``Pending.wait``."""
+        while not self.has_come():
+            self._connections.rest(_REST_SECONDS)
+        if self._departed is not None:
+            raise self._departed
+
+
+@final
+class _Sent:
+    """A message on its way; see ``exchanges.Pending``."""
+
+    def __init__(self, connections: Connections, connection: _Connection) -> None:
+        self._connections = connections
+        self._connection = connection
+
+    def has_come(self) -> bool:
+        """See ``Pending.has_come``."""
+        if not self._connection.is_sent:
+            self._connection.send_on()
+        return self._connection.is_sent
+
+    def wait(self) -> None:
+        """See ``Pending.wait``."""
+        while not self.has_come():
+            self._connections.awaited = None
+            self._connections.rest(_REST_SECONDS)
+
+
+@final
+class Connections:
+    """The connections of one channel, a ``Messenger``. One thread at a time, but where it says otherwise.
+
+    Args:
+      rank: this rank.
+      num_ranks: how many ranks there are.
+      sockets: to each rank that this one exchanges messages with; they are this object's from now on.
+
+    Attributes:
+      awaited: the connection whose message is waited for.
+      resting: whether a thread is in ``rest``, where an interruption loses nothing.
+    """
+
+    def __init__(self, rank: int, num_ranks: int, sockets: Mapping[int, socket.socket]) -> None:
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._by_rank = {peer: _Connection(peer, connected) for peer, connected in sockets.items()}
+        self.awaited: _Connection | None = None
+        self.resting = False
+        self._status_at = 0.0
+        told_of_forks(self)
+
+    def rank(self) -> int:
+        """See ``Messenger.rank``."""
+        return self._rank
+
+    def size(self) -> int:
+        """See ``Messenger.size``."""
+        return self._num_ranks
+
+    def send(self, words: Words, peer: int, tag: int) -> _Sent:
+        """See ``Messenger.send``."""
+        connection = self._by_rank[peer]
+        connection.send(tag, words.data.cast("B"))
+        return _Sent(self, connection)
+
+    def recv(self, words: Words, peer: int, tag: int) -> _Receipt:
+        """See ``Messenger.recv``."""
+        return _Receipt(self, self._by_rank[peer], tag, words)
+
+    def begin(self) -> None:
+        """An exchange begins: the first status is due after some time only. Local."""
+        self._status_at = time.monotonic()
+
+    def rest(self, seconds: float) -> None:
+        """Waits until the awaited message may have come, or so long. Tells the others meanwhile who is waited for."""
+        awaited = self.awaited
+        sending = [each.socket for each in self._by_rank.values() if not each.is_sent]
+        self.resting = True
+        wait_for_sockets([] if awaited is None else [awaited.socket], sending, seconds)
+        self.resting = False
+        for each in self._by_rank.values():
+            if not each.is_sent:
+                each.send_on()
+        now = time.monotonic()
+        if awaited is not None and now - self._status_at >= _STATUS_SECONDS:
+            self._status_at = now
+            status = _status(self.late())
+            for each in self._by_rank.values():
+                if each.is_sent:  # a rank that reads nothing for hours is told no more than fits
+                    each.send(_STATUS, status)
+
+    def late(self) -> list[int]:
+        """The ranks that are waited for: the awaited one, or those that it waits for itself. Any thread."""
+        awaited = self.awaited
+        if awaited is None:
+            return []
+        blamed = awaited.blamed
+        # One that waited for this rank when it said so does not any more, as its message was sent.
+        if blamed and self._rank not in blamed and time.monotonic() - awaited.blamed_at < _FRESH_SECONDS:
+            return [rank for rank in blamed if 0 <= rank < self._num_ranks][:_MOST_BLAMED]
+        return [awaited.peer]
+
+    def say_farewell(self, farewell: Farewell) -> None:
+        """Tells all others why this rank leaves, and ends all waits. Any thread, but once."""
+        for each in self._by_rank.values():
+            each.say_farewell(farewell)
+
+    def close(self) -> None:
+        """Closes the sockets; no thread is in ``rest`` any more. Idempotent."""
+        for each in self._by_rank.values():
+            each.close()
+
+    def leave_to_parent(self) -> None:
+        """See ``fork_safety.Inherited``: a copy of a socket in a fork would outlive the rank."""
+        self.close()
+
+
+def _status(ranks: Sequence[int]) -> bytes:
+    """The content of a status: whom a rank waits for. Local."""
+    return np.array(ranks[:_MOST_BLAMED], np.int64).tobytes()
+
+
+def take_leave(peer: int, connected: socket.socket, farewell: Farewell) -> None:
+    """Tells one rank why this one will not talk to it, and closes the connection. Local; never waits long."""
+    connection = _Connection(peer, connected)
+    connection.say_farewell(farewell)
+    connection.close()
+
+
+def tell_waiting(connected: socket.socket, ranks: Sequence[int]) -> None:
+    """Tells one rank whom this one waits for, before anything else is sent over this connection. Local."""
+    content = _status(ranks)
+    with contextlib.suppress(OSError):  # it has gone, which its next message would show
+        connected.send(_HEAD.pack(_STATUS, len(content)) + content)
+
+
+def wait_for_sockets(reading: Sequence[socket.socket], writing: Sequence[socket.socket], seconds: float) -> None:
+    """Waits until one of these can be read from or written to, or so long; a closed one ends the wait. Local."""
+    try:
+        if sys.platform == "win32":
+            if reading or writing:
+                select.select(reading, writing, reading, seconds)
+            else:
+                time.sleep(seconds)
+            return
+        poll: Any = select.poll()
+        for each in reading:
+            poll.register(each, select.POLLIN)
+        for each in writing:  # it may be among those that are read
+            poll.register(each, select.POLLOUT | (select.POLLIN if each in reading else 0))
+        poll.poll(seconds * 1e3)
+    except (OSError, ValueError):  # closed by another thread: the next look at it tells
+        time.sleep(0)

@@ -1,0 +1,190 @@
+"""What a failure says: where it happened, on its way to the other ranks, and in the error that all of them raise.
+
+A failure travels as plain values of bounded size, its *story*: an exception may be of a class that cannot be pickled,
+may fail when it is asked for its text, or hold a text as large as its data.
+"""
+
+from __future__ import annotations
+
+import operator
+import traceback
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+from torchdistinput import errors
+from torchdistinput.errors import InputError, SourceError
+from torchdistinput.step_types import Failed
+
+__all__ = [
+    "error_of",
+    "in_one_line",
+    "kind_of",
+    "plain_indices",
+    "story_of",
+    "text_of",
+    "too_many",
+    "traceback_of",
+    "words_of",
+]
+
+_TEXT: Final = 4 << 10
+_TRACEBACK: Final = 16 << 10
+_NAME: Final = 200
+_INDICES: Final = 1024
+
+
+def _clipped(text: str, limit: int) -> str:
+    """The text; of one of more than ``limit`` characters the middle is left out, which is then said."""
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]}\n[... {len(text) - 2 * half} characters ...]\n{text[-half:]}"
+
+
+def in_one_line(error: BaseException) -> str:
+    """The kind of an exception and what it says, in one line of at most 500 characters."""
+    text = " ".join(words_of(error)[:500].split())
+    text = text if text.isprintable() else repr(text)  # names of files may hold anything
+    return f"{type(error).__name__}: {text}"[:500] if text else type(error).__name__
+
+
+def words_of(error: BaseException) -> str:
+    """What an exception says: ``str`` of it, or why there is none."""
+    try:
+        return str(error)
+    except Exception as failed:  # in its own __str__; the kind must do
+        return f"(no text, as its __str__ raised {type(failed).__name__})"
+
+
+def kind_of(error: BaseException) -> str:
+    """The name of the original's type: behind a ``SourceError`` that tells of a file, that of what was raised there."""
+    while isinstance(error, SourceError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    return _clipped(type(error).__name__, _NAME)
+
+
+def text_of(error: BaseException) -> str:
+    """The exception as Python prints it, clipped."""
+    told = traceback.TracebackException.from_exception(error, limit=0).format_exception_only()
+    return _clipped("".join(told).strip().removeprefix(f"{errors.__name__}."), _TEXT)
+
+
+def traceback_of(error: BaseException) -> str:
+    """Its traceback as Python prints it, clipped."""
+    return _clipped("".join(traceback.format_exception(error)), _TRACEBACK)
+
+
+def plain_indices(indices: Iterable[Any]) -> tuple[int | str, ...]:
+    """The indices of samples as plain values, of bounded number and size."""
+    return tuple(_plain(index) for _, index in zip(range(_INDICES), indices, strict=False))
+
+
+def _plain(index: Any) -> int | str:
+    if isinstance(index, str):
+        return _clipped(index, _NAME)
+    try:
+        return operator.index(index)
+    except Exception:  # no number, or one that has more than one element
+        return _words(index)
+
+
+def _words(value: Any) -> str:
+    try:
+        return _clipped(repr(value), _NAME)
+    except Exception:  # in its own __repr__; the kind must do
+        return f"<{type(value).__name__}>"
+
+
+def story_of(failed: Failed, rank: int | None, epoch: int, step: int) -> dict[str, Any]:
+    """A failure as plain values, for JSON.
+
+    Args:
+      failed: the failure.
+      rank: where it happened, as users know it; ``None`` where there is only one.
+      epoch: when.
+      step: the step that it would have been.
+    """
+    error, origin = failed.error, failed.origin
+    source = error if isinstance(error, SourceError) else SourceError("")
+    kind = type(error).__name__
+    ours = getattr(errors, kind, None) is type(error) and issubclass(type(error), InputError)
+    return {
+        "rank": rank,
+        "epoch": epoch,
+        "step": step,
+        "where": _clipped(failed.where, _TEXT),
+        "kind": origin.kind or kind_of(error),
+        "class": kind if ours else "SourceError",
+        "text": origin.text or text_of(error),
+        "traceback": origin.traceback or traceback_of(error),
+        "indices": origin.indices if source.indices is None else plain_indices(source.indices),
+        "file": origin.file if source.file is None else str(source.file),
+        "offset": source.offset if isinstance(source.offset, int) else origin.offset,
+        "worker": origin.worker,
+    }
+
+
+def error_of(stories: Sequence[dict[str, Any]], own: Failed | None) -> InputError:
+    """The error that every rank raises.
+
+    Args:
+      stories: of all ranks that failed, at least one.
+      own: this rank's failure, if it is one of them: the cause. The others are told its traceback.
+    """
+    message = _tell_all(stories, with_traceback=own is None)
+    classes = {story["class"] for story in stories}
+    cls = getattr(errors, classes.pop()) if len(classes) == 1 else SourceError
+    first = stories[0]
+    error: InputError
+    if issubclass(cls, SourceError):
+        indices = first["indices"]
+        names = ("rank", "epoch", "step", "file", "offset", "worker", "kind", "traceback")
+        known = {name: first[name] for name in names}
+        error = SourceError(message, indices=None if indices is None else tuple(indices), **known)
+    else:
+        error = cls(message)
+    if own is not None:
+        error.__cause__ = own.error
+    return error
+
+
+def _tell_all(stories: Sequence[dict[str, Any]], *, with_traceback: bool) -> str:
+    """The failures of all ranks in words; what happened alike on several ranks is told once."""
+    alike: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for story in stories:
+        alike.setdefault((story["step"], story["epoch"], story["where"], story["text"]), []).append(story)
+    return "\n".join(_tell(group, with_traceback=with_traceback) for group in alike.values())
+
+
+def _tell(alike: Sequence[dict[str, Any]], *, with_traceback: bool) -> str:
+    first = alike[0]
+    ranks = ", ".join(str(story["rank"]) for story in alike)
+    who = "the input" if first["rank"] is None else f"the input of rank {ranks}"
+    where = f" ({first['where']})" if first["where"] else ""
+    text = f"{who} failed at step {first['step']} of epoch {first['epoch']}{where}: {first['text']}"
+    if with_traceback:
+        text += f"\n\nThe traceback of rank {first['rank']}:\n{first['traceback']}"
+    return text
+
+
+def too_many(told: Sequence[dict[str, Any]], samples: int, max_errors: int, epoch: int, step: int) -> SourceError:
+    """The error for more samples left out than may be, the same on every rank.
+
+    Args:
+      told: what ranks left out first: each with its ``rank`` and texts, ``first``.
+      samples: how many all of them left out.
+      max_errors: how many may be.
+      epoch: when.
+      step: the step with the sample that was one too many.
+    """
+    ranks = [each["rank"] for each in told]
+    first = [
+        f"rank {each['rank']}: {text}" if each["rank"] is not None else text for each in told for text in each["first"]
+    ]
+    return SourceError(
+        f"{samples} samples could not be read up to step {step} of epoch {epoch}, and max_errors={max_errors} of an "
+        f"epoch may be left out. Mend the data, or allow more. The first of them:\n" + "\n".join(first),
+        rank=ranks[0] if len(ranks) == 1 else None,
+        epoch=epoch,
+        step=step,
+    )

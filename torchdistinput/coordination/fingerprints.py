@@ -1,0 +1,106 @@
+"""What all ranks must have in common before they begin.
+
+Each rank says what it was given, or why it cannot go on, and all conclude alike from what all said.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from torchdistinput import errors
+from torchdistinput.coordination.channel import plain_message
+from torchdistinput.coordination.failures import words_of
+from torchdistinput.coordination.process_group import Ranks
+from torchdistinput.errors import InputError, RankDisagreement
+
+__all__ = ["agree"]
+
+_BUILTIN = {"TypeError": TypeError, "ValueError": ValueError}
+
+
+def agree(
+    ranks: Ranks | None,
+    what: str,
+    facts: Mapping[str, Any],
+    *,
+    error: Exception | None = None,
+    extra: Any = None,
+    ways_out: Mapping[str, str] = MappingProxyType({}),
+) -> list[Any]:
+    """Compares the facts of all ranks. Collective: every rank calls this.
+
+    Args:
+      ranks: the ranks; ``None`` where there is one only.
+      what: the call that this serves, for messages.
+      facts: plain values that must be equal everywhere.
+      error: why this rank cannot go on, if it cannot.
+      extra: a plain value to be handed to every rank, whatever it is.
+      ways_out: what is to be done where a fact differs, by its name; for those of which more is to be said than of all.
+
+    Returns:
+      The ``extra`` of every rank, by rank.
+
+    Raises:
+      RankDisagreement: facts differ; the message names them, the values and the ranks.
+      Exception: this rank's error, or one like it if another rank has one.
+    """
+    if ranks is None:
+        if error is not None:
+            raise error
+        return [extra]
+    problem = None if error is None else [type(error).__name__, words_of(error)]
+    text = json.dumps({"what": what, "facts": dict(facts), "problem": problem, "extra": extra}, default=str)
+    texts = ranks.gather_texts(text, what)
+    read = {each: _message(each) for each in dict.fromkeys(texts)}
+    told = [read[each] for each in texts]
+    if len(read) == 1 and error is None:  # mostly
+        return [each["extra"] for each in told]
+    try:
+        _compare(ranks, "calls", [each["what"] for each in told])
+    except RankDisagreement as disagreement:
+        raise disagreement from error
+    problems = {ranks.name(rank): each["problem"] for rank, each in enumerate(told) if each["problem"]}
+    if error is not None and len(problems) == len(told) and len({tuple(each) for each in problems.values()}) == 1:
+        raise error  # the same on all ranks: as it is
+    if problems:
+        raise _like(what, problems) from error
+    # In the order in which they were given: what others follow from comes first.
+    for fact in dict.fromkeys(fact for each in told for fact in each["facts"]):
+        _compare(ranks, fact, [each["facts"].get(fact) for each in told], ways_out.get(fact, ""))
+    return [each["extra"] for each in told]
+
+
+def _message(text: str) -> dict[str, Any]:
+    match told := plain_message(text):
+        case {"what": str(), "facts": dict(), "problem": None | [str(), str()], "extra": _}:
+            return told
+        case _:
+            raise InputError(f"another rank sent {text!r:.100}, which is no message of torchdistinput's.")
+
+
+def _like(what: str, problems: Mapping[int, tuple[str, str]]) -> Exception:
+    """One error for all ranks: of the class that the failing ranks have in common, if it is one of ours."""
+    kinds = {kind for kind, _ in problems.values()}
+    kind = kinds.pop() if len(kinds) == 1 else ""
+    ours = kind in _BUILTIN or kind in errors.__all__
+    told = (f"rank {rank}: {text if ours else f'{name}: {text}'}" for rank, (name, text) in problems.items())
+    message = f"{what}: " + "\n".join(told)
+    if kind in _BUILTIN:
+        return _BUILTIN[kind](message)
+    found: Exception = (getattr(errors, kind) if ours else InputError)(message)
+    return found
+
+
+def _compare(ranks: Ranks, fact: str, values: list[Any], way_out: str = "") -> None:
+    groups: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        groups.setdefault(json.dumps(value), []).append(ranks.name(rank))
+    if len(groups) > 1:
+        found = "; ".join(f"rank {', '.join(map(str, members))}: {value}" for value, members in groups.items())
+        raise RankDisagreement(
+            f"the ranks differ in {fact}: {found}. Every rank must make the same calls, with the same data, options "
+            "and seeds." + (way_out and f" {way_out}")
+        )

@@ -1,0 +1,394 @@
+"""``gather_ordered``: the outputs of all replicas in the order of the data, each once.
+
+Problem. Replicas have parts of different sizes, and one without any does not know what the outputs look like; a metric
+or a file of predictions needs all of them, in the order of the data.
+
+Decision. As in ``reduce``: first every worker tells, as JSON, how many rows it has, how they are nested and how
+many bytes its lists take, or why it cannot take part; all apply the same laws to that. Then the indices travel (rows of
+index -1, padding, stay at home), and all find the same order and the same repetitions. Last the outputs, leaf by leaf:
+tensors as bytes, lists as JSON, never pickle.
+
+A replica without rows agrees to anything: its outputs are left out, whatever they are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchdistinput.batches import pytree
+from torchdistinput.batches.containers import open_container
+from torchdistinput.batches.per_replica import PerReplica, select
+from torchdistinput.batches.schema import Structure
+from torchdistinput.coordination.channel import plain_message
+from torchdistinput.coordination.fingerprints import agree
+from torchdistinput.coordination.process_group import Ranks
+from torchdistinput.coordination.reduce import concatenate
+from torchdistinput.errors import InputError
+
+__all__ = ["gather_ordered"]
+
+_NAME: Final = "gather_ordered()"
+_SHOWN: Final = 5
+
+
+def gather_ordered(index: Any, outputs: Any, *, num_local: int, workers: Ranks | None, device: torch.device) -> Any:
+    """See ``Strategy.gather_ordered``. Collective if there are several workers.
+
+    Args:
+      index: ``(n,)`` ints for each local replica.
+      outputs: nested containers of tensors and lists with ``n`` rows, for each local replica.
+      num_local: the number of local replicas.
+      workers: the other workers; ``None`` in one process.
+      device: where the results live.
+    """
+    parts: list[_Part] = []
+    problem: Exception | None = None
+    try:
+        parts = _local_parts(index, outputs, num_local)
+    except Exception as error:  # whatever it is: the others must hear of it, or they wait for this worker
+        problem = error
+    said = _tell(workers, parts, problem)
+    structure = _agreed_structure(workers, parts, said)
+    order = _order(parts, said, workers)
+    if structure is None:
+        return parts[0].outputs  # no row anywhere
+    leaves = [
+        _sorted_tensor(number, leaf, parts, said, workers, order.to(device))
+        if leaf.kind == "tensor"
+        else _sorted_rows(number, parts, said, workers, order)
+        for number, leaf in enumerate(structure.leaves())
+    ]
+    return structure.build(iter(leaves))
+
+
+@final
+@dataclass(frozen=True)
+class _Part:
+    """What one local replica brings, without the rows of index -1.
+
+    Args:
+      index: the indices.
+      outputs: as they were given.
+      leaves: tensors, and the JSON of lists; nothing if no row was given.
+      structure: ``None`` if no row was given.
+    """
+
+    index: Tensor
+    outputs: Any
+    leaves: Sequence[Tensor | bytes]
+    structure: Structure | None
+
+
+@final
+@dataclass(frozen=True)
+class _Said:
+    """What is known of one replica everywhere.
+
+    Args:
+      size: its rows.
+      structure: of its outputs, as JSON; ``None`` if it was given no row.
+      num_bytes: for each leaf that is a list, how long its JSON is; 0 for a tensor.
+    """
+
+    size: int
+    structure: Any
+    num_bytes: Sequence[int]
+
+
+# ----------------------------------------------------------------------------------------------- what a replica brings
+
+
+def _local_parts(index: Any, outputs: Any, num_local: int) -> list[_Part]:
+    for name, value in (("index", index), ("outputs", outputs)):
+        counts = [len(held.values) for held in _per_replicas(value)]
+        if num_local > 1 and not counts:
+            raise ValueError(
+                f"gather_ordered found a bare {type(value).__name__} as {name}, and this process has {num_local} "
+                "replicas: whose value is it? Give a PerReplica with one value per local replica, as run and the "
+                "iterators return."
+            )
+        if any(count != num_local for count in counts):
+            raise ValueError(
+                f"gather_ordered found a PerReplica with {max(counts)} value(s) in {name}, and this process has "
+                f"{num_local} local replica(s); give one value per local replica."
+            )
+    whose = [f" of local replica {replica}" if num_local > 1 else "" for replica in range(num_local)]
+    return [_part(select(index, replica), select(outputs, replica), who) for replica, who in enumerate(whose)]
+
+
+def _per_replicas(value: Any) -> Iterator[PerReplica[Any]]:
+    if isinstance(value, PerReplica):
+        yield value
+        return
+    container = open_container(value)
+    for child in () if container is None else container.children:
+        yield from _per_replicas(child)
+
+
+def _part(index: Any, outputs: Any, who: str) -> _Part:
+    numbers = _checked_index(index, who)
+    nested = _with_records(outputs)
+    leaves = []
+    for path, leaf in pytree.named_leaves(nested, "outputs"):
+        if isinstance(leaf, Tensor) and leaf.dim() == 0:
+            raise ValueError(f"{path}{who} is a scalar tensor; gather_ordered needs a row for each index.")
+        if len(leaf) != len(numbers):
+            raise ValueError(
+                f"the index{who} has {len(numbers)} entries, and {path} has {len(leaf)} rows. gather_ordered needs a "
+                "row for each index: collect both in the same loop."
+            )
+        leaves.append(leaf)
+    if len(numbers) == 0:
+        return _Part(numbers, outputs, [], None)
+    if not leaves:
+        raise ValueError(
+            f"outputs{who} is a {type(outputs).__name__} without a tensor or list of rows in it; gather_ordered needs "
+            f"a row for each of the {len(numbers)} indices."
+        )
+    kept = numbers != -1
+    rows = [_wire(leaf, kept) for leaf in leaves]
+    return _Part(numbers[kept], outputs, rows, pytree.structure_of(nested))
+
+
+def _checked_index(index: Any, who: str) -> Tensor:
+    if isinstance(index, np.ndarray):
+        index = torch.as_tensor(index, device="cpu")
+    if not isinstance(index, Tensor):
+        raise TypeError(f"the index{who} is a {type(index).__name__}; an int64 tensor with an entry per row is needed.")
+    if index.dim() != 1:
+        raise ValueError(f"the index{who} has shape {list(index.shape)}; one dimension is needed, an entry per row.")
+    if len(index) == 0:
+        return torch.empty(0, dtype=torch.int64, device="cpu")
+    if index.dtype.is_floating_point or index.dtype.is_complex or index.dtype == torch.bool:
+        raise TypeError(f"the index{who} is of {index.dtype}; ints are needed, as with_index=True yields them.")
+    numbers = index.detach().to("cpu", torch.int64)
+    if int(numbers.min()) < -1:
+        raise ValueError(
+            f"the index{who} has the entry {int(numbers.min())}; indices are 0 and above, or -1 for a padded row."
+        )
+    return numbers
+
+
+@final
+class _Record:
+    """A dict in a list with one for each row: no container here, as the list is the leaf."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _with_records(value: Any) -> Any:
+    """The outputs, where a list of dicts without tensors became a list of records."""
+    container = open_container(value)
+    if container is None:
+        return value
+    if container.kind == "list" and any(isinstance(item, Mapping) for item in value) and not _holds_tensors(value):
+        return [_Record(item) for item in value]
+    children = [_with_records(child) for child in container.children]
+    if all(new is old for new, old in zip(children, container.children, strict=True)):
+        return value
+    return container.rebuild(children)
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, Tensor | np.ndarray):
+        return True
+    container = open_container(value)
+    return container is not None and any(_holds_tensors(child) for child in container.children)
+
+
+def _wire(leaf: Any, kept: Tensor) -> Tensor | bytes:
+    """The rows that are no padding, as they travel."""
+    if isinstance(leaf, Tensor):
+        rows = leaf.detach()
+        return rows if bool(kept.all()) else rows[kept.to(rows.device)]
+    return _encoded([row for row, keep in zip(leaf, kept.tolist(), strict=True) if keep])
+
+
+def _encoded(rows: Sequence[Any]) -> bytes:
+    """A list as JSON.
+
+    Raises:
+      TypeError: an entry would not come out as it went in.
+    """
+    plain = [row.value if isinstance(row, _Record) else row for row in rows]
+    for row in plain:
+        if type(row) is not str and not _is_plain(row):
+            raise TypeError(
+                f"gather_ordered found {row!r:.100} (a {type(row).__name__}) in a list. Lists travel as JSON, so an "
+                "entry can be a string, a number, a bool, None, or a dict of those with string keys. Put numbers in a "
+                "tensor, or convert the entries."
+            )
+    return json.dumps({"rows": plain}).encode()
+
+
+def _is_plain(row: Any) -> bool:
+    try:
+        return repr(json.loads(json.dumps(row))) == repr(row)
+    except (TypeError, ValueError):
+        return False
+
+
+# ----------------------------------------------------------------------------------------------------------- agreement
+
+
+def _tell(workers: Ranks | None, parts: Sequence[_Part], problem: Exception | None) -> list[list[_Said]]:
+    """``[worker][local replica]``: what all bring. Raises alike on all workers."""
+    extra = None
+    if problem is None:
+        try:
+            extra = [_described(part) for part in parts]
+        except Exception as error:  # a constant that cannot be told, say
+            problem = error
+    told = agree(workers, _NAME, {}, error=problem, extra=extra)
+    if workers is not None:
+        told = [told[first] for first in workers.firsts]  # ranks of one worker bring the same
+    return [[_Said(*one) for one in each] for each in told]
+
+
+def _described(part: _Part) -> tuple[int, Any, list[int]]:
+    structure = None if part.structure is None else _comparable(part.structure.to_json())
+    return len(part.index), structure, [len(leaf) if isinstance(leaf, bytes) else 0 for leaf in part.leaves]
+
+
+def _comparable(structure: dict[str, Any]) -> dict[str, Any]:
+    """The JSON of a structure without what may differ: the types of the entries of lists. They come back as lists."""
+    if structure["kind"] == "rows":
+        return {"kind": "rows", "dtype": "object", "tuple": False}
+    if "children" not in structure:
+        return structure
+    return {**structure, "children": [_comparable(child) for child in structure["children"]]}
+
+
+def _agreed_structure(
+    workers: Ranks | None, parts: Sequence[_Part], said: Sequence[Sequence[_Said]]
+) -> Structure | None:
+    """The structure of the outputs of all replicas; ``None`` if none was given a row. Raises alike on all workers."""
+    found: dict[str, list[int]] = {}
+    for replica, one in enumerate(one for each in said for one in each):
+        if one.structure is not None:
+            found.setdefault(json.dumps(one.structure), []).append(replica)
+    if len(found) > 1:
+        told = "; ".join(f"{_names(replicas)}: {_shown(plain_message(text))}" for text, replicas in found.items())
+        raise ValueError(
+            f"gather_ordered needs the same nesting, names, dtypes, inner dims and constants on all replicas that have "
+            f"rows; found {told}."
+        )
+    if not found:
+        return None
+    own = next((part.structure for part in parts if part.structure is not None), None)
+    if all(any(one.structure is not None for one in each) for each in said):
+        return own
+    problem: Exception | None = None
+    if own is None:
+        try:
+            own = Structure.from_json(plain_message(next(iter(found))))
+        except Exception as error:  # a class that is not known here
+            problem = error
+    agree(workers, _NAME, {}, error=problem)
+    return own
+
+
+def _names(replicas: Sequence[int]) -> str:
+    return f"replica {', '.join(map(str, replicas))}"
+
+
+def _shown(structure: dict[str, Any]) -> str:
+    return str(Structure.from_json(_without_classes(structure)))
+
+
+def _without_classes(structure: dict[str, Any]) -> dict[str, Any]:
+    if "children" not in structure:
+        return structure
+    return {**structure, "class": None, "children": [_without_classes(child) for child in structure["children"]]}
+
+
+# ---------------------------------------------------------------------------------------------------- what then travels
+
+
+def _sizes(said: Sequence[Sequence[_Said]]) -> list[int]:
+    return [sum(one.size for one in each) for each in said]
+
+
+def _order(parts: Sequence[_Part], said: Sequence[Sequence[_Said]], workers: Ranks | None) -> Tensor:
+    """The places of all rows, in replica order, by rising index.
+
+    Raises:
+      ValueError: an index comes twice. On all workers alike.
+    """
+    numbers = concatenate(torch.cat([part.index for part in parts]), 0, _sizes(said), workers)
+    in_order, order = torch.sort(numbers)
+    repeated = in_order[1:][in_order[1:] == in_order[:-1]].unique()  # type: ignore[no-untyped-call] # torch's
+    if len(repeated) == 0:
+        return order
+    replicas = [replica for replica, one in enumerate(one for each in said for one in each) for _ in range(one.size)]
+    shown = [
+        f"{number} ({_names(sorted({replicas[place] for place in (numbers == number).nonzero().flatten().tolist()}))})"
+        for number in repeated[:_SHOWN].tolist()
+    ]
+    raise ValueError(
+        f"gather_ordered found {len(repeated)} index(es) more than once: {', '.join(shown)}"
+        f"{', ...' if len(repeated) > _SHOWN else ''}. Each sample may count only once: gather after one epoch, not "
+        "several; and take another policy than OFF (every worker reads everything there) and a sampler without "
+        "replacement."
+    )
+
+
+def _sorted_tensor(
+    number: int,
+    leaf: Structure,
+    parts: Sequence[_Part],
+    said: Sequence[Sequence[_Said]],
+    workers: Ranks | None,
+    order: Tensor,
+) -> Tensor:
+    """One leaf of all replicas, a tensor. On the device of the order."""
+    own = [part.leaves[number] for part in parts if part.leaves]
+    tensors = [each.to(order.device) for each in own if isinstance(each, Tensor)] or [leaf.empty().to(order.device)]
+    joined = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+    return concatenate(joined, 0, _sizes(said), workers).index_select(0, order)
+
+
+def _sorted_rows(
+    number: int,
+    parts: Sequence[_Part],
+    said: Sequence[Sequence[_Said]],
+    workers: Ranks | None,
+    order: Tensor,
+) -> list[Any]:
+    """One leaf of all replicas, a list."""
+    lengths = [[one.num_bytes[number] if one.num_bytes else 0 for one in each] for each in said]
+    own = b"".join(each for part in parts if part.leaves and isinstance(each := part.leaves[number], bytes))
+    wire = torch.from_numpy(np.frombuffer(own, dtype=np.uint8).copy())
+    received = concatenate(wire, 0, [sum(each) for each in lengths], workers).numpy().tobytes()
+    rows: list[Any] = []
+    start = 0
+    for length in (length for each in lengths for length in each):
+        rows += _decoded(received[start : start + length]) if length else []
+        start += length
+    return [rows[place] for place in order.tolist()]
+
+
+def _decoded(data: bytes) -> list[Any]:
+    """The rows of a list, as ``_encoded`` sent them.
+
+    Raises:
+      InputError: they are none.
+    """
+    match told := plain_message(data.decode(errors="replace")):
+        case {"rows": list() as rows}:
+            return rows
+        case _:
+            raise InputError(
+                f"another rank sent {told!r:.100} as the rows of a list; every rank must run the same version of "
+                "torchdistinput."
+            )

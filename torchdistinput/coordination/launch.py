@@ -1,0 +1,304 @@
+"""The door to process groups, its entrance: what the launcher said, who takes part, the default group."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple, cast, final
+
+import torch
+import torch.distributed as dist
+
+from torchdistinput.coordination.store import Store, prefixed, within
+from torchdistinput.coordination.store_barrier import StoreBarrier
+from torchdistinput.errors import CoordinationTimeout, ShardingError
+
+__all__ = [
+    "Launch",
+    "Members",
+    "backends_for",
+    "carries",
+    "default_group",
+    "default_group_exists",
+    "expected_ranks",
+    "find_launch",
+    "find_members",
+    "global_ranks",
+    "is_group",
+    "is_mesh",
+    "join_default_group",
+    "leave_default_group",
+]
+
+
+_GLOO_LAZY_INIT: Final = "TORCH_GLOO_LAZY_INIT"
+_LAST_SECONDS: Final = 4.0  # after all ranks have signed in, or should have: until the default group is there
+
+
+@final
+class Members(NamedTuple):
+    """Who takes part.
+
+    Args:
+      ranks: the ranks, as the default group numbers them.
+      workers: the worker that each of them belongs to; ranks of one worker read the same.
+      rank: the place of this process in ``ranks``.
+    """
+
+    ranks: tuple[int, ...]
+    workers: tuple[int, ...]
+    rank: int
+
+    @property
+    def num_workers(self) -> int:
+        """Workers, W."""
+        return max(self.workers) + 1
+
+    @property
+    def firsts(self) -> tuple[int, ...]:
+        """The first rank (as a place in ``ranks``) of each worker, which speaks for it."""
+        return tuple(self.workers.index(worker) for worker in range(self.num_workers))
+
+
+_DATA_WORDS = frozenset({"dp", "ddp", "fsdp", "hsdp", "data", "batch", "replicate", "shard"})
+_MODEL_WORDS = frozenset(
+    (
+        *("tp", "cp", "sp", "pp", "ep", "etp", "mp", "tensor", "context", "sequence", "seq", "pipeline", "pipe"),
+        *("stage", "expert", "model", "ulysses", "ring"),
+    )
+)
+"""Words in the names of dims whose ranks read the same samples."""
+
+
+def is_group(value: object) -> bool:
+    """Whether a value is a process group, or what ``new_group`` gives to those outside of one. Local."""
+    return isinstance(value, dist.ProcessGroup) or value is dist.GroupMember.NON_GROUP_MEMBER
+
+
+def is_mesh(value: object) -> bool:
+    """Whether a value is a ``DeviceMesh``. Local."""
+    from torch.distributed.device_mesh import DeviceMesh  # noqa: PLC0415 - its import takes long, and few have one
+
+    return isinstance(value, DeviceMesh)
+
+
+def find_members(group: Any, mesh: Any, data_dims: Sequence[str] | None) -> Members:
+    """Who takes part in a group or mesh. Local.
+
+    Raises:
+      ValueError: this process is not in it, or the mesh has no such dims.
+      ShardingError: the names of the mesh's dims do not tell which are data-parallel.
+    """
+    if mesh is not None:
+        return _members_of_mesh(mesh, data_dims)
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            f"rank {dist.get_rank()} is not in the process group that was given; only its members make the strategy."
+        )
+    ranks = global_ranks(group)
+    return Members(ranks=ranks, workers=tuple(range(len(ranks))), rank=dist.get_rank(group))
+
+
+def _members_of_mesh(mesh: Any, data_dims: Sequence[str] | None) -> Members:
+    names = tuple(mesh.mesh_dim_names or ())
+    if data_dims is None:
+        data_dims = _usual_data_dims(names, len(mesh.mesh.shape))
+    unknown = [name for name in data_dims if name not in names]
+    if unknown:
+        raise ValueError(f"data_dims names {unknown}, but the mesh has the dims {names}.")
+    grid = mesh.mesh
+    ranks = tuple(int(rank) for rank in grid.flatten())
+    if dist.get_rank() not in ranks:
+        raise ValueError(f"rank {dist.get_rank()} is not in the mesh {ranks}; only its members make the strategy.")
+    axes = list(range(grid.dim())) if not names else [names.index(name) for name in data_dims]
+    along = [torch.arange(size, device="cpu") for size in grid.shape]
+    places = torch.cartesian_prod(*along).reshape(len(ranks), grid.dim())
+    workers = torch.zeros(len(ranks), dtype=torch.int64, device="cpu")
+    for axis in axes:  # the mixed radix of the coordinates in the data dims
+        workers = workers * grid.shape[axis] + places[:, axis]
+    return Members(ranks=ranks, workers=tuple(workers.tolist()), rank=ranks.index(dist.get_rank()))
+
+
+def _usual_data_dims(names: Sequence[str], num_dims: int) -> Sequence[str]:
+    """The data-parallel dims of a mesh, by their names.
+
+    Raises:
+      ShardingError: the names do not tell which ones they are.
+    """
+    words = {name: set(name.lower().split("_")) for name in names}
+    joined = [name for name, each in words.items() if each & _DATA_WORDS and each & _MODEL_WORDS]
+    if joined:
+        name = joined[0]
+        data, model = (", ".join(sorted(words[name] & kind)) for kind in (_DATA_WORDS, _MODEL_WORDS))
+        raise ShardingError(
+            f"the mesh has the dims {tuple(names)}; {name} joins {data} (samples of its own) with {model} (the same "
+            "ones). Give the mesh with these dims apart, such as mesh['dp', 'cp'], of which dp is meant then; or "
+            f"data_dims={joined} if each rank of such a dim reads samples of its own."
+        )
+    found = [name for name, each in words.items() if each & _DATA_WORDS]
+    if found or (num_dims == 1 and not any(each & _MODEL_WORDS for each in words.values())):
+        return found or names
+    raise ShardingError(
+        f"the mesh has the dims {tuple(names)}, none of which has a usual name of a data-parallel dim, such as dp, "
+        "fsdp, dp_replicate or dp_shard. Ranks that differ in another dim only read the same samples. Give the mesh "
+        "that has the data-parallel dims too, such as mesh['dp', 'tp'], of which dp is meant then; or name its "
+        "data-parallel dims with data_dims=, which is [] if all its ranks read the same samples."
+    )
+
+
+def carries(group: dist.ProcessGroup | None, members: Members, kind: str) -> bool:
+    """Whether a group takes tensors on such devices as they are, for just these ranks in their order. Local.
+
+    The default backend of a kind of device need not: that of mps is gloo, which knows the CPU and CUDA only.
+
+    Args:
+      group: the group; ``None`` for the default one, which may have more ranks than a mesh.
+      members: who takes part.
+      kind: of device, for example ``"cuda"``.
+    """
+    if global_ranks(group) != members.ranks:
+        return False
+    pairs = (pair.partition(":") for pair in dist.get_backend_config(group).split(","))
+    backend = {device: name for device, _, name in pairs}.get(kind)
+    return backend is not None and kind in dist.Backend.backend_capability.get(backend, [])
+
+
+def global_ranks(group: dist.ProcessGroup | None) -> tuple[int, ...]:
+    """The ranks of a group, as the default group numbers them. Local."""
+    return tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
+
+
+@final
+class Launch:
+    """What a launcher (torchrun), or who called it, told this process through its environment.
+
+    Args:
+      environment: the environment, usually ``os.environ``.
+    """
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self.rank = int(environment.get("RANK", "0"))
+        self.world_size = int(environment.get("WORLD_SIZE", "1"))
+        self.local_rank = int(environment.get("LOCAL_RANK", "0"))
+        self.node = int(environment.get("GROUP_RANK", "0"))
+        self.address = environment.get("MASTER_ADDR")
+        self.port = int(environment.get("MASTER_PORT", "0"))
+        self.restarts = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        self.interface = environment.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+        """The first network interface that gloo is told to use; empty where it is to find one."""
+        self.gloo_lazy_init = environment.get(_GLOO_LAZY_INIT)
+        """Whether groups of gloo connect at the first message, if the user said so."""
+        self.gloo_transport = environment.get("GLOO_DEVICE_TRANSPORT", "")
+        self.has_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        self.launched = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys()
+
+
+def find_launch() -> Launch:
+    """Reads the environment, the only place that does. Local."""
+    return Launch(os.environ)
+
+
+def backends_for(accelerator: str | None) -> str:
+    """The backends of a default group: gloo, beside torch's default for the accelerator where this torch has it. Local.
+
+    Args:
+      accelerator: the kind of accelerator that this machine has, if any.
+    """
+    backend = dist.Backend.default_device_backend_map.get(accelerator or "cpu", "gloo")
+    if backend == "gloo" or not dist.is_backend_available(backend):
+        return "gloo"
+    return f"cpu:gloo,{accelerator}:{backend}"
+
+
+def join_default_group(launch: Launch, accelerator: str | None, timeout_seconds: float) -> None:
+    """Makes the default group from what the launcher said. Collective: every rank calls this.
+
+    The ranks sign in first: torch's own rendezvous would wait half an hour for one that never comes, and not name it.
+    All of it takes place on a thread of its own, so that a store or a rank that stands still is not waited for without
+    a bound. The group's own timeout stays torch's.
+
+    Args:
+      launch: what the launcher said.
+      accelerator: the kind of accelerator that this machine has, if any; its tensors go over torch's default backend
+        for it, where there is one. Host tensors go over gloo in any case.
+      timeout_seconds: how long to wait for the other ranks.
+
+    Raises:
+      CoordinationTimeout: a rank did not come, and is named; or the store does not answer.
+      RankLost: the store is gone.
+    """
+    backend = backends_for(accelerator)
+    until = time.monotonic() + timeout_seconds
+
+    def ask(given_up: threading.Event) -> None:
+        store = _meeting_place(launch, timeout_seconds)
+        attendance = StoreBarrier(prefixed("torchdistinput/launch", store), launch.rank, range(launch.world_size))
+        attendance.wait_for_all("Strategy()", max(0.0, until - time.monotonic()), "", given_up)
+        group_store = cast(Any, prefixed("default_pg", store))
+        with _connected_when_used(launch):
+            dist.init_process_group(backend, store=group_store, rank=launch.rank, world_size=launch.world_size)
+
+    within(timeout_seconds + _LAST_SECONDS, "Strategy()", f" at {launch.address}:{launch.port}", ask)
+
+
+@contextlib.contextmanager
+def _connected_when_used(launch: Launch) -> Iterator[None]:
+    """A group of gloo that is made in here connects two ranks at their first message, not each with all the others.
+
+    Without it a rank has ``W - 1`` sockets at once, and reads as many addresses from the store. A transport that cannot
+    do that (all but plain TCP on Linux), or what the user said, stays as it is.
+    """
+    if launch.gloo_lazy_init is not None or launch.gloo_transport not in ("", "TCP") or sys.platform != "linux":
+        yield
+        return
+    os.environ[_GLOO_LAZY_INIT] = "1"  # torch has no other way for its default group
+    try:
+        yield
+    finally:
+        del os.environ[_GLOO_LAZY_INIT]
+
+
+def _meeting_place(launch: Launch, timeout_seconds: float) -> Store:
+    """The store that the launcher named: its own, or one that rank 0 hosts; new for each restart."""
+    try:
+        store = cast(Any, dist).TCPStore(
+            launch.address,
+            launch.port,
+            launch.world_size,
+            launch.rank == 0 and not launch.has_store,
+            datetime.timedelta(seconds=timeout_seconds),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except dist.DistError as error:
+        raise CoordinationTimeout(
+            f"Strategy(): no store at {launch.address}:{launch.port} within {timeout_seconds:g} seconds: rank 0, which "
+            "hosts it, did not come. Start every rank, and look at MASTER_ADDR and MASTER_PORT."
+        ) from error
+    return prefixed(f"torchdistinput/attempt/{launch.restarts}", store)
+
+
+def leave_default_group() -> None:
+    """Ends the default group, if it is still there. Local."""
+    if default_group_exists():
+        dist.destroy_process_group()
+
+
+def default_group() -> Any:
+    """The default group, or ``None``. Local."""
+    return dist.group.WORLD if default_group_exists() else None
+
+
+def default_group_exists() -> bool:
+    """Whether a default group was initialised. Local."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def expected_ranks() -> int:
+    """How many ranks there are, or will be by what the launcher said. Local."""
+    return dist.get_world_size() if default_group_exists() else find_launch().world_size

@@ -1,0 +1,415 @@
+"""The ranks of a strategy: how they agree, and how tensors are summed and gathered.
+
+Decisions.
+- All that the ranks tell each other goes over connections of our own (``connections.py``): one set for the calls of the
+  strategy, on the caller's thread, and one for each live iterator (``channel.py``). They are made through the store of
+  the default group (``endpoint.py``, ``store_barrier.py``), which is not asked again later.
+- An *agreement* has two parts. First the ranks meet, in an exchange without content: so a rank that gives up there (it
+  was told who is late, or was interrupted) may come again, with another text too, and goes on where it was. Then they
+  compare a digest of their texts; only where these differ are the texts themselves gathered.
+- The caller's thread waits half a second at most before it looks at signals and at the clock. It warns after some
+  seconds, and names the rank that is late.
+- Tensors on accelerators travel on the user's group where that has a backend for them, on all ranks; else, and where
+  ranks have devices of different kinds, or a mesh is not just the default group, over the CPU and our own connections.
+- The store of the default group comes from a private function of torch (torch's own FSDP gets it so): there is no
+  public way to it, and a second store would need a second address.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Generator, Sequence
+from functools import partial
+from typing import Any, Final, Protocol, TypeVar, cast, final
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchdistinput.coordination.channel import ProcessGroupChannel, lost
+from torchdistinput.coordination.connections import Departed
+from torchdistinput.coordination.endpoint import Address, Endpoint, Late
+from torchdistinput.coordination.exchanges import Exchange, StartedExchange
+from torchdistinput.coordination.launch import Members, find_launch
+from torchdistinput.coordination.recursive_doubling import Array, Messenger, Round, add_up, broadcast, partners, spread
+from torchdistinput.coordination.store import Store, prefixed, within
+from torchdistinput.coordination.store_barrier import StoreBarrier, did_not_come
+from torchdistinput.errors import CoordinationTimeout, InputError, RankLost
+
+__all__ = ["Channel", "ProcessGroupRanks", "Ranks", "without_repeats"]
+
+_LOG = logging.getLogger("torchdistinput")
+_REST_SECONDS: Final = 0.5
+_WARN_SECONDS: Final = 5.0
+_STORE_SECONDS: Final = 2.0  # after the bound of a conversation with the store, until it counts as unanswered
+_CONTROL: Final = -1  # the number of the channel for the strategy's own calls
+
+T = TypeVar("T")
+
+
+class Channel(Protocol):
+    """One live iterator's connection to the same iterator on the other ranks."""
+
+    rank: int
+    num_ranks: int
+
+    def exchange(self, words: Sequence[int]) -> Exchange[list[int]]:
+        """The element-wise sums over the ranks. Collective: every rank calls this, and goes through it, in one order.
+
+        Raises:
+          RankLost: a rank went away.
+        """
+
+    def gather(self, text: str) -> Exchange[list[str]]:
+        """Every rank's text, by rank. Collective: every rank calls this, and goes through it, in one order.
+
+        Raises:
+          RankLost: a rank went away.
+        """
+
+    def waiting_since(self) -> float | None:
+        """When the exchange in progress began (``time.monotonic``), or ``None``. Local: any thread."""
+
+    def late(self) -> list[int]:
+        """Ranks that have not come to the exchange in progress. Local: any thread."""
+
+    def abort(self, reason: str) -> None:
+        """Ends the channel on all ranks, from any thread; the others learn the reason. Local, idempotent."""
+
+    def release(self) -> None:
+        """Gives the channel back. Local, idempotent; after an exchange that ended the iteration on all ranks."""
+
+
+class Ranks(Protocol):
+    """The ranks of a strategy, as its caller's thread sees them."""
+
+    rank: int
+    num_ranks: int
+    num_workers: int
+    firsts: tuple[int, ...]  # the first rank of each worker, which speaks for it
+
+    def gather_texts(self, text: str, what: str) -> list[str]:
+        """Every rank's text, by rank. Collective: every rank calls this.
+
+        Args:
+          text: what this rank has to say.
+          what: the call that this serves, for messages.
+
+        Raises:
+          CoordinationTimeout: a rank did not come; it is named.
+          RankLost: a rank went away meanwhile.
+        """
+
+    def free_channels(self) -> list[int]:
+        """Numbers of the channels that could be used again here; the next unused number comes last. Local."""
+
+    def open_channel(self, number: int) -> Channel:
+        """The channel of that number, made if it is new. Collective: every rank calls this with the same number.
+
+        Raises:
+          CoordinationTimeout: a rank did not come; it is named.
+          RankLost: a rank went away meanwhile, or refuses.
+        """
+
+    def refuse_channel(self, number: int, why: str) -> None:
+        """Tells the ranks that wait in ``open_channel`` that this one will not come. Local, bounded."""
+
+    def name(self, rank: int) -> int:
+        """The rank in the default group, as users know it. Local."""
+
+    def broadcast_from_first(self, tensor: Tensor) -> None:
+        """Overwrites the tensor with the first rank's. Collective: every rank calls this with the same shape."""
+
+    def all_reduce_sum(self, tensor: Tensor) -> Tensor:
+        """The sum over workers. Collective: every rank calls this with the same shape and dtype."""
+
+    def all_gather_uneven(self, tensor: Tensor, sizes: Sequence[int], axis: int) -> list[Tensor]:
+        """Every worker's tensor, ``sizes[i]`` long along ``axis``. Collective: every rank calls this."""
+
+
+@final
+class ProcessGroupRanks:
+    """The ranks of a process group or mesh.
+
+    Collective: every one of them makes one.
+
+    Args:
+      group: the process group; ``None`` for the default one. Tensors on accelerators travel on it, if ``direct``.
+      members: who takes part.
+      timeout_seconds: the bound of every wait for another rank.
+
+    Raises:
+      CoordinationTimeout: a rank did not come, and is named; or the store does not answer.
+      RankLost: a rank, or the store, went away meanwhile.
+      InputError: this host has no such interface as ``GLOO_SOCKET_IFNAME`` says.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, members: Members, timeout_seconds: float) -> None:
+        self._group = group if group is not None else dist.group.WORLD
+        self._members = members
+        self._ranks = members.ranks
+        self.rank: int = members.rank
+        self.num_ranks: int = len(members.ranks)
+        self.num_workers: int = members.num_workers
+        self.firsts: tuple[int, ...] = members.firsts
+        self.counts: bool = members.rank in members.firsts
+        self.direct: str | None = None
+        """The kind of device whose tensors travel as they are; the same on every rank. All others go over the CPU."""
+        self._timeout_seconds = timeout_seconds
+        self._process = os.getpid()
+        launch = find_launch()
+        self._endpoint = Endpoint(self.rank, self._ranks, launch.interface, launch.address)
+        self._channels: dict[int, ProcessGroupChannel] = {}
+        self._free: set[int] = set()
+        self._next_channel = 0
+        self._meeting: StartedExchange[Any] | None = None  # with the other ranks, unless that is over
+        self._is_told = False  # whether this rank's text is on its way to the others
+        self._told = ""
+        self._finalizer = weakref.finalize(self, _end, self._endpoint, self._channels)
+        try:
+            self._endpoint.meet(self._sign_in(f"at {launch.address}" if launch.address else ""))
+            self._channels[_CONTROL] = self._open(_CONTROL, "Strategy()")
+        except BaseException:
+            self._finalizer()
+            raise
+
+    def _sign_in(self, where: str) -> dict[int, Address]:
+        """Tells where this rank is, at the store, and learns where its partners are. Collective."""
+        what, timeout_seconds = "Strategy()", self._timeout_seconds
+        place = f"torchdistinput/{hashlib.sha256(repr(self._ranks).encode()).hexdigest()[:16]}"
+        others = partners(self.rank, self.num_ranks)
+        default = cast(Store, dist.distributed_c10d._get_default_store())  # noqa: SLF001 - see above
+
+        def ask(given_up: threading.Event) -> list[bytes]:
+            # A connection of its own: a request holds the client, and the training code may use the default one.
+            root = default.clone()
+            # Each rank counts its own strategies over these ranks: the n-th one meets the n-th one of the others.
+            count = root.add(f"{place}/strategies/{self.rank}", 1)
+            attendance = StoreBarrier(prefixed(f"{place}/{count}", root), self.rank, self._ranks)
+            try:
+                attendance.wait_for_all(what, timeout_seconds, self._endpoint.address.to_text(), given_up)
+            except CoordinationTimeout:
+                root.add(f"{place}/strategies/{self.rank}", -1)  # it may be made again
+                raise
+            return attendance.told(others)
+
+        told = within(timeout_seconds + _STORE_SECONDS, what, f" {where}" if where else "", ask)
+        return {other: Address.from_text(text) for other, text in zip(others, told, strict=True)}
+
+    def _control(self) -> ProcessGroupChannel:
+        if _CONTROL not in self._channels:
+            raise RankLost("the interpreter is exiting; no rank can be asked any more.")
+        return self._channels[_CONTROL]
+
+    def name(self, rank: int) -> int:
+        """See ``Ranks.name``."""
+        return self._ranks[rank]
+
+    def gather_texts(self, text: str, what: str) -> list[str]:
+        """See ``Ranks.gather_texts``."""
+        if os.getpid() != self._process:
+            raise InputError(
+                f"{what}: this process was forked from rank {self._ranks[self.rank]}, which is the one that takes "
+                "part; a word from here would count as its. Call this in that process, and let the fork read "
+                "with a DataLoader of torch's."
+            )
+        if not self._is_told:
+            self._go_on(what, lambda control: control.exchange([1]))
+            self._is_told, self._told = True, text
+        elif text != self._told:
+            self._control().abort(f"made another call ({what}) after it had given up waiting in the middle of one")
+        said = self._told
+        texts: list[str] = self._go_on(what, lambda control: _compare(control, said))
+        self._is_told = False
+        return texts
+
+    def _go_on(self, what: str, exchange: Callable[[ProcessGroupChannel], Exchange[T]]) -> T:
+        """An exchange with all ranks, or the one that this rank gave up, on the caller's thread.
+
+        Raises:
+          CoordinationTimeout: a rank did not come; it is named. The next call goes on where this one was.
+          RankLost: a rank went away.
+        """
+        control = self._control()
+        try:
+            began = time.monotonic()
+            warned = False
+            control.gave_up = None
+            if self._meeting is None:
+                self._meeting = StartedExchange(exchange(control))
+            meeting: StartedExchange[T] = self._meeting
+            while not meeting.look():
+                waited = time.monotonic() - began
+                warned = self._look_for_late(control.late(), waited, what, warned=warned)
+                control.connections.rest(min(_REST_SECONDS, max(0.01, self._timeout_seconds - waited)))
+            self._meeting = None
+            return meeting.conclude()
+        except CoordinationTimeout:
+            late = self._names(control.late())
+            control.gave_up = f"gave up waiting for rank {late} in {what} after {self._timeout_seconds:g} seconds"
+            raise
+        except RankLost as error:
+            self._meeting = None
+            raise RankLost(f"{what}: {error}") from error
+        except BaseException as error:
+            if not control.connections.resting:  # where an interruption loses nothing
+                self._meeting = None
+                control.abort(f"was interrupted by {type(error).__name__} in {what}")
+            raise
+
+    def _look_for_late(self, late: Sequence[int], waited: float, what: str, *, warned: bool) -> bool:
+        """Names who is late, first in a warning, then in an error. Whether it has warned."""
+        if waited < self._timeout_seconds and (warned or waited < _WARN_SECONDS):
+            return warned
+        if waited >= self._timeout_seconds:
+            raise did_not_come(what, self._names(late), self._timeout_seconds)
+        _LOG.warning("%s: waiting for rank %s for %.0f seconds", what, self._names(late), waited)
+        return True
+
+    def _names(self, ranks: Sequence[int]) -> str:
+        return ", ".join(str(self._ranks[rank]) for rank in ranks) or "unknown"
+
+    def free_channels(self) -> list[int]:
+        """See ``Ranks.free_channels``."""
+        return [*sorted(self._free), self._next_channel]
+
+    def open_channel(self, number: int) -> Channel:
+        """See ``Ranks.open_channel``."""
+        self._next_channel = max(self._next_channel, number + 1)
+        for old in [each for each, channel in self._channels.items() if channel.is_dead and each != _CONTROL]:
+            del self._channels[old]
+        if number in self._free:
+            self._free.discard(number)
+            self._channels[number].reopen()
+        else:
+            self._channels[number] = self._open(number, "iter()")
+        return self._channels[number]
+
+    def refuse_channel(self, number: int, why: str) -> None:
+        """See ``Ranks.refuse_channel``."""
+        self._next_channel = max(self._next_channel, number + 1)
+        channel = self._channels.get(number)
+        if channel is None:
+            self._endpoint.refuse(number, why)
+            return
+        if number in self._free:
+            self._free.discard(number)
+            channel.reopen()
+        channel.abort(why)
+
+    def _open(self, number: int, what: str) -> ProcessGroupChannel:
+        free = self._free  # and not self, which must not be kept alive by its channels
+        warned = False
+
+        def give_back(*, reusable: bool) -> None:
+            if reusable:
+                free.add(number)
+
+        def meanwhile(missing: list[int], waited: float) -> None:
+            nonlocal warned
+            if waited < self._timeout_seconds:  # else the endpoint tells
+                warned = self._look_for_late(missing, waited, what, warned=warned)
+
+        try:
+            connections = self._endpoint.open(number, self._timeout_seconds, meanwhile)
+        except Late as late:
+            self._look_for_late(late.ranks, self._timeout_seconds, what, warned=warned)
+            raise
+        except Departed as departed:
+            raise RankLost(f"{what}: {lost(departed.farewell, self._ranks)}") from departed
+        return ProcessGroupChannel(connections, give_back, self._ranks)
+
+    def _wire(self, tensor: Tensor) -> Tensor:
+        """Where it can travel."""
+        return tensor if tensor.device.type == self.direct else tensor.cpu()
+
+    def _exchange(self, what: str, rounds: Callable[[Messenger], Generator[Round, None, T]]) -> T:
+        """Rounds of messages with tensors, which cannot be taken up again. Collective, as they are."""
+        try:
+            return self._go_on(what, lambda control: control.collective(rounds))
+        except BaseException as error:
+            self._meeting = None
+            self._control().abort(f"left {what}: {type(error).__name__}")
+            raise
+
+    def broadcast_from_first(self, tensor: Tensor) -> None:
+        """See ``Ranks.broadcast_from_first``."""
+        tensor = without_repeats(tensor)
+        data = self._wire(tensor.detach()).contiguous()
+        plain = data.flatten().view(torch.uint8)  # of any dtype
+        if plain.device.type == "cpu":
+            self._exchange("a broadcast", lambda group: broadcast(group, plain.numpy()))
+        else:
+            dist.broadcast(plain, group=self._group, group_src=0)
+        if data is not tensor:
+            tensor.copy_(data)
+
+    def all_reduce_sum(self, tensor: Tensor) -> Tensor:
+        """See ``Ranks.all_reduce_sum``."""
+        wire = self._wire(tensor.detach())
+        result = (
+            wire.clone(memory_format=torch.contiguous_format)
+            if self.counts
+            else torch.zeros_like(wire, memory_format=torch.contiguous_format)
+        )
+        if result.device.type == "cpu":
+            plain = result.view(-1).view(torch.uint8).numpy()
+            self._exchange("a sum", lambda group: add_up(group, plain, partial(_add, result.dtype)))
+        else:
+            dist.all_reduce(result, group=self._group)
+        return result.to(tensor.device)
+
+    def all_gather_uneven(self, tensor: Tensor, sizes: Sequence[int], axis: int) -> list[Tensor]:
+        """See ``Ranks.all_gather_uneven``."""
+        wire = self._wire(tensor.detach())
+        shape = list(wire.shape)
+        shape[axis] = max(sizes)
+        padded = wire.new_zeros(shape)
+        padded.narrow(axis, 0, wire.shape[axis]).copy_(wire)
+        parts = [torch.empty_like(padded) for _ in self._ranks]
+        if padded.numel() and wire.device.type == "cpu":
+            plain = padded.view(-1).view(torch.uint8).numpy()
+            rows = self._exchange("a gather", lambda group: spread(group, plain))
+            parts = [torch.from_numpy(row).view(padded.dtype).view(shape) for row in rows]
+        elif padded.numel():
+            dist.all_gather(parts, padded, group=self._group)
+        firsts = [parts[first].to(tensor.device) for first in self._members.firsts]
+        return [part.narrow(axis, 0, size) for part, size in zip(firsts, sizes, strict=True)]
+
+
+def _compare(control: ProcessGroupChannel, text: str) -> Exchange[list[str]]:
+    """The texts of all ranks; sent only where they are not the same. Collective: all ranks are here."""
+    digest = np.frombuffer(hashlib.sha256(text.encode(errors="surrogatepass")).digest(), np.int64)
+    # The weights of all ranks sum to 0, so that equal digests do, too; and all ranks see the same sums.
+    others = control.num_ranks - 1
+    weight = 2 * control.rank + 1 if control.rank < others else -(others**2)
+    mine: list[int] = (digest * np.array([weight])).tolist()
+    if any((yield from control.exchange(mine))):
+        return (yield from control.gather(text))
+    return [text] * control.num_ranks
+
+
+def _add(dtype: torch.dtype, mine: Array, theirs: Array) -> None:
+    torch.from_numpy(mine).view(dtype).add_(torch.from_numpy(theirs).view(dtype))  # numpy knows fewer dtypes
+
+
+def without_repeats(tensor: Tensor) -> Tensor:
+    """The part of an expanded tensor that its rows are made of: they are one and the same. Else the tensor. Local."""
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def _end(endpoint: Endpoint, channels: dict[int, ProcessGroupChannel]) -> None:
+    """Runs at exit, after the iterators were closed: the others are told that this rank has ended."""
+    endpoint.close()
+    for channel in list(channels.values()):
+        channel.end()
+    channels.clear()

@@ -1,0 +1,195 @@
+"""Sums and gathered rows over all ranks, in about ``log2 W`` rounds of point-to-point messages.
+
+Decision. Recursive doubling: in round ``k`` each rank exchanges with the one whose number differs in bit ``k``. Ranks
+from the largest power of two on have a partner below it, which takes part for them. Every sum comes to the same bits on
+all ranks, floating-point ones too: both ranks of an exchange add the same two numbers.
+
+References: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH", 2005.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, Protocol, final
+
+import numpy as np
+import numpy.typing as npt
+
+from torchdistinput.coordination.exchanges import Pending
+
+__all__ = ["Messenger", "Round", "Words", "add_up", "broadcast", "partners", "spread", "sum_up"]
+
+Words = npt.NDArray[np.int64]
+"""In one dimension, in one piece."""
+
+Array = npt.NDArray[Any]
+"""Of any type of numbers; in one dimension, in one piece."""
+
+_SUMS, _ROWS, _FIRST = 1, 2, 3  # tags
+
+
+class Messenger(Protocol):
+    """What sends and receives arrays, each in one piece. Messages to one rank arrive in the order they were sent."""
+
+    def rank(self) -> int:
+        """This rank."""
+
+    def size(self) -> int:
+        """How many ranks there are."""
+
+    def send(self, words: Array, peer: int, tag: int) -> Pending:
+        """To one rank; returns what to wait for before they are written to."""
+
+    def recv(self, words: Array, peer: int, tag: int) -> Pending:
+        """From one rank."""
+
+
+@final
+class Round:
+    """Messages on their way; see ``exchanges.Pending``.
+
+    Args:
+      awaited: the one that is looked at.
+      sent: another one.
+    """
+
+    def __init__(self, awaited: Pending, sent: Pending | None = None) -> None:
+        self._awaited = awaited
+        self._sent = sent
+
+    def has_come(self) -> bool:
+        """See ``Pending.has_come``."""
+        return self._awaited.has_come() and (self._sent is None or self._sent.has_come())
+
+    def wait(self) -> None:
+        """See ``Pending.wait``."""
+        self._awaited.wait()
+        if self._sent is not None:
+            self._sent.wait()
+
+
+def _power_below(num_ranks: int) -> int:
+    """The largest power of two that is not above it.
+
+    >>> [_power_below(num_ranks) for num_ranks in (1, 2, 3, 4, 7)]
+    [1, 2, 2, 4, 4]
+    """
+    return 1 << (num_ranks.bit_length() - 1)
+
+
+def partners(rank: int, num_ranks: int) -> list[int]:
+    """The ranks that this one exchanges messages with.
+
+    >>> partners(1, 6), partners(5, 6)
+    ([0, 3, 5], [1])
+    """
+    power = _power_below(num_ranks)
+    if rank >= power:
+        return [rank - power]
+    others = [rank ^ 1 << place for place in range(power.bit_length() - 1)]
+    return [*others, rank + power] if rank + power < num_ranks else others
+
+
+def sum_up(group: Messenger, words: Sequence[int]) -> Generator[Round, None, list[int]]:
+    """The sums of these words over the ranks. Collective: every rank of the group calls this.
+
+    Args:
+      group: the ranks.
+      words: this rank's, signed, of 64 bits; as many on all ranks.
+    """
+    mine = np.array(words, np.int64)
+    yield from add_up(group, mine, _add)
+    sums: list[int] = mine.tolist()
+    return sums
+
+
+def _add(mine: Array, theirs: Array) -> None:
+    mine += theirs
+
+
+def add_up(group: Messenger, mine: Array, add: Callable[[Array, Array], None]) -> Generator[Round, None, None]:
+    """Overwrites an array with its sum over the ranks. Collective: every rank of the group calls this.
+
+    Args:
+      group: the ranks.
+      mine: this rank's array, of the same length and type on all ranks.
+      add: adds the second array to the first one, in place.
+    """
+    rank, num_ranks = group.rank(), group.size()
+    power = _power_below(num_ranks)
+    theirs = np.empty_like(mine)
+    if rank >= power:
+        sent = group.send(mine, rank - power, _SUMS)
+        yield Round(sent)
+        yield Round(group.recv(mine, rank - power, _SUMS))
+        return
+    stands_for = rank + power if rank + power < num_ranks else None
+    if stands_for is not None:
+        yield Round(group.recv(theirs, stands_for, _SUMS))
+        add(mine, theirs)
+    distance = 1
+    while distance < power:
+        peer = rank ^ distance
+        sent = group.send(mine, peer, _SUMS)
+        yield Round(group.recv(theirs, peer, _SUMS), sent)
+        add(mine, theirs)
+        distance *= 2
+    if stands_for is not None:
+        yield Round(group.send(mine, stands_for, _SUMS))
+
+
+def spread(group: Messenger, own: Array) -> Generator[Round, None, list[Array]]:
+    """Every rank's row, by rank. Collective: every rank of the group calls this.
+
+    Args:
+      group: the ranks.
+      own: this rank's row, of the same length and type on all ranks.
+    """
+    rank, num_ranks = group.rank(), group.size()
+    power = _power_below(num_ranks)
+    # The row of a rank lies beside that of its partner, so that what is exchanged is always in one piece.
+    table = np.zeros((power, 2, len(own)), own.dtype)
+    seat = rank % power
+    table[seat, rank // power] = own
+    if rank >= power:
+        yield Round(group.send(table[seat, 1], seat, _ROWS))
+        yield Round(group.recv(table.reshape(-1), seat, _ROWS))
+    else:
+        stands_in = rank + power < num_ranks
+        if stands_in:
+            yield Round(group.recv(table[seat, 1], rank + power, _ROWS))
+        distance = 1
+        while distance < power:
+            first = seat - seat % distance
+            other = first ^ distance
+            outgoing = table[first : first + distance].reshape(-1)
+            sent = group.send(outgoing, rank ^ distance, _ROWS)
+            yield Round(group.recv(table[other : other + distance].reshape(-1), rank ^ distance, _ROWS), sent)
+            distance *= 2
+        if stands_in:
+            yield Round(group.send(table.reshape(-1), rank + power, _ROWS))
+    return [table[each % power, each // power] for each in range(num_ranks)]
+
+
+def broadcast(group: Messenger, mine: Array) -> Generator[Round, None, None]:
+    """Overwrites an array with the first rank's. Collective: every rank of the group calls this.
+
+    Args:
+      group: the ranks.
+      mine: of the same length and type on all ranks.
+    """
+    rank, num_ranks = group.rank(), group.size()
+    power = _power_below(num_ranks)
+    if rank >= power:
+        yield Round(group.recv(mine, rank - power, _FIRST))
+        return
+    highest = 1 << (rank.bit_length() - 1) if rank else 0
+    if rank:  # from the rank without its highest bit
+        yield Round(group.recv(mine, rank ^ highest, _FIRST))
+    distance = max(1, 2 * highest)
+    others = [rank + power] if rank + power < num_ranks else []
+    while distance < power:
+        others.append(rank ^ distance)
+        distance *= 2
+    for peer in reversed(others):  # the one that has to pass it on most often comes first
+        yield Round(group.send(mine, peer, _FIRST))

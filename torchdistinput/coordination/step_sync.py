@@ -1,0 +1,461 @@
+"""The stage that makes all ranks take the same steps. Sizes, the end, errors and early stops all travel in its votes.
+
+Problem. Ranks have different amounts of data, fail at different times and stop at different places. But a training loop
+with collectives in it hangs unless all ranks make the same steps.
+
+Decision. A rank votes for a step when it holds it: fetched, padded, its device copy under way. So a step that is agreed
+is held by every rank. A vote is one message of fixed size, which covers up to K steps; the messages of all ranks are
+summed (``step_agreement``). A failure, the end and a stop are flags in that message.
+
+Texts follow only where the sums call for them. As all ranks see the same sums, all send their texts at the same place:
+what ended the epoch on some rank, or the structure of the batches, for ranks that must make empty ones without having
+seen a sample. Besides, texts go round every so many steps: what each rank measured, and, where workers read files of
+their own, their positions, so that each rank can save the state of all. A rank that is alone forms the same sums
+without a message.
+
+Considered and refused. Counting steps from lengths, without votes: errors and stops would need a second way. A leader
+that decides: its death would be a special case, and its load grows with the ranks. Pickled objects: data from another
+rank must not run code here.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
+from typing import Any, Final, final
+
+from torchdistinput import errors
+from torchdistinput.batches.schema import PER_SAMPLE, Structure
+from torchdistinput.batches.schema_check import SchemaChecker
+from torchdistinput.coordination.batch_digests import words_of
+from torchdistinput.coordination.channel import plain_message
+from torchdistinput.coordination.exchanges import Exchange, conclude
+from torchdistinput.coordination.failures import error_of, story_of, too_many
+from torchdistinput.coordination.process_group import Channel
+from torchdistinput.errors import InputError, RankLost
+from torchdistinput.plan.prefetch_depth import changed
+from torchdistinput.plan.step_agreement import StepDecision, StepReport, decide, peer_weight_of, weight_of
+from torchdistinput.step_types import (
+    MOST_TOLD,
+    NOTHING_SKIPPED,
+    Ahead,
+    EmptyStep,
+    End,
+    Failed,
+    Held,
+    LocalStep,
+    Missed,
+    OpaqueBatch,
+    Outcome,
+    PastEnd,
+    PeriodicSync,
+    Raised,
+)
+
+__all__ = ["StepSync"]
+
+_LOG = logging.getLogger("torchdistinput")
+_MOST_SELDOM: Final = 4
+
+
+@final
+class StepSync:
+    """Votes for the steps that this rank holds. Used by one thread at a time, but where it says otherwise.
+
+    Args:
+      channel: the connection to the same iterator on the other ranks; ``None`` where nobody else votes.
+      slots: how many steps one message covers, K.
+      checker: knows the structure of the elements.
+      complete: makes the empty pieces of a share, once the structure is known.
+      name: this rank, as users know it; ``None`` where there is only one.
+      begins_at: the epoch, and the number of its first step here; for messages.
+      counts: whether this rank's samples count (of several ranks that read the same, only one does).
+      workers: the worker of each rank; those of one worker read the same. Empty: each is a worker.
+      way_out: what to do where the ranks differ in what they read, if all must read the same; else empty.
+      periodic_sync: what the workers tell each other from time to time, if they do.
+      max_errors: samples that all ranks together may leave out; ``None`` where none is ever left out.
+      ahead: steps that the ranks read ahead at first, and at least, where that may grow up to ``pool``; ``None`` where
+        it stays as it is.
+    """
+
+    def __init__(  # noqa: PLR0913 - one stage is one call
+        self,
+        channel: Channel | None,
+        *,
+        slots: int,
+        checker: SchemaChecker,
+        complete: Callable[[LocalStep], None],
+        name: int | None,
+        begins_at: tuple[int, int],
+        counts: bool = True,
+        workers: Sequence[int] = (),
+        way_out: str = "",
+        periodic_sync: PeriodicSync | None = None,
+        max_errors: int | None = None,
+        ahead: tuple[int, int] | None = None,
+    ) -> None:
+        self._channel = channel
+        self._slots = slots
+        self._checker = checker
+        self._complete = complete
+        self._name = name
+        self._weight = 0 if channel is None else weight_of(channel.rank, channel.num_ranks)
+        self._counts = counts
+        self._worker = workers[channel.rank] if channel is not None and workers else 0
+        self._way_out = way_out
+        alike = [0] * channel.num_ranks if channel is not None and way_out else workers
+        self._peer_weight = peer_weight_of(channel.rank, alike) if channel is not None and alike else 0
+        self._arrived: deque[Held] = deque()  # by whichever thread; the one that votes takes them over
+        self._held: deque[LocalStep | PastEnd] = deque()
+        self._failure: Failed | None = None
+        self._dropped: list[LocalStep] = []
+        self._stopped = False
+        self._delivered = 0
+        self._epoch, self._first_step = begins_at
+        self._rows = self._passed_over = 0
+        self._periodic_sync = periodic_sync
+        self._over = False
+        self._max_errors = max_errors
+        self._skipped = 0  # samples that are missing in the agreed steps
+        self._ahead, self._least_ahead = (slots, slots) if ahead is None else ahead
+        self._agrees_at_once = channel is None and max_errors is None and counts
+        self._left_out: list[str] = []
+
+    @property
+    def _steps(self) -> int:
+        """Steps of the epoch that are agreed, for messages."""
+        return self._first_step + self._rows - self._passed_over
+
+    @property
+    def over(self) -> bool:
+        """Whether the last outcome was cast."""
+        return self._over
+
+    @property
+    def alone(self) -> bool:
+        """Whether nobody else votes."""
+        return self._channel is None
+
+    @property
+    def rounds(self) -> int:
+        """How many messages of others a vote waits for, one after the other, about."""
+        return 0 if self._channel is None else self._channel.num_ranks.bit_length()
+
+    @property
+    def holds(self) -> bool:
+        """Whether there is something to vote for."""
+        return bool(self._arrived) or bool(self._held) or self._failure is not None or self._stopped
+
+    def hold(self, held: Held) -> None:
+        """Takes the next step of this rank. Any thread, one at a time."""
+        self._arrived.append(held)
+
+    def _take_in(self) -> None:
+        arrived = self._arrived
+        while arrived:
+            held = arrived.popleft()
+            if self._failure is not None:
+                continue
+            if type(held) is LocalStep and held.skipped is NOTHING_SKIPPED:  # as nearly always
+                self._held.append(held)
+                continue
+            if isinstance(held, Failed):
+                self._failure = held
+                continue
+            self._held.append(held)
+            if isinstance(held, LocalStep) and held.skipped.first:
+                self._log(held.skipped.first)
+
+    def _log(self, left_out: Sequence[str]) -> None:
+        """Tells of the first samples that are left out in this epoch."""
+        for text in left_out[: MOST_TOLD - len(self._left_out)]:
+            self._left_out.append(text)
+            _LOG.warning("left out of epoch %d, as it could not be read: %s", self._epoch, text)
+            if len(self._left_out) == MOST_TOLD:
+                _LOG.warning("what else is left out of epoch %d here is counted, and not told", self._epoch)
+
+    def stop(self, delivered: int) -> list[LocalStep]:
+        """Nobody reads here any more, after so many steps: offers none. Returns what it held, until that is cleared."""
+        arrived = tuple(self._arrived)
+        held = [*self._held, *arrived]
+        self._dropped += [each for each in held if isinstance(each, LocalStep)]
+        ended = bool(held) and isinstance(held[0], PastEnd)
+        self._held = deque([PastEnd()] if ended else [])
+        for _ in arrived:
+            self._arrived.popleft()
+        self._failure = None
+        self._stopped = True
+        self._agrees_at_once = False
+        self._delivered = delivered
+        return self._dropped
+
+    def settle(self, held: Held) -> Outcome:
+        """Where nobody else votes: what becomes of the next step of this rank, as ``hold`` and ``vote`` would say.
+
+        A step of a sample or more that lost none is agreed by law A1, which is found here without forming a report. One
+        that failed is missed, if the data goes on: there is nobody else whom that would put out of step.
+        """
+        if self._agrees_at_once and type(held) is LocalStep:
+            sizes = held.sizes
+            size = sizes[0] if len(sizes) == 1 else sum(sizes)
+            if size or (held.parcels and type(held.parcels[0]) is OpaqueBatch):  # torch delivers empty batches, too
+                self._rows += 1
+                if not held.parcels:
+                    self._complete(held)
+                held.global_size, held.rows = size, self._rows
+                return held
+        if type(held) is Failed and held.goes_on and self._channel is None:
+            self._rows += 1
+            return Missed(error_of([story_of(held, self._name, self._epoch, self._steps)], held))
+        self.hold(held)
+        (outcome,) = conclude(self.vote())
+        return outcome
+
+    def vote(self, ahead: int = 0) -> Exchange[list[Outcome]]:
+        """One exchange: what the ranks agree on, nothing if a rank has only flags to show. Collective.
+
+        Args:
+          ahead: 1 if this rank would read further ahead, -1 if not so far.
+        """
+        self._take_in()
+        try:
+            return (yield from self._vote(ahead))
+        except RankLost:  # the others gave up waiting for what failed here, and cannot be told
+            failure = self._next_failure()
+            if failure is None:
+                raise
+            raise error_of([story_of(failure, self._name, self._epoch, self._steps)], failure) from failure.error
+
+    def _vote(self, ahead: int) -> Exchange[list[Outcome]]:
+        decision = yield from self._decision(ahead)
+        if decision.structures_differ:
+            return [self._finish(Raised((yield from self._difference())))]
+        if decision.structure_wanted:
+            problem = yield from self._share_structure()
+            if problem is not None:
+                return [self._finish(Raised(problem))]
+        before = self._rows
+        outcomes: list[Outcome] = self._read_ahead(decision.ahead)
+        outcomes += [self._agreed(global_size) for global_size in decision.steps]
+        yield from self._pass_landmarks(before)
+        if decision.draws_differ:
+            outcomes.append(self._finish(Raised((yield from self._difference_of_draws()))))
+        elif decision.end:
+            outcomes.append(self._finish(End()))
+        elif decision.num_failed:
+            outcomes.append(self._finish(Raised((yield from self._failure_of_all()))))
+        elif decision.too_many_skipped:
+            outcomes.append(self._finish(Raised((yield from self._too_many_skipped(decision.skipped)))))
+        elif decision.num_stopped:
+            outcomes.append(self._finish(Raised((yield from self._stop_of_some()))))
+        return outcomes
+
+    def _read_ahead(self, change: int) -> list[Outcome]:
+        """Law A8."""
+        ahead = changed(self._ahead, change, self._least_ahead, self._slots)
+        if ahead == self._ahead:
+            return []
+        self._ahead = ahead
+        return [Ahead(ahead)]
+
+    def _decision(self, ahead: int) -> Exchange[StepDecision]:
+        next_steps = list(islice(self._held, self._slots))
+        skipped = 0
+        if self._max_errors is not None:
+            next_steps = _until_a_loss(next_steps)
+            skipped = self._skipped_until_next() if self._counts else 0
+        counts = self._counts
+        sizes = tuple([None if type(held) is PastEnd else sum(held.sizes) if counts else 0 for held in next_steps])
+        drawn = tuple([held.digest if type(held) is LocalStep else 0 for held in next_steps])
+        failed = self._next_failure() is not None
+        read: tuple[int, ...] = ()
+        if self._peer_weight:
+            read = tuple([held.read if type(held) is LocalStep else 0 for held in next_steps])
+        report = StepReport(sizes, failed, self._stopped, self._checker.digest, drawn, skipped, ahead, read)
+        words = report.words(self._slots, self._weight, self._peer_weight)
+        if self._channel is None:
+            return decide(words, 1, self._max_errors)
+        return decide((yield from self._channel.exchange(words)), self._channel.num_ranks, self._max_errors)
+
+    def _skipped_until_next(self) -> int:
+        """Samples of this rank that are missing up to and including the next step."""
+        held = self._held[0] if self._held else None
+        return self._skipped + (held.skipped.samples if isinstance(held, LocalStep) else 0)
+
+    def _next_failure(self) -> Failed | None:
+        """The failure, once nothing is held before it."""
+        return None if self._held else self._failure
+
+    def _agreed(self, global_size: int) -> Outcome:
+        held = self._held[0]
+        self._rows += 1
+        share = LocalStep([], ()) if isinstance(held, PastEnd) else held
+        if share.skipped is not NOTHING_SKIPPED:
+            self._skipped += share.skipped.samples
+        if global_size == 0:
+            self._passed_over += 1
+            self._held.popleft()
+            return EmptyStep(None if isinstance(held, PastEnd) else held)
+        if not share.parcels:
+            self._complete(share)
+        self._held.popleft()
+        share.global_size, share.rows = global_size, self._rows
+        return share
+
+    def _pass_landmarks(self, before: int) -> Exchange[None]:
+        """Where a periodic sync was passed, all workers say where they stood. Collective, as every rank counts alike.
+
+        What they say grows with the number of workers, and is told once in ``every`` steps; up to four times as seldom
+        where more and more is read ahead, as the exchanges would show.
+        """
+        periodic_sync, channel = self._periodic_sync, self._channel
+        if periodic_sync is None or channel is None:
+            return
+        seldom = min(self._ahead // max(1, self._least_ahead), _MOST_SELDOM)
+        rows = _last_landmark(self._rows, periodic_sync, seldom)
+        if rows > _last_landmark(before, periodic_sync, seldom):
+            periodic_sync.learn(rows, (yield from channel.gather(periodic_sync.mine(rows))))
+
+    def _finish(self, outcome: Outcome) -> Outcome:
+        self._over = True
+        if self._channel is not None:
+            self._channel.release()
+        return outcome
+
+    def _share_structure(self) -> Exchange[BaseException | None]:
+        """A rank lacks the structure: those that know it send it, and all say whether they can build it.
+
+        Collective, as every rank saw the same flag.
+        """
+        if self._channel is None:
+            return None
+        texts = yield from self._channel.gather(self._guarded(self._describe_structure))
+        problem = self._guarded(lambda: self._learn_structure(texts))
+        problems = [text for text in (yield from self._channel.gather(problem)) if text]
+        return errors.BatchingError("\n".join(problems)) if problems else None
+
+    def _guarded(self, call: Callable[[], str]) -> str:
+        """The text, or the error as a text that says so."""
+        try:
+            return call()
+        except InputError as error:
+            return json.dumps({"problem": f"rank {self._name}: {error}"})
+
+    def _describe_structure(self) -> str:
+        structure = self._checker.structure
+        return "" if structure is None else json.dumps({"structure": structure.to_json()})
+
+    def _learn_structure(self, texts: list[str]) -> str:
+        told = [plain_message(text) for text in texts if text]
+        known = [each["structure"] for each in told if "structure" in each]
+        if self._checker.structure is None:
+            if not known:
+                return str(next(each["problem"] for each in told))
+            self._checker.learn(Structure.from_json(known[0]))
+        return ""
+
+    def _difference(self) -> Exchange[BaseException]:
+        """The ranks' elements differ in structure: all tell theirs. Collective, as every rank saw the same sums."""
+        structure = self._checker.structure
+        mine = "" if structure is None else f"rank {self._name}: {structure}"
+        texts = yield from self._texts_of_all(mine)
+        told = "; ".join(text for text in texts if text)
+        return errors.BatchingError(
+            f"the elements of the ranks differ in structure after step {self._steps}: {told}. Nesting, names and "
+            f"dtypes must be the same on every rank. {PER_SAMPLE}"
+        )
+
+    def _difference_of_draws(self) -> Exchange[BaseException]:
+        """The samplers of the ranks drew differently, or ranks that must read the same read differently.
+
+        Collective, as every rank saw the same sums.
+        """
+        held = self._held[0] if self._held else PastEnd()
+        drew, read = (f"{held.digest:x}", words_of(held.read)) if isinstance(held, LocalStep) else ("ended", "ended")
+        mine = json.dumps({"rank": self._name, "worker": self._worker, "drew": drew, "read": read})
+        told = [plain_message(text) for text in (yield from self._texts_of_all(mine))]
+        at = f"at step {self._steps} of epoch {self._epoch}"
+        if self._way_out:
+            read = "; ".join(f"rank {each['rank']}: {each['read']}" for each in told)
+            return errors.RankDisagreement(
+                f"the ranks read different data {at}. Under policy DATA each of them reads all of it and keeps its "
+                f"part of each batch, so the same must come on every rank; as checksums of what came: {read}. "
+                f"{self._way_out}"
+            )
+        if len({each["drew"] for each in told}) > 1:
+            drawn = "; ".join(f"rank {each['rank']}: {each['drew']}" for each in told)
+            return errors.RankDisagreement(
+                f"the samplers of the ranks differ {at}; as checksums of the batch that each drew: {drawn}. Every "
+                "rank's sampler must draw the same: seed it alike on all ranks, not by the rank; the library takes "
+                "each rank's part."
+            )
+        return errors.RankDisagreement(
+            f"ranks that share a data-parallel coordinate of the mesh read different data {at}; as checksums of what "
+            f"each read: {_peers_that_differ(told)}. They must read the same samples: give them the same dataset, and "
+            "seed what is random in it alike on them, not by the rank; or name the dims along which each rank is to "
+            "read samples of its own with data_dims=."
+        )
+
+    def _failure_of_all(self) -> Exchange[BaseException]:
+        failure = self._next_failure()
+        mine = "" if failure is None else json.dumps(story_of(failure, self._name, self._epoch, self._steps))
+        return error_of([plain_message(text) for text in (yield from self._texts_of_all(mine)) if text], failure)
+
+    def _too_many_skipped(self, samples: int) -> Exchange[BaseException]:
+        """More samples were left out than may be. Collective, as every rank saw the same sums."""
+        counted = self._skipped_until_next() if self._counts else 0
+        mine = json.dumps({"rank": self._name, "first": self._left_out}) if counted else ""
+        told = [plain_message(text) for text in (yield from self._texts_of_all(mine)) if text]
+        return too_many(told, samples, self._max_errors or 0, self._epoch, self._steps)
+
+    def _texts_of_all(self, mine: str) -> Exchange[list[str]]:
+        return [mine] if self._channel is None else (yield from self._channel.gather(mine))
+
+    def _stop_of_some(self) -> Exchange[BaseException]:
+        mine = f"rank {self._name} after {self._delivered} step(s)" if self._stopped else ""
+        texts = yield from self._texts_of_all(mine)
+        stopped = ", ".join(text for text in texts if text)
+        return RankLost(
+            f"{stopped} of epoch {self._epoch} stopped reading, while rank {self._name} goes on. Every rank must leave "
+            "its loop at the same step."
+        )
+
+    def waiting_since(self) -> float | None:
+        """When the exchange in progress began, or ``None``. Any thread."""
+        return None if self._channel is None else self._channel.waiting_since()
+
+    def late(self) -> list[int]:
+        """The ranks that have not come to the exchange in progress. Any thread."""
+        return [] if self._channel is None else self._channel.late()
+
+    def abort(self, reason: str) -> None:
+        """Ends the exchange on all ranks, which learn the reason. Any thread, idempotent."""
+        if self._channel is not None:
+            self._channel.abort(reason)
+
+
+def _peers_that_differ(told: Sequence[Mapping[str, Any]]) -> str:
+    """What the ranks read of each worker whose ranks differ."""
+    by_worker: dict[int, list[Mapping[str, Any]]] = {}
+    for each in told:
+        by_worker.setdefault(each["worker"], []).append(each)
+    differ = [peers for peers in by_worker.values() if len({each["read"] for each in peers}) > 1]
+    return "; ".join(f"rank {each['rank']}: {each['read']}" for peers in differ for each in peers)
+
+
+def _last_landmark(rows: int, periodic_sync: PeriodicSync, seldom: int) -> int:
+    every = periodic_sync.every * seldom
+    if rows >= every or not periodic_sync.early:
+        return rows - rows % every
+    return 1 << (rows.bit_length() - 1) if rows else 0
+
+
+def _until_a_loss(steps: list[LocalStep | PastEnd]) -> list[LocalStep | PastEnd]:
+    """The steps in front of the second or a later one that lost samples; law A7."""
+    for number, held in enumerate(steps[1:], 1):
+        if isinstance(held, LocalStep) and held.skipped.samples:
+            return steps[:number]
+    return steps

@@ -1,0 +1,104 @@
+"""Sign-in: ranks meet at the store before they first talk to each other.
+
+A wait at the store is bounded and interruptible, and who has not signed is known by name; torch's own rendezvous has
+neither. It takes place on a thread of its own (``store.within``), as a store that does not answer cannot be left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Final, final
+
+from torchdistinput.coordination.store import ASK_AGAIN_SECONDS, Store, values
+from torchdistinput.errors import CoordinationTimeout
+
+__all__ = ["StoreBarrier", "did_not_come"]
+
+_LAST_MOMENT_SECONDS: Final = 0.5  # from the moment when a rank sees that all have signed until it has said so
+
+
+def did_not_come(what: str, names: str, timeout_seconds: float) -> CoordinationTimeout:
+    """The error of a call that not all ranks have made in time; ``names``: the late ones. Local."""
+    return CoordinationTimeout(
+        f"{what}: rank {names} did not come within {timeout_seconds:g} seconds. Every rank of the strategy calls this, "
+        "in the same order; if the rank is only slow, raise timeout_seconds."
+    )
+
+
+@final
+class StoreBarrier:
+    """Signing in, once; a rank that gave up may come again.
+
+    Args:
+      store: a store, or a part of one, for nothing else.
+      rank: this rank.
+      names: the ranks as users know them, by rank.
+    """
+
+    def __init__(self, store: Store, rank: int, names: Sequence[int]) -> None:
+        self._store = store
+        self._rank = rank
+        self._names = names
+
+    def wait_for_all(self, what: str, timeout_seconds: float, text: str, given_up: threading.Event) -> None:
+        """Signs in with a text, and waits until every rank has. Collective: every rank calls this.
+
+        Args:
+          what: the call that this serves, for messages.
+          timeout_seconds: how long to wait.
+          text: what others may want to know of this rank; see ``told``.
+          given_up: is set where nobody waits for this any more.
+
+        Raises:
+          CoordinationTimeout: a rank did not come; it is named. This rank's signature is taken back.
+        """
+        self._store.set(f"at/{self._rank}", text)
+        self._store.add("signed", 1)
+        self._store.set(f"in/{self._rank}", "")  # after the count: a rank that ends between the two is named
+        all_signed = self._holds(self._have_all_signed, timeout_seconds, given_up)
+        absent = [] if all_signed else self._absent()
+        if not all_signed and self._take_back():
+            names = ", ".join(str(self._names[rank]) for rank in absent) or "unknown"
+            raise did_not_come(what, names, timeout_seconds)
+
+    def told(self, ranks: Sequence[int]) -> list[bytes]:
+        """What these ranks signed in with; all have. Local."""
+        return self._store.multi_get([f"at/{rank}" for rank in ranks]) if ranks else []
+
+    def _take_back(self) -> bool:
+        """As if this rank had not signed; ``False`` if the last rank signed meanwhile: it counts on us, so we stay."""
+        self._store.add("signed", -1)
+        if self._holds(lambda: self._store.check(["all"]), _LAST_MOMENT_SECONDS, threading.Event()):
+            return False
+        # A store that cannot delete: another rank that gives up then names this one only as late, not as absent.
+        with contextlib.suppress(RuntimeError):
+            self._store.delete_key(f"in/{self._rank}")
+        return True
+
+    def _have_all_signed(self) -> bool:
+        """Each rank looks itself, and says so for those that are about to give up: the last to sign may die there."""
+        if self._store.add("signed", 0) < len(self._names):
+            return False
+        self._store.set("all", "")
+        return True
+
+    def _holds(self, condition: Callable[[], bool], seconds: float, given_up: threading.Event) -> bool:
+        """Whether a condition comes to hold in time. A store that is gone raises.
+
+        It asks again and again, ever more slowly: a wait at the store would hold its client, and torch prints a warning
+        for each that expires.
+        """
+        began = time.monotonic()
+        while not condition():
+            now = time.monotonic()
+            if now - began > seconds or given_up.is_set():
+                return False
+            time.sleep(min(ASK_AGAIN_SECONDS * len(self._names) + (now - began) / 10, 0.25))
+        return True
+
+    def _absent(self) -> list[int]:
+        signed = values(self._store, [f"in/{rank}" for rank in range(len(self._names))])
+        return [rank for rank, text in enumerate(signed) if text is None]

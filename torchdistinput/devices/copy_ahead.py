@@ -1,0 +1,411 @@
+"""How a batch gets onto its device ahead of time, and why the memory is safe.
+
+**Problem.** A batch should travel to the accelerator while the step before it still computes. So the copy runs on a
+side stream, issued by a background thread, and four things can go wrong without any error being raised:
+
+1. the consumer reads before the copy is done;
+2. the copy is written into memory that an earlier batch has just left, while kernels queued earlier still read it
+   (a caching allocator hands a block on as soon as the last Python reference to it is gone);
+3. the pinned host buffer is reused while the copy still reads it;
+4. a batch that nobody will take (an early ``break``) frees its memory while the copy still writes it.
+
+**Decision.** The tensors on the device are allocated *on the consumer's stream* and only written on the side stream.
+An allocator with one pool per stream promises one thing: a block is handed on in the order of the stream it belongs
+to. With the consumer's stream as that stream:
+
+- right after the allocation an event is recorded on the consumer's stream, and the side stream waits for it before it
+  writes. Whatever used the block before was queued on the consumer's stream before the block was freed, so before
+  the allocation, so before the event (against 2). The event has to come *after* the allocation: a block freed between
+  the two would be covered by nothing;
+- after the copies an event is recorded on the side stream, and the consumer's stream waits for it at hand-over
+  (against 1). From there on the batch is like any tensor that the user made on the current stream: it may be kept as
+  long as they like and dropped at any moment, on any thread, with no further bookkeeping;
+- host buffers stay referenced until that event is done; it is polled, nobody waits for it (against 3);
+- a parcel that is given up makes the consumer's stream wait for its event before the memory is let go (against 4).
+  Parcels that are neither handed over nor given up stay referenced by the copier until it is closed.
+
+The destinations are allocated and the event is recorded first of all, before the host memory is pinned: the copy then
+waits for the steps that the training thread had queued when the parcel was begun, and for nothing queued since. With
+one step of read-ahead that is enough to overlap copy and compute in full. Waits always point at work that was queued
+earlier, so the streams cannot lock each other.
+
+*When the consumer changes its stream.* ``begin_step`` notes the stream of each ``next``. A parcel that was begun for
+another stream is cloned at hand-over into the pool of the current one (a copy inside the device, only for the parcels
+on their way at the change), and the old stream waits for that clone. Within a step torch's own rule holds: a batch
+belongs to the stream that was current at ``next``; who uses it on another one keeps it alive or records its use.
+
+*What the source makes on the device* passes through. It belongs to a stream of the consumer: the source is read by the
+consumer's thread, or by one that begins on the consumer's stream. So what it queues comes first, as if nothing was read
+ahead. Once the consumer has changed its stream, the current one waits at hand-over for all it had before, and the
+allocator is told where such tensors are used.
+
+*What cannot be copied ahead* is moved by the consumer at hand-over, on its own stream, as its own ``.to`` would:
+tensors of another accelerator, sparse, nested and quantized tensors, subclasses. All that is not a tensor stays on the
+host.
+
+*Many small leaves* of a batch are copied as one, see ``small_leaves``; the buffers live by the same rules.
+
+**Considered and refused.** *Allocating on the side stream*, holding each batch until the next ``next``: a batch that
+the user keeps longer is overwritten. *record_stream* for each batch: frees then depend on polling events, memory piles
+up when the host runs ahead. *A fixed ring of buffers*: needs fixed shapes, and breaks users who keep a batch. *A stream
+for each epoch*: strands the blocks cached for the old one.
+
+**Limits.** Other threads may not record or query events while a graph is captured in torch's default ("global") mode;
+capture before the loop, or use ``prefetch=0``. Faults of the device itself are reported asynchronously, as always.
+
+**References.** "CUDA semantics: memory management" and ``Tensor.record_stream`` in torch's documentation;
+pytorch#147168 (what is wrong with record_stream); timm#2784 (a stream per epoch, a missing wait before reuse);
+SPDL's note on the race between a transfer thread and the caching allocator.
+"""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, Protocol, final
+
+import torch
+
+from torchdistinput.batches.pytree import flatten, map_leaves
+from torchdistinput.devices.small_leaves import SMALL_BYTES, Bundle, bundled
+
+__all__ = ["Copier", "DirectCopier", "Handling", "HostBatch", "HostCopier", "StreamBackend", "StreamCopier"]
+
+Batch = Any
+Stream = Any  # a torch.Stream, or a fake one
+Event = Any  # a torch.Event, or a fake one
+_Copies = list[tuple[Bundle, torch.Tensor]]  # from the host to a tensor or buffer on the device
+
+
+@final
+@dataclass(eq=False)
+class HostBatch:
+    """A batch on its way to a device: made by ``send``, ended by ``hand_over`` or ``discard`` of the same copier.
+
+    Attributes:
+      batch: the batch as the consumer will get it; ``None`` once the parcel has ended.
+      home: the consumer's stream that the new tensors were allocated on.
+      ready: done when the copies are; ``None`` if nothing was copied.
+      moved: the new tensors on the device.
+      there: tensors that the source made on the device.
+      late: whether leaves are left that the consumer has to move itself.
+    """
+
+    batch: Batch
+    home: Stream = None
+    ready: Event = None
+    moved: tuple[torch.Tensor, ...] = ()
+    there: tuple[torch.Tensor, ...] = ()
+    late: bool = False
+
+
+class Copier(Protocol):
+    """Brings the batches of one local replica onto its device. One per replica and loader, for the loader's life.
+
+    Two threads use it: a background thread that sends, and the consumer, whose ``next`` hands over. They may be one.
+    The copier is made on the consumer's thread.
+    """
+
+    def enter_thread(self) -> None:
+        """Called once by the background thread when it starts."""
+
+    def begin_step(self) -> None:
+        """Called by the consumer at each ``next``, first: notes the stream that the consumer works on."""
+
+    def send(self, batch: Batch) -> HostBatch:
+        """Starts to bring a batch onto the device, without waiting for the device. The background thread calls it."""
+
+    def hand_over(self, parcel: HostBatch) -> Batch:
+        """Ends a parcel: the batch, safe to use on the consumer's current stream. The consumer calls it."""
+
+    def discard(self, parcel: HostBatch) -> None:
+        """Ends a parcel that nobody will take. Any thread calls it; a parcel that has ended already is left alone."""
+
+    def close(self) -> None:
+        """Lets go of everything, once the background thread has stopped. Idempotent."""
+
+
+@final
+class HostCopier:
+    """For the CPU, and for batches that are to stay where they are: a batch passes through untouched."""
+
+    def enter_thread(self) -> None:
+        """Nothing to do: the CPU is current everywhere."""
+
+    def begin_step(self) -> None:
+        """Nothing to do: the CPU has no streams."""
+
+    def send(self, batch: Batch) -> HostBatch:
+        """Wraps the batch."""
+        return HostBatch(batch)
+
+    def hand_over(self, parcel: HostBatch) -> Batch:
+        """Unwraps the batch."""
+        return _open(parcel)
+
+    def discard(self, parcel: HostBatch) -> None:
+        """Drops the batch."""
+        parcel.batch = None
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+@final
+class DirectCopier:
+    """For an accelerator with one stream: the consumer moves each batch itself, at hand-over.
+
+    Args:
+      device: the accelerator.
+      lacks: types that it has no numbers of.
+    """
+
+    def __init__(self, device: torch.device, lacks: Collection[torch.dtype] = ()) -> None:
+        self._device = device
+        self._lacks = lacks
+
+    def enter_thread(self) -> None:
+        """Nothing to do: the background thread does not touch the device."""
+
+    def begin_step(self) -> None:
+        """Nothing to do: there is only one stream."""
+
+    def send(self, batch: Batch) -> HostBatch:
+        """Wraps the batch, still on the host.
+
+        Raises:
+          TypeError: it cannot be moved. That is told here, where all ranks hear of it at the same step.
+        """
+        for leaf in flatten(batch)[0] if self._lacks else ():
+            if isinstance(leaf, torch.Tensor) and leaf.dtype in self._lacks:
+                raise TypeError(
+                    f"a tensor of {leaf.dtype} cannot be moved to {self._device}, which has no such numbers. "
+                    "Convert it in the dataset or in collate_fn, for example by x.float(). Python's floats become "
+                    "float64 where torch collates them, and NumPy's are."
+                )
+        return HostBatch(batch, late=True)
+
+    def hand_over(self, parcel: HostBatch) -> Batch:
+        """Moves the batch."""
+        device = self._device
+        return map_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, _open(parcel))
+
+    def discard(self, parcel: HostBatch) -> None:
+        """Drops the batch, which is on the host."""
+        parcel.batch = None
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class Handling(enum.Enum):
+    """What becomes of a leaf on its way to the device."""
+
+    STAYS = enum.auto()
+    """It is no tensor, or it is on the device already."""
+    AHEAD = enum.auto()
+    """It is copied ahead of time, on the side stream."""
+    LATE = enum.auto()
+    """The consumer moves it at hand-over."""
+
+
+class StreamBackend(Protocol):
+    """What ``StreamCopier`` needs of one accelerator. Only ``block`` and ``move_now`` wait for the device."""
+
+    def enter_thread(self, stream: Stream) -> None:
+        """Makes a stream of this accelerator, and so the accelerator, the current one of the calling thread."""
+
+    def new_stream(self) -> Stream:
+        """A new stream of this accelerator."""
+
+    def current_stream(self) -> Stream:
+        """The stream that is current on this accelerator in the calling thread."""
+
+    def record(self, stream: Stream) -> Event:
+        """An event that is done when all that was queued on the stream so far is done."""
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        """What is queued on the stream from now on starts after the event."""
+
+    def done(self, event: Event) -> bool:
+        """Whether the event is done."""
+
+    def block(self, event: Event) -> None:
+        """Waits, on the host, until the event is done."""
+
+    def handling(self, leaf: Any) -> Handling:
+        """What becomes of this leaf of a batch."""
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor in page-locked host memory: itself, or a copy. The buffer is reused once nobody refers to it."""
+
+    def staging(self, num_bytes: int) -> torch.Tensor:
+        """Page-locked host memory, dtype uint8. It is reused once nobody refers to it."""
+
+    def empty(self, num_bytes: int, stream: Stream) -> torch.Tensor:
+        """Memory on the accelerator, dtype uint8, from the stream's pool as by ``empty_like``."""
+
+    def empty_like(self, tensor: torch.Tensor, stream: Stream) -> torch.Tensor:
+        """A tensor on the accelerator from the stream's pool, where it returns once nobody refers to it."""
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor, stream: Stream) -> None:
+        """Queues a copy on the stream."""
+
+    def lend(self, tensor: torch.Tensor, stream: Stream) -> None:
+        """Tells the allocator that a tensor of another stream's pool is used on this one, too."""
+
+    def move_now(self, leaf: Any) -> Any:
+        """A ``LATE`` leaf on the accelerator, on the calling thread's current stream; any other leaf as it is."""
+
+
+@final
+class StreamCopier:
+    """For an accelerator with streams: copies ahead, on one side stream of its own, as the top of this file explains.
+
+    Args:
+      streams: the accelerator.
+      small: leaves of fewer bytes travel together; 0: each of them alone.
+    """
+
+    def __init__(self, streams: StreamBackend, small: int = SMALL_BYTES) -> None:
+        self._streams = streams
+        self._small = small
+        self._side = streams.new_stream()
+        self._home = streams.current_stream()
+        self._homes = [self._home]  # all that there were
+        self._unsettled: set[HostBatch] = set()
+        self._held: deque[tuple[Event, list[torch.Tensor]]] = deque()
+        # Also when a loader is dropped without `close()`. Not at exit: the device may be gone by then.
+        self._finish = weakref.finalize(self, _finish, streams, self._unsettled, self._held)
+        self._finish.atexit = False
+
+    def enter_thread(self) -> None:
+        """Makes the accelerator and the consumer's stream the current ones of the calling thread."""
+        self._streams.enter_thread(self._home)
+
+    def begin_step(self) -> None:
+        """Notes the stream that the consumer works on; batches sent from now on are allocated there."""
+        self._home = self._streams.current_stream()
+        if self._home not in self._homes:
+            self._homes.append(self._home)
+
+    def send(self, batch: Batch) -> HostBatch:
+        """Allocates on the consumer's stream, pins, and queues the copies on the side stream.
+
+        Raises:
+          RuntimeError: torch's own, if memory runs out; nothing is left in flight that could do harm.
+        """
+        while self._held and self._streams.done(self._held[0][0]):
+            self._held.popleft()
+        parcel = HostBatch(None, self._home)
+        leaves, structure = flatten(batch)
+        copies = self._allocate(leaves, parcel)
+        parcel.batch = structure.build(iter(leaves))
+        self._unsettled.add(parcel)
+        if copies:
+            try:
+                self._ship(parcel, copies)
+            except BaseException:
+                self.discard(parcel)
+                raise
+        return parcel
+
+    def _allocate(self, leaves: list[Any], parcel: HostBatch) -> _Copies:
+        """Puts tensors on the device in the place of the leaves that are copied ahead, which are returned."""
+        handling = [self._streams.handling(leaf) for leaf in leaves]
+        parcel.late = Handling.LATE in handling
+        parcel.there = tuple(
+            leaf
+            for leaf, each in zip(leaves, handling, strict=True)
+            if each is Handling.STAYS and isinstance(leaf, torch.Tensor)
+        )
+        ahead = [place for place, each in enumerate(handling) if each is Handling.AHEAD]
+        copies: _Copies = []
+        for bundle in bundled([leaves[place] for place in ahead], self._small):
+            if bundle.offsets:
+                target = self._streams.empty(bundle.num_bytes, parcel.home)
+                tensors = bundle.over(target)
+            else:
+                target = self._streams.empty_like(bundle.leaves[0], parcel.home)
+                tensors = [target]
+            copies.append((bundle, target))
+            for place, tensor in zip(bundle.places, tensors, strict=True):
+                leaves[ahead[place]] = tensor
+        parcel.moved = tuple(leaves[place] for place in ahead)
+        return copies
+
+    def _ship(self, parcel: HostBatch, copies: _Copies) -> None:
+        allocated = self._streams.record(parcel.home)
+        self._streams.wait(self._side, allocated)
+        hosts: list[torch.Tensor] = []
+        try:
+            for bundle, target in copies:
+                streams = self._streams
+                hosts.append(bundle.packed(streams.staging) if bundle.offsets else streams.pin(bundle.leaves[0]))
+                self._streams.copy(hosts[-1], target, self._side)
+        finally:  # also after a failure: the copies queued before it are in flight
+            parcel.ready = self._streams.record(self._side)
+            self._held.append((parcel.ready, hosts))
+
+    def hand_over(self, parcel: HostBatch) -> Batch:
+        """Makes the consumer's current stream wait for the copies; the host does not wait.
+
+        Raises:
+          RuntimeError: if the parcel was discarded, or handed over before.
+        """
+        if parcel not in self._unsettled:
+            raise RuntimeError("this parcel was discarded, or handed over before; each one ends once.")
+        here = self._streams.current_stream()
+        if parcel.ready is not None:
+            self._streams.wait(here, parcel.ready)
+            if here != parcel.home:
+                self._clone_into(here, parcel)
+        if len(self._homes) > 1:
+            self._share(here, parcel.there)
+        self._unsettled.discard(parcel)
+        late = parcel.late
+        batch = _open(parcel)
+        return map_leaves(self._streams.move_now, batch) if late else batch
+
+    def _clone_into(self, here: Stream, parcel: HostBatch) -> None:
+        clones: dict[int, torch.Tensor] = {}
+        for tensor in parcel.moved:
+            clones[id(tensor)] = self._streams.empty_like(tensor, here)
+            self._streams.copy(tensor, clones[id(tensor)], here)
+        cloned = self._streams.record(here)
+        self._streams.wait(parcel.home, cloned)
+        parcel.batch = map_leaves(lambda leaf: clones.get(id(leaf), leaf), parcel.batch)
+
+    def _share(self, here: Stream, there: tuple[torch.Tensor, ...]) -> None:
+        for home in self._homes if there else ():
+            self._streams.wait(here, self._streams.record(home))
+        for tensor in there:
+            self._streams.lend(tensor, here)
+
+    def discard(self, parcel: HostBatch) -> None:
+        """Makes the stream that owns the memory wait for the copies, then lets go of it; the host does not wait."""
+        if parcel not in self._unsettled:
+            return
+        if parcel.ready is not None:
+            self._streams.wait(parcel.home, parcel.ready)
+        self._unsettled.discard(parcel)
+        _open(parcel)
+
+    def close(self) -> None:
+        """Discards what was never handed over, and waits on the host for the copies that still read pinned memory."""
+        self._finish()
+
+
+def _finish(streams: StreamBackend, unsettled: set[HostBatch], held: deque[tuple[Event, list[torch.Tensor]]]) -> None:
+    for ready, _ in held:  # those of the unsettled parcels are among them, unless they are done
+        streams.block(ready)
+    unsettled.clear()
+    held.clear()
+
+
+def _open(parcel: HostBatch) -> Batch:
+    batch, parcel.batch, parcel.moved, parcel.there = parcel.batch, None, (), ()
+    return batch

@@ -1,0 +1,152 @@
+"""The first stage: rows of the source become shares, whose structure is looked at.
+
+A row is read in two halves. ``draw`` runs on the caller's thread, where user code of this process belongs, as in torch.
+``finish`` may run on the background thread, and reads there what loader workers made ready.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, final
+
+from torchdistinput.batches.schema_check import SchemaChecker
+from torchdistinput.step_types import (
+    NOTHING_SKIPPED,
+    Digest,
+    Drawn,
+    Failed,
+    Held,
+    Like,
+    LocalStep,
+    OpaqueBatch,
+    PartialPiece,
+    PastEnd,
+    ReadFailure,
+    Row,
+    Rows,
+    Skipped,
+)
+
+__all__ = ["Fetch"]
+
+
+@final
+class Fetch:
+    """Reads a stream.
+
+    Args:
+      stream: the rows of one epoch.
+      checker: learns the structure of the elements.
+      as_read: whether a step without an empty piece is complete as it is read: it is neither padded nor sent anywhere.
+      note_read: notes in each share what was read for it, where other ranks must read the same.
+    """
+
+    def __init__(
+        self,
+        stream: Rows,
+        checker: SchemaChecker,
+        *,
+        as_read: bool = False,
+        note_read: Callable[[LocalStep, Row], None] | None = None,
+    ) -> None:
+        self._note_read = note_read
+        self._stream = stream
+        self._as_read = as_read
+        self._draw = stream.draw
+        self._checker = checker
+        self._last = checker.last
+        self._before: object = None
+        self._drawn_out = False
+        self._read_out = False
+
+    def draw(self) -> Drawn | Held:
+        """The next step, or the half of it that belongs to the caller's thread. Past the end again and again."""
+        if self._drawn_out:
+            return PastEnd()
+        draw = self._draw
+        try:
+            content = draw()
+            like: Like
+            if type(content) is tuple:
+                row, like, drew = content
+                if like.kind is self._last.mark and not self._read_out:
+                    share = LocalStep(row, like.sizes, row if self._as_read and like.is_full else (), drew)
+                    if self._note_read is not None:
+                        self._note_read(share, row)
+                    return share
+            if content is not None:
+                return Drawn(content) if self._stream.in_background else self._read(content)
+        except Exception as error:
+            failed = _failed(error)
+            self._drawn_out = not failed.goes_on
+            return failed
+        self._drawn_out = True
+        return PastEnd()
+
+    def finish(self, drawn: Drawn | Held) -> Held:
+        """The whole step."""
+        return self._read(drawn.content) if isinstance(drawn, Drawn) else drawn
+
+    def _read(self, content: Any) -> Held:
+        if self._read_out:
+            return PastEnd()
+        try:
+            if type(content) is tuple:
+                return self._learned(*content)
+            found = self._stream.fetch(content)
+            if found is not None:
+                row, sizes = found
+                skipped = NOTHING_SKIPPED
+                # The common case is written out: a call takes as long as half of it.
+                if len(row) > 1 or (type(row[0]) is not OpaqueBatch and self._last.size_of(row[0]) is None):
+                    sizes, skipped = self._seen(row, sizes)
+                return self._share(row, sizes, self._stream.digest_of(content), skipped)
+        except Exception as error:
+            failed = _failed(error)
+            self._read_out = not failed.goes_on
+            return failed
+        self._read_out = True
+        return PastEnd()
+
+    def _learned(self, row: Row, like: Like, drew: Digest) -> LocalStep:
+        """A row that the reader knows. Once two of its kind were looked at here too, there is no need to any more.
+
+        Not where anything had to be done to the pieces, or where their structure was only just learned.
+        """
+        if like.kind is self._before and all(piece is None or self._checker.knows(piece) for piece in row):
+            self._last.mark = like.kind
+            return self._share(row, like.sizes, drew)
+        self._before = like.kind
+        sizes, skipped = self._seen(row, like.sizes)
+        return self._share(row, sizes, drew, skipped)
+
+    def _share(self, row: Row, sizes: tuple[int, ...], drew: Digest, skipped: Skipped = NOTHING_SKIPPED) -> LocalStep:
+        as_read = self._as_read and (0 not in sizes or type(row[0]) is OpaqueBatch)  # else a piece is to be made
+        share = LocalStep(row, sizes, row if as_read else (), drew, skipped)
+        if self._note_read is not None:
+            self._note_read(share, row)
+        return share
+
+    def _seen(self, row: Row, sizes: tuple[int, ...]) -> tuple[tuple[int, ...], Skipped]:
+        """Looks at the pieces, and lets their structure be learned or checked; what is left of them in the row."""
+        left, skipped = [], NOTHING_SKIPPED
+        for place, (piece, size) in enumerate(zip(row, sizes, strict=True)):
+            if type(piece) is PartialPiece:
+                skipped = skipped.plus(piece.skipped)
+                left.append(size - len(piece.left_out))
+                row[place] = piece = piece.piece  # noqa: PLW2901 - what is left takes its place
+            else:
+                left.append(size)
+            if left[-1] and type(piece) is not OpaqueBatch and not self._checker.knows(piece):
+                row[place] = self._checker.see(piece, left[-1])
+        return tuple(left), skipped
+
+    def close(self) -> None:
+        """Ends the stream. Idempotent."""
+        self._stream.close()
+
+
+def _failed(error: Exception) -> Failed:
+    if isinstance(error, ReadFailure) and error.__cause__ is not None:
+        return Failed(error.__cause__, error.where, error.origin, error.goes_on)
+    return Failed(error, "")

@@ -1,0 +1,464 @@
+"""The last stage: steps ahead of the consumer, as the consumer sees it; the other side of it is ``prefetch_thread``.
+
+Problem. The training thread must never sit in an exchange with other ranks, nor wait for a copy. User code of the data
+must run on that thread all the same, where torch would run it there. Whoever waits must stay interruptible, and name
+the rank that is late. And beside a consumer that is back at once a thread costs more than it hides: the two wait for
+each other's lock.
+
+Decision. The caller draws its own half of each step, up to ``depth`` steps beyond the one that it waits for, and hands
+them over as *tickets*. The thread completes them, votes for them, and puts the outcomes in a queue. Exceptions:
+- A caller that comes back within 100 us, step after step, completes the tickets itself and looks after the votes. The
+  thread takes over when the caller has to wait, or stays away.
+- Steps that are complete as they are drawn are never handed over.
+- Where many steps are read ahead, every caller looks after the votes.
+- Where pieces are copied to a device, all of this stays the work of the thread.
+- Where there is no thread (nothing to vote for, to copy, or to fetch in the background), the caller does it in line.
+
+How far ahead. An explicit depth stays. Else it begins with two steps, and may change:
+- A vote *shows* when it takes more than an eighth of the time from one vote to the next.
+- A rank *wishes* for twice the depth when at least half of the last eight votes showed, and that many steps, each as
+  large as the largest so far, fit into its bytes. It objects when the present depth does not fit.
+- Wishes travel in the votes. Where all wish, the depth doubles; where one objects, it halves (law A8). The change
+  comes as an outcome between two steps, at the same place on every rank: how far user code was drawn ahead must be the
+  same everywhere at each step, or leaving the loop early would leave the ranks' generators in different states.
+- A process that is alone has no votes that could show, and keeps to its two steps.
+
+Where many steps are read ahead, a few are drawn in a row, each time that there is room for as many. A training step
+puts the code and data of a draw out of the caches; the first draw of a row brings them back for the others.
+
+Closing. The thread says in its next vote that nobody reads here any more. If all ranks stop, all answer at once. If the
+others do not come within the grace time, the channel is aborted, and they learn the reason.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from time import perf_counter
+from typing import Final, final
+
+import torch
+from torch.autograd import profiler
+
+from torchdistinput.coordination.failures import in_one_line
+from torchdistinput.coordination.fork_safety import told_of_forks
+from torchdistinput.coordination.timeouts import StragglerTimeout
+from torchdistinput.pipeline.metrics import FETCH, in_range
+from torchdistinput.pipeline.prefetch_thread import PrefetchThread
+from torchdistinput.pipeline.shutdown import after_the_error, closed_elsewhere, left_to_parent, not_an_end
+from torchdistinput.plan.prefetch_depth import drawn_at_once, is_deep
+from torchdistinput.step_types import Ahead, Drawn, EmptyStep, End, Held, LocalStep, Missed, Outcome, Raised
+
+__all__ = ["Prefetcher"]
+
+_LOG = logging.getLogger("torchdistinput")
+_GRACE_SECONDS = 2.0
+_SOON_SECONDS: Final = 100e-6  # what it costs about to have another thread do something
+_WATCHFUL_SECONDS: Final = 5 * _SOON_SECONDS
+_LONG_SECONDS: Final = 10 * _SOON_SECONDS  # longer is counted as this, so that one long step is soon forgotten
+
+
+@final
+class Prefetcher:
+    """Delivers agreed steps, some of them ahead.
+
+    Args:
+      background: the other side, with the stages before; it has a thread or not.
+      helps: whether the consumer may do the work of a thread, too.
+      timeout_seconds: how long the consumer waits for another rank.
+      names: the ranks, as users know them.
+      first_step: the number of the first step, for messages.
+      deeper: is told of each change of the depth, at the step where it comes.
+    """
+
+    def __init__(
+        self,
+        background: PrefetchThread,
+        *,
+        helps: bool,
+        timeout_seconds: float,
+        names: Callable[[int], int],
+        first_step: int = 0,
+        deeper: Callable[[int], None] | None = None,
+    ) -> None:
+        self._background = background
+        self._walk = background.walk
+        self._votes = background.votes
+        self._in_line = background.thread is None
+        self._draw = self._walk.draw
+        self._with_others = not self._votes.alone
+        self._meter = background.meter
+        self._read_ahead(background.depth)
+        self._deeper = deeper
+        self._helps = helps
+        self._away = _LONG_SECONDS  # between two steps, as a mean over the last ones
+        self._looks_after_votes = False
+        self._straggler_timeout = StragglerTimeout(self._votes, timeout_seconds, names)
+        self._ready = background.ready
+        self._to_spare = 0  # ready steps that may be taken before there is anything else to do
+        self._peeked: LocalStep | None = None
+        self._in_flight = 0
+        self._drawn: deque[Drawn | Held] = deque()  # what the thread was not given yet
+        self._first_step = first_step
+        self._final: End | Raised | None = None
+        self._was_raised = False  # what ended it
+        self._missed: BaseException | None = None
+        self._closed_by: int | None = None  # the thread that closed it before its end
+        self._closed = False
+        told_of_forks(self)
+
+    @property
+    def closed(self) -> bool:
+        """Whether it ended, failed or was closed, and nothing of it is left behind: ``close`` has come to its end."""
+        return self._closed
+
+    @property
+    def _next_step(self) -> int:
+        """The number of the step that comes next, for messages."""
+        return self._first_step + self._meter.steps
+
+    @property
+    def take(self) -> Callable[[], LocalStep | None]:
+        """What gives the next step; ``None`` at the end, and again on each further call. Caller's thread.
+
+        It raises what went wrong, on every rank: ``InputError``, as a rule. The next call raises an ``InputError`` that
+        says so, and then comes the end. Only a process that is alone may go on after an error, as in torch.
+        """
+        return self._take_in_line if self._in_line else self._take_ahead
+
+    def _take_ahead(self) -> LocalStep | None:
+        if self._to_spare > 0:  # nothing else is to be done
+            self._to_spare -= 1
+            try:
+                outcome = self._ready.popleft()
+                if type(outcome) is LocalStep:
+                    self._meter.last = perf_counter()
+                    self._in_flight -= 1
+                    return outcome
+                self._ready.appendleft(outcome)
+            except IndexError:  # closed by another thread
+                pass
+            except BaseException as error:  # Ctrl-C
+                self.end_by(error)
+                raise
+            self._to_spare = 0
+        if self._peeked is None:
+            return self._next_in_no_mode() if torch.is_inference_mode_enabled() else self._next_ahead()
+        share, self._peeked = self._peeked, None
+        return share
+
+    def _next_in_no_mode(self) -> LocalStep | None:
+        """What is read ahead in inference mode may be trained on outside of it, where its tensors would be refused."""
+        with torch.inference_mode(mode=False), torch.no_grad():
+            return self._next_ahead()
+
+    def peek(self) -> LocalStep | None:
+        """The step that ``take`` will return."""
+        if self._peeked is None:
+            self._peeked = self.take()
+            self._to_spare = 0
+        return self._peeked
+
+    def _take_in_line(self) -> LocalStep | None:
+        if self._peeked is not None:
+            share, self._peeked = self._peeked, None
+            return share
+        began = perf_counter()
+        meter, draw = self._meter, self._draw
+        try:
+            while self._final is None:
+                held = in_range(FETCH, draw) if profiler._is_profiler_enabled else draw()  # noqa: SLF001 - see in_range
+                complete = False
+                if type(held) is LocalStep and held.parcels:
+                    complete = True
+                    outcome = self._votes.settle(held)
+                else:
+                    meter.drawing += perf_counter() - began
+                    outcome = self._votes.settle(self._walk.produce(held))
+                if type(outcome) is LocalStep:
+                    meter.last = now = perf_counter()
+                    if complete:
+                        meter.reading_in_line += now - began
+                    else:
+                        meter.waiting += now - began
+                    return outcome
+                self._note(outcome)
+                if self._missed is not None:
+                    del outcome  # the traceback of its error will hold this frame: a circle would keep both
+                    break
+                if type(outcome) is EmptyStep:
+                    passed = perf_counter()
+                    meter.waiting += passed - began
+                    began = passed
+        except BaseException as error:
+            self.end_by(error)
+            self._raise_if_closed_elsewhere(error)
+            raise
+        self._raise_what_was_met()
+        return None
+
+    def _next_ahead(self) -> LocalStep | None:
+        began = perf_counter()
+        away = began - self._meter.last
+        self._away += ((away if away < _LONG_SECONDS else _LONG_SECONDS) - self._away) / 8
+        while self._final is None:
+            try:
+                self._top_up()
+                # Alone, the thread brings a step for each that it was given, and needs no more of them until then.
+                if not (self._ready or self._look_a_while()) and (
+                    self._with_others or self._in_flight == len(self._drawn)
+                ):
+                    self._hand_over()
+            except BaseException as error:
+                self.end_by(error)
+                self._raise_if_closed_elsewhere(error)
+                raise not_an_end(error) from error.__cause__
+            if not self._ready:
+                self._wait()  # an interruption loses nothing there
+            share = self._next_ready(began)
+            if share is not None:
+                return share
+            if self._missed is not None:
+                break
+        self._raise_what_was_met()
+        return None
+
+    def _next_ready(self, began: float) -> LocalStep | None:
+        """The next outcome, if it is a step; else it is seen to. An interruption would lose it, or count it wrongly."""
+        meter = self._meter
+        try:
+            try:
+                outcome = self._ready.popleft()
+            except IndexError:  # closed by another thread
+                return None
+            if type(outcome) is LocalStep:
+                meter.last = now = perf_counter()
+                meter.waiting += now - began
+                self._in_flight -= 1
+                if self._looks_after_votes:
+                    self._to_spare = min(self._background.to_spare, self._in_flight - self._draws_at)
+                return outcome
+            self._note(outcome)
+        except BaseException as error:
+            self.end_by(error)
+            raise
+        return None
+
+    def _note(self, outcome: Outcome) -> None:
+        """An outcome that is no step."""
+        if isinstance(outcome, EmptyStep):
+            self._in_flight -= 1
+            if outcome.share is not None:
+                self._meter.skipped += outcome.share.skipped.samples
+                self._walk.discard([outcome.share])
+        elif isinstance(outcome, Missed):
+            self._in_flight -= 1
+            self._missed = outcome.error
+        elif isinstance(outcome, Ahead):
+            self._read_ahead(outcome.steps)
+            if self._deeper is not None:
+                self._deeper(outcome.steps)
+        elif isinstance(outcome, End | Raised):
+            if self._final is None:  # else it was closed meanwhile, and this is what the ranks said to that
+                self._final = outcome
+            self.close()
+
+    def _read_ahead(self, steps: int) -> None:
+        self._depth = steps
+        self._draws_at = steps + 1 - drawn_at_once(steps)
+        self._is_deep = is_deep(steps)
+
+    def _raise_what_was_met(self) -> None:
+        """What the data failed with; else what ended the iteration, if it was an error."""
+        error, self._missed = self._missed, None
+        if error is None and isinstance(self._final, Raised):
+            error = self._final.error
+            if self._was_raised:
+                self._final = End()
+            else:
+                self._ends_with(error)
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # as above
+        self._raise_if_closed_elsewhere(None)
+
+    def _raise_if_closed_elsewhere(self, error: BaseException | None) -> None:
+        """Another thread closed this one's iterator: to this one that is neither the end of the data nor its failure.
+
+        Args:
+          error: what this thread met, if it met anything; a Ctrl-C goes on.
+        """
+        if self._closed_by in (None, threading.get_ident()) or not isinstance(error, Exception | None):
+            return
+        self._walk.close_source()  # what this thread was reading then could not be closed there
+        if not threading.main_thread().is_alive():  # the interpreter is at its end, which ends this daemon thread
+            raise SystemExit
+        raise closed_elsewhere(self._next_step) from error
+
+    def _top_up(self) -> None:
+        """Draws as far ahead as there is room, once that is a row of steps.
+
+        Never less when something is ready already: how often user code was called at the k-th step must not depend on
+        timing, or seeded runs would not repeat, and generators would differ between ranks.
+        """
+        if self._in_flight <= self._draws_at:
+            self._draw_ahead()
+        soon = self._helps and self._away < _SOON_SECONDS
+        makes = bool(self._drawn) and self._make_ahead(soon=soon)
+        self._looks_after_votes = self._helps and self._with_others and (soon or self._is_deep)
+        if self._looks_after_votes:
+            self._background.help_voting()
+        elif self._with_others:
+            self._background.leave_votes(wake=makes)
+
+    def _draw_ahead(self) -> None:
+        drawn, draw, profiled = self._drawn, self._draw, profiler._is_profiler_enabled  # noqa: SLF001 - see in_range
+        began = perf_counter()
+        in_range(FETCH, self._walk.expect, self._depth + 1 - self._in_flight)
+        while self._in_flight <= self._depth:
+            drawn.append(in_range(FETCH, draw) if profiled else draw())
+            self._in_flight += 1
+        self._meter.drawing += perf_counter() - began
+
+    def _make_ahead(self, *, soon: bool) -> bool:
+        """Completes what was drawn, here or by handing it over; whether some of it was for this side to complete.
+
+        Args:
+          soon: whether the thread would only be in the way.
+        """
+        background, drawn = self._background, self._drawn
+        makes = self._helps and background.idle  # not before the thread has come to the end of what it was given
+        if makes and soon:
+            self._make_all()
+        while makes and drawn and type(drawn[0]) is not Drawn:
+            background.make(drawn.popleft())
+        if drawn and not soon:
+            self._hand_over()
+        return makes
+
+    def _make_all(self) -> None:
+        """Completes here what was drawn, which may have to be waited for."""
+        self._walk.consumers[self] = perf_counter()
+        try:
+            while self._drawn:
+                self._background.make(self._drawn.popleft())
+        finally:
+            self._walk.consumers.pop(self, None)
+
+    def _hand_over(self) -> None:
+        while self._drawn:
+            self._background.give(self._drawn.popleft())
+
+    def end_by(self, error: BaseException) -> None:
+        """What was being done is lost, by Ctrl-C, say: so there can be no further step. Idempotent."""
+        if self._final is None:
+            self._ends_with(error)
+            lost = self._walk.lost_workers()  # torch tells of them wherever this thread happens to be
+            self._votes.abort(self._stopped(lost) if lost else f"failed: {type(error).__name__}: {error}")
+        self.close()
+
+    def _ends_with(self, error: BaseException) -> None:
+        """The error is raised by whoever calls this, and this once."""
+        self._final, self._was_raised = Raised(after_the_error(error, in_one_line(error), self._next_step)), True
+
+    def _look_a_while(self) -> bool:
+        """A consumer that comes back at once looks after the vote for a moment, which is shorter than to be woken.
+
+        Whether something is ready then.
+        """
+        background = self._background
+        until = perf_counter() + _WATCHFUL_SECONDS
+        while self._looks_after_votes and self._away < _SOON_SECONDS and perf_counter() < until:
+            background.help_voting()
+            if self._ready:
+                return True
+            _let_others_run()  # the message may need this processor
+        return False
+
+    def _wait(self) -> None:
+        """Until something is ready, or this is closed by another thread."""
+        self._walk.consumers[self] = perf_counter()
+        try:
+            self._wait_for_outcome()
+        finally:
+            self._walk.consumers.pop(self, None)
+
+    def _wait_for_outcome(self) -> None:
+        began = time.monotonic()
+        while True:
+            try:
+                self._background.wait(self._straggler_timeout.nap_seconds)
+            except RuntimeError as error:
+                if not str(error).startswith("DataLoader worker"):
+                    raise
+                # torch's signal handler, which tells of a dead loader worker wherever the main thread happens to be.
+                # The background thread meets the same worker, and its vote tells all ranks at the same step.
+                _LOG.debug("while waiting: %s", error)
+            if self._ready or self._final is not None:
+                return
+            self._walk.look()
+            late = self._straggler_timeout.look(began, self._next_step)
+            if late is not None:
+                self._ends_with(late)
+                self.close()
+                raise late
+
+    def _stopped(self, lost_workers: str = "") -> str:
+        """What the other ranks are told."""
+        why = f", as its {lost_workers}" if lost_workers else ""
+        return f"stopped reading after {self._next_step} step(s){why}"
+
+    def close(self) -> None:
+        """Ends the iteration: thread, loader workers, parcels. Takes a few milliseconds when all stop.
+
+        Any thread. Idempotent, and where an interruption cut it short, the next call does what is left to do.
+        """
+        if self._closed:
+            return
+        if self._final is None:
+            self._closed_by = threading.get_ident()
+            self._final = End()
+        self._to_spare = 0
+        lost = "" if self._votes.over else self._walk.lost_workers()
+        if lost:  # torch told the training thread, wherever it was, before the thread could vote for a failure
+            self._votes.abort(self._stopped(lost))
+        thread = self._background.thread
+        if thread is None:
+            self._votes.abort(self._stopped())
+        else:
+            self._background.stop(self._next_step)
+            if thread is not threading.current_thread():
+                self._end_thread(thread)
+        self._background.shutdown.consumer_leaves(self._next_step, self._peeked)
+        self._peeked = None
+        self._closed = True
+
+    def leave_to_parent(self) -> None:
+        """See ``fork_safety.Inherited``: the thread and the place among the ranks are the parent's.
+
+        Who reads and votes in line, alone, has none of them, and can be copied as any object.
+        """
+        if self._final is None and (self._with_others or self._background.thread is not None):
+            self._to_spare = 0
+            self._final, self._was_raised = Raised(left_to_parent()), True
+
+    def _end_thread(self, thread: threading.Thread) -> None:
+        thread.join(_GRACE_SECONDS if self._with_others else 0)
+        if thread.is_alive():
+            self._votes.abort(self._stopped())
+            self._walk.close_source()  # a thread that waits for loader workers is released by their end
+            thread.join(_GRACE_SECONDS)
+
+
+def _let_others_run() -> None:
+    if sys.platform == "win32":
+        time.sleep(0)
+    else:
+        os.sched_yield()

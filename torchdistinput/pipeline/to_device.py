@@ -1,0 +1,77 @@
+"""The stage that brings the pieces of a step to the devices of this process, one piece for each local replica."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+from torchdistinput.devices.copy_ahead import Copier, HostBatch, HostCopier
+
+__all__ = ["ToDevice"]
+
+Batch = Any
+
+
+@final
+class ToDevice:
+    """Sends every local replica's piece ahead of time, and hands the pieces over together.
+
+    Local: no communication. A background thread calls ``enter_thread`` and ``send``; the consumer calls ``begin_step``
+    and ``hand_over`` in its ``next``. They may be the same thread.
+
+    Args:
+      copiers: one per local replica, in the order of the replicas.
+
+    Attributes:
+      moves: whether there is anything to do: not where every piece stays on the host, and is its own parcel.
+    """
+
+    def __init__(self, copiers: Sequence[Copier]) -> None:
+        self._copiers = tuple(copiers)
+        self.moves = not all(isinstance(copier, HostCopier) for copier in copiers)
+
+    def enter_thread(self) -> None:
+        """Called once by the background thread when it starts; the first replica's device is then its current one."""
+        for copier in reversed(self._copiers):
+            copier.enter_thread()
+
+    def begin_step(self) -> None:
+        """Called by the consumer at each ``next``, first."""
+        for copier in self._copiers:
+            copier.begin_step()
+
+    def send(self, pieces: Sequence[Batch]) -> Sequence[HostBatch]:
+        """Starts to bring the pieces of one step onto their devices; all of them, or none if one fails.
+
+        Args:
+          pieces: one batch per local replica, in the order of the replicas.
+        """
+        if not self.moves:
+            return pieces
+        parcels: list[HostBatch] = []
+        try:
+            for copier, piece in zip(self._copiers, pieces, strict=True):
+                parcels.append(copier.send(piece))
+        except BaseException:
+            for copier, parcel in zip(self._copiers, parcels, strict=False):
+                copier.discard(parcel)
+            raise
+        return parcels
+
+    def hand_over(self, parcels: Sequence[HostBatch]) -> Sequence[Batch]:
+        """The pieces of one step, each on its device and safe to use on the consumer's current streams."""
+        if not self.moves:
+            return parcels
+        return [copier.hand_over(parcel) for copier, parcel in zip(self._copiers, parcels, strict=True)]
+
+    def discard(self, parcels: Sequence[HostBatch]) -> None:
+        """Gives up the pieces of a step that nobody will take."""
+        if not self.moves:
+            return
+        for copier, parcel in zip(self._copiers, parcels, strict=True):
+            copier.discard(parcel)
+
+    def close(self) -> None:
+        """Lets go of everything, once the background thread has stopped. Idempotent."""
+        for copier in self._copiers:
+            copier.close()

@@ -1,0 +1,225 @@
+"""The step that all ranks agree on: what a rank says, how it is added up, what follows.
+
+Each rank casts a *report*: the sizes of the next steps that it holds (``None`` for a step past its end), and flags.
+A report is ``4 + 2K`` 64-bit words, and the words of all ranks are summed, so one exchange of fixed size carries all:
+
+- word 0: four counters of 15 bits: ranks that failed, stopped, lack the structure, know the structure.
+- words 1 and 2: the sums of ``d`` and of ``d * d`` over the ranks that know a structure with digest ``d`` (24 bits).
+  The structures are equal if and only if ``count * sum(d * d) == sum(d) ** 2`` (Cauchy and Schwarz).
+- word 3: samples that were left out as they could not be read, up to and including the first of those steps (33 bits);
+  ranks that would read further ahead, and ranks that would not read so far (15 bits each).
+- word 4 + j, for the j-th step not yet agreed: ranks that hold it (15 bits), ranks for which it is not past their end
+  (15 bits), samples in it (33 bits).
+- word 4 + K + j: what the samplers drew for that step, as a number times the rank's *weight*, modulo 2**64. The weights
+  of all ranks sum to 0, so equal numbers cancel out, and unequal ones hardly ever do (about once in 2**63). To it comes
+  what the rank read for that step, as a number times its *peer weight*: those of the ranks of each worker sum to 0.
+
+The laws, decided alike on every rank from the same sums:
+
+(A1) A step is agreed when every rank holds it and at least one has it before its end.
+(A2) An agreed step without a sample on any rank is passed over: not delivered, not counted, not the end.
+(A3) The end is the first step that is past the end of every rank.
+(A4) Where structures differ, no step is agreed: all ranks stop there.
+(A5) A step for which the samplers drew differently, or the ranks of one worker read differently, is not agreed, nor is
+    any after it.
+(A6) A rank that failed holds no step from its failure on, so all ranks deliver the same steps before it; it says so
+    when the failure is next. A rank that stopped reading offers no step either, only the fact that it is past its end.
+(A7) Where more samples were left out than may be, no step is agreed. A rank offers a step that lost samples as the
+    first of a message only: so word 3 is right for every step that is offered, and all stop before the same one,
+    whatever was read ahead.
+(A8) The ranks read further ahead when every rank would and none would not, and less far when one would not read so far.
+    How far that is decides how often user code was called at a step, so it changes on all ranks at the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import NamedTuple, final
+
+import numpy as np
+
+from torchdistinput.plan.permutation import random_words
+
+__all__ = ["MAX_RANKS", "MAX_SAMPLES", "StepDecision", "StepReport", "count", "decide", "peer_weight_of", "weight_of"]
+
+_COUNTER_BITS = 15
+_SAMPLE_BITS = 33
+_COUNTER = (1 << _COUNTER_BITS) - 1
+MAX_RANKS = _COUNTER
+MAX_SAMPLES = (1 << _SAMPLE_BITS) - 1
+_WORD = 1 << 64
+_HALF = 1 << 63
+_ALL = _WORD - 1
+_LACKING, _KNOWING = 2 * _COUNTER_BITS, 3 * _COUNTER_BITS
+_HEAD = 4  # words before those of the steps
+_HOLDING = _SAMPLE_BITS + _COUNTER_BITS  # bits of a step's word below the ranks that hold it
+_HELD = 1 << _HOLDING
+_HELD_AND_LIVE = _HELD + (1 << _SAMPLE_BITS)
+_WISHES = {0: 0, 1: 1 << _SAMPLE_BITS, -1: 1 << _HOLDING}
+
+
+@final
+class StepReport(NamedTuple):
+    """What one rank says in one exchange.
+
+    Args:
+      sizes: samples of this rank in each step that it holds, oldest first; ``None`` once past its end.
+      failed: its data failed, and the failure is the next step.
+      stopped: nobody reads here any more.
+      digest: the number of the structure that it knows, or ``None`` if it never saw an element.
+      drawn: a number of what its sampler drew for each step in ``sizes``; 0, or missing, where none is to compare.
+      skipped: samples that it left out in this epoch, up to and including the first of ``sizes``.
+      ahead: 1 if it would read further ahead, -1 if not so far.
+      read: a number of what it read for each step in ``sizes``; 0, or missing, where none is to compare.
+    """
+
+    sizes: tuple[int | None, ...]
+    failed: bool = False
+    stopped: bool = False
+    digest: int | None = None
+    drawn: tuple[int, ...] = ()
+    skipped: int = 0
+    ahead: int = 0
+    read: tuple[int, ...] = ()
+
+    def words(self, num_slots: int, weight: int = 0, peer_weight: int = 0) -> list[int]:
+        """The report as ``4 + 2 * num_slots`` summable words. More steps than slots wait for the next exchange.
+
+        Args:
+          num_slots: steps that a message has room for, K.
+          weight: this rank's, from ``weight_of``; 0 for a single rank.
+          peer_weight: this rank's, from ``peer_weight_of``; 0 for the only rank of a worker.
+        """
+        digest = self.digest
+        knows = digest is not None
+        flags = self.failed | self.stopped << _COUNTER_BITS | (not knows) << _LACKING | knows << _KNOWING
+        words = [flags, digest or 0, (digest or 0) ** 2, self.skipped + _WISHES[self.ahead]]
+        words += [_HELD if size is None else _HELD_AND_LIVE + size for size in self.sizes[:num_slots]]
+        words += [0] * (_HEAD + num_slots - len(words))
+        # A sum of such words wraps around as the numbers modulo 2**64 do.
+        if peer_weight:
+            pairs = zip_longest(self.drawn[:num_slots], self.read[:num_slots], fillvalue=0)
+            words += [((drawn * weight + read * peer_weight + _HALF) & _ALL) - _HALF for drawn, read in pairs]
+        else:
+            words += [((number * weight + _HALF) & _ALL) - _HALF for number in self.drawn[:num_slots]]
+        words += [0] * (_HEAD + 2 * num_slots - len(words))
+        return words
+
+
+@final
+class StepDecision(NamedTuple):
+    """What all ranks conclude from one exchange.
+
+    Args:
+      steps: global sizes of the agreed steps, oldest first; 0 for one that is passed over.
+      end: the data is over for every rank.
+      num_failed: how many ranks failed.
+      num_stopped: how many ranks stopped reading.
+      structure_wanted: some rank lacks the structure and some rank knows it.
+      structures_differ: the ranks know different structures.
+      draws_differ: after the agreed steps, the samplers drew differently, or ranks of one worker read differently.
+      skipped: samples that all ranks left out, up to and including the next step of each.
+      too_many_skipped: they are more than may be.
+      ahead: 1 if the ranks read further ahead from here on, -1 if less far.
+    """
+
+    steps: tuple[int, ...]
+    end: bool
+    num_failed: int
+    num_stopped: int
+    structure_wanted: bool
+    structures_differ: bool
+    draws_differ: bool
+    skipped: int = 0
+    too_many_skipped: bool = False
+    ahead: int = 0
+
+
+def count(word: int) -> tuple[int, int, int]:
+    """A summed step word taken apart: ranks that hold it, ranks before their end, samples."""
+    return word >> _HOLDING, word >> _SAMPLE_BITS & _COUNTER, word & MAX_SAMPLES
+
+
+def decide(words: Sequence[int], num_ranks: int, max_skipped: int | None = None) -> StepDecision:
+    """What follows from the summed reports of ``num_ranks`` ranks. Laws A1 to A8.
+
+    Args:
+      words: the sums.
+      num_ranks: how many reports they are of.
+      max_skipped: how many samples may be left out; ``None`` for any number.
+    """
+    flags, digests, squares, others = words[:_HEAD]
+    stopped, knowing = flags >> _COUNTER_BITS & _COUNTER, flags >> _KNOWING & _COUNTER
+    differ = knowing * squares != digests * digests
+    skipped = others & MAX_SAMPLES
+    too_many = max_skipped is not None and skipped > max_skipped
+    further, less = others >> _SAMPLE_BITS & _COUNTER, others >> _HOLDING
+    steps: list[int] = []
+    end = draws_differ = False
+    if not (differ or too_many):
+        steps, end, draws_differ = _agreed(words, num_ranks, stopped=stopped > 0)
+    return StepDecision(
+        steps=tuple(steps),
+        end=end,
+        num_failed=flags & _COUNTER,
+        num_stopped=stopped,
+        structure_wanted=knowing > 0 and flags >> _LACKING & _COUNTER > 0,
+        structures_differ=differ,
+        draws_differ=draws_differ,
+        skipped=skipped,
+        too_many_skipped=too_many,
+        ahead=-1 if less else int(further == num_ranks),
+    )
+
+
+def _agreed(words: Sequence[int], num_ranks: int, *, stopped: bool) -> tuple[list[int], bool, bool]:
+    """The steps that are agreed, whether the end follows, and whether draws differ there. Laws A1-3, A5, A6."""
+    slots = (len(words) - _HEAD) // 2
+    drawn = words[_HEAD + slots :]
+    alike = not any(drawn)
+    steps: list[int] = []
+    before, samples = None, 0
+    for place, word in enumerate(words[_HEAD : _HEAD + slots]):
+        if word != before:  # most steps are as the one before
+            holding, live, samples = count(word)
+            if holding < num_ranks:
+                break
+            if not live:
+                return steps, True, False
+            if stopped:  # a stopped rank that is past its end says so, but will take no step with the others
+                break
+            before = word
+        if not alike and drawn[place] % _WORD:
+            return steps, False, True
+        steps.append(samples)
+    return steps, False, False
+
+
+def weight_of(rank: int, num_ranks: int) -> int:
+    """The weight of a rank's draws: the weights of all ranks sum to 0 modulo 2**64, so that equal draws cancel out.
+
+    >>> sum(weight_of(rank, 5) for rank in range(5)) % 2**64
+    0
+    """
+    if num_ranks == 1:
+        return 0
+    words = random_words(0, num_ranks - 1) | np.uint64(1)
+    return int(words[rank]) if rank < num_ranks - 1 else -int(words.sum()) % _WORD
+
+
+def peer_weight_of(rank: int, workers: Sequence[int]) -> int:
+    """The weight of what a rank read: those of the ranks of each worker sum to 0 modulo 2**64.
+
+    Args:
+      rank: its place.
+      workers: the worker of each rank.
+
+    >>> peer_weight_of(0, [0, 1, 0]) + peer_weight_of(2, [0, 1, 0]) == 2**64, peer_weight_of(1, [0, 1, 0])
+    (True, 0)
+    """
+    peers = [place for place, worker in enumerate(workers) if worker == workers[rank]]
+    if len(peers) == 1:
+        return 0
+    words = random_words(1, len(workers)) | np.uint64(1)
+    return int(words[rank]) if rank != peers[-1] else -int(words[peers[:-1]].sum()) % _WORD

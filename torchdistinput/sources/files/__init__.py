@@ -1,0 +1,1 @@
+"""Data in files: which files, who reads them in which order, their records, and where the reading stands."""

@@ -1,0 +1,312 @@
+"""The rows of files: who decodes which records, and the cut of their batches. Runs where the data is read."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from typing import Any, Final, NamedTuple, final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import IterableDataset, default_collate, get_worker_info
+
+from torchdistinput.errors import SourceError, StateMismatch
+from torchdistinput.plan.batching import Cutter
+from torchdistinput.plan.batching import Row as Limits
+from torchdistinput.plan.file_resharding import Deals, ReaderCursor, fresh_files
+from torchdistinput.plan.sharding import deal
+from torchdistinput.sources.files.dataset import FileDataset
+from torchdistinput.sources.files.reading import RecordPlace, RecordReader, Reserved
+from torchdistinput.sources.in_worker import Cut, Failure, labelled_piece, no_sizes, nothing_left, sizes_in, thinned
+from torchdistinput.sources.opaque_batches import OpaqueCollate
+from torchdistinput.sources.sample_index import labelled_batch, number_of, number_of_first_row
+from torchdistinput.sources.sample_seed import epoch_key
+from torchdistinput.sources.split_batches import AS_LEAVES, CutReady, ReadyFns
+from torchdistinput.step_types import Kinds, Known, Like, OpaqueBatch, Origin, Row, Skipped
+
+__all__ = ["Entrance", "KnownRows", "Passed", "RecordRows", "pass_over"]
+
+# Telling a place costs a microsecond or two a file; what was read since the last one is read again, undecoded, by who
+# goes on there.
+_RECORDS_BETWEEN_PLACES: Final = 64  # for each open file
+_BATCHES_BETWEEN_PLACES: Final = 4
+
+_Places = Callable[[int, int], list[RecordPlace]]
+
+Batch = list[Any] | Reserved
+"""The undecoded records of a batch; slices of it are lists."""
+
+
+@final
+@dataclass(frozen=True)
+class Entrance:
+    """Where a walk is entered.
+
+    Args:
+      deals: the changes of the world so far; see ``plan.lanes``.
+      place: where the walk stood.
+      rows: rows of the walk from there on that are not wanted.
+      must_exist: whether so many rows must be there.
+    """
+
+    deals: Deals = ()
+    place: ReaderCursor = field(default_factory=ReaderCursor)
+    rows: int = 0
+    must_exist: bool = False
+
+
+@final
+class KnownRows(NamedTuple):
+    """The rows of a batch of which all is known."""
+
+    rows: list[Known]
+    place: ReaderCursor | None
+    """Where the walk stood after this batch, where it was told."""
+
+
+@final
+@dataclass(frozen=True)
+class Passed:
+    """Where passing over ended.
+
+    Args:
+      records: the batch that the last row to be passed over is in, if rows of it are left; else empty.
+      rows_left: how many of its rows were to be passed over; 0 where none of it is left.
+      place: where the walk stood before that batch.
+      missing: how many rows the walk had too few.
+    """
+
+    records: Batch
+    rows_left: int
+    place: ReaderCursor
+    missing: int = 0
+
+
+def pass_over(walk: RecordReader, cutter: Cutter, rows: int, *, drop_last: bool, in_ranges: bool = False) -> Passed:
+    """Reads the batches of so many rows, undecoded; stops at the end of the walk.
+
+    Args:
+      walk: what is read.
+      cutter: the laws of the cut.
+      rows: how many rows.
+      drop_last: whether a short last batch is dropped.
+      in_ranges: whether batches are reserved, and so only read where there is no other way.
+    """
+    take: Callable[[int], Batch] = walk.reserve if in_ranges else walk.take
+    size = cutter.global_batch_size or 1
+    while rows > 0:
+        place = walk.position()
+        records = take(size)
+        if not records or (len(records) < size and drop_last):
+            break
+        count = len(cutter.rows(len(records))) if cutter.global_batch_size else cutter.rows_of_ready_batch
+        if count > rows:
+            return Passed(records, rows, place)
+        rows -= count
+    return Passed([], 0, walk.position(), rows)
+
+
+@final
+class RecordRows(IterableDataset[Any]):
+    """The rows of a ``FileDataset``.
+
+    Every loader worker walks the undecoded records of this rank's files, and batch ``j`` is decoded and collated by
+    worker ``j mod k``, so nothing depends on the number of loader workers.
+
+    Args:
+      dataset: the files.
+      cutter: the laws of the cut.
+      collate: makes a batch of a list of decoded samples; converts a decoded record where records are ready batches.
+      by_file: whether the files are dealt out to the workers (policy FILE); else each worker walks them all.
+      drop_last: whether a short last batch is dropped.
+      with_index: whether the numbers of the samples are wanted.
+      ready: how records that are ready batches are counted and cut.
+      skip: whether records that cannot be read, or decoded, are left out.
+      seeds: whether the global generators are seeded for each record that is decoded.
+      in_ranges: whether somebody else reads a part of each batch, or some batches.
+      strings: whether the records are strings, and collating gives the list of them back, in this process.
+    """
+
+    def __init__(  # noqa: PLR0913 - one kind of rows is one call
+        self,
+        dataset: FileDataset,
+        cutter: Cutter,
+        collate: Callable[[Any], Any],
+        *,
+        by_file: bool,
+        drop_last: bool,
+        with_index: bool,
+        ready: ReadyFns = AS_LEAVES,
+        skip: bool = False,
+        seeds: bool = False,
+        in_ranges: bool = False,
+        strings: bool = False,
+    ) -> None:
+        self.dataset = dataset
+        self._cutter = cutter
+        self._collate = collate
+        self._by_file = by_file
+        self._drop_last = drop_last
+        self._with_index = with_index
+        self._ready = ready
+        self._skip = skip
+        self._seeds = seeds
+        self._seals = isinstance(collate, OpaqueCollate)
+        plain = collate.collate if isinstance(collate, OpaqueCollate) else collate
+        self._stacks = dataset.yields_rows and plain is default_collate and not skip
+        self._in_ranges = in_ranges or self._stacks
+        self._entrance = Entrance()
+        self._last_limits: tuple[int, Sequence[Limits]] = (0, ())
+        self._slices_strings = strings and not (with_index or skip) and cutter.global_batch_size is not None
+        self._kinds = Kinds()
+        self._likes: tuple[int, Sequence[tuple[Limits, Like]]] = (0, ())
+        # In shared memory, so that persistent loader workers learn of it too.
+        with torch.inference_mode(mode=False):  # else nobody could set it outside of that mode
+            self._epoch: torch.Tensor = torch.zeros(1, dtype=torch.int64, device="cpu").share_memory_()  # type: ignore[no-untyped-call] # torch has no types for it
+
+    def set_epoch(self, epoch: int) -> None:
+        """Sets the epoch of the next iteration, in loader workers that live on as well."""
+        self._epoch[0] = epoch
+
+    def of_epoch(self, epoch: int, entrance: Entrance | None = None) -> RecordRows:
+        """The rows of one epoch, whatever this one is told later; from an entrance on, if one is given."""
+        rows = copy.copy(self)
+        rows._epoch = torch.tensor([epoch], device="cpu")  # noqa: SLF001 - its own copy
+        rows._entrance = entrance or Entrance()  # noqa: SLF001 - its own copy
+        return rows
+
+    def __iter__(self) -> Iterator[Cut | KnownRows | Failure]:
+        epoch, entrance = int(self._epoch), self._entrance
+        order: Sequence[int] = fresh_files(self.dataset.file_order(epoch), entrance.deals)
+        if self._by_file:
+            order = deal(order, self._cutter.topology.num_workers, self._cutter.topology.worker)
+        try:
+            walk = self.dataset.walk(order, epoch, entrance.place, skip=self._skip, in_ranges=self._in_ranges)
+            with closing(walk):
+                yield from self._cuts(walk, entrance, epoch_key(self.dataset.seed, epoch))
+        except (SourceError, StateMismatch) as error:
+            yield Failure(error, "")
+
+    def _cuts(self, walk: RecordReader, entrance: Entrance, key: int) -> Iterator[Cut | KnownRows | Failure]:
+        """This loader worker's share of the batches after so many rows."""
+        info = get_worker_info()
+        worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
+        size = self._cutter.global_batch_size or 1
+        # Records and batches until the next place is told; files that were open when one was told last.
+        untold, untold_batches, opened = 0, 0, 0
+        take: Callable[[int], Batch] = walk.reserve if self._in_ranges else walk.take
+        rows = entrance.rows
+        passed = pass_over(walk, self._cutter, rows, drop_last=self._drop_last, in_ranges=self._in_ranges)
+        if passed.missing and entrance.must_exist:
+            raise StateMismatch(f"the files end {passed.missing} step(s) before the one where the epoch was to begin.")
+        first, records = passed.rows_left, passed.records
+        for number in count():
+            records = records or take(size)
+            if not records or (len(records) < size and self._drop_last):
+                return
+            if number % num_workers == worker:
+                place = None
+                untold, untold_batches = untold - len(records), untold_batches - 1
+                if (untold <= 0 and untold_batches <= 0) or walk.opened > opened:
+                    place = walk.position()
+                    untold, untold_batches = _RECORDS_BETWEEN_PLACES * max(1, len(place.slots)), _BATCHES_BETWEEN_PLACES
+                    opened = place.opened
+                if self._slices_strings and type(records) is list:
+                    yield KnownRows(self._sliced(records)[first:], place)
+                else:
+                    yield self._cut(records, walk.places, key, first, place)
+            first, records = 0, []
+
+    def _cut(self, records: Batch, places: _Places, key: int, first: int, place: ReaderCursor | None) -> Cut | Failure:
+        try:
+            if self._cutter.global_batch_size is None:
+                return self._cut_ready(records[:], partial(places, 0, 1), key, first)._replace(place=place)
+            rows: list[Row] = []
+            numbers: list[list[Any]] | None = [] if self._with_index else None
+            all_limits = self._limits(len(records))[first:]
+            for limits in all_limits:
+                rows.append([self._piece(records, lo, hi, places, key) if lo < hi else None for lo, hi in limits])
+                if numbers is not None:
+                    numbers.append([np.array([*map(number_of, places(lo, hi))], dtype=np.int64) for lo, hi in limits])
+            return Cut(rows, len(records), sizes_in(all_limits), numbers, 0, None, place)
+        except Exception as error:
+            if isinstance(error, SourceError):
+                return Failure(error, "")
+            start = places(0, 1)[0]
+            where = f"collating from record {start.record} of {start.file} on"
+            return Failure(error, where, Origin(file=start.file))
+
+    def _sliced(self, records: list[Any]) -> list[Known]:
+        """What ``_cut`` makes of strings that are collated to a list of them."""
+        size = len(records)
+        if size != self._likes[0]:
+            self._likes = size, [(limits, self._kinds.like(size, limits)) for limits in self._limits(size)]
+        return [
+            ([records[lo:hi] if lo < hi else None for lo, hi in limits], like, 0) for limits, like in self._likes[1]
+        ]
+
+    def _limits(self, size: int) -> Sequence[Limits]:
+        """The rows of a batch; nearly all batches have the same size."""
+        if size != self._last_limits[0]:
+            self._last_limits = size, self._cutter.rows(size)
+        return self._last_limits[1]
+
+    def _piece(self, batch: Batch, lo: int, hi: int, places: _Places, key: int) -> Any:
+        """The collated piece of some records of a batch, ``PartialPiece`` if some were left out."""
+        if self._stacks and isinstance(batch, Reserved):
+            # Rows without a conversion of the user's are converted by collating, on torch's default device.
+            stacked = _stacked(batch.rows(lo, hi), None if self.dataset.map_fn is None else "cpu")
+            if stacked is not None:
+                return OpaqueBatch(stacked, hi - lo) if self._seals else stacked
+        records = batch if type(batch) is list and hi - lo == len(batch) else batch[lo:hi]
+        if not self._skip:
+            if self.dataset.map_fn is not None:
+                records = self.dataset.decode(records, partial(places, lo, hi), key, seeds=self._seeds)
+            return self._collate(records)
+        samples, left_out = self.dataset.decode_readable(records, partial(places, lo, hi), key, seeds=self._seeds)
+        return thinned(left_out, self._collate(samples) if samples else None)
+
+    def _cut_ready(self, records: list[Any], places: Callable[[], list[RecordPlace]], key: int, first: int) -> Cut:
+        if self._skip:
+            decoded, left_out = self.dataset.decode_readable(records, places, key, seeds=self._seeds)
+            if left_out:
+                rows = nothing_left(Skipped(1, tuple(left_out.values())), self._cutter)
+                rows = rows[: len(rows) - first]
+                return Cut(rows, 0, no_sizes(rows), [[None] * len(row) for row in rows])
+        else:
+            decoded = self.dataset.decode(records, places, key, seeds=self._seeds)
+        cut = CutReady(self._collate, self._cutter, self._ready).cut(decoded[0])
+        cut = cut._replace(rows=cut.rows[first:], sizes=cut.sizes[first:])
+        return cut._replace(numbers=number_of_first_row(places()[0])) if self._with_index else cut
+
+    def label(self, cut: Cut) -> list[Row]:
+        """The rows with the index beside each piece. Where the rows are delivered, not where they are read."""
+        if isinstance(cut.numbers, int):
+            return labelled_batch(cut.numbers, cut.rows, cut.size, self._cutter)
+        return [
+            [
+                labelled_piece(None if number is None else torch.from_numpy(number), piece)
+                for piece, number in zip(row, numbers, strict=True)
+            ]
+            for row, numbers in zip(cut.rows, cut.numbers or (), strict=True)
+        ]
+
+
+def _stacked(arrays: Sequence[npt.NDArray[Any]], device: str | None) -> torch.Tensor | None:
+    """What ``default_collate`` makes of the rows of arrays; ``None`` where it would not simply stack them."""
+    kinds = {(array.dtype, array.shape[1:]) for array in arrays}
+    if len(kinds) != 1:
+        return None
+    ((dtype, inner),) = kinds
+    if not inner or dtype.kind not in "biufc":
+        return None
+    whole = np.concatenate(arrays, dtype=dtype.newbyteorder("="))
+    try:
+        return torch.tensor(whole, device=device)  # in memory of torch's own, as of all batches
+    except TypeError:  # a dtype that torch has not
+        return None

@@ -1,0 +1,179 @@
+"""Names of files: a pattern becomes the files that it matches, under names that can be opened.
+
+A name is what the user wrote, or the user's pattern with its wildcards filled in. So a relative pattern gives relative
+names, ``s3://bucket/*.txt`` gives ``s3://bucket/a.txt``, and each name can be given back to ``expand`` and to
+``io.open_file``, in this process or another.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Final, TypeAlias
+
+from torchdistinput.errors import SourceError
+from torchdistinput.sources.files.io import filesystem_of
+from torchdistinput.sources.files.retry import BACKOFF, Backoff, is_passing, one_line, reason, retried
+
+__all__ = ["FileNames", "expand"]
+
+FileNames: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
+
+_LOG = logging.getLogger("torchdistinput")
+
+_WILDCARD = re.compile(r"[*?\[]")
+
+# Stores that list a whole tree at once, where a folder is a prefix; the others are asked for folder after folder.
+_LIST_TREES: Final = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl"}
+
+
+def expand(files: FileNames, storage_options: Mapping[str, Any] | None = None, backoff: Backoff = BACKOFF) -> list[str]:
+    """Turns a pattern, a name, or a list of both into names of files. Local: no communication.
+
+    A pattern (``*``, ``**``, ``?``, ``[ab]``) becomes the files that it matches, without directories, sorted by name. A
+    name stays as it is and is not looked up, unless it contains one of these characters and may be a pattern. A list
+    keeps its order and its repetitions. ``~`` is the home directory; ``file://`` is dropped. A folder that cannot be
+    listed is an error, so that no file is left out; one that may not be listed is passed over, as in a shell, with a
+    warning.
+
+    Args:
+      files: what to expand, local or with the protocol of any fsspec filesystem (``memory://``, ``s3://``), also
+        chained (``simplecache::s3://bucket/*.txt``).
+      storage_options: arguments of the filesystem.
+      backoff: how often to ask it.
+
+    Raises:
+      TypeError: if ``dataset`` is neither a name nor a list of names.
+      ValueError: if the list is empty, or a name in it.
+      SourceError: if a pattern matches no file, or its filesystem cannot be asked.
+    """
+    options = storage_options or {}
+    entries = enumerate(_entries(files))
+    return [name for position, entry in entries for name in _expand_entry(position, entry, options, backoff)]
+
+
+def _entries(files: object) -> Sequence[object]:
+    if isinstance(files, (str, os.PathLike)):
+        return [files]
+    if isinstance(files, (bytes, bytearray)) or not isinstance(files, Sequence):
+        raise TypeError(
+            f"files must be a name, a pattern or a list of them, got {type(files).__name__}: {files!r:.100}; "
+            "an unordered or one-time collection has no order that all ranks share (use a sorted list)"
+        )
+    if not files:
+        raise ValueError("files is an empty list: at least one file is needed")
+    return files
+
+
+def _expand_entry(position: int, entry: object, options: Mapping[str, Any], backoff: Backoff) -> list[str]:
+    name = os.fspath(entry) if isinstance(entry, os.PathLike) else entry
+    if not isinstance(name, str):
+        raise TypeError(f"file {position} of the list must be a str or a path, got {type(entry).__name__}: {entry!r}")
+    if not name:
+        raise ValueError(f"file {position} of the list is an empty string: a name or a pattern is needed")
+    if name.startswith("file://") and "::" not in name:
+        name = name.removeprefix("file://")
+    name = os.path.expanduser(name)
+    if not _WILDCARD.search(name):
+        return [name]
+    if "://" not in name and "::" not in name:
+        name = re.sub("//+", "/", name)  # fsspec's glob finds nothing behind an empty folder name
+    names = retried(partial(_glob, name, options), name, "the pattern cannot be expanded", backoff, named=True)
+    if not names:
+        raise SourceError(
+            f"{one_line(name)}: the pattern matches no file (seen from {os.getcwd()!r}); at least one is needed: check "
+            "the path, and that this machine sees the files",
+            file=name,
+        )
+    return names
+
+
+def _glob(pattern: str, storage_options: Mapping[str, Any]) -> list[str]:
+    filesystem, asked = filesystem_of(pattern, storage_options)
+    if _is_file(filesystem, asked):  # a wildcard character in the name of a real file, or a url with a query
+        return [pattern]
+    if "**" in asked and _LIST_TREES & set(_protocols(filesystem)):
+        found = filesystem.glob(asked, detail=True)
+        paths = [str(path) for path, about in found.items() if about.get("type") != "directory"]
+    else:
+        cut = asked.rfind("/", 0, _WILDCARD.search(asked).start())  # type: ignore[union-attr] # it has one
+        folder = asked[: max(cut, 0)] or ("/" if cut == 0 else "")
+        paths = list(dict.fromkeys(_matching(filesystem, folder, asked[cut + 1 :].split("/"))))
+    return sorted(_as_written(path, asked, pattern, filesystem) for path in paths)
+
+
+def _protocols(filesystem: Any) -> Sequence[str]:
+    return [filesystem.protocol] if isinstance(filesystem.protocol, str) else filesystem.protocol
+
+
+def _is_file(filesystem: Any, path: str) -> bool:
+    try:
+        return bool(filesystem.info(path)["type"] == "file")
+    except Exception as error:
+        # Whatever a filesystem raises for a name that it cannot have; but one that did not answer is asked again.
+        if is_passing(error):
+            raise
+        return False
+
+
+def _matching(filesystem: Any, folder: str, pattern: Sequence[str]) -> Iterator[str]:
+    """The files under a folder that match, part by part.
+
+    fsspec's own ``glob`` takes a folder that it cannot list for an empty one, so that files would be missing without a
+    word.
+    """
+    part, *rest = pattern
+    if part == "**":
+        yield from _matching(filesystem, folder, rest or ["*"])
+        for path, kind in _entries_of(filesystem, folder):
+            if kind == "directory":
+                yield from _matching(filesystem, path, pattern)
+    elif rest and not _WILDCARD.search(part):
+        yield from _matching(filesystem, f"{folder.rstrip('/')}/{part}" if folder else part, rest)
+    else:
+        fits = re.compile(fnmatch.translate(part)).match
+        for path, kind in _entries_of(filesystem, folder):
+            if fits(path.rpartition("/")[2]):
+                if not rest and kind != "directory":
+                    yield path
+                elif rest and kind == "directory":
+                    yield from _matching(filesystem, path, rest)
+
+
+def _entries_of(filesystem: Any, folder: str) -> list[tuple[str, str]]:
+    """What is in a folder, each with its type; nothing if there is no such folder."""
+    try:
+        listed = filesystem.ls(folder, detail=True)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except PermissionError as error:
+        _LOG.warning("%s: the folder is left out of the pattern: %s", one_line(folder), reason(error))
+        return []
+    found = [(str(about["name"]).rstrip("/"), str(about["type"])) for about in listed]
+    # Some list the folder itself, or a file that is asked for as a folder; a web page links to other places.
+    return [(path, kind) for path, kind in found if path.rpartition("/")[0].strip("/") == folder.strip("/")]
+
+
+def _as_written(path: str, asked: str, pattern: str, filesystem: Any) -> str:
+    """The name of a found file in the words of the pattern: its part before the wildcards, and what they stood for.
+
+    Args:
+      path: the file, as the filesystem calls it.
+      asked: the pattern, as the filesystem calls it: the same end as the user's, but perhaps another beginning.
+      pattern: the pattern as the user wrote it; in a chain, the first link with a wildcard is the one in question.
+      filesystem: where it was found.
+    """
+    links = pattern.split("::")
+    position = next(k for k, link in enumerate(links) if _WILDCARD.search(link))
+    link = links[position]
+    cut = link.rfind("/", 0, _WILDCARD.search(link).start()) + 1  # type: ignore[union-attr] # it has one
+    folder = asked.removesuffix(link[cut:])
+    if asked.endswith(link[cut:]) and path.startswith(folder):
+        links[position] = link[:cut] + path.removeprefix(folder)
+    else:
+        links[position] = str(filesystem.unstrip_protocol(path)).removeprefix("file://")
+    return "::".join(links)

@@ -1,0 +1,280 @@
+"""The turns of the files of a walk: which file has the next one, one by one or in whole rounds.
+
+**Interleaving.** ``cycle_length`` slots, each with an open file, have turns in a fixed order. A turn yields up to
+``block_length`` records; a slot whose file ended in its turn takes the next file at its next turn. These are the rules
+of TensorFlow's ``interleave``.
+
+**Rounds.** A turn is often one record, for which several calls are too many. As long as every open file has records at
+hand, whole rounds of turns are taken as slices of those, and woven.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias, TypeVar, final
+
+from torchdistinput.errors import StateMismatch
+from torchdistinput.plan.file_resharding import FileCursor, ReaderCursor
+from torchdistinput.sources.files.open_file import OpenFile
+
+__all__ = ["Interleave", "Rounds", "Taken", "Turn", "taken_turns", "woven"]
+
+T = TypeVar("T")
+
+Turn: TypeAlias = tuple[OpenFile, int, int]
+"""A lane, and the range of its records that a turn yielded, counted as they are yielded."""
+
+
+class Rounds(NamedTuple):
+    """Rounds in which each of some lanes had a turn of the same length. Told of turn by turn only if that is asked."""
+
+    lanes: Sequence[OpenFile]
+    """In the order of their turns."""
+    firsts: Sequence[int]
+    """The first record of each."""
+    rounds: int
+    """How many rounds."""
+    length: int
+    """How many records a turn has."""
+
+    def turns(self) -> Iterator[Turn]:
+        """Each turn, in order."""
+        for start in range(0, self.rounds * self.length, self.length):
+            for lane, first in zip(self.lanes, self.firsts, strict=True):
+                yield lane, first + start, first + start + self.length
+
+
+Taken: TypeAlias = Turn | Rounds
+
+
+def taken_turns(taken: Sequence[Taken]) -> Iterator[Turn]:
+    """The turns one by one."""
+    for each in taken:
+        if isinstance(each, Rounds):
+            yield from each.turns()
+        else:
+            yield each
+
+
+def woven(parts: Sequence[list[Any]], length: int) -> list[Any]:
+    """Records in the order of rounds: ``length`` of the first part, as many of the second, and so on, then again.
+
+    No Python code runs for a record: there are as many slices as the lesser of rounds and length, for each part.
+
+    >>> woven([["a", "b", "c", "d"], ["A", "B", "C", "D"]], 2)
+    ['a', 'b', 'A', 'B', 'c', 'd', 'C', 'D']
+
+    Args:
+      parts: the records of each lane, equally many, a multiple of ``length``.
+      length: records of a turn.
+    """
+    size, step = len(parts[0]), len(parts) * length
+    if length * length > size:
+        mixed: list[Any] = []
+        for start in range(0, size, length):
+            for part in parts:
+                mixed += part[start : start + length]
+        return mixed
+    mixed = [None] * (len(parts) * size)
+    for number, part in enumerate(parts):
+        for place in range(length):
+            mixed[number * length + place :: step] = part[place::length]
+    return mixed
+
+
+@final
+class Interleave:
+    """What a walk has in hand. Apart from the walk: a generator that knew its walk would keep it alive.
+
+    Args:
+      order: the fresh files, in the order in which they are opened; those that were opened before ``place`` too.
+      open_lane: opens a file.
+      cycle_length: how many slots there are, unless the place has some.
+      block_length: how many records make a turn, where there are several slots.
+      place: where to start.
+    """
+
+    def __init__(
+        self,
+        order: Sequence[int],
+        open_lane: Callable[[FileCursor], OpenFile],
+        cycle_length: int,
+        block_length: int,
+        place: ReaderCursor,
+    ) -> None:
+        self.last: OpenFile | None = None
+        """The lane of the last record."""
+        self.taken: list[Taken] = []
+        """What the last ``take`` took."""
+        self.opened = place.opened
+        """How many fresh files were opened."""
+        self._order = order
+        self._open_lane = open_lane
+        self._waiting = deque(place.waiting)
+        num_slots = min(cycle_length, len(place.waiting) + len(order) - place.opened)
+        # The lane of each slot, or the place of one that is yet to be opened again.
+        self._slots: list[OpenFile | FileCursor | None] = list(place.slots) or [None] * num_slots
+        self._length = block_length if len(self._slots) > 1 else None  # alone, a file has all turns: one will do
+        self._turn = place.turn  # the slot whose turn it is
+        self._before = place.taken  # records of its turn that were taken when its lane was opened
+        self._lane: OpenFile | None = None  # its lane, once it is open
+        self._start = 0  # the lane's count where the turn began
+        self._slow_turns = 0  # how many are not looked at for whole rounds
+        self._ended: list[OpenFile] = []  # lanes at their end of which records may still be read
+        self._closed = False
+
+    def __del__(self) -> None:
+        self.close()
+
+    def position(self) -> ReaderCursor:
+        """See ``RecordReader.position``."""
+        slots = tuple([lane.position() if isinstance(lane, OpenFile) else lane for lane in self._slots])
+        taken = self._before if self._lane is None else self._lane.delivered - self._start
+        if len(slots) == 1:
+            taken = 0  # its turn has no end
+        return ReaderCursor(slots, self._turn, taken, tuple(self._waiting), self.opened)
+
+    def next_turn(self, most: int) -> tuple[OpenFile, int] | None:
+        """The lane whose turn it is, and how many records, up to ``most``, it has left in it; ``None`` at the end."""
+        while not self._closed:
+            if self._lane is None:
+                if not self._has_more():
+                    self._turn = 0
+                    if not self._ended:
+                        self.close()
+                    break
+                self._begin_turn()
+            lane = self._lane
+            if lane is not None:
+                if self._length is None:
+                    return lane, most
+                left = self._length - (lane.delivered - self._start)
+                if left > 0:
+                    return lane, min(left, most)
+            self._pass_turn()
+        return None
+
+    def take_rounds(self, most: int) -> list[Any]:
+        """Up to ``most`` records in whole rounds of turns, as far as no file has to be read for them, or none.
+
+        It leaves everything as the turns one by one would have left it.
+        """
+        if self._length is None or self._closed:
+            return []
+        if self._slow_turns:
+            self._slow_turns -= 1
+            return []
+        if self._lane is None and self._before:
+            return []
+        if self._lane is not None and self._lane.delivered - self._start != self._length:
+            return []
+        lanes = self._lanes_of_round()
+        rounds = most // (len(lanes) * self._length) if lanes else 0
+        if rounds:
+            rounds = min(rounds, min([lane.num_ready for lane in lanes]) // self._length)
+        if not rounds:  # nor will there be before each slot had its turn
+            self._slow_turns = len(lanes or self._slots) - 1
+            return []
+        self.taken.append(Rounds(lanes, [lane.delivered for lane in lanes], rounds, self._length))
+        parts = [lane.take(rounds * self._length) for lane in lanes]
+        last = self.last = self._lane = lanes[-1]
+        self._turn, self._start = self._slots.index(last), last.delivered - self._length
+        return woven(parts, self._length)
+
+    def _lanes_of_round(self) -> list[OpenFile]:
+        """The lanes in the order of their next turns; none while a file is to be opened. Between two turns."""
+        first, slots = self._turn + (self._lane is not None), self._slots
+        lanes = [lane for lane in (*slots[first:], *slots[:first]) if isinstance(lane, OpenFile)]
+        empty = slots.count(None) if self.opened == len(self._order) and not self._waiting else 0
+        return lanes if len(lanes) + empty == len(slots) else []
+
+    def read(self, lane: OpenFile, take: Callable[[int], T], count: int) -> T:
+        """What the lane whose turn it is gives; notes it for ``places``.
+
+        Args:
+          lane: the lane.
+          take: takes records of it, or passes over them.
+          count: how many at most.
+        """
+        before = lane.delivered
+        try:
+            return take(count)
+        except BaseException as error:
+            self.fail(lane, error)
+            raise
+        finally:
+            if lane.delivered > before:
+                self.last = lane
+                self.taken.append((lane, before, lane.delivered))
+
+    def fail(self, lane: OpenFile, error: BaseException) -> None:
+        """Ends the walk, as a lane cannot be read.
+
+        Raises:
+          SourceError: naming the file, where the error is one of the reader.
+        """
+        failure = lane.failure(error) if isinstance(error, Exception) and not isinstance(error, StateMismatch) else None
+        self.close()
+        if failure is not None:
+            raise failure from error
+
+    def end_lane(self, lane: OpenFile, *, keep: bool = False) -> None:
+        """The file whose turn it is has ended: its slot is free.
+
+        Args:
+          lane: its lane.
+          keep: whether it stays open until ``let_go``.
+        """
+        self._slots[self._turn] = None
+        if keep:
+            self._ended.append(lane)
+        else:
+            lane.close()
+        self._pass_turn()
+
+    def let_go(self) -> None:
+        """Closes lanes at their end."""
+        ended, self._ended = self._ended, []
+        for lane in ended:
+            lane.close()
+
+    def close(self) -> None:
+        """Closes the files. More calls do nothing."""
+        if not self._closed:
+            self._closed = True
+            for lane in (*self._slots, *self._ended):
+                if isinstance(lane, OpenFile):
+                    lane.close()
+
+    def _has_more(self) -> bool:
+        return self.opened < len(self._order) or bool(self._waiting) or any(self._slots)
+
+    def _begin_turn(self) -> None:
+        """Opens the file of the slot whose turn it is, or the next file for it, if there is one."""
+        place = self._slots[self._turn]
+        try:
+            lane = place if isinstance(place, OpenFile) else self._opened(place)
+        except BaseException:
+            self.close()
+            raise
+        if lane is not None:
+            self._slots[self._turn] = self._lane = lane
+            self._start = lane.delivered - self._before
+
+    def _opened(self, place: FileCursor | None) -> OpenFile | None:
+        if place is not None:
+            return self._open_lane(place)
+        if self._waiting:
+            lane = self._open_lane(self._waiting[0])
+            self._waiting.popleft()  # not before it is open: one that cannot be is still to be read
+            return lane
+        if self.opened < len(self._order):
+            lane = self._open_lane(FileCursor(self._order[self.opened]))
+            self.opened += 1
+            return lane
+        return None
+
+    def _pass_turn(self) -> None:
+        self._lane, self._before = None, 0
+        self._turn = (self._turn + 1) % len(self._slots)

@@ -1,0 +1,258 @@
+"""The door to files: fsspec's protocols and compression; a file is opened by its name.
+
+A file's *name* is what the user wrote, or what ``glob.expand`` made of it. Filesystem objects are made where they
+are used: nothing here is held between calls, so descriptions of files pickle, and forked DataLoader workers make
+connections of their own.
+
+Whatever is asked of a filesystem is asked again if it fails in passing, and a remote file is read on where it failed:
+see ``retry``, also for how to bound the time that a filesystem may take to answer. Local files have nothing between
+them and the reader.
+
+fsspec takes a seventh of the time that loading the whole library does, so it is loaded by the first use of files: by
+``check_compression``, which every description of files calls, on the thread that makes it. A first load on a thread
+that reads could happen while another thread forks.
+"""
+
+# ruff: noqa: PLC0415 - fsspec is imported where it is used, see above
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, BinaryIO, Final, cast, final
+
+from torchdistinput.errors import SourceError
+from torchdistinput.sources.files.retry import (
+    BACKOFF,
+    Backoff,
+    RetryingFile,
+    known_size,
+    one_line,
+    reason,
+    retried,
+)
+
+__all__ = ["OpenedFile", "check_compression", "file_size", "filesystem_of", "open_file", "skip_to"]
+
+_BUFFER_BYTES = 1 << 16  # what readers ask for at a time, which so comes without another copy
+_DROPPED_BYTES = 1 << 20
+
+# What Python itself reads from this machine's disks or memory.
+_PLAIN: Final = (io.BufferedReader, io.FileIO, io.BytesIO)
+
+# Under which name a filesystem tells of the last change of a file, the best one first.
+_CHANGES: Final = (
+    "ETag",
+    "etag",
+    "md5Hash",
+    "mtime",
+    "LastModified",
+    "last_modified",
+    "updated",
+    "modified",
+    "created",
+)
+
+
+@final
+@dataclass(frozen=True)
+class OpenedFile:
+    """A file that is open for reading.
+
+    Args:
+      stream: its uncompressed content: binary, buffered.
+      stored: the file under it, as the filesystem opened it; a decompressor leaves it open.
+      filesystem: kept as long as the file: an archive closes its members when it goes.
+      name: the name that it was opened by.
+      path: what the filesystem calls it.
+      backoff: how often to ask for its size, and for its last change.
+      plain: whether the stored bytes are the content.
+    """
+
+    stream: BinaryIO
+    stored: Any
+    filesystem: Any
+    name: str
+    path: str
+    backoff: Backoff
+    plain: bool
+
+    @cached_property
+    def size(self) -> int:
+        """The stored size in bytes (compressed, if it is), -1 where the filesystem does not know it. Asked once.
+
+        Raises:
+          SourceError: naming the file, if it cannot be asked.
+        """
+        known = known_size(self.stored)
+        if known is None:
+            ask = partial(self.filesystem.size, self.path)
+            known = retried(ask, self.name, "cannot be read", self.backoff, named=True)
+        return -1 if known is None else int(known)
+
+    @cached_property
+    def exact(self) -> BinaryIO:
+        """The stored bytes without a buffer that would read more of them than is asked for. Seek before each read.
+
+        Of this and ``stream``, only one may be read.
+        """
+        return cast(BinaryIO, _unwrapped(self.stored) if _is_local(self.stored) else self.stored)
+
+    @cached_property
+    def changed(self) -> str:
+        """What the filesystem tells of the last change of the file; empty where it tells nothing. Asked once.
+
+        Raises:
+          SourceError: naming the file, if it cannot be asked.
+        """
+        ask = partial(self.filesystem.info, self.path)
+        about = retried(ask, self.name, "cannot be read", self.backoff, named=True)
+        return next((f"{key} {about[key]}" for key in _CHANGES if about.get(key)), "")
+
+    def close(self) -> None:
+        """Closes the stream and everything under it; more calls do nothing."""
+        self.stream.close()
+        self.stored.close()
+
+
+def open_file(
+    name: str,
+    compression: str | None,
+    storage_options: Mapping[str, Any] | None = None,
+    backoff: Backoff = BACKOFF,
+) -> OpenedFile:
+    """Opens a file for reading its uncompressed bytes. Local: no communication.
+
+    Args:
+      name: as ``glob.expand`` gives it.
+      compression: ``"infer"`` by the end of the name (``.gz``, ``.bz2``, ``.xz``, …), a name that fsspec knows, or
+        ``None`` to read the bytes as they are.
+      storage_options: arguments of the filesystem.
+      backoff: how often to open the file, and to read on from each of its bytes, and after which waits.
+
+    Raises:
+      SourceError: naming the file, if it is missing or cannot be read; the original is its ``__cause__``. Reading
+        raises one too, whose text leaves the name to the caller, when a remote file cannot be read any more.
+    """
+    from fsspec.compression import compr
+    from fsspec.utils import infer_compression
+
+    ask = partial(_open_stored, name, storage_options or {})
+    filesystem, path, stored = retried(ask, name, "cannot be opened", backoff, named=True)
+    try:
+        method = infer_compression(path) if compression == "infer" else compression
+        content = stored
+        if isinstance(stored, io.BytesIO):
+            # The memory filesystem gives every reader the one object that it stores, with one position for all.
+            content = stored = io.BytesIO(stored.getvalue())
+        elif _is_local(stored):
+            content = _unwrapped(stored)
+        elif not isinstance(stored, _PLAIN):  # else there is nothing to try again
+            reopen, ask_size = partial(filesystem.open, path, "rb"), partial(filesystem.size, path)
+            content = stored = RetryingFile(name, stored, reopen, ask_size, backoff, plain=method is None)
+        if method is not None:
+            # Some decompressors believe that a read which gives less than was asked for is the last one.
+            whole = io.BufferedReader(stored, _BUFFER_BYTES) if isinstance(stored, RetryingFile) else stored
+            content = compr[method](whole, mode="r")
+        stream = io.BufferedReader(content, _BUFFER_BYTES)
+    except Exception as error:
+        stored.close()
+        raise _failed(name, "cannot be opened", error) from error
+    return OpenedFile(stream, stored, filesystem, name, path, backoff, method is None)
+
+
+def _unwrapped(stored: Any) -> io.FileIO:
+    """The file without fsspec's methods and a second buffer around it, which take longer than the reading."""
+    return io.FileIO(stored.fileno(), closefd=False)
+
+
+def _open_stored(name: str, storage_options: Mapping[str, Any]) -> tuple[Any, str, Any]:
+    """The filesystem, what it calls the file, and the file as it opens it."""
+    filesystem, path = filesystem_of(name, storage_options)
+    return filesystem, path, filesystem.open(path, "rb")
+
+
+def filesystem_of(name: str, storage_options: Mapping[str, Any]) -> tuple[Any, str]:
+    """The filesystem of a name or pattern, and what it calls the file. Local."""
+    from fsspec.core import url_to_fs
+
+    return cast("tuple[Any, str]", url_to_fs(name, **storage_options))
+
+
+def _is_local(stored: Any) -> bool:
+    """Whether the file is one that fsspec opened on this machine's disks."""
+    from fsspec.implementations.local import LocalFileOpener
+
+    return isinstance(stored, LocalFileOpener)
+
+
+def skip_to(file: BinaryIO, offset: int, at: int = 0) -> None:
+    """Goes forward in a binary file. Where it cannot seek, what is between is read and dropped in bounded pieces.
+
+    Args:
+      file: the content.
+      offset: where to go, in bytes from its front.
+      at: where the file is now.
+
+    Raises:
+      SourceError: if the content ends before, as far as that shows without reading.
+    """
+    if offset == at:
+        return
+    try:
+        reached = file.seek(offset)
+    except (OSError, ValueError, NotImplementedError):  # some, as those of web servers, say that they can, and cannot
+        if offset < at:
+            raise
+        reached = at + _drop(file, offset - at)
+    if reached < offset:
+        raise SourceError(
+            f"the content ends at byte {reached}, but is to be read from byte {offset} on: the file is cut off, or not "
+            "the one that was read before",
+            offset=reached,
+        )
+
+
+def _drop(file: BinaryIO, count: int) -> int:
+    """Reads bytes and forgets them; how many there were."""
+    missing = count
+    while missing and (piece := file.read(min(missing, _DROPPED_BYTES))):
+        missing -= len(piece)
+    return count - missing
+
+
+def file_size(name: str, storage_options: Mapping[str, Any] | None = None, backoff: Backoff = BACKOFF) -> int | None:
+    """The stored size of a file in bytes (compressed, if it is), ``None`` where the filesystem does not know it.
+
+    Raises:
+      SourceError: naming the file, if it is missing or cannot be asked.
+    """
+    size = retried(partial(_ask_size, name, storage_options or {}), name, "cannot be read", backoff, named=True)
+    return None if size is None else int(size)
+
+
+def _ask_size(name: str, storage_options: Mapping[str, Any]) -> Any:
+    filesystem, path = filesystem_of(name, storage_options)
+    return filesystem.size(path)
+
+
+def check_compression(compression: str | None) -> None:
+    """Refuses what ``open_file`` does not know.
+
+    Raises:
+      TypeError: it is no name.
+      ValueError: naming the compressions that are there.
+    """
+    from fsspec.compression import compr
+
+    if not isinstance(compression, str | None):
+        raise TypeError(f"compression must be a name, 'infer' or None, got {compression!r}")
+    known = sorted(name for name in compr if name is not None)
+    if compression not in {None, "infer", *known}:
+        raise ValueError(f"compression must be 'infer', None or one of {', '.join(known)}; got {compression!r}")
+
+
+def _failed(name: str, problem: str, error: Exception) -> SourceError:
+    return SourceError(f"{one_line(name)}: {problem}: {reason(error)}", file=name)

@@ -1,0 +1,394 @@
+"""One open file of a walk: its records in their order, where each comes from, and where it can be entered again.
+
+**Entering again.** A lane starts at the last block of its reader in front of the record, or the window, where it was
+left, and passes over what is between. The records of a reader without blocks are passed over from the front.
+
+**Reading only some of the records.** A lane that has the layout of its file passes over records without reading them,
+and reads any range of those that it passed over. It does not shuffle.
+
+**Going on after a record that cannot be read.** Where that is asked for, and the reader knows where the next record
+starts, a ``CorruptRecord`` stands in its place. It counts as a record, so that numbers, windows and places are what
+they would be without the damage, and a file that is entered again meets it again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sized
+from functools import partial
+from itertools import chain, islice
+from typing import Any, BinaryIO, NamedTuple, TypeVar, cast, final
+
+import numpy.typing as npt
+
+from torchdistinput.coordination.failures import in_one_line
+from torchdistinput.errors import SourceError, StateMismatch
+from torchdistinput.plan.file_resharding import FileCursor
+from torchdistinput.plan.permutation import shuffled
+from torchdistinput.sources.files.corrupt_records import CorruptRecord, with_spoiled
+from torchdistinput.sources.files.exact_reads import read_pieces
+from torchdistinput.sources.files.io import OpenedFile
+from torchdistinput.sources.files.reader_api import Block, Layout, MadeRecords, Part, Records, blocks_of
+from torchdistinput.sources.files.retry import one_line
+from torchdistinput.sources.files.window_shuffle import Window, windows
+
+__all__ = ["CorruptRecord", "OpenFile", "Read", "RecordPlace"]
+
+_Found = TypeVar("_Found", bound=Sized)
+
+Read = Callable[[BinaryIO], Iterable[Any]]
+"""A reader: takes a binary file object and yields the records in it."""
+
+
+class RecordPlace(NamedTuple):
+    """Where a record comes from."""
+
+    file: str
+    """The name of the file."""
+    record: int
+    """The index of the record inside its file, from 0, before any shuffling."""
+    file_number: int
+    """The place of the file in the dataset's list."""
+
+
+@final
+class OpenFile:
+    """An open file of a walk.
+
+    Where its records come in lists, blocks or windows of a shuffle, they are taken in slices of those: for most of the
+    records no Python code runs.
+
+    Args:
+      name: the name of the file.
+      opened: the file; the lane closes it.
+      read: the reader.
+      window_size: how many records are shuffled together; 0 for none.
+      key: what the order of a window depends on, beside its number.
+      start: which file of the dataset it is, and where to start in it.
+      skip: whether a ``CorruptRecord`` stands for a record that cannot be read, where it is certain how to go on.
+      layout: where its records are; then it is left with ``pass_over`` and ``read_range`` only.
+    """
+
+    __slots__ = (
+        "_anchors",
+        "_blocks",
+        "_entered",
+        "_first",
+        "_key",
+        "_layout",
+        "_lists",
+        "_opened",
+        "_read",
+        "_ready",
+        "_skip",
+        "_source",
+        "_window",
+        "_window_size",
+        "delivered",
+        "name",
+        "number",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        opened: OpenedFile,
+        read: Read,
+        window_size: int,
+        key: tuple[int, ...],
+        start: FileCursor,
+        *,
+        skip: bool = False,
+        layout: Layout | None = None,
+    ) -> None:
+        self.name = name
+        self.number = start.file
+        self.delivered = start.delivered
+        """How many records were yielded. Whoever takes records that are ``at_hand`` counts them here."""
+        self._opened = opened
+        self._read = read
+        self._blocks = blocks_of(read)
+        self._skip = skip
+        self._layout = layout
+        anchor = (0, 0) if self._blocks is None else (start.offset, start.record)
+        self._anchors = deque([anchor], maxlen=None if window_size else 1)
+        self._window_size = window_size
+        self._key = key
+        self._window = Window()
+        self._entered = False
+        self._source: Iterator[Any] = iter(())
+        self._lists: Iterator[Records[Any]] | None = None  # none: a plain reader yields the records one by one
+        self._ready: list[Any] | MadeRecords[Any] = []
+        self._first = 0  # the number of the first of the ready ones, counted as they are yielded
+
+    def take(self, count: int) -> list[Any]:
+        """The next ``count`` records, fewer at the end of the file.
+
+        Raises:
+          StateMismatch: the file has fewer records than were read before.
+        """
+        if not self._entered:
+            self._enter()
+        taken: list[Any] = []
+        if self._lists is None:
+            try:
+                taken.extend(islice(self._source, count))
+            finally:  # those in front of a failure were read
+                self.delivered += len(taken)
+            return taken
+        while len(taken) < count and self._has_ready(self._lists):
+            start = self.delivered - self._first
+            found = self._ready[start : start + count - len(taken)]
+            self.delivered += len(found)
+            taken = taken + found if taken else found
+        return taken
+
+    @property
+    def num_ready(self) -> int:
+        """How many records need no reading, as far as that is known."""
+        return max(0, len(self._ready) - (self.delivered - self._first))
+
+    @property
+    def can_pass_over(self) -> bool:
+        """Whether it has the layout of its file."""
+        return self._layout is not None
+
+    def pass_over(self, count: int) -> int:
+        """Counts records as yielded without reading them; how many, fewer at the end of the file.
+
+        Raises:
+          StateMismatch: the file has fewer records than were read before.
+        """
+        assert self._layout is not None
+        left = self._layout.records - self.delivered
+        if left < 0:
+            raise self._too_short(-left)
+        self.delivered += min(count, left)
+        return min(count, left)
+
+    def read_range(self, lo: int, hi: int) -> list[Any]:
+        """Records that were passed over, and nothing else of the file.
+
+        Raises:
+          SourceError: naming the file.
+        """
+        return self._read_whole(self._read_of, lo, hi)
+
+    def read_rows(self, lo: int, hi: int) -> npt.NDArray[Any] | None:
+        """``read_range`` as the rows of one array; ``None`` where they are none.
+
+        Raises:
+          SourceError: naming the file.
+        """
+        rows = None if self._layout is None else self._layout.read_rows
+        if rows is None:
+            return None
+        return self._read_whole(lambda _, lo, hi: rows(self._opened.exact, lo, hi), lo, hi)
+
+    def _read_whole(self, read: Callable[[Layout, int, int], _Found], lo: int, hi: int) -> _Found:
+        assert self._layout is not None
+        try:
+            records = read(self._layout, lo, hi)
+            if len(records) != hi - lo:
+                raise SourceError(
+                    f"found {len(records)} of the {hi - lo} records from number {lo} on: the file is not the one that "
+                    "it was when its size was asked, or its index made; put it back, or remove the index",
+                    offset=self._layout.offset_of(lo),
+                )
+        except Exception as error:
+            raise self.failure(error) from error
+        return records
+
+    def _read_of(self, layout: Layout, lo: int, hi: int) -> list[Any]:
+        if layout.read is not None:
+            return layout.read(self._opened.exact, lo, hi)
+        start, end = layout.offset_of(lo), layout.offset_of(hi)
+        self._opened.exact.seek(start)
+        part = cast(BinaryIO, Part(read_pieces(self._opened.exact, end - start), start))
+        return list(chain.from_iterable(records for _, records in self._blocks_from(part, start)))
+
+    def _blocks_from(self, file: BinaryIO, offset: int) -> Iterator[Block[Any]]:
+        assert self._blocks is not None
+        enter = partial(self._blocks, file)
+        return with_spoiled(enter, file, offset, self.name) if self._skip else enter(offset)
+
+    def take_ready(self, most: int) -> list[Any]:
+        """Up to ``most`` records that need no reading, one at least, or none at the end of the file.
+
+        Raises:
+          StateMismatch: as ``take``.
+        """
+        ready = self.at_hand(most)
+        records = ready if isinstance(ready, list) else list(islice(ready, 1))
+        self.delivered += len(records)
+        return records
+
+    def at_hand(self, most: int) -> Iterable[Any]:
+        """The next records, as far as they need no reading; where there are none, after a reading. None at the end.
+
+        Args:
+          most: how many at most.
+
+        Raises:
+          StateMismatch: as ``take``.
+        """
+        if not self._entered:
+            self._enter()
+        if self._lists is None:
+            return islice(self._source, most)
+        if not self._has_ready(self._lists):
+            return []
+        start = self.delivered - self._first
+        return self._ready[start : start + most]
+
+    def _has_ready(self, lists: Iterator[Records[Any]]) -> bool:
+        """Whether there is a record; reads the next list if it is in there."""
+        while self.delivered - self._first == len(self._ready):
+            self._ready, self._first = [], self.delivered  # frees them before others are read
+            records = next(lists, None)
+            if records is None:
+                return False
+            self._ready = records if isinstance(records, list | MadeRecords) else list(records)
+        return True
+
+    def position(self) -> FileCursor:
+        """Where the lane stands: one that starts there yields the rest."""
+        delivered = self.delivered
+        if self._layout is not None:
+            return FileCursor(self.number, self._layout.offset_of(delivered), delivered, delivered, self._opened.size)
+        needed = self._start_of_window(delivered)
+        anchors = self._anchors
+        while len(anchors) > 1 and anchors[1][1] <= needed:
+            anchors.popleft()
+        offset, record = anchors[0]
+        return FileCursor(self.number, offset, record, delivered, self._opened.size)
+
+    def place(self) -> RecordPlace:
+        """Where the last record came from."""
+        last = self.delivered - 1
+        if self._window_size:
+            last = self._window.start + self._window.order[last - self._window.start]
+        return RecordPlace(self.name, last, self.number)
+
+    def places(self, first: int, end: int) -> list[RecordPlace]:
+        """Where records came from that were yielded before: those in ``[first, end)``, counted as they were yielded."""
+        name, number, size = self.name, self.number, self._window_size
+        if not size:
+            return [RecordPlace(name, record, number) for record in range(first, end)]
+        found: list[RecordPlace] = []
+        while first < end:
+            start = first - first % size
+            stop = min(end, start + size)
+            order = self._order_from(start)[first - start : stop - start]
+            found += [RecordPlace(name, start + record, number) for record in order]
+            first = stop
+        return found
+
+    def _order_from(self, start: int) -> list[int]:
+        """The order of the window that starts there. All windows but the last one are full."""
+        window = self._window
+        if start == window.start:
+            return window.order
+        if start == window.start - self._window_size:
+            return window.previous
+        return shuffled(self._window_size, *self._key, start // self._window_size)
+
+    def failure(self, error: Exception) -> SourceError:
+        """What to raise for an exception of the reader."""
+        if isinstance(error, SourceError):
+            return SourceError(f"{one_line(self.name)}: {error}", file=self.name, offset=error.offset)
+        offset, where = None, ""
+        try:
+            offset = self._opened.stream.tell()
+            where = f" near byte {offset}"
+        except (OSError, ValueError):
+            where = ""  # a stream that cannot tell; the file alone must do
+        return SourceError(
+            f"{one_line(self.name)}: reading failed{where}, after {self.delivered} records: {in_one_line(error)}",
+            file=self.name,
+            offset=offset,
+        )
+
+    def close(self) -> None:
+        """Ends the reader, then closes the file."""
+        source, self._source = self._source, iter(())
+        self._entered, self._lists, self._ready, self._first = True, None, [], self.delivered
+        if isinstance(source, Generator):
+            source.close()
+        self._opened.close()
+
+    def _enter(self) -> None:
+        """Goes to the records after those that were delivered."""
+        self._entered = True
+        delivered = self.delivered
+        start = self._window.start = self._start_of_window(delivered)
+        offset, record = self._anchors[0]
+        if self._blocks is None:
+            self._source = iter(self._read(self._opened.stream))
+        else:
+            blocks = self._blocks_from(self._opened.stream, offset)
+            self._source = _noted(blocks, record, self._anchors, self._window)
+        if start < record:
+            raise StateMismatch(
+                f"{one_line(self.name)}: the saved state enters the file at record {record}, behind record {start}, "
+                "which is needed next: it is damaged, or of another shuffle_buffer; load the state as it was saved"
+            )
+        if self._window_size:
+            records = self._source if self._blocks is None else chain.from_iterable(self._source)
+            self._pass_over(records, start - record)
+            first = start // self._window_size
+            self._lists = windows(records, self._window_size, self._key, self._window, first)
+            self._go(self._lists, start, delivered)
+        elif self._blocks is None:
+            self._pass_over(self._source, start)
+        else:
+            self._lists = self._source
+            self._go(self._lists, record, delivered)
+
+    def _start_of_window(self, delivered: int) -> int:
+        """The first record that is needed to yield the next one."""
+        return delivered - delivered % self._window_size if self._window_size else delivered
+
+    def _go(self, lists: Iterator[Records[Any]], first: int, number: int) -> None:
+        """Makes ready the list with record ``number``, or the one in front of it, if the next one starts there.
+
+        Args:
+          lists: the lists from here on.
+          first: the number of their first record.
+          number: the record that is wanted.
+        """
+        self._first, self.delivered = first, first
+        try:
+            while self.delivered < number and self._has_ready(lists):
+                self.delivered = min(number, self._first + len(self._ready))
+            missing = number - self.delivered
+        finally:
+            self.delivered = number
+        if missing:
+            raise self._too_short(missing)
+
+    def _pass_over(self, records: Iterator[Any], number: int) -> None:
+        last = deque(enumerate(islice(records, number), 1), maxlen=1)
+        found = last[0][0] if last else 0
+        if found < number:
+            raise self._too_short(number - found)
+
+    def _too_short(self, missing: int) -> StateMismatch:
+        return StateMismatch(
+            f"{one_line(self.name)}: the saved state goes on after {self.delivered} records, but the file ends "
+            f"{missing} records before that: it is not the file that the state was saved with; put that back, or start "
+            "the epoch anew"
+        )
+
+
+def _noted(
+    blocks: Iterator[Block[Any]], record: int, anchors: deque[tuple[int, int]], window: Window
+) -> Generator[Records[Any], None, None]:
+    """The records of each block. Notes where it can be entered; forgets blocks that lie before the window."""
+    for offset, records in blocks:
+        while len(anchors) > 1 and anchors[1][1] <= window.start:
+            anchors.popleft()
+        anchors.append((offset, record))
+        record += len(records)
+        yield records
+        del records  # before the next block is read

@@ -1,0 +1,180 @@
+"""Where the reading of files stands, as a saved state has it, and how it is known.
+
+**The position** is ``["files", replicas, deals, walks, rows]``: how many replicas there were; the changes of the world
+so far (``plan.lanes``); for each worker ``[row, place]``: where its walk stood after that many rows, as JSON text; and
+the rows delivered. Rows count from the last change of the world. From the place of a walk, ``rows - row`` rows are read
+again, undecoded.
+
+**Who knows what.** Where all workers read the same (DATA, or one worker) each knows the place. Under FILE each has a
+walk of its own; all tell where theirs stands after 1, 2, 4, ... and then every 64 rows (256 where steps are short, and
+read again in a moment), so a state is local, and the same on every rank.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar, final
+
+from torchdistinput.coordination.channel import plain_message
+from torchdistinput.errors import InputError, StateMismatch
+from torchdistinput.plan.file_resharding import Deals, ReaderCursor, checked_deals
+from torchdistinput.sources.files.batching import KnownRows
+from torchdistinput.sources.in_worker import Cut, Failure
+from torchdistinput.step_types import ROWS_BETWEEN_LANDMARKS, Counted, Known, Row
+
+__all__ = ["CommonPlaces", "FilesPosition", "Places"]
+
+T = TypeVar("T")
+
+
+class FilesPosition(NamedTuple):
+    """A position, taken apart."""
+
+    num_replicas: int
+    deals: Deals
+    walks: Sequence[tuple[int, ReaderCursor]]
+    rows: int
+
+    @classmethod
+    def from_json(cls, value: Sequence[Any]) -> FilesPosition:
+        """The position of a saved state.
+
+        Raises:
+          StateMismatch: it is none.
+        """
+        match value:
+            case ["files", int(num_replicas), list() as deals, list() as walks, int(rows)] if walks:
+                places = [(row, ReaderCursor.from_json(place)) for row, place in map(_walk, walks)]
+                return cls(num_replicas, checked_deals(deals), places, rows)
+            case _:
+                raise StateMismatch(f"position: found {value!r:.100} in the state, not one of files.")
+
+    def to_json(self) -> list[Any]:
+        """The position as a saved state has it."""
+        return self.json_at(self.rows, [(row, place.to_text()) for row, place in self.walks])
+
+    def json_at(self, rows: int, walks: Sequence[tuple[int, str]]) -> list[Any]:
+        """``to_json`` after other rows, with where the walks stood as texts."""
+        return ["files", self.num_replicas, list(map(list, self.deals)), list(map(list, walks)), rows]
+
+
+def _walk(value: object) -> tuple[int, object]:
+    match value:
+        case [int(row), str(place)]:
+            try:
+                return row, json.loads(place)
+            except (ValueError, RecursionError) as error:
+                raise StateMismatch(f"position: found {place!r:.100} in the state as the place of a walk.") from error
+        case _:
+            raise StateMismatch(f"position: found {value!r:.100} in the state as a walk; [row, place] is needed.")
+
+
+@final
+class Places:
+    """Where one walk stood after some of its rows; the latest only, as many as may be asked for.
+
+    Args:
+      begun: a row, and where the walk stood after it.
+      row: the row at which the stream begins, after the place where the walk is entered.
+      read_ahead: rows that may be read before they are delivered.
+    """
+
+    def __init__(self, begun: tuple[int, ReaderCursor], row: int, read_ahead: int) -> None:
+        self._known: deque[tuple[int, ReaderCursor]] = deque([begun])
+        self._row = row
+        self._read_ahead = read_ahead
+        self._lock = threading.Lock()  # rows are read on one thread, places asked for on another
+
+    def rows_of(
+        self, cuts: Iterator[Cut | KnownRows | Failure], label: Callable[[Cut], list[Row]] | None
+    ) -> Generator[Counted | Known, None, None]:
+        """The rows, one by one; a ``Failure`` is raised."""
+        for cut in cuts:
+            if isinstance(cut, Failure):
+                cut.reraise()
+            before = self._row
+            self._row += len(cut.rows)
+            if cut.place is not None:
+                self._note(before, cut.place)
+            yield from cut.rows if isinstance(cut, KnownRows) else cut.counted(label)
+
+    def _note(self, row_before: int, place: ReaderCursor) -> None:
+        with self._lock:
+            self._known.append((self._row, place))
+            # Nobody will ask for a row before this one: a row is read so many ahead of the one that is agreed on, and
+            # that one may be as many behind a periodic sync.
+            oldest = row_before - 2 * (self._read_ahead + 2)
+            while len(self._known) > 1 and self._known[1][0] <= oldest:
+                self._known.popleft()
+
+    def at(self, row: int) -> tuple[int, str]:
+        """The last row up to this one after which the place is known, and the place as a text."""
+        with self._lock:
+            known, place = _last_before(row, self._known)
+        return known, place.to_text()
+
+
+@final
+class CommonPlaces:
+    """Where the walks of all workers stood after some rows, as they told each other.
+
+    Args:
+      own: this worker's.
+      begun: where the epoch begins.
+      worker: which one this is.
+      read_ahead: rows that may be read before they are delivered.
+    """
+
+    every = ROWS_BETWEEN_LANDMARKS
+    early = True  # a state of the first steps knows the files that are open, too
+
+    def __init__(self, own: Places, begun: FilesPosition, worker: int, read_ahead: int) -> None:
+        self._own = own
+        self._worker = worker
+        self._first_row = begun.rows
+        self._keep = 2 + read_ahead // self.every + self.every.bit_length()
+        walks = {number: (row, place.to_text()) for number, (row, place) in enumerate(begun.walks)}
+        self._known: deque[tuple[int, dict[int, tuple[int, str]]]] = deque([(begun.rows, walks)])
+
+    def mine(self, rows: int) -> str:
+        """See ``PeriodicSync.mine``."""
+        row, place = self._own.at(self._first_row + rows)
+        return json.dumps({"worker": self._worker, "row": row, "place": place})
+
+    def learn(self, rows: int, texts: Sequence[str]) -> None:
+        """See ``PeriodicSync.learn``.
+
+        Raises:
+          InputError: a rank said something else.
+        """
+        self._known.append((self._first_row + rows, dict(map(_told_place, texts))))
+        while len(self._known) > self._keep:
+            self._known.popleft()
+
+    def at(self, row: int) -> list[tuple[int, str]]:
+        """For each worker, a row up to this one and the place of its walk after it."""
+        _, known = _last_before(row, list(self._known))
+        return [known[worker] for worker in range(len(known))]
+
+
+def _told_place(text: str) -> tuple[int, tuple[int, str]]:
+    """Which worker said it, and after which row its walk stood where."""
+    match told := plain_message(text):
+        case {"worker": int(worker), "row": int(row), "place": str(place)}:
+            return worker, (row, place)
+        case _:
+            raise InputError(
+                f"another rank sent {told!r:.100} as the place of its walk; every rank must run the same version of "
+                "torchdistinput."
+            )
+
+
+def _last_before(row: int, known: Sequence[tuple[int, T]]) -> tuple[int, T]:
+    """The last entry up to that row."""
+    for entry in reversed(known):
+        if entry[0] <= row:
+            return entry
+    raise AssertionError(f"the place after row {row} was asked for, but those before row {known[0][0]} are forgotten")

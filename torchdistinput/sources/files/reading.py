@@ -1,0 +1,238 @@
+"""The walk over the records of files, in the order of ``interleave``: what comes next, and where it comes from.
+
+**Going on.** A walk tells its place between any two records, and another walk goes on from there with the same records,
+in the same order and the same turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any, Final, final
+
+import numpy.typing as npt
+
+from torchdistinput.plan.file_resharding import ReaderCursor
+from torchdistinput.sources.files.interleave import Interleave, Turn, taken_turns
+from torchdistinput.sources.files.open_file import OpenFile, RecordPlace
+
+__all__ = ["RecordPlace", "RecordReader", "Reserved"]
+
+_MOST_READY: Final = 256  # rows of arrays are made as they are handed out
+
+
+@final
+class RecordReader:
+    """An iterator over undecoded records that knows where the last one came from.
+
+    Its files are opened as their turns come, and closed at the end, after an error, by ``close``, and when the walk is
+    dropped.
+
+    Args:
+      table: its turns, where they stand.
+    """
+
+    def __init__(self, table: Interleave) -> None:
+        self._table = table
+        self._records = _one_by_one(table)
+
+    def __iter__(self) -> Iterator[Any]:
+        """The walk's one generator: a loop over it makes no call of a method for every record."""
+        return self._records
+
+    def __next__(self) -> Any:
+        """The next record."""
+        return next(self._records)
+
+    @property
+    def place(self) -> RecordPlace:
+        """Where the last record came from.
+
+        Raises:
+          RuntimeError: before the first record.
+        """
+        if self._table.last is None:
+            raise RuntimeError("the walk has yielded no record yet, so there is no place")
+        return self._table.last.place()
+
+    @property
+    def opened(self) -> int:
+        """How many fresh files were opened so far."""
+        return self._table.opened
+
+    def position(self) -> ReaderCursor:
+        """Where the walk stands: another one that starts there yields the records that this one has not yielded."""
+        return self._table.position()
+
+    def take(self, count: int) -> list[Any]:
+        """The next ``count`` records, fewer at the end; ``places`` tells where they came from."""
+        table = self._table
+        table.taken = []
+        records: list[Any] = []
+        while len(records) < count:
+            found = table.take_rounds(count - len(records))
+            if not found:
+                turn = table.next_turn(count - len(records))
+                if turn is None:
+                    break
+                lane, wanted = turn
+                found = table.read(lane, lane.take, wanted)
+                if len(found) < wanted:
+                    table.end_lane(lane)
+            if records:
+                records += found
+            else:
+                records = found
+        return records
+
+    def reserve(self, count: int) -> Reserved:
+        """The next ``count`` records, fewer at the end, of which only those are read that are asked for.
+
+        Where a file has to be read from front to back, its records are read at once. Until the next call.
+        """
+        table = self._table
+        table.taken = []
+        table.let_go()
+        parts: list[list[Any] | Turn] = []
+        size = 0
+        while size < count:
+            if records := table.take_rounds(count - size):
+                parts.append(records)
+                size += len(records)
+                continue
+            turn = table.next_turn(count - size)
+            if turn is None:
+                break
+            lane, wanted = turn
+            before = lane.delivered
+            if lane.can_pass_over:
+                number = table.read(lane, lane.pass_over, wanted)
+                parts.append((lane, before, before + number))
+            else:
+                records = table.read(lane, lane.take, wanted)
+                number = len(records)
+                parts.append(records)
+            if number < wanted:
+                table.end_lane(lane, keep=True)
+            size += number
+        return Reserved(parts)
+
+    def take_ready(self) -> list[Any]:
+        """The next records, as far as they are at hand: at least one, none at the end only.
+
+        Good records in front of one that cannot be read are returned before its error is raised.
+        """
+        table = self._table
+        table.taken = []
+        if rounds := table.take_rounds(_MOST_READY):
+            return rounds
+        while (turn := table.next_turn(_MOST_READY)) is not None:
+            lane, wanted = turn
+            if records := table.read(lane, lane.take_ready, wanted):
+                return records
+            table.end_lane(lane)
+        return []
+
+    def places(self, lo: int, hi: int) -> list[RecordPlace]:
+        """Where the records ``[lo, hi)`` of the last ``take`` came from. Before the next record is taken."""
+        found: list[RecordPlace] = []
+        start = 0  # the position of the first record of a turn among those taken
+        for lane, first, end in taken_turns(self._table.taken):
+            stop = start + end - first
+            if lo < stop and start < hi:
+                found += lane.places(first + max(lo - start, 0), min(end, first + hi - start))
+            start = stop
+        return found
+
+    def close(self) -> None:
+        """Closes the open files; the walk is at its end. More calls do nothing."""
+        self._records.close()
+        self._table.close()
+
+
+@final
+class Reserved:
+    """Records of a walk that are read as slices of them are asked for.
+
+    Args:
+      parts: in order, records that were read already, or turns of which they are to be read.
+    """
+
+    def __init__(self, parts: Sequence[list[Any] | Turn]) -> None:
+        self._parts = parts
+        self._sizes = [len(part) if isinstance(part, list) else part[2] - part[1] for part in parts]
+        self._size = sum(self._sizes)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, wanted: slice) -> list[Any]:
+        """The records of a slice without a step. What a lane has of them is read at once.
+
+        Raises:
+          SourceError: naming the file.
+        """
+        found = self._parts_of(*wanted.indices(self._size)[:2])
+        ranges: dict[OpenFile, tuple[int, int]] = {}
+        for piece in found:
+            if not isinstance(piece, list):
+                lane, a, b = piece
+                ranges[lane] = (ranges[lane][0] if lane in ranges else a, b)
+        read = {lane: lane.read_range(a, b) for lane, (a, b) in ranges.items()}
+        whole: list[Any] = []
+        for piece in found:
+            if isinstance(piece, list):
+                whole += piece
+            else:
+                lane, a, b = piece
+                first = ranges[lane][0]
+                whole += read[lane][a - first : b - first]
+        return whole
+
+    def rows(self, lo: int, hi: int) -> list[npt.NDArray[Any]]:
+        """The records ``[lo, hi)`` as rows of arrays, one for each file; none where they are something else.
+
+        Raises:
+          SourceError: naming the file.
+        """
+        arrays: list[npt.NDArray[Any]] = []
+        turns = [part for part in self._parts_of(lo, hi) if not isinstance(part, list)]
+        if len({lane for lane, _, _ in turns}) == len(turns):  # else the files take turns: many short pieces
+            arrays = [rows for turn in turns if (rows := turn[0].read_rows(*turn[1:])) is not None]
+        return arrays if sum(map(len, arrays)) == hi - lo else []
+
+    def _parts_of(self, lo: int, hi: int) -> list[list[Any] | Turn]:
+        found: list[list[Any] | Turn] = []
+        for part, size in zip(self._parts, self._sizes, strict=True):
+            a, b = max(lo, 0), min(hi, size)
+            lo, hi = lo - size, hi - size  # as the next part counts
+            if a < b and isinstance(part, list):
+                found.append(part[a:b])
+            elif a < b:
+                lane, first, _ = part
+                found.append((lane, first + a, first + b))
+        return found
+
+
+def _one_by_one(table: Interleave) -> Generator[Any, None, None]:
+    """The records of all turns, until no file is open or waiting."""
+    try:
+        while (turn := table.next_turn(_MOST_READY)) is not None:
+            lane, wanted = turn
+            start = delivered = lane.delivered
+            previous, table.last = table.last, lane
+            try:
+                for record in lane.at_hand(wanted):
+                    lane.delivered = delivered = delivered + 1
+                    yield record
+                    if lane.delivered != delivered:  # records were taken meanwhile
+                        break
+            except BaseException as error:
+                table.fail(lane, error)
+                raise
+            finally:
+                if lane.delivered == start:
+                    table.last = previous
+            if lane.delivered == start:
+                table.end_lane(lane)
+    finally:
+        table.close()

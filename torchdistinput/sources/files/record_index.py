@@ -1,0 +1,165 @@
+"""Indices of files: where each record starts, so that a rank reads its share of a batch and nothing else.
+
+An index is made only where a folder for it was given, and lies there, never beside the data: one file for each file of
+data, made by reading that once. It says of which file it is, how large that was, and what else its filesystem tells of
+changes (an ETag, or a time). An index that does not fit the file any more is refused, and never replaced: who changed
+the file knows whether a saved state still fits. It appears complete or not at all, so that ranks may make the same one
+at the same time.
+
+**The format**: int64 (little endian), one for each record and one more: where each starts, and where the last one ends;
+then what is said of the file, as JSON; then how many bytes that has, as an int64.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Final, final
+
+import numpy as np
+import numpy.typing as npt
+
+from torchdistinput.errors import SourceError
+from torchdistinput.sources.files.checks import as_object
+from torchdistinput.sources.files.io import OpenedFile
+from torchdistinput.sources.files.reader_api import BlockReader, Layout, StartsOf
+from torchdistinput.sources.files.retry import one_line
+
+__all__ = ["IndexFolder"]
+
+_LOG = logging.getLogger("torchdistinput")
+
+_FORMAT: Final = "torchdistinput offsets 1"
+_MAX_SAID: Final = 1 << 16
+
+Offsets = npt.NDArray[np.int64]
+
+
+@final
+class IndexFolder:
+    """The indices of the files of one dataset. It pickles; nothing is kept open.
+
+    Args:
+      folder: where they are kept.
+      read: the reader; another one finds other records, and has indices of its own.
+
+    Raises:
+      TypeError: the folder is no path.
+      ValueError: no index can be made for the reader.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], read: Callable[..., Any]) -> None:
+        if not isinstance(as_object(folder), str | os.PathLike):
+            raise TypeError(f"index_folder must be the path of a folder, got {folder!r}")
+        if not isinstance(read, BlockReader) or read.starts is None:
+            raise ValueError(
+                f"index_folder was given with the reader {read!r:.100}, of which no index can be made: text_lines, "
+                "json_lines and tfrecords have one; fixed_length_records and npy_rows need none"
+            )
+        self._folder = os.path.abspath(os.fspath(folder))
+        self._starts: StartsOf = read.starts
+        self._reader = f"{read.__module__}.{read.__qualname__}"
+
+    def has(self, name: str) -> bool:
+        """Whether there is an index of a file."""
+        return self._path(name).exists()
+
+    def build(self, opened: OpenedFile) -> None:
+        """Makes the index of a file, whose content is read."""
+        path = self._path(opened.name)
+        try:
+            _save(path, opened, self._reader, self._starts(opened.stream))
+        except SourceError as error:  # the reader raises it, at the step to which it belongs
+            _LOG.warning("%s: no index: %s; all ranks will read the whole file", one_line(opened.name), error)
+            _save(path, opened, self._reader, None)
+
+    def layout(self, opened: OpenedFile) -> Layout | None:
+        """Where the records of a file are; ``None`` where it is to be read from front to back.
+
+        Raises:
+          SourceError: there is no index, it is damaged, or the file has changed since it was made.
+        """
+        offsets = _load(self._path(opened.name), opened, self._reader)
+        return None if offsets is None else Layout(len(offsets) - 1, lambda record: int(offsets[record]))
+
+    def _path(self, name: str) -> Path:
+        digest = hashlib.sha256(json.dumps([name, self._reader]).encode()).hexdigest()
+        return Path(self._folder, f"{digest[:32]}.index")
+
+
+def _save(path: Path, opened: OpenedFile, reader: str, starts: Iterable[Offsets] | None) -> None:
+    """Writes an index as a whole. Without ``starts`` it says that the file is to be read from front to back."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".part")
+    try:
+        with os.fdopen(handle, "wb") as body:
+            for piece in () if starts is None else starts:
+                body.write(piece.astype("<i8").tobytes())
+            records = None if starts is None else body.tell() // 8
+            if starts is not None:
+                body.write(opened.size.to_bytes(8, "little"))
+            said = json.dumps({**_facts(opened, reader), "records": records}).encode()
+            body.write(said + len(said).to_bytes(8, "little"))
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def _load(path: Path, opened: OpenedFile, reader: str) -> Offsets | None:
+    """What ``_save`` wrote, mapped into memory."""
+    name = one_line(opened.name)
+    try:
+        with path.open("rb") as file:
+            end = file.seek(-8, os.SEEK_END)
+            said = int.from_bytes(file.read(8), "little")
+            file.seek(max(0, end - min(said, _MAX_SAID)))
+            header = json.loads(file.read(min(said, _MAX_SAID)))
+    except FileNotFoundError as error:
+        raise SourceError(
+            f"{name}: its index {path} is not there. Every rank must see the same index_folder; make the indices with "
+            "FileDataset.build_index(), or give the files to distribute_dataset, which makes those that are missing.",
+            file=opened.name,
+        ) from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise _damaged(path, opened) from error
+    match header:
+        case {"records": (int() | None) as records, **facts}:
+            found = {key: facts.get(key) for key in ("format", "file", "reader", "size", "changed")}
+        case _:
+            raise _damaged(path, opened)
+    wanted = _facts(opened, reader)
+    if found != wanted:
+        differing = ", ".join(
+            f"{key} {found[key]!r} then, {wanted[key]!r} now" for key in wanted if found[key] != wanted[key]
+        )
+        raise SourceError(
+            f"{name}: the file is not the one of which the index {path} was made ({differing}). Put the file back, or "
+            "remove the index; it is made anew then.",
+            file=opened.name,
+        )
+    if records is None:
+        return None
+    if isinstance(records, bool) or records < 0 or end - said != 8 * (records + 1):
+        raise _damaged(path, opened)
+    return np.memmap(path, "<i8", "r", 0, (records + 1,))
+
+
+def _facts(opened: OpenedFile, reader: str) -> dict[str, Any]:
+    return {
+        "format": _FORMAT,
+        "file": opened.name,
+        "reader": reader,
+        "size": opened.size,
+        "changed": opened.changed,
+    }
+
+
+def _damaged(path: Path, opened: OpenedFile) -> SourceError:
+    message = f"{one_line(opened.name)}: its index {path} is damaged; remove it, and it is made anew."
+    return SourceError(message, file=opened.name)

@@ -1,0 +1,266 @@
+"""``FileDataset``s as sources, alone or in a ``DataLoader``; how their reading is left and entered again.
+
+In another world, the places of the old walks are brought forward to the row that was delivered last, by the new ranks
+together; then what was begun, and what nobody opened, is dealt anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast, final
+
+import torch
+from torch.utils.data import DataLoader, default_collate
+
+from torchdistinput.errors import StateMismatch
+from torchdistinput.plan.batching import Cutter, check_batch_size
+from torchdistinput.plan.file_resharding import ReaderCursor, fresh_files, redeal
+from torchdistinput.plan.options import InputOptions
+from torchdistinput.plan.sharding import AutoShardPolicy
+from torchdistinput.plan.topology import Topology
+from torchdistinput.sources.base import Exchange, RowStream
+from torchdistinput.sources.files.batching import Entrance, KnownRows, RecordRows, pass_over
+from torchdistinput.sources.files.dataset import FileDataset
+from torchdistinput.sources.files.position import CommonPlaces, FilesPosition, Places
+from torchdistinput.sources.in_worker import Cut, Failure, as_is
+from torchdistinput.sources.rng import Draw
+from torchdistinput.sources.split_batches import ReadyFns
+from torchdistinput.sources.torch_loader.run import LoaderRuns
+from torchdistinput.sources.torch_loader.settings import (
+    RebuiltLoader,
+    check_loader,
+    generator_digest,
+    is_read_here,
+    settings_of,
+)
+from torchdistinput.step_types import Start, Stream
+
+__all__ = ["RecordSource"]
+
+Collate = Callable[[Any], Any]
+
+
+@final
+class RecordSource:
+    """A ``FileDataset``: its records are batched here, or are ready batches.
+
+    Args:
+      data: the files, or a ``DataLoader`` over them.
+      policy: the policy in force.
+      topology: where this worker stands.
+      options: what the user asked for.
+      global_batch_size: G, if records are to be batched; a ``DataLoader`` has its own.
+      collate: makes a batch of samples; torch's ``default_collate`` if not given.
+    """
+
+    base_seed = "every"
+    needs_default_state = False
+    draws_order = False
+    collective_state = False
+
+    def __init__(
+        self,
+        data: FileDataset | DataLoader[Any],
+        policy: AutoShardPolicy,
+        topology: Topology,
+        options: InputOptions,
+        global_batch_size: int | None = None,
+        collate: Collate | None = None,
+    ) -> None:
+        shared = policy is AutoShardPolicy.DATA or topology.num_workers == 1
+        self._loader = data if isinstance(data, DataLoader) else None
+        self._drop_last = False
+        if self._loader is not None:
+            check_loader(self._loader, policy)
+            size = self._loader.batch_size
+            global_batch_size = None if size is None else check_batch_size(size, "batch_size")
+            collate = cast(Collate, self._loader.collate_fn)
+            self._drop_last = self._loader.drop_last
+        elif collate is None:
+            collate = as_is if global_batch_size is None else default_collate
+        self._dataset = cast(FileDataset, data.dataset if isinstance(data, DataLoader) else data)
+        self._lists_strings = self._dataset.yields_strings and collate is default_collate  # which gives the list back
+        self._cutter = Cutter(topology, shared, global_batch_size)
+        by_file = policy is AutoShardPolicy.FILE
+        self.bound_to_world = not shared and not by_file  # under OFF all workers read all files
+        self._options = options
+        self._reads_here = self._loader is None or is_read_here(self._loader)
+        # Where several read the same batches, each reads its own part of them, if the files are such that one can.
+        num_readers = 1 if self._loader is None else max(1, self._loader.num_workers)
+        in_ranges = num_readers > 1 or (shared and topology.num_workers > 1)
+        if in_ranges and self._dataset.has_index:
+            self._dataset.build_index(topology.worker, topology.num_workers)
+        self._rows = RecordRows(
+            self._dataset,
+            self._cutter,
+            collate,
+            by_file=by_file,
+            drop_last=self._drop_last,
+            with_index=options.with_index,
+            ready=ReadyFns(options.count_fn, options.split_fn),
+            skip=options.skips,
+            seeds=options.seed_samples,
+            in_ranges=in_ranges,
+            strings=self._lists_strings and self._reads_here,
+        )
+        self.workers = None if self._loader is None else _runs_of(self._loader)
+        self.draws_from_default_generator = self._loader is not None and self._loader.generator is None
+        certain = shared and not options.skips
+        self.certain_piece_size = self._cutter.certain_piece_size(drop_last=self._drop_last) if certain else None
+        self.largest_piece_size = self._cutter.largest_piece_size
+        lacks = self._cutter.may_lack_samples(drop_last=self._drop_last, num_samples=None)
+        self.may_lack_samples = lacks or (options.skips and topology.num_replicas > 1)
+
+    def fingerprint(self) -> Mapping[str, Any]:
+        """See ``Source.fingerprint``."""
+        facts = {"kind": "files", "batch size": self._cutter.global_batch_size, "drop_last": self._drop_last}
+        return {**facts, **self._dataset.fingerprint()}
+
+    def epoch_fingerprint(self) -> Mapping[str, Any]:
+        """See ``Source.epoch_fingerprint``."""
+        return {"generator state": None if self._loader is None else generator_digest(self._loader.generator)}
+
+    def num_steps(self) -> int | None:
+        """See ``Source.num_steps``."""
+        return None
+
+    def set_epoch(self, epoch: int) -> None:
+        """See ``Source.set_epoch``. The epoch comes with ``open``."""
+
+    def close(self) -> None:
+        """See ``Source.close``."""
+        if self.workers is not None:
+            self.workers.close()
+
+    def generators(self) -> Sequence[torch.Generator]:
+        """See ``Source.generators``. The order follows from the dataset's seed."""
+        return ()
+
+    def check(self, position: Sequence[Any]) -> None:
+        """See ``Source.check``."""
+        found = FilesPosition.from_json(position)
+        workers, rows = len(found.walks), {(found.rows - row) % len(found.walks) for row, _ in found.walks}
+        if self._cutter.global_batch_size is None and rows != {0} and not self._is_of_this_world(found):
+            raise StateMismatch(
+                f"step: the state was saved in the middle of ready batches, each of which {workers} workers deliver in "
+                f"{workers} steps. Save after a multiple of {workers} steps, or resume with {workers} workers."
+            )
+        self._dataset.check_unchanged(lane for _, place in found.walks for lane in place.lanes)
+
+    def resume(self, epoch: int, start: Start, share: Exchange) -> Start:
+        """See ``Source.resume``. Deals anew what another world has begun."""
+        if start.position is None:
+            return start
+        found = FilesPosition.from_json(start.position)
+        topology = self._cutter.topology
+        num_walks = 1 if self._cutter.shared else topology.num_workers
+        if self._is_of_this_world(found):
+            return start
+        mine = range(topology.worker, len(found.walks), topology.num_workers)
+        told = share(lambda: [[worker, self._forward(epoch, found, worker).to_json()] for worker in mine])
+        places = {worker: ReaderCursor.from_json(place) for each in told for worker, place in each}
+        dealt, deals = redeal([places[worker] for worker in range(len(found.walks))], found.deals, num_walks)
+        position = FilesPosition(topology.num_replicas, deals, [(0, place) for place in dealt], 0)
+        return replace(start, position=position.to_json())
+
+    def _is_of_this_world(self, found: FilesPosition) -> bool:
+        """Whether its walks and rows are those of as many workers and replicas."""
+        topology = self._cutter.topology
+        if self._cutter.shared:
+            return len(found.walks) == 1
+        return len(found.walks) == topology.num_workers and found.num_replicas == topology.num_replicas
+
+    def _forward(self, epoch: int, found: FilesPosition, worker: int) -> ReaderCursor:
+        """Where a worker of the other world stood after the last row that was delivered there."""
+        workers, (row, place) = len(found.walks), found.walks[worker]
+        there = Topology(num_workers=workers, replicas_per_worker=found.num_replicas // workers, worker=worker)
+        cutter = Cutter(there, workers == 1, self._cutter.global_batch_size)
+        files = fresh_files(self._dataset.file_order(epoch), found.deals)[worker::workers]
+        walk = self._dataset.walk(files, epoch, place, skip=self._options.skips)
+        try:
+            passed = pass_over(walk, cutter, found.rows - row, drop_last=self._drop_last)
+            if not passed.rows_left:
+                return walk.position()
+        finally:
+            walk.close()
+        again = self._dataset.walk(files, epoch, passed.place, skip=self._options.skips)
+        try:
+            again.take(cutter.rows(len(passed.records))[passed.rows_left - 1][-1][1])
+            return again.position()
+        finally:
+            again.close()
+
+    def open(self, epoch: int, draws: Draw, start: Start) -> Stream:
+        """See ``Source.open``."""
+        position = self._position_of(start)
+        worker = 0 if self._cutter.shared else self._cutter.topology.worker
+        row, place = walk = position.walks[worker]
+        rows = self._rows
+        if position.rows or start.position is not None:
+            rows = rows.of_epoch(epoch, Entrance(position.deals, place, position.rows - row, self._cutter.shared))
+        elif self.workers is None or not self.workers.can_last():
+            rows = rows.of_epoch(epoch)
+        else:
+            rows.set_epoch(epoch)
+        cuts: Iterator[Cut | KnownRows | Failure] = iter(())
+        close: Callable[[], None] | None = None
+        runs = self.workers
+        if runs is None:
+            cuts = iter(rows)
+        else:
+            run = draws(lambda: runs.start(rows, once=rows is not self._rows))
+            # Without loader workers and pinning, torch's loader would hand on each cut as it is: the start is all that
+            # is needed of it, for the random seed that it draws.
+            cuts, close = iter(rows) if self._reads_here else run, lambda: runs.finish(run)
+        own = Places(walk, position.rows, self._options.most_ahead)
+        common = None if self._cutter.shared else CommonPlaces(own, position, worker, self._options.most_ahead)
+        return RowStream(
+            own.rows_of(cuts, self._rows.label if self._options.with_index else None),
+            in_background=self._loader is not None and self._loader.num_workers > 0,
+            track=_Track(position, own, common),
+            close=close,
+            periodic_sync=common,
+            strings=self._lists_strings,
+            one_structure=self._cutter.global_batch_size is None and self._options.split_fn is None,
+        )
+
+    def _position_of(self, start: Start) -> FilesPosition:
+        if start.position is not None:
+            return FilesPosition.from_json(start.position)
+        topology = self._cutter.topology
+        walks = 1 if self._cutter.shared else topology.num_workers
+        return FilesPosition(topology.num_replicas, [], [(0, ReaderCursor())] * walks, start.steps)
+
+
+def _runs_of(loader: DataLoader[Any]) -> LoaderRuns:
+    return LoaderRuns(
+        lambda dataset: RebuiltLoader(dataset, batch_size=None, collate_fn=as_is, **settings_of(loader)),
+        lasting=loader.persistent_workers,
+    )
+
+
+@final
+class _Track:
+    """See ``sources.base.Track``: where the walks stood after some of the rows of one epoch.
+
+    Args:
+      begun: where the epoch begins.
+      own: where this worker's walk stands.
+      common: where those of all workers stand; ``None`` where all have the same.
+    """
+
+    owns_state = False
+
+    def __init__(self, begun: FilesPosition, own: Places, common: CommonPlaces | None) -> None:
+        self._begun = begun
+        self._own = own
+        self._common = common
+
+    def drawn(self) -> None:
+        """See ``Track.drawn``. Places are forgotten as new ones are told."""
+
+    def position(self, rows: int) -> list[Any]:
+        """See ``Stream.position``."""
+        row = self._begun.rows + rows
+        return self._begun.json_at(row, [self._own.at(row)] if self._common is None else self._common.at(row))

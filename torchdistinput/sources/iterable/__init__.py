@@ -1,0 +1,1 @@
+"""Iterables, loaders over them, and what a dataset function returned."""

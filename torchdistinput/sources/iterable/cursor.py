@@ -1,0 +1,380 @@
+"""Where the reading of opaque iterables stands: how it is saved, found out, and entered again.
+
+An opaque iterable is read by one or more *readers*: the loader workers of a ``DataLoader`` or this process, or, of a
+dataset function, the iterators of its datasets. Nothing is known of it but how many batches each reader has given, and
+the state of its own, if it has one, which is taken from time to time. To enter it again, each reader restores that
+state and passes over the batches since; without one it passes over all of them.
+
+Each batch is written to a log when it is fetched, which is ahead of its delivery; batches that count alike make one
+entry. What was delivered is worked off on the caller's thread: all of it where a position is asked for, and from time
+to time what must have been delivered, as steps are read ahead by so many only. So the log stays short also where nobody
+ever asks.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, final
+
+from torch.utils.data import get_worker_info
+
+from torchdistinput.errors import StateMismatch
+from torchdistinput.sources.iterable.user_state import Snapshot
+from torchdistinput.step_types import Row, Start
+
+__all__ = [
+    "Compared",
+    "Entry",
+    "Marked",
+    "Place",
+    "ReadLog",
+    "Reader",
+    "Taken",
+    "Wait",
+    "in_any_order",
+    "place_of",
+    "warn_of_reading_again",
+    "worker_number",
+]
+
+_TAG: Final = "iterable"
+_BETWEEN_PASSES: Final = 16  # draws, or entries; by which the log is longer. A pass costs some of what a step does
+
+
+class Reader(NamedTuple):
+    """Where one reader stands."""
+
+    batches: int = 0
+    """Batches that it gave, from the front."""
+    since: int = 0
+    """Those of them after the batch that ended with the element after ``text``; all of them where there is no text, or
+    one of before the first element."""
+    text: str | None = None
+    """The own state, as JSON."""
+    digest: int = 0
+    """Of the element after ``text``; 0 where it is not to be compared."""
+
+
+class Taken(NamedTuple):
+    """Batches that one reader gave."""
+
+    reader: int
+    batches: int
+    snapshot: Snapshot | None
+
+
+class Marked(NamedTuple):
+    """An element of an iterable, with the user's own state before it, or a call to compare its batch, or both."""
+
+    element: Any
+    snapshot: Snapshot | None
+    compared: bool = False
+    """Whether it begins a batch of which the ranks compare a digest."""
+
+
+class Compared(NamedTuple):
+    """A row as ``Counted``, and a number of the whole batch that it was cut from, which must be equal on all ranks."""
+
+    pieces: Row
+    sizes: tuple[int, ...]
+    read: int
+
+
+@final
+class Wait:
+    """Stands for an element of a batch without rows: the turn of a loader worker that passes."""
+
+
+def in_any_order() -> StateMismatch:
+    """Why there is no state in the middle of an epoch whose batches come in any order."""
+    return StateMismatch(
+        "the DataLoader has in_order=False, so its batches come in any order, and nobody knows which of them were "
+        "delivered. Build it with in_order=True to save its state in the middle of an epoch, or save it at the end."
+    )
+
+
+def worker_number() -> int:
+    """The number of this loader worker; 0 in a process that is none."""
+    info = get_worker_info()
+    return 0 if info is None else info.id
+
+
+@final
+class Place(NamedTuple):
+    """A place between two rows.
+
+    Args:
+      readers: where each reader stands.
+      turn: whose batch comes next.
+      rows: rows to pass over from there on.
+      samples: samples in all batches before.
+    """
+
+    readers: tuple[Reader, ...]
+    turn: int = 0
+    rows: int = 0
+    samples: int = 0
+
+    @property
+    def is_front(self) -> bool:
+        """Whether nothing was read before it."""
+        return self.rows == 0 and self == Place((Reader(),) * len(self.readers))
+
+    def to_json(self) -> list[Any]:
+        """As plain lists, ints and strings."""
+        return [_TAG, self.turn, self.rows, self.samples, [list(reader) for reader in self.readers]]
+
+    @classmethod
+    def from_json(cls, value: Sequence[Any], num_readers: int) -> Place:
+        """What ``to_json`` gave.
+
+        Args:
+          value: that.
+          num_readers: how many readers there are now.
+
+        Raises:
+          StateMismatch: it is malformed, or of another number of readers.
+        """
+        if not (len(value) == 5 and value[0] == _TAG and all(map(_is_count, value[1:4])) and _are_readers(value[4])):
+            raise StateMismatch(
+                f"position: found {value!r:.200}; {[_TAG, 0, 0, 0, [[0, 0, None, 0]]]!r} with other numbers is needed. "
+                "Load the state as it was saved."
+            )
+        if len(value[4]) != num_readers:
+            raise StateMismatch(
+                f"position: {len(value[4])} reader(s) (loader workers, or datasets of a function) in the state, "
+                f"{num_readers} here. Which of them reads what is known to the dataset only: use the same number."
+            )
+        if value[1] >= num_readers:
+            raise StateMismatch(f"position: the turn of reader {value[1]} of {num_readers}. Load the state as saved.")
+        # Before there were digests, a text was of another kind: such data is read again.
+        readers = (Reader(*each) if len(each) == 4 else Reader(each[0], each[0]) for each in value[4])
+        return cls(tuple(readers), *value[1:4])
+
+    def without_states(self) -> Place:
+        """The same place, to which all is read again."""
+        return self._replace(readers=tuple(Reader(each.batches, each.batches) for each in self.readers))
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _are_readers(value: object) -> bool:
+    return isinstance(value, list | tuple) and all(
+        isinstance(each, list | tuple)
+        and len(each) in {3, 4}
+        and _is_count(each[0])
+        and _is_count(each[1])
+        and each[1] <= each[0]
+        and (each[2] is None or isinstance(each[2], str))
+        and all(map(_is_count, each[3:]))
+        for each in value
+    )
+
+
+def place_of(start: Start, num_readers: int) -> Place:
+    """Where an epoch begins; without a position so many rows after the front.
+
+    Raises:
+      StateMismatch: see ``Place.from_json``.
+    """
+    if start.position is not None:
+        return Place.from_json(start.position, num_readers)
+    return Place((Reader(),) * num_readers, rows=start.steps)
+
+
+@final
+@dataclass(slots=True)
+class _Count:
+    """Where one reader stands, see ``Reader``; counted on, as that takes a third of the time of a new one."""
+
+    batches: int
+    since: int
+    text: str | None
+    digest: int
+
+
+@final
+@dataclass(slots=True)
+class Entry:
+    """Of the log: batches in a row that count alike.
+
+    Args:
+      rows: rows of each.
+      samples: samples in each.
+      taken: which readers gave each of them.
+      times: how many there are. The last entry of the log may still grow.
+    """
+
+    rows: int
+    samples: int
+    taken: Sequence[Taken]
+    times: int = 1
+
+
+@final
+class ReadLog:
+    """What was read, until it is known to be delivered. One for each stream.
+
+    Args:
+      place: where the stream begins.
+      read_ahead: how many rows may be drawn beyond the one that the consumer waits for.
+      owns_state: whether it is known that the dataset has a state of its own.
+      in_background: whether rows may be fetched by another thread than the caller's, which then tells of each draw.
+      in_order: whether the readers' batches come in turn.
+    """
+
+    def __init__(
+        self, place: Place, read_ahead: int, *, owns_state: bool, in_background: bool = True, in_order: bool = True
+    ) -> None:
+        self._in_order = in_order
+        self.owns_state = owns_state
+        self._readers = [_Count(*reader) for reader in place.readers]
+        self._turn = place.turn
+        self._samples = place.samples
+        self._rows = -place.rows  # where the first batch in the log begins, as rows since the stream was opened
+        self._behind = read_ahead + 2  # one that the consumer waits for, one that was looked at
+        self._in_background = in_background
+        self._drawn = 0
+        self._ended = False
+        self._refusal = ""
+        self._left_out = ""  # why an own state was not saved
+        self._warned = False
+        # Written by the thread that fetches, read by the caller's.
+        self._read: deque[Entry] = deque()
+        self._last = Entry(0, 0, (), 0)
+        self._entries = 0
+        self._fetched = self._rows  # rows before the last entry, as rows since the stream was opened
+        self._passed = 0  # batches of the first entry that were worked off
+
+    def add(self, rows: int, samples: int, taken: Sequence[Taken]) -> Entry:
+        """Batches were fetched, which make so many rows. The thread that fetches.
+
+        Returns where they are counted; the next ones that count alike may be counted there as well as by another call.
+
+        Args:
+          rows: that.
+          samples: samples in them.
+          taken: which readers gave them; the same object again where it would be equal.
+        """
+        last = self._last
+        if taken is last.taken and samples == last.samples and rows == last.rows:
+            last.times += 1
+            return last
+        self._fetched += last.rows * last.times
+        self._last = last = Entry(rows, samples, taken)
+        self._read.append(last)
+        self._entries += 1
+        if not (self._in_background or self._entries % _BETWEEN_PASSES):
+            self._pass(self._fetched - self._behind)  # whoever asks for these rows has drawn all those before
+        return last
+
+    def end(self) -> None:
+        """There are no more. The thread that fetches."""
+        self._ended = True
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all was read."""
+        return self._ended
+
+    def drawn(self) -> None:
+        """Another row was asked for, so those that cannot be read ahead any more were delivered. Caller's thread."""
+        self._drawn += 1
+        if not self._drawn % _BETWEEN_PASSES:
+            self._pass(self._drawn - self._behind)
+
+    def position(self, rows: int) -> list[Any]:
+        """See ``Stream.position``.
+
+        Raises:
+          StateMismatch: the dataset's own state cannot be saved, or nobody knows which batches came.
+        """
+        if not self._in_order:
+            raise in_any_order()
+        self._pass(rows)
+        if self._refusal:
+            raise StateMismatch(self._refusal)
+        if self._left_out and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"the data's own state cannot be saved, so on a resume the data is read again: {self._left_out} Give "
+                'InputOptions(own_state="use") to have this as an error, or "ignore" not to ask for it.',
+                stacklevel=2,
+            )
+        # Past its end a worker counts rows that others have.
+        left = 0 if self._ended and not self._left() else rows - self._rows
+        readers = tuple(Reader(each.batches, each.since, each.text, each.digest) for each in self._readers)
+        return Place(readers, self._turn, left, self._samples).to_json()
+
+    def _left(self) -> bool:
+        """Whether a batch in the log was not worked off."""
+        return len(self._read) > 1 or (bool(self._read) and self._read[0].times > self._passed)
+
+    def _pass(self, rows: int) -> None:
+        read = self._read
+        while read:
+            grows = len(read) == 1  # looked at first: another entry is only begun when this one is done with
+            entry = read[0]
+            times = min(entry.times - self._passed, (rows - self._rows) // entry.rows)
+            if times > 0:
+                self._work_off(entry, times)
+            if grows or self._passed < entry.times:
+                return
+            read.popleft()
+            self._passed = 0
+
+    def _work_off(self, entry: Entry, times: int) -> None:
+        self._passed += times
+        self._rows += times * entry.rows
+        self._samples += times * entry.samples
+        for number, batches, snapshot in entry.taken:
+            reader = self._readers[number]
+            reader.batches += times * batches
+            reader.since += times * batches
+            if snapshot is not None:
+                self.owns_state = True
+                if snapshot.reads_again:
+                    self._left_out = snapshot.refusal
+                    continue
+                reader.since, reader.text, reader.digest = 0, snapshot.text, snapshot.digest
+                self._refusal = snapshot.refusal
+        self._turn = (entry.taken[-1].reader + 1) % len(self._readers)
+
+
+_NOT_DRAWN_AGAIN: Final = (
+    " Its loader workers had lived on from an epoch before (persistent_workers=True): if it draws from their random "
+    "state, other elements come this time, and some are repeated or lost. Let it draw from a generator of its own that "
+    "follows from set_epoch(), or use persistent_workers=False."
+)
+
+
+def warn_of_reading_again(
+    start: Start, place: Place, per_batch: int, data: object, *, unused: str = "", lived_on: bool = False
+) -> None:
+    """Says what it costs to enter an iterable without a state of its own. Once for each time that one is entered.
+
+    Args:
+      start: where the epoch begins.
+      place: the same as a place.
+      per_batch: elements of the iterable that make a batch.
+      data: the iterable.
+      unused: why a state that it has is not used.
+      lived_on: whether loader workers read it that were in an epoch after their first one.
+    """
+    batches = sum(reader.since for reader in place.readers if reader.text is None)
+    sought = start.position is None
+    again = "" if sought else f": {batches * per_batch} element(s)"
+    if batches or (sought and start.steps):
+        warnings.warn(
+            f"the iterable {type(data).__name__} is read again from its front, to go on after {start.steps} steps"
+            f"{again}. "
+            + (f"Its own state is not used: {unused}. " if unused else "")
+            + "To avoid that, give the dataset or its iterator state_dict() and load_state_dict(), or use a map-style "
+            "dataset or a FileDataset." + (_NOT_DRAWN_AGAIN if lived_on else ""),
+            stacklevel=3,
+        )

@@ -1,0 +1,165 @@
+"""Data that each rank has a part of already: which libraries' data that is, and what is to be done about it.
+
+Under policy DATA every rank must have the same data, and takes its part of it. Of an opaque iterable the ranks compare
+what they read (see ``batch_digests``). Of map-style data each reads other samples, so they compare what can be told of
+the samples without reading any: the indices of a ``Subset``, a few bytes of tensors in memory, a few rows of an Arrow
+table, and the names of files or samples that a dataset keeps in a list. Reading a sample might draw at random, count,
+or take long. So a dataset of the user's own that computes its part of something from its rank is not found out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
+
+from torchdistinput.coordination.batch_digests import digest_of_read
+from torchdistinput.sources.base import length_of
+from torchdistinput.sources.map_style.table import Table
+
+__all__ = ["PART_WAY_OUT", "divides_itself", "part_of", "way_out_for"]
+
+_OFF: Final = "auto_shard_policy=AutoShardPolicy.OFF (in the drop-in policy=AutoShardPolicy.OFF)"
+_BY_LIBRARY: Final = {
+    "litdata": "A StreamingDataset of LitData divides itself by the default process group, and cannot be told not to: "
+    f"read it under {_OFF}.",
+    "streaming": "A StreamingDataset of MosaicML divides itself by RANK and WORLD_SIZE, and cannot be told not to: "
+    f"read it under {_OFF}.",
+    "webdataset": "A WebDataset divides its shards by its nodesplitter: give nodesplitter=None, and where it shuffles "
+    f"an rng= that is seeded alike on all ranks; or keep split_by_node, and read it under {_OFF}.",
+    "datasets": "A dataset of Hugging Face is divided by split_dataset_by_node: leave that out, and seed shuffle() "
+    f"alike on all ranks; or keep it, and read the dataset under {_OFF}.",
+    "ray": f"A shard of Ray (get_dataset_shard, streaming_split) is a rank's own part: read it under {_OFF}.",
+}
+_IN_GENERAL: Final = (
+    "This source divides itself, or what is random in it is not the same on all ranks. If each rank's part is to be "
+    f"trained on, use {_OFF}: each rank then reads what its source yields, and nothing else; AutoShardPolicy.HINT for "
+    "one that has shard(num_shards, index); or distribute_datasets_from_function. Else tell the source not to divide "
+    "itself, and seed what it shuffles or augments alike on every rank, not by the rank."
+)
+_MOST_INSIDE: Final = 8
+PART_WAY_OUT: Final = (
+    "If each rank was given a part of the data already (a Subset of its own, split_dataset_by_node): give every rank "
+    "the whole, of which it takes its part, or keep the parts and use distribute_datasets_from_function. What splits "
+    "or makes data at random (random_split, torch.randn) must be seeded alike on all ranks, and files listed in "
+    "the same order."
+)
+"""What to do where ranks were given different map-style data."""
+_MOST_COMPARED: Final = 64
+_NAMES_OF_INDICES: Final = ("indices", "index", "idx", "idxs", "ids")
+
+
+def way_out_for(data: object) -> str:
+    """What to do with an iterable of which each rank yields something else. Local."""
+    known = (_BY_LIBRARY[library] for each in _nested(data) if (library := _library_of(each)) in _BY_LIBRARY)
+    told = next(known, "")
+    return f"{told} {_IN_GENERAL}" if told else _IN_GENERAL
+
+
+def divides_itself(data: object) -> bool:
+    """Whether it is certain that each rank yields a part of its own. Local."""
+    for each in _nested(data):
+        library = _library_of(each)
+        if library in ("litdata", "streaming") and type(each).__name__ == "StreamingDataset":
+            return True
+        if library == "datasets" and getattr(each, "_distributed", None) is not None:
+            return True
+        if library == "webdataset" and any(
+            getattr(stage, "__name__", "") == "split_by_node" for stage in getattr(each, "pipeline", ())
+        ):
+            return True
+    return False
+
+
+def _library_of(value: object) -> str:
+    return type(value).__module__.partition(".")[0]
+
+
+def _nested(data: object) -> Iterator[object]:
+    """The data, and what it says that it is made of."""
+    for _ in range(_MOST_INSIDE):
+        yield data
+        inner: Any = getattr(data, "dataset", None)
+        if inner is None or inner is data:
+            return
+        data = inner
+
+
+def part_of(dataset: Any) -> str:
+    """Which samples a map-style dataset has, as far as that can be told without reading any; else nothing. Local.
+
+    Returns:
+      a short text that is equal for equal data.
+    """
+    told = list(_told_of(dataset, _MOST_INSIDE))
+    if not told:
+        return ""
+    indices = getattr(dataset, "indices", None)
+    first = f" with the indices {_few(indices)}" if isinstance(dataset, Subset) and indices is not None else ""
+    return f"a {type(dataset).__name__}{first} (checksum {_joined(told):x})"
+
+
+def _joined(digests: Iterable[int]) -> int:
+    return digest_of_read(" ".join(map(str, digests)).encode())
+
+
+def _few(indices: Sequence[Any]) -> str:
+    return ", ".join(str(int(each)) for each in indices[:4]) + (", ..." if len(indices) > 4 else "")
+
+
+def _told_of(dataset: Any, depth: int) -> Iterator[int]:
+    """Digests of what is known of a dataset's samples, and of those inside of it."""
+    if depth == 0:
+        return
+    if isinstance(dataset, TensorDataset | Table):
+        yield digest_of_read(list(dataset.tensors) if isinstance(dataset, TensorDataset) else dataset.columns)
+    elif isinstance(dataset, ConcatDataset):
+        for each in dataset.datasets[:_MOST_INSIDE]:
+            yield from _told_of(each, depth - 1)
+    elif _library_of(dataset) == "datasets" and hasattr(dataset, "with_format"):
+        yield _rows_of_arrow(dataset)
+    elif isinstance(dataset, Dataset):
+        yield from _attributes_of(dataset, depth)
+
+
+def _rows_of_arrow(dataset: Any) -> int:
+    """A digest of some rows as they are in the table: no format and no transform of the user's is applied."""
+    length = len(dataset)
+    places = sorted({0, length // 3, 2 * length // 3, length - 1}) if length else []
+    return digest_of_read([length, dataset.with_format("arrow")[places].to_pydict() if places else None])
+
+
+def _attributes_of(dataset: Dataset[Any], depth: int) -> Iterator[int]:
+    """What a dataset keeps of its samples: indices or names, one for each, and a dataset that it wraps."""
+    length = length_of(dataset)
+    for name, value in sorted(getattr(dataset, "__dict__", {}).items()):
+        if isinstance(value, Dataset) or _library_of(value) == "datasets":
+            yield from _told_of(value, depth - 1)
+        elif length and _is_sequence(value) and len(value) == length:
+            some = value[:: -(-length // _MOST_COMPARED)]
+            if all(map(_is_name, some)) or (name in _NAMES_OF_INDICES and all(map(_is_index, some))):
+                yield _joined(digest_of_read(_plain(each)) for each in some)
+
+
+def _is_sequence(value: Any) -> bool:
+    return isinstance(value, list | tuple | range) or (isinstance(value, np.ndarray | torch.Tensor) and value.ndim == 1)
+
+
+def _is_name(value: Any) -> bool:
+    """Whether it is a text, or tells one first, as (path, class) of an image does."""
+    if isinstance(value, list | tuple) and value:
+        return isinstance(value[0], str) and all(isinstance(each, str | int) for each in value)
+    return isinstance(value, str)
+
+
+def _is_index(value: Any) -> bool:
+    return isinstance(value, int | np.integer) or (
+        isinstance(value, torch.Tensor) and not value.is_floating_point() and value.device.type == "cpu"
+    )
+
+
+def _plain(value: Any) -> Any:
+    return value if _is_name(value) else int(value)

@@ -1,0 +1,401 @@
+"""What a dataset function returned: one dataset for the worker, or one for each local replica."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from torchdistinput.errors import BatchingError, InputError, StateMismatch
+from torchdistinput.plan.options import InputOptions
+from torchdistinput.plan.topology import Topology
+from torchdistinput.sources.base import Exchange, RowStream
+from torchdistinput.sources.files.checks import refuse_class
+from torchdistinput.sources.in_worker import Failure, cannot_skip
+from torchdistinput.sources.iterable.cursor import (
+    Marked,
+    Place,
+    Reader,
+    ReadLog,
+    Taken,
+    place_of,
+    warn_of_reading_again,
+)
+from torchdistinput.sources.iterable.reading import CapturingIterator
+from torchdistinput.sources.iterable.reopening import Reopened
+from torchdistinput.sources.iterable.skip_in_loader import can_pass_over, passing_over, tell_shuffler
+from torchdistinput.sources.iterable.user_state import NOBODY, Snapshot, entered, why_unused
+from torchdistinput.sources.rng import Draw, SharedRng, generators_of, packed, unpacked
+from torchdistinput.sources.sample_index import Positions
+from torchdistinput.sources.sample_seed import cannot_seed
+from torchdistinput.sources.set_epoch import ToldEpochs
+from torchdistinput.sources.split_batches import Measure
+from torchdistinput.sources.torch_loader.open_runs import OpenRuns
+from torchdistinput.sources.torch_loader.run import LoaderRun, begin_anew_if_ended
+from torchdistinput.sources.torch_loader.settings import started_like_ours
+from torchdistinput.step_types import Counted, Row, Start, Stream
+
+__all__ = ["FunctionSource"]
+
+_FRONT: Final = Reader()
+
+
+@final
+class FunctionSource:
+    """What a dataset function returned: taken as it is, one of its batches for each local replica and step.
+
+    Args:
+      datasets: the worker's dataset, or one for each local replica.
+      topology: where this worker stands.
+      options: what the user asked for; that data that fails is left out is refused.
+
+    Raises:
+      InputError: what the function returned is no data, or cannot leave out what fails.
+      BatchingError: it is a dataset of single samples.
+    """
+
+    bound_to_world = True
+    draws_order = False
+    collective_state = True
+    certain_piece_size: int | None = None
+    largest_piece_size: int | None = None
+
+    def __init__(self, datasets: Sequence[Any], topology: Topology, options: InputOptions) -> None:
+        if options.skips:
+            raise cannot_skip("a dataset function")
+        if options.seed_samples:
+            raise cannot_seed("a dataset function")
+        self._datasets = datasets
+        self._topology = topology
+        self._options = options
+        self._reopen: list[Callable[[], Iterable[Any]]] = [Reopened(dataset) for dataset in datasets]
+        self.may_lack_samples = topology.num_replicas > 1
+        self.told = ToldEpochs(*datasets)
+        self._has_begun = False
+        self._lasting: dict[int, LoaderRun] = {}
+        self.workers = OpenRuns()
+        # Of several workers each has a random state of its own, which is part of its position.
+        self.needs_default_state = self.draws_from_default_generator = topology.num_workers == 1
+        for dataset in datasets:
+            _check(dataset)
+
+    @property
+    def base_seed(self) -> str:
+        """See ``Source.base_seed``."""
+        lasting = any(isinstance(each, DataLoader) and each.persistent_workers for each in self._datasets)
+        return ("never" if self._has_begun else "first") if lasting else "every"
+
+    def fingerprint(self) -> Mapping[str, Any]:
+        """See ``Source.fingerprint``. Lengths may differ from worker to worker."""
+        return {"kind": "from function", "datasets": len(self._datasets)}
+
+    def epoch_fingerprint(self) -> Mapping[str, Any]:
+        """See ``Source.epoch_fingerprint``."""
+        return {}
+
+    def num_steps(self) -> int | None:
+        """See ``Source.num_steps``."""
+        return None
+
+    def set_epoch(self, epoch: int) -> None:
+        """See ``Source.set_epoch``."""
+        self.told.tell(epoch)
+
+    def close(self) -> None:
+        """See ``Source.close``."""
+        for number, run in list(self._lasting.items()):  # an interruption leaves to the next call what is not done
+            run.close()
+            self._reopen[number] = Reopened(self._datasets[number])
+            self._lasting.pop(number, None)
+
+    def generators(self) -> Sequence[torch.Generator]:
+        """See ``Source.generators``. Of several workers each has its own, see ``DrawsAlone``."""
+        return () if self.draws_alone else self._own_generators()
+
+    @property
+    def draws_alone(self) -> bool:
+        """See ``DrawsAlone.draws_alone``."""
+        return self._topology.num_workers > 1
+
+    def first_position(self) -> list[Any]:
+        """See ``DrawsAlone.first_position``."""
+        return [place_of(Start(), len(self._datasets)).to_json(), [packed(state) for state in self._states_now()]]
+
+    def restore(self, position: Sequence[Any]) -> None:
+        """See ``DrawsAlone.restore``."""
+        states = self._split(position)[1]
+        if states:
+            torch.set_rng_state(states[0])
+        for generator, state in zip(self._own_generators(), states[1:], strict=False):
+            generator.set_state(state)
+
+    def _states_now(self) -> list[torch.Tensor]:
+        return [torch.get_rng_state(), *(generator.get_state() for generator in self._own_generators())]
+
+    def _own_generators(self) -> Sequence[torch.Generator]:
+        loaders = [each for each in self._datasets if isinstance(each, DataLoader)]
+        return generators_of(*(part for each in loaders for part in (each, each.sampler, each.batch_sampler)))
+
+    def check(self, position: Sequence[Any]) -> None:
+        """See ``Source.check``."""
+        self._split(position)
+
+    def resume(self, epoch: int, start: Start, share: Exchange) -> Start:
+        """See ``Source.resume``."""
+        return start
+
+    def _split(self, position: Sequence[Any]) -> tuple[Place, list[torch.Tensor]]:
+        """The place, and the random states of this worker's own."""
+        if len(position) != 2 or not isinstance(position[1], Sequence) or not isinstance(position[0], Sequence):
+            raise StateMismatch(f"position: found {position!r:.200}. Load the state as it was saved.")
+        place = Place.from_json(position[0], len(self._datasets))
+        states = [unpacked(text) for text in position[1]]
+        if states and len(states) != 1 + len(self._own_generators()):
+            raise StateMismatch(
+                f"position: {len(states) - 1} generator(s) in the state, the DataLoaders that the dataset function "
+                f"returned here have {len(self._own_generators())}. Return them with the same generators."
+            )
+        return place, states
+
+    @property
+    def _per_dataset(self) -> int:
+        """Batches of each dataset in a row."""
+        return self._topology.replicas_per_worker // len(self._datasets)
+
+    def open(self, epoch: int, draws: Draw, start: Start) -> Stream:
+        """See ``Source.open``."""
+        for each in self._datasets:
+            if isinstance(each, DataLoader):
+                tell_shuffler(each, epoch)
+        self.told.tell(epoch)
+        place, states = self._place_of(start)
+        if start.steps and states:  # in the middle of an epoch: whatever was drawn since the state was loaded
+            draws = SharedRng(states[0])
+            for generator, state in zip(self._own_generators(), states[1:], strict=True):
+                generator.set_state(state)
+        elif self.draws_alone:
+            states = self._states_now()
+        # Made now: loader workers are started from the thread that asks for them.
+        opened = draws(lambda: [self._enter(number, reader, start) for number, reader in enumerate(place.readers)])
+        self._has_begun = True
+        in_background = all(isinstance(each, DataLoader) and each.num_workers > 0 for each in self._datasets)
+        log = ReadLog(place, self._options.most_ahead, owns_state=True, in_background=in_background)
+        positions = Positions(self._topology, shared=self._topology.num_workers == 1, taken=place.samples)
+        count = Measure(self._options.count_fn)
+        numbers = positions if self._options.with_index else None
+        rows = _dealt_rows(opened, self._per_dataset, log, place.rows, numbers, count)
+
+        def close() -> None:
+            _close_all(opened, self.workers)
+            self.told.look()
+
+        return RowStream(
+            rows,
+            in_background=in_background,
+            track=_Track(log, states, self._datasets),
+            close=close,
+            draws=draws,
+            one_structure=True,
+        )
+
+    def _place_of(self, start: Start) -> tuple[Place, list[torch.Tensor]]:
+        """Where to begin, and the random states of this worker's own, if it had any."""
+        count = len(self._datasets)
+        if start.position is not None:
+            return self._split(start.position)
+        if self._options.with_index:  # the sizes of the batches before count, so they are read
+            return place_of(start, count), []
+        passed = start.steps * self._per_dataset
+        return Place((Reader(passed, passed),) * count), []
+
+    def _enter(self, number: int, reader: Reader, start: Start) -> _Opened:
+        data = self._reopen[number]()
+        self.told.tell_also(data)
+        if isinstance(data, DataLoader):
+            begin_anew_if_ended(data)
+        # Of several datasets, one may have ended while the steps of the others were counted.
+        at_least = reader.since if len(self._datasets) == 1 else 0
+        marks = (self._per_dataset, self._options.snapshot_every)
+        if can_pass_over(data):
+            loader = self._passing_over(number, data, reader, at_least, start)
+            with started_like_ours(loader):
+                later = LoaderRun(iter(loader))
+            if loader is not data and loader.persistent_workers:
+                self._lasting[number] = later
+            return self._opened(CapturingIterator(later, NOBODY, *marks, number=reader.batches), loader, later)
+        own_state = self._options.own_state
+        unused = why_unused(data, own_state)
+        reader = Reader(reader.batches, reader.batches) if unused else reader
+        warn_of_reading_again(start, Place((reader,)), 1, data, unused=unused)
+        with started_like_ours(data):
+            iterator, kept = entered(data, reader.text, own_state)
+        run = LoaderRun(iterator) if isinstance(data, DataLoader) else None
+        batches = iterator if run is None else run
+        guarded = CapturingIterator(batches, kept, *marks, number=reader.batches - reader.since)
+        return self._opened(guarded, data, run, reader, at_least)
+
+    def _opened(
+        self,
+        batches: CapturingIterator,
+        data: Iterable[Any],
+        run: LoaderRun | None,
+        enters_at: Reader = _FRONT,
+        at_least: int = 0,
+    ) -> _Opened:
+        if run is not None:
+            self.workers.add(run)
+        return _Opened(batches, run, isinstance(data, DataLoader) and data.persistent_workers, enters_at, at_least)
+
+    def _passing_over(
+        self, number: int, loader: DataLoader[Any], reader: Reader, at_least: int, start: Start
+    ) -> DataLoader[Any]:
+        """The loader, or one that begins later; in place of it for good where its workers live on."""
+        begun = loader.persistent_workers and self._has_begun
+        if not (reader.since or start.replay or (start.base_seed == "never" and not begun)):
+            return loader
+        if number in self._lasting:  # of a resume before
+            self._lasting.pop(number).close()
+        later = passing_over(loader, reader.since, at_least, start)
+        if later.persistent_workers:
+            self._reopen[number] = lambda: later
+        return later
+
+
+@final
+@dataclass(frozen=True)
+class _Opened:
+    """A dataset that is read.
+
+    Args:
+      batches: its batches.
+      run: of its loader workers, if it is a loader.
+      lives_on: whether the run is not to be ended with the epoch.
+      enters_at: where it is to begin.
+      at_least: so many batches there must be after the own state.
+    """
+
+    batches: CapturingIterator
+    run: LoaderRun | None
+    lives_on: bool
+    enters_at: Reader = _FRONT
+    at_least: int = 0
+
+
+@final
+class _Track:
+    """See ``sources.base.Track``: the place, and the random states of this worker's own as the epoch began.
+
+    Args:
+      log: knows the place.
+      states: the default random state and those of the generators; none where every worker's are the same.
+      datasets: the worker's.
+    """
+
+    owns_state = True
+
+    def __init__(self, log: ReadLog, states: Sequence[torch.Tensor], datasets: Sequence[Any]) -> None:
+        self._log = log
+        self._states = states
+        self._datasets = datasets
+        self._texts: list[str] | None = None
+
+    def drawn(self) -> None:
+        """See ``Track.drawn``."""
+        self._log.drawn()
+
+    def position(self, rows: int) -> list[Any]:
+        """See ``Stream.position``.
+
+        Raises:
+          StateMismatch: the dataset's own state cannot be saved, or nobody knows which batches came.
+        """
+        for each in self._datasets:
+            if isinstance(each, DataLoader) and each.num_workers > 1 and not each.in_order:
+                raise StateMismatch(
+                    "the dataset function returned a DataLoader with in_order=False, whose batches come in any order: "
+                    "nobody knows which of them were delivered. Build it with in_order=True to save its state."
+                )
+        if self._texts is None:
+            self._texts = [packed(state) for state in self._states]
+        return [self._log.position(rows), self._texts]
+
+
+def _check(dataset: Any) -> None:
+    refuse_class(dataset, "what the dataset function returned")
+    if isinstance(dataset, DataLoader):
+        refuse_class(dataset.dataset, "the dataset of the DataLoader that the dataset function returned")
+    if isinstance(dataset, Dataset) and not isinstance(dataset, IterableDataset):
+        raise BatchingError(
+            f"the dataset function returned a {type(dataset).__name__}, a map-style dataset of single samples; "
+            "batches are needed. Return DataLoader(dataset, batch_size=context.get_per_replica_batch_size(G))."
+        )
+    if not isinstance(dataset, Iterable) and (isinstance(dataset, type) or not callable(dataset)):
+        raise InputError(
+            f"the dataset function returned a {type(dataset).__name__}; a DataLoader or another iterable of "
+            "batches is needed."
+        )
+
+
+def _close_all(opened: Iterable[_Opened], workers: OpenRuns) -> None:
+    for each in opened:
+        if each.run is not None:
+            workers.remove(each.run)
+            if not (each.lives_on and each.run.can_go_on):
+                each.run.close()
+
+
+def _dealt_rows(
+    opened: Sequence[_Opened], per_dataset: int, log: ReadLog, left: int, positions: Positions | None, count: Measure
+) -> Generator[Counted, None, None]:
+    """Rows of the next batches of each dataset, ``None`` where one has ended, until all have.
+
+    Args:
+      opened: the datasets.
+      per_dataset: batches of each in a row.
+      log: learns of every row.
+      left: rows to pass over first.
+      positions: numbers the samples by the order in which this worker reads them; ``None`` without an index.
+      count: counts the samples of a batch.
+    """
+    for each in opened:
+        problem = each.batches.enter(each.enters_at, each.enters_at.since, each.at_least)
+        if problem is not None:
+            problem.reraise()
+    taken: list[Taken] = []
+    while True:
+        row: Row = []
+        found = [_take(number, each.batches, per_dataset, row) for number, each in enumerate(opened)]
+        if found != taken:
+            taken = found
+        if all(batch is None for batch in row):
+            break
+        samples = 0
+        sizes = count.each(row) if positions is not None or not left else ()
+        if positions is not None:
+            row, samples = positions.beside(row, sizes)
+        log.add(1, samples, taken)
+        if left:
+            left -= 1
+        else:
+            yield Counted(row, sizes)
+    log.end()
+    if left:
+        raise StateMismatch(f"the data ended {left} step(s) before the one where the epoch was to begin.")
+
+
+def _take(number: int, batches: Iterator[Any], count: int, row: Row) -> Taken:
+    """Puts the next batches of a dataset into the row; a ``Failure`` is raised."""
+    snapshot: Snapshot | None = None
+    found = 0
+    for _ in range(count):
+        batch = next(batches, None)
+        if isinstance(batch, Failure):
+            batch.reraise()
+        if isinstance(batch, Marked):
+            batch, snapshot, _ = batch
+        row.append(batch)
+        found += batch is not None
+    return Taken(number, found, snapshot)

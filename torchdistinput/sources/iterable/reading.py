@@ -1,0 +1,419 @@
+"""Reading an opaque iterable from a place on, in a loader worker or in this process; see ``cursor``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from functools import cache
+from itertools import chain
+from typing import Any, NamedTuple, cast, final
+
+from torch.utils.data import IterableDataset, get_worker_info
+
+from torchdistinput.coordination.batch_digests import BATCHES_BETWEEN, digest_of_element
+from torchdistinput.errors import StateMismatch
+from torchdistinput.plan.batching import Cutter
+from torchdistinput.sources.in_worker import ENDS, Cut, Failure, OnFailure, cut_of
+from torchdistinput.sources.iterable.cursor import (
+    Compared,
+    Entry,
+    Marked,
+    Place,
+    Reader,
+    ReadLog,
+    Taken,
+    Wait,
+    worker_number,
+)
+from torchdistinput.sources.iterable.data_pipes import PipeSetting, is_data_pipe
+from torchdistinput.sources.iterable.user_state import NOBODY, Kept, OwnState, begun_again, entered
+from torchdistinput.sources.sample_index import Positions
+from torchdistinput.sources.set_epoch import HearsEpochs
+from torchdistinput.step_types import Counted, Known, Like, ReadFailure, Row
+
+__all__ = ["CapturingIterable", "CapturingIterator", "Entrance", "entrances_at", "labels_by_position", "rows_logged"]
+
+_END = object()
+
+
+@final
+class Entrance(NamedTuple):
+    """Where one reader of an iterable begins.
+
+    Args:
+      reader: where it stands.
+      waits: whether its first turn passes, as another reader's batch comes first.
+    """
+
+    reader: Reader
+    waits: bool
+
+
+def entrances_at(place: Place) -> list[Entrance]:
+    """Where each loader worker begins, so that torch's turns go on at a place."""
+    return [Entrance(reader, waits=number < place.turn) for number, reader in enumerate(place.readers)]
+
+
+@final
+class CapturingIterable(IterableDataset[Any]):
+    """An iterable dataset whose exception is its last element, as a ``Failure``.
+
+    Loader workers take turns, and torch begins with the first of them. Where it is another one's turn, the workers
+    before it answer with an empty batch once, so that seeds and numbers of the workers stay what they were.
+
+    Args:
+      dataset: the user's dataset.
+      per_batch: elements that make a batch.
+      snapshot_every: batches from one taking of the own state to the next.
+      entrances: where each loader worker begins, the first time; without, at the front.
+      on_failure: how it is taken that the dataset fails.
+      pipe: what the dataset is told, if it is a DataPipe.
+      hears: tells the dataset the epoch, in loader workers that live on.
+      own_state: see ``InputOptions.own_state``.
+      compares: whether the ranks compare what they read of it.
+    """
+
+    def __init__(  # noqa: PLR0913 - each tells of one thing
+        self,
+        dataset: Iterable[Any],
+        per_batch: int,
+        snapshot_every: int,
+        entrances: Sequence[Entrance] = (),
+        *,
+        on_failure: OnFailure = ENDS,
+        pipe: PipeSetting | None = None,
+        hears: HearsEpochs | None = None,
+        own_state: OwnState = "auto",
+        compares: bool = False,
+    ) -> None:
+        self._own_state = own_state
+        self._pipe = pipe
+        self._hears = hears
+        self._compares = compares
+        self._on_failure = on_failure
+        self.dataset = dataset
+        self._per_batch = per_batch
+        self._snapshot_every = snapshot_every
+        self._entrances = entrances
+
+    def __iter__(self) -> Iterator[Any]:
+        return chain.from_iterable(self._parts())  # passes on what comes in half the time of `yield from`
+
+    def _parts(self) -> Iterator[Iterable[Any]]:
+        # Of loader workers that live on, each process has an object of its own, and enters it again in the next epoch.
+        entrances, self._entrances = self._entrances, ()
+        entrance = entrances[worker_number()] if entrances else Entrance(Reader(), waits=False)
+        reader, per_batch = entrance.reader, self._per_batch
+        if entrance.waits:
+            yield [Wait()] * per_batch
+        try:
+            if self._hears is not None:
+                self._hears.listen(self.dataset)
+            if self._pipe is not None and is_data_pipe(self.dataset):
+                self._pipe.tell_seed(self.dataset)
+                if get_worker_info() is None:
+                    self._pipe.tell_part(self.dataset)
+            elements, kept = entered(self.dataset, reader.text, self._own_state)
+            passed = reader.batches - reader.since
+            if reader.text is not None and not passed:
+                elements = begun_again(self.dataset, elements)
+        except self._on_failure.caught as error:
+            where = "element 0" if reader.text is None else "restoring the dataset's own state"
+            yield [Failure(error, where)] * per_batch
+            return
+        guarded = CapturingIterator(
+            elements,
+            kept,
+            per_batch,
+            self._snapshot_every,
+            number=passed * per_batch,
+            on_failure=self._on_failure,
+            compares=self._compares,
+        )
+        # The last of the batches may have been a short one.
+        at_least = (reader.since - 1) * per_batch + 1 if reader.since else 0
+        problem = guarded.enter(reader, reader.since * per_batch, at_least)
+        yield guarded.elements() if problem is None else [problem] * per_batch
+
+
+@final
+class CapturingIterator(Iterator[Any]):
+    """An iterator whose exception is its last batch, as ``Failure``s. May be dropped while another thread is in it.
+
+    As torch's loader, it may go on after an exception: the elements of that batch are lost, and the next batch begins
+    with what the user's iterator gives next. A generator has ended by then.
+
+    Args:
+      iterator: the user's.
+      kept: who keeps the user's own state, if anybody; the last elements of some batches are then ``Marked``.
+      per_batch: elements that make a batch.
+      snapshot_every: batches from one marked element to the next.
+      number: the number of the first element.
+      on_failure: how it is taken that the iterator fails.
+      compares: whether the first elements of some batches are ``Marked``, as the ranks compare these: of the first
+        batch that is given, and of every 64th after it. The count begins anew wherever the reading does.
+    """
+
+    def __init__(
+        self,
+        iterator: Iterator[Any],
+        kept: Kept = NOBODY,
+        per_batch: int = 1,
+        snapshot_every: int = 1,
+        *,
+        number: int = 0,
+        on_failure: OnFailure = ENDS,
+        compares: bool = False,
+    ) -> None:
+        self._goes_on, self._caught = on_failure
+        self._iterator = iterator
+        self._kept = kept
+        self._interval = per_batch * snapshot_every
+        self._per_batch = per_batch
+        self._number = number
+        self._compares = compares
+        self._state_due = self._compare_due = self._due = -1  # before which elements something is due
+        self._failure: Failure | None = None
+        self._repeated = 1
+        self._expect_marks()
+
+    def _expect_marks(self) -> None:
+        """The next element begins the first batch that is given."""
+        self._state_due = self._next_state() if self._kept else -1
+        self._compare_due = self._number if self._compares else -1
+        self._find_due()
+
+    def _next_state(self) -> int:
+        """Before the last element of a batch that begins now, or is the next."""
+        return self._number + (self._per_batch - 1 or 1)  # not before the first element: some have no state there
+
+    def __next__(self) -> Any:
+        if self._failure is not None and not self._has_gone_on():
+            return self._fill_batch(self._failure)
+        return self._marked() if self._number == self._due else self._next()
+
+    def _next(self) -> Any:
+        try:
+            element = next(self._iterator)
+        except StopIteration:
+            raise
+        except self._caught as error:
+            return self._failed(error)
+        self._number += 1
+        return element
+
+    def elements(self) -> Iterator[Any]:
+        """What is left, as this iterator gives it; a loop over it makes no call of a method for every element."""
+        iterator, number, due = self._iterator, self._number, self._due
+        while True:
+            if number == due:
+                self._number = number
+                try:
+                    element = self._marked()
+                except StopIteration:
+                    return
+                if isinstance(element, Failure):
+                    break
+                number, due = self._number, self._due
+                yield element
+                continue
+            try:
+                element = next(iterator)
+            except StopIteration:
+                return
+            except self._caught as error:
+                self._number = number
+                self._failed(error)
+                break  # not to keep the exception, as a generator does that waits in here
+            number += 1
+            yield element
+        yield self._failure
+        yield from self
+
+    def _failed(self, error: BaseException) -> Failure:
+        if isinstance(error, ReadFailure):
+            failure = Failure(cast(BaseException, error.__cause__), error.where, error.origin)
+        else:
+            failure = Failure(error, f"element {self._number}")
+        self._failure = failure
+        if self._goes_on:
+            self._number += 1  # it counts as an element, and so does what fills its batch: batches are counted by them
+        return failure
+
+    def _has_gone_on(self) -> bool:
+        """Whether the batch of the failure is full, after which this goes on."""
+        if not self._goes_on or self._number % self._per_batch:
+            return False
+        self._failure = None
+        if 0 <= self._state_due <= self._number:
+            self._state_due = self._next_state()
+            self._find_due()
+        return True
+
+    def _mark_none(self) -> None:
+        self._state_due = self._compare_due = self._due = -1
+
+    def _find_due(self) -> None:
+        dues = (self._state_due, self._compare_due)
+        self._due = max(dues) if min(dues) < 0 else min(dues)
+
+    def _marked(self) -> Any:
+        """The next element, with the user's own state before it, or a call to compare its batch, or both."""
+        snapshot, compared = None, self._number == self._compare_due
+        if self._number == self._state_due:
+            snapshot = self._kept.snapshot()
+            self._state_due = -1 if snapshot.reads_again else self._number + self._interval
+        if compared:
+            self._compare_due += BATCHES_BETWEEN * self._per_batch
+        self._find_due()
+        element = self._next()
+        if isinstance(element, Failure):
+            return element
+        if snapshot is not None and self._kept.is_checked:
+            snapshot = snapshot._replace(digest=digest_of_element(element))
+        return Marked(element, snapshot, compared)
+
+    def _fill_batch(self, failure: Failure) -> Failure:
+        """The failure again, for a whole batch: torch drops one that is not full, under ``drop_last``."""
+        if self._goes_on:
+            self._number += 1
+            return failure
+        if self._repeated == self._per_batch:
+            raise StopIteration
+        self._repeated += 1
+        return failure
+
+    def enter(self, reader: Reader, elements: int, at_least: int) -> Failure | None:
+        """Goes on from the own state of a reader to its place, or from the front. Returns what went wrong.
+
+        The element after a state is compared with what came then; that ended a batch.
+
+        Args:
+          reader: the place.
+          elements: how many come after the state, or the front, up to there.
+          at_least: how many of them there must be.
+        """
+        if reader.text is not None and reader.batches > reader.since:
+            self._number -= 1
+            self._mark_none()
+            element = next(self, _END)
+            if isinstance(element, Failure) and not self._goes_on:
+                return element
+            if (
+                reader.digest
+                and self._kept.is_checked
+                and (element is _END or digest_of_element(element) != reader.digest)
+            ):
+                return Failure(_not_there(self._number, ended=element is _END), "")
+        return self.pass_over(elements, at_least)
+
+    def pass_over(self, elements: int, at_least: int) -> Failure | None:
+        """Reads elements and forgets them.
+
+        Args:
+          elements: how many, unless the data ends before.
+          at_least: how many there must be.
+
+        Returns:
+          What went wrong, or ``None``.
+        """
+        first = self._number
+        self._mark_none()
+        for _ in range(elements):
+            element = next(self, _END)
+            if isinstance(element, Failure) and not self._goes_on:  # else it was told of, and passed
+                return element
+            if element is _END:
+                break
+        if self._number - first < at_least:
+            problem = StateMismatch(
+                f"the data ended after {self._number} element(s), but the state says that {first + at_least} or more "
+                "were delivered. It must be the same data in the same order as when the state was saved."
+            )
+            return Failure(problem, "")
+        self._expect_marks()
+        return None
+
+
+def _not_there(number: int, *, ended: bool) -> StateMismatch:
+    found = "there is none" if ended else "there is another one"
+    return StateMismatch(
+        f"the data's own state does not restore it exactly: after it came an element (the {number}th of its reader) "
+        f"when the state was saved, and now {found}. Either load_state_dict() does not go where state_dict() was "
+        "called, or the elements follow from random draws that the state does not hold, or it is other data. "
+        'InputOptions(own_state="ignore") reads the data again up to there instead, "use" takes it as it comes.'
+    )
+
+
+def rows_logged(
+    items: Iterable[Any],
+    cut: Callable[[Any], Cut | Known | Failure],
+    log: ReadLog,
+    place: Place,
+    label: Callable[[Cut], list[Row]] | None = None,
+    *,
+    goes_on: bool = False,
+) -> Generator[Counted | Compared | Known | Failure, None, None]:
+    """The rows of opaque batches from a place on, with a note of each batch in the log.
+
+    Where the ranks compare the batches, each row comes with its number.
+
+    Args:
+      items: what is read: batches, or samples of one.
+      cut: cuts it into rows. A function or method: it is called for every step, where other objects take much longer.
+      log: takes the notes.
+      place: where the rows begin.
+      label: puts the index beside each piece.
+      goes_on: whether a failure takes the place of a row, and more may follow; else it is raised.
+
+    Raises:
+      StateMismatch: the data has fewer rows than come before the place.
+    """
+    left, here = place.rows, _one_of(0)
+    closely = left > 0 or label is not None  # else known rows go on as they are
+    before: Like | None = None  # how the row before was, and where it is counted, if nothing had to be done to it
+    entry: Entry | None = None
+    for item in items:
+        found: Any = cut(item)
+        if goes_on and type(found) is Failure:
+            log.add(1, 0, _one_of(found.origin.worker or 0))
+            entry = None
+            if not left:
+                yield found
+            left = max(0, left - 1)
+            closely = left > 0 or label is not None
+            continue
+        if closely or type(found) is not tuple:
+            whole = cut_of(found)
+            rows = whole.counted(label)
+            if rows:  # else a turn passed
+                plainly, reader = whole.snapshot is None, whole.worker
+                log.add(len(rows), whole.size, _one_of(reader) if plainly else (Taken(reader, 1, whole.snapshot),))
+            entry = None
+            yield from [Compared(*row, whole.read) for row in rows[left:]] if whole.read else rows[left:]
+            left = max(0, left - len(rows))
+            closely = left > 0 or label is not None
+            continue
+        like: Like = found[1]
+        if entry is None or like is not before:
+            before, entry = like, log.add(1, like.samples, here)
+        else:
+            entry.times += 1  # written out, as the call takes as long as all the rest
+        yield found
+    log.end()
+    if left:
+        raise StateMismatch(
+            f"the data ended {left} step(s) before the one where the epoch was to begin. It must be the same data in "
+            "the same order, and have that step."
+        )
+
+
+@cache
+def _one_of(reader: int) -> tuple[Taken]:
+    """One batch of a reader, without a state: for each reader the same object always."""
+    return (Taken(reader, 1, None),)
+
+
+def labels_by_position(cutter: Cutter, samples: int) -> Callable[[Cut], list[Row]]:
+    """Puts the index beside the pieces of one epoch's batches, by their order, after so many samples."""
+    positions = Positions(cutter.topology, shared=cutter.shared, taken=samples)
+    return lambda cut: positions.label(cut.rows, cut.size, cutter)

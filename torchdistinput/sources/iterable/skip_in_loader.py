@@ -1,0 +1,108 @@
+"""Entering a torch ``DataLoader`` over map-style data within an epoch, without reading what is passed over."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeGuard, final
+
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from torchdistinput.errors import StateMismatch
+from torchdistinput.sources.map_style.sampler_batches import Batches, batches_of
+from torchdistinput.sources.map_style.shuffle_sampler import ShuffleSampler
+from torchdistinput.sources.torch_loader.base_seeds import BaseSeeds
+from torchdistinput.sources.torch_loader.settings import RebuiltLoader, settings_of
+from torchdistinput.step_types import Start
+
+__all__ = ["can_pass_over", "passing_over", "tell_shuffler"]
+
+
+def can_pass_over(data: object) -> TypeGuard[DataLoader[Any]]:
+    """Whether it is a plain torch loader, whose batches follow from indices."""
+    return type(data) is DataLoader and not isinstance(data.dataset, IterableDataset)
+
+
+def passing_over(loader: DataLoader[Any], batches: int, at_least: int, start: Start) -> DataLoader[Any]:
+    """The same loader, the first epoch of which begins some batches later; the others are whole.
+
+    The loader's generators, or torch's default random state, are expected to be as they were when the epoch began.
+
+    Args:
+      loader: the user's.
+      batches: how many to pass over, if there are so many.
+      at_least: how many there must be.
+      start: tells of whole epochs whose draws come first, and whether this epoch draws a seed for the loader workers.
+    """
+    own: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    seeds = BaseSeeds(loader.generator, lasting=loader.persistent_workers)
+    seeds.when = start.base_seed or seeds.when
+    shuffler = _shuffler(loader)
+    number = 0 if shuffler is None else shuffler.epoch
+
+    def begun() -> Batches:
+        """An epoch as torch begins it; see ``base_seeds``."""
+        again = loader.num_workers > 0 and shuffler is None and seeds.when != "never"
+        asked = batches_of(own)
+        seeds.draw()
+        return batches_of(own) if again else asked
+
+    for _ in range(start.replay):
+        begun().skip(sys.maxsize)
+    if shuffler is not None:
+        shuffler.set_epoch(number)  # it counts its epochs, those of which only the draws were made too
+    later = _Later(own, begun(), batches, at_least)
+    arguments: dict[str, Any] = {"batch_sampler": later}
+    if loader.batch_sampler is None:
+        arguments = {"batch_size": None, "sampler": later}
+    settings = {**settings_of(loader), "worker_init_fn": loader.worker_init_fn, "generator": seeds.generator}
+    return RebuiltLoader(loader.dataset, collate_fn=loader.collate_fn, **arguments, **settings)
+
+
+def tell_shuffler(loader: DataLoader[Any], epoch: int) -> None:
+    """A ``ShuffleSampler`` counts its epochs by itself; in a new process it is told."""
+    shuffler = _shuffler(loader)
+    if shuffler is not None:
+        shuffler.set_epoch(epoch)
+
+
+def _shuffler(loader: DataLoader[Any]) -> ShuffleSampler | None:
+    sampler = loader.batch_sampler.sampler if isinstance(loader.batch_sampler, BatchSampler) else loader.sampler
+    return sampler if isinstance(sampler, ShuffleSampler) else None
+
+
+@final
+class _Later:
+    """A sampler or batch sampler whose first epoch begins some batches later.
+
+    Args:
+      batches: the user's.
+      first: the first epoch of them, as it begins.
+      skip: how many to pass over.
+      at_least: how many there must be.
+    """
+
+    def __init__(self, batches: Iterable[Any], first: Batches, skip: int, at_least: int) -> None:
+        self._batches = batches
+        self._first: Batches | None = first
+        self._skip = skip
+        self._at_least = at_least
+
+    def __iter__(self) -> Iterator[Any]:
+        # Torch asks for two iterators where it has loader workers, and uses the second.
+        skip, self._skip = self._skip, 0
+        first, self._first = self._first, None
+        batches = batches_of(self._batches) if first is None else first
+        if skip:
+            passed = batches.skip(skip)
+            if passed.batches < self._at_least:
+                raise StateMismatch(
+                    f"the sampler of the dataset function's DataLoader ended after {passed.batches} batch(es), but "
+                    f"the state says that {self._at_least} were delivered. It must be the same data and sampler."
+                )
+        while True:
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            yield batch

@@ -1,0 +1,376 @@
+"""Batches that are gathered from memory at once, instead of sample by sample.
+
+Problem. ``DataLoader`` asks a ``TensorDataset`` for one sample after the other and stacks what it got: 1.4 us a sample,
+thirty times what the copying of the samples takes.
+
+Decision. Where nothing but torch and NumPy takes part (a ``TensorDataset``, tensors, arrays, memory-mapped ones, a
+``Table`` of them, ``Subset`` and ``ConcatDataset`` of these, collated by torch's own function), each tensor of the
+batch is gathered in one call. Types are compared by ``is``: a subclass may do anything. What comes out is compared with
+torch's way for two samples before it is used; whatever is not equal to the last bit goes torch's way, and so do indices
+that are out of range, so that errors are torch's, too.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple, Protocol, final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    Subset,
+    TensorDataset,
+    default_collate,
+    default_convert,
+)
+
+from torchdistinput.batches import pytree
+from torchdistinput.batches.containers import open_container
+from torchdistinput.batches.schema import Structure
+from torchdistinput.sources.map_style.columns import ARRAYS, Column, column_of
+from torchdistinput.sources.map_style.index_array import Numbers
+from torchdistinput.sources.map_style.table import Table, columns_in
+
+__all__ = ["NOT_THERE", "InMemoryRows", "gather_of", "gathers", "numbers_of"]
+
+NOT_THERE: Final = (IndexError, RuntimeError)
+"""What a gather raises of a row that is out of range, or counted from the end: the ordinary way has to say which.
+All else comes from elsewhere, as from a handler of signals, and must not be taken for that."""
+
+# What torch, NumPy and a dataset that is not as it should be raise when it is tried whether rows can be gathered.
+_OF_A_TRIAL: Final = (
+    *(ArithmeticError, AssertionError, AttributeError, BufferError, LookupError, MemoryError),
+    *(RuntimeError, TypeError, ValueError),
+)
+
+Ints = npt.NDArray[np.int64]
+
+
+class _Kind(NamedTuple):
+    """What is the same for all samples of a dataset."""
+
+    nest: Any
+    """How the columns are put together to a sample."""
+    columns: tuple[tuple[bool, Any, tuple[int, ...]], ...]
+    """For each column, whether it is a tensor, its dtype and its inner dimensions."""
+
+
+class _Reader(Protocol):
+    """Reads rows of a few tensors at once."""
+
+    @property
+    def kind(self) -> _Kind:
+        """What is the same for all rows."""
+
+    def read(self, rows: Numbers) -> list[torch.Tensor]:
+        """A tensor for each column, in memory of its own.
+
+        Raises:
+          IndexError: a row is out of range; also where torch would count it from the end.
+        """
+
+    def read_each(self, batches: Sequence[Numbers]) -> Iterable[Sequence[torch.Tensor]]:
+        """What ``read`` gives for each of these."""
+
+    def is_current(self) -> bool:
+        """Whether the dataset still has the parts that it had."""
+
+
+@final
+class InMemoryRows:
+    """Makes batches as a dataset and torch's function would make them.
+
+    Args:
+      reader: reads the tensors.
+      build: puts them into the batch.
+    """
+
+    def __init__(self, reader: _Reader, build: Callable[[list[torch.Tensor]], Any]) -> None:
+        self._reader = reader
+        self._build = build
+        self._default_device = torch.get_default_device()  # where torch makes tensors of arrays
+
+    def __call__(self, rows: Numbers) -> Any:
+        """The batch of these rows.
+
+        Raises:
+          IndexError: torch has to say what is wrong with a row, or to count it from the end.
+        """
+        return self._build(self._reader.read(rows))
+
+    def each(self, batches: Sequence[Numbers]) -> list[Any]:
+        """The same of several."""
+        return [self._build([*tensors]) for tensors in self._reader.read_each(batches)]
+
+    def is_current(self) -> bool:
+        """Whether torch's way would still give the same. To be asked when an epoch begins."""
+        return torch.get_default_device() == self._default_device and self._reader.is_current()
+
+
+def gather_of(dataset: Any, collate: Any, *, many: bool) -> InMemoryRows | None:
+    """What makes the batches of a dataset at once; ``None`` if it has to be asked sample by sample. Local.
+
+    Args:
+      dataset: any map-style dataset.
+      collate: the loader's ``collate_fn``.
+      many: whether batches are collated of samples; else the dataset is asked with the list of their indices.
+    """
+    if collate is not (default_collate if many else default_convert):
+        return None
+    try:
+        reader = _reader_of(dataset)
+        if reader is None or not len(dataset):
+            return None
+        rows = [0, len(dataset) - 1]
+        with warnings.catch_warnings():  # torch warns of arrays that are read only, as it might share their memory
+            warnings.simplefilter("ignore")
+            expected = collate([dataset[row] for row in rows] if many else dataset[rows])
+        build = _build_of(expected)
+        if build is None or not _same(expected, build(reader.read(Numbers(np.array(rows))))):
+            return None
+    except _OF_A_TRIAL:  # the ordinary way will meet it, and raise it where the samples are read
+        return None
+    return InMemoryRows(reader, build)
+
+
+def gathers(loader: DataLoader[Any]) -> bool:
+    """Whether the batches of a torch loader are tensors with a row for each sample, gathered at once. Local."""
+    many = loader.batch_sampler is not None
+    listed = many or type(loader.sampler) is BatchSampler
+    return listed and gather_of(loader.dataset, loader.collate_fn, many=many) is not None
+
+
+def numbers_of(indices: Any) -> Numbers | None:
+    """The indices of a sampler of the user's own, if they are plain ints; else ``None``. Local."""
+    found = _ints_of(indices)
+    return None if found is None else Numbers(found)
+
+
+def _ints_of(indices: Any) -> Ints | None:
+    """A list or tuple of ints as an array; ``None`` if it has anything else in it, as ``True`` is no ``1`` here."""
+    if type(indices) not in {list, tuple} or not {*map(type, indices)} <= {int, np.int64}:
+        return None
+    try:
+        return np.array(indices, dtype=np.int64)
+    except OverflowError:
+        return None
+
+
+def _reader_of(dataset: Any) -> _Reader | None:
+    kind = type(dataset)
+    if kind is TensorDataset:
+        return _columns_of(lambda: dataset.tensors)
+    if kind is Table:
+        return _columns_of(lambda: dataset.columns)
+    if kind is torch.Tensor or kind in ARRAYS:
+        return _columns_of(lambda: dataset)
+    if kind is Subset:
+        inner, indices = _reader_of(dataset.dataset), _indices_of(dataset.indices)
+        return None if inner is None or indices is None else _Picked(dataset, inner, indices)
+    if kind is ConcatDataset:
+        parts = [_reader_of(part) for part in dataset.datasets]
+        readers = [part for part in parts if part is not None]
+        alike = len(readers) == len(parts) and len({part.kind for part in readers}) == 1
+        return _Joined(dataset, readers) if alike else None
+    return None
+
+
+@final
+class _Columns:
+    """Tensors and arrays side by side.
+
+    Args:
+      content: gives them, nested or not.
+      columns: they themselves.
+    """
+
+    def __init__(self, content: Callable[[], Any], columns: Sequence[Column]) -> None:
+        self._content = content
+        self._columns = columns
+        self._length = len(columns[0])
+        self.kind = _Kind(_nest_of(content()), tuple(column.kind for column in columns))
+
+    def read(self, rows: Numbers) -> list[torch.Tensor]:
+        """See ``_Reader.read``."""
+        content = self._checked(rows)
+        return [_rows_of(column, content) for column in self._columns]
+
+    def read_each(self, batches: Sequence[Numbers]) -> Iterable[Sequence[torch.Tensor]]:
+        """See ``_Reader.read_each``. Column by column is faster, as each keeps memory of its own busy."""
+        contents = [self._checked(each) for each in batches]
+        return zip(*[[_rows_of(column, each) for each in contents] for column in self._columns], strict=True)
+
+    def _checked(self, rows: Numbers) -> Ints | range:
+        content = rows.content
+        if type(content) is range and content.stop > self._length:  # an array is checked where it is used
+            raise IndexError(f"a place outside of [0, {self._length})")
+        return content
+
+    def is_current(self) -> bool:
+        """See ``_Reader.is_current``."""
+        now = columns_in(self._content())
+        same = len(now) == len(self._columns)
+        return same and all(own.is_still(column) for own, column in zip(self._columns, now, strict=True))
+
+
+def _rows_of(column: Column, content: Ints | range) -> torch.Tensor:
+    return column.cut(content.start, content.stop) if isinstance(content, range) else column.take(content)
+
+
+def _nest_of(columns: Any) -> Any:
+    container = open_container(columns)
+    return None if container is None else (type(columns), container.keys, *map(_nest_of, container.children))
+
+
+def _columns_of(content: Callable[[], Any]) -> _Columns | None:
+    columns = [column_of(column) for column in columns_in(content())]
+    found = [column for column in columns if column is not None]
+    alike = len({len(column) for column in found}) == 1
+    return _Columns(content, found) if alike and len(found) == len(columns) else None
+
+
+@final
+class _Picked:
+    """A ``Subset``.
+
+    Args:
+      subset: that one.
+      inner: reads what it is of.
+      indices: which rows of that there are: an array, or a range with any steps.
+    """
+
+    def __init__(self, subset: Subset[Any], inner: _Reader, indices: Ints | range) -> None:
+        self._subset = subset
+        self._dataset, self._given = subset.dataset, subset.indices
+        # Lists are compared by the identity of their entries first, which is much faster than to make arrays of them.
+        self._copy = list(subset.indices) if type(subset.indices) is list else None
+        self._inner = inner
+        self._indices = indices
+        self.kind = inner.kind
+
+    def read(self, rows: Numbers) -> list[torch.Tensor]:
+        """See ``_Reader.read``."""
+        indices, places = self._indices, rows.array()
+        if not isinstance(indices, range):
+            return self._inner.read(Numbers(indices.take(places)))
+        _refuse_outside(places, len(indices))
+        return self._inner.read(Numbers(indices.start + indices.step * places))
+
+    def read_each(self, batches: Sequence[Numbers]) -> Iterable[Sequence[torch.Tensor]]:
+        """See ``_Reader.read_each``."""
+        return map(self.read, batches)
+
+    def is_current(self) -> bool:
+        """See ``_Reader.is_current``."""
+        subset = self._subset
+        same = subset.dataset is self._dataset and subset.indices is self._given
+        return same and (self._copy is None or self._copy == subset.indices) and self._inner.is_current()
+
+
+def _indices_of(indices: Any) -> Ints | range | None:
+    """The indices of a ``Subset``, if they are plain ints. Of a tensor or array, in its own memory."""
+    if type(indices) is range:
+        return indices
+    if type(indices) is torch.Tensor and indices.dtype is torch.int64 and indices.device.type == "cpu":
+        indices = indices.numpy()
+    if type(indices) is np.ndarray:
+        return indices if indices.dtype == np.int64 and indices.ndim == 1 else None
+    return _ints_of(indices)
+
+
+@final
+class _Joined:
+    """A ``ConcatDataset``.
+
+    Args:
+      whole: that one.
+      parts: read what it is made of; all of one kind.
+    """
+
+    def __init__(self, whole: ConcatDataset[Any], parts: Sequence[_Reader]) -> None:
+        self._whole = whole
+        self._datasets, self._sizes = list(whole.datasets), list(whole.cumulative_sizes)
+        self._parts = parts
+        self._ends = np.array(self._sizes, dtype=np.int64)
+        self._starts = [0, *self._sizes[:-1]]
+        self.kind = parts[0].kind
+
+    def read(self, rows: Numbers) -> list[torch.Tensor]:
+        """See ``_Reader.read``."""
+        places = rows.array()
+        _refuse_outside(places, self._sizes[-1])
+        owners = np.searchsorted(self._ends, places, side="right")
+        joined: list[torch.Tensor] = []
+        for owner in np.unique(owners).tolist():
+            where = np.flatnonzero(owners == owner)
+            own: list[torch.Tensor] = self._parts[owner].read(Numbers(places[where] - self._starts[owner]))
+            if len(where) == len(places):
+                return own
+            joined = joined or [each.new_empty((len(places), *each.shape[1:])) for each in own]
+            for whole, part in zip(joined, own, strict=True):
+                whole.index_copy_(0, torch.from_numpy(where), part)
+        return joined
+
+    def read_each(self, batches: Sequence[Numbers]) -> Iterable[Sequence[torch.Tensor]]:
+        """See ``_Reader.read_each``."""
+        return map(self.read, batches)
+
+    def is_current(self) -> bool:
+        """See ``_Reader.is_current``."""
+        whole = self._whole
+        same = len(whole.datasets) == len(self._datasets) and whole.cumulative_sizes == self._sizes
+        same = same and all(a is b for a, b in zip(whole.datasets, self._datasets, strict=True))
+        return same and all(part.is_current() for part in self._parts)
+
+
+def _refuse_outside(places: Ints, length: int) -> None:
+    if len(places) and not 0 <= int(places.min()) <= int(places.max()) < length:
+        raise IndexError(f"a place outside of [0, {length})")
+
+
+def _build_of(batch: Any) -> Callable[[list[torch.Tensor]], Any] | None:
+    """What puts tensors into a batch like this one; ``None`` if there is more in it than tensors."""
+    leaves, structure = pytree.flatten(batch)
+    if not leaves or not all(type(leaf) is torch.Tensor for leaf in leaves):
+        return None
+    flat = all(child.kind == "tensor" for child in structure.children)
+    if structure.kind == "tensor":
+        return _only
+    if structure.kind == "list" and flat:
+        return _itself
+    if structure.kind == "dict" and structure.cls is dict and flat:
+        keys = structure.keys
+        return lambda tensors: dict(zip(keys, tensors, strict=True))
+    return _nested(structure)
+
+
+def _only(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return tensors[0]
+
+
+def _itself(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return tensors
+
+
+def _nested(structure: Structure) -> Callable[[list[torch.Tensor]], Any]:
+    return lambda tensors: structure.build(iter(tensors))
+
+
+def _same(expected: Any, found: Any) -> bool:
+    """Whether two batches are the same to the last bit, the types of their containers included."""
+    if type(expected) is not type(found):
+        return False
+    if isinstance(expected, torch.Tensor):
+        alike = expected.dtype is found.dtype and expected.shape == found.shape and expected.stride() == found.stride()
+        alike = alike and expected.device == found.device
+        return alike and torch.equal(expected.reshape(-1).view(torch.uint8), found.reshape(-1).view(torch.uint8))
+    if isinstance(expected, Mapping):
+        return list(expected) == list(found) and all(_same(expected[key], found[key]) for key in expected)
+    if not isinstance(expected, Sequence):
+        return False
+    return len(expected) == len(found) and all(map(_same, expected, found))

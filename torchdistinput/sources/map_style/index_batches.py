@@ -1,0 +1,424 @@
+"""Batch samplers: the user's own runs, and its batches are cut here.
+
+``SamplerDraws`` feeds one epoch of a rebuilt ``DataLoader``. The user's sampler is only ever advanced on the caller's
+thread, when and as often as torch would advance it (with loader workers: as far ahead as torch's own read-ahead, plus
+the steps that are read ahead here), so that random state in user code stays repeatable.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from functools import partial
+from typing import Any, NamedTuple, final
+
+from torch.utils.data import BatchSampler, Sampler
+
+from torchdistinput.errors import StateMismatch
+from torchdistinput.plan.batching import Cutter, check_replica, distinct_steps, refuse_empty_pieces, split
+from torchdistinput.sources.in_worker import ENDS, NO_SAMPLES, PLAIN, OnFailure, Request
+from torchdistinput.sources.map_style.index_array import Numbers, digest_of
+from torchdistinput.sources.map_style.sampler_batches import Passed, batches_of, size_of
+from torchdistinput.sources.rng import plainly
+from torchdistinput.sources.sample_index import SampleNumbers
+from torchdistinput.step_types import Digest, Kinds, Like
+
+__all__ = ["CutRow", "DistributedBatchSampler", "DrawnRow", "IndexFeed", "SamplerDraws"]
+
+
+class DrawnRow(NamedTuple):
+    """A row whose indices were drawn: which pieces will come from the loader, or which row of a whole batch it is."""
+
+    pieces: tuple[bool, ...]
+    row_of_whole: int | None
+    digest: Digest
+    """Of the batch that was drawn, for comparing ranks; 0 where each worker draws its own."""
+    numbers: tuple[Any, ...] | None
+    """The numbers of the samples of each piece, if they are wanted; of a whole batch, the number of its first row."""
+    wanted: int
+    """How many pieces will come."""
+    sizes: tuple[int, ...] = ()
+    """Samples in each piece; of a whole batch it shows when it is there."""
+    like: Like | None = None
+    """How the row will be, if all its pieces are gathered."""
+    failure: BaseException | None = None
+    """What the sampler raised in place of a batch; one request was made for it."""
+
+
+class CutRow(NamedTuple):
+    """A row of a batch of some size: the limits of its pieces, which of them are asked for, and how many those are."""
+
+    limits: tuple[tuple[int, int], ...]
+    pieces: tuple[bool, ...]
+    wanted: int
+    like: Like
+
+    def requests(self, indices: Any, key: int, *, collate: bool) -> list[Request]:
+        """The requests for the pieces: of loader workers also for those without a sample."""
+        requests: list[Request] = [(collate, part, key) for part in self.parts(indices)]
+        if len(requests) < self.wanted:
+            full = iter(requests)
+            return [next(full) if lo < hi else NO_SAMPLES for lo, hi in self.limits]
+        return requests
+
+    def parts(self, indices: Any) -> list[Any]:
+        """The indices of the pieces that have samples. A list may be another one later, and is copied."""
+        size = len(indices) if type(indices) is Numbers else -1
+        return [indices if hi - lo == size else indices[lo:hi] for lo, hi in self.limits if lo < hi]
+
+
+@final
+class SamplerDraws:
+    """One epoch of the user's batch sampler, drawn as needed.
+
+    Args:
+      batches: the user's batch sampler, or sampler where it yields the batches itself, at its start.
+      cutter: the laws of the cut.
+      collate: whether a batch is a list of sample indices to be collated; else its items are given to the dataset.
+      lead: batches that torch's loader asks for when its iterator is made.
+      draw: calls user code that may draw from the default random state.
+      once: whether that is the first batch's only.
+      numbers: numbers the samples, if that is wanted.
+      on_failure: how it is taken that the sampler fails. As in torch's loader, where it goes on, its empty lists are
+        batches, too; else they are rows without a piece.
+    """
+
+    key = 0
+    """The word of the epoch, for ``sample_seed``; set before the first request is taken."""
+
+    def __init__(
+        self,
+        batches: Iterable[Any],
+        cutter: Cutter,
+        *,
+        collate: bool,
+        lead: int,
+        draw: Callable[[Callable[[], Any]], Any],
+        once: bool = False,
+        numbers: SampleNumbers | None = None,
+        on_failure: OnFailure = ENDS,
+    ) -> None:
+        self._like_torch, self._caught = on_failure
+        self._batches = batches_of(batches, (lambda batch: len(_sized(batch))) if collate else size_of)
+        self._cutter = cutter
+        self._kinds = Kinds()  # of the rows of an epoch, if they are gathered
+        self._cut_size = -1
+        self._cut_rows: list[CutRow] = []  # of a batch of that size, which most batches have
+        self._rows_a_batch = 1 if cutter.shared else cutter.topology.num_workers
+        self._alone = cutter.topology.num_workers == 1
+        self._collate = collate
+        self._draw = draw
+        self._once = once
+        self._numbers = numbers
+        self._rows: deque[DrawnRow] = deque()
+        self._requests: deque[Request] = deque()
+        self._lead = lead
+        self._batches.catch_up(lead)
+        self._num_drawn = self._rows_taken = 0  # batches and rows, those of them included that were passed over
+        self._exhausted = False
+        self._rows_to_skip = 0
+        self._drawn_before = 0
+
+    def skip(self, rows: int, drawn: int = 0) -> None:
+        """Lets the epoch begin after its first ``rows`` rows, of which nothing is read but the random draws are made.
+
+        To be called before anything is taken, with the ``key`` set, and after what torch's loader draws when it begins
+        an epoch: the user's sampler is advanced at once. So its random states are right even if nothing is taken.
+
+        Args:
+          rows: how many; a batch is one row where the workers share it, else a row for each worker.
+          drawn: the digest that the last of them had; 0: not to be compared.
+
+        Raises:
+          StateMismatch: as the ``failure`` of the first row: the sampler drew other samples, or (where the workers
+            share its batches) ended before.
+        """
+        self._rows_to_skip, self._drawn_before = rows, drawn
+        self.catch_up(rows)
+        if rows:
+            self._advance()
+        self._lead_on()
+
+    def _lead_on(self) -> None:
+        """Draws as many batches as torch would have drawn by now; the loader workers may want fewer."""
+        while self._num_drawn < self._torch_draws(self._rows_taken) and self._advance():
+            pass
+
+    def _torch_draws(self, rows: int) -> int:
+        """The batches that torch would have asked for when so many rows were."""
+        return self._lead - -rows // self._rows_a_batch
+
+    def catch_up(self, rows: int) -> None:
+        """So many rows of the epoch were asked for: makes the draws that torch would have made. Caller's thread."""
+        self._batches.catch_up(self._torch_draws(rows))
+
+    def take_request(self) -> Request:
+        """The next request for torch's loader. Raises ``StopIteration`` when none is left."""
+        while not self._requests:
+            if not self._advance():
+                raise StopIteration
+        return self._requests.popleft()
+
+    def give_back(self, requests: Sequence[Request]) -> None:
+        """Takes back the requests that were taken last."""
+        self._requests.extendleft(reversed(requests))
+
+    def expect(self, rows: int) -> None:
+        """So many rows will be taken at once: those are drawn now of which it stands fixed what comes. Caller's thread.
+
+        One after the other they would be drawn between the readings of samples, with cold caches.
+        """
+        self.put(self.take_fixed(rows - len(self._rows)))
+
+    @property
+    def comes_known(self) -> bool:
+        """Whether the next rows are those of ``take_fixed``, and may be gathered without being drawn here."""
+        return not self._rows and self._numbers is None
+
+    def take_fixed(self, rows: int) -> Sequence[Numbers]:
+        """The next batches, for so many rows, of which it stands fixed what they are. Caller's thread.
+
+        They come after the rows that were drawn already, and are to be ``put`` or gathered, row by row of ``rows_of``.
+        """
+        if rows <= 0 or self._exhausted or self._rows_to_skip:
+            return ()
+        return self._batches.draw_fixed(-(-rows // self._rows_a_batch))
+
+    def put(self, batches: Sequence[Numbers]) -> None:
+        """Lets their rows come next, after those that were drawn already."""
+        try:
+            for batch in batches:
+                self._num_drawn += 1
+                self._add(batch, 0)
+        except self._caught as error:
+            self._fail(error)
+
+    def take_row(self) -> DrawnRow | None:
+        """The next row, with the requests that it needs drawn; ``None`` at the end. Caller's thread.
+
+        What the user's sampler raised while it was asked ahead is a row, too: it comes after the rows before.
+        """
+        while not self._rows and self._advance():
+            pass
+        if not self._rows:
+            return None
+        row = self._rows.popleft()
+        self._rows_taken += 1
+        self._lead_on()
+        return row
+
+    def _advance(self) -> bool:
+        """Draws one batch of the user's sampler; whether there was one, or a failure in its place."""
+        if self._exhausted:
+            return False
+        try:
+            if self._rows_to_skip:
+                return self._start_after(self._rows_to_skip)
+            draw = self._draw
+            self._num_drawn += 1  # a failure takes the place of a batch
+            try:
+                batch = self._batches.draw() if draw is plainly else draw(self._batches.draw)
+            except StopIteration:
+                self._num_drawn -= 1
+                self._exhausted = True
+                return False
+            if self._once:
+                self._draw = plainly
+            self._add(batch, 0)
+        except self._caught as error:
+            self._fail(error)
+        return True
+
+    def _fail(self, error: BaseException) -> None:
+        """Keeps it for after the rows that were drawn: in torch's hands it would come before them, in place of one.
+
+        A request is made for it, as for any row: torch's loader takes one for each item that it gives.
+        """
+        self._exhausted = not self._like_torch or self._rows_to_skip > 0
+        self._requests.append(NO_SAMPLES)
+        self._rows.append(DrawnRow((True,), None, 0, None, 1, (0,), None, error))
+
+    def _start_after(self, rows: int) -> bool:
+        """Draws the batch that the last row to be passed over is in; what is left of it comes next."""
+        before, row = divmod(rows - 1, self._rows_a_batch)
+        self._exhausted = True  # unless the batch is found
+        passed, batch = self._draw(lambda: self._draw_after(before))
+        self._rows_to_skip = 0
+        if self._once:
+            self._draw = plainly
+        if batch is self:
+            if self._cutter.shared:  # else other workers may have gone on for longer
+                raise _ended_early(rows, passed.batches)
+            return False
+        if self._drawn_before:
+            found = digest_of([batch] if self._is_whole(batch) else self._listed(batch))
+            _check_drawn(rows, self._drawn_before, found)
+        if self._numbers is not None:
+            self._numbers.pass_over(passed.samples)
+        self._exhausted = False
+        self._num_drawn, self._rows_taken = before + 1, rows
+        self._add(batch, row + 1)
+        return True
+
+    def _draw_after(self, batches: int) -> tuple[Passed, Any]:
+        """What was passed over, and the batch behind so many; this object if there is none."""
+        passed = self._batches.skip(batches)
+        try:
+            return passed, self._batches.draw()
+        except StopIteration:
+            return passed, self
+
+    def _is_whole(self, batch: Any) -> bool:
+        """Whether it is one item of the dataset that is a whole batch."""
+        return not self._collate and not isinstance(batch, list | tuple | Numbers)
+
+    def _listed(self, batch: Any) -> Numbers | Sequence[Any]:
+        indices: Numbers | Sequence[Any]
+        indices = _sized(batch) if self._collate else batch if isinstance(batch, list | Numbers) else list(batch)
+        return indices
+
+    def _add(self, batch: Any, first: int) -> None:
+        """The rows of a batch from the ``first`` on, and the requests for their pieces."""
+        known = type(batch) is Numbers
+        if not known and self._is_whole(batch):
+            self._add_whole(batch, first)
+            return
+        indices: Any = batch if known else self._listed(batch)
+        size = len(indices)
+        numbers = None if self._numbers is None else self._numbers.of_batch(indices)
+        digest = self.digest_of(indices)
+        if not size and self._like_torch:
+            self._requests.append((self._collate, indices, self.key))
+            self._rows.append(DrawnRow((True,), None, digest, None, 1, (0,)))
+            return
+        rows = self.rows_of(size)
+        for cut in rows[first:] if first else rows:
+            index = None if numbers is None else tuple(numbers[lo:hi] for lo, hi in cut.limits)
+            like = cut.like if known and index is None else None
+            # The row comes last: after an interruption there is none whose requests are not there.
+            self._requests += cut.requests(indices, self.key, collate=self._collate)
+            self._rows.append(DrawnRow(cut.pieces, None, digest, index, cut.wanted, cut.like.sizes, like))
+
+    def digest_of(self, indices: Numbers | Sequence[Any]) -> Digest:
+        """See ``DrawnRow.digest``."""
+        if not self._cutter.shared:
+            return 0
+        # A list may be another one when somebody asks. What is known stays, and one who is alone is seldom asked.
+        return indices.digest if self._alone and type(indices) is Numbers else digest_of(indices)
+
+    def rows_of(self, size: int) -> list[CutRow]:
+        """The rows of a batch of so many samples."""
+        if size == self._cut_size:
+            return self._cut_rows
+        rows = []
+        for limits in self._cutter.rows(size):
+            # Loader workers take requests ahead: a rank that had none for a row would draw further ahead than others.
+            pieces = tuple(lo < hi or self._lead > 0 for lo, hi in limits)
+            rows.append(CutRow(limits, pieces, sum(pieces), self._kinds.like(size, limits)))
+        self._cut_size, self._cut_rows = size, rows
+        return rows
+
+    def _add_whole(self, item: Any, first: int) -> None:
+        """One item of the dataset is a whole batch: it is asked for once, and cut when it is there."""
+        index = None if self._numbers is None else (self._numbers.of_item(item),)
+        if first == self._rows_a_batch:
+            return
+        self._requests.append((False, item, self.key))
+        digest: Digest = 0
+        if self._cutter.shared:  # an int stays what it is until somebody asks
+            digest = partial(digest_of, [item]) if type(item) is int else digest_of([item])
+        for number in range(first, self._rows_a_batch):
+            self._rows.append(DrawnRow((number == first,), number, digest, index, int(number == first)))
+
+
+def _sized(batch: Any) -> Any:
+    """A list of indices in any form that torch takes: it asks an iterable for no length."""
+    return batch if type(batch) is list or isinstance(batch, Sized) else list(batch)
+
+
+def _ended_early(rows: int, batches: int) -> StateMismatch:
+    return StateMismatch(
+        f"the sampler ended after {batches} batch(es), but the epoch is to go on after step {rows}, so at least {rows} "
+        "are needed. Give the dataset and the sampler the length that they had, or start at an earlier step."
+    )
+
+
+def _check_drawn(rows: int, saved: int, found: int) -> None:
+    if found != saved:
+        raise StateMismatch(
+            f"the sampler drew other samples for batch {rows} of the epoch (digest {found}) than when the state was "
+            f"saved (digest {saved}), so the rest of the epoch would differ, too. Give the sampler the seed or state "
+            "that it had then; a torch generator of its own and set_epoch are restored with the state."
+        )
+
+
+@final
+class IndexFeed(Sampler[Request]):
+    """The sampler of a rebuilt ``DataLoader``: hands on what was drawn for the epoch in progress."""
+
+    def __init__(self) -> None:
+        self.draws: SamplerDraws | None = None
+        self.taken: deque[Request] = deque(maxlen=0)
+        """The requests that torch took last."""
+
+    def __iter__(self) -> Iterator[Request]:
+        draws = self.draws
+        return iter(()) if draws is None else _Requests(draws, self.taken)
+
+
+@final
+class _Requests(Iterator[Request]):
+    """An iterator that may be asked again after it ran dry, as torch's loader does while more is drawn."""
+
+    def __init__(self, draws: SamplerDraws, taken: deque[Request]) -> None:
+        self._draws = draws
+        self._taken = taken
+
+    def __next__(self) -> Request:
+        request = self._draws.take_request()
+        many, wanted, key = request
+        if type(wanted) is Numbers:
+            request = many | PLAIN, wanted.plain(), key
+        self._taken.append(request)
+        return request
+
+
+@final
+class DistributedBatchSampler(Sampler[list[Any]]):
+    """One replica's part of each batch of a batch sampler, for a plain torch ``DataLoader``.
+
+    The batches of all replicas put together, in order, are the batches of ``batch_sampler``: nothing is padded,
+    dropped or repeated (law B1). A plain ``DataLoader`` cannot make an empty batch, so a piece may not be empty; use
+    ``Strategy.distribute_dataset`` where that may happen. Local: no communication.
+
+    Args:
+      batch_sampler: yields lists of indices, the global batches; the same on every rank.
+      num_replicas: over how many replicas they are split.
+      rank: which of them this is.
+
+    Raises:
+      BatchingError: a piece is empty: at construction where the sizes are known (a torch ``BatchSampler`` over a
+        sampler with a length), else when the batch is drawn. The message names the step.
+      ValueError: ``rank`` is not in ``[0, num_replicas)``.
+    """
+
+    def __init__(self, batch_sampler: Iterable[list[Any]], num_replicas: int, rank: int) -> None:
+        check_replica(num_replicas, rank)
+        self.batch_sampler = batch_sampler
+        self.num_replicas = num_replicas
+        self.rank = rank
+        if type(batch_sampler) is BatchSampler and isinstance(batch_sampler.sampler, Sized):
+            length, size = len(batch_sampler.sampler), batch_sampler.batch_size
+            for step, each in distinct_steps(length, size, drop_last=batch_sampler.drop_last):
+                refuse_empty_pieces(step, each, num_replicas)
+
+    def __len__(self) -> int:
+        if not isinstance(self.batch_sampler, Sized):
+            raise TypeError(f"{type(self.batch_sampler).__name__} has no length.")
+        return len(self.batch_sampler)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        for step, batch in enumerate(self.batch_sampler):
+            refuse_empty_pieces(step, len(batch), self.num_replicas)
+            lo, hi = split(len(batch), self.num_replicas, self.rank)
+            yield batch[lo:hi]

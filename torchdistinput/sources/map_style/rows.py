@@ -1,0 +1,196 @@
+"""The rows of a map-style loader, from its first index on.
+
+Indices are drawn on the caller's thread, pieces fetched where torch does. What is gathered from memory in this process
+is a whole row as soon as its indices are drawn, and known: nobody needs to look at it. Of several rows that are
+expected, the indices are drawn first, then all is gathered: what came between the copies would find the caches cold.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn, final
+
+import torch
+
+from torchdistinput.errors import InputError
+from torchdistinput.plan.batching import Cutter
+from torchdistinput.sources.in_worker import (
+    Cut,
+    Failure,
+    PieceDataset,
+    as_is,
+    labelled_piece,
+    no_sizes,
+    nothing_left,
+)
+from torchdistinput.sources.iterable.cursor import in_any_order
+from torchdistinput.sources.map_style.in_memory import NOT_THERE
+from torchdistinput.sources.map_style.index_array import Numbers
+from torchdistinput.sources.map_style.index_batches import CutRow, DrawnRow, SamplerDraws
+from torchdistinput.sources.rng import packed
+from torchdistinput.sources.sample_index import labelled_batch
+from torchdistinput.sources.split_batches import AS_LEAVES, CutReady, ReadyFns
+from torchdistinput.step_types import Counted, Digest, Known, PartialPiece, ReadFailure, Row
+
+__all__ = ["MapStream"]
+
+
+@final
+class MapStream:
+    """The stream of one epoch.
+
+    Its position is ``["map", rows]``, and under HINT the states of this worker's generators as the epoch began. Under
+    DATA, rows are batches.
+
+    Args:
+      draws: draws the indices.
+      read: gives the next piece.
+      cutter: the laws of the cut.
+      pieces: what makes the pieces in this process; ``None`` where torch's loader does.
+      in_background: see ``Stream.in_background``.
+      first_row: rows of the epoch before the first one.
+      states: under HINT, the states of this worker's generators as the epoch began.
+      close: ends what reads.
+      goes_on: whether more may come after a failure; see ``ReadFailure``.
+      in_order: whether the pieces come in the order in which they were drawn.
+      collates: whether pieces are made of samples; else they may be cut of items that are whole batches.
+      ready: how such items are counted and cut.
+      draws_ahead: see ``CatchesUp.draws_ahead``.
+    """
+
+    strings = False
+    owns_state = False
+    periodic_sync = None
+
+    def __init__(  # noqa: PLR0913 - one stream is one call
+        self,
+        draws: SamplerDraws,
+        read: Callable[[], Any],
+        cutter: Cutter,
+        *,
+        pieces: PieceDataset | None,
+        in_background: bool,
+        first_row: int,
+        states: Sequence[torch.Tensor],
+        close: Callable[[], None],
+        draws_ahead: bool,
+        goes_on: bool = False,
+        in_order: bool = True,
+        collates: bool = True,
+        ready: ReadyFns = AS_LEAVES,
+    ) -> None:
+        self.one_structure = not collates and ready.split is None
+        self._goes_on = goes_on
+        self._in_order = in_order
+        self.in_background = in_background
+        self.draws_ahead = draws_ahead
+        self._first_row = first_row
+        self._states = states
+        self._draws = draws
+        self._pieces = pieces
+        self._read = read
+        self._close = close
+        self._cutter = cutter
+        self._whole = CutReady(as_is, cutter, ready)
+        self._rows_of_whole: list[Counted] = []
+        self._ahead: deque[Known] = deque()
+
+    def catch_up(self, rows: int) -> None:
+        """See ``CatchesUp.catch_up``."""
+        self._draws.catch_up(self._first_row + rows)
+
+    def expect(self, rows: int) -> None:
+        """See ``Stream.expect``. What is gathered from memory is gathered now, with nothing in between."""
+        if self._pieces is None:
+            return
+        gather, draws, missing = self._pieces.gather, self._draws, rows - len(self._ahead)
+        if gather is None or not draws.comes_known:
+            draws.expect(missing)
+            return
+        batches = draws.take_fixed(missing)
+        cuts: list[tuple[CutRow, Digest]] = []
+        pieces: list[Numbers] = []
+        try:
+            for batch in batches:
+                digest = draws.digest_of(batch)
+                for cut in draws.rows_of(len(batch)):
+                    cuts.append((cut, digest))
+                    pieces += cut.parts(batch)
+            made = iter(gather.each(pieces))
+        except NOT_THERE:  # whichever row it is will meet it again
+            draws.put(batches)
+            return
+        self._ahead.extend([(_row(cut.pieces, made), cut.like, digest) for cut, digest in cuts])
+
+    def draw(self) -> DrawnRow | Known | None:
+        """See ``Stream.draw``. What is gathered from memory is a whole row at once, and known."""
+        if self._ahead:
+            return self._ahead.popleft()
+        drawn = self._draws.take_row()
+        if self._pieces is None or drawn is None or drawn.like is None:
+            return drawn
+        gather = self._pieces.gather
+        if gather is None:
+            return drawn
+        requests = [self._draws.take_request() for _ in range(drawn.wanted)]
+        try:
+            made: Row = [gather(numbers) for _, numbers, _ in requests]
+        except NOT_THERE:  # the ordinary way will meet it too, and tell of which samples it is
+            self._draws.give_back(requests)
+            return drawn
+        return (made if len(made) == len(drawn.pieces) else _row(drawn.pieces, iter(made))), drawn.like, drawn.digest
+
+    def fetch(self, drawn: DrawnRow) -> Counted:
+        """See ``Stream.fetch``."""
+        pieces: Row = []
+        for wanted in drawn.pieces:
+            piece = self._read() if wanted else None
+            if type(piece) is Failure:
+                piece.reraise(goes_on=self._goes_on)
+            pieces.append(piece)
+        if drawn.failure is not None:
+            self._raise_failure_of_sampler(drawn.failure)
+        if drawn.row_of_whole is None:
+            return Counted(pieces if drawn.numbers is None else _labelled(pieces, drawn.numbers), drawn.sizes)
+        if drawn.pieces[0]:  # the first row that is read of a whole batch
+            self._rows_of_whole = self._cut_whole(pieces[0], drawn)
+        return self._rows_of_whole[drawn.row_of_whole]
+
+    def _raise_failure_of_sampler(self, failure: BaseException) -> NoReturn:
+        if self._goes_on and not isinstance(failure, InputError):
+            raise ReadFailure("the sampler", goes_on=True) from failure
+        raise failure
+
+    def _cut_whole(self, item: Any, drawn: DrawnRow) -> list[Counted]:
+        if isinstance(item, PartialPiece):
+            rows = nothing_left(item.skipped, self._cutter)
+            rows = [*rows[1:][: drawn.row_of_whole], rows[0], *rows[1:][drawn.row_of_whole :]]
+            return Cut(rows, 0, no_sizes(rows)).counted()
+        numbers = drawn.numbers
+        return self._whole.cut(item).counted(
+            None if numbers is None else lambda cut: labelled_batch(numbers[0], cut.rows, cut.size, self._cutter)
+        )
+
+    def digest_of(self, drawn: DrawnRow) -> Digest:
+        """See ``Stream.digest_of``."""
+        return drawn.digest
+
+    def position(self, rows: int) -> list[Any]:
+        """See ``Stream.position``."""
+        if not self._in_order:
+            raise in_any_order()
+        return ["map", self._first_row + rows, *map(packed, self._states)]
+
+    def close(self) -> None:
+        """See ``Stream.close``."""
+        self._close()
+
+
+def _row(pieces: Sequence[bool], made: Iterator[Any]) -> Row:
+    """The row with these pieces, of those that come next."""
+    return [next(made) if wanted else None for wanted in pieces]
+
+
+def _labelled(pieces: Row, index: Sequence[torch.Tensor]) -> Row:
+    return [labelled_piece(numbers, piece) for piece, numbers in zip(pieces, index, strict=True)]

@@ -1,0 +1,512 @@
+"""The batches of the user's sampler, one after the other or passed over.
+
+Where the sampler is exactly one of torch's own (or a ``ShuffleSampler``), what it will yield is known, and batches are
+passed over without being made: the cost is that of the random draws. Those that are taken stay arrays until somebody
+needs a list. The values are torch's, and so are the draws: the same calls on the same generators, at the same
+``next()``, the extra permutation included that a ``RandomSampler`` draws from the user's generator when it runs dry. A
+subclass may do anything, so it is iterated as it is, and passed over by iterating.
+
+Batches are drawn further ahead than torch would. A ``RandomSampler`` with a generator of the user's may draw from it in
+the middle of an epoch and at its end. Such a draw is made ahead on a copy of the generator, and on the generator itself
+when torch would make it (``catch_up``): so a loop that is left early leaves the generator as torch's loop does.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import count as counting
+from itertools import islice
+from typing import Any, Final, NamedTuple, Protocol, TypeVar, cast, final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+
+from torchdistinput.plan.permutation import Permutation
+from torchdistinput.sources.map_style.index_array import Digests, Numbers
+from torchdistinput.sources.map_style.shuffle_sampler import ShuffleSampler
+
+__all__ = ["Batches", "Passed", "batches_of", "size_of"]
+
+_T = TypeVar("_T")
+
+_BLOCK: Final = 16_384  # indices that a keyed permutation is evaluated for, or a drawn one is widened for, together
+_MOST_NARROW: Final = 2**31 - 1
+_DRAWN_TOGETHER: Final = 32  # by a RandomSampler with replacement
+_MOST_GROUPS: Final = 2**12
+_FEW: Final = 64  # indices that are batches by themselves and are made Python ints together
+
+
+class Passed(NamedTuple):
+    """What was passed over."""
+
+    batches: int
+    samples: int
+
+
+class Batches(Protocol):
+    """The batches of one epoch."""
+
+    def __next__(self) -> Any:
+        """The next batch, as torch gives it."""
+
+    def draw(self) -> Any:
+        """The next batch, as ``Numbers`` where torch would give a list of the indices of a sampler that is known.
+
+        Raises:
+          StopIteration: there is none.
+        """
+
+    def draw_fixed(self, most: int, /) -> Sequence[Numbers]:
+        """The next batches, up to ``most``, as far as making them neither draws anything nor runs user code."""
+
+    def skip(self, count: int) -> Passed:
+        """Passes over ``count`` batches, with the draws that making them would have cost; ``sys.maxsize``: over all."""
+
+    def catch_up(self, batches: int) -> None:
+        """By now torch would have asked for so many batches: makes the draws of those that were put off.
+
+        Until this is called for the first time, every draw is made at once.
+        """
+
+
+def size_of(batch: Any) -> int:
+    """Samples in what a sampler yields: indices in a list or tuple, else one that stands by itself."""
+    return len(batch) if isinstance(batch, list | tuple) else 1
+
+
+def batches_of(batches: Iterable[Any], size: Callable[[Any], int] = size_of) -> Batches:
+    """Begins an epoch of a batch sampler, or of a sampler that yields single indices or ready lists. Local.
+
+    Args:
+      batches: the user's; an iterable of any kind.
+      size: how many samples a batch has, where that is counted by looking at each.
+    """
+    if type(batches) is BatchSampler:
+        return _CutBatches(batches)
+    put_off = _PutOff()
+    known = _known(batches, put_off)
+    return _IteratedBatches(iter(batches), size) if known is None else _Singles(known, put_off)
+
+
+class _Indices(Protocol):
+    """The indices of one epoch, in order."""
+
+    def take(self, count: int) -> Numbers | list[Any]:
+        """The next ``count``; fewer at the end, which is looked for only then."""
+
+    def take_fixed(self, count: int, most: int, /) -> Sequence[Numbers]:
+        """The next ``count``, and so on, up to ``most`` times, as far as they stand fixed by now."""
+
+    def skip(self, count: int) -> int:
+        """Passes over ``count``; how many there were."""
+
+
+def _none_fixed(_self: object, *_counts: int) -> Sequence[Numbers]:
+    return ()
+
+
+@final
+class _PutOff:
+    """Draws from the user's generator that were made on a copy of it, as torch would make them later."""
+
+    def __init__(self) -> None:
+        self.drawn = 0
+        """Batches that were asked for here, the one included that is being drawn."""
+        self._due = sys.maxsize  # batches that torch would have asked for by now
+        self._draws: deque[tuple[int, Callable[[torch.Generator], object]]] = deque()  # and for which batch
+        self._generator: torch.Generator | None = None  # the user's
+        self._copy: torch.Generator | None = None
+
+    def catch_up(self, batches: int) -> None:
+        """See ``Batches.catch_up``."""
+        self._due = batches
+        while self._draws and self._draws[0][0] <= self._due and self._generator is not None:
+            self._draws.popleft()[1](self._generator)
+
+    def draw(self, generator: torch.Generator, draw: Callable[[torch.Generator], _T]) -> _T:
+        """What is drawn for the batch that is being drawn."""
+        if self.drawn <= self._due:
+            return draw(generator)
+        if not self._draws:
+            self._copy = torch.Generator(generator.device)
+            self._copy.set_state(generator.get_state())
+        self.draw_unseen(generator, draw)
+        return draw(cast(torch.Generator, self._copy))
+
+    def draw_unseen(self, generator: torch.Generator, draw: Callable[[torch.Generator], object]) -> None:
+        """A draw of which only the state is used that it leaves behind, and after which no other one comes."""
+        if self.drawn <= self._due:
+            draw(generator)
+            return
+        self._generator = generator
+        self._draws.append((self.drawn, draw))
+
+
+@final
+class _CutBatches:
+    """What ``BatchSampler`` makes of its sampler."""
+
+    def __init__(self, batches: BatchSampler) -> None:
+        self._batches = batches
+        self._drop_last = False
+        self._first_size = 0
+        self._indices: _Indices | None = None
+        self._ended = False
+        self._put_off = _PutOff()
+        self.catch_up = self._put_off.catch_up
+        # Its order is that of the epoch which begins here, though another one may begin before the first batch.
+        self._order = _known(batches.sampler, self._put_off) if type(batches.sampler) is ShuffleSampler else None
+
+    def __next__(self) -> list[Any]:
+        batch = self.draw()
+        return batch.tolist() if isinstance(batch, Numbers) else batch
+
+    def draw(self) -> Numbers | list[Any]:
+        """See ``Batches.draw``."""
+        if self._ended:
+            raise StopIteration
+        self._ended = True  # also after an error, as torch's generator does
+        self._put_off.drawn += 1
+        indices = self._indices or self._opened()
+        size = self._size()
+        batch = indices.take(size)
+        found = len(batch)
+        if found < size and (not found or self._drop_last):
+            raise StopIteration
+        self._ended = False
+        return batch
+
+    def draw_fixed(self, most: int) -> Sequence[Numbers]:
+        """See ``Batches.draw_fixed``."""
+        indices = self._indices
+        fixed = () if self._ended or indices is None else indices.take_fixed(self._size(), most)
+        self._put_off.drawn += len(fixed)
+        return fixed
+
+    def skip(self, count: int) -> Passed:
+        """See ``Batches.skip``."""
+        if self._ended or not count:
+            return Passed(0, 0)
+        self._ended = True
+        self._put_off.drawn += count
+        indices = self._opened()
+        size = self._size()
+        samples = indices.skip(count * size)
+        if samples == count * size:
+            self._ended = False
+            return Passed(count, samples)
+        full, rest = divmod(samples, size)
+        return Passed(full, full * size) if self._drop_last else Passed(full + bool(rest), samples)
+
+    def _opened(self) -> _Indices:
+        """The indices; torch's generator asks its sampler for them at its first ``next()``."""
+        if self._indices is None:
+            self._drop_last, self._first_size = self._batches.drop_last, self._batches.batch_size
+            sampler = self._batches.sampler
+            known = self._order or _known(sampler, self._put_off)
+            self._indices = _IteratedIndices(iter(sampler)) if known is None else known
+        return self._indices
+
+    def _size(self) -> int:
+        # A batch size that is set while an epoch runs counts at once; with drop_last torch has read it at the start.
+        return self._first_size if self._drop_last else self._batches.batch_size
+
+
+@final
+class _Singles:
+    """Indices that are batches by themselves."""
+
+    draw_fixed = _none_fixed  # not worth it
+
+    def __init__(self, indices: _ChunkedIndices, put_off: _PutOff) -> None:
+        self._indices = indices
+        self._put_off = put_off
+        self.catch_up = put_off.catch_up
+        self._few: Iterator[int] = iter(())  # that are drawn already
+        self._ended = False
+
+    def __next__(self) -> Any:
+        return self.draw()
+
+    def draw(self) -> Any:
+        """See ``Batches.draw``."""
+        self._put_off.drawn += 1
+        for index in self._few:
+            return index
+        if self._ended:
+            raise StopIteration
+        self._ended = True  # also after an error, as torch's generator does
+        taken = self._indices.take(1).tolist()
+        if not taken:
+            raise StopIteration
+        self._ended = False
+        self._few = iter(self._indices.take_drawn(_FEW).tolist())
+        return taken[0]
+
+    def skip(self, count: int) -> Passed:
+        """See ``Batches.skip``."""
+        if self._ended or not count:
+            return Passed(0, 0)
+        self._ended = True
+        self._put_off.drawn += count
+        passed = sum(1 for _ in islice(self._few, min(count, sys.maxsize)))
+        passed += self._indices.skip(count - passed)
+        self._ended = passed < count
+        return Passed(passed, passed)
+
+
+@final
+class _IteratedBatches:
+    """Batches that nobody can foretell."""
+
+    draw_fixed = _none_fixed
+
+    def __init__(self, batches: Iterator[Any], size: Callable[[Any], int]) -> None:
+        self._batches = batches
+        self._size = size
+
+    def __next__(self) -> Any:
+        return next(self._batches)
+
+    def draw(self) -> Any:
+        """See ``Batches.draw``."""
+        return next(self._batches)
+
+    def skip(self, count: int) -> Passed:
+        """See ``Batches.skip``."""
+        passed = counting()
+        samples = sum(self._size(batch) for batch, _ in zip(islice(self._batches, count), passed, strict=False))
+        return Passed(next(passed), samples)
+
+    def catch_up(self, batches: int) -> None:
+        """See ``Batches.catch_up``. What code of the user's has drawn is drawn."""
+
+
+@final
+class _IteratedIndices:
+    """Indices that nobody can foretell."""
+
+    take_fixed = _none_fixed
+
+    def __init__(self, indices: Iterator[Any]) -> None:
+        self._indices = indices
+
+    def take(self, count: int) -> list[Any]:
+        """See ``_Indices.take``."""
+        return [*islice(self._indices, count)]
+
+    def skip(self, count: int) -> int:
+        """See ``_Indices.skip``."""
+        passed = counting()
+        deque(zip(islice(self._indices, min(count, sys.maxsize)), passed, strict=False), maxlen=0)
+        return next(passed)
+
+
+class _Chunk(NamedTuple):
+    """Indices that stand fixed: how many, the ones at places ``lo`` to ``hi - 1``, and how many are got at a time."""
+
+    length: int
+    between: Callable[[int, int], npt.NDArray[np.int64] | range]
+    together: int = sys.maxsize
+
+
+_Chunks = Callable[[int], "_Chunk | None"]
+"""Gives the next chunk, ``None`` at the end, when so many more indices are to be taken; that is when it is drawn."""
+
+
+def _known(sampler: object, put_off: _PutOff) -> _ChunkedIndices | None:
+    """The indices of an epoch that begins now, if they can be addressed; else ``None``, and nothing has begun."""
+    if type(sampler) is SequentialSampler:
+        numbers = range(len(sampler.data_source))
+        return _ChunkedIndices(_chunks_of(iter([_Chunk(len(numbers), lambda lo, hi: numbers[lo:hi])])))
+    if type(sampler) is ShuffleSampler:
+        return _ChunkedIndices(_chunks_of(iter([_chunk_of_order(sampler.next_order())])))
+    if type(sampler) is RandomSampler:
+        if sampler.replacement:
+            return _ChunkedIndices(_Replaced(sampler, put_off))
+        return _ChunkedIndices(_chunks_of(_permutations(sampler, put_off)))
+    return None
+
+
+@final
+class _ChunkedIndices:
+    """Indices that come in chunks; inside of a chunk, passing over costs nothing.
+
+    Args:
+      chunks: gives the chunks.
+    """
+
+    def __init__(self, chunks: _Chunks) -> None:
+        self._chunks = chunks
+        self._chunk = _NOTHING
+        self._place = 0  # in the chunk: what comes after the ready ones
+        self._ready: npt.NDArray[np.int64] | range = range(0)
+        self._used = 0  # of the ready ones
+        self._digests: Digests | None = None
+
+    def take(self, count: int) -> Numbers:
+        """See ``_Indices.take``."""
+        used = self._used
+        if used + count <= len(self._ready):
+            self._used = used + count
+            return Numbers(self._ready[used : used + count], self._digests, used)
+        drawn = self.take_drawn(count)
+        # A copy, as a view would keep the whole permutation while the next one is drawn.
+        parts = [drawn.array().copy()] if len(drawn) else []
+        left = count - len(drawn)
+        while left and self._reach(left):
+            chunk = self._chunk
+            stop = min(self._place + max(left, chunk.together - chunk.together % left), chunk.length)
+            self._ready = ready = chunk.between(self._place, stop)
+            self._digests = None if isinstance(ready, range) else Digests(ready)
+            self._place, self._used = stop, min(left, len(self._ready))
+            first = Numbers(self._ready[: self._used], self._digests)
+            if self._used == count:
+                return first
+            parts.append(first.array())
+            left -= self._used
+        return Numbers(np.concatenate(parts) if parts else range(0))
+
+    def take_fixed(self, count: int, most: int) -> Sequence[Numbers]:
+        """See ``_Indices.take_fixed``."""
+        ready, digests, used = self._ready, self._digests, self._used
+        if count < 1:  # set so while the epoch runs
+            return ()
+        self._used = stop = used + min((len(ready) - used) // count, most) * count
+        return [Numbers(ready[place : place + count], digests, place) for place in range(used, stop, count)]
+
+    def take_drawn(self, most: int) -> Numbers:
+        """The next ones, up to ``most``, as far as they stand fixed by now."""
+        used = self._used
+        self._used = stop = min(used + most, len(self._ready))
+        return Numbers(self._ready[used:stop])
+
+    def skip(self, count: int) -> int:
+        """See ``_Indices.skip``."""
+        step = min(count, len(self._ready) - self._used)
+        self._used += step
+        left = count - step
+        while left and self._reach(left):
+            step = min(left, self._chunk.length - self._place)
+            self._place += step
+            left -= step
+        return count - left
+
+    def _reach(self, wanted: int) -> bool:
+        """Whether there is another index; draws the chunk that it is in."""
+        while self._place == self._chunk.length:
+            # Frees a permutation before the next one is drawn.
+            self._chunk, self._place, self._ready, self._used, self._digests = _NOTHING, 0, range(0), 0, None
+            chunk = self._chunks(wanted)
+            if chunk is None:
+                return False
+            self._chunk = chunk
+        return True
+
+
+_NOTHING: Final = _Chunk(0, range)
+
+
+def _chunks_of(chunks: Iterator[_Chunk]) -> _Chunks:
+    return lambda _wanted: next(chunks, None)
+
+
+def _chunk_of_order(order: Permutation) -> _Chunk:
+    return _Chunk(len(order), order.block, _BLOCK)
+
+
+def _chunk_of_tensor(numbers: torch.Tensor) -> _Chunk:
+    array = cast("npt.NDArray[np.int64]", numbers.numpy(force=True))  # a default device may have drawn them
+    return _Chunk(len(array), lambda lo, hi: array[lo:hi])
+
+
+def _permutation(generator: torch.Generator, n: int, first: int) -> _Chunk:
+    """The ``first`` indices of the permutation of ``n`` that ``torch.randperm`` draws.
+
+    In 32 bits, where they suffice, torch makes the same swaps with the same draws in half the memory, and so in half
+    the time, as most of it is spent waiting for memory. So on the CPU; another default device draws in its own way.
+    """
+    if n > _MOST_NARROW or torch.get_default_device().type != "cpu":
+        return _chunk_of_tensor(_start(torch.randperm(n, generator=generator), first))
+    narrow = _start(torch.randperm(n, generator=generator, dtype=torch.int32), first).numpy()
+    return _Chunk(first, lambda lo, hi: narrow[lo:hi].astype(np.int64), _BLOCK)
+
+
+def _start(permutation: torch.Tensor, first: int) -> torch.Tensor:
+    """So many numbers of it; a copy, so that the rest is freed, if they are not all."""
+    return permutation if first == len(permutation) else permutation[:first].clone()
+
+
+def _generator_of(sampler: RandomSampler) -> torch.Generator:
+    """The generator that an epoch draws from: the sampler's, or a new one with a seed from the default state."""
+    if sampler.generator is not None:
+        return cast(torch.Generator, sampler.generator)
+    seed = int(torch.empty((), dtype=torch.int64).random_().item())
+    return torch.Generator().manual_seed(seed)
+
+
+def _permutations(sampler: RandomSampler, put_off: _PutOff) -> Iterator[_Chunk]:
+    """What ``RandomSampler`` draws without replacement: permutations, and the start of one more, empty as a rule."""
+    n = len(sampler.data_source)
+    generator, is_users = _generator_of(sampler), sampler.generator is not None
+
+    def permutation(first: int) -> _Chunk:
+        if not is_users:  # nobody sees in what state the epoch's own generator is
+            return _permutation(generator, n, first)
+        return put_off.draw(generator, lambda drawn_from: _permutation(drawn_from, n, first))
+
+    for _ in range(sampler.num_samples // n):
+        yield permutation(n)
+    rest = sampler.num_samples % n
+    if rest:
+        yield permutation(rest)
+    elif is_users:
+        put_off.draw_unseen(generator, lambda drawn_from: _permutation(drawn_from, n, 0))
+
+
+@final
+class _Replaced:
+    """What ``RandomSampler`` draws with replacement: groups of 32, and a last one of the rest.
+
+    The groups that will be taken for certain are drawn together, which gives the same numbers as one by one.
+    """
+
+    def __init__(self, sampler: RandomSampler, put_off: _PutOff) -> None:
+        self._sampler = sampler
+        self._put_off = put_off
+        self._draw: Callable[[int], _Chunk] | None = None
+        self._groups = 0
+        self._ended = False
+
+    def __call__(self, wanted: int) -> _Chunk | None:
+        if self._ended:
+            return None
+        draw = self._draw or self._begin()
+        if self._groups:
+            groups = min(-(-wanted // _DRAWN_TOGETHER), self._groups, _MOST_GROUPS)
+            self._groups -= groups
+            return draw(groups * _DRAWN_TOGETHER)
+        self._ended = True
+        return draw(self._sampler.num_samples % _DRAWN_TOGETHER)
+
+    def _begin(self) -> Callable[[int], _Chunk]:
+        n = len(self._sampler.data_source)
+        generator = _generator_of(self._sampler)
+        self._groups = self._sampler.num_samples // _DRAWN_TOGETHER
+
+        is_users = self._sampler.generator is not None
+
+        def numbers(drawn_from: torch.Generator, size: int) -> _Chunk:
+            return _chunk_of_tensor(torch.randint(high=n, size=(size,), dtype=torch.int64, generator=drawn_from))
+
+        def draw(size: int) -> _Chunk:
+            if not is_users:
+                return numbers(generator, size)
+            return self._put_off.draw(generator, lambda drawn_from: numbers(drawn_from, size))
+
+        self._draw = draw
+        return draw

@@ -1,0 +1,251 @@
+"""From what the user gave to a source: what kind of data it is, and under which policy it is divided."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Final, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
+
+from torchdistinput.errors import BatchingError, InputError
+from torchdistinput.plan.batching import check_batch_size
+from torchdistinput.plan.options import InputOptions
+from torchdistinput.plan.sharding import AutoShardPolicy, resolve_policy
+from torchdistinput.plan.topology import Topology
+from torchdistinput.sources.base import HoldsTorchLoader, Shards, Source
+from torchdistinput.sources.files.checks import refuse_class
+from torchdistinput.sources.files.dataset import FileDataset
+from torchdistinput.sources.in_worker import cannot_skip
+from torchdistinput.sources.iterable.data_pipes import has_sharding_filter
+from torchdistinput.sources.iterable.loader_source import IterableLoaderSource
+from torchdistinput.sources.iterable.source import IterableSource
+from torchdistinput.sources.map_style.source import MapLoaderSource
+from torchdistinput.sources.map_style.table import Table, is_table, refuse_frame
+from torchdistinput.sources.sample_seed import cannot_seed
+from torchdistinput.sources.torch_loader.settings import LikeTorch, not_pinning
+
+__all__ = ["recognise"]
+
+Collate = Callable[[Any], Any]
+
+_COLUMNS: Final = (torch.Tensor, np.ndarray)
+
+
+@runtime_checkable
+class _MapStyle(Protocol):
+    def __getitem__(self, index: Any) -> Any: ...
+
+    def __len__(self) -> int: ...
+
+
+def recognise(
+    data: Any,
+    options: InputOptions,
+    topology: Topology,
+    refuse: Callable[[object], None],
+    *,
+    global_batch_size: int | None,
+    collate_fn: Collate | None,
+    shuffle: bool = False,
+    on_host: bool = True,
+) -> tuple[Source, AutoShardPolicy]:
+    """The source, and the policy in force. Local: no communication.
+
+    Args:
+      data: what the user gave.
+      options: what was asked for.
+      topology: where this worker stands.
+      refuse: raises for what only the floors above know to be no data.
+      global_batch_size: G, where batches are to be made here.
+      collate_fn: makes a batch of samples.
+      shuffle: whether map-style data comes in a new order in each epoch.
+      on_host: whether batches stay there; those that are copied to a device are pinned for that, and not before.
+
+    Raises:
+      InputError: the data is not data, of a kind that cannot be divided or shuffled here, or one that cannot leave out
+        what fails.
+      BatchingError: a batch size is missing, given twice, or not a positive int; the tensors and arrays of a dict
+        differ in length.
+      ShardingError: the policy does not fit.
+    """
+    if global_batch_size is not None:
+        check_batch_size(global_batch_size)
+    like_torch = isinstance(data, LikeTorch)
+    data = _unwrapped(data)
+    data = data if on_host else not_pinning(data)
+    refuse(data)
+    _refuse(data)
+    first = None
+    if callable(data) and not isinstance(data, Iterable | Dataset | DataLoader) and not _is_map_style(data):
+        first = data()
+        refuse(first)
+        if isinstance(first, DataLoader | Dataset | Mapping | HoldsTorchLoader) or not isinstance(first, Iterable):
+            try:
+                return recognise(
+                    first,
+                    options,
+                    topology,
+                    refuse,
+                    global_batch_size=global_batch_size,
+                    collate_fn=collate_fn,
+                    shuffle=shuffle,
+                    on_host=on_host,
+                )
+            except InputError as error:
+                kind = type(data).__name__
+                raise type(error)(f"the {kind} {data!r} was called for the data: {error}") from error
+    if shuffle:
+        _refuse_shuffling(data)
+    inner = data.dataset if isinstance(data, DataLoader) else data
+    files = inner.files if isinstance(inner, FileDataset) else None
+    source = inner if first is None else first
+    resolved = resolve_policy(
+        options.auto_shard_policy,
+        num_files=None if files is None else len(files),
+        can_shard=isinstance(source, Shards) or (isinstance(data, DataLoader) and has_sharding_filter(source)),
+        num_workers=topology.num_workers,
+    )
+    if isinstance(data, DataLoader):
+        _refuse_second_batching(data, global_batch_size, collate_fn)
+        return _source_of_loader(data, resolved, topology, options, like_torch=like_torch), resolved
+    place, batching = (resolved, topology, options), (global_batch_size, collate_fn)
+    _refuse_unclear_samples(data, global_batch_size)
+    if isinstance(data, FileDataset):
+        from torchdistinput.sources.files.source import RecordSource  # noqa: PLC0415 - only who reads files needs it
+
+        return RecordSource(data, *place, *batching), resolved
+    if _is_map_style(data):
+        return MapLoaderSource(_loader(data, *batching, shuffle), *place), resolved
+    _refuse_without_numbers(f"an iterable ({type(data).__name__})", options)
+    return IterableSource(data, *place, *batching, first=first), resolved
+
+
+def _refuse_without_numbers(what: str, options: InputOptions) -> None:
+    """Refuses what needs samples that are known one by one."""
+    if options.skips:
+        raise cannot_skip(what)
+    if options.seed_samples:
+        raise cannot_seed(what)
+
+
+def _refuse_unclear_samples(data: Any, global_batch_size: int | None) -> None:
+    """Refuses records without a batch size, and a list or tuple of columns, each of which would count as a sample."""
+    if isinstance(data, FileDataset) and global_batch_size is None:
+        raise BatchingError(
+            "a FileDataset yields single records, and no batch size was given. Give global_batch_size=, or a "
+            "DataLoader(dataset, batch_size=G); for records that are whole batches, DataLoader(dataset, "
+            "batch_size=None)."
+        )
+    if global_batch_size is None or type(data) not in (list, tuple) or len(data) < 2:
+        return
+    if not all(isinstance(each, _COLUMNS) for each in data):
+        return
+    lengths = {each.shape[0] if each.ndim else None for each in data}
+    if len(lengths) == 1 and None not in lengths:
+        (length,) = lengths
+        raise BatchingError(
+            f"found a {type(data).__name__} of {len(data)} tensors or arrays of length {length}, with "
+            f"global_batch_size=. If they are columns of {length} samples, give a dict of them, or "
+            f"TensorDataset(*columns); if they are {len(data)} samples, give a function that returns them."
+        )
+
+
+def _unwrapped(data: Any) -> Any:
+    """The torch loader in a drop-in one, the dataset of a dict of tensors and arrays; anything else as it is."""
+    if isinstance(data, LikeTorch):
+        return data.loader
+    if isinstance(data, HoldsTorchLoader) and isinstance(data.torch_loader, DataLoader):
+        return data.torch_loader
+    return Table(data) if is_table(data) else data
+
+
+def _source_of_loader(
+    loader: DataLoader[Any], policy: AutoShardPolicy, topology: Topology, options: InputOptions, *, like_torch: bool
+) -> Source:
+    if isinstance(loader.dataset, FileDataset):
+        from torchdistinput.sources.files.source import RecordSource  # noqa: PLC0415 - only who reads files needs it
+
+        return RecordSource(loader, policy, topology, options)
+    if isinstance(loader.dataset, IterableDataset):
+        _refuse_without_numbers(f"a DataLoader over an iterable ({type(loader.dataset).__name__})", options)
+        return IterableLoaderSource(loader, policy, topology, options, like_torch=like_torch)
+    return MapLoaderSource(loader, policy, topology, options, like_torch=like_torch)
+
+
+def _refuse_second_batching(loader: DataLoader[Any], global_batch_size: int | None, collate_fn: Collate | None) -> None:
+    if global_batch_size is not None or collate_fn is not None:
+        given = "global_batch_size" if global_batch_size is not None else "collate_fn"
+        raise BatchingError(
+            f"{given} was given with a DataLoader, which has its own (batch_size={loader.batch_size}). Its batch size "
+            "is the global one; leave the argument out, or give the dataset instead of the loader."
+        )
+
+
+def _is_map_style(data: Any) -> bool:
+    if isinstance(data, Dataset):
+        return not isinstance(data, IterableDataset)
+    return issubclass(type(data), _MapStyle) and not isinstance(data, list | tuple)  # a class has what its instances do
+
+
+def _refuse_shuffling(data: Any) -> None:
+    """Refuses to shuffle what decides about its order itself."""
+    if isinstance(data, DataLoader):
+        way = "build the DataLoader with shuffle=True, or give the dataset instead of the loader"
+    elif isinstance(data, FileDataset):
+        way = "give the FileDataset shuffle_files=True and a shuffle_buffer"
+    else:
+        way = "shuffle inside of it, or give a map-style dataset (with __getitem__ and __len__)"
+    if isinstance(data, DataLoader) or not _is_map_style(data):
+        raise InputError(
+            f"shuffle=True was given with a {type(data).__name__}; it is for map-style datasets and dicts of tensors "
+            f"with global_batch_size=. For this one, {way}."
+        )
+
+
+def _loader(
+    data: Any,
+    global_batch_size: int | None,
+    collate_fn: Collate | None,
+    shuffle: bool,  # noqa: FBT001 - the last of four that belong together
+) -> DataLoader[Any]:
+    if global_batch_size is None and isinstance(data, Table):
+        raise BatchingError(
+            f"a {type(data.columns).__name__} of tensors and arrays is a dataset of single samples, and no batch size "
+            "was given. Give global_batch_size=; or put it into a list, if it is one global batch."
+        )
+    if global_batch_size is None:
+        raise BatchingError(
+            f"a map-style dataset ({type(data).__name__}) yields single samples, and no batch size was given. Give "
+            "global_batch_size=, or a DataLoader(dataset, batch_size=G)."
+        )
+    sampler = RandomSampler(data) if shuffle else SequentialSampler(data)
+    batches = BatchSampler(sampler, global_batch_size, drop_last=False)
+    return DataLoader(data, batch_sampler=batches, collate_fn=collate_fn or default_collate)
+
+
+def _refuse(data: Any) -> None:
+    """Refuses what can be iterated but is no data, and what cannot be iterated at all."""
+    refuse_class(data, "data")
+    refuse_frame(data, "data")
+    if isinstance(data, str | bytes | Mapping | torch.Tensor | torch.nn.Module):
+        hint = "Give torch.utils.data.TensorDataset(...) with global_batch_size=, or a DataLoader."
+        if isinstance(data, Mapping):
+            hint = "Give a dict with nothing but tensors and NumPy arrays in it, one entry per sample in each."
+        if isinstance(data, str | bytes):
+            hint = "Give FileDataset(pattern, read=...) for files, or an iterable of batches."
+        raise InputError(f"found a {type(data).__name__} as data; it is no dataset. {hint}")
+    if not (isinstance(data, Iterable | Iterator) or callable(data) or _is_map_style(data)):
+        raise InputError(
+            f"found a {type(data).__name__} as data; a DataLoader, a Dataset, a FileDataset, an iterable of global "
+            "batches, or a function that returns one is needed."
+        )

@@ -1,0 +1,176 @@
+"""The index beside a batch (``InputOptions(with_index=True)``): a number for each sample, whoever reads it.
+
+Laws. ``W`` is the number of workers; the numbers are int64 and never negative.
+  (I1) A map-style dataset: the index that the sampler gave. Where the indices of a batch are not ints: the positions of
+      its samples in the order of the epoch.
+  (I2) A ``FileDataset``: ``file * 2**40 + record``, by the place of the file in the dataset's list and of the record in
+      its file. So it does not depend on shuffling, on the policy, or on who reads.
+  (I3) Other iterables: the position in the order of the epoch where all workers have the same (DATA, or ``W == 1``);
+      else, as with a dataset function, ``worker * 2**48`` plus the position in the worker's own order. Under HINT law
+      I1 becomes ``worker * 2**48`` plus the index in the worker's shard.
+  (I4) Where one item (of a map-style dataset) or one record (of a file) is a whole batch: its number by I1 or I2 with
+      ``2**20`` numbers for its rows: ``item * 2**20 + row``, ``file * 2**40 + record * 2**20 + row``.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any, Final, final
+
+import numpy as np
+import torch
+
+from torchdistinput.errors import BatchingError
+from torchdistinput.plan.batching import Cutter
+from torchdistinput.plan.topology import Topology
+from torchdistinput.sources.files.reading import RecordPlace
+from torchdistinput.sources.map_style.index_array import Numbers
+from torchdistinput.step_types import Row
+
+__all__ = [
+    "Positions",
+    "SampleNumbers",
+    "labelled",
+    "labelled_batch",
+    "number_of",
+    "number_of_first_row",
+]
+
+_FILE: Final = 2**40
+_WORKER: Final = 2**48
+_ROWS: Final = 2**20
+
+
+def labelled(index: torch.Tensor, batch: Any) -> tuple[torch.Tensor, Any]:
+    """The index and its batch."""
+    return index, batch
+
+
+def number_of(place: RecordPlace) -> int:
+    """The number of a record, law I2."""
+    return place.file_number * _FILE + place.record
+
+
+def number_of_first_row(place: RecordPlace) -> int:
+    """The number of the first row of a record that is a whole batch, laws I2 and I4.
+
+    Raises:
+      BatchingError: the numbers of its file are used up.
+    """
+    if place.record >= _FILE // _ROWS:
+        raise BatchingError(
+            f"record {place.record} of {place.file} is a batch; with_index=True can number {_FILE // _ROWS} ready "
+            "batches of a file. Let the file yield single records, and give global_batch_size=."
+        )
+    return place.file_number * _FILE + place.record * _ROWS
+
+
+@final
+class Positions:
+    """Numbers the samples of one epoch by their order, law I3.
+
+    Args:
+      topology: where this worker stands.
+      shared: whether every worker has the same order.
+      taken: samples before the first that is numbered here.
+    """
+
+    def __init__(self, topology: Topology, *, shared: bool, taken: int = 0) -> None:
+        self._next = taken if shared else topology.worker * _WORKER + taken
+
+    def take(self, count: int) -> int:
+        """The number of the first of the next ``count`` samples."""
+        first = self._next
+        self._next += count
+        return first
+
+    def beside(self, batches: Row, sizes: Sequence[int]) -> tuple[Row, int]:
+        """The next batches with the index beside each, and how many samples they have; ``None`` is no batch."""
+        first, numbered = self._next, []
+        for batch, size in zip(batches, sizes, strict=True):
+            if batch is not None:
+                start = self.take(size)
+                batch = torch.arange(start, start + size, device="cpu"), batch  # noqa: PLW2901 - the pair takes its place
+            numbered.append(batch)
+        return numbered, self._next - first
+
+    def label(self, rows: Sequence[Row], size: int, cutter: Cutter) -> list[Row]:
+        """The rows of the next batch, each piece with its index."""
+        return _labelled_from(self.take(size), rows, size, cutter)
+
+
+def labelled_batch(first: int, rows: Sequence[Row], size: int, cutter: Cutter) -> list[Row]:
+    """The rows of a ready batch of ``size`` samples, numbered from ``first`` on, law I4.
+
+    Raises:
+      BatchingError: it has too many rows.
+    """
+    if size > _ROWS:
+        raise BatchingError(f"a batch has {size} rows; with_index=True can tell {_ROWS} rows of a ready batch apart.")
+    return _labelled_from(first, rows, size, cutter)
+
+
+def _labelled_from(first: int, rows: Sequence[Row], size: int, cutter: Cutter) -> list[Row]:
+    """The rows of a batch of ``size`` samples, the last ones if some were passed over, numbered from ``first`` on."""
+    all_limits = cutter.rows(size)
+    return [
+        [
+            None if piece is None else labelled(torch.arange(first + lo, first + hi, device="cpu"), piece)
+            for piece, (lo, hi) in zip(row, limits, strict=True)
+        ]
+        for row, limits in zip(rows, all_limits[len(all_limits) - len(rows) :], strict=True)
+    ]
+
+
+@final
+class SampleNumbers:
+    """Numbers what the sampler of a map-style dataset yields, laws I1 and I4. One for each epoch.
+
+    Args:
+      topology: where this worker stands.
+      sharded: whether the indices count in a shard of this worker's own (policy HINT).
+      shared: whether every worker has the same order.
+    """
+
+    def __init__(self, topology: Topology, *, sharded: bool, shared: bool) -> None:
+        of_worker = topology.worker * _WORKER
+        self._base = of_worker if sharded else 0
+        self._base_of_positions = 0 if shared else of_worker
+        self._taken = 0
+
+    def pass_over(self, samples: int) -> None:
+        """Counts samples, or items that are whole batches, that nobody will ask for."""
+        self._taken += samples
+
+    def of_batch(self, indices: Numbers | Sequence[Any]) -> torch.Tensor:
+        """The numbers of a batch of samples, ``(len(indices),)``."""
+        first = self._base_of_positions + self._taken
+        self._taken += len(indices)
+        if isinstance(indices, Numbers):
+            return torch.from_numpy(indices.array() + self._base)
+        try:
+            numbers = np.fromiter(map(operator.index, indices), dtype=np.int64, count=len(indices))
+        except TypeError:
+            return torch.arange(first, first + len(indices), device="cpu")
+        if len(numbers) and numbers.min() < 0:
+            raise _negative(int(numbers.min()))
+        return torch.from_numpy(numbers + self._base)
+
+    def of_item(self, item: Any) -> int:
+        """The number of the first row of an item that is a whole batch."""
+        self._taken += 1
+        try:
+            number = operator.index(item)
+        except TypeError:
+            return self._base_of_positions + (self._taken - 1) * _ROWS
+        if number < 0:
+            raise _negative(number)
+        return self._base + number * _ROWS
+
+
+def _negative(index: int) -> BatchingError:
+    return BatchingError(
+        f"the sampler gave the index {index}; with_index=True needs indices of 0 and above, as -1 stands for a padded "
+        "row. Let the sampler count from the front."
+    )

@@ -1,0 +1,189 @@
+"""Random augmentation that does not depend on who reads a sample: a seed for each sample of each epoch.
+
+Problem: random state in a loader worker depends on which samples it had before, so an augmented dataset changes with
+the number of ranks and loader workers.
+
+Decision: the seed of a sample is a pure function of (base seed, epoch, index of the sample). The first two are mixed to
+one word where the epoch starts, and travel with each request, so that loader workers need no state. Whoever reads says
+which sample comes next, in a context variable; nothing is computed unless ``sample_seed`` asks.
+
+With ``InputOptions(seed_samples=True)`` the global generators of torch (on the CPU), NumPy and ``random`` are seeded by
+it before each sample, and put back after the last one of a piece. So augmentation that draws from them, as most does,
+is the same everywhere too. NumPy's has 32 bits of the seed, as it takes no more.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import operator
+import random
+from collections.abc import Callable, Sequence
+from typing import Any, Final, final
+
+import numpy as np
+import torch
+
+from torchdistinput.errors import InputError
+from torchdistinput.plan.permutation import word
+from torchdistinput.sources.files.reading import RecordPlace, RecordReader
+from torchdistinput.sources.sample_index import number_of
+
+__all__ = ["Samples", "calls_on", "cannot_seed", "epoch_key", "sample_seed"]
+
+_WAY_OUT = (
+    "It works inside the __getitem__ of a map-style dataset that is asked for one sample by its int index, and inside "
+    "the map_fn of a FileDataset, when they are read through torchdistinput, and on the thread that called them."
+)
+
+
+_NUMPY_BITS: Final = 2**32 - 1
+
+_current: contextvars.ContextVar[Samples | _LastOf | None] = contextvars.ContextVar("samples", default=None)
+
+
+@final
+class Samples:
+    """Says which sample is read, to ``sample_seed``. A context manager around the reading of some samples.
+
+    Args:
+      key: the word of the epoch.
+      seeds: whether the global generators are seeded for each sample, and put back in the end.
+    """
+
+    __slots__ = ("_found", "_saved", "_seeds", "_token", "index", "key", "places")
+
+    def __init__(self, key: int, *, seeds: bool = False) -> None:
+        self.key = key
+        self.index: Any = None
+        """The index of the sample that is read now, set before each; of records, which of ``places`` is its own."""
+        self.places: Callable[[], Sequence[RecordPlace]] | None = None
+        """Tells where the records come from that are read now."""
+        self._found: Sequence[RecordPlace] | None = None
+        self._seeds = seeds
+        self._saved: tuple[torch.Tensor, Any, Any] | None = None
+
+    def __enter__(self) -> Samples:
+        self._token = _current.set(self)
+        if self._seeds:
+            self._saved = torch.get_rng_state(), np.random.get_state(legacy=False), random.getstate()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _current.reset(self._token)
+        if self._saved is not None:
+            states, self._saved = self._saved, None
+            torch.set_rng_state(states[0])
+            np.random.set_state(states[1])
+            random.setstate(states[2])
+
+    def begin(self, index: Any) -> None:
+        """The next sample is read now.
+
+        Args:
+          index: see the attribute.
+
+        Raises:
+          InputError: the generators are to be seeded, and it is not one sample with a number.
+        """
+        self.index = index
+        if not self._seeds:
+            return
+        try:
+            seed = word(self.key, operator.index(self.number())) >> 1
+        except TypeError:
+            raise InputError(
+                f"seed_samples=True was given, and the index {index!r:.100} is a {type(index).__name__} and no int: no "
+                "seed follows from it. Let the sampler yield ints, one for each sample; or seed in the dataset itself."
+            ) from None
+        torch.default_generator.manual_seed(seed)
+        np.random.seed(seed & _NUMPY_BITS)
+        random.seed(seed)
+
+    def number(self) -> Any:
+        """What was said of the sample: its number, or what is none."""
+        if self.places is None:
+            return self.index
+        if self._found is None:
+            self._found = self.places()
+        return number_of(self._found[self.index])
+
+
+@final
+class _LastOf:
+    """The last record of a walk, as the sample that is read."""
+
+    def __init__(self, walk: RecordReader, key: int) -> None:
+        self.key = key
+        self._walk = walk
+
+    def number(self) -> int:
+        """See ``Samples.number``."""
+        return number_of(self._walk.place)
+
+
+def calls_on(walk: RecordReader, key: int) -> Callable[..., Any]:
+    """A function that calls another one, ``sample_seed`` in which is that of the walk's last record.
+
+    In a context of its own, as of now: entering it costs next to nothing, setting a variable for every record more.
+    """
+    context = contextvars.copy_context()
+    context.run(_current.set, _LastOf(walk, key))
+    return context.run
+
+
+def cannot_seed(what: str) -> InputError:
+    """Why samples of some data cannot be seeded."""
+    return InputError(
+        f"seed_samples=True was given with {what}, whose samples have no number that is the same on all ranks. It is "
+        "for map-style datasets and FileDatasets; seed by something in the sample itself in your own dataset."
+    )
+
+
+def epoch_key(seed: int, epoch: int) -> int:
+    """The word of an epoch: what the seeds of its samples have in common."""
+    return word(seed, epoch)
+
+
+def sample_seed() -> int:
+    """A seed for the random augmentation of the sample that is read now.
+
+    It depends on the base seed, the epoch and the index of the sample, and on nothing else: it is the same at any world
+    size, with any number of loader workers, persistent or not. Local.
+
+    The base seed is the ``seed`` of a ``FileDataset``; for a map-style dataset that of the ``DataLoader``'s
+    ``generator``, or without one ``torch.initial_seed()`` of rank 0. No random number is drawn.
+
+    Example:
+      >>> class Noisy(torch.utils.data.Dataset):
+      ...     def __getitem__(self, index):
+      ...         generator = torch.Generator().manual_seed(tdi.sample_seed())
+      ...         return self.images[index] + torch.randn(3, 32, 32, generator=generator)
+
+    Returns:
+      An int in ``[0, 2**63)``; every bit depends on every bit of what it is made of.
+
+    Raises:
+      RuntimeError: no single sample with a number is being read here: outside of a dataset, in ``__getitems__``, in a
+        collate function, in an iterable dataset, or in a thread of the dataset's own.
+    """
+    samples = _current.get()
+    if samples is None:
+        raise RuntimeError(
+            f"sample_seed() was called where no numbered sample is being read. {_WAY_OUT} The samples of an iterable "
+            "have no number that is the same on all ranks: seed a generator by something in the sample itself, or give "
+            "the data as a map-style dataset or FileDataset."
+        )
+    index = samples.number()
+    if isinstance(index, list | tuple) or index is None:
+        raise RuntimeError(
+            f"sample_seed() was called while many samples are read at once (__getitems__, or a sampler that yields "
+            f"lists of indices). {_WAY_OUT} Read the samples one by one in __getitem__."
+        )
+    try:
+        number = operator.index(index)
+    except TypeError:
+        raise RuntimeError(
+            f"sample_seed() was called for the sample {index!r}, whose index is a {type(index).__name__} and not an "
+            f"int. {_WAY_OUT}"
+        ) from None
+    return word(samples.key, number) >> 1

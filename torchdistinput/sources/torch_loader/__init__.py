@@ -1,0 +1,1 @@
+"""Running a torch ``DataLoader``: its settings, its loader workers, and their end."""

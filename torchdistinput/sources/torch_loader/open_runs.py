@@ -1,0 +1,159 @@
+"""The runs of a source that are in progress, and how long a rank waits for their loader workers.
+
+Problem. A loader worker may stand still: it was stopped, or it is in a read that never returns. Torch's loader waits
+for its next batch without a bound. The other ranks give up and name the rank; the rank itself would wait for ever. And
+who reads a message of a worker that stopped in the middle of it waits inside of that read, and looks at no clock.
+
+Decision. Where other ranks wait, a thread looks from time to time how long this rank has been waiting for one batch.
+Only the time counts in which the consumer waits for it too: neither slow training nor slow workers that are still ahead
+of it are a fault. When the bound is reached, it names the worker that is waited for, ends all workers of the run, which
+releases whoever reads from them, and lets the run raise. The bound is a little shorter than the other ranks', so that
+they learn the name by the vote. Where the user gave the loader a ``timeout`` of its own, torch's rule holds; in one
+process torch's rule holds too, and a warning names the worker.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from time import perf_counter
+from typing import Final, Protocol
+
+from torchdistinput.step_types import Origin, ReadFailure
+
+__all__ = ["OpenRuns", "late"]
+
+_LOG = logging.getLogger("torchdistinput")
+_PART_OF_TIMEOUT: Final = 0.9
+"""The rest is for the vote that tells the other ranks."""
+_WARN_SECONDS: Final = 30.0
+_LOOK_SECONDS: Final = 1.0
+
+
+class _Run(Protocol):
+    """See ``run.LoaderRun``."""
+
+    fresh: int
+    waits_since: float | None
+    warned: bool
+
+    @property
+    def has_own_timeout(self) -> bool: ...
+
+    def dead_workers(self) -> str: ...
+
+    def awaited_worker(self) -> tuple[str, Origin]: ...
+
+    def give_up(self, failure: ReadFailure, /) -> None: ...
+
+
+class OpenRuns:
+    """The runs of one source that are in progress."""
+
+    def __init__(self) -> None:
+        self._running: list[_Run] = []
+        self._fresh = 0  # of the runs that ended
+        self._seconds: float | None = None
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.consumers: dict[object, float] = {}
+        """Since when each consumer waits that waits for a batch, by ``perf_counter``."""
+
+    def add(self, run: _Run) -> None:
+        """A run began. Idempotent."""
+        if run not in self._running:
+            self._running.append(run)
+
+    def remove(self, run: _Run) -> None:
+        """A run ended. Idempotent."""
+        if run in self._running:
+            self._fresh += run.fresh
+        self._running = [each for each in self._running if each is not run]
+        if not self._running:
+            self._ended.set()
+            self._thread = None
+
+    def fresh_batches(self) -> int:
+        """Batches of loader workers that came in fresh memory, in all runs so far. Local."""
+        return self._fresh + sum(run.fresh for run in self._running)
+
+    def lost_workers(self) -> str:
+        """Which loader workers of the runs in progress died. Local."""
+        return ", ".join(filter(None, (run.dead_workers() for run in self._running)))
+
+    @property
+    def bound_seconds(self) -> float | None:
+        """How long this rank waits for a loader worker, if other ranks wait for this rank."""
+        return self._seconds
+
+    def bound(self, timeout_seconds: float) -> None:
+        """Bounds the waits of the runs in progress and of later ones. Local; again for each epoch.
+
+        Args:
+          timeout_seconds: how long the other ranks wait for this one.
+        """
+        self._seconds = _PART_OF_TIMEOUT * timeout_seconds
+        if not any(not run.has_own_timeout for run in self._running):
+            return
+        if self._thread is None or not self._thread.is_alive():  # it is not, in a fork
+            self._ended = threading.Event()
+            arguments = weakref.ref(self), self._ended
+            self._thread = threading.Thread(target=_watch, args=arguments, name="torchdistinput-workers", daemon=True)
+            self._thread.start()
+
+    def look(self) -> float:
+        """Warns of a loader worker that is waited for for long, and gives up where the waits are bounded. Any thread.
+
+        The run then raises a ``ReadFailure``.
+
+        Returns:
+          after how many seconds to look again.
+        """
+        seconds = self._seconds
+        again = _LOOK_SECONDS if seconds is None else min(_LOOK_SECONDS, seconds / 2)
+        consumers = list(self.consumers.values())
+        if not consumers:
+            return again
+        consumer = min(consumers)
+        for run in list(self._running):
+            since = run.waits_since
+            if since is None or run.has_own_timeout:
+                continue
+            waited = perf_counter() - max(since, consumer)
+            if seconds is not None:
+                again = max(0.0, min(again, seconds - waited))
+            if seconds is not None and waited >= seconds:
+                run.give_up(late(*run.awaited_worker(), seconds))
+            elif waited >= _WARN_SECONDS and not run.warned:
+                run.warned = True
+                _LOG.warning("waiting for %s for %.0f seconds", run.awaited_worker()[0], waited)
+        return again
+
+
+def late(worker: str, origin: Origin, seconds: float) -> ReadFailure:
+    """What is raised for a loader worker that does not answer.
+
+    Args:
+      worker: which, in words.
+      origin: the same as values.
+      seconds: how long it was waited for.
+    """
+    failure = ReadFailure(worker, origin)
+    failure.__cause__ = TimeoutError(
+        f"the loader worker did not answer within {seconds:g} seconds, in which this rank waited for it and the other "
+        "ranks for this one. It stands still (it was stopped, or a read of it never returns), or is slow: look at it "
+        "with py-spy dump --pid. If it is only slow, raise timeout_seconds; a timeout= of the DataLoader's own counts "
+        "instead."
+    )
+    return failure
+
+
+def _watch(runs: weakref.ref[OpenRuns], ended: threading.Event) -> None:
+    seconds = 0.0
+    while not ended.wait(seconds):
+        open_runs = runs()
+        if open_runs is None:
+            return
+        seconds = open_runs.look()
+        del open_runs

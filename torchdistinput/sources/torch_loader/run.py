@@ -1,0 +1,455 @@
+"""Running a torch ``DataLoader``: one epoch's iterator, its loader workers, and their end.
+
+Torch ends its workers when the iterator is garbage collected, which takes seconds a worker, and leaves a thread that
+waits for them in its wait for ever. A *run* can be closed from any thread: the workers are ended, and whoever waits is
+woken by an item that torch cannot unpack. Torch has no public way to either.
+
+A process that the user forks has the runs of its parent, which go on there. What it closes or drops of them, or has at
+its end, ends no worker of the parent's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing.process
+import pickle
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess as Process
+from typing import Any, Final, NoReturn, cast, final
+
+from torch._C import _remove_worker_pids
+from torch._C._autograd import _profiler_enabled
+from torch.utils.data import DataLoader, _utils
+from torch.utils.data._utils.pin_memory import pin_memory
+from torch.utils.data.dataloader import _DatasetKind, _MultiProcessingDataLoaderIter
+
+from torchdistinput.coordination.failures import plain_indices
+from torchdistinput.coordination.fork_safety import told_of_forks
+from torchdistinput.pipeline.shutdown import left_to_parent
+from torchdistinput.sources.in_worker import few, indices_of
+from torchdistinput.sources.map_style.index_batches import IndexFeed
+from torchdistinput.sources.torch_loader.open_runs import OpenRuns, late
+from torchdistinput.sources.torch_loader.settings import WorkerInit
+from torchdistinput.sources.torch_loader.shared_memory.pool import forks_of_workers
+from torchdistinput.sources.torch_loader.shared_memory.transport import BatchDecoder, Fresh, through_slots
+from torchdistinput.sources.torch_loader.stuck_forks import see_in
+from torchdistinput.sources.torch_loader.worker_processes import files_read_by, is_stopped, words_for
+from torchdistinput.step_types import Origin, ReadFailure
+
+# ruff: noqa: SLF001 - torch has no public way to its loader workers, see above
+
+__all__ = ["LoaderRun", "LoaderRuns", "begin_anew_if_ended"]
+
+_DEATH_SECONDS: Final = 1.0
+"""From the end of a worker's sockets to the end of the worker, at most."""
+_LOCK_SECONDS: Final = 1.0
+"""For a loader worker to end its last message, at most."""
+_LEAVE_SECONDS: Final = 5.0
+"""For a thread that was woken, and for loader workers that were asked, to leave, at most."""
+
+
+@final
+class LoaderRun(Iterator[Any]):
+    """One epoch of a torch loader.
+
+    Args:
+      iterator: torch's.
+      inlet: opens what its workers send, if they send it in memory that is used again.
+    """
+
+    def __init__(self, iterator: Iterator[Any], inlet: BatchDecoder | None = None) -> None:
+        self._iterator = iterator
+        self._inlet = inlet
+        self._workers = iterator if isinstance(iterator, _MultiProcessingDataLoaderIter) else None
+        self._pins: bool = self._workers is not None and self._workers._pin_memory
+        self._waiting: int | None = None  # the thread in __next__
+        self.waits_since: float | None = None
+        """When that thread came there, by ``perf_counter``."""
+        self.warned = False
+        """Whether a warning named a worker that is late."""
+        self._late: ReadFailure | None = None
+        self._closed = False
+        self._closing = threading.RLock()
+        self._ended = False
+        self.is_a_parents = False
+        """Whether the process that this one was forked from began it."""
+        self.fresh = 0
+        """Items that came in fresh memory, as they did not fit into what is used again."""
+        told_of_forks(self)
+        init = None if self._workers is None else self._workers._worker_init_fn
+        if isinstance(init, WorkerInit) and init.arrivals is not None:
+            try:
+                see_in(self._workers, init.arrivals)
+            except BaseException:  # the exception leaves nobody who would end them
+                self.close()
+                raise
+
+    def __next__(self) -> Any:
+        """The next item.
+
+        Raises:
+          ReadFailure: a loader worker died, or was given up; it is named.
+          InputError: it was begun by the process that this one was forked from.
+        """
+        # Before the look at whether it is closed, as close() looks the other way round.
+        self._waiting = threading.get_ident()
+        self.waits_since = time.perf_counter()
+        try:
+            if self._closed:
+                if self.is_a_parents:
+                    raise left_to_parent()
+                self._raise_end()
+            return self._next()
+        except (RuntimeError, OSError, EOFError, TypeError) as error:
+            if self._closed:  # whoever waits is woken by something that torch cannot read
+                self._raise_end()
+            # The sockets of a process that is killed end before the process does.
+            dead = self._wait_for_dead(isinstance(error, OSError | EOFError))
+            if not dead:
+                raise
+            raise ReadFailure(self.dead_workers(), Origin(worker=dead[0][0])) from error
+        finally:
+            self.waits_since = self._waiting = None
+
+    def _raise_end(self) -> NoReturn:
+        if self._late is not None:
+            raise self._late from self._late.__cause__
+        raise StopIteration from None
+
+    def _next(self) -> Any:
+        inlet = self._inlet
+        if inlet is None:
+            return next(self._iterator)
+        inlet.take_back()
+        sent = self._sent()
+        item = inlet.open(sent)
+        fresh = isinstance(sent, Fresh)
+        self.fresh += fresh
+        if self._pins and not fresh:  # torch's own thread has not seen what is in it
+            item = pin_memory(item)  # type: ignore[no-untyped-call] # torch's
+        return item
+
+    def _sent(self) -> Any:
+        """What a worker sent next.
+
+        Torch's ``__next__`` tells its profiler of each batch, also where none runs, and counts those of iterable
+        datasets; of map-style ones it does nothing else, in a tenth of the time that a batch takes this process.
+        """
+        workers = self._workers
+        if workers is None or workers._dataset_kind != _DatasetKind.Map or _profiler_enabled():
+            return next(self._iterator)
+        return workers._next_data()  # type: ignore[no-untyped-call] # torch's
+
+    def _wait_for_dead(self, lost: bool) -> list[tuple[int, int]]:  # noqa: FBT001 - whether a connection was lost
+        until = time.monotonic() + (_DEATH_SECONDS if lost and self._workers is not None else 0.0)
+        while not (dead := self._dead()) and not self._closed and time.monotonic() < until:
+            time.sleep(0.01)
+        return dead
+
+    def dead_workers(self) -> str:
+        """Which loader workers ended on their own, and how; nothing where none did. Local: any thread."""
+        return ", ".join(
+            f"loader worker {number} {f'was killed by signal {-code}' if code < 0 else f'exited with code {code}'}"
+            for number, code in self._dead()
+        )
+
+    def _dead(self) -> list[tuple[int, int]]:
+        """The numbers of the loader workers that ended on their own, and their exit codes."""
+        if self._workers is None or self._closed:
+            return []
+        codes = [(number, process.exitcode) for number, process in enumerate(self._workers._workers)]
+        return [(number, code) for number, code in codes if code]
+
+    @property
+    def has_own_timeout(self) -> bool:
+        """Whether no bound of ours counts: the user gave the loader one. Or nothing is known of its workers."""
+        return self._workers is None or self._workers._timeout > 0
+
+    @property
+    def was_given_up(self) -> bool:
+        """Whether a loader worker did not answer in time."""
+        return self._late is not None
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether no loader worker was given up, nor is stopped. Local: any thread."""
+        processes = [] if self._workers is None else self._workers._workers
+        return self._late is None and not any(map(is_stopped, processes))
+
+    def awaited_worker(self) -> tuple[str, Origin]:
+        """The loader worker that sends the next item, and what it reads, in words and as values. Local: any thread."""
+        workers = cast(_MultiProcessingDataLoaderIter, self._workers)
+        task: tuple[Any, ...] = workers._task_info.get(workers._rcvd_idx, (None,))
+        number: int | None = task[0]
+        words: list[str] = []
+        indices: tuple[int | str, ...] | None = None
+        files: Sequence[str] = ()
+        if number is not None:
+            process = workers._workers[number]
+            words.append(words_for(number, process))
+            wanted = self._awaited_request()
+            if wanted is not None:
+                indices = plain_indices(wanted)
+                words.append(f"samples {few(wanted)}")
+            files = files_read_by(process)
+            words += [f"with {', '.join(files)} open"] if files else []
+        others = [(each, process) for each, process in enumerate(workers._workers) if each != number]
+        words += [words_for(each, process) for each, process in others if number is None or is_stopped(process)]
+        return ", ".join(words), Origin(indices, files[0] if len(files) == 1 else None, worker=number)
+
+    def _awaited_request(self) -> list[Any] | None:
+        """The indices that the awaited worker was asked for, where they are known."""
+        workers = cast(_MultiProcessingDataLoaderIter, self._workers)
+        feed = workers._index_sampler
+        requests = list(feed.taken) if isinstance(feed, IndexFeed) else []
+        outstanding = workers._send_idx - workers._rcvd_idx
+        return indices_of(requests[-outstanding]) if 0 < outstanding <= len(requests) else None
+
+    def give_up(self, failure: ReadFailure) -> None:
+        """Ends the loader workers at once; ``__next__`` raises the failure. Any thread."""
+        if self._late is None:
+            self._late = failure
+        self.close()
+
+    def close(self) -> None:
+        """Ends the loader workers. Any thread. Idempotent; the next call does what an interruption left to do."""
+        with self._closing:
+            if self._ended:
+                return
+            self._closed = True
+            if self._workers is not None:
+                self._end(self._workers)
+            self._ended = True
+
+    def leave_to_parent(self) -> None:
+        """See ``fork_safety.Inherited``: the loader workers are the parent's."""
+        self._closing = threading.RLock()  # whoever had the other one is not here
+        if self._workers is not None and not self._ended:
+            self._workers._shutdown = True  # or torch would end them when the iterator is garbage
+            # Python terminates those that it takes for its children when it ends.
+            cast(Any, multiprocessing.process)._children.difference_update(self._workers._workers)
+            self._closed = self._ended = self.is_a_parents = True
+
+    def _end(self, workers: _MultiProcessingDataLoaderIter) -> None:
+        if self._late is not None or any(process.exitcode or is_stopped(process) for process in workers._workers):
+            self._kill(workers)
+        elif not (self._pins or workers._shutdown or _utils.python_exit_status):
+            _ask_to_leave(workers)
+        workers._shutdown_workers()
+        _end_by_force(workers)  # torch was interrupted, and does nothing when it is asked again
+        waiting = self._waiting
+        if waiting is not None and waiting != threading.get_ident():
+            self._wake(workers)
+        if self._inlet is not None:
+            self._inlet.close()
+
+    def _kill(self, workers: _MultiProcessingDataLoaderIter) -> None:
+        """Ends the workers when one is stopped, or was killed. It may have a lock for which torch would wait."""
+        workers._shutdown = True
+        _let_torch_forget(workers)  # also where all of them have ended: another iterator may come to have this one's id
+        _end_by_force(workers, at_once=True)
+        if self._pins:
+            workers._pin_memory_thread_done_event.set()
+            _send_nothing(workers._worker_result_queue)
+        for requests in workers._index_queues:
+            requests.cancel_join_thread()
+            requests.close()
+
+    def _wake(self, workers: _MultiProcessingDataLoaderIter) -> None:
+        """Lets the thread leave that waits for an item, once the loader workers ended."""
+        results: Any = workers._data_queue
+        if self._pins:  # the queue of a thread of this process
+            results.put(None)
+            return
+        _send_nothing(results)
+        until = time.monotonic() + _LEAVE_SECONDS
+        while self._waiting is not None and time.monotonic() < until:
+            time.sleep(0.001)
+        if self._waiting is None:
+            # Not before: the number of a descriptor that is polled would go to another file.
+            results.close()
+
+
+def _ask_to_leave(workers: _MultiProcessingDataLoaderIter) -> None:
+    """Ends the workers as torch does, but waits for all of them at once; those that are busy are ended by force."""
+    workers._workers_done_event.set()
+    for requests in workers._index_queues:
+        requests.put(None)
+    _join(workers, _LEAVE_SECONDS)
+    _end_by_force(workers)
+
+
+def _end_by_force(workers: _MultiProcessingDataLoaderIter, *, at_once: bool = False) -> None:
+    """Ends those workers that live.
+
+    Args:
+      workers: torch's iterator.
+      at_once: whether they are killed; else they are terminated, and killed if that is not enough.
+    """
+    for end in (Process.kill,) if at_once else (Process.terminate, Process.kill):
+        living = [process for process in workers._workers if process.is_alive()]
+        if not living:
+            return
+        _let_torch_forget(workers)
+        for process in living:
+            end(process)
+        _join(workers, _DEATH_SECONDS)
+
+
+def _let_torch_forget(workers: _MultiProcessingDataLoaderIter) -> None:
+    """The end of the workers is none that torch must tell of."""
+    if workers._worker_pids_set:
+        workers._worker_pids_set = False
+        _remove_worker_pids(id(workers))
+
+
+def _join(workers: _MultiProcessingDataLoaderIter, seconds: float) -> None:
+    until = time.monotonic() + seconds
+    for process in workers._workers:
+        process.join(max(0.0, until - time.monotonic()))
+
+
+def _send_nothing(results: Any) -> None:
+    """Wakes the thread that reads from a queue of loader workers that ended."""
+    lock, writer = results._wlock, results._writer
+    if lock is not None and not lock.acquire(timeout=_LOCK_SECONDS):
+        # A worker that ends in the middle of a message takes the queue's lock with it, for which a `put` would wait for
+        # ever. As nobody else writes, the end of the file comes in the middle of the message.
+        writer.close()
+    else:
+        if wait([results._reader], 0) == []:
+            writer.send_bytes(pickle.dumps(None))
+        if lock is not None:
+            lock.release()
+
+
+def _begin(loader: Iterable[Any], inlet: BatchDecoder | None, seconds: float | None) -> LoaderRun:
+    """A run of a loader.
+
+    Raises:
+      ReadFailure: workers that live on did not answer within so many seconds, if there is a bound.
+    """
+    if isinstance(loader, DataLoader) and isinstance(loader.sampler, IndexFeed):
+        loader.sampler.taken = deque(maxlen=loader.num_workers * (loader.prefetch_factor or 0))
+    try:
+        with forks_of_workers():
+            rested = _at_rest(loader)
+            return LoaderRun(_reset(loader, seconds) if rested is None else rested, inlet)
+    finally:  # also where the workers could not be started: nobody else would close what it closes
+        if inlet is not None:
+            inlet.seal()
+
+
+def _at_rest(loader: Iterable[Any]) -> Iterator[Any] | None:
+    """The iterator of workers that live on, at its next epoch, if they sent all that was asked for; else ``None``.
+
+    Torch says to each worker that an epoch begins, waits until all have heard of it, and drops what they still sent of
+    the last one; the workers then look at their iterable dataset anew. Where there is nothing to drop, and the dataset
+    is map-style, all of that comes to nothing, but takes longer than the first batch.
+    """
+    workers = loader._iterator if isinstance(loader, DataLoader) else None
+    if not isinstance(workers, _MultiProcessingDataLoaderIter) or workers._dataset_kind != _DatasetKind.Map:
+        return None
+    if workers._task_info or workers._shutdown:
+        return None
+    workers._sampler_iter = iter(workers._index_sampler)
+    workers._num_yielded = 0
+    workers._worker_queue_idx_cycle = itertools.cycle(range(workers._num_workers))
+    for _ in range(workers._prefetch_factor * workers._num_workers):
+        workers._try_put_index()
+    return workers
+
+
+def begin_anew_if_ended(loader: DataLoader[Any]) -> None:
+    """Lets a user's own loader start other workers in place of those that live on, where they were ended here."""
+    lasting = loader._iterator
+    if isinstance(lasting, _MultiProcessingDataLoaderIter) and lasting._shutdown:
+        loader._iterator = None
+
+
+def _reset(loader: Iterable[Any], seconds: float | None) -> Iterator[Any]:
+    """Torch's iterator. Workers that live on are asked whether they do; torch waits for their answers."""
+    lasting = loader._iterator if isinstance(loader, DataLoader) else None
+    if not isinstance(lasting, _MultiProcessingDataLoaderIter) or lasting._timeout > 0 or seconds is None:
+        return iter(loader)
+    lasting._timeout = seconds
+    try:
+        return iter(loader)
+    except RuntimeError:  # it says as much, and no more
+        processes = list(enumerate(lasting._workers))
+        stopped = [each for each in processes if is_stopped(each[1])]
+        words = ", ".join(words_for(*each) for each in stopped or processes)
+        failure = late(words, Origin(worker=stopped[0][0] if stopped else None), seconds)
+        raise failure from failure.__cause__
+    finally:
+        lasting._timeout = 0
+
+
+@final
+class LoaderRuns(OpenRuns):
+    """The runs of one loader. With persistent workers they share one iterator, if they do not overlap.
+
+    Args:
+      build: makes the loader for a given dataset.
+      lasting: whether its workers live on from run to run.
+    """
+
+    def __init__(self, build: Callable[[Any], Iterable[Any]], *, lasting: bool) -> None:
+        super().__init__()
+        self._build = build
+        self._wants_to_last = lasting
+        self._lasting: tuple[Iterable[Any], BatchDecoder | None] | None = None
+        self._user: LoaderRun | None = None
+        self._last: LoaderRun | None = None
+
+    def can_last(self) -> bool:
+        """Whether the next run will use workers that live on: not while an earlier one uses them."""
+        return self._wants_to_last and self._user is None
+
+    def start(self, dataset: Any, *, once: bool = False) -> LoaderRun:
+        """A run over a dataset; over the first one, where workers that live on have it already.
+
+        Args:
+          dataset: what is read.
+          once: whether the run has workers of its own, because the dataset is for this epoch only.
+        """
+        if self._last is not None and (self._last.is_a_parents or self._last.was_given_up):
+            self.close()
+        if self.can_last() and not once:
+            if self._lasting is None:
+                self.close()  # where that was interrupted before
+                self._lasting = self._new_loader(dataset)
+            try:
+                run = self._user = self._last = _begin(*self._lasting, self.bound_seconds)
+            except BaseException:
+                self.close()  # the next run has workers of its own, whatever became of these
+                raise
+        else:
+            run = _begin(*self._new_loader(dataset), self.bound_seconds)
+        self.add(run)
+        return run
+
+    def _new_loader(self, dataset: Any) -> tuple[Iterable[Any], BatchDecoder | None]:
+        loader = self._build(dataset)
+        return loader, through_slots(loader) if isinstance(loader, DataLoader) else None
+
+    def finish(self, run: LoaderRun) -> None:
+        """Ends a run, and its loader workers unless they are to live on. Idempotent."""
+        self.remove(run)
+        if run is self._user:
+            self._user = None
+        if run is not self._last:
+            run.close()
+        elif not run.can_go_on:  # a thread may wait for a worker of it
+            self.close()
+
+    def close(self) -> None:
+        """Ends the loader workers that live on. Idempotent; the next call does what an interruption left to do."""
+        self._lasting = self._user = None
+        if self._last is not None:
+            self._last.close()
+            self._last = None

@@ -1,0 +1,259 @@
+"""What all sources over a torch ``DataLoader`` have in common: which are refused, and what is kept of the user's."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+from collections.abc import Callable, Iterator
+from typing import Any, Final, NamedTuple, cast, final
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+
+from torchdistinput.devices.accelerators import Accelerators
+from torchdistinput.errors import InputError, ShardingError
+from torchdistinput.plan.options import InputOptions
+from torchdistinput.plan.sharding import AutoShardPolicy
+from torchdistinput.sources.files.checks import refuse_class
+from torchdistinput.sources.in_worker import OnFailure
+from torchdistinput.sources.map_style.index_batches import DistributedBatchSampler
+from torchdistinput.sources.map_style.shuffle_sampler import ShuffleSampler
+from torchdistinput.sources.map_style.table import refuse_frame
+from torchdistinput.sources.torch_loader.parent_death import Parent, end_with, parent_for
+from torchdistinput.sources.torch_loader.queues import context_for
+from torchdistinput.sources.torch_loader.stuck_forks import StuckForks, arrivals_of
+
+__all__ = [
+    "TORCH_SAMPLERS",
+    "LikeTorch",
+    "RebuiltLoader",
+    "WorkerInit",
+    "check_loader",
+    "failing_like_torch",
+    "generator_digest",
+    "is_read_here",
+    "keeps_order",
+    "let_torch_warn",
+    "not_pinning",
+    "sampler_in",
+    "settings_of",
+    "started_like_ours",
+]
+
+TORCH_SAMPLERS: Final = (
+    RandomSampler,
+    SequentialSampler,
+    ShuffleSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+"""Samplers without code of the user's. They draw from the default random state at their first index only, or never."""
+
+
+@final
+class LikeTorch(NamedTuple):
+    """A torch loader that nobody else reads: an error does not end its epoch, and an empty batch is a batch.
+
+    Args:
+      loader: the loader.
+    """
+
+    loader: DataLoader[Any]
+
+
+def failing_like_torch(loader: DataLoader[Any], options: InputOptions) -> OnFailure:
+    """How torch takes it that the user's code fails. Local."""
+    return OnFailure(
+        goes_on=True, caught=BaseException if is_read_here(loader) and not options.most_ahead else Exception
+    )
+
+
+def check_loader(loader: DataLoader[Any], policy: AutoShardPolicy, *, alone: bool = False) -> None:
+    """Refuses a ``DataLoader`` that cannot be divided.
+
+    Args:
+      loader: the user's.
+      policy: the policy in force.
+      alone: whether it is not known to be divided, so that its batches may come in any order.
+
+    Raises:
+      InputError: ``in_order=False``: batches would pair up with the wrong steps; or a class in place of a dataset.
+      ShardingError: a per-rank sampler is inside; its part would be divided again. Policy OFF divides nothing.
+    """
+    if not (loader.in_order or alone):
+        raise InputError(
+            "the DataLoader has in_order=False, so its batches come in any order and the ranks' parts of a step would "
+            "belong to different batches. Build it with in_order=True."
+        )
+    refuse_class(loader.dataset, "the dataset of a DataLoader")
+    refuse_frame(loader.dataset, "the dataset of a DataLoader")
+    sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    for inner in (sampler, loader.sampler):
+        per_rank = isinstance(inner, DistributedSampler | DistributedBatchSampler)
+        if per_rank and policy is not AutoShardPolicy.OFF:
+            raise ShardingError(
+                f"the DataLoader has a {type(inner).__name__}, which already takes one rank's part; it would be "
+                "divided twice. Give the sampler of one process (or shuffle=True) and the global batch size; or "
+                "AutoShardPolicy.OFF, which takes each rank's part as it is."
+            )
+
+
+def keeps_order(loader: DataLoader[Any]) -> bool:
+    """Whether the batches come in the order in which they were drawn. Local."""
+    return loader.in_order or loader.num_workers < 2
+
+
+def sampler_in(batches: Any) -> Any:
+    """What yields the single indices: the sampler in torch's own batch sampler, else the object itself."""
+    return batches.sampler if type(batches) is BatchSampler else batches
+
+
+def generator_digest(generator: torch.Generator | None) -> str | None:
+    """A short text that is equal for equal generator states."""
+    if generator is None:
+        return None
+    return hashlib.sha256(bytes(generator.get_state().numpy())).hexdigest()[:16]
+
+
+@final
+class WorkerInit:
+    """The user's ``worker_init_fn``, in a worker that ends with its parent, see ``parent_death``.
+
+    Args:
+      init: the user's.
+      parent: the process that starts the worker.
+      arrivals: where forked workers say that they came up.
+      wraps: whether the worker reads a dataset around the user's, which finds its own in ``get_worker_info()``.
+    """
+
+    def __init__(
+        self, init: Callable[[int], None] | None, parent: Parent, arrivals: StuckForks | None, *, wraps: bool = True
+    ) -> None:
+        self._init = init
+        self._parent = parent
+        self._wraps = wraps
+        self.arrivals = arrivals
+        self.tell_part: Callable[[Any, int, int], None] | None = None
+        """Called first, with the user's dataset, the number of the worker and how many there are."""
+        self.begin: Callable[[int, Any], None] | None = None
+        """Called last, with the number of the worker and the dataset that it reads."""
+
+    def __call__(self, worker: int) -> None:
+        """Called by torch in the loader worker, before anything is read."""
+        end_with(self._parent)
+        if self.arrivals is not None:
+            self.arrivals.arrive(worker)
+        info = get_worker_info()
+        dataset: Any = None if info is None else info.dataset
+        if info is not None and self._wraps:
+            # WorkerInfo refuses a plain assignment.
+            object.__setattr__(info, "dataset", dataset.dataset)
+            if self.tell_part is not None:
+                self.tell_part(info.dataset, worker, info.num_workers)
+        if self._init is not None:
+            self._init(worker)
+        if self.begin is not None:
+            self.begin(worker, dataset)
+
+
+def not_pinning(data: Any) -> Any:
+    """A ``DataLoader`` that pins as one that does not, anything else as it is. Local."""
+    if not isinstance(data, DataLoader) or not data.pin_memory:
+        return data
+    loader = copy.copy(data)
+    loader.pin_memory = False
+    return loader
+
+
+def is_read_here(loader: DataLoader[Any]) -> bool:
+    """Whether torch's loader would do nothing but read in this process: it has no workers, and pins nothing. Local.
+
+    Without an accelerator torch pins nothing, nor for mps, and warns of it. Scripts ask for it all the same.
+    """
+    return not loader.num_workers and not (loader.pin_memory and Accelerators.detect().kind not in {None, "mps"})
+
+
+def let_torch_warn(loader: DataLoader[Any], generator: torch.Generator) -> None:
+    """An epoch of a loader begins that ``is_read_here``: torch says what it would say of its pinning. Local.
+
+    Args:
+      loader: the user's.
+      generator: the seed is drawn from it that torch draws when an epoch begins.
+    """
+    if loader.pin_memory:
+        iter(
+            DataLoader(
+                cast(Any, ()),
+                batch_size=None,
+                pin_memory=True,
+                pin_memory_device=loader.pin_memory_device,
+                generator=generator,
+            )
+        )
+
+
+@final
+class RebuiltLoader(DataLoader[Any]):
+    """A torch loader that reads for the user's. Making it warns of nothing that making the user's has warned of."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        self.check_worker_number_rationality = _say_nothing  # type: ignore[method-assign] # torch calls it there
+        super().__init__(*args, **settings)
+        del self.check_worker_number_rationality
+
+
+def _say_nothing() -> None:
+    pass
+
+
+def settings_of(loader: DataLoader[Any]) -> dict[str, Any]:
+    """The arguments of a ``DataLoader`` that stay as they are. To be asked for where the loader workers are started."""
+    workers = {"prefetch_factor": loader.prefetch_factor} if loader.num_workers else {}
+    init = _init_of(loader, wraps=True) if loader.num_workers else loader.worker_init_fn
+    return {
+        "num_workers": loader.num_workers,
+        "pin_memory": loader.pin_memory,
+        "pin_memory_device": loader.pin_memory_device,
+        "timeout": loader.timeout,
+        "worker_init_fn": init,
+        "multiprocessing_context": context_for(
+            loader.multiprocessing_context, loader.num_workers, loader.prefetch_factor
+        ),
+        "generator": loader.generator,
+        "persistent_workers": loader.persistent_workers,
+        "in_order": loader.in_order,
+        **workers,
+    }
+
+
+def _init_of(loader: DataLoader[Any], *, wraps: bool) -> WorkerInit:
+    context = loader.multiprocessing_context
+    arrivals = arrivals_of(context, loader.num_workers)
+    return WorkerInit(loader.worker_init_fn, parent_for(context), arrivals, wraps=wraps)
+
+
+@contextlib.contextmanager
+def started_like_ours(data: Any) -> Iterator[None]:
+    """Lets the loader workers that a user's own ``DataLoader`` starts inside come up and end as those of our loaders.
+
+    Anything else, and loaders without workers, stay as they are. Local.
+    """
+    if not isinstance(data, DataLoader) or not data.num_workers:
+        yield
+        return
+    init = data.worker_init_fn
+    data.worker_init_fn = _init_of(data, wraps=False)
+    try:
+        yield
+    finally:
+        data.worker_init_fn = init

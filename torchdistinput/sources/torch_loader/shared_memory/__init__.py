@@ -1,0 +1,1 @@
+"""Batches of loader workers in shared memory that is used again."""

@@ -1,0 +1,344 @@
+"""Batches of loader workers in memory that is used again, instead of fresh shared memory for each.
+
+A worker pickles what it sends as PyTorch does, or tells of it in plain tuples where that can be (see ``plain_items``),
+but for the contents of tensors and arrays: they are put into the worker's part of the ``SharedPool`` (see
+``pool``), and only their places are sent. ``default_collate`` stacks samples right there. What does not fit
+there, or cannot be sent so, goes the ordinary way.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple, cast, final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import DataLoader
+from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
+
+from torchdistinput.sources.in_worker import Failure, PieceDataset
+from torchdistinput.sources.torch_loader.queues import reduction_of
+from torchdistinput.sources.torch_loader.settings import WorkerInit
+from torchdistinput.sources.torch_loader.shared_memory.plain_items import (
+    DTYPES,
+    NUMBER_OF,
+    Tensors,
+    UnusualError,
+    is_whole,
+    made,
+    told,
+)
+from torchdistinput.sources.torch_loader.shared_memory.pool import SharedPool, Token, storage_over, tensor_over
+from torchdistinput.sources.torch_loader.shared_memory.worker import Block, DoesNotFit, PoolAllocator, Stack, is_plain
+
+__all__ = ["BatchDecoder", "BatchEncoder", "Fresh", "Packed", "through_slots"]
+
+_OTHER_ORDER: Final = ">" if sys.byteorder == "little" else "<"
+"""Of numbers whose bytes are the other way round."""
+
+Places = Sequence[tuple[int, int]]
+"""Where contents are in a worker's part: the first byte, and the one after the last."""
+
+Packed = bytes
+"""An item of a loader worker whose tensors are elsewhere, pickled: the worker, how many of its items took memory so
+far, the entry in the ledger (``None`` if this one took no memory), the places of the contents, and the rest of it: as
+``told`` tells of it, or pickled.
+
+A plain tuple inside, as the name of a class takes as long on the way as all of that."""
+
+
+class Fresh(NamedTuple):
+    """An item of a loader worker that comes the ordinary way. A named tuple, so that torch pins what is in it."""
+
+    item: Any
+    worker: int
+    number: int
+    """How many of the worker's items took memory so far."""
+
+
+@final
+class _Contents:
+    """Where the contents of an item's tensors and arrays are.
+
+    Args:
+      lender: knows what is in the arena.
+    """
+
+    def __init__(self, lender: PoolAllocator) -> None:
+        self._lender = lender
+        self._next: tuple[pickle.PickleBuffer, Block] | None = None
+        self.blocks: list[Block] = []
+        """Those that are not in the message."""
+        self._storages: dict[int, tuple[torch.UntypedStorage, torch.Tensor | None]] = {}  # by id, while they are here
+
+    def is_new(self, storage: torch.UntypedStorage, whole: torch.Tensor | None) -> bool:
+        """Whether nothing was told of a storage before. It is now: by a tensor that is all of it, if there is one."""
+        if id(storage) in self._storages:
+            return False
+        self._storages[id(storage)] = storage, whole
+        return True
+
+    def whole_of(self, storage: torch.UntypedStorage) -> torch.Tensor | None:
+        """The tensor by which a storage was told of."""
+        return self._storages[id(storage)][1]
+
+    def put(self, storage: torch.UntypedStorage, whole: torch.Tensor) -> bytes | None:
+        """Takes the contents of a storage, all of which a tensor is; returns them if they are to be in the message."""
+        block = self._lender.block_of(storage)
+        if block is None:
+            contents = pickle.PickleBuffer(_memory_of(storage, whole)).raw()
+            if self._lender.is_small(contents.nbytes):
+                return bytes(contents)
+            block = self._lender.place(contents)
+        self.blocks.append(block)
+        return None
+
+    def look_up(self, storage: torch.UntypedStorage) -> pickle.PickleBuffer | None:
+        """The contents of a storage that is a block of the arena."""
+        block = self._lender.block_of(storage)
+        if block is None:
+            return None
+        buffer = pickle.PickleBuffer(self._lender.contents_of(block))
+        self._next = buffer, block
+        return buffer
+
+    def are_inside(self, buffer: pickle.PickleBuffer) -> bool:
+        """Whether contents become a part of the message; asked by the pickler for each in turn."""
+        if self._next is not None and self._next[0] is buffer:
+            self.blocks.append(self._next[1])
+            return False
+        contents = buffer.raw()
+        if self._lender.is_small(contents.nbytes):
+            return True
+        self.blocks.append(self._lender.place(contents))
+        return False
+
+
+@final
+class _Pickler(pickle.Pickler):
+    """Pickles as PyTorch does between processes, with the contents of tensors and arrays as buffers beside it.
+
+    Args:
+      message: is written to.
+      contents: is told of them. It must not know the pickler: a circle would keep the item.
+    """
+
+    def __init__(self, message: io.BytesIO, contents: _Contents) -> None:
+        super().__init__(message, pickle.HIGHEST_PROTOCOL, buffer_callback=contents.are_inside)
+        self._contents = contents
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Of a storage: its bytes as a buffer; of a plain tensor: over which storage; else as PyTorch does it."""
+        if type(obj) is torch.Tensor:
+            number = NUMBER_OF.get(obj.dtype)
+            if number is None or not is_plain(obj) or obj.is_neg():
+                return reduction_of(obj)
+            storage, shape, stride = obj.untyped_storage(), tuple(obj.shape), obj.stride()
+            if is_whole(obj, storage) and self._contents.is_new(storage, obj):
+                return _whole, (self._buffer(storage, obj), number, shape)
+            return _tensor, (storage, number, obj.storage_offset(), shape, stride)
+        if type(obj) is np.ndarray and (usual := _usual(obj)) is not obj:
+            return usual.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        if type(obj) is not torch.UntypedStorage or not obj.nbytes():
+            return reduction_of(obj)
+        if not self._contents.is_new(obj, None):
+            return torch.Tensor.untyped_storage, (self._contents.whole_of(obj),)
+        return storage_over, (self._buffer(obj, None),)
+
+    def _buffer(self, storage: torch.UntypedStorage, whole: torch.Tensor | None) -> pickle.PickleBuffer:
+        """The contents of a storage, which some tensor may be."""
+        buffer = self._contents.look_up(storage)
+        if buffer is not None:
+            return buffer
+        return pickle.PickleBuffer(_memory_of(storage, whole))
+
+
+def _usual(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """The array as it would come the ordinary way: writable, and in this machine's byte order."""
+    if array.dtype.byteorder == _OTHER_ORDER:
+        return array.astype(array.dtype.newbyteorder("="), "A")
+    return array if array.flags.writeable else array.copy("A")
+
+
+def _memory_of(storage: torch.UntypedStorage, whole: torch.Tensor | None) -> memoryview:
+    """The contents of a storage that is no block, which some tensor may be.
+
+    Raises:
+      DoesNotFit: it needs no copy the ordinary way.
+    """
+    if storage.device.type != "cpu" or storage.is_shared():
+        raise DoesNotFit
+    if whole is None or whole.dtype is torch.bfloat16:  # no array can be of that
+        whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+    return whole.numpy().data
+
+
+def _whole(buffer: memoryview | bytearray, number: int, shape: Sequence[int]) -> torch.Tensor:
+    """A tensor that is all of its storage."""
+    return tensor_over(buffer, DTYPES[number], shape)
+
+
+def _tensor(
+    storage: torch.UntypedStorage, number: int, offset: int, shape: Sequence[int], stride: Sequence[int]
+) -> torch.Tensor:
+    return torch.empty(0, dtype=DTYPES[number], device="cpu").set_(storage, offset, shape, stride)
+
+
+@final
+class BatchEncoder:
+    """What the items of a loader worker pass last: its ``collate_fn``.
+
+    Args:
+      arena: the memory of the loader.
+      collate: the loader's own ``collate_fn``.
+    """
+
+    def __init__(self, arena: SharedPool, collate: Callable[[Any], Any]) -> None:
+        self._arena = arena
+        self._collate = collate
+        self._lender: PoolAllocator | None = None
+
+    def begin(self, worker: int, dataset: Any) -> None:
+        """Lets ``default_collate`` stack into the arena, in this worker. See ``settings.WorkerInit``."""
+        self._lender = PoolAllocator(self._arena, worker)
+        if default_collate_fn_map.get(torch.Tensor) is collate_tensor_fn:
+            default_collate_fn_map[torch.Tensor] = stack = Stack(self._lender)
+            if isinstance(dataset, PieceDataset):
+                dataset.keep_samples(stack.keep)
+
+    def __call__(self, data: Any) -> Packed | Fresh:
+        """The item as it is sent."""
+        assert self._lender is not None
+        item = self._collate(data)
+        del data
+        try:
+            return self._packed(item, self._lender)
+        finally:
+            del item
+            self._lender.take_back()
+
+    @staticmethod
+    def _packed(item: Any, lender: PoolAllocator) -> Packed | Fresh:
+        try:
+            return _packed(item, lender)
+        except DoesNotFit:
+            return Fresh(item, lender.worker, lender.number)
+        except Exception as error:  # torch's own thread would print it, and leave the main process waiting
+            return _packed(Failure(error, "sending what was read to the main process"), lender)
+
+
+def _packed(item: Any, lender: PoolAllocator) -> Packed:
+    contents, tensors = _Contents(lender), Tensors()
+    rest: Any
+    try:
+        what = told(item, tensors)
+    except (UnusualError, RecursionError):
+        message = io.BytesIO()
+        _Pickler(message, contents).dump(item)
+        rest = message.getvalue()
+    else:
+        rest = what, tuple([contents.put(*each) for each in tensors.found.values()])
+    blocks = contents.blocks
+    entry = lender.enter(blocks) if blocks else None
+    places = tuple([(block.lo, block.lo + block.size) for block in blocks])
+    return pickle.dumps((lender.worker, lender.number, entry, places, rest), pickle.HIGHEST_PROTOCOL)
+
+
+def _unpacked(rest: Any, buffers: list[memoryview]) -> Any:
+    if type(rest) is bytes:
+        return pickle.loads(rest, buffers=buffers)
+    what, small = rest
+    places = iter(buffers)
+    return made(what, (next(places) if each is None else bytearray(each) for each in small))
+
+
+def through_slots(loader: DataLoader[Any]) -> BatchDecoder | None:
+    """Lets what a loader's workers send come in memory that is used again; ``None`` where that cannot be.
+
+    Args:
+      loader: new, and not started yet; with the settings of ``settings.settings_of``.
+    """
+    init = loader.worker_init_fn
+    arena = SharedPool.for_workers(loader.num_workers) if isinstance(init, WorkerInit) else None
+    if arena is None:
+        return None
+    outlet = BatchEncoder(arena, cast("Callable[[Any], Any]", loader.collate_fn))
+    loader.collate_fn, cast(WorkerInit, init).begin = outlet, outlet.begin
+    return BatchDecoder(arena)
+
+
+@final
+class BatchDecoder:
+    """What the items of a loader's workers pass first in the main process.
+
+    Args:
+      arena: the memory of the loader.
+    """
+
+    def __init__(self, arena: SharedPool) -> None:
+        self._arena = arena
+        # By worker and entry of the ledger, with the places of the item.
+        self._tokens: dict[tuple[int, int], tuple[Token, Places]] = {}
+        self._numbers = [0] * arena.workers
+        self._closed = False
+        # What torch sets up at the first use of a function must not happen in another thread while a worker is forked.
+        storage_over(bytearray(1))
+
+    def seal(self) -> None:
+        """All workers have the memory. Idempotent."""
+        self._arena.seal()
+
+    def take_back(self) -> None:
+        """Lets the workers have the memory of the batches that nobody refers to any more."""
+        for (worker, entry), (token, _) in list(self._tokens.items()):
+            if token.is_free:
+                del self._tokens[worker, entry]
+                self._arena.ledger(worker)[entry] = 0
+
+    def open(self, sent: Packed | Fresh) -> Any:
+        """The item that a worker sent, of which torch's thread that pins may have made a list.
+
+        Raises:
+          StopIteration: the loader was closed.
+        """
+        if isinstance(sent, Fresh):
+            self._count(sent.worker, sent.number, took=False)
+            return sent.item
+        worker, number, entry, places, rest = pickle.loads(sent)
+        self._count(worker, number, took=entry is not None)
+        if entry is None:
+            return _unpacked(rest, [])
+        token = Token(self._arena.part(worker))
+        self._tokens[worker, entry] = token, places
+        if self._closed:  # after the token was put down, as close() looks for tokens after it says so
+            raise StopIteration
+        buffers = [token.buffer(lo, hi) for lo, hi in places]
+        token.handed_out()
+        return _unpacked(rest, buffers)
+
+    def _count(self, worker: int, number: int, *, took: bool) -> None:
+        """An item came, the worker's so-and-so-many that took memory."""
+        if number != self._numbers[worker] + took:
+            self._forget(worker, number - took)
+        self._numbers[worker] = number
+
+    def _forget(self, worker: int, number: int) -> None:
+        """Frees what an epoch before sent and torch threw away: it comes in order, so what is missing never comes."""
+        ledger = self._arena.ledger(worker)
+        for entry in np.flatnonzero((ledger > 0) & (ledger <= number)).tolist():
+            if (worker, entry) not in self._tokens:
+                ledger[entry] = 0
+
+    def close(self) -> None:
+        """Gives the memory back to the system, but for the batches that are in use. Idempotent; any thread."""
+        self._closed = True
+        used: list[list[tuple[int, int]]] = [[] for _ in range(self._arena.workers)]
+        for (worker, _), (token, places) in list(self._tokens.items()):
+            if not token.is_free:
+                used[worker].extend(places)
+        for worker, taken in enumerate(used):
+            self._arena.give_up(worker, taken)

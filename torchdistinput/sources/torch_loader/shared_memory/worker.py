@@ -1,0 +1,290 @@
+"""A loader worker's part of the memory that is used again: who uses what of it, and stacking samples right there."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any, Final, final
+
+import numpy as np
+import torch
+from torch.utils.data._utils.collate import collate_tensor_fn
+
+from torchdistinput.sources.torch_loader.shared_memory.pool import ENTRIES, NUMPYS, Free, SharedPool, Token, tensor_over
+
+__all__ = ["Block", "DoesNotFit", "PoolAllocator", "Stack", "is_plain"]
+
+_SMALL: Final = 1 << 14
+"""Bytes up to which contents travel in the message: that is no slower, and who keeps all labels keeps nothing else."""
+_LARGE: Final = 1 << 16
+"""Bytes from which on a sample is put into its row at once."""
+_WIDE: Final = 64
+"""Entries up to which a list in a sample is looked through for such large ones."""
+
+_SETTLED: Final = 8
+"""Batches after which those that come will find room where these were, as a rule."""
+
+_NUMBERS: Final = frozenset(NUMPYS.values())
+
+_TENSORS: Final = {torch.Tensor}
+
+_Path = tuple[Any, ...]
+
+
+class DoesNotFit(Exception):
+    """Contents that cannot be put into the arena."""
+
+
+@final
+class Block:
+    """Memory of a worker's part that was taken.
+
+    Args:
+      lo: the first byte.
+      size: in bytes.
+      token: tells when this process has done with it.
+    """
+
+    def __init__(self, lo: int, size: int, token: Token) -> None:
+        self.lo = lo
+        self.size = size
+        self.token = token
+        self.batches = 0
+        """Batches in the ledger that it is part of."""
+
+
+@final
+class PoolAllocator:
+    """A loader worker's part of the arena: who uses what of it.
+
+    Args:
+      arena: the memory.
+      worker: the number of this worker.
+    """
+
+    def __init__(self, arena: SharedPool, worker: int) -> None:
+        self.worker = worker
+        self._arena = arena
+        self._ledger = arena.ledger(worker)
+        memory = arena.part(worker)
+        self._memory = memory.data  # of another array than those whose end is waited for
+        self._base: int = memory.__array_interface__["data"][0]
+        self._size = memory.nbytes
+        self._free = Free(self._size)
+        self._front = arena.front(worker)
+        if self._front.length:  # of a worker before this one
+            self._free.wall_off(self._front.length)
+        self._blocks: dict[int, Block] = {}
+        self._batches: dict[int, list[Block]] = {}  # by entry
+        self.number = 0
+        """Items that took memory so far."""
+
+    @staticmethod
+    def is_small(size: int) -> bool:
+        """Whether so many bytes are better sent in the message."""
+        return size <= _SMALL
+
+    def new_tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
+        """Memory for a tensor, contiguous; ``None`` if there is none left."""
+        size = math.prod(shape) * dtype.itemsize
+        lo = self._take(size)
+        if lo is None:
+            return None
+        token = self._blocks[lo].token
+        tensor = tensor_over(token.buffer(lo, lo + size), dtype, shape)
+        token.handed_out()
+        return tensor
+
+    def _take(self, size: int) -> int | None:
+        lo = self._free.take(size)
+        if lo is not None:
+            self._blocks[lo] = Block(lo, size, Token(self._arena.part(self.worker)))
+        return lo
+
+    def block_of(self, storage: torch.UntypedStorage) -> Block | None:
+        """The block that a storage is, if it is a whole one."""
+        block = self._blocks.get(storage.data_ptr() - self._base)
+        return block if block is not None and block.size == storage.nbytes() else None
+
+    def contents_of(self, block: Block) -> memoryview:
+        """What is in a block; nobody sees that it is looked at."""
+        return self._memory[block.lo : block.lo + block.size]
+
+    def place(self, contents: memoryview) -> Block:
+        """The block that has the contents; they are copied into one, unless they are there already.
+
+        Raises:
+          DoesNotFit: there is no room.
+        """
+        array = np.frombuffer(contents, np.uint8)
+        block = self._blocks.get(array.__array_interface__["data"][0] - self._base)
+        if block is not None and block.size == array.nbytes:
+            return block
+        lo = self._take(array.nbytes)
+        if lo is None:
+            raise DoesNotFit
+        block = self._blocks[lo]
+        np.copyto(np.frombuffer(block.token.buffer(lo, lo + array.nbytes), np.uint8), array)
+        block.token.handed_out()
+        return block
+
+    def enter(self, blocks: list[Block]) -> int:
+        """Enters an item of these blocks into the ledger; which entry it is.
+
+        Raises:
+          DoesNotFit: too many batches are in use.
+        """
+        entry = next((entry for entry in range(ENTRIES) if entry not in self._batches), None)
+        if entry is None:
+            raise DoesNotFit
+        self.number += 1
+        for block in blocks:
+            block.batches += 1
+        self._batches[entry] = blocks
+        self._ledger[entry] = self.number
+        if self.number >= _SETTLED and not self._front.length:
+            self._front.reach(self._free.wall_off())
+        return entry
+
+    def take_back(self) -> None:
+        """Frees what nobody uses any more."""
+        ledger, batches = self._ledger, self._batches
+        for entry in [*batches]:
+            if not ledger[entry]:
+                for block in batches.pop(entry):
+                    block.batches -= 1
+        for block in [*self._blocks.values()]:
+            if not block.batches and block.token.is_free:
+                del self._blocks[block.lo]
+                self._free.give_back(block.lo, block.size)
+
+
+@final
+class _Rows:
+    """A piece that is being read, row by row.
+
+    Args:
+      piece: its memory.
+      kind: of its samples: arrays or tensors.
+    """
+
+    def __init__(self, piece: torch.Tensor, kind: type[Any]) -> None:
+        self.piece = piece
+        self.kind = kind
+        # Made once: looking up a row takes as long as copying a tenth of it.
+        self.rows: Sequence[Any] = list(piece.numpy()) if kind is np.ndarray else piece.unbind(0)
+        self._dtype = self.rows[0].dtype
+        self._shape = self.rows[0].shape
+
+    def filled(self, row: int, leaf: Any) -> Any:
+        """A row with the contents of a leaf; the leaf, where stacking it would not make such a row."""
+        if type(leaf) is not self.kind or leaf.dtype != self._dtype:
+            return leaf
+        kept = self.rows[row]
+        if self.kind is np.ndarray:
+            if leaf.shape != self._shape or not leaf.flags.c_contiguous:
+                return leaf
+            np.copyto(kept, leaf)
+        else:
+            if not is_plain(leaf) or leaf.shape != self._shape:
+                return leaf
+            kept.copy_(leaf)
+        return kept
+
+    def are(self, batch: Sequence[torch.Tensor]) -> bool:
+        """Whether stacking these would make the piece."""
+        rows, piece = self.rows, self.piece
+        if len(batch) != len(rows) or batch[0].shape != piece.shape[1:]:
+            return False
+        if batch[0] is rows[0] and all(map(operator.is_, batch, rows)):  # so they are, as a rule
+            return True
+        begin, step = piece.data_ptr(), piece.stride(0) * piece.element_size()
+        return all(
+            each.data_ptr() == begin + row * step and each.dtype == piece.dtype and each.is_contiguous()
+            for row, each in enumerate(batch)
+        )
+
+
+@final
+class Stack:
+    """Stacks tensors as ``default_collate`` does in a loader worker, in memory of the arena.
+
+    Large samples that are read one by one are put into their rows at once. Their own memory is then free for the next
+    one, still in the processor's cache; that of a whole batch would go back to the system each time.
+
+    Args:
+      lender: has the memory.
+    """
+
+    def __init__(self, lender: PoolAllocator) -> None:
+        self._lender = lender
+        self._rows: dict[_Path, _Rows] = {}  # of the piece that is being read, by the leaf's place in a sample
+
+    def keep(self, sample: Any, row: int, rows: int) -> Any:
+        """See ``in_worker.Keep``."""
+        if row == 0:
+            self._rows = {}
+        elif whole := self._rows.get(()):  # the sample is a leaf
+            return whole.filled(row, sample)
+        kept = self._kept(sample, (), row, rows)
+        return kept if self._rows else None
+
+    def _kept(self, value: Any, path: _Path, row: int, rows: int) -> Any:
+        kind = type(value)
+        if kind is np.ndarray or (kind is torch.Tensor and value.layout is torch.strided):  # else it may have no nbytes
+            return self._in_row(value, path, row, rows) if value.nbytes >= _LARGE else value
+        if (kind is tuple or kind is list) and len(value) <= _WIDE:
+            return kind(self._kept(each, (*path, key), row, rows) for key, each in enumerate(value))
+        if kind is dict:
+            return {key: self._kept(each, (*path, key), row, rows) for key, each in value.items()}
+        return value
+
+    def _in_row(self, leaf: Any, path: _Path, row: int, rows: int) -> Any:
+        """The leaf with its contents in its row of the piece; as it is, where it is not like the one before."""
+        if row == 0:
+            begun = self._begun(leaf, rows)
+            if begun is None:
+                return leaf
+            self._rows[path] = begun
+        else:
+            begun = self._rows.get(path)
+        return leaf if begun is None else begun.filled(row, leaf)
+
+    def _begun(self, leaf: Any, rows: int) -> _Rows | None:
+        """A piece for leaves like this one; ``None`` if there can be none."""
+        if type(leaf) is np.ndarray and not (leaf.dtype in _NUMBERS and leaf.flags.c_contiguous):
+            return None
+        tensor = torch.as_tensor(leaf, device="cpu") if type(leaf) is np.ndarray else leaf
+        if not is_plain(tensor):
+            return None
+        piece = self._lender.new_tensor((rows, *tensor.shape), tensor.dtype)
+        return None if piece is None else _Rows(piece, type(leaf))
+
+    def __call__(self, batch: Any, *, collate_fn_map: Any = None) -> Any:
+        """See ``torch.utils.data._utils.collate.collate_tensor_fn``."""
+        first = batch[0]
+        if set(map(type, batch)) != _TENSORS or not is_plain(first):
+            return collate_tensor_fn(batch, collate_fn_map=collate_fn_map)
+        for path, begun in self._rows.items():
+            if begun.are(batch):
+                return self._rows.pop(path).piece
+        shape = (len(batch), *first.shape)
+        if self._lender.is_small(len(batch) * first.nbytes):
+            # Not shared, as torch's would be.
+            new: torch.Tensor | None = torch.empty(shape, dtype=first.dtype, device="cpu")
+        else:
+            new = self._lender.new_tensor(shape, first.dtype)
+        if new is None:
+            return collate_tensor_fn(batch, collate_fn_map=collate_fn_map)
+        return torch.stack(batch, 0, out=new)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it is nothing but numbers in this process's memory."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+        and not (tensor.is_nested or tensor.is_quantized or tensor.requires_grad)
+    )

@@ -1,0 +1,172 @@
+"""Loader workers that never come up, and are forked anew.
+
+Problem. A fork copies locks as they are. The C library frees most of its own in the child, but not all, and nobody
+frees those of other libraries: one that another thread held at that instant, say because torch used something for the
+first time, stays locked, and the loader worker hangs before its first batch (pytorch/pytorch#75147, #130610). Whoever
+has threads meets this once in some thousand forks, and process groups have threads. Torch waits without a bound.
+
+Decision. A forked worker does what a worker does first, which takes those locks, and then says in memory that it shares
+with its parent that it came up. The parent waits for that where it forked; a worker that does not come is killed and
+forked again, with the same queues: it had not touched them.
+
+Considered and refused. Other start methods by default: they take seconds, and datasets that cannot be pickled.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+import logging
+import mmap
+import multiprocessing
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final, final
+
+import torch
+from torch._C import _remove_worker_pids, _set_worker_pids
+from torch.utils.data import _utils
+
+from torchdistinput.errors import InputError
+from torchdistinput.sources.torch_loader.worker_processes import words_for
+
+# ruff: noqa: SLF001 - torch has no public way to its loader workers
+
+__all__ = ["StuckForks", "arrivals_of", "see_in"]
+
+_LOG = logging.getLogger("torchdistinput")
+_SECONDS: Final = 10.0
+_ATTEMPTS: Final = 3
+
+
+@final
+class StuckForks:
+    """Which of the loader workers came up: a byte for each, in memory that forked processes share.
+
+    Args:
+      num_workers: how many there are.
+    """
+
+    def __init__(self, num_workers: int) -> None:
+        self._came = mmap.mmap(-1, num_workers)
+        self._num_workers = num_workers
+
+    def arrive(self, worker: int) -> None:
+        """Says that a worker came up, once it took the locks that it will need. Called in it."""
+        if sys.platform == "linux":
+            # A function that runs at exit, where a loader worker never comes: this takes the lock of pytorch#130610.
+            library = ctypes.CDLL(None)
+            library["__cxa_atexit"](library["abs"], None, None)
+        thread = threading.Thread(target=_nothing)
+        thread.start()
+        thread.join()
+        torch.zeros(1, device="cpu").share_memory_()  # type: ignore[no-untyped-call] # torch has no types for it
+        self._came[worker] = 1
+
+    def missing(self) -> list[int]:
+        """The workers that did not come up yet."""
+        return [worker for worker in range(self._num_workers) if not self._came[worker]]
+
+
+def _nothing() -> None:
+    pass
+
+
+def arrivals_of(context: Any, num_workers: int) -> StuckForks | None:
+    """For workers that will be started by a context of ``multiprocessing``; ``None`` where they are not forked."""
+    method = (multiprocessing if context is None else context).get_start_method()
+    return StuckForks(num_workers) if method == "fork" and num_workers else None
+
+
+def see_in(iterator: Any, arrivals: StuckForks) -> None:
+    """Waits until all loader workers came up or died, and forks anew who does neither. Local: the thread that forks.
+
+    Args:
+      iterator: torch's, with its loader workers, new.
+      arrivals: what its workers say.
+
+    Raises:
+      InputError: a worker did not come up, nor did any of those that were forked in its place.
+    """
+    for _ in range(_ATTEMPTS):
+        missing = _wait(iterator, arrivals)
+        if not missing:
+            return
+        names = ", ".join(map(str, missing))
+        _LOG.warning(
+            "loader worker %s did not come up within %g seconds after its fork, and is forked anew: a fork can copy a "
+            "lock that nobody frees. multiprocessing_context='forkserver' avoids that. It was %s.",
+            names,
+            _SECONDS,
+            _found(iterator, missing),
+        )
+        _fork_anew(iterator, missing)
+    missing = _wait(iterator, arrivals)
+    if missing:
+        raise InputError(
+            f"loader worker {', '.join(map(str, missing))} did not come up within {_SECONDS:g} seconds, nor did "
+            f"{_ATTEMPTS} others in its place: {_found(iterator, missing)}. Look at it with py-spy dump --pid; or "
+            "start workers otherwise, with multiprocessing_context='forkserver'."
+        )
+
+
+def _found(iterator: Any, missing: Sequence[int]) -> str:
+    return ", ".join(words_for(worker, iterator._workers[worker]) for worker in missing)
+
+
+def _wait(iterator: Any, arrivals: StuckForks) -> list[int]:
+    """The workers that are alive and did not come up in that time."""
+    until = time.monotonic() + _SECONDS
+    pause = 0.0002
+    while missing := [worker for worker in arrivals.missing() if iterator._workers[worker].is_alive()]:
+        if time.monotonic() > until:
+            return missing
+        try:
+            time.sleep(pause)
+        except RuntimeError as error:
+            if not str(error).startswith("DataLoader worker"):
+                raise
+            # torch's signal handler tells of a worker that died. So does the first item that is asked for.
+            _LOG.debug("while loader workers came up: %s", error)
+        pause = min(2 * pause, 0.005)
+    return []
+
+
+def _fork_anew(iterator: Any, missing: Sequence[int]) -> None:
+    """Puts other processes in the places of workers, started as torch starts them."""
+    _remove_worker_pids(id(iterator))  # their end is none that torch must tell of
+    for worker in missing:
+        old = iterator._workers[worker]
+        old.kill()
+        old.join()
+        loop = _utils.worker._worker_loop
+        arguments = _arguments_of(loop, iterator, worker)
+        new = multiprocessing.get_context("fork").Process(target=loop, kwargs=arguments, daemon=True)
+        new.start()
+        iterator._workers[worker] = new
+    pids = tuple(process.pid for process in iterator._workers)
+    _set_worker_pids(id(iterator), pids)
+
+
+def _arguments_of(loop: Callable[..., None], iterator: Any, worker: int) -> dict[str, Any]:
+    """What torch gives to a loader worker, by name: not all releases of torch give the same."""
+    known = {
+        "dataset_kind": iterator._dataset_kind,
+        "dataset": iterator._dataset,
+        "dataset_holder": [iterator._dataset],  # since torch 2.15: the worker empties it
+        "index_queue": iterator._index_queues[worker],
+        "data_queue": iterator._worker_result_queue,
+        "done_event": iterator._workers_done_event,
+        "auto_collation": iterator._auto_collation,
+        "collate_fn": iterator._collate_fn,
+        "drop_last": iterator._drop_last,
+        "base_seed": iterator._base_seed,
+        "init_fn": iterator._worker_init_fn,
+        "worker_id": worker,
+        "num_workers": iterator._num_workers,
+        "persistent_workers": iterator._persistent_workers,
+        "shared_seed": iterator._shared_seed,
+    }
+    return {name: known[name] for name in inspect.signature(loop).parameters}
