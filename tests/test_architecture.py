@@ -175,6 +175,18 @@ def test_the_readme_shows_the_tree_as_it_is() -> None:
     blocks = re.findall(r"^```\w*\n(.*?)^```", (ROOT / "README.md").read_text(), flags=re.DOTALL | re.MULTILINE)
     trees = [block for block in blocks if re.search(r"torchdistinput/\s", block) and "errors.py" in block]
     assert len(trees) == 1, "README.md needs one block with the tree of torchdistinput/"
-    shown = set(re.findall(r"\b\w+(?:\.py\b|/(?=\s))", trees[0].split("torchdistinput/", 1)[1]))
-    there = {path.name for path in MODULES} | {f"{path.parent.name}/" for path in MODULES if path.parent != PACKAGE}
-    assert there - {"__init__.py"} <= shown
+    shown = re.findall(r"\b\w+(?:\.py\b|/(?=\s))", trees[0].split("torchdistinput/", 1)[1])
+    modules = {path.name for path in PACKAGE.glob("*.py")} - {"__init__.py"}
+    folders = {f"{path.parent.name}/" for path in MODULES if path.parent != PACKAGE}
+    assert sorted(shown) == sorted(modules | folders)
+
+
+def test_the_readme_can_be_read_in_one_sitting() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 300
+
+
+@pytest.mark.parametrize("folder", sorted({path.parent for path in MODULES} - {PACKAGE}), ids=short)
+def test_the_docstring_of_a_folder_tells_of_each_of_its_modules(folder: Path) -> None:
+    docstring = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+    told = re.findall(r"^- ``(\w+)``: ", docstring, flags=re.MULTILINE)
+    assert sorted(told) == sorted(path.stem for path in folder.glob("*.py") if path.name != "__init__.py")

@@ -114,8 +114,8 @@ def test_a_rank_past_its_end_gets_empty_shares_until_all_are() -> None:
 def test_a_step_without_a_sample_is_passed_over_and_is_not_the_end() -> None:
     empty = share(0)
     first, second = together([vote(empty, share(1)), vote(PastEnd(), PastEnd())])
-    assert sizes(first) == ["PassedOver", (1, 1)]
-    assert sizes(second) == ["PassedOver", (1, 0)]
+    assert sizes(first) == ["EmptyStep", (1, 1)]
+    assert sizes(second) == ["EmptyStep", (1, 0)]
     assert first[0] == EmptyStep(empty)
     assert second[0] == EmptyStep(None)
 
@@ -270,7 +270,7 @@ def test_ranks_that_read_the_same_count_once() -> None:
 def test_one_rank_alone_votes_without_a_message() -> None:
     coordinate = make(None, 0, piece=torch.zeros(1))
     assert coordinate.alone
-    assert sizes(vote(share(2), share(0), PastEnd())(coordinate)) == [(2, 2), "PassedOver", "End"]
+    assert sizes(vote(share(2), share(0), PastEnd())(coordinate)) == [(2, 2), "EmptyStep", "End"]
     assert coordinate.over
     assert coordinate.waiting_since() is None
     assert coordinate.late() == []
@@ -349,7 +349,7 @@ def test_samples_that_are_left_out_are_counted_over_all_ranks_and_steps() -> Non
     )
     for max_errors, before in ((0, 1), (1, 1), (2, 3), (3, 3), (4, 4)):
         first, second = lossy_votes(*steps, max_errors=max_errors)
-        assert [type(each).__name__ for each in first] == ["Share"] * before + ["Raised"]
+        assert [type(each).__name__ for each in first] == ["LocalStep"] * before + ["Raised"]
         found = error(first[before:])
         assert isinstance(found, SourceError)
         assert str(found) == str(error(second[before:]))
@@ -358,7 +358,7 @@ def test_samples_that_are_left_out_are_counted_over_all_ranks_and_steps() -> Non
         assert "\nrank 0: a" in str(found)
         assert "\nrank 1: d" in str(found)
     for outcomes in lossy_votes(*steps, max_errors=5):
-        assert [type(each).__name__ for each in outcomes] == ["Share"] * 5 + ["End"]
+        assert [type(each).__name__ for each in outcomes] == ["LocalStep"] * 5 + ["End"]
 
 
 def test_a_failure_at_the_same_step_comes_before_too_many_that_are_left_out() -> None:
@@ -369,7 +369,7 @@ def test_a_failure_at_the_same_step_comes_before_too_many_that_are_left_out() ->
 def test_of_ranks_that_read_the_same_one_counts_what_is_left_out() -> None:
     steps: tuple[list[Held], list[Held]] = ([lossy(1, "a"), PastEnd()], [lossy(1, "a"), PastEnd()])
     for outcomes in lossy_votes(*steps, max_errors=1, counting=(True, False)):
-        assert [type(each).__name__ for each in outcomes] == ["Share", "End"]
+        assert [type(each).__name__ for each in outcomes] == ["LocalStep", "End"]
     for outcomes in lossy_votes(*steps, max_errors=0, counting=(True, False)):
         found = error(outcomes)
         assert isinstance(found, SourceError)

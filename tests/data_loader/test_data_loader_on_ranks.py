@@ -216,7 +216,7 @@ def iterables_with_workers() -> list[Any]:
 def test_an_iterable_that_every_rank_and_loader_worker_reads_is_warned_of_once(scenes: Scenes) -> None:
     first, second = scenes("iterables")
     ((several, place),), ((one, _),), none = first
-    assert place == "test_data_loader.py"
+    assert place == "test_data_loader_on_ranks.py"
     assert "2 ranks" in several
     assert "2 loader workers" in several
     assert "HINT" in several

@@ -230,17 +230,20 @@ def test_without_any_one_of_these_lines_some_schedule_goes_wrong(number: int) ->
 
 
 def test_a_lost_parcel_is_remembered_until_the_copier_closes() -> None:
-    assert goes_wrong(changed(("self._unsettled: set[Parcel] = set()", "self._unsettled = weakref.WeakSet()")))
+    assert goes_wrong(changed(("self._unsettled: set[HostBatch] = set()", "self._unsettled = weakref.WeakSet()")))
 
 
 def test_an_event_recorded_before_the_allocation_is_too_early() -> None:
     early = changed(
         (
-            "parcel = Parcel(None, self._home)",
-            "parcel = Parcel(None, self._home); first = self._streams.record(self._home)",
+            "parcel = HostBatch(None, self._home)",
+            "parcel = HostBatch(None, self._home); first = self._streams.record(self._home)",
         ),
         ("self._ship(parcel, copies)\n", "self._ship(parcel, copies, first)\n"),
-        ("def _ship(self, parcel: Parcel, copies: _Copies", "def _ship(self, parcel: Any, copies: Any, allocated: Any"),
+        (
+            "def _ship(self, parcel: HostBatch, copies: _Copies",
+            "def _ship(self, parcel: Any, copies: Any, allocated: Any",
+        ),
         ("allocated = self._streams.record(parcel.home)", "pass"),
     )
     assert goes_wrong(early)

@@ -81,7 +81,7 @@ def test_every_row_of_every_table_is_run() -> None:
 
 
 def test_the_names_that_the_readme_gives_for_tensorflows_exist() -> None:
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    readme = (Path(__file__).parents[2] / "examples" / "README.md").read_text()
     (table,) = re.findall(r"^## Names from TensorFlow\n\n((?:\|.*\n)+)", readme, re.MULTILINE)
     holders = (tdi, tdi.Strategy, tdi.DistributedDataset, tdi.DistributedIterator, tdi.InputOptions)
     known = {name for holder in holders for name in dir(holder)}
@@ -95,7 +95,7 @@ def test_the_names_that_the_readme_gives_for_tensorflows_exist() -> None:
 
 
 def test_the_readme_has_the_tables() -> None:
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    readme = (Path(__file__).parents[2] / "examples" / "README.md").read_text()
     for rows in TABLES.values():
         for row in rows.values():
             assert row.markdown() in readme

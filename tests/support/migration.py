@@ -1,6 +1,6 @@
 """The migration tables: what a user has, and what to write instead, as code that the tests run.
 
-``markdown()`` makes the tables of the README. ``test_migration.py``, here and in ``ranks/``, run each row; its names
+``markdown()`` makes the tables of ``examples/README.md``. ``ecosystem/test_migration*.py`` run each row; its names
 are ``N`` ranks, ``B`` samples per rank, ``G`` per global batch, and what earlier rows made.
 """
 
@@ -216,7 +216,7 @@ TABLES = {
 
 
 def markdown() -> str:
-    """The tables as the README has them."""
+    """The tables as ``examples/README.md`` has them."""
     lines = []
     for name, rows in TABLES.items():
         lines += [f"### From {name}", "", "| before | here | |", "| --- | --- | --- |"]

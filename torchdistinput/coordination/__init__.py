@@ -29,4 +29,24 @@ forked process inherits none of it (``fork_safety``).
 
 Collectives on users' tensors (``reduce``, ``gather_ordered``) run on the caller's thread: on the user's group where
 all ranks can send tensors of that device, else over the strategy's own channel.
+
+The modules:
+
+- ``launch``: The launcher, the default group, meshes.
+- ``store``: What ranks leave at the store, read in few requests.
+- ``store_barrier``: Ranks meet at the store when a strategy is made.
+- ``process_group``: Agreements and sums of the ranks of a strategy.
+- ``endpoint``: Where a rank can be reached; how two ranks connect.
+- ``connections``: Messages from rank to rank, over sockets.
+- ``channel``: The messages of one live iterator.
+- ``recursive_doubling``: Sums and texts of all ranks in log2 W rounds.
+- ``exchanges``: An exchange begun by one thread, waited for by another.
+- ``fork_safety``: What a forked process leaves to its parent.
+- ``fingerprints``: What all ranks must have in common before they begin.
+- ``failures``: What a failure says, and how it travels to the other ranks.
+- ``timeouts``: How long to wait for other ranks, and who is late.
+- ``batch_digests``: Digests of batches, for ranks that must read the same.
+- ``step_sync``: All ranks agree: sizes, end, errors, stops.
+- ``reduce``: Reduce and gather.
+- ``gather_ordered``: The outputs of all replicas in the order of the data.
 """

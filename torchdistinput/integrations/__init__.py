@@ -1,1 +1,4 @@
-"""Thin adapters to training frameworks. Each is imported by who uses that framework, and by nothing else."""
+"""Thin adapters to training frameworks. Each is imported by who uses that framework, and by nothing else.
+
+- ``accelerate``: Where a loader ends, skipping in it, gathering from it.
+"""

@@ -1,4 +1,9 @@
-"""Tools to test distributed input without a cluster: real ranks in processes, fakes for the doors to the outside."""
+"""Tools to test distributed input without a cluster: real ranks in processes, fake ranks, a fake accelerator.
+
+- ``ranks``: ``run_ranks``, real processes with a real gloo group.
+- ``collectives``: Fake ranks in threads, failures by a sentence.
+- ``streams``: A fake accelerator that reorders all it may.
+"""
 
 from __future__ import annotations
 
