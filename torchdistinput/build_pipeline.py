@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple, final
 
@@ -55,6 +56,11 @@ class Setting:
     workers: Sequence[int] = ()
     lent: SharedRngState = field(default_factory=SharedRngState)
 
+    @property
+    def has_peers(self) -> bool:
+        """Whether ranks share a data coordinate; the same on every rank."""
+        return len(set(self.workers)) < len(self.workers)
+
 
 class Opened(NamedTuple):
     """An epoch that has begun."""
@@ -64,6 +70,8 @@ class Opened(NamedTuple):
     stream: Stream
     progress: Progress
     last: LastStep
+    lent: Draw | None = None
+    """Calls user code with the random states of this rank's data coordinate, which other ranks share."""
 
 
 def open_stream(source: Source, epoch: int, draws: Draw, start: Start) -> Stream:
@@ -86,7 +94,7 @@ def compose(
       opened: the epoch that has begun.
       idle: device streams and their memory, kept for the life of the dataset; one is taken, and given back at the end.
     """
-    channel, stream, progress, last = opened
+    channel, stream, progress, last, lent = opened
     grows = options.prefetch is None
     depth = last.ahead if grows and last.ahead is not None else options.least_ahead
     devices = setting.devices if options.fetch_to_device else [torch.device("cpu")] * len(setting.devices)
@@ -101,8 +109,8 @@ def compose(
     pad = _new_pad(source, options)
     transfer = idle.pop() if idle else ToDevice([make_copier(device) for device in devices])
     way_out = "" if channel is None or not isinstance(source, ReadByAll) else source.way_out
-    has_peers = channel is not None and setting.workers.count(setting.topology.worker) > 1
-    note_read = take_for_read if way_out else BatchDigests() if has_peers else None
+    compares = channel is not None and setting.has_peers
+    note_read = take_for_read if way_out else BatchDigests() if compares else None
     fetch = Fetch(stream, checker, as_read=pad is None and not transfer.moves, note_read=note_read)
     own = _OwnStages(fetch, checker, pad, transfer, setting.topology.replicas_per_worker, progress.meter)
     ranks = setting.ranks
@@ -127,7 +135,7 @@ def compose(
     threaded = channel is not None or (depth > 0 and (stream.in_background or copies))
     background = PrefetchThread(
         UpstreamStages(
-            fetch.draw,
+            fetch.draw if lent is None or stream.in_background else partial(lent, fetch.draw),
             own.produce,
             own.discard,
             transfer.enter_thread,

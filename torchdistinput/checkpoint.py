@@ -351,10 +351,12 @@ class Checkpoint:
         Raises:
           StateMismatch: the state does not fit.
         """
-        saved = SavedState.from_dict(state, strict=strict)
-        saved = self._compared(saved, strict=strict)
-        random = EpochDraws.from_texts(saved.random, self._source)
-        self._check_position(saved)
+        saved, differing = self._compared(SavedState.from_dict(state))
+        if differing and strict:
+            raise self._refused(saved, differing)
+        random = self._checked(saved)
+        if differing:
+            _LOG.warning("dataset %s: loading a state in spite of differences: %s", self._name, differing)
         self._leave()
         self._epoch = saved.epoch
         self._told = saved.told_epoch
@@ -373,20 +375,41 @@ class Checkpoint:
         if self._telling is not None:
             self._telling.told.look()
 
-    def _compared(self, saved: SavedState, *, strict: bool) -> SavedState:
-        """The state, of which what differs is not compared once more where it is to be taken all the same."""
+    def _compared(self, saved: SavedState) -> tuple[SavedState, str]:
+        """The state as it is to be taken, and what differs from this input, in words.
+
+        Where something does, what its sampler drew is not compared once more.
+        """
         found = differences(saved.fingerprint, self._fingerprint)
         if saved.was_changed:
             found.append("checksum: the state was changed since it was saved")
-        if found and strict:
-            raise StateMismatch(
-                f"the state is of another input: {'; '.join(found)}. Load it into the input that it was saved from; if "
-                "you changed that on purpose, load_state_dict(state, strict=False) goes on at the same position."
+        return (replace(saved, drawn=0) if found else saved), "; ".join(found)
+
+    def _refused(self, saved: SavedState, differing: str) -> StateMismatch:
+        """The refusal of a state that differs. It proposes ``strict=False`` where the state could be taken so."""
+        try:
+            self._checked(saved)
+        except StateMismatch as error:
+            way_out = f"It cannot be taken in spite of that: {error}"
+        else:
+            way_out = (
+                "If you changed that on purpose, load_state_dict(state, strict=False) goes on at the same position; "
+                "seek(epoch, step) goes elsewhere."
             )
-        if found:
-            _LOG.warning("dataset %s: loading a state in spite of differences: %s", self._name, "; ".join(found))
-            return replace(saved, drawn=0)
-        return saved
+        return StateMismatch(
+            f"the state of epoch {saved.epoch}, step {saved.step} does not fit this input: {differing}. "
+            f"Load it as it was saved, into the input that it was saved from. {way_out}"
+        )
+
+    def _checked(self, saved: SavedState) -> EpochDraws:
+        """How its epoch is drawn, if the state can be taken here.
+
+        Raises:
+          StateMismatch: it cannot.
+        """
+        random = EpochDraws.from_texts(saved.random, self._source)
+        self._check_position(saved)
+        return random
 
     def _check_position(self, saved: SavedState) -> None:
         steps, position = self._source.num_steps(), saved.position

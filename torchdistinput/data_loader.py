@@ -42,7 +42,9 @@ from torchdistinput.loader_iterator import AnnouncedLength, Divided, LoaderItera
 from torchdistinput.pipeline.metrics import Metrics
 from torchdistinput.plan.options import InputOptions, Step
 from torchdistinput.plan.sharding import AutoShardPolicy
+from torchdistinput.sources.base import length_of
 from torchdistinput.sources.files.dataset import FileDataset
+from torchdistinput.sources.files.steps import known_steps
 from torchdistinput.sources.iterable.data_pipes import has_sharding_filter
 from torchdistinput.sources.iterable.divided_sources import divides_itself
 from torchdistinput.sources.map_style.in_memory import gathers
@@ -291,14 +293,15 @@ class DataLoader(Generic[T_co]):
 
     def _is_even(self, parts: int) -> bool:
         """Whether the parts of each step are known to be of one size. Local."""
-        size, even = self.batch_size, self._policy is AutoShardPolicy.DATA
-        if size is None or isinstance(self.dataset, IterableDataset) or not isinstance(self.sampler, Sized):
+        size = self.batch_size
+        if size is None or size % parts or self._policy is not AutoShardPolicy.DATA:
             return False
-        return even and size % parts == 0 and (self.drop_last or len(self.sampler) % size % parts == 0)
+        length = None if isinstance(self.dataset, IterableDataset) else length_of(self.sampler)
+        return length is not None and (self.drop_last or length % size % parts == 0)
 
     def _num_batches(self) -> int:
         """As ``len``, but where torch's loader counts the batches itself, as an iterable dataset knows its samples."""
-        if self._counts_as_torch:
+        if self._counts_as_torch and not isinstance(self.dataset, FileDataset):
             return len(cast(Sized, self.sampler if self.batch_sampler is None else self.batch_sampler))
         return len(self)
 
@@ -327,12 +330,15 @@ class DataLoader(Generic[T_co]):
     def __len__(self) -> int:
         """The steps of an epoch, as torch counts them: by the length of the sampler. Local.
 
+        Those of a ``FileDataset`` are counted by the indices of its files, where all of them have one.
+
         Raises:
-          TypeError: the dataset has no length; or several ranks read different data (policies OFF, HINT, FILE).
+          TypeError: the dataset has no length, or some file no index; or several ranks read different data (policies
+            OFF, HINT, FILE).
         """
         if self._counts_as_torch:
             steps = self._steps_as_torch()
-            if isinstance(self.dataset, IterableDataset):
+            if isinstance(self.dataset, IterableDataset) and not isinstance(self.dataset, FileDataset):
                 self._announced = AnnouncedLength(self.dataset, len(cast(Sized, self.dataset)), self.num_workers)
             return steps
         if self._divided is None:
@@ -343,6 +349,15 @@ class DataLoader(Generic[T_co]):
         return len(self._divided.dataset)
 
     def _steps_as_torch(self) -> int:
+        if isinstance(self.dataset, FileDataset):
+            size = self.batch_size
+            steps = None if size is None else known_steps(self.dataset, size, drop_last=self.drop_last)
+            if steps is None:
+                raise TypeError(
+                    "the number of steps is not known before the files are read. With an index_folder (text_lines, "
+                    "json_lines, tfrecords) and a batch size it is, once dataset.build_index() was called."
+                )
+            return steps
         try:
             return len(self._loader)
         except Exception as error:

@@ -23,7 +23,14 @@ from torchdistinput.pipeline.to_device import ToDevice
 from torchdistinput.plan.options import InputOptions, Step
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.base import Source, TellsPart
-from torchdistinput.sources.rng import Draw, EqualRngStates, SharedRng, plainly, state_of_epoch
+from torchdistinput.sources.rng import (
+    CoordinateStates,
+    Draw,
+    EqualRngStates,
+    SharedRng,
+    plainly,
+    state_of_epoch,
+)
 
 __all__ = ["SAMPLES", "DistributedDataset", "check_partial_batch", "facts_of"]
 
@@ -90,7 +97,7 @@ class DistributedDataset:
         return self._open() if iterator is None else iterator
 
     def __len__(self) -> int:
-        """The steps of an epoch, over all ranks. Local.
+        """The steps of an epoch, over all ranks. Local. Of a ``FileDataset`` under DATA by the indices of its files.
 
         Raises:
           TypeError: they are not known before the data is read.
@@ -349,13 +356,19 @@ class DistributedDataset:
         # Not the same where the epoch before was left at different steps; and what the ranks tell hangs on it.
         self._last.ahead = min(each["ahead"] for each in told) or None
         try:
-            return self._begin_with(entry, number)
+            return self._begin_with(entry, number, [each["peers"] for each in told])
         except BaseException as error:  # the others wait for this rank to open the channel
             ranks.refuse_channel(number, f"could not begin epoch {entry.epoch}: {in_one_line(error)}")
             raise
 
-    def _begin_with(self, entry: Entry, number: int | None) -> DistributedIterator:
-        """The epoch, once all ranks have agreed on it, with the channel of that number."""
+    def _begin_with(self, entry: Entry, number: int | None, digests: Sequence[str] = ()) -> DistributedIterator:
+        """The epoch, once all ranks have agreed on it, with the channel of that number.
+
+        Args:
+          entry: where it begins.
+          number: the channel's; none where the ranks do not meet.
+          digests: of the random states of all ranks, where some share a data coordinate.
+        """
         ranks = self._setting.ranks
         start = entry.start
         if start.steps:
@@ -368,7 +381,10 @@ class DistributedDataset:
         if isinstance(draws, SharedRng):
             draws.lend()
         try:
-            channel = None if ranks is None or number is None else ranks.open_channel(number)
+            channel, lent = None, None
+            if ranks is not None and number is not None:
+                lent = self._states_of_coordinate(ranks, digests) if self._setting.has_peers else None
+                channel = ranks.open_channel(number)
         except BaseException:
             stream.close()
             raise
@@ -384,7 +400,7 @@ class DistributedDataset:
             log_every=log_every,
         )
         self._checkpoint.begun(entry, self._progress, stream)
-        iterator = self._composed(Opened(channel, stream, self._progress, self._last))
+        iterator = self._composed(Opened(channel, stream, self._progress, self._last, lent))
         self._iterators.add(iterator)
         return iterator
 
@@ -408,10 +424,24 @@ class DistributedDataset:
         # Not where the data is to be brought to a step first, which may draw.
         asks = self._source.draws_from_default_generator and not entry.start.steps
         digest = self._alike.digest_of(_default_of(entry)) if asks else None
-        extra = {"channels": ranks.free_channels(), "random": digest, "ahead": self._last.ahead or 0}
+        peers = CoordinateStates().digest if self._setting.has_peers else ""
+        channels = ranks.free_channels()
+        extra = {"channels": channels, "random": digest, "ahead": self._last.ahead or 0, "peers": peers}
         told = agree(ranks, f"iter() of dataset {self._name}", facts, extra=extra)
         self._alike.compare([each["random"] for each in told])
         return told
+
+    def _states_of_coordinate(self, ranks: Ranks, digests: Sequence[str]) -> CoordinateStates:
+        """The random states with which ranks that share a data coordinate read: those of the first of them.
+
+        Collective, where some differ from their first. Called when the epoch is open, which draws.
+        """
+        workers, own = self._setting.workers, CoordinateStates()
+        if len(set(zip(workers, digests, strict=True))) == len(set(workers)):
+            return own
+        is_first = ranks.rank in ranks.firsts
+        told = self._share_at_start(lambda: own.to_json() if is_first else None)
+        return own if is_first else CoordinateStates.from_json(told[workers.index(workers[ranks.rank])])
 
     def _share_at_start(self, make: Callable[[], Any]) -> list[Any]:
         """See ``sources.base.Exchange``. Collective: every rank comes here, as all agreed on where to start."""

@@ -157,6 +157,7 @@ def play() -> dict[str, Any]:
         "collate function fails, 0 workers": collate_fails_on_one_rank(0),
         "collate function fails, 1 workers": collate_fails_on_one_rank(1),
         "no samples": no_samples(),
+        "no length": no_length(),
         "broken promises, 0 workers": broken_promises(0),
         "broken promises, 2 workers": broken_promises(2),
         "marks": marks(),
@@ -378,6 +379,44 @@ def test_a_sampler_yields_what_it_yields_whatever_its_length_says(workers: int, 
     first, second = scenes(f"broken promises, {workers} workers")
     assert first == [(3, [[[0], [2]]] * 2), (3, [[[0], [2], [4], [6]]] * 2)]
     assert second == [(3, [[[1], []]] * 2), (3, [[[1], [3], [5], [7]]] * 2)]
+
+
+class WithoutLength(IterableDataset[int]):
+    """An iterable, or a sampler, that cannot tell how many it yields."""
+
+    def __iter__(self) -> Any:
+        return iter(range(9))
+
+    def __len__(self) -> int:
+        raise ValueError("nobody has counted them")
+
+
+def no_length() -> Any:
+    data: Any = range(9)
+    found = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # iterables under DATA
+        for loader in (
+            tdi.DataLoader(WithoutLength(), batch_size=4),
+            tdi.DataLoader(WithoutLength(), batch_size=4, num_workers=1),
+            tdi.DataLoader(data, batch_size=4, sampler=WithoutLength()),
+        ):
+            before = raised(partial(len, loader))
+            epochs = [[lists(batch) for batch in loader] for _ in range(2)]  # list() asks for the length
+            found.append((before, epochs, raised(partial(len, loader))))
+    return found
+
+
+def test_whose_len_raises_is_of_unknown_length_and_is_read_to_its_end(scenes: Scenes) -> None:
+    parts = [[[0, 1], [4, 5], [8]], [[2, 3], [6, 7], []]]
+    for rank, (iterable, in_workers, sampled) in enumerate(scenes("no length")):
+        for before, epochs, after in (iterable, in_workers):
+            assert epochs == [parts[rank]] * 2
+            assert {before.kind, after.kind} == {"TypeError"}  # as Python asks for of an unknown length
+            assert "nobody has counted them" in before.message
+        before, epochs, after = sampled
+        assert epochs == [parts[rank]] * 2
+        assert {before.kind, after.kind} == {"ValueError"}  # as with torch
 
 
 # ------------------------------------------------------------------------------------------------------ loader workers

@@ -122,7 +122,7 @@ def damaged(state: dict[str, Any], rng: random.Random) -> Any:
         holder[path[-1]] = changed(holder[path[-1]], rng)
     if rng.random() < 0.8:
         try:
-            good = SavedState.from_dict(state, strict=False)
+            good = SavedState.from_dict(state)
             state["checksum"] = good.to_dict()["checksum"]
         except StateMismatch:
             return state

@@ -376,6 +376,39 @@ def test_a_known_difference_is_accepted_and_logged(caplog: pytest.LogCaptureFixt
     assert re.search(r"(?s)length.*\b2[37]\b.*\b2[37]\b", told), told
 
 
+def test_strict_false_is_proposed_only_where_the_state_can_be_taken_so(tmp_path: Path) -> None:
+    inputs.write_numbers(tmp_path)
+    generator = numbers(23, shuffle=True, generator=inputs.generator())
+    taken = {
+        "length": (numbers(23), numbers(27)),
+        "kind": (numbers(23), shuffled_list),
+        "seed": (files(tmp_path, shuffle_files=True), files(tmp_path, shuffle_files=True, seed=2)),
+    }
+    for field, (saved, here) in taken.items():
+        state = saved_after(2, saved)
+        with pytest.raises(tdi.StateMismatch, match=rf"(?s){field}: .*strict=False"):
+            resumed(state, here)
+        resumed(state, here, strict=False)
+    refused = {
+        "has 7 step": ({**saved_after(2, numbers(27)), "step": 7}, numbers(23)),
+        "not one of files": (saved_after(2, numbers(23)), files(tmp_path)),
+        "not one of map-style data": (saved_after(2, files(tmp_path)), numbers(23)),
+        "generator": (saved_after(2, numbers(23)), generator),
+        "the file has": (saved_after(2, files(tmp_path)), files(tmp_path, "b.txt")),
+    }
+    for words, (state, here) in refused.items():
+        with pytest.raises(tdi.StateMismatch) as strictly:
+            resumed(state, here)
+        assert "strict=False" not in str(strictly.value)
+        with pytest.raises(tdi.StateMismatch) as leniently:
+            resumed(state, here, strict=False)
+        assert str(leniently.value) in str(strictly.value), words  # so the way out of that is told at once
+
+
+def shuffled_list(cls: Any, **more: Any) -> Any:
+    return cls(list(range(23)), batch_size=4, **more)
+
+
 def test_where_nothing_differs_nothing_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     state = saved_after(2, numbers(23))
     with caplog.at_level(logging.WARNING, logger="torchdistinput"):

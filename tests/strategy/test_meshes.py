@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import torchdistinput as tdi
 from tests.support.epochs import raised
@@ -140,6 +143,7 @@ def test_ranks_of_one_data_coordinate_that_read_different_data_are_named_on_ever
         assert "rank 3: " in error.message
         assert "rank 0" not in error.message
         assert "data_dims" in error.message
+        assert "sample(s)" not in error.message  # checksums are told
         assert steps == (0 if kind == "iterable" else 64)
 
 
@@ -147,3 +151,139 @@ def test_ranks_of_different_data_coordinates_read_different_data() -> None:
     for error, steps in run_ranks(4, read_rows, "function", -1):
         assert error is None
         assert steps == 100
+
+
+# ------------------------------------------------------------------------------------------------ random augmentation
+
+
+class Augmented(Dataset[torch.Tensor]):
+    """Samples with numbers from each of the global generators."""
+
+    def __init__(self, length: int = 12) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([index, torch.rand(()).item(), random.random(), np.random.rand()], dtype=torch.float64)
+
+
+class AugmentedStream(IterableDataset[torch.Tensor]):
+    """The same samples, of an iterable."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        data = Augmented()
+        return (data[index] for index in range(len(data)))
+
+
+def seed_all(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+def states_of_all() -> tuple[bytes, str, str]:
+    return torch.get_rng_state().numpy().tobytes(), repr(random.getstate()), repr(np.random.get_state())
+
+
+def augmented(strategy: tdi.Strategy, kind: str) -> Any:
+    if kind == "function":
+        return strategy.distribute_datasets_from_function(lambda _: DataLoader(Augmented(), batch_size=2, shuffle=True))
+    if kind == "iterable":
+        off = tdi.InputOptions(auto_shard_policy=tdi.AutoShardPolicy.OFF)
+        return strategy.distribute_dataset(DataLoader(AugmentedStream(), batch_size=4), off)
+    workers = 1 if kind == "loader workers" else 0
+    return strategy.distribute_dataset(DataLoader(Augmented(), batch_size=4, shuffle=True, num_workers=workers))
+
+
+KINDS = ["map-style", "loader workers", "function", "iterable"]
+Epochs = dict[str, tuple[list[list[Any]], bool]]
+"""The batches of each epoch of each kind, and whether the rank's own states are as before."""
+
+
+def read_augmented(seeds: list[int], in_mesh: bool, kinds: list[str] = KINDS) -> Epochs:
+    """One rank: two epochs of each kind, before each of which it is seeded."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")) if in_mesh else None
+    strategy = tdi.Strategy(["cpu"], mesh=mesh)
+    found: Epochs = {}
+    for kind in kinds:
+        dataset, untouched = augmented(strategy, kind), True
+        epochs: list[list[Any]] = []
+        for _ in range(2):
+            seed_all(seeds[dist.get_rank()] + len(epochs))
+            iterator = iter(dataset)
+            before = states_of_all()
+            epochs.append([batch.tolist() for batch in iterator])
+            untouched = untouched and states_of_all() == before
+        found[kind] = epochs, untouched
+    return found
+
+
+def test_peers_read_the_same_random_augmentation_whatever_their_random_states() -> None:
+    ranks = run_ranks(4, read_augmented, [10, 20, 30, 40], True)
+    for kind in KINDS:
+        first, peer, other, others_peer = [rank[kind][0] for rank in ranks]
+        assert first == peer, kind
+        assert other == others_peer, kind
+        drawn = [{row[1] for epoch in epochs for batch in epoch for row in batch} for epochs in (first, other)]
+        if kind != "loader workers":  # which torch seeds by one number, that all ranks share
+            assert not drawn[0] & drawn[1], kind  # each data coordinate has draws of its own, each epoch too
+        assert len(drawn[0]) == sum(len(batch) for epoch in first for batch in epoch), kind
+        assert ranks[1][kind][1], kind  # a peer's own states are its own
+        assert ranks[3][kind][1], kind
+
+
+def test_with_the_first_peers_states_the_batches_are_those_without_peers() -> None:
+    """So tensor parallelism changes no sample: neither where all peers have one seed, nor where they differ."""
+    alone = run_ranks(2, read_augmented, [10, 30], False)
+    for seeds in ([10, 10, 30, 30], [10, 20, 30, 40]):
+        ranks = run_ranks(4, read_augmented, seeds, True, ["map-style", "iterable"])
+        for kind in ("map-style", "iterable"):
+            assert [rank[kind][0] for rank in ranks] == [alone[rank // 2][kind][0] for rank in range(4)], (seeds, kind)
+
+
+def epochs_with_dropout_between() -> Any:
+    """One rank of a mesh: epochs with draws of its own at each step, as dropout makes them, and a resume."""
+    strategy = tdi.Strategy(["cpu"], mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
+    seed_all(7)  # on every rank, as tensor parallelism wants it
+    dataset = augmented(strategy, "map-style")
+    epochs: list[list[Any]] = [[], [], []]
+    for epoch in epochs:
+        for batch in dataset:
+            epoch.append(batch.tolist())
+            torch.rand(1 + dist.get_rank())
+    return epochs
+
+
+def test_peers_that_draw_differently_while_they_train_go_on_to_read_the_same() -> None:
+    first, peer, other, others_peer = run_ranks(4, epochs_with_dropout_between)
+    assert (first, other) == (peer, others_peer)
+    numbers = [row[1] for epoch in first for batch in epoch for row in batch]
+    assert len(set(numbers)) == len(numbers)
+
+
+def leave_and_resume(seeds: list[int]) -> Any:
+    """One rank of a mesh: the numbers of the samples of a shuffled function's epoch, whole, and left and resumed."""
+    strategy = tdi.Strategy(["cpu"], mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
+    seed_all(seeds[dist.get_rank()])
+    dataset, whole, state = augmented(strategy, "function"), [], None
+    for step, batch in enumerate(dataset):
+        whole.append(batch[:, 0].tolist())
+        if step == 1:
+            state = dataset.state_dict()
+    seed_all(1000 + dist.get_rank())
+    resumed = augmented(strategy, "function")
+    assert state is not None
+    resumed.load_state_dict(state)
+    return whole, [batch[:, 0].tolist() for batch in resumed]
+
+
+@pytest.mark.parametrize("seeds", [[7, 7, 7, 7], [10, 20, 30, 40]])
+def test_a_dataset_function_of_peers_resumes_in_the_order_that_it_had(seeds: list[int]) -> None:
+    ranks = run_ranks(4, leave_and_resume, seeds)
+    for whole, rest in ranks:
+        assert sorted(index for batch in whole for index in batch) == list(range(12))
+        assert rest == whole[2:]
+    assert ranks[0] == ranks[1]
+    assert ranks[2] == ranks[3]

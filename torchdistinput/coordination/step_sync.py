@@ -374,7 +374,9 @@ class StepSync:
         Collective, as every rank saw the same sums.
         """
         held = self._held[0] if self._held else PastEnd()
-        drew, read = (f"{held.digest:x}", words_of(held.read)) if isinstance(held, LocalStep) else ("ended", "ended")
+        drew = read = "ended"
+        if isinstance(held, LocalStep):  # a digest of pieces is one in each of its bits
+            drew, read = f"{held.digest:x}", words_of(held.read) if self._way_out else f"{held.read:x}"
         mine = json.dumps({"rank": self._name, "worker": self._worker, "drew": drew, "read": read})
         told = [plain_message(text) for text in (yield from self._texts_of_all(mine))]
         at = f"at step {self._steps} of epoch {self._epoch}"

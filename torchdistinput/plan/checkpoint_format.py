@@ -99,24 +99,16 @@ class SavedState:
         return f"epoch {self.epoch}, step {self.step}, {zlib.crc32(_plain([self.random, self.position])):08x}"
 
     @classmethod
-    def from_dict(cls, state: object, *, strict: bool) -> SavedState:
+    def from_dict(cls, state: object) -> SavedState:
         """A state that was saved, checked.
 
         Args:
           state: what ``state_dict()`` gave.
-          strict: whether a state is refused that was changed since.
 
         Raises:
-          StateMismatch: it is no state, of a newer version, or was cut or changed since.
+          StateMismatch: it is no state, of a newer version, or was cut off since.
         """
         fields = _checked_fields(state)
-        was_changed = fields["checksum"] != _checksum(fields)
-        if strict and was_changed:
-            raise StateMismatch(
-                f"the state of epoch {fields['epoch']}, step {fields['step']} was changed since it was saved: its "
-                f"checksum is {fields['checksum']}, its content has {_checksum(fields)}. Load it as it was saved, use "
-                "seek(epoch, step) to go elsewhere, or strict=False to take it all the same."
-            )
         return cls(
             epoch=fields["epoch"],
             step=fields["step"],
@@ -127,7 +119,7 @@ class SavedState:
             random=tuple(fields["random"]),
             position=fields["position"],
             fingerprint=dict(fields["fingerprint"]),
-            was_changed=was_changed,
+            was_changed=fields["checksum"] != _checksum(fields),
         )
 
 

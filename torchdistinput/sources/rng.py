@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import random
 import struct
 import zlib
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ import torch
 from torchdistinput.errors import StateMismatch
 
 __all__ = [
+    "CoordinateStates",
     "Draw",
     "EqualRngStates",
     "SharedRng",
@@ -129,6 +131,78 @@ class SharedRng:
                 self._lent.state = self._state
             if not keeps:
                 torch.set_rng_state(own)
+
+
+@final
+class CoordinateStates:
+    """Calls user code with the random states of a data coordinate of a mesh: torch's on the CPU, ``random``'s, NumPy's.
+
+    Ranks that share a coordinate must read the same samples, augmented alike, though each has states of its own. A rank
+    whose own state was the coordinate's goes on with it as the call left it, as without peers; else it gets its own
+    back. Each of the three counts by itself.
+
+    Args:
+      states: to begin with; those of this rank as they are now, if not given.
+    """
+
+    def __init__(self, states: Sequence[Any] | None = None) -> None:
+        self._states = _states_now() if states is None else states
+
+    @classmethod
+    def from_json(cls, told: Sequence[Any]) -> CoordinateStates:
+        """What ``to_json`` gave on another rank."""
+        state, (version, words, gauss), numbers = told
+        return cls([unpacked(state), (version, tuple(words), gauss), _with_arrays(numbers)])
+
+    def to_json(self) -> list[Any]:
+        """As plain values."""
+        state, of_python, of_numpy = self._states
+        return [packed(state), of_python, _each_in(of_numpy, lambda value: value.tolist())]
+
+    @property
+    def digest(self) -> str:
+        """A text that is equal for equal states. Local."""
+        return hashlib.sha256(repr(_comparable(self._states)).encode()).hexdigest()[:16]
+
+    def __call__(self, call: Callable[[], Any]) -> Any:
+        """What the call returns."""
+        own = _states_now()
+        pairs = zip(_comparable(own), _comparable(self._states), strict=True)
+        differing = [place for place, (one, other) in enumerate(pairs) if one != other]
+        _set_states(self._states, differing)
+        try:
+            return call()
+        finally:
+            self._states = _states_now()
+            _set_states(own, differing)
+
+
+def _states_now() -> Sequence[Any]:
+    return torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False)
+
+
+def _set_states(states: Sequence[Any], places: Sequence[int]) -> None:
+    setters = torch.set_rng_state, random.setstate, np.random.set_state
+    for place in places:
+        setters[place](states[place])
+
+
+def _comparable(states: Sequence[Any]) -> list[Any]:
+    """The same as values that ``==`` compares at once."""
+    state, of_python, of_numpy = states
+    return [state.numpy().tobytes(), of_python, _each_in(of_numpy, lambda value: value.tobytes())]
+
+
+def _each_in(of_numpy: dict[str, Any], make: Callable[[Any], Any]) -> dict[str, Any]:
+    """A state of NumPy's with something else in place of each array."""
+    inner = of_numpy["state"].items()
+    return {**of_numpy, "state": {name: make(each) if isinstance(each, np.ndarray) else each for name, each in inner}}
+
+
+def _with_arrays(of_numpy: dict[str, Any]) -> dict[str, Any]:
+    inner = of_numpy["state"].items()
+    made = {name: np.array(each, dtype=np.uint32) if isinstance(each, list) else each for name, each in inner}
+    return {**of_numpy, "state": made}
 
 
 def state_of_epoch(seed: int, epoch: int) -> torch.Tensor:

@@ -8,6 +8,7 @@ import gzip
 import lzma
 import os
 import pickle
+import re
 import uuid
 import zipfile
 from collections.abc import Iterator
@@ -136,6 +137,27 @@ def test_a_pattern_that_matches_nothing_is_named(pattern: str, tmp_path: Path) -
         glob.expand(["a", f"{tmp_path}/{pattern}"])
     assert caught.value.file == f"{tmp_path}/{pattern}"
     assert f"{tmp_path}/{pattern}" in str(caught.value)
+
+
+def test_only_of_a_relative_pattern_the_folder_is_told_in_which_it_was_looked_for(memory: str, tmp_path: Path) -> None:
+    here = os.getcwd()
+    for pattern in (f"{memory}/*.txt", f"simplecache::{memory}/*.txt", f"{tmp_path}/*.txt"):
+        with pytest.raises(SourceError, match="matches no file") as caught:
+            glob.expand(pattern)
+        assert "seen from" not in str(caught.value)
+        assert here not in str(caught.value)
+    with pytest.raises(SourceError, match=re.escape(f"matches no file (seen from {here!r})")):
+        glob.expand("no-such-folder/*.txt")
+
+
+def test_the_files_of_a_pattern_come_with_the_sizes_that_were_listed(memory: str, tmp_path: Path) -> None:
+    put_all(tmp_path, "a.txt", "folder/bb.txt")
+    found = [("a.txt", 5), ("folder/bb.txt", 13)]
+    assert glob.listed(f"{tmp_path}/**/*.txt") == [(f"{tmp_path}/{name}", size) for name, size in found]
+    assert glob.listed([f"{tmp_path}/a.txt"]) == [(f"{tmp_path}/a.txt", None)]  # which is not looked up
+    with io.filesystem_of(memory, {})[0].open(f"{memory}/c.txt", "wb") as file:
+        file.write(b"123")
+    assert glob.listed(f"{memory}/*.txt") == [(f"{memory}/c.txt", 3)]
 
 
 def test_a_pattern_of_an_unknown_protocol_is_named() -> None:

@@ -269,6 +269,25 @@ def test_a_window_is_read_again_and_nothing_before_it(tmp_path: Path) -> None:
         assert asked == [offset], taken
 
 
+@readers.in_blocks
+def numbered(file: BinaryIO, number: int) -> Iterator[Block[str]]:
+    """Blocks of three lines, whose positions are their numbers."""
+    lines = file.read().decode().split()
+    for block in range(number, -(-len(lines) // 3)):
+        yield block, lines[3 * block : 3 * block + 3]
+
+
+@pytest.mark.parametrize("buffer", [0, 4])
+def test_positions_of_a_reader_need_not_be_bytes(buffer: int, tmp_path: Path) -> None:
+    dataset = FileDataset(write(tmp_path, (11, 7)), numbered, shuffle_buffer=buffer, cycle_length=2)
+    whole = list(dataset.walk([0, 1], 0))
+    assert len(whole) == 18
+    for taken in range(19):
+        walk = dataset.walk([0, 1], 0)
+        walk.take(taken)
+        assert list(dataset.walk([0, 1], 0, walk.position())) == whole[taken:]
+
+
 def test_a_reader_that_lost_its_blocks_reads_from_the_front(tmp_path: Path) -> None:
     names = write(tmp_path, (9,))
     for buffer in (0, 2):

@@ -9,6 +9,7 @@
 - ``reading``: The records in their order, and where each comes from.
 - ``interleave``: Which file has the next record.
 - ``open_file``: One open file: its records, and where it can be entered again.
+- ``steps``: How many steps an epoch takes, where that is known.
 - ``window_shuffle``: The shuffle of the records of a file.
 - ``corrupt_records``: Going on after a record that cannot be read.
 - ``reader_api``: Readers that know where they are.

@@ -25,7 +25,7 @@ from torchdistinput.errors import SourceError, StateMismatch
 from torchdistinput.plan.file_resharding import FileCursor, ReaderCursor
 from torchdistinput.plan.permutation import shuffled
 from torchdistinput.sources.files.checks import as_object, check_callable, checked_int
-from torchdistinput.sources.files.glob import FileNames, expand
+from torchdistinput.sources.files.glob import FileNames, expand, listed
 from torchdistinput.sources.files.interleave import Interleave
 from torchdistinput.sources.files.io import OpenedFile, check_compression, file_size, open_file
 from torchdistinput.sources.files.open_file import CorruptRecord, OpenFile, Read, RecordPlace
@@ -148,13 +148,44 @@ class FileDataset(IterableDataset[Any]):
         self._storage_options = None if storage_options is None else dict(storage_options)
         self._compression = compression
         self._indices = None if index_folder is None else IndexFolder(index_folder, read)
-        self.files: tuple[str, ...] = tuple(expand(files, storage_options))
+        found = listed(files, storage_options)
+        self.files: tuple[str, ...] = tuple(each.name for each in found)
+        self._sizes = tuple(each.size for each in found)
+        self._records: list[int] | None = None
         self._epochs = EpochCounter()
 
     @property
     def has_index(self) -> bool:
         """Whether it has a folder for indices. Local."""
         return self._indices is not None
+
+    @property
+    def listed_sizes(self) -> list[int] | None:
+        """The stored sizes of ``dataset`` in bytes, where all of them were told by listing folders. Local."""
+        sizes = [size for size in self._sizes if size is not None]
+        return sizes if len(sizes) == len(self._sizes) else None
+
+    def records_of_files(self) -> list[int] | None:
+        """How many records each of ``dataset`` has, where all have an index in ``index_folder``. Local.
+
+        Returns:
+          ``None`` where some has no index yet (compressed files never have one), or has changed since.
+
+        Raises:
+          SourceError: naming a file that is missing or cannot be asked for its size.
+        """
+        if self._indices is not None and self._records is None:
+            with ThreadPoolExecutor(min(_MAX_ASKED_AT_ONCE, len(self.files))) as pool:
+                found = [*pool.map(self._records_of, range(len(self.files)))]
+            known = [records for records in found if records is not None]
+            self._records = known if len(known) == len(found) else None
+        return self._records
+
+    def _records_of(self, index: int) -> int | None:
+        indices, name, size = self._indices, self.files[index], self._sizes[index]
+        if indices is None or not indices.has(name):
+            return None
+        return indices.records(name, file_size(name, self._storage_options) if size is None else size)
 
     @property
     def yields_strings(self) -> bool:

@@ -13,13 +13,14 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, TypeAlias
+from operator import itemgetter
+from typing import Any, Final, NamedTuple, TypeAlias, final
 
 from torchdistinput.errors import SourceError
 from torchdistinput.sources.files.io import filesystem_of
 from torchdistinput.sources.files.retry import BACKOFF, Backoff, is_passing, one_line, reason, retried
 
-__all__ = ["FileNames", "expand"]
+__all__ = ["FileNames", "Listed", "expand", "listed"]
 
 FileNames: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
 
@@ -31,7 +32,23 @@ _WILDCARD = re.compile(r"[*?\[]")
 _LIST_TREES: Final = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl"}
 
 
+@final
+class Listed(NamedTuple):
+    """A file of a pattern or of a list of names."""
+
+    name: str
+    size: int | None
+    """The stored size in bytes, as the listing of its folder tells it; ``None`` for a name that was not looked up."""
+
+
 def expand(files: FileNames, storage_options: Mapping[str, Any] | None = None, backoff: Backoff = BACKOFF) -> list[str]:
+    """The names of ``listed``."""
+    return [each.name for each in listed(files, storage_options, backoff)]
+
+
+def listed(
+    files: FileNames, storage_options: Mapping[str, Any] | None = None, backoff: Backoff = BACKOFF
+) -> list[Listed]:
     """Turns a pattern, a name, or a list of both into names of files. Local: no communication.
 
     A pattern (``*``, ``**``, ``?``, ``[ab]``) becomes the files that it matches, without directories, sorted by name. A
@@ -53,7 +70,7 @@ def expand(files: FileNames, storage_options: Mapping[str, Any] | None = None, b
     """
     options = storage_options or {}
     entries = enumerate(_entries(files))
-    return [name for position, entry in entries for name in _expand_entry(position, entry, options, backoff)]
+    return [each for position, entry in entries for each in _expand_entry(position, entry, options, backoff)]
 
 
 def _entries(files: object) -> Sequence[object]:
@@ -69,7 +86,7 @@ def _entries(files: object) -> Sequence[object]:
     return files
 
 
-def _expand_entry(position: int, entry: object, options: Mapping[str, Any], backoff: Backoff) -> list[str]:
+def _expand_entry(position: int, entry: object, options: Mapping[str, Any], backoff: Backoff) -> list[Listed]:
     name = os.fspath(entry) if isinstance(entry, os.PathLike) else entry
     if not isinstance(name, str):
         raise TypeError(f"file {position} of the list must be a str or a path, got {type(entry).__name__}: {entry!r}")
@@ -79,31 +96,34 @@ def _expand_entry(position: int, entry: object, options: Mapping[str, Any], back
         name = name.removeprefix("file://")
     name = os.path.expanduser(name)
     if not _WILDCARD.search(name):
-        return [name]
-    if "://" not in name and "::" not in name:
+        return [Listed(name, None)]
+    is_local = "://" not in name and "::" not in name
+    if is_local:
         name = re.sub("//+", "/", name)  # fsspec's glob finds nothing behind an empty folder name
-    names = retried(partial(_glob, name, options), name, "the pattern cannot be expanded", backoff, named=True)
-    if not names:
+    found = retried(partial(_glob, name, options), name, "the pattern cannot be expanded", backoff, named=True)
+    if not found:
+        seen_from = f" (seen from {os.getcwd()!r})" if is_local and not os.path.isabs(name) else ""
         raise SourceError(
-            f"{one_line(name)}: the pattern matches no file (seen from {os.getcwd()!r}); at least one is needed: check "
-            "the path, and that this machine sees the files",
+            f"{one_line(name)}: the pattern matches no file{seen_from}; at least one is needed: check the path, and "
+            "that this machine sees the files",
             file=name,
         )
-    return names
+    return found
 
 
-def _glob(pattern: str, storage_options: Mapping[str, Any]) -> list[str]:
+def _glob(pattern: str, storage_options: Mapping[str, Any]) -> list[Listed]:
     filesystem, asked = filesystem_of(pattern, storage_options)
     if _is_file(filesystem, asked):  # a wildcard character in the name of a real file, or a url with a query
-        return [pattern]
+        return [Listed(pattern, None)]
     if "**" in asked and _LIST_TREES & set(_protocols(filesystem)):
         found = filesystem.glob(asked, detail=True)
-        paths = [str(path) for path, about in found.items() if about.get("type") != "directory"]
+        sizes = {str(path): _size_in(about) for path, about in found.items() if about.get("type") != "directory"}
     else:
         cut = asked.rfind("/", 0, _WILDCARD.search(asked).start())  # type: ignore[union-attr] # it has one
         folder = asked[: max(cut, 0)] or ("/" if cut == 0 else "")
-        paths = list(dict.fromkeys(_matching(filesystem, folder, asked[cut + 1 :].split("/"))))
-    return sorted(_as_written(path, asked, pattern, filesystem) for path in paths)
+        sizes = dict(_matching(filesystem, folder, asked[cut + 1 :].split("/")))
+    found = (Listed(_as_written(path, asked, pattern, filesystem), size) for path, size in sizes.items())
+    return sorted(found, key=itemgetter(0))
 
 
 def _protocols(filesystem: Any) -> Sequence[str]:
@@ -120,8 +140,14 @@ def _is_file(filesystem: Any, path: str) -> bool:
         return False
 
 
-def _matching(filesystem: Any, folder: str, pattern: Sequence[str]) -> Iterator[str]:
-    """The files under a folder that match, part by part.
+def _size_in(about: Mapping[str, Any]) -> int | None:
+    """The size that a listing tells; some filesystems tell none."""
+    size = about.get("size")
+    return int(size) if isinstance(size, int | float) else None
+
+
+def _matching(filesystem: Any, folder: str, pattern: Sequence[str]) -> Iterator[tuple[str, int | None]]:
+    """The files under a folder that match, part by part, with their sizes.
 
     fsspec's own ``glob`` takes a folder that it cannot list for an empty one, so that files would be missing without a
     word.
@@ -129,33 +155,33 @@ def _matching(filesystem: Any, folder: str, pattern: Sequence[str]) -> Iterator[
     part, *rest = pattern
     if part == "**":
         yield from _matching(filesystem, folder, rest or ["*"])
-        for path, kind in _entries_of(filesystem, folder):
+        for path, kind, _ in _entries_of(filesystem, folder):
             if kind == "directory":
                 yield from _matching(filesystem, path, pattern)
     elif rest and not _WILDCARD.search(part):
         yield from _matching(filesystem, f"{folder.rstrip('/')}/{part}" if folder else part, rest)
     else:
         fits = re.compile(fnmatch.translate(part)).match
-        for path, kind in _entries_of(filesystem, folder):
+        for path, kind, size in _entries_of(filesystem, folder):
             if fits(path.rpartition("/")[2]):
                 if not rest and kind != "directory":
-                    yield path
+                    yield path, size
                 elif rest and kind == "directory":
                     yield from _matching(filesystem, path, rest)
 
 
-def _entries_of(filesystem: Any, folder: str) -> list[tuple[str, str]]:
-    """What is in a folder, each with its type; nothing if there is no such folder."""
+def _entries_of(filesystem: Any, folder: str) -> list[tuple[str, str, int | None]]:
+    """What is in a folder, each with its type and size; nothing if there is no such folder."""
     try:
-        listed = filesystem.ls(folder, detail=True)
+        entries = filesystem.ls(folder, detail=True)
     except (FileNotFoundError, NotADirectoryError):
         return []
     except PermissionError as error:
         _LOG.warning("%s: the folder is left out of the pattern: %s", one_line(folder), reason(error))
         return []
-    found = [(str(about["name"]).rstrip("/"), str(about["type"])) for about in listed]
+    found = [(str(about["name"]).rstrip("/"), str(about["type"]), _size_in(about)) for about in entries]
     # Some list the folder itself, or a file that is asked for as a folder; a web page links to other places.
-    return [(path, kind) for path, kind in found if path.rpartition("/")[0].strip("/") == folder.strip("/")]
+    return [each for each in found if each[0].rpartition("/")[0].strip("/") == folder.strip("/")]
 
 
 def _as_written(path: str, asked: str, pattern: str, filesystem: Any) -> str:

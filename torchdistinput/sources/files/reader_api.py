@@ -205,11 +205,13 @@ def in_blocks(blocks: Callable[Concatenate[BinaryIO, int, P], Iterator[Block[T]]
       ...         offset += sum(map(len, block))
 
     Args:
-      blocks: a function of a binary file object, which is at its front, and an offset in bytes: 0, or one that it
-        yielded for the same content. It goes there, and yields for each block of records where the block can be entered
-        (an int that grows) and its records (a list). What else it takes are keyword arguments, for
-        ``functools.partial``. A ``SourceError`` with ``resume_at``, after the blocks in front of the bad record, says
-        that it can be entered at the error's ``offset``, to raise the same again, and there.
+      blocks: a function of a binary file object, which is at its front, and a position: 0 for the front, or one that it
+        yielded for the same content. It goes there, and yields for each block of records the position at which the
+        block can be entered, and its records (a list). A position is any int of 0 or more that grows from block to
+        block: an offset in bytes, as of the readers here, or the number of a row group; only this function reads it.
+        What else it takes are keyword arguments, for ``functools.partial``. A ``SourceError`` with ``resume_at``, after
+        the blocks in front of the bad record, says that it can be entered at the error's ``offset``, to raise the same
+        again, and at ``resume_at``; both are positions then.
 
     Returns:
       A function of a binary file object, and the same keyword arguments, that yields the records. It pickles if it is

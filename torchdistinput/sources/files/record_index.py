@@ -69,6 +69,23 @@ class IndexFolder:
         """Whether there is an index of a file."""
         return self._path(name).exists()
 
+    def records(self, name: str, size: int | None) -> int | None:
+        """How many records a file has, as its index tells; ``None`` where it does not, or the file was another one.
+
+        Args:
+          name: the file.
+          size: its stored size in bytes now.
+        """
+        try:
+            header, _ = _said(self._path(name))
+        except (OSError, ValueError, RecursionError):  # whoever reads by the index says what is wrong with it
+            return None
+        match header:
+            case {"format": str(form), "size": int(then), "records": int(records)} if (form, then) == (_FORMAT, size):
+                return None if isinstance(records, bool) else records
+            case _:
+                return None
+
     def build(self, opened: OpenedFile) -> None:
         """Makes the index of a file, whose content is read."""
         path = self._path(opened.name)
@@ -115,11 +132,7 @@ def _load(path: Path, opened: OpenedFile, reader: str) -> Offsets | None:
     """What ``_save`` wrote, mapped into memory."""
     name = one_line(opened.name)
     try:
-        with path.open("rb") as file:
-            end = file.seek(-8, os.SEEK_END)
-            said = int.from_bytes(file.read(8), "little")
-            file.seek(max(0, end - min(said, _MAX_SAID)))
-            header = json.loads(file.read(min(said, _MAX_SAID)))
+        header, offsets_end = _said(path)
     except FileNotFoundError as error:
         raise SourceError(
             f"{name}: its index {path} is not there. Every rank must see the same index_folder; make the indices with "
@@ -145,9 +158,18 @@ def _load(path: Path, opened: OpenedFile, reader: str) -> Offsets | None:
         )
     if records is None:
         return None
-    if isinstance(records, bool) or records < 0 or end - said != 8 * (records + 1):
+    if isinstance(records, bool) or records < 0 or offsets_end != 8 * (records + 1):
         raise _damaged(path, opened)
     return np.memmap(path, "<i8", "r", 0, (records + 1,))
+
+
+def _said(path: Path) -> tuple[Any, int]:
+    """What an index says of its file, and where its offsets end."""
+    with path.open("rb") as file:
+        end = file.seek(-8, os.SEEK_END)
+        said = int.from_bytes(file.read(8), "little")
+        file.seek(max(0, end - min(said, _MAX_SAID)))
+        return json.loads(file.read(min(said, _MAX_SAID))), end - said
 
 
 def _facts(opened: OpenedFile, reader: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ together; then what was begun, and what nobody opened, is dealt anew.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast, final
@@ -23,6 +24,7 @@ from torchdistinput.sources.base import Exchange, RowStream
 from torchdistinput.sources.files.batching import Entrance, KnownRows, RecordRows, pass_over
 from torchdistinput.sources.files.dataset import FileDataset
 from torchdistinput.sources.files.position import CommonPlaces, FilesPosition, Places
+from torchdistinput.sources.files.steps import known_steps, told_of_skew
 from torchdistinput.sources.in_worker import Cut, Failure, as_is
 from torchdistinput.sources.rng import Draw
 from torchdistinput.sources.split_batches import ReadyFns
@@ -37,6 +39,8 @@ from torchdistinput.sources.torch_loader.settings import (
 from torchdistinput.step_types import Start, Stream
 
 __all__ = ["RecordSource"]
+
+_LOG = logging.getLogger("torchdistinput")
 
 Collate = Callable[[Any], Any]
 
@@ -104,6 +108,10 @@ class RecordSource:
             in_ranges=in_ranges,
             strings=self._lists_strings and self._reads_here,
         )
+        if options.auto_shard_policy is AutoShardPolicy.AUTO and not shared and topology.worker == 0:
+            told = told_of_skew(self._dataset, self._cutter, drop_last=self._drop_last)
+            if told:
+                _LOG.warning("%s", told)
         self.workers = None if self._loader is None else _runs_of(self._loader)
         self.draws_from_default_generator = self._loader is not None and self._loader.generator is None
         certain = shared and not options.skips
@@ -123,7 +131,10 @@ class RecordSource:
 
     def num_steps(self) -> int | None:
         """See ``Source.num_steps``."""
-        return None
+        size = self._cutter.global_batch_size
+        if size is None or not self._cutter.shared:
+            return None
+        return known_steps(self._dataset, size, drop_last=self._drop_last)
 
     def set_epoch(self, epoch: int) -> None:
         """See ``Source.set_epoch``. The epoch comes with ``open``."""

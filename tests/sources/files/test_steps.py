@@ -1,0 +1,150 @@
+"""The steps of an epoch of files: known by the indices under DATA, and told of where FILE makes them more."""
+
+from __future__ import annotations
+
+import gzip
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader
+
+import torchdistinput as tdi
+from tests.support.epochs import raised
+from torchdistinput import readers
+from torchdistinput.plan.batching import Cutter
+from torchdistinput.plan.topology import Topology
+from torchdistinput.sources.files.steps import told_of_skew
+from torchdistinput.testing import run_ranks
+
+UNEVEN = (11, 9, 73, 10)  # 103 records: worker 2 of 3 has 73
+EVEN = (26, 26, 26, 26, 26, 26)
+
+
+def write(folder: Path, sizes: tuple[int, ...]) -> str:
+    """Files of so many lines of 4 bytes."""
+    folder.mkdir(exist_ok=True)
+    for number, size in enumerate(sizes):
+        (folder / f"{number}.txt").write_text("".join(f"{number}{record:02}\n" for record in range(size)))
+    return str(folder / "*.txt")
+
+
+def lines(files: Any, **more: Any) -> tdi.FileDataset:
+    return tdi.FileDataset(files, readers.text_lines, **more)
+
+
+# ------------------------------------------------------------------------------------------------- a known length
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_the_length_of_files_with_indices_is_the_number_of_steps(drop_last: bool, tmp_path: Path) -> None:
+    pattern = write(tmp_path / "data", UNEVEN)
+    names = sorted(map(str, (tmp_path / "data").iterdir()))
+    for files in (pattern, [*names, names[1]]):
+        dataset = lines(files, index_folder=tmp_path / "indices", shuffle_files=True, shuffle_buffer=5)
+        dataset.build_index()
+        drop_in = tdi.DataLoader(dataset, batch_size=10, drop_last=drop_last)
+        distributed = tdi.Strategy().distribute_dataset(DataLoader(dataset, batch_size=10, drop_last=drop_last))
+        steps = sum(1 for _ in drop_in)
+        assert steps == (103 if files is pattern else 112) // 10 + (not drop_last)
+        assert len(drop_in) == len(iter(drop_in)) == len(distributed) == steps
+
+
+def test_without_an_index_of_every_file_as_it_is_now_the_length_is_unknown(tmp_path: Path) -> None:
+    pattern = write(tmp_path / "data", (3, 4))
+    dataset = lines(pattern, index_folder=tmp_path / "indices")
+    with pytest.raises(TypeError, match=r"once dataset\.build_index\(\) was called"):
+        len(tdi.DataLoader(dataset, batch_size=2))
+    dataset.build_index(0, 2)
+    assert dataset.records_of_files() is None
+    dataset.build_index(1, 2)
+    assert dataset.records_of_files() == [3, 4]
+    (tmp_path / "data" / "1.txt").write_text("one more\nthan before\n" * 3)
+    assert lines(pattern, index_folder=tmp_path / "indices").records_of_files() is None  # who reads by it is told why
+    (tmp_path / "data" / "2.txt.gz").write_bytes(gzip.compress(b"1\n2\n"))
+    compressed = lines(str(tmp_path / "data" / "2.*"), index_folder=tmp_path / "indices")
+    compressed.build_index()
+    assert compressed.records_of_files() is None
+    for unknown in (lines(pattern), compressed):
+        with pytest.raises(TypeError, match="not known before the"):
+            len(tdi.DataLoader(unknown, batch_size=2))
+        with pytest.raises(TypeError, match="not known before the"):
+            len(tdi.Strategy().distribute_dataset(unknown, global_batch_size=2))
+
+
+def test_where_records_are_batches_the_length_is_unknown(tmp_path: Path) -> None:
+    dataset = lines(write(tmp_path / "data", (3, 4)), index_folder=tmp_path / "indices")
+    dataset.build_index()
+    with pytest.raises(TypeError, match="not known before the"):
+        len(tdi.DataLoader(dataset, batch_size=None))
+
+
+# ------------------------------------------------------------------------------------------------------- uneven files
+
+
+def told(dataset: tdi.FileDataset, workers: int = 3, *, drop_last: bool = False) -> str:
+    topology = Topology(num_workers=workers, replicas_per_worker=1, worker=0)
+    return told_of_skew(dataset, Cutter(topology, shared=False, global_batch_size=10), drop_last=drop_last)
+
+
+def test_uneven_files_are_told_of_by_what_is_known(tmp_path: Path) -> None:
+    pattern = write(tmp_path / "data", UNEVEN)
+    by_bytes = told(lines(pattern))
+    assert "4 file(s) out to 3 workers: worker 2 reads 71% of the bytes, worker 1 9%" in by_bytes
+    assert "An epoch takes about 2.1 times as many steps as under policy DATA" in by_bytes
+    assert "AutoShardPolicy.DATA" in by_bytes
+    names = sorted(map(str, (tmp_path / "data").iterdir()))
+    by_names = told(lines(names))
+    assert "worker 0 reads 50% of the files, worker 1 25%" in by_names
+    assert "If the files are of one size, an epoch takes about 1.5 times as many steps" in by_names
+    indexed = lines(names, index_folder=tmp_path / "indices")
+    indexed.build_index()
+    assert "worker 2 reads 71% of the records, worker 1 9%" in told(indexed)
+    assert "24 steps instead of the 11 under policy DATA" in told(indexed)
+    assert "21 steps instead of the 10 under policy DATA" in told(indexed, drop_last=True)
+
+
+def test_of_even_files_nothing_is_told(tmp_path: Path) -> None:
+    pattern = write(tmp_path / "data", EVEN)
+    indexed = lines(pattern, index_folder=tmp_path / "indices")
+    indexed.build_index()
+    for dataset in (lines(pattern), lines(sorted(map(str, (tmp_path / "data").iterdir()))), indexed):
+        assert not told(dataset)
+    assert not told(lines(write(tmp_path / "empty", (0, 0, 0))))
+
+
+def steps_and_what_was_told(pattern: str, policy: str) -> tuple[int, list[str]]:
+    """One rank: its steps of two epochs, and the warnings."""
+    messages: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("torchdistinput").addHandler(handler)
+    options = tdi.InputOptions(auto_shard_policy=tdi.AutoShardPolicy[policy])
+    loader = tdi.Strategy().distribute_dataset(lines(pattern), options, global_batch_size=10)
+    return sum(1 for _ in range(2) for _ in loader), messages
+
+
+def test_where_auto_becomes_file_the_first_worker_tells_of_uneven_files_once(tmp_path: Path) -> None:
+    pattern = write(tmp_path / "data", UNEVEN)
+    auto = run_ranks(3, steps_and_what_was_told, pattern, "AUTO")
+    assert [steps for steps, _ in auto] == [48] * 3
+    assert [len(messages) for _, messages in auto] == [1, 0, 0]
+    assert "worker 2 reads 71% of the bytes" in auto[0][1][0]
+
+
+def known_lengths(pattern: str, folder: str) -> list[Any]:
+    """One rank: what ``len`` says under DATA and FILE, and the steps under DATA."""
+    dataset = lines(pattern, index_folder=folder)
+    drop_in = tdi.DataLoader(dataset, batch_size=10)
+    steps = sum(1 for _ in drop_in)  # the missing indices are made
+    asked = tdi.InputOptions(auto_shard_policy=tdi.AutoShardPolicy.DATA)
+    by_data = tdi.Strategy().distribute_dataset(dataset, asked, global_batch_size=10)
+    by_file = tdi.Strategy().distribute_dataset(dataset, global_batch_size=10)
+    refusal = raised(lambda: len(by_file))
+    return [steps, len(drop_in), len(by_data), None if refusal is None else refusal.kind]
+
+
+def test_ranks_know_the_length_under_data_once_the_indices_are_made(tmp_path: Path) -> None:
+    pattern = write(tmp_path / "data", UNEVEN)
+    assert run_ranks(3, known_lengths, pattern, str(tmp_path / "indices")) == [[11, 11, 11, "TypeError"]] * 3

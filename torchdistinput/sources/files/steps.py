@@ -1,0 +1,76 @@
+"""How many steps an epoch of files takes, as far as that is known without opening a file.
+
+Under FILE the steps go on until the worker with the most data is done, and the others have empty batches meanwhile.
+What is told of that comes from the records of each file where all have an index, else from their sizes where they
+were listed (the files of a pattern are), else from how many files each worker has.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from torchdistinput.plan.batching import Cutter, num_batches
+from torchdistinput.plan.sharding import deal
+from torchdistinput.sources.files.dataset import FileDataset
+
+__all__ = ["known_steps", "told_of_skew"]
+
+_TOLD_FROM: Final = 1.25  # times the steps
+
+
+def known_steps(dataset: FileDataset, global_batch_size: int, *, drop_last: bool) -> int | None:
+    """The steps of an epoch whose batches all workers share; ``None`` where some file has no index. Local.
+
+    Raises:
+      SourceError: naming a file that is missing or cannot be asked for its size.
+    """
+    records = dataset.records_of_files()
+    if records is None:
+        return None
+    return sum(records) // global_batch_size if drop_last else num_batches(sum(records), global_batch_size)
+
+
+def told_of_skew(dataset: FileDataset, cutter: Cutter, *, drop_last: bool) -> str:
+    """What to tell the user of the files of the first epoch as they are dealt out under FILE; nothing if even. Local.
+
+    Args:
+      dataset: the files.
+      cutter: how the batches of a worker are cut.
+      drop_last: whether a short last batch is dropped.
+    """
+    order, records, sizes = dataset.file_order(0), dataset.records_of_files(), dataset.listed_sizes
+    known, what = (records, "records") if records is not None else (sizes, "bytes")
+    if known is None:
+        known, what = [1] * len(order), "files"
+    workers = range(cutter.topology.num_workers)
+    shares = [sum(deal([known[file] for file in order], len(workers), worker)) for worker in workers]
+    most, total = max(shares), sum(shares)
+    if not total:
+        return ""
+    more = most * len(workers) / total
+    steps = f"about {more:.1f} times as many steps as"
+    size = cutter.global_batch_size
+    if records is not None and size is not None:
+        under_file = max(_steps(share, cutter, size, drop_last=drop_last) for share in shares)
+        under_data = known_steps(dataset, size, drop_last=drop_last) or 0
+        more, steps = under_file / max(1, under_data), f"{under_file} steps instead of the {under_data}"
+    if more < _TOLD_FROM:
+        return ""
+    first = "the files are of one size, an" if what == "files" else "An"
+    return (
+        f"policy FILE deals {len(order)} file(s) out to {len(workers)} workers: worker {shares.index(most)} reads "
+        f"{_part(most, total)} of the {what}, worker {shares.index(min(shares))} {_part(min(shares), total)}. "
+        f"{'If ' * (what == 'files')}{first} epoch takes {steps} under policy DATA, as it lasts until the worker with "
+        "the most is done, and the others have empty batches meanwhile. Use auto_shard_policy=AutoShardPolicy.DATA, or "
+        "more files of about one size."
+    )
+
+
+def _steps(records: int, cutter: Cutter, size: int, *, drop_last: bool) -> int:
+    """The steps of a worker that has so many records of its own."""
+    full, last = divmod(records, size)
+    return full * len(cutter.rows(size)) + (len(cutter.rows(last)) if last and not drop_last else 0)
+
+
+def _part(share: int, total: int) -> str:
+    return f"{100 * share / total:.0f}%"
