@@ -43,6 +43,7 @@ from torchdistinput.pipeline.metrics import Metrics
 from torchdistinput.plan.options import InputOptions, Step
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.sources.base import length_of
+from torchdistinput.sources.files.checks import refuse_plain_iterable
 from torchdistinput.sources.files.dataset import FileDataset
 from torchdistinput.sources.files.steps import known_steps
 from torchdistinput.sources.iterable.data_pipes import has_sharding_filter
@@ -199,6 +200,7 @@ class DataLoader(Generic[T_co]):
             raise TypeError(f"strategy is a {type(strategy).__name__}; a torchdistinput.Strategy is needed, or None.")
         if device is not None and strategy is not None:
             raise ValueError("both device and strategy were given; a strategy has its devices. Give one of them.")
+        refuse_plain_iterable(dataset)
         self._loader: TorchDataLoader[T_co] = TorchDataLoader(
             cast("Dataset[T_co]", Table(dataset)) if is_table(dataset) else dataset,
             batch_size,

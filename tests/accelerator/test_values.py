@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
 from tests.accelerator.consumers import Witness, batch_of, check_alike, scratch
@@ -127,6 +128,27 @@ def test_special_tensors_are_moved_as_the_users_own_to_would(device: torch.devic
             assert torch.equal(batch["sparse"].cpu().to_dense(), torch.eye(4) * (step + 1))
             assert batch["sparse"].device == batch["there"].device == device
             assert batch["there"].tolist() == [step] * 4
+
+
+class Graphs:
+    """A batch of a user's own class, which moves in place as PyG's does."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+    def to(self, device: torch.device) -> Graphs:
+        self.x = self.x.to(device)
+        return self
+
+
+def test_objects_with_a_method_to_are_moved_as_by_the_user(device: torch.device) -> None:
+    numbers = list(range(STEPS))
+    data: Any = DataLoader(numbers, 1, collate_fn=lambda samples: Graphs(torch.full((5,), samples[0])))  # type: ignore[arg-type]
+    with tdi.Strategy([device]).distribute_dataset(data) as dataset:
+        for step, batch in enumerate(dataset):
+            scratch(device)
+            assert batch.x.device == device
+            assert batch.x.tolist() == [step] * 5
 
 
 def test_where_asked_for_the_batches_stay_on_the_host(device: torch.device) -> None:

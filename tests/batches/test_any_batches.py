@@ -225,3 +225,53 @@ def test_ready_batches_are_counted_and_cut_by_the_users_functions() -> None:
         for (error,) in run_ranks(2, ready, kind):
             assert told in error
             assert "step 0" in error
+
+
+class Ragged:
+    """Samples of one to three rows; the last two have one row each, so that their pack has as many rows as samples."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((1 if index > 7 else 1 + index % 3, 2), index)
+
+
+def nested(samples: list[Any]) -> Any:
+    return torch.nested.nested_tensor(samples, layout=torch.jagged)
+
+
+def packed(samples: list[Any]) -> Any:
+    offsets = torch.tensor([0, *map(len, samples)]).cumsum(0)
+    return {"tokens": torch.cat(samples), "cu_seqlens": offsets}
+
+
+def padded(samples: list[Any]) -> Any:
+    return torch.nn.utils.rnn.pad_sequence(samples, batch_first=True)
+
+
+def padding() -> list[Any]:
+    found: list[Any] = []
+    strategy = tdi.Strategy(devices=["cpu"])
+    for collate in (nested, packed, boxed_ragged, padded):
+        loader: Any = DataLoader(Ragged(), BATCH, collate_fn=collate)  # type: ignore[arg-type]
+        options = tdi.InputOptions(partial_batch="pad", empty_fn=lambda: None)
+        try:
+            found.append(
+                [(batch.shape[0], mask.tolist()) for batch, mask in strategy.distribute_dataset(loader, options)]
+            )
+        except tdi.BatchingError as error:
+            found.append(str(error))
+    return found
+
+
+def boxed_ragged(samples: list[Any]) -> Any:
+    return Boxed([len(sample) for sample in samples])
+
+
+def test_padding_what_has_no_row_for_each_sample_is_refused_at_the_first_step() -> None:
+    for *refused, filled in run_ranks(2, padding):
+        for told in refused:
+            assert "step 0 of epoch 0" in told
+            assert "has not one row for each" in told
+        assert filled == [(2, [True, True])] * 2 + [(2, [True, False])]

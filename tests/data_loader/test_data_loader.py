@@ -35,6 +35,7 @@ from torch.utils.data import (
 
 import torchdistinput as tdi
 from tests.support import inputs
+from torchdistinput.batches import pytree
 from torchdistinput.data_loader import _fetch_is_ours
 
 Ours: Any = tdi.DataLoader  # torch's types ask for a Dataset; lists and ranges will do
@@ -768,6 +769,32 @@ def test_tables_of_other_libraries_are_refused_with_the_dict_to_write(library: s
         assert written is not None
         (batch, *_) = strategy.distribute_dataset(eval(written[1], {"data": table}), global_batch_size=10)
         assert {name: column.tolist() for name, column in batch.items()} == columns
+
+
+@pytest.mark.parametrize("library", ["h5py", "zarr"])
+def test_stored_arrays_are_columns_and_a_group_of_them_is_refused_with_the_dict_to_write(
+    library: str, tmp_path: Path
+) -> None:
+    module: Any = pytest.importorskip(library)
+    numbers = np.arange(30.0).reshape(10, 3)
+    group = module.File(tmp_path / "a.h5", "w") if library == "h5py" else module.open_group(str(tmp_path), mode="w")
+    group.create_dataset("a", data=numbers) if library == "h5py" else group.create_array("a", data=numbers)
+    strategy = tdi.Strategy(devices=["cpu"])
+    for data in (group["a"], {"a": group["a"]}, {"nested": {"a": group["a"]}, "b": numbers}):
+        for loader in (Ours(data, batch_size=4), strategy.distribute_dataset(data, global_batch_size=4)):
+            found = torch.cat([pytree.flatten(batch)[0][0] for batch in loader])
+            assert torch.equal(found, torch.from_numpy(numbers))
+    for use in (lambda: Ours(group, batch_size=4), lambda: strategy.distribute_dataset(group, global_batch_size=4)):
+        with pytest.raises(tdi.InputError, match=r"give the dict \{name: data\[name\] for name in data\};"):
+            use()
+
+
+def test_what_can_only_be_iterated_is_refused_with_the_line_to_write() -> None:
+    for data in (iter(range(4)), (each for each in range(4)), {0, 1}, {0: 1}.values()):
+        with pytest.raises(
+            tdi.InputError, match=r"no samples by number .* Write Strategy\(\).distribute_dataset\(data, g"
+        ):
+            Ours(data, batch_size=2)
 
 
 def test_an_iterable_whose_length_cannot_be_told_has_none() -> None:

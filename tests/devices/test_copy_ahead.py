@@ -21,8 +21,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import torchdistinput as tdi
 from torchdistinput import build_pipeline
+from torchdistinput.batches import pytree
 from torchdistinput.devices import copy_ahead
-from torchdistinput.devices.accelerators import make_copier
+from torchdistinput.devices.accelerators import TorchStreams, make_copier
 from torchdistinput.devices.copy_ahead import Copier, DirectCopier, HostCopier, StreamCopier
 from torchdistinput.devices.small_leaves import SMALL_BYTES
 from torchdistinput.testing.streams import POISON, FakeDevice, FakeStream, Turns
@@ -304,6 +305,38 @@ def test_lists_and_constants_stay_on_the_host_and_every_tensor_moves() -> None:
     assert batch[0] is not x
     assert batch[1] is names
     assert batch[2]["n"] == 3
+
+
+class Movable:
+    """A batch of a user's own class, with torch's convention."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        self.device = device
+
+    def to(self, device: Any) -> Movable:
+        return Movable(str(device))
+
+
+@pytest.mark.parametrize("with_streams", [False, True])
+def test_what_has_a_method_to_is_moved_by_it_alone_and_in_a_list(with_streams: bool) -> None:
+    device, copier = make_pair() if with_streams else (None, DirectCopier(torch.device("meta")))
+    if device is not None:
+        device.move_now = lambda leaf: leaf.to("meta") if pytree.moves_itself(leaf) else leaf  # type: ignore[method-assign]
+    x, names, other = torch.arange(3), ["a", "b"], object()
+    batch = copier.hand_over(copier.send({"x": x, "one": Movable(), "list": [Movable()], "names": names, "o": other}))
+    assert [batch["one"].device, batch["list"][0].device] == ["meta", "meta"]
+    assert batch["names"] is names
+    assert batch["o"] is other
+    assert copier.hand_over(copier.send(Movable())).device == "meta"
+
+
+def test_a_tensor_dict_moves_as_the_users_own_to_would() -> None:
+    tensordict = pytest.importorskip("tensordict")
+    batch = tensordict.TensorDict({"x": torch.zeros(3, 2)}, batch_size=[3])
+    streams = TorchStreams(torch.device("meta"))
+    copier = DirectCopier(torch.device("meta"))
+    assert copier.hand_over(copier.send({"b": batch}))["b"]["x"].device.type == "meta"
+    assert streams.move_now(batch)["x"].device.type == "meta"
 
 
 def test_a_batch_of_size_zero_moves_with_its_inner_dims() -> None:

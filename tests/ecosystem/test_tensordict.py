@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
 from torchdistinput.batches import pytree
@@ -67,3 +68,28 @@ def test_a_rank_that_never_saw_one_makes_an_empty_one_by_what_the_others_tell() 
         assert type(empty) is type(whole)
         assert tuple(empty.batch_size) == (0,)
         assert pytree.structure_of(empty).signature() == structure.signature()
+
+
+def as_it_is(samples: Any) -> Any:
+    return samples
+
+
+def whole() -> Any:
+    return tensordict.TensorDict({"a": torch.arange(23), "n": {"b": torch.zeros(23, 2)}}, batch_size=[23])
+
+
+def test_one_as_the_dataset_gives_torchs_batches() -> None:
+    settings: list[dict[str, Any]] = [{"collate_fn": as_it_is}, {"collate_fn": as_it_is, "num_workers": 1}, {}]
+    for more in settings:
+        theirs = list(DataLoader(whole(), batch_size=10, **more))
+        strategy = tdi.Strategy(devices=["cpu"])
+        both = [tdi.DataLoader(whole(), batch_size=10, **more)]
+        if "num_workers" not in more:
+            both += [strategy.distribute_dataset(whole(), global_batch_size=10, **more)]  # type: ignore[list-item]
+        for loader in both:
+            for ours, expected in zip(loader, theirs, strict=True):
+                assert type(ours) is type(expected)
+                assert ours.batch_size == expected.batch_size
+                assert torch.equal(ours["a"], expected["a"])
+    with pytest.raises(tdi.BatchingError, match=r"map-style dataset \(TensorDict\) yields single samples"):
+        tdi.Strategy(devices=["cpu"]).distribute_dataset(whole())

@@ -1,16 +1,27 @@
-"""Data with a state of its own, beside torchdata's ``StatefulDataLoader``: the same rest after a resume."""
+"""Data with a state of its own, beside torchdata's ``StatefulDataLoader``: the same rest after a resume.
+
+``TORCHDATA_TEST_STATE_DICT=test_state_dict.py pytest tests/ecosystem/test_torchdata.py`` runs torchdata's own tests
+with the class exchanged. The file is in ``test/stateful_dataloader`` of its repository; it needs ``expecttest`` and
+``parameterized``.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.utils.data import IterableDataset
+from torch.utils.data import Dataset, IterableDataset
 
 import torchdistinput as tdi
 from tests.support.epochs import lists
+from tests.data_loader.torch_suite.known_of_torchdata import KNOWN
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
@@ -103,9 +114,56 @@ def test_between_two_epochs_a_count_of_epochs_goes_on() -> None:
         ] * 2
 
 
+class Numbers(Dataset[int]):
+    """Map-style, with a state as torchdata's loader saves it."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+    def state_dict(self) -> dict[str, Any]:
+        raise AssertionError("it is not asked")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError("it is not asked")
+
+
+def test_that_the_state_of_map_style_data_is_not_saved_is_said_and_can_be_known() -> None:
+    def epoch(own_state: Any) -> list[Any]:
+        loader = tdi.DataLoader(Numbers(), batch_size=4, own_state=own_state)
+        iterator = iter(loader)
+        next(iterator)
+        resumed = tdi.DataLoader(Numbers(), batch_size=4, own_state="ignore")
+        resumed.load_state_dict(loader.state_dict())
+        return [lists(batch) for batch in resumed]
+
+    with pytest.warns(UserWarning, match="map-style Numbers is neither saved nor restored.*seed_samples=True"):
+        assert epoch("auto") == [[4, 5, 6, 7], [8, 9]]
+    assert epoch("ignore") == [[4, 5, 6, 7], [8, 9]]
+    with pytest.raises(tdi.InputError, match='own_state="use" was given, but the state_dict'):
+        epoch("use")
+
+
 def test_an_empty_state_changes_nothing() -> None:
     torchdata = pytest.importorskip("torchdata.stateful_dataloader")
     for cls in (torchdata.StatefulDataLoader, tdi.DataLoader):
         loader = cls(Own(), batch_size=6)
         loader.load_state_dict({})
         assert [lists(batch) for batch in loader] == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10]]
+
+
+def test_torchdatas_own_tests_pass_but_for_those_listed(tmp_path: Path) -> None:
+    if "TORCHDATA_TEST_STATE_DICT" not in os.environ:
+        pytest.skip("TORCHDATA_TEST_STATE_DICT is not set: the path of test_state_dict.py of torchdata's repository")
+    content = Path(os.environ["TORCHDATA_TEST_STATE_DICT"]).read_text()
+    theirs = "from torchdata.stateful_dataloader import Stateful, StatefulDataLoader\n"
+    ours = f"{theirs}from torchdistinput import DataLoader as StatefulDataLoader\n"
+    assert content.count(theirs) == 1
+    (tmp_path / "test_exchanged.py").write_text(content.replace(theirs, ours))
+    call = [sys.executable, "-m", "pytest", "-q", "-rf", "--tb=no", "-W", "ignore", "-p", "no:cacheprovider"]
+    run = subprocess.run([*call, "test_exchanged.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True, check=False)
+    assert re.search(r"\d+ failed, \d\d+ passed", run.stdout), run.stdout
+    failed = re.findall(r"^(?:SUB)?FAILED.*?::(\w+)::(\w+)", run.stdout, flags=re.MULTILINE)
+    assert {f"{cls}.{name}" for cls, name in failed} == set(KNOWN), run.stdout

@@ -29,7 +29,10 @@ __all__ = [
     "flatten",
     "holds_arrays",
     "map_leaves",
+    "map_values",
+    "moves_itself",
     "named_leaves",
+    "objects_in",
     "plain_leaves",
     "plainly_rebuilt",
     "read",
@@ -116,6 +119,37 @@ def map_leaves(fn: Callable[[Any], Any], batch: Any) -> Any:
     if container is None:
         return batch
     return container.rebuild(map_leaves(fn, child) for child in container.children)
+
+
+def map_values(fn: Callable[[Any], Any], batch: Any) -> Any:
+    """As ``map_leaves``, and with ``fn`` applied to each constant and to each entry of a list that is a leaf. Local."""
+    if _is_rows(batch):
+        return batch if PLAIN_TYPES.issuperset(map(type, batch)) else type(batch)(map(fn, batch))
+    leaf = _as_leaf(batch)
+    container = open_container(batch) if leaf is None else None
+    if container is None:
+        return fn(batch if leaf is None else leaf)
+    return container.rebuild(map_values(fn, child) for child in container.children)
+
+
+def moves_itself(value: object) -> bool:
+    """Whether it is no tensor, and has a method ``to``: a ``TensorDict``, a graph, a batch of a user's class. Local."""
+    return not isinstance(value, torch.Tensor | type) and callable(getattr(value, "to", None))
+
+
+def objects_in(leaves: Iterable[Any], structure: Structure) -> Iterator[Any]:
+    """What a batch holds that is no tensor, text, number or container: constants, and entries of lists. Local.
+
+    Args:
+      leaves: of the batch.
+      structure: of the batch.
+    """
+    for leaf in leaves:
+        if isinstance(leaf, list | tuple):
+            yield from () if PLAIN_TYPES.issuperset(map(type, leaf)) else leaf
+        elif not isinstance(leaf, torch.Tensor):
+            yield leaf
+    yield from structure.constants()
 
 
 def holds_arrays(batch: Any) -> bool:

@@ -187,6 +187,12 @@ class Structure:
             return [self]
         return [leaf for child in self.children for leaf in child.leaves()]
 
+    def constants(self) -> list[Any]:
+        """What stands in the batch and is neither leaf nor container, in order."""
+        if self.kind == "constant":
+            return [self.constant]
+        return [] if self.kind in _LEAVES else [found for child in self.children for found in child.constants()]
+
     def spec(self, dim0: int | None, wrap: Callable[[TensorSpec], Any], path: str = "") -> Any:
         """The same nesting with a ``TensorSpec`` at each leaf.
 

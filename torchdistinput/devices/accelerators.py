@@ -15,6 +15,7 @@ from typing import Any, final
 
 import torch
 
+from torchdistinput.batches.pytree import moves_itself
 from torchdistinput.devices.copy_ahead import Copier, DirectCopier, Handling, HostCopier, StreamCopier
 from torchdistinput.devices.pinned_memory import PageLock, is_locked
 from torchdistinput.errors import InputError
@@ -292,7 +293,7 @@ class TorchStreams:
 
     def move_now(self, leaf: Any) -> Any:
         """As the user's own ``.to`` would."""
-        return leaf.to(self._device) if self.handling(leaf) is Handling.LATE else leaf
+        return leaf.to(self._device) if moves_itself(leaf) or self.handling(leaf) is Handling.LATE else leaf
 
 
 def _has_holes(tensor: torch.Tensor) -> bool:

@@ -40,8 +40,9 @@ ahead. Once the consumer has changed its stream, the current one waits at hand-o
 allocator is told where such tensors are used.
 
 *What cannot be copied ahead* is moved by the consumer at hand-over, on its own stream, as its own ``.to`` would:
-tensors of another accelerator, sparse, nested and quantized tensors, subclasses. All that is not a tensor stays on the
-host.
+tensors of another accelerator, sparse, nested and quantized tensors, subclasses, and objects with a method ``to``
+(``TensorDict``, a batch of graphs, a class of the user's own), alone or in a list. All else that is not a tensor stays
+on the host.
 
 *Many small leaves* of a batch are copied as one, see ``small_leaves``; the buffers live by the same rules.
 
@@ -69,7 +70,7 @@ from typing import Any, Protocol, final
 
 import torch
 
-from torchdistinput.batches.pytree import flatten, map_leaves
+from torchdistinput.batches.pytree import flatten, map_leaves, map_values, moves_itself, objects_in
 from torchdistinput.devices.small_leaves import SMALL_BYTES, Bundle, bundled
 
 __all__ = ["Copier", "DirectCopier", "Handling", "HostBatch", "HostCopier", "StreamBackend", "StreamCopier"]
@@ -91,7 +92,7 @@ class HostBatch:
       ready: done when the copies are; ``None`` if nothing was copied.
       moved: the new tensors on the device.
       there: tensors that the source made on the device.
-      late: whether leaves are left that the consumer has to move itself.
+      late: whether leaves or objects are left that the consumer has to move itself.
     """
 
     batch: Batch
@@ -190,8 +191,10 @@ class DirectCopier:
 
     def hand_over(self, parcel: HostBatch) -> Batch:
         """Moves the batch."""
-        device = self._device
-        return map_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, _open(parcel))
+        return map_values(self._moved, _open(parcel))
+
+    def _moved(self, value: Any) -> Any:
+        return value.to(self._device) if isinstance(value, torch.Tensor) or moves_itself(value) else value
 
     def discard(self, parcel: HostBatch) -> None:
         """Drops the batch, which is on the host."""
@@ -258,7 +261,10 @@ class StreamBackend(Protocol):
         """Tells the allocator that a tensor of another stream's pool is used on this one, too."""
 
     def move_now(self, leaf: Any) -> Any:
-        """A ``LATE`` leaf on the accelerator, on the calling thread's current stream; any other leaf as it is."""
+        """A ``LATE`` leaf, or an object that moves itself, on the accelerator, on the calling thread's current stream.
+
+        Anything else as it is.
+        """
 
 
 @final
@@ -303,6 +309,7 @@ class StreamCopier:
         parcel = HostBatch(None, self._home)
         leaves, structure = flatten(batch)
         copies = self._allocate(leaves, parcel)
+        parcel.late = parcel.late or any(map(moves_itself, objects_in(leaves, structure)))
         parcel.batch = structure.build(iter(leaves))
         self._unsettled.add(parcel)
         if copies:
@@ -368,7 +375,7 @@ class StreamCopier:
         self._unsettled.discard(parcel)
         late = parcel.late
         batch = _open(parcel)
-        return map_leaves(self._streams.move_now, batch) if late else batch
+        return map_values(self._streams.move_now, batch) if late else batch
 
     def _clone_into(self, here: Stream, parcel: HostBatch) -> None:
         clones: dict[int, torch.Tensor] = {}

@@ -40,7 +40,8 @@ class InputOptions:
         was. How far user code in this process is ahead then depends on timing; where that must be the same in every
         run, give a number. One process alone keeps to 2.
       prefetch_bytes: bytes of steps ahead, on this rank, within which ``None`` lets the read-ahead grow.
-      fetch_to_device: whether elements come on the replicas' devices; else they stay where the source made them.
+      fetch_to_device: whether elements come on the replicas' devices; else they stay where the source made them. What
+        is no tensor moves if it has a method ``to(device)``; the tensors in an object without one stay on the host.
       coordination: ``"on"``: all ranks make the same steps. ``"off"``: each worker has its own end of data and sees
         only its own non-empty steps (TensorFlow's asynchronous workers).
       timeout_seconds: how long a rank waits for another one; ``None`` takes the strategy's.
@@ -69,7 +70,8 @@ class InputOptions:
         takes no arguments and can be saved (plain values, tensors and arrays, 1 MiB in all), unless it is known not to
         restore exactly (a Hugging Face shuffle buffer); else the data is read again, which a warning says. After a
         resume the next element must be the one that came then, or a ``StateMismatch`` is raised. ``"use"``: always, and
-        unchecked; what cannot be saved is an error. ``"ignore"``: never.
+        unchecked; what cannot be saved is an error. ``"ignore"``: never. That of map-style data is never used, which a
+        warning says; ``"use"`` is an error there.
       log_every: after how many steps each the first rank logs where the time goes; 0 for never.
       seed_samples: seeds torch's (CPU), NumPy's and ``random``'s global generators by ``sample_seed()`` before each
         ``__getitem__`` or ``map_fn``, and puts them back after it. So augmentation that draws from them is the same at

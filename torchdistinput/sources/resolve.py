@@ -17,6 +17,7 @@ from torch.utils.data import (
     default_collate,
 )
 
+from torchdistinput.batches.containers import is_tensor_collection
 from torchdistinput.errors import BatchingError, InputError
 from torchdistinput.plan.batching import check_batch_size
 from torchdistinput.plan.options import InputOptions
@@ -237,7 +238,8 @@ def _refuse(data: Any) -> None:
     """Refuses what can be iterated but is no data, and what cannot be iterated at all."""
     refuse_class(data, "data")
     refuse_frame(data, "data")
-    if isinstance(data, str | bytes | Mapping | torch.Tensor | torch.nn.Module):
+    is_no_data = isinstance(data, str | bytes | Mapping | torch.Tensor | torch.nn.Module)
+    if is_no_data and not is_tensor_collection(data):
         hint = "Give torch.utils.data.TensorDataset(...) with global_batch_size=, or a DataLoader."
         if isinstance(data, Mapping):
             hint = "Give a dict with nothing but tensors and NumPy arrays in it, one entry per sample in each."

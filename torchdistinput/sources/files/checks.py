@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Protocol, runtime_checkable
 
+from torch.utils.data import Dataset
+
 from torchdistinput.errors import InputError
 
-__all__ = ["as_object", "check_callable", "checked_int", "refuse_class"]
+__all__ = ["as_object", "check_callable", "checked_int", "refuse_class", "refuse_plain_iterable"]
 
 
 @runtime_checkable
@@ -30,6 +32,21 @@ def refuse_class(data: object, what: str) -> None:
     if isinstance(data, type) and not issubclass(type(data), Iterable | _Indexed):
         name = data.__name__
         raise InputError(f"found the class {name} as {what}; an instance of it is needed. Give {name}(...).")
+
+
+def refuse_plain_iterable(data: object) -> None:
+    """Refuses, as the dataset of a ``DataLoader``, what can only be iterated; torch takes it for map-style data. Local.
+
+    Raises:
+      InputError: it has no samples by number, and is no ``IterableDataset``.
+    """
+    if isinstance(data, Iterable) and not isinstance(data, Dataset | _Indexed | type):
+        name = type(data).__name__
+        raise InputError(
+            f"found a {name} as the dataset of a DataLoader, which has no samples by number (__getitem__) and is no "
+            "torch IterableDataset. Write Strategy().distribute_dataset(data, global_batch_size=G) for one that yields "
+            "samples, Strategy().distribute_dataset(data) for one that yields batches."
+        )
 
 
 def checked_int(name: str, value: object, at_least: int | None = None) -> int:

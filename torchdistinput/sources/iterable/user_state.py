@@ -18,10 +18,12 @@ so, the dataset is iterated once more, as by then it has forgotten that state.
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any, Final, Literal, NamedTuple, Protocol, runtime_checkable
 
-from torchdistinput.errors import StateMismatch
+from torchdistinput.batches.containers import is_tensor_collection
+from torchdistinput.errors import InputError, StateMismatch
 from torchdistinput.sources.iterable.inexact_states import why_inexact
 from torchdistinput.sources.iterable.state_packing import packed_state, unpacked_state
 from torchdistinput.sources.set_epoch import wants_epochs
@@ -36,6 +38,7 @@ __all__ = [
     "entered",
     "front_of",
     "keeps_state",
+    "tell_unused",
     "why_unused",
 ]
 
@@ -78,6 +81,24 @@ def why_unused(data: object, own_state: OwnState) -> str:
     if needed := _arguments_of(data):
         return f"{type(data).__name__}.state_dict() needs arguments ({needed}), which nobody knows here"
     return why_inexact(data)
+
+
+def tell_unused(dataset: object, own_state: OwnState) -> None:
+    """Warns that a state of map-style data is not saved; that of a ``TensorDict`` is what it holds. Local.
+
+    Raises:
+      InputError: ``own_state="use"`` asks for it.
+    """
+    if not isinstance(dataset, HasState) or own_state == "ignore" or is_tensor_collection(dataset):
+        return
+    unused = (
+        f"the state_dict() of the map-style {type(dataset).__name__} is neither saved nor restored: its samples are "
+        "read by their indices, ahead of the loop and by several ranks, so it has no one state for a step. Random "
+        "augmentation is the same after a resume with seed_samples=True; save other state beside the loader's."
+    )
+    if own_state == "use":
+        raise InputError(f'own_state="use" was given, but {unused} Leave own_state out.')
+    warnings.warn(f'{unused} own_state="ignore" says that you know.', stacklevel=2)
 
 
 def _arguments_of(data: HasState) -> str:

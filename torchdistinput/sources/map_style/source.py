@@ -29,6 +29,7 @@ from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.base import Exchange, Shards, Source, length_of
 from torchdistinput.sources.in_worker import ENDS, PieceDataset, as_is
 from torchdistinput.sources.iterable.divided_sources import part_of
+from torchdistinput.sources.iterable.user_state import tell_unused
 from torchdistinput.sources.map_style.index_batches import IndexFeed, SamplerDraws
 from torchdistinput.sources.map_style.rows import MapStream
 from torchdistinput.sources.map_style.sampler_batches import batches_of
@@ -94,6 +95,7 @@ class MapLoaderSource:
         self._options = options
         self._collates = loader.batch_sampler is not None
         self._dataset: Any = loader.dataset
+        tell_unused(loader.dataset, options.own_state)
         self._batches: Any = loader.batch_sampler if self._collates else loader.sampler
         if policy is AutoShardPolicy.HINT and topology.num_workers > 1:
             self._shard(topology)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final, TypeGuard, final
+from typing import Any, Final, final
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from torchdistinput.batches.containers import open_container
+from torchdistinput.batches.containers import is_tensor_collection, open_container
 from torchdistinput.errors import BatchingError, InputError
 
 __all__ = ["Table", "columns_in", "is_table", "refuse_frame"]
@@ -18,8 +18,13 @@ _AS_DICT: Final = {
     ("pandas", "DataFrame"): "{name: column.to_numpy() for name, column in data.items()}",
     ("polars", "DataFrame"): "{column.name: column.to_numpy() for column in data}",
     ("pyarrow", "Table"): "{name: data[name].to_numpy() for name in data.column_names}",
+    ("h5py", "Group"): "{name: data[name] for name in data}",
+    ("zarr", "Group"): "{name: data[name] for name in data}",
 }
 """Tables of other libraries, which are indexed by column or give rows of their own kind; and the dict of each."""
+
+_STORED: Final = {("h5py", "Dataset"), ("zarr", "Array")}
+"""Arrays of other libraries, which are read from a store entry by entry."""
 
 
 @final
@@ -27,7 +32,7 @@ class Table(Dataset[Any]):
     """A map-style dataset: sample ``i`` has entry ``i`` of each of its columns.
 
     Args:
-      columns: nested dicts, lists and tuples of tensors and arrays, each ``(n, ...)``.
+      columns: nested dicts, lists and tuples of tensors and arrays, each ``(n, ...)``; also those of h5py and zarr.
 
     Raises:
       BatchingError: they differ in length, or one has no dimension; they are named by path.
@@ -44,12 +49,27 @@ class Table(Dataset[Any]):
         return _map_columns(lambda column: column[index], self.columns)
 
 
-def is_table(data: Any) -> TypeGuard[Mapping[Any, Any]]:
-    """Whether it is a mapping with nothing but tensors and arrays in it, nested or not; one at least. Local."""
-    if not isinstance(data, Mapping):
+def is_table(data: Any) -> bool:
+    """Whether it is a mapping with nothing but tensors and arrays in it, nested or not; one at least. Local.
+
+    An array of zarr alone is one too: it has no length, by which map-style data is known. A ``TensorDict`` is none: it
+    gives samples, and batches of its own kind.
+    """
+    if is_tensor_collection(data):
         return False
+    if not isinstance(data, Mapping) or _kinds_of(data) & _AS_DICT.keys():
+        return bool(_kinds_of(data) & _STORED)
     columns = columns_in(data)
-    return bool(columns) and all(isinstance(column, torch.Tensor | np.ndarray) for column in columns)
+    return bool(columns) and all(map(_is_column, columns))
+
+
+def _is_column(value: object) -> bool:
+    return isinstance(value, torch.Tensor | np.ndarray) or bool(_kinds_of(value) & _STORED)
+
+
+def _kinds_of(value: object) -> set[tuple[str, str]]:
+    """The classes of a value, each as library and name."""
+    return {(kind.__module__.partition(".")[0], kind.__name__) for kind in type(value).__mro__}
 
 
 def refuse_frame(data: object, what: str) -> None:
@@ -62,11 +82,11 @@ def refuse_frame(data: object, what: str) -> None:
     Raises:
       InputError: it is such a table; the dict of its columns is named.
     """
-    library, name = type(data).__module__.partition(".")[0], type(data).__name__
-    if (library, name) in _AS_DICT:
+    for library, name in _kinds_of(data) & _AS_DICT.keys():
         raise InputError(
-            f"found a {library} {name} as {what}, which does not give samples by their numbers. For columns of numbers "
-            f"give the dict {_AS_DICT[library, name]}; else a Dataset whose __getitem__ makes a sample of a row."
+            f"found a {library} {type(data).__name__} as {what}, which does not give samples by their numbers. For "
+            f"columns of numbers give the dict {_AS_DICT[library, name]}; else a Dataset whose __getitem__ makes a "
+            "sample of a row."
         )
 
 
@@ -76,8 +96,8 @@ def columns_in(columns: Any) -> list[Any]:
 
 
 def _named(columns: Any, path: str) -> Iterator[tuple[str, Any]]:
-    # Not as in ``pytree``: an array stays an array, and a list is never a leaf.
-    container = open_container(columns)
+    # Not as in ``pytree``: an array stays an array, also that of zarr, a dataclass; and a list is never a leaf.
+    container = None if _is_column(columns) else open_container(columns)
     if container is None:
         yield path, columns
         return
@@ -86,14 +106,14 @@ def _named(columns: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _map_columns(fn: Callable[[Any], Any], columns: Any) -> Any:
-    container = open_container(columns)
+    container = None if _is_column(columns) else open_container(columns)
     if container is None:
         return fn(columns)
     return container.rebuild([_map_columns(fn, child) for child in container.children])
 
 
 def _length_of(columns: Any) -> int:
-    lengths = {path: len(column) if column.ndim else None for path, column in _named(columns, "")}
+    lengths = {path: column.shape[0] if column.ndim else None for path, column in _named(columns, "")}
     if len({*lengths.values()}) > 1 or None in lengths.values():
         found = ", ".join(f"{path} has {length}" for path, length in lengths.items())
         raise BatchingError(

@@ -1,0 +1,279 @@
+"""The kinds of data in the README's first table: how each is made of 103 samples, and the line that its row names.
+
+Each function writes its files once (``write_all``), imports its package itself, and gives a loader whose batches
+``numbers_in`` reads: sample ``i`` has the number ``i``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import fsspec
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+import torchdistinput as tdi
+
+SAMPLES, G = 103, 10
+NUMBERS = np.arange(SAMPLES)
+ROWS = np.stack([NUMBERS, NUMBERS**2], axis=1)
+PARTS = [range(40), range(40, 70), range(70, SAMPLES)]
+"""The samples of each file."""
+
+
+class Kind(NamedTuple):
+    """A row of the table."""
+
+    make: Callable[[Path, int], Any]
+    """The loader, given the folder of files and the number of loader workers."""
+    packages: tuple[str, ...] = ()
+    workers: tuple[int, ...] = (0, 2)
+
+
+# --------------------------------------------------------------------------------------------- files, written once
+
+
+def write_all(folder: Path, have: set[str]) -> None:
+    """Writes the files of all kinds whose packages are there."""
+    np.save(folder / "rows.npy", ROWS)
+    NUMBERS.tofile(folder / "numbers.bin")
+    for place, part in enumerate(PARTS):
+        (folder / f"{place}.txt").write_text("".join(f"{number}\n" for number in part))
+    if "pyarrow" in have:
+        _write_parquet(folder)
+    if "tfrecord" in have:
+        _write_tfrecords(folder)
+    if "h5py" in have:
+        h5py: Any = import_module("h5py")
+
+        with h5py.File(folder / "rows.h5", "w") as file:
+            file["x"] = ROWS
+    if "zarr" in have:
+        zarr: Any = import_module("zarr")
+
+        zarr.save(str(folder / "rows.zarr"), ROWS)
+
+
+def _write_parquet(folder: Path) -> None:
+    pa: Any = import_module("pyarrow")
+    pq: Any = import_module("pyarrow.parquet")
+
+    table = pa.table({"x": NUMBERS, "text": [f"sample {number}" for number in NUMBERS]})
+    pq.write_table(table, folder / "rows.parquet", row_group_size=16)
+
+
+def _write_tfrecords(folder: Path) -> None:
+    tfrecord: Any = import_module("tfrecord")
+
+    for place, part in enumerate(PARTS):
+        writer = tfrecord.TFRecordWriter(str(folder / f"{place}.tfrecord"))
+        for number in part:
+            writer.write({"x": (number, "int")})
+        writer.close()
+
+
+# ------------------------------------------------------------------------------------------------------ map-style
+
+
+def columns_of_parquet(folder: Path, workers: int) -> Any:
+    pq: Any = import_module("pyarrow.parquet")
+
+    table = pq.read_table(folder / "rows.parquet", columns=["x"])
+    columns: Any = {name: table[name].to_numpy() for name in table.column_names}
+    return tdi.DataLoader(columns, batch_size=G, num_workers=workers)
+
+
+class RowGroups(Dataset[Any]):
+    """The rows of a Parquet file that is larger than memory: the row group read last is kept."""
+
+    def __init__(self, path: Path) -> None:
+        pq: Any = import_module("pyarrow.parquet")
+
+        self.path = str(path)
+        with pq.ParquetFile(self.path) as file:
+            sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
+        self.ends = np.cumsum(sizes)
+        self.held: tuple[int, list[Any]] = (-1, [])
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def __getitem__(self, index: int) -> Any:
+        pq: Any = import_module("pyarrow.parquet")
+
+        group = int(np.searchsorted(self.ends, index, side="right"))
+        if self.held[0] != group:
+            with pq.ParquetFile(self.path) as file:
+                self.held = (group, file.read_row_group(group).to_pylist())
+        return self.held[1][index - int(self.ends[group])]
+
+
+def row_groups(folder: Path, workers: int) -> Any:
+    return tdi.DataLoader(RowGroups(folder / "rows.parquet"), batch_size=G, num_workers=workers)
+
+
+def h5py_columns(folder: Path, workers: int) -> Any:
+    h5py: Any = import_module("h5py")
+
+    columns: Any = {"x": h5py.File(folder / "rows.h5")["x"]}
+    return tdi.DataLoader(columns, batch_size=G, num_workers=workers)
+
+
+def zarr_array(folder: Path, workers: int) -> Any:
+    zarr: Any = import_module("zarr")
+
+    array: Any = zarr.open_array(str(folder / "rows.zarr"), mode="r")
+    return tdi.DataLoader(array, batch_size=G, num_workers=workers)
+
+
+def memory_map(folder: Path, workers: int) -> Any:
+    columns: Any = {
+        "x": np.load(folder / "rows.npy", mmap_mode="r"),
+        "y": np.memmap(folder / "numbers.bin", dtype=NUMBERS.dtype, mode="r"),
+    }
+    return tdi.DataLoader(columns, batch_size=G, num_workers=workers)
+
+
+def grain_map(folder: Path, workers: int) -> Any:
+    grain: Any = import_module("grain")
+
+    data: Any = grain.MapDataset.range(SAMPLES).map(as_dict)
+    return tdi.DataLoader(data, batch_size=G, num_workers=workers)
+
+
+def as_dict(number: int) -> dict[str, int]:
+    return {"x": int(number)}
+
+
+def tensor_dict(folder: Path, workers: int) -> Any:
+    tensordict: Any = import_module("tensordict")
+
+    data: Any = tensordict.TensorDict({"x": torch.from_numpy(ROWS)}, batch_size=[SAMPLES])
+    return tdi.DataLoader(data, batch_size=G, num_workers=workers, collate_fn=as_it_is)
+
+
+def as_it_is(samples: Any) -> Any:
+    return samples
+
+
+class Samples(Dataset[Any]):
+    """Samples of several sizes, each full of its number."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((1 + index % 3, 2), index)
+
+
+def detection(folder: Path, workers: int) -> Any:
+    return tdi.DataLoader(Samples(), batch_size=G, num_workers=workers, collate_fn=images_and_boxes)
+
+
+def images_and_boxes(samples: list[torch.Tensor]) -> Any:
+    return tuple(zip(*[(image, {"boxes": image[: int(image[0, 0]) % 2]}) for image in samples], strict=True))
+
+
+def nested(folder: Path, workers: int) -> Any:
+    return tdi.DataLoader(Samples(), batch_size=G, num_workers=workers, collate_fn=nest)
+
+
+def nest(samples: list[torch.Tensor]) -> Any:
+    return torch.nested.nested_tensor(samples, layout=torch.jagged)
+
+
+def packed(folder: Path, workers: int) -> Any:
+    return tdi.DataLoader(Samples(), batch_size=G, num_workers=workers, collate_fn=pack)
+
+
+def pack(samples: list[torch.Tensor]) -> Any:
+    lengths = torch.tensor([0, *map(len, samples)])
+    return {"tokens": torch.cat(samples), "cu_seqlens": lengths.cumsum(0)}
+
+
+def graphs(folder: Path, workers: int) -> Any:
+    pyg: Any = import_module("torch_geometric.data")
+
+    data = [pyg.Data(x=torch.full((1 + number % 3, 2), number), y=torch.tensor([number])) for number in range(SAMPLES)]
+    settings: Any = {"batch_size": G, "num_workers": workers, "collate_fn": pyg.Batch.from_data_list}
+    return tdi.DataLoader(data, **settings)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------------------------------- files and streams
+
+
+def text(folder: Path, workers: int) -> Any:
+    data = tdi.FileDataset(f"{folder}/*.txt", tdi.readers.text_lines, map_fn=int)
+    return tdi.DataLoader(data, batch_size=G, num_workers=workers)
+
+
+def remote(folder: Path, workers: int) -> Any:
+    for place, part in enumerate(PARTS):
+        with fsspec.open(f"memory://bucket/{place}.txt", "wt") as file:
+            file.write("".join(f"{number}\n" for number in part))
+    data = tdi.FileDataset("memory://bucket/*.txt", tdi.readers.text_lines, map_fn=int, storage_options={})
+    return tdi.DataLoader(data, batch_size=G, num_workers=workers)
+
+
+def tfrecords(folder: Path, workers: int) -> Any:
+    data = tdi.FileDataset(f"{folder}/*.tfrecord", tdi.readers.tfrecords, map_fn=parsed)
+    return tdi.DataLoader(data, batch_size=G, num_workers=workers)
+
+
+def parsed(record: bytes) -> int:
+    example: Any = import_module("tfrecord.example_pb2").Example
+
+    return int(example.FromString(record).features.feature["x"].int64_list.value[0])
+
+
+def grain_stream(folder: Path, workers: int) -> Any:
+    grain: Any = import_module("grain")
+
+    data = grain.MapDataset.range(SAMPLES).map(as_dict).to_iter_dataset()
+    return tdi.Strategy(["cpu"]).distribute_dataset(data, global_batch_size=G)
+
+
+def torchdata_nodes(folder: Path, workers: int) -> Any:
+    nodes: Any = import_module("torchdata.nodes")
+
+    mapped = nodes.ParallelMapper(nodes.IterableWrapper(range(SAMPLES)), as_dict, num_workers=2, method="thread")
+    return tdi.Strategy(["cpu"]).distribute_dataset(nodes.Loader(mapped), global_batch_size=G)
+
+
+KINDS = {
+    "Parquet, columns": Kind(columns_of_parquet, ("pyarrow",)),
+    "Parquet, row groups": Kind(row_groups, ("pyarrow",)),
+    "h5py": Kind(h5py_columns, ("h5py",)),
+    "zarr": Kind(zarr_array, ("zarr",)),
+    "memmap": Kind(memory_map),
+    "Grain, MapDataset": Kind(grain_map, ("grain",)),
+    "TensorDict": Kind(tensor_dict, ("tensordict",)),
+    "detection": Kind(detection),
+    "nested tensors": Kind(nested),
+    "packed": Kind(packed),
+    "graphs": Kind(graphs, ("torch_geometric",)),
+    "text": Kind(text),
+    "remote": Kind(remote),
+    "TFRecord": Kind(tfrecords, ("tfrecord",)),
+    "Grain, IterDataset": Kind(grain_stream, ("grain",), workers=(0,)),
+    "torchdata.nodes": Kind(torchdata_nodes, ("torchdata",), workers=(0,)),
+}
+
+
+def numbers_in(batch: Any) -> list[int]:
+    """The numbers of the samples of a batch."""
+    match batch:
+        case {"cu_seqlens": offsets, "tokens": tokens}:
+            return [int(tokens[offset, 0]) for offset in offsets[:-1]]
+        case Mapping():
+            return numbers_in(batch["x"])
+        case tuple():  # images, and their boxes
+            return [int(image[0, 0]) for image in batch[0]]
+        case torch.Tensor():
+            return [int(part.flatten()[0]) for part in batch.unbind()]
+        case _:
+            return numbers_in(batch.y if hasattr(batch, "y") else batch["x"])

@@ -1,0 +1,83 @@
+"""The README's first table, row by row: each step is the whole batch, at any number of ranks, and after a resume."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.ecosystem.kinds import KINDS, SAMPLES, G, numbers_in, write_all
+from torchdistinput.testing import run_ranks
+
+CASES = [(name, workers) for name, kind in KINDS.items() for workers in kind.workers]
+STOP = 4
+"""The step after which the state is taken, and loaded in the next world."""
+
+Played = dict[str, tuple[list[list[int]], list[list[int]] | None, str]]
+"""Of each case: its epoch, what was left of the epoch of the state that was given, and a state."""
+
+
+def play(folder: str, states: dict[str, str]) -> Played:
+    """One rank: an epoch of each case, and the rest of the epoch whose state another world has left."""
+    found: Played = {}
+    for name, workers in CASES:
+        if not are_there(KINDS[name].packages):
+            continue
+        case = f"{name} {workers}"
+        with KINDS[name].make(Path(folder), workers) as loader:
+            iterator = iter(loader)
+            epoch = [numbers_in(next(iterator)) for _ in range(STOP)]
+            state = json.dumps(loader.state_dict())
+            epoch += [numbers_in(batch) for batch in iterator]
+        rest = None
+        if case in states:
+            with KINDS[name].make(Path(folder), workers) as loader:
+                loader.load_state_dict(json.loads(states[case]))
+                rest = [numbers_in(batch) for batch in loader]
+        found[case] = (epoch, rest, state)
+        dist.barrier()
+    return found
+
+
+def are_there(packages: tuple[str, ...]) -> bool:
+    return all(importlib.util.find_spec(package) is not None for package in packages)
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Played]]:
+    """What each rank of each world has read, one launch for each; each world gets the states of the one before."""
+    folder = tmp_path_factory.mktemp("kinds")
+    write_all(folder, {package for kind in KINDS.values() for package in kind.packages if are_there((package,))})
+    found: dict[int, list[Played]] = {}
+    states: dict[str, str] = {}
+    for world in (2, 3, 1):
+        found[world] = run_ranks(world, play, str(folder), states, timeout_seconds=240)
+        states = {case: state for case, (_, _, state) in found[world][0].items()}
+    return found
+
+
+def put_together(ranks: list[Played], case: str, read: Callable[[Any], list[list[int]]]) -> list[list[int]]:
+    steps = [read(rank[case]) for rank in ranks]
+    assert len({len(each) for each in steps}) == 1, "the ranks made different numbers of steps"
+    return [[number for part in row for number in part] for row in zip(*steps, strict=True)]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize(("name", "workers"), CASES)
+def test_each_step_is_the_whole_batch_also_after_a_resume(
+    name: str, workers: int, world: int, worlds: dict[int, list[Played]]
+) -> None:
+    for package in KINDS[name].packages:
+        pytest.importorskip(package)
+    case, ranks = f"{name} {workers}", worlds[world]
+    truth = [[*range(start, min(start + G, SAMPLES))] for start in range(0, SAMPLES, G)]
+    assert put_together(ranks, case, lambda played: played[0]) == truth
+    if world != 2:
+        assert put_together(ranks, case, lambda played: played[1]) == truth[STOP:]
+    if world == 3:  # by law S
+        assert [len(rank[case][0][0]) for rank in ranks] == [4, 4, 2]
