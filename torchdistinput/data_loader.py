@@ -37,7 +37,14 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_co
 
 from torchdistinput.coordination import launch
 from torchdistinput.errors import InputError
-from torchdistinput.frameworks import GivenCollate, check_gathering
+from torchdistinput.frameworks import (
+    GivenCollate,
+    GivenSampler,
+    check_gathering,
+    check_overfitting,
+    check_trainer,
+    only_tries,
+)
 from torchdistinput.loader_iterator import AnnouncedLength, Divided, LoaderIterator
 from torchdistinput.pipeline.metrics import Metrics
 from torchdistinput.plan.options import InputOptions, Step
@@ -85,15 +92,32 @@ class _OfTorch(Generic[T]):
 
 
 @final
-class _CollateOfTorch(_OfTorch[T]):
-    """On several ranks it refuses to work for a torch loader that others make of it: nobody would divide that one."""
+class _GivenOfTorch(_OfTorch[T]):
+    """On several ranks it refuses to work for a torch loader that others make of it: nobody would divide that one.
+
+    Args:
+      given: what others see of it there.
+    """
+
+    def __init__(self, given: Callable[[Any], object]) -> None:
+        self._given = given
 
     def __get__(self, loader: DataLoader[Any] | None, owner: type) -> Any:
-        given = super().__get__(loader, owner)
-        return GivenCollate(cast(Any, given)) if loader is not None and loader._is_divided else given  # noqa: SLF001 - as above
+        value = super().__get__(loader, owner)
+        if loader is not None and self._name == "sampler":
+            check_overfitting(value)
+        hidden = loader is not None and value is not None and loader._is_divided  # noqa: SLF001 - as above
+        return self._given(value) if hidden else value
 
     def __set__(self, loader: DataLoader[Any], value: T) -> None:
-        super().__set__(loader, cast(T, value.collate) if isinstance(value, GivenCollate) else value)
+        super().__set__(loader, cast(T, _own(value)))
+
+
+def _own(given: Any) -> Any:
+    """What a loader gave out, as it has it itself; anything else as it is."""
+    if type(given) is GivenSampler:
+        return given.given
+    return given.collate if type(given) is GivenCollate else given
 
 
 class DataLoader(Generic[T_co]):
@@ -150,10 +174,10 @@ class DataLoader(Generic[T_co]):
 
     dataset = _OfTorch[Any]()
     batch_size = _OfTorch[int | None]()
-    sampler = _OfTorch[Any]()
-    batch_sampler = _OfTorch[Any]()
+    sampler = _GivenOfTorch[Any](GivenSampler)
+    batch_sampler = _GivenOfTorch[Any](GivenSampler)
     num_workers = _OfTorch[int]()
-    collate_fn = _CollateOfTorch[Any]()
+    collate_fn = _GivenOfTorch[Any](GivenCollate)
     pin_memory = _OfTorch[bool]()
     drop_last = _OfTorch[bool]()
     timeout = _OfTorch[float]()
@@ -205,10 +229,10 @@ class DataLoader(Generic[T_co]):
             cast("Dataset[T_co]", Table(dataset)) if is_table(dataset) else dataset,
             batch_size,
             shuffle,
-            sampler,
-            batch_sampler,
+            _own(sampler),
+            _own(batch_sampler),
             num_workers,
-            collate_fn,
+            _own(collate_fn),
             pin_memory,
             drop_last,
             timeout,
@@ -273,8 +297,11 @@ class DataLoader(Generic[T_co]):
 
     def __iter__(self) -> LoaderIterator:
         """The next epoch. Collective. Raises what ``DistributedDataset`` does; in one process what torch does."""
+        only_tries()  # an iterator that is dropped unused leaves its epoch to the next one
+        if self._is_divided:
+            check_trainer()
         divided = self._ready()
-        check_gathering(equal=divided.parts == 1 or self._is_even(divided.parts))
+        check_gathering(equal=self.has_equal_parts)
         lasting = self.persistent_workers and self.num_workers > 0 and divided.parts == 1
         iterator = self._lasting_iterator() if lasting and self._lasting_iterator is not None else None
         if iterator is not None:  # as torch's, which is the same one in each epoch, and so for nested loops
@@ -293,18 +320,25 @@ class DataLoader(Generic[T_co]):
         strategy = self._given_strategy
         return launch.expected_ranks() > 1 if strategy is None else strategy.num_input_pipelines > 1
 
+    @property
+    def has_equal_parts(self) -> bool:
+        """Whether the parts of each step are known to be of one size. Local; never before the first ``iter``."""
+        parts = 0 if self._divided is None else self._divided.parts
+        return parts == 1 or (parts > 1 and self._is_even(parts))
+
     def _is_even(self, parts: int) -> bool:
         """Whether the parts of each step are known to be of one size. Local."""
         size = self.batch_size
         if size is None or size % parts or self._policy is not AutoShardPolicy.DATA:
             return False
-        length = None if isinstance(self.dataset, IterableDataset) else length_of(self.sampler)
+        length = None if isinstance(self.dataset, IterableDataset) else length_of(self._loader.sampler)
         return length is not None and (self.drop_last or length % size % parts == 0)
 
     def _num_batches(self) -> int:
         """As ``len``, but where torch's loader counts the batches itself, as an iterable dataset knows its samples."""
         if self._counts_as_torch and not isinstance(self.dataset, FileDataset):
-            return len(cast(Sized, self.sampler if self.batch_sampler is None else self.batch_sampler))
+            batches = self._loader.batch_sampler
+            return len(cast(Sized, self._loader.sampler if batches is None else batches))
         return len(self)
 
     def _ready(self) -> Divided:

@@ -16,7 +16,7 @@ from torchdistinput.coordination.failures import in_one_line
 from torchdistinput.coordination.fingerprints import agree
 from torchdistinput.coordination.process_group import Ranks
 from torchdistinput.errors import BatchingError, InputError
-from torchdistinput.frameworks import check_accelerate
+from torchdistinput.frameworks import check_accelerate, check_trainer, only_tries
 from torchdistinput.iterator import DistributedIterator, LastStep, Progress, delivered, of_this_process
 from torchdistinput.pipeline.metrics import Metrics
 from torchdistinput.pipeline.to_device import ToDevice
@@ -84,17 +84,24 @@ class DistributedDataset:
         """The next epoch. Collective.
 
         Raises:
-          InputError: accelerate accumulates gradients, and does not know this loader.
+          InputError: accelerate accumulates gradients, and does not know this loader; transformers' Trainer asks;
+            or Lightning's data module does, to print itself.
           RankDisagreement: the ranks are at different epochs, or have different generators or states.
           CoordinationTimeout: a rank did not come in time; it is named.
           RankLost: by ``next`` (as the two below), if a rank died, or left the loop before the others.
           SourceError: the data of a rank failed, on every rank after the same number of steps.
           BatchingError: an element cannot be cut, or is unlike those before.
         """
+        only_tried = only_tries()
         check_accelerate()
+        if self._setting.ranks is not None:
+            check_trainer()
         self._heed_user()
         iterator, self._opened = self._opened, None
-        return self._open() if iterator is None else iterator
+        iterator = self._open() if iterator is None else iterator
+        if only_tried:
+            self._opened = iterator
+        return iterator
 
     def __len__(self) -> int:
         """The steps of an epoch, over all ranks. Local. Of a ``FileDataset`` under DATA by the indices of its files.

@@ -8,17 +8,39 @@ tells for whom: torch's, or one of this library's.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any, Final, final
+
+from torch.utils.data import SequentialSampler
 
 from torchdistinput.errors import InputError
 
-__all__ = ["GivenCollate", "check_accelerate", "check_gathering"]
+__all__ = [
+    "GivenCollate",
+    "GivenSampler",
+    "check_accelerate",
+    "check_gathering",
+    "check_overfitting",
+    "check_trainer",
+    "only_tries",
+]
 
 _TORCHS_READERS: Final = ("torch.utils.data._utils.fetch", "torch.utils.data.dataloader")
 """Modules of torch in which a loader, or one of its workers, makes a batch."""
 
+_LOADERS: Final = ("torch.utils.data.dataloader", "torchdata.stateful_dataloader.stateful_dataloader")
+"""Modules in which a loader draws from its sampler."""
+
 _PREPARE: Final = "loader = torchdistinput.integrations.accelerate.prepare(accelerator, loader)"
+
+_TAKEN_APART: Final = (
+    "a torch DataLoader was made of the attributes of a torchdistinput.DataLoader (dataset, sampler, batch_sampler, "
+    "collate_fn); nothing divides it, so every rank would read whole batches. Iterate over the loader itself, and skip "
+    "with loader.skip_to(step). For accelerate (prepare_data_loader, skip_first_batches) write "
+    f"{_PREPARE}; with Ray Train leave prepare_data_loader out. If a whole loader is what you want on each rank, make "
+    "it of loader.torch_loader's attributes."
+)
 
 
 @final
@@ -39,17 +61,56 @@ class GivenCollate:
           InputError: a torch loader calls it that was made of the attributes of a divided one.
         """
         if sys._getframe(1).f_globals.get("__name__") in _TORCHS_READERS:  # noqa: SLF001 - Python has no other way
-            raise InputError(
-                "a torch DataLoader was made of the attributes of a torchdistinput.DataLoader (dataset, batch_sampler, "
-                "collate_fn); nothing divides it, so every rank would read whole batches. Iterate over the loader "
-                "itself, and skip with loader.skip_to(step). For accelerate (prepare_data_loader, skip_first_batches) "
-                f"write {_PREPARE}; with Ray Train leave prepare_data_loader out. If a whole loader is what you want "
-                "on each rank, make it of loader.torch_loader's attributes."
-            )
+            raise InputError(_TAKEN_APART)
         return self.collate(samples)
 
     def __repr__(self) -> str:
         return repr(self.collate)
+
+
+@final
+class GivenSampler:
+    """The sampler or batch sampler of a divided loader, as others see it: with its attributes, and of its class.
+
+    Args:
+      given: the loader's own.
+    """
+
+    def __init__(self, given: Any) -> None:
+        object.__setattr__(self, "given", given)
+
+    @property  # type: ignore[misc] # scripts and frameworks ask whether it is a RandomSampler
+    def __class__(self) -> type:
+        return type(object.__getattribute__(self, "given"))
+
+    def __iter__(self) -> Iterator[Any]:
+        """What the loader's own yields.
+
+        Raises:
+          InputError: a torch loader draws from it that was made of the attributes of a divided one.
+        """
+        frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - Python has no other way
+        while frame is not None:
+            name = frame.f_globals.get("__name__", "")
+            if name in _LOADERS:
+                raise InputError(_TAKEN_APART)
+            frame = None if name.startswith("torchdistinput.") else frame.f_back  # a loader of this library draws
+        return iter(self.given)
+
+    def __len__(self) -> int:
+        return len(self.given)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "given"), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.given, name, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return GivenSampler, (self.given,)
+
+    def __repr__(self) -> str:
+        return repr(self.given)
 
 
 def check_accelerate() -> None:
@@ -84,6 +145,60 @@ def check_gathering(*, equal: bool) -> None:
         "gather_for_metrics, which evaluate() and predict() of transformers' Trainer call, hang on unequal parts. "
         f"Write {_PREPARE}; or let the number of ranks divide the (global) batch size, with drop_last=True."
     )
+
+
+def check_trainer() -> None:
+    """Refuses an epoch that transformers' ``Trainer`` begins itself. Called by an ``__iter__`` on several ranks. Local.
+
+    Raises:
+      InputError: it would take parts of unequal size to be equal, and cannot read one without a row.
+    """
+    if sys._getframe(2).f_globals.get("__name__") == "transformers.trainer":  # noqa: SLF001 - Python has no other way
+        raise InputError(
+            "transformers' Trainer takes the parts of all ranks to be of one size, and to have a row each. In its "
+            "get_train_dataloader, get_eval_dataloader and get_test_dataloader write: "
+            "return torchdistinput.integrations.transformers.prepare(self, loader)."
+        )
+
+
+def check_overfitting(sampler: object) -> None:
+    """Refuses that Lightning turns shuffling off. Called by an attribute. Local, on every rank alike.
+
+    Args:
+      sampler: what the attribute is.
+
+    Raises:
+      InputError: Lightning wants to build a torch loader with another sampler, which nothing would divide.
+    """
+    asker: FrameType | None = sys._getframe(2)  # noqa: SLF001 - Python has no other way
+    in_turn = () if asker is None else (asker, asker.f_back)  # it may ask in a loop that is a frame of its own
+    asks = any(each is not None and each.f_code.co_name == "_resolve_overfit_batches" for each in in_turn)
+    if asks and not isinstance(sampler, SequentialSampler):
+        raise InputError(
+            "Lightning's overfit_batches turns shuffling off by making a torch DataLoader, which nothing would divide. "
+            "Give the torchdistinput.DataLoader shuffle=False (and no sampler) yourself."
+        )
+
+
+def only_tries() -> bool:
+    """Whether Lightning asks for an epoch that it does not read. Called by an ``__iter__``. Local, on every rank alike.
+
+    Returns:
+      True: it only tries whether the loader has an ``__iter__``.
+
+    Raises:
+      InputError: it takes the batches for a list of loaders, to print how many samples each has.
+    """
+    asker = sys._getframe(2)  # noqa: SLF001 - Python has no other way
+    if (
+        asker.f_globals.get("__name__", "").endswith(".core.datamodule")
+        and asker.f_code.co_name == "format_loader_info"
+    ):
+        raise InputError(
+            "str() of Lightning's data module reads the batches of a loader that is not torch's, as if they were "
+            "loaders. In the data module write: __str__ = object.__repr__; len(loader.dataset) tells the samples."
+        )
+    return asker.f_code.co_name == "_check_dataloader_iterable"
 
 
 def _gradient_state() -> Any:

@@ -22,6 +22,7 @@ from accelerate import Accelerator
 from torchdistinput.data_loader import DataLoader
 from torchdistinput.dataset import DistributedDataset
 from torchdistinput.errors import InputError
+from torchdistinput.frameworks import check_trainer
 from torchdistinput.plan.options import Step
 from torchdistinput.strategy import Strategy
 
@@ -81,6 +82,8 @@ class PreparedLoader:
         self.generator = torch.Generator()  # torch draws a seed from it, and not from the default one
         self.dataset = _Steps(self)
         self.batch_sampler = self.sampler = _StepNumbers(self)
+        self.tells_trainer = False  # set by integrations.transformers.prepare
+        self._is_alone = accelerator.num_processes == 1
         self._gradients = accelerator.gradient_state
         self._next_epoch = 0
 
@@ -93,6 +96,8 @@ class PreparedLoader:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
+        if not self.tells_trainer and not self._is_alone:
+            check_trainer()
         self._next_epoch += 1
         return self._read()
 
@@ -117,6 +122,11 @@ class PreparedLoader:
             self._gradients._remove_dataloader(self)  # noqa: SLF001 - as above
             if iterator is not None:
                 iterator.close()
+
+    @property
+    def has_equal_parts(self) -> bool:
+        """Whether the parts of each step are known to be of one size. Local."""
+        return self._is_alone or (isinstance(self.loader, DataLoader) and self.loader.has_equal_parts)
 
     @property
     def step(self) -> Step:

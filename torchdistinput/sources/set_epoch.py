@@ -20,7 +20,7 @@ from torchdistinput.sources.map_style.shuffle_sampler import ShuffleSampler
 
 __all__ = ["HearsEpochs", "ToldEpochs", "tell_epoch", "wants_epochs"]
 
-_HOLDERS: Final = ("sampler", "batch_sampler", "dataset", "datasets")
+_HOLDERS: Final = ("sampler", "batch_sampler", "dataset", "datasets", "given")
 _MOST_LOOKED_INTO: Final = 256
 
 
