@@ -50,7 +50,7 @@ from torchdistinput.pipeline.metrics import Metrics
 from torchdistinput.plan.options import InputOptions, Step
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.sources.base import length_of
-from torchdistinput.sources.files.checks import refuse_plain_iterable
+from torchdistinput.sources.files.checks import refuse_plain_iterable, refuse_ray
 from torchdistinput.sources.files.dataset import FileDataset
 from torchdistinput.sources.files.steps import known_steps
 from torchdistinput.sources.iterable.data_pipes import has_sharding_filter
@@ -167,7 +167,7 @@ class DataLoader(Generic[T_co]):
     Raises:
       ValueError: what torch raises for its arguments; both ``device`` and ``strategy``; a negative ``prefetch``.
       TypeError: what torch raises; a ``prefetch``, ``policy`` or ``strategy`` of another type.
-      InputError: a class in place of a dataset; by ``iter``, on several ranks, ``in_order=False``.
+      InputError: a class in place of a dataset, or one of Ray's; by ``iter``, on several ranks, ``in_order=False``.
       ShardingError: a ``DistributedSampler`` or another sampler for one rank is inside; it would be divided again. With
         ``policy=AutoShardPolicy.OFF`` it is taken as it is: each rank's own data, in steps of ``batch_size`` over all.
     """
@@ -224,6 +224,7 @@ class DataLoader(Generic[T_co]):
             raise TypeError(f"strategy is a {type(strategy).__name__}; a torchdistinput.Strategy is needed, or None.")
         if device is not None and strategy is not None:
             raise ValueError("both device and strategy were given; a strategy has its devices. Give one of them.")
+        refuse_ray(dataset, "the dataset of a DataLoader")  # of which torch may ask the length
         refuse_plain_iterable(dataset)
         self._loader: TorchDataLoader[T_co] = TorchDataLoader(
             cast("Dataset[T_co]", Table(dataset)) if is_table(dataset) else dataset,

@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader
 import torchdistinput as tdi
 from torchdistinput.testing import run_ranks
 
+pytest.importorskip("transformers")
+
 SAMPLES, BATCH, EPOCHS = 17, 4, 3  # 5 steps in each epoch, the last of them of 1 sample
 CUT = 7  # steps before the resume, in the middle of the second epoch of three
 WORDS, LENGTH, KINDS = 11, 6, 3
@@ -124,7 +126,7 @@ def on_ranks(kind: str) -> Any:
             return loader
         return prepare(trainer, tdi.Strategy([trainer.args.device]).distribute_dataset(loader))
 
-    class OnRanks(Trainer):
+    class OnRanks(Trainer):  # type: ignore[misc] # of a package without its types here
         def get_train_dataloader(self) -> Any:
             return loader_of(self, self.train_dataset, shuffle=True, generator=torch.Generator().manual_seed(3))
 
@@ -255,7 +257,7 @@ def refusals(folder: str) -> dict[str, str]:
 
     from torchdistinput.integrations import accelerate, transformers  # noqa: PLC0415 - as above
 
-    class Built(Trainer):
+    class Built(Trainer):  # type: ignore[misc] # as above
         make: Any
 
         def get_train_dataloader(self) -> Any:

@@ -53,9 +53,9 @@ def prepare(trainer: Trainer, loader: DataLoader[Any] | DistributedDataset) -> P
     prepared.tells_trainer = True
     if not isinstance(trainer.compute_loss, _ComputeLoss):
         losses = _ComputeLoss(trainer, trainer.compute_loss)
-        trainer.compute_loss = losses  # type: ignore[method-assign] # of this one
+        trainer.compute_loss = losses  # of this one
         predict = _PredictionStep(trainer.prediction_step, losses)
-        trainer.prediction_step = predict  # type: ignore[method-assign] # as above
+        trainer.prediction_step = predict  # as above
     return prepared
 
 

@@ -24,7 +24,7 @@ from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.sharding import AutoShardPolicy, resolve_policy
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.base import HoldsTorchLoader, Shards, Source
-from torchdistinput.sources.files.checks import refuse_class
+from torchdistinput.sources.files.checks import refuse_class, refuse_ray
 from torchdistinput.sources.files.dataset import FileDataset
 from torchdistinput.sources.in_worker import cannot_skip
 from torchdistinput.sources.iterable.data_pipes import has_sharding_filter
@@ -90,6 +90,7 @@ def recognise(
     if callable(data) and not isinstance(data, Iterable | Dataset | DataLoader) and not _is_map_style(data):
         first = data()
         refuse(first)
+        refuse_ray(first, "what the function returned")
         if isinstance(first, DataLoader | Dataset | Mapping | HoldsTorchLoader) or not isinstance(first, Iterable):
             try:
                 return recognise(
@@ -238,6 +239,7 @@ def _refuse(data: Any) -> None:
     """Refuses what can be iterated but is no data, and what cannot be iterated at all."""
     refuse_class(data, "data")
     refuse_frame(data, "data")
+    refuse_ray(data, "data")
     is_no_data = isinstance(data, str | bytes | Mapping | torch.Tensor | torch.nn.Module)
     if is_no_data and not is_tensor_collection(data):
         hint = "Give torch.utils.data.TensorDataset(...) with global_batch_size=, or a DataLoader."

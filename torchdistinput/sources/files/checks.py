@@ -9,7 +9,7 @@ from torch.utils.data import Dataset
 
 from torchdistinput.errors import InputError
 
-__all__ = ["as_object", "check_callable", "checked_int", "refuse_class", "refuse_plain_iterable"]
+__all__ = ["as_object", "check_callable", "checked_int", "refuse_class", "refuse_plain_iterable", "refuse_ray"]
 
 
 @runtime_checkable
@@ -47,6 +47,33 @@ def refuse_plain_iterable(data: object) -> None:
             "torch IterableDataset. Write Strategy().distribute_dataset(data, global_batch_size=G) for one that yields "
             "samples, Strategy().distribute_dataset(data) for one that yields batches."
         )
+
+
+def refuse_ray(data: object, what: str) -> None:
+    """Refuses the data of Ray, which it reads and divides itself; torch would fail at the first sample. Local.
+
+    Args:
+      data: what was given.
+      what: as what.
+
+    Raises:
+      InputError: it is a dataset of Ray's, or an iterator of one; what to write is named.
+    """
+    names = {base.__name__ for base in type(data).__mro__ if base.__module__.startswith("ray.data.")}
+    if not names & {"Dataset", "DataIterator"}:
+        return
+    divide = ""
+    if "Dataset" in names:
+        divide = (
+            "Divide it among the ranks where they are started: shards = data.streaming_split(number_of_ranks), one for "
+            'each rank; with Ray Train datasets={"train": data}, and shard = ray.train.get_dataset_shard("train"). '
+        )
+    raise InputError(
+        f"found a {type(data).__name__} of ray.data as {what}, which Ray reads and divides itself. {divide}Let each "
+        "rank read its shard: strategy.distribute_datasets_from_function(lambda context: shard.iter_torch_batches("
+        "batch_size=context.get_per_replica_batch_size(G))). Shards need not be equal: where Ray makes them so, "
+        "it drops rows; examples/ray_train.py shows how not to."
+    )
 
 
 def checked_int(name: str, value: object, at_least: int | None = None) -> int:

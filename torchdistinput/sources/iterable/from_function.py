@@ -13,7 +13,7 @@ from torchdistinput.errors import BatchingError, InputError, StateMismatch
 from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.base import Exchange, RowStream
-from torchdistinput.sources.files.checks import refuse_class
+from torchdistinput.sources.files.checks import refuse_class, refuse_ray
 from torchdistinput.sources.in_worker import Failure, cannot_skip
 from torchdistinput.sources.iterable.cursor import (
     Marked,
@@ -325,6 +325,7 @@ class _Track:
 
 def _check(dataset: Any) -> None:
     refuse_class(dataset, "what the dataset function returned")
+    refuse_ray(dataset, "what the dataset function returned")
     if isinstance(dataset, DataLoader):
         refuse_class(dataset.dataset, "the dataset of the DataLoader that the dataset function returned")
     if isinstance(dataset, Dataset) and not isinstance(dataset, IterableDataset):

@@ -24,7 +24,7 @@ from torchdistinput.devices.accelerators import Accelerators
 from torchdistinput.errors import InputError, ShardingError
 from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.sharding import AutoShardPolicy
-from torchdistinput.sources.files.checks import refuse_class
+from torchdistinput.sources.files.checks import refuse_class, refuse_ray
 from torchdistinput.sources.in_worker import OnFailure
 from torchdistinput.sources.map_style.index_batches import DistributedBatchSampler
 from torchdistinput.sources.map_style.shuffle_sampler import ShuffleSampler
@@ -97,6 +97,7 @@ def check_loader(loader: DataLoader[Any], policy: AutoShardPolicy, *, alone: boo
         )
     refuse_class(loader.dataset, "the dataset of a DataLoader")
     refuse_frame(loader.dataset, "the dataset of a DataLoader")
+    refuse_ray(loader.dataset, "the dataset of a DataLoader")
     sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     for inner in (sampler, loader.sampler):
         per_rank = isinstance(inner, DistributedSampler | DistributedBatchSampler)
