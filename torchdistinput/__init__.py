@@ -32,6 +32,8 @@ from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import InputContext, ValueContext
 from torchdistinput.replica import get_replica_context
 from torchdistinput.sources.files.dataset import FileDataset, list_files
+from torchdistinput.sources.files.fragment_dataset import FragmentDataset
+from torchdistinput.sources.fragments import Fragment, FragmentSource
 from torchdistinput.sources.iterable.source import ShardedIterableDataset
 from torchdistinput.sources.map_style.index_batches import DistributedBatchSampler
 from torchdistinput.sources.map_style.shuffle_sampler import ShuffleSampler
@@ -47,6 +49,9 @@ __all__ = [
     "DistributedDataset",
     "DistributedIterator",
     "FileDataset",
+    "Fragment",
+    "FragmentDataset",
+    "FragmentSource",
     "InputContext",
     "InputError",
     "InputOptions",

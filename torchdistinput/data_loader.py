@@ -51,7 +51,7 @@ from torchdistinput.plan.options import InputOptions, Step
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.sources.base import length_of
 from torchdistinput.sources.files.checks import refuse_plain_iterable, refuse_ray
-from torchdistinput.sources.files.dataset import FileDataset
+from torchdistinput.sources.files.fragment_dataset import FragmentDataset
 from torchdistinput.sources.files.steps import known_steps
 from torchdistinput.sources.iterable.data_pipes import has_sharding_filter
 from torchdistinput.sources.iterable.divided_sources import divides_itself
@@ -337,7 +337,7 @@ class DataLoader(Generic[T_co]):
 
     def _num_batches(self) -> int:
         """As ``len``, but where torch's loader counts the batches itself, as an iterable dataset knows its samples."""
-        if self._counts_as_torch and not isinstance(self.dataset, FileDataset):
+        if self._counts_as_torch and not isinstance(self.dataset, FragmentDataset):
             batches = self._loader.batch_sampler
             return len(cast(Sized, self._loader.sampler if batches is None else batches))
         return len(self)
@@ -375,7 +375,7 @@ class DataLoader(Generic[T_co]):
         """
         if self._counts_as_torch:
             steps = self._steps_as_torch()
-            if isinstance(self.dataset, IterableDataset) and not isinstance(self.dataset, FileDataset):
+            if isinstance(self.dataset, IterableDataset) and not isinstance(self.dataset, FragmentDataset):
                 self._announced = AnnouncedLength(self.dataset, len(cast(Sized, self.dataset)), self.num_workers)
             return steps
         if self._divided is None:
@@ -386,7 +386,7 @@ class DataLoader(Generic[T_co]):
         return len(self._divided.dataset)
 
     def _steps_as_torch(self) -> int:
-        if isinstance(self.dataset, FileDataset):
+        if isinstance(self.dataset, FragmentDataset):
             size = self.batch_size
             steps = None if size is None else known_steps(self.dataset, size, drop_last=self.drop_last)
             if steps is None:
@@ -533,7 +533,7 @@ class DataLoader(Generic[T_co]):
             workers,
             size,
         )
-        opaque = isinstance(self.dataset, IterableDataset) and not isinstance(self.dataset, FileDataset)
+        opaque = isinstance(self.dataset, IterableDataset) and not isinstance(self.dataset, FragmentDataset)
         if workers == 1 or not opaque or self._policy not in (AutoShardPolicy.DATA, AutoShardPolicy.AUTO):
             return
         if divides_itself(self.dataset):

@@ -63,7 +63,8 @@ class SourceError(InputError):
     Args:
       message: the whole story, as printed.
       file: the file that was read, if the data came from one.
-      offset: where in that file the record starts, in bytes of the uncompressed content.
+      offset: where in that file the record starts, in bytes of the uncompressed content; or, raised by the source of a
+        fragment, the position of the record.
       resume_at: where the next record starts, in bytes, given by a reader that is certain of it, and that can be
         entered there and at ``offset``. With ``on_error="skip"`` reading goes on from there.
       rank: the rank that failed; ``None`` in a program of one process.

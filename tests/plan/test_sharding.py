@@ -64,7 +64,9 @@ def test_too_few_files_is_told_with_both_numbers_and_the_way_out(policy: AutoSha
 
 
 def test_file_without_files_is_told_with_what_is_needed_even_in_one_process() -> None:
-    with pytest.raises(ShardingError, match=r"no files to deal out; a FileDataset is needed.*AutoShardPolicy\.DATA"):
+    with pytest.raises(
+        ShardingError, match=r"no files to deal out; a FileDataset or a FragmentSource is needed.*AutoShardPolicy\.DATA"
+    ):
         resolve_policy(FILE, num_files=None, can_shard=True, num_workers=1)
 
 

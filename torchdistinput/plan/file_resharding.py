@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from itertools import chain
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from torchdistinput.errors import StateMismatch
 
@@ -26,8 +26,8 @@ class FileCursor(NamedTuple):
 
     file: int
     """The place of the file in the dataset's list."""
-    offset: int = 0
-    """Where the anchor is, in bytes of the uncompressed content."""
+    offset: Any = 0
+    """Where the anchor is: in bytes of the uncompressed content, or a position of a fragment in a list of one."""
     record: int = 0
     """The number of the record that starts there."""
     delivered: int = 0
@@ -141,8 +141,9 @@ def checked_deals(value: object) -> list[list[int]]:
 
 def _lane(value: object) -> FileCursor:
     match value:
-        case [int(), int(), int(), int(), int(size)] if not isinstance(size, bool) and size >= -1:
-            file, offset, record, delivered = (_count("lane", each) for each in value[:4])
+        case [int(), int() | [_] as offset, int(), int(), int(size)] if not isinstance(size, bool) and size >= -1:
+            file, record, delivered = (_count("lane", value[number]) for number in (0, 2, 3))
+            offset = offset if isinstance(offset, list) else _count("lane", offset)
         case _:
             raise _malformed("the place of a file", "[file, offset, record, delivered, size], of ints", value)
     if record > delivered:

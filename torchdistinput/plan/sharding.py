@@ -59,8 +59,8 @@ def resolve_policy(
     if policy is AutoShardPolicy.FILE:
         if num_files is None:
             raise ShardingError(
-                "policy FILE was asked for, but the source has no files to deal out; a FileDataset is needed. "
-                "Use AutoShardPolicy.DATA, or AUTO to let the source decide."
+                "policy FILE was asked for, but the source has no files to deal out; a FileDataset or a FragmentSource "
+                "is needed. Use AutoShardPolicy.DATA, or AUTO to let the source decide."
             )
         if num_files < num_workers:
             raise ShardingError(

@@ -1,6 +1,7 @@
 """From the data that a user gives to the pieces of each replica: one folder for each kind of data.
 
 - ``resolve``: What kind of data it is.
+- ``fragments``: ``Fragment``, ``FragmentSource``: how data that is read in parts takes part.
 - ``base``: What every source offers.
 - ``in_worker``: What runs in loader workers.
 - ``split_batches``: Ready batches, counted and cut.

@@ -25,7 +25,8 @@ from torchdistinput.plan.sharding import AutoShardPolicy, resolve_policy
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.base import HoldsTorchLoader, Shards, Source
 from torchdistinput.sources.files.checks import refuse_class, refuse_ray
-from torchdistinput.sources.files.dataset import FileDataset
+from torchdistinput.sources.files.fragment_dataset import FragmentDataset
+from torchdistinput.sources.fragments import FragmentSource
 from torchdistinput.sources.in_worker import cannot_skip
 from torchdistinput.sources.iterable.data_pipes import has_sharding_filter
 from torchdistinput.sources.iterable.loader_source import IterableLoaderSource
@@ -109,7 +110,7 @@ def recognise(
     if shuffle:
         _refuse_shuffling(data)
     inner = data.dataset if isinstance(data, DataLoader) else data
-    files = inner.files if isinstance(inner, FileDataset) else None
+    files = inner.names if isinstance(inner, FragmentDataset) else None
     source = inner if first is None else first
     resolved = resolve_policy(
         options.auto_shard_policy,
@@ -122,7 +123,7 @@ def recognise(
         return _source_of_loader(data, resolved, topology, options, like_torch=like_torch), resolved
     place, batching = (resolved, topology, options), (global_batch_size, collate_fn)
     _refuse_unclear_samples(data, global_batch_size)
-    if isinstance(data, FileDataset):
+    if isinstance(data, FragmentDataset):
         from torchdistinput.sources.files.source import RecordSource  # noqa: PLC0415 - only who reads files needs it
 
         return RecordSource(data, *place, *batching), resolved
@@ -142,10 +143,10 @@ def _refuse_without_numbers(what: str, options: InputOptions) -> None:
 
 def _refuse_unclear_samples(data: Any, global_batch_size: int | None) -> None:
     """Refuses records without a batch size, and a list or tuple of columns, each of which would count as a sample."""
-    if isinstance(data, FileDataset) and global_batch_size is None:
+    if isinstance(data, FragmentDataset) and global_batch_size is None:
         raise BatchingError(
-            "a FileDataset yields single records, and no batch size was given. Give global_batch_size=, or a "
-            "DataLoader(dataset, batch_size=G); for records that are whole batches, DataLoader(dataset, "
+            f"a {type(data).__name__} yields single records, and no batch size was given. Give global_batch_size=, or "
+            "a DataLoader(dataset, batch_size=G); for records that are whole batches, DataLoader(dataset, "
             "batch_size=None)."
         )
     if global_batch_size is None or type(data) not in (list, tuple) or len(data) < 2:
@@ -163,18 +164,20 @@ def _refuse_unclear_samples(data: Any, global_batch_size: int | None) -> None:
 
 
 def _unwrapped(data: Any) -> Any:
-    """The torch loader in a drop-in one, the dataset of a dict of tensors and arrays; anything else as it is."""
+    """The torch loader in a drop-in one, the dataset of a dict of tensors and arrays or of fragments; else as it is."""
     if isinstance(data, LikeTorch):
         return data.loader
     if isinstance(data, HoldsTorchLoader) and isinstance(data.torch_loader, DataLoader):
         return data.torch_loader
+    if isinstance(data, FragmentSource) and not isinstance(data, Dataset):
+        return FragmentDataset(data)
     return Table(data) if is_table(data) else data
 
 
 def _source_of_loader(
     loader: DataLoader[Any], policy: AutoShardPolicy, topology: Topology, options: InputOptions, *, like_torch: bool
 ) -> Source:
-    if isinstance(loader.dataset, FileDataset):
+    if isinstance(loader.dataset, FragmentDataset):
         from torchdistinput.sources.files.source import RecordSource  # noqa: PLC0415 - only who reads files needs it
 
         return RecordSource(loader, policy, topology, options)
@@ -203,8 +206,8 @@ def _refuse_shuffling(data: Any) -> None:
     """Refuses to shuffle what decides about its order itself."""
     if isinstance(data, DataLoader):
         way = "build the DataLoader with shuffle=True, or give the dataset instead of the loader"
-    elif isinstance(data, FileDataset):
-        way = "give the FileDataset shuffle_files=True and a shuffle_buffer"
+    elif isinstance(data, FragmentDataset):
+        way = f"give the {type(data).__name__} shuffle_{data.kind}s=True and a shuffle_buffer"
     else:
         way = "shuffle inside of it, or give a map-style dataset (with __getitem__ and __len__)"
     if isinstance(data, DataLoader) or not _is_map_style(data):

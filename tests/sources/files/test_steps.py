@@ -57,15 +57,15 @@ def test_without_an_index_of_every_file_as_it_is_now_the_length_is_unknown(tmp_p
     with pytest.raises(TypeError, match=r"once dataset\.build_index\(\) was called"):
         len(tdi.DataLoader(dataset, batch_size=2))
     dataset.build_index(0, 2)
-    assert dataset.records_of_files() is None
+    assert dataset.num_records() is None
     dataset.build_index(1, 2)
-    assert dataset.records_of_files() == [3, 4]
+    assert dataset.num_records() == [3, 4]
     (tmp_path / "data" / "1.txt").write_text("one more\nthan before\n" * 3)
-    assert lines(pattern, index_folder=tmp_path / "indices").records_of_files() is None  # who reads by it is told why
+    assert lines(pattern, index_folder=tmp_path / "indices").num_records() is None  # who reads by it is told why
     (tmp_path / "data" / "2.txt.gz").write_bytes(gzip.compress(b"1\n2\n"))
     compressed = lines(str(tmp_path / "data" / "2.*"), index_folder=tmp_path / "indices")
     compressed.build_index()
-    assert compressed.records_of_files() is None
+    assert compressed.num_records() is None
     for unknown in (lines(pattern), compressed):
         with pytest.raises(TypeError, match="not known before the"):
             len(tdi.DataLoader(unknown, batch_size=2))

@@ -1,6 +1,7 @@
 """Data in files: which files, who reads them in which order, their records, and where the reading stands.
 
 - ``dataset``: ``FileDataset``, ``list_files``.
+- ``fragment_dataset``: ``FragmentDataset``, of which ``FileDataset`` is one: order, walk, decoding.
 - ``plain_epochs``: Its epochs in plain torch.
 - ``checks``: Checks of what users give.
 - ``source``: Its rows as a source, and their place after a resume.

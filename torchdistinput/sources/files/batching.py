@@ -20,7 +20,7 @@ from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.batching import Row as Limits
 from torchdistinput.plan.file_resharding import Deals, ReaderCursor, fresh_files
 from torchdistinput.plan.sharding import deal
-from torchdistinput.sources.files.dataset import FileDataset
+from torchdistinput.sources.files.fragment_dataset import FragmentDataset
 from torchdistinput.sources.files.reading import RecordPlace, RecordReader, Reserved
 from torchdistinput.sources.in_worker import Cut, Failure, labelled_piece, no_sizes, nothing_left, sizes_in, thinned
 from torchdistinput.sources.opaque_batches import OpaqueCollate
@@ -113,7 +113,7 @@ def pass_over(walk: RecordReader, cutter: Cutter, rows: int, *, drop_last: bool,
 
 @final
 class RecordRows(IterableDataset[Any]):
-    """The rows of a ``FileDataset``.
+    """The rows of a ``FragmentDataset``.
 
     Every loader worker walks the undecoded records of this rank's files, and batch ``j`` is decoded and collated by
     worker ``j mod k``, so nothing depends on the number of loader workers.
@@ -134,7 +134,7 @@ class RecordRows(IterableDataset[Any]):
 
     def __init__(  # noqa: PLR0913 - one kind of rows is one call
         self,
-        dataset: FileDataset,
+        dataset: FragmentDataset,
         cutter: Cutter,
         collate: Callable[[Any], Any],
         *,

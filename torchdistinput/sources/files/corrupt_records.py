@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, BinaryIO, NamedTuple, final
+from typing import Any, NamedTuple, cast, final
 
 from torchdistinput.coordination.failures import in_one_line
 from torchdistinput.errors import SourceError
@@ -22,32 +22,36 @@ class CorruptRecord(NamedTuple):
 
 
 def with_spoiled(
-    enter: Callable[[int], Iterator[Block[Any]]], file: BinaryIO, offset: int, name: str
+    enter: Callable[[Any], Iterator[Block[Any]]], rewind: Callable[[], bool], offset: Any, name: str
 ) -> Iterator[Block[Any]]:
     """The blocks from an offset on, with a ``CorruptRecord`` in place of each record that cannot be read.
 
     A reader that is entered expects the file at its front. A compressed file is read again for that, which costs as
     much as what comes before the record: the number of records that may be left out bounds it.
+
+    Args:
+      enter: reads the blocks from an offset, or a position, on.
+      rewind: goes to the front; whether that was possible.
+      offset: where to begin.
+      name: of the file, or fragment.
     """
     while True:
         try:
             yield from enter(offset)
         except SourceError as error:
-            start, after = error.offset, error.resume_at
-            if start is None or after is None or not offset <= start < after or not _rewound(file):
+            start, after = cast(Any, error.offset), cast(Any, error.resume_at)  # positions, of a source of fragments
+            if start is None or after is None or not _goes_on(offset, start, after) or not rewind():
                 raise
-            spoiled = CorruptRecord(
-                f"{one_line(name)}, offset {start}: {in_one_line(error).removeprefix('SourceError: ')}"
-            )
+            where = f"offset {start}" if isinstance(start, int) else f"position {start[0]!r:.100}"
+            spoiled = CorruptRecord(f"{one_line(name)}, {where}: {in_one_line(error).removeprefix('SourceError: ')}")
         else:
             return
         yield start, [spoiled]
         offset = after
 
 
-def _rewound(file: BinaryIO) -> bool:
-    """Goes to the front of a file; whether that was possible."""
-    try:
-        return file.seek(0) == 0
-    except (OSError, ValueError, NotImplementedError):  # a stream: then the bad record is raised
-        return False
+def _goes_on(offset: Any, start: Any, after: Any) -> bool:
+    """Whether reading that was entered at ``offset`` gets further by going on at ``after``."""
+    if isinstance(start, int) and isinstance(after, int):  # bytes; positions of other fragments may have no order
+        return bool(offset <= start < after)
+    return after not in (start, offset)

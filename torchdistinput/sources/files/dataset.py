@@ -1,40 +1,26 @@
-"""Datasets over files: which files, in which order, and the walk over their records.
-
-Reading is apart from decoding: a *walk* yields what the reader yields, and ``map_fn`` is called only for the records
-that somebody keeps. The order of a walk follows from (files, seed, epoch) and the order of files that it is given; it
-does not depend on who walks or on how many processes do, so every rank and every loader worker can find its own part.
-"""
+"""``FileDataset``: files as fragments; which files there are, their readers, sizes and indices."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from functools import partial
-from itertools import chain, islice
 from typing import Any, Final, final
 
 import torch
-from torch.utils.data import IterableDataset, get_worker_info
 
-from torchdistinput.coordination.failures import in_one_line
 from torchdistinput.errors import SourceError, StateMismatch
-from torchdistinput.plan.file_resharding import FileCursor, ReaderCursor
+from torchdistinput.plan.file_resharding import FileCursor
 from torchdistinput.plan.permutation import shuffled
 from torchdistinput.sources.files.checks import as_object, check_callable, checked_int
+from torchdistinput.sources.files.fragment_dataset import FragmentDataset
 from torchdistinput.sources.files.glob import FileNames, expand, listed
-from torchdistinput.sources.files.interleave import Interleave
 from torchdistinput.sources.files.io import OpenedFile, check_compression, file_size, open_file
-from torchdistinput.sources.files.open_file import CorruptRecord, OpenFile, Read, RecordPlace
-from torchdistinput.sources.files.plain_epochs import EpochCounter
+from torchdistinput.sources.files.open_file import Opened, Read
 from torchdistinput.sources.files.reader_api import Layout, blocks_of, kind_of, layout_of
-from torchdistinput.sources.files.reading import RecordReader
 from torchdistinput.sources.files.record_index import IndexFolder
 from torchdistinput.sources.files.retry import one_line
-from torchdistinput.sources.sample_seed import Samples, calls_on, epoch_key
 
 __all__ = ["FileDataset", "list_files"]
 
@@ -76,7 +62,7 @@ def list_files(
 
 
 @final
-class FileDataset(IterableDataset[Any]):
+class FileDataset(FragmentDataset):
     """The records of files, as a torch ``IterableDataset`` that the library can divide by files.
 
     Given to ``strategy.distribute_dataset``, alone or in a ``DataLoader``, its files are dealt to the workers, or its
@@ -129,79 +115,33 @@ class FileDataset(IterableDataset[Any]):
         compression: str | None = "infer",
         index_folder: str | os.PathLike[str] | None = None,
     ) -> None:
-        super().__init__()
         check_callable("read", read)
-        if map_fn is not None:
-            check_callable("map_fn", map_fn)
-        if not isinstance(as_object(shuffle_files), bool):
-            raise TypeError(f"shuffle_files must be True or False, got {shuffle_files!r}")
         if storage_options is not None and not isinstance(as_object(storage_options), Mapping):
             raise TypeError(f"storage_options must be a mapping of argument names to values, got {storage_options!r}")
         check_compression(compression)
-        self.map_fn = map_fn
-        self._read = read
-        self.seed = checked_int("seed", seed)
-        self._shuffle_files = shuffle_files
-        self._shuffle_buffer = checked_int("shuffle_buffer", shuffle_buffer, at_least=0)
-        self._cycle_length = checked_int("cycle_length", cycle_length, at_least=1)
-        self._block_length = checked_int("block_length", block_length, at_least=1)
-        self._storage_options = None if storage_options is None else dict(storage_options)
-        self._compression = compression
-        self._indices = None if index_folder is None else IndexFolder(index_folder, read)
-        found = listed(files, storage_options)
-        self.files: tuple[str, ...] = tuple(each.name for each in found)
-        self._sizes = tuple(each.size for each in found)
-        self._records: list[int] | None = None
-        self._epochs = EpochCounter()
+        self._files = _Files(files, read, storage_options, compression, index_folder)
+        shuffle = ("shuffle_files", shuffle_files)
+        self._begin(self._files, map_fn, shuffle, shuffle_buffer, seed, cycle_length, block_length)
 
     @property
-    def has_index(self) -> bool:
-        """Whether it has a folder for indices. Local."""
-        return self._indices is not None
-
-    @property
-    def listed_sizes(self) -> list[int] | None:
-        """The stored sizes of ``dataset`` in bytes, where all of them were told by listing folders. Local."""
-        sizes = [size for size in self._sizes if size is not None]
-        return sizes if len(sizes) == len(self._sizes) else None
-
-    def records_of_files(self) -> list[int] | None:
-        """How many records each of ``dataset`` has, where all have an index in ``index_folder``. Local.
-
-        Returns:
-          ``None`` where some has no index yet (compressed files never have one), or has changed since.
-
-        Raises:
-          SourceError: naming a file that is missing or cannot be asked for its size.
-        """
-        if self._indices is not None and self._records is None:
-            with ThreadPoolExecutor(min(_MAX_ASKED_AT_ONCE, len(self.files))) as pool:
-                found = [*pool.map(self._records_of, range(len(self.files)))]
-            known = [records for records in found if records is not None]
-            self._records = known if len(known) == len(found) else None
-        return self._records
-
-    def _records_of(self, index: int) -> int | None:
-        indices, name, size = self._indices, self.files[index], self._sizes[index]
-        if indices is None or not indices.has(name):
-            return None
-        return indices.records(name, file_size(name, self._storage_options) if size is None else size)
+    def files(self) -> tuple[str, ...]:
+        """The names of the files. Local."""
+        return self.names
 
     @property
     def yields_strings(self) -> bool:
-        """Whether its records are strings for certain. Local."""
-        return self.map_fn is None and kind_of(self._read) == "strings"
+        """See ``FragmentDataset.yields_strings``. Local."""
+        return self.map_fn is None and kind_of(self._files.read) == "strings"
 
     @property
     def yields_rows(self) -> bool:
-        """Whether its records are rows of arrays, or tensors of their memory. Local."""
-        return kind_of(self._read) == "rows" and self.map_fn in (None, torch.from_numpy)
+        """See ``FragmentDataset.yields_rows``. Local."""
+        return kind_of(self._files.read) == "rows" and self.map_fn in (None, torch.from_numpy)
 
-    def file_order(self, epoch: int) -> list[int]:
-        """The indices of ``dataset`` in the order of an epoch; before they are dealt to workers."""
-        if not self._shuffle_files:
-            return list(range(len(self.files)))
-        return shuffled(len(self.files), self.seed, epoch)
+    def prepare(self, worker: int, num_workers: int) -> None:
+        """Makes the indices that are missing, if it has a folder for them. Local."""
+        if self._files.indices is not None:
+            self.build_index(worker, num_workers)
 
     def build_index(self, worker: int = 0, num_workers: int = 1) -> int:
         """Makes the indices that are missing in ``index_folder``, of every ``num_workers``-th file. Local.
@@ -221,205 +161,114 @@ class FileDataset(IterableDataset[Any]):
           ValueError: the dataset has no ``index_folder``.
           SourceError: naming the file that cannot be read.
         """
-        if self._indices is None:
+        if self._files.indices is None:
             raise ValueError("this FileDataset has no index_folder; give one that all ranks see")
         names = list(dict.fromkeys(self.files))[worker::num_workers]
-        return sum(self._build_index(self._indices, name) for name in names)
+        return sum(map(self._files.build_index, names))
 
-    def _build_index(self, indices: IndexFolder, name: str) -> bool:
-        if indices.has(name):
+
+class _Files:
+    """The files of a ``FileDataset``; see ``Fragments``.
+
+    Args:
+      files: as for ``list_files``.
+      read: the reader.
+      storage_options: arguments of the filesystem.
+      compression: see ``FileDataset``.
+      index_folder: see ``FileDataset``.
+    """
+
+    kind = "file"
+
+    def __init__(
+        self,
+        files: FileNames,
+        read: Read,
+        storage_options: Mapping[str, Any] | None,
+        compression: str | None,
+        index_folder: str | os.PathLike[str] | None,
+    ) -> None:
+        self.read = read
+        self.in_blocks = blocks_of(read) is not None
+        self._storage_options = None if storage_options is None else dict(storage_options)
+        self._compression = compression
+        self.indices = None if index_folder is None else IndexFolder(index_folder, read)
+        found = listed(files, storage_options)
+        self.names = tuple(each.name for each in found)
+        self._sizes = tuple(each.size for each in found)
+        self._records: list[int] | None = None
+
+    def num_bytes(self) -> list[int] | None:
+        """See ``Fragments.num_bytes``: the stored sizes, where all of them were told by listing folders."""
+        sizes = [size for size in self._sizes if size is not None]
+        return sizes if len(sizes) == len(self._sizes) else None
+
+    def num_records(self) -> list[int] | None:
+        """See ``Fragments.num_records``: where all have an index. Compressed files never have one.
+
+        Raises:
+          SourceError: naming a file that is missing or cannot be asked for its size.
+        """
+        if self.indices is not None and self._records is None:
+            with ThreadPoolExecutor(min(_MAX_ASKED_AT_ONCE, len(self.names))) as pool:
+                found = [*pool.map(self._records_of, range(len(self.names)))]
+            known = [records for records in found if records is not None]
+            self._records = known if len(known) == len(found) else None
+        return self._records
+
+    def _records_of(self, index: int) -> int | None:
+        indices, name, size = self.indices, self.names[index], self._sizes[index]
+        if indices is None or not indices.has(name):
+            return None
+        return indices.records(name, file_size(name, self._storage_options) if size is None else size)
+
+    def build_index(self, name: str) -> bool:
+        """Makes the index of a file, if it is missing and one can be made; whether it was."""
+        if self.indices is None or self.indices.has(name):
             return False
         with closing(open_file(name, self._compression, self._storage_options)) as opened:
             if opened.plain:
-                indices.build(opened)
+                self.indices.build(opened)
             return opened.plain
 
-    def walk(
-        self,
-        order: Sequence[int],
-        epoch: int,
-        place: ReaderCursor | None = None,
-        *,
-        skip: bool = False,
-        in_ranges: bool = False,
-    ) -> RecordReader:
-        """Walks over the undecoded records of some files. Files are opened as the walk comes to them.
+    def open(self, index: int, *, in_ranges: bool) -> tuple[Opened, Read, Layout | None]:
+        """See ``Fragments.open``."""
+        opened = open_file(self.names[index], self._compression, self._storage_options)
+        try:
+            return opened, self.read, self._layout(opened) if in_ranges else None
+        except BaseException:
+            opened.close()
+            raise
 
-        Args:
-          order: indices of ``dataset``, in the order in which they are to be opened: the fresh ones, see
-            ``plan.file_resharding``.
-          epoch: which epoch's shuffle the records are in.
-          place: where an earlier walk over the same fresh files was left, or what was dealt of an earlier world.
-          skip: whether a ``CorruptRecord`` stands for a record that cannot be read, where it is certain how to go on.
-          in_ranges: whether records are taken by ``reserve`` only, which reads but some of them where it can.
+    def _layout(self, opened: OpenedFile) -> Layout | None:
+        """Where the records of a file are, as far as that is known without reading it."""
+        if not opened.plain or opened.size < 0:
+            return None
+        if self.indices is not None:
+            return self.indices.layout(opened)
+        known = layout_of(self.read)
+        layout = None if known is None else known(opened.stream, opened.size)
+        opened.stream.seek(0)
+        return layout
 
-        Raises:
-          IndexError: if there is no such file.
-          StateMismatch: if the place is in a file that the dataset does not have.
-        """
-        for index in order:
-            if not 0 <= index < len(self.files):
-                raise IndexError(f"there is no file {index}: the dataset has {len(self.files)} files")
-        if place is not None:
-            self._check_place(place, len(order))
-        open_lane = partial(self._lane, epoch, skip, in_ranges)
-        table = Interleave(order, open_lane, self._cycle_length, self._block_length, place or ReaderCursor())
-        return RecordReader(table)
-
-    def check_unchanged(self, places: Iterable[FileCursor]) -> None:
-        """Asks whether files that are to be entered again are there, in the size that they had. Local.
-
-        Args:
-          places: where they were left.
+    def check_unchanged(self, places: Sequence[FileCursor]) -> None:
+        """See ``Fragments.check_unchanged``: files have the size that they had.
 
         Raises:
           StateMismatch: naming the file and both sizes, or the file that is gone.
           SourceError: naming the file, if it cannot be asked.
         """
-        lanes = {lane.file: lane for lane in places}
-        for lane in lanes.values():
-            self._check_lane(lane)
-        if not lanes:
-            return
-        with ThreadPoolExecutor(min(_MAX_ASKED_AT_ONCE, len(lanes))) as pool:
-            for lane, size in zip(lanes.values(), pool.map(self._stored_size, lanes), strict=True):
-                if size is not None and lane.size not in {-1, size}:
+        with ThreadPoolExecutor(min(_MAX_ASKED_AT_ONCE, len(places))) as pool:
+            sizes = pool.map(self._stored_size, [place.file for place in places])
+            for place, size in zip(places, sizes, strict=True):
+                if size is not None and place.size not in {-1, size}:
                     raise StateMismatch(
-                        f"{one_line(self.files[lane.file])}: the file has {size} bytes, but had {lane.size} when the "
+                        f"{one_line(self.names[place.file])}: the file has {size} bytes, but had {place.size} when the "
                         "state was saved, in the middle of it; put the file back as it was, or start the epoch anew"
                     )
 
-    def decode(
-        self, records: list[Any], places: Callable[[], Sequence[RecordPlace]], key: int, *, seeds: bool = False
-    ) -> list[Any]:
-        """Applies ``map_fn`` to records.
-
-        Args:
-          records: undecoded records.
-          places: tells where they come from; called only if that is asked for.
-          key: the word of the epoch, for ``sample_seed``.
-          seeds: whether the global generators are seeded for each record.
-
-        Raises:
-          SourceError: naming the place, if ``map_fn`` fails; the original is its ``__cause__``.
-        """
-        map_fn = self.map_fn
-        if map_fn is None:
-            return records
-        decoded: list[Any] = []
-        with Samples(key, seeds=seeds) as reading:
-            reading.places = places
-            try:
-                for position, record in enumerate(records):
-                    reading.begin(position)
-                    decoded.append(map_fn(record))
-            except Exception as error:
-                raise _undecodable(places()[reading.index], error) from error
-        return decoded
-
-    def decode_readable(
-        self, records: list[Any], places: Callable[[], Sequence[RecordPlace]], key: int, *, seeds: bool = False
-    ) -> tuple[list[Any], dict[int, str]]:
-        """Applies ``map_fn`` to the records that can be read, and leaves out those for which it fails.
-
-        Args:
-          records: undecoded records, or ``CorruptRecord`` in their place.
-          places: tells where they come from; called only if that is asked for, and where one is left out.
-          key: the word of the epoch, for ``sample_seed``.
-          seeds: whether the global generators are seeded for each record.
-
-        Returns:
-          The decoded ones; and, by their positions, what is to be told of the others.
-        """
-        decoded: list[Any] = []
-        left_out: dict[int, str] = {}
-        with Samples(key, seeds=seeds and self.map_fn is not None) as reading:
-            reading.places = places
-            for position, record in enumerate(records):
-                reading.begin(position)
-                if isinstance(record, CorruptRecord):
-                    left_out[position] = record.reason
-                    continue
-                try:
-                    decoded.append(record if self.map_fn is None else self.map_fn(record))
-                except Exception as error:
-                    place = places()[position]
-                    left_out[position] = (
-                        f"{one_line(place.file)}, record {place.record}: map_fn failed: {in_one_line(error)}"
-                    )
-        return decoded, left_out
-
-    def fingerprint(self) -> dict[str, Any]:
-        """Plain facts that decide which records come in which order; ranks compare them."""
-        names = json.dumps(self.files)  # a name may hold whatever else could separate them
-        return {
-            "number of files": len(self.files),
-            "file list": hashlib.sha256(names.encode()).hexdigest()[:16],
-            "first file": self.files[0],
-            "shuffle_files": self._shuffle_files,
-            "shuffle_buffer": self._shuffle_buffer,
-            "seed": self.seed,
-            "cycle_length": self._cycle_length,
-            "block_length": self._block_length,
-        }
-
-    def set_epoch(self, epoch: int) -> None:
-        """Chooses the epoch of the next ``iter()``; later ones follow. Also for loader workers that live on."""
-        self._epochs.announce(checked_int("epoch", epoch))
-
-    def __iter__(self) -> Iterator[Any]:
-        """The decoded records of the next epoch; in a loader worker, this worker's share of them."""
-        epoch = self._epochs.take()
-        info = get_worker_info()
-        worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
-        walk = self.walk(self.file_order(epoch), epoch)
-        if self.map_fn is None:  # no Python code runs for a record of a block
-            return chain.from_iterable(self._undecoded(walk, worker, num_workers))
-        read = partial(calls_on(walk, epoch_key(self.seed, epoch)), self.map_fn)
-        return self._decoded(walk, read, worker, num_workers)
-
-    def _undecoded(self, walk: RecordReader, worker: int, num_workers: int) -> Iterator[Iterable[Any]]:
-        with closing(walk):
-            if blocks_of(self._read) is None:
-                yield islice(walk, worker, None, num_workers)
-                return
-            while records := walk.take_ready():
-                yield records[worker::num_workers]
-                worker = (worker - len(records)) % num_workers
-
-    def _decoded(self, walk: RecordReader, read: Callable[[Any], Any], worker: int, num_workers: int) -> Iterator[Any]:
-        with closing(walk):
-            for record in islice(walk, worker, None, num_workers):
-                try:
-                    decoded = read(record)
-                except Exception as error:
-                    raise _undecodable(walk.place, error) from error
-                yield decoded
-
-    def _lane(self, epoch: int, skip: bool, in_ranges: bool, start: FileCursor) -> OpenFile:  # noqa: FBT001 - for partial
-        name = self.files[start.file]
-        opened = open_file(name, self._compression, self._storage_options)
-        try:
-            layout = self._layout(opened) if in_ranges else None
-        except BaseException:
-            opened.close()
-            raise
-        key = (self.seed, epoch, start.file)
-        return OpenFile(name, opened, self._read, self._shuffle_buffer, key, start, skip=skip, layout=layout)
-
-    def _layout(self, opened: OpenedFile) -> Layout | None:
-        """Where the records of a file are, as far as that is known without reading it."""
-        if self._shuffle_buffer or not opened.plain or opened.size < 0:
-            return None
-        if self._indices is not None:
-            return self._indices.layout(opened)
-        known = layout_of(self._read)
-        layout = None if known is None else known(opened.stream, opened.size)
-        opened.stream.seek(0)
-        return layout
-
     def _stored_size(self, index: int) -> int | None:
-        name = self.files[index]
+        name = self.names[index]
         try:
             return file_size(name, self._storage_options)
         except SourceError as error:
@@ -429,25 +278,3 @@ class FileDataset(IterableDataset[Any]):
                 f"{one_line(name)}: the file is gone, but the saved state is in the middle of it; put it back, or "
                 "start the epoch anew"
             ) from error
-
-    def _check_place(self, place: ReaderCursor, dealt: int) -> None:
-        for lane in place.lanes:
-            self._check_lane(lane)
-        if place.opened > dealt:
-            raise StateMismatch(
-                f"the saved state has opened {place.opened} fresh files of a walk that is dealt {dealt}: it belongs to "
-                "another list of files, or is damaged; load a state of this dataset"
-            )
-
-    def _check_lane(self, lane: FileCursor) -> None:
-        if not 0 <= lane.file < len(self.files):
-            raise StateMismatch(
-                f"the saved state is in file {lane.file}, but the dataset has {len(self.files)} files; load a state "
-                "of this dataset"
-            )
-
-
-def _undecodable(place: RecordPlace, error: Exception) -> SourceError:
-    return SourceError(
-        f"{one_line(place.file)}: map_fn failed on record {place.record}: {in_one_line(error)}", file=place.file
-    )

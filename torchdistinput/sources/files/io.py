@@ -111,6 +111,21 @@ class OpenedFile:
         about = retried(ask, self.name, "cannot be read", self.backoff, named=True)
         return next((f"{key} {about[key]}" for key in _CHANGES if about.get(key)), "")
 
+    def where(self) -> tuple[int | None, str]:
+        """See ``open_file.Opened``."""
+        try:
+            offset = self.stream.tell()
+        except (OSError, ValueError):
+            return None, ""  # a stream that cannot tell; the name alone must do
+        return offset, f" near byte {offset}"
+
+    def rewind(self) -> bool:
+        """See ``open_file.Opened``."""
+        try:
+            return self.stream.seek(0) == 0
+        except (OSError, ValueError, NotImplementedError):  # a stream: then the bad record is raised
+            return False
+
     def close(self) -> None:
         """Closes the stream and everything under it; more calls do nothing."""
         self.stream.close()

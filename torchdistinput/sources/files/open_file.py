@@ -1,4 +1,4 @@
-"""One open file of a walk: its records in their order, where each comes from, and where it can be entered again.
+"""One open file, or other fragment: its records in their order, where each comes from, and where it can be entered.
 
 **Entering again.** A lane starts at the last block of its reader in front of the record, or the window, where it was
 left, and passes over what is between. The records of a reader without blocks are passed over from the front.
@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sized
 from functools import partial
 from itertools import chain, islice
-from typing import Any, BinaryIO, NamedTuple, TypeVar, cast, final
+from typing import Any, BinaryIO, NamedTuple, Protocol, TypeVar, cast, final
 
 import numpy.typing as npt
 
@@ -27,17 +27,41 @@ from torchdistinput.plan.file_resharding import FileCursor
 from torchdistinput.plan.permutation import shuffled
 from torchdistinput.sources.files.corrupt_records import CorruptRecord, with_spoiled
 from torchdistinput.sources.files.exact_reads import read_pieces
-from torchdistinput.sources.files.io import OpenedFile
 from torchdistinput.sources.files.reader_api import Block, Layout, MadeRecords, Part, Records, blocks_of
 from torchdistinput.sources.files.retry import one_line
 from torchdistinput.sources.files.window_shuffle import Window, windows
 
-__all__ = ["CorruptRecord", "OpenFile", "Read", "RecordPlace"]
+__all__ = ["CorruptRecord", "OpenFile", "Opened", "Read", "RecordPlace"]
 
 _Found = TypeVar("_Found", bound=Sized)
 
 Read = Callable[[BinaryIO], Iterable[Any]]
 """A reader: takes a binary file object and yields the records in it."""
+
+
+class Opened(Protocol):
+    """A file that is open for reading, or a fragment of another kind."""
+
+    @property
+    def size(self) -> int:
+        """Its stored size, or another number that changes with its content; -1 where there is none."""
+
+    @property
+    def stream(self) -> BinaryIO:
+        """What its reader is given, to read it from front to back."""
+
+    @property
+    def exact(self) -> BinaryIO:
+        """What its reader is given, to read some of its bytes and no others."""
+
+    def where(self) -> tuple[int | None, str]:
+        """How far it was read, in bytes, where that is known; and the same in words, for messages."""
+
+    def rewind(self) -> bool:
+        """Goes to its front, from which a reader is entered; whether that was possible."""
+
+    def close(self) -> None:
+        """Closes it; more calls do nothing."""
 
 
 class RecordPlace(NamedTuple):
@@ -92,7 +116,7 @@ class OpenFile:
     def __init__(
         self,
         name: str,
-        opened: OpenedFile,
+        opened: Opened,
         read: Read,
         window_size: int,
         key: tuple[int, ...],
@@ -210,7 +234,7 @@ class OpenFile:
     def _blocks_from(self, file: BinaryIO, offset: int) -> Iterator[Block[Any]]:
         assert self._blocks is not None
         enter = partial(self._blocks, file)
-        return with_spoiled(enter, file, offset, self.name) if self._skip else enter(offset)
+        return with_spoiled(enter, self._opened.rewind, offset, self.name) if self._skip else enter(offset)
 
     def take_ready(self, most: int) -> list[Any]:
         """Up to ``most`` records that need no reading, one at least, or none at the end of the file.
@@ -296,13 +320,9 @@ class OpenFile:
     def failure(self, error: Exception) -> SourceError:
         """What to raise for an exception of the reader."""
         if isinstance(error, SourceError):
-            return SourceError(f"{one_line(self.name)}: {error}", file=self.name, offset=error.offset)
-        offset, where = None, ""
-        try:
-            offset = self._opened.stream.tell()
-            where = f" near byte {offset}"
-        except (OSError, ValueError):
-            where = ""  # a stream that cannot tell; the file alone must do
+            offset = error.offset if isinstance(error.offset, int) else None
+            return SourceError(f"{one_line(self.name)}: {error}", file=self.name, offset=offset)
+        offset, where = self._opened.where()
         return SourceError(
             f"{one_line(self.name)}: reading failed{where}, after {self.delivered} records: {in_one_line(error)}",
             file=self.name,

@@ -1,4 +1,4 @@
-"""``FileDataset``s as sources, alone or in a ``DataLoader``; how their reading is left and entered again.
+"""Datasets of files and other fragments as sources; how their reading is left and entered again.
 
 In another world, the places of the old walks are brought forward to the row that was delivered last, by the new ranks
 together; then what was begun, and what nobody opened, is dealt anew.
@@ -22,7 +22,7 @@ from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.base import Exchange, RowStream
 from torchdistinput.sources.files.batching import Entrance, KnownRows, RecordRows, pass_over
-from torchdistinput.sources.files.dataset import FileDataset
+from torchdistinput.sources.files.fragment_dataset import FragmentDataset
 from torchdistinput.sources.files.position import CommonPlaces, FilesPosition, Places
 from torchdistinput.sources.files.steps import known_steps, told_of_skew
 from torchdistinput.sources.in_worker import Cut, Failure, as_is
@@ -47,7 +47,7 @@ Collate = Callable[[Any], Any]
 
 @final
 class RecordSource:
-    """A ``FileDataset``: its records are batched here, or are ready batches.
+    """A ``FragmentDataset``: its records are batched here, or are ready batches.
 
     Args:
       data: the files, or a ``DataLoader`` over them.
@@ -65,7 +65,7 @@ class RecordSource:
 
     def __init__(
         self,
-        data: FileDataset | DataLoader[Any],
+        data: FragmentDataset | DataLoader[Any],
         policy: AutoShardPolicy,
         topology: Topology,
         options: InputOptions,
@@ -83,7 +83,7 @@ class RecordSource:
             self._drop_last = self._loader.drop_last
         elif collate is None:
             collate = as_is if global_batch_size is None else default_collate
-        self._dataset = cast(FileDataset, data.dataset if isinstance(data, DataLoader) else data)
+        self._dataset = cast(FragmentDataset, data.dataset if isinstance(data, DataLoader) else data)
         self._lists_strings = self._dataset.yields_strings and collate is default_collate  # which gives the list back
         self._cutter = Cutter(topology, shared, global_batch_size)
         by_file = policy is AutoShardPolicy.FILE
@@ -93,8 +93,8 @@ class RecordSource:
         # Where several read the same batches, each reads its own part of them, if the files are such that one can.
         num_readers = 1 if self._loader is None else max(1, self._loader.num_workers)
         in_ranges = num_readers > 1 or (shared and topology.num_workers > 1)
-        if in_ranges and self._dataset.has_index:
-            self._dataset.build_index(topology.worker, topology.num_workers)
+        if in_ranges:
+            self._dataset.prepare(topology.worker, topology.num_workers)
         self._rows = RecordRows(
             self._dataset,
             self._cutter,

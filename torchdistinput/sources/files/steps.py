@@ -11,26 +11,26 @@ from typing import Final
 
 from torchdistinput.plan.batching import Cutter, num_batches
 from torchdistinput.plan.sharding import deal
-from torchdistinput.sources.files.dataset import FileDataset
+from torchdistinput.sources.files.fragment_dataset import FragmentDataset
 
 __all__ = ["known_steps", "told_of_skew"]
 
 _TOLD_FROM: Final = 1.25  # times the steps
 
 
-def known_steps(dataset: FileDataset, global_batch_size: int, *, drop_last: bool) -> int | None:
+def known_steps(dataset: FragmentDataset, global_batch_size: int, *, drop_last: bool) -> int | None:
     """The steps of an epoch whose batches all workers share; ``None`` where some file has no index. Local.
 
     Raises:
       SourceError: naming a file that is missing or cannot be asked for its size.
     """
-    records = dataset.records_of_files()
+    records = dataset.num_records()
     if records is None:
         return None
     return sum(records) // global_batch_size if drop_last else num_batches(sum(records), global_batch_size)
 
 
-def told_of_skew(dataset: FileDataset, cutter: Cutter, *, drop_last: bool) -> str:
+def told_of_skew(dataset: FragmentDataset, cutter: Cutter, *, drop_last: bool) -> str:
     """What to tell the user of the files of the first epoch as they are dealt out under FILE; nothing if even. Local.
 
     Args:
@@ -38,7 +38,7 @@ def told_of_skew(dataset: FileDataset, cutter: Cutter, *, drop_last: bool) -> st
       cutter: how the batches of a worker are cut.
       drop_last: whether a short last batch is dropped.
     """
-    order, records, sizes = dataset.file_order(0), dataset.records_of_files(), dataset.listed_sizes
+    order, records, sizes = dataset.file_order(0), dataset.num_records(), dataset.num_bytes()
     known, what = (records, "records") if records is not None else (sizes, "bytes")
     if known is None:
         known, what = [1] * len(order), "files"

@@ -1,0 +1,316 @@
+"""A source of a user's own, by the public contract alone, gets what files get; it is ``examples/sqlite_source.py``."""
+
+from __future__ import annotations
+
+import sqlite3
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+import torchdistinput as tdi
+from torchdistinput import Fragment
+from torchdistinput.testing import check_source, run_ranks
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
+from sqlite_source import SqliteSource
+
+ROWS, KEYS, BATCH = 103, 25, 10  # in five ranges, the last of them short
+BAD = 42  # the text of this row is no number
+
+Made = list[list[int]]
+
+
+def database(folder: Path, bad: int | None = None) -> str:
+    path = str(folder / "data.db")
+    with closing(sqlite3.connect(path)) as made, made:
+        made.execute("CREATE TABLE samples (key INTEGER PRIMARY KEY, text TEXT)")
+        rows = [(key, "?" if key == bad else str(key)) for key in range(ROWS)]
+        made.executemany("INSERT INTO samples VALUES (?, ?)", rows)
+    return path
+
+
+def number(row: tuple[int, str]) -> torch.Tensor:
+    return torch.tensor(int(row[1]))
+
+
+def dataset(path: str, **settings: Any) -> tdi.FragmentDataset:
+    return tdi.FragmentDataset(SqliteSource(path, "samples", KEYS), map_fn=number, **settings)
+
+
+MIXED: dict[str, Any] = {
+    "shuffle_fragments": True,
+    "shuffle_buffer": 8,
+    "cycle_length": 2,
+    "block_length": 3,
+    "seed": 5,
+}
+WAYS: dict[str, tuple[tdi.AutoShardPolicy, dict[str, Any], int]] = {
+    "FILE": (tdi.AutoShardPolicy.FILE, {}, 0),
+    "DATA": (tdi.AutoShardPolicy.DATA, {}, 0),
+    "FILE mixed": (tdi.AutoShardPolicy.FILE, MIXED, 0),
+    "DATA mixed": (tdi.AutoShardPolicy.DATA, MIXED, 0),
+    "DATA mixed by loader workers": (tdi.AutoShardPolicy.DATA, MIXED, 2),
+}
+
+
+def distributed(path: str, way: str, **options: Any) -> tdi.DistributedDataset:
+    policy, settings, workers = WAYS[way]
+    data: Any = DataLoader(dataset(path, **settings), batch_size=BATCH, num_workers=workers)
+    return tdi.Strategy(["cpu"]).distribute_dataset(data, tdi.InputOptions(auto_shard_policy=policy, **options))
+
+
+def steps(loader: tdi.DistributedDataset, most: int | None = None) -> Made:
+    """This rank's part of each step, to the end of an epoch or so many steps."""
+    made: Made = []
+    with closing(iter(loader)) as iterator:
+        for part in iterator:
+            made.append(part.tolist())
+            if len(made) == most:
+                break
+    return made
+
+
+def read(path: str, bad: str, states: dict[str, Any]) -> dict[str, Any]:
+    """One rank: whole epochs; an epoch that goes on from a state, and is left; damage."""
+    found: dict[str, Any] = {}
+    for way in WAYS:
+        found[way] = steps(distributed(path, way))
+        loader = distributed(path, way)
+        if way in states:
+            loader.load_state_dict(states[way])
+        found[f"{way}, left"] = steps(loader, 2), loader.state_dict()
+    skipping = distributed(bad, "DATA mixed", on_error="skip", max_errors=1)
+    found["skipped"] = steps(skipping)
+    with pytest.raises(tdi.SourceError) as caught:
+        steps(distributed(bad, "FILE"))
+    found["failed"] = str(caught.value)
+    return found
+
+
+def joined(lists: Iterable[list[Any]]) -> list[Any]:
+    return [*chain.from_iterable(lists)]
+
+
+def together(ranks: Sequence[Made]) -> Made:
+    """The global batches of the parts of all ranks."""
+    return [[sample for part in step for sample in part] for step in zip(*ranks, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    return database(tmp_path_factory.mktemp("good")), database(tmp_path_factory.mktemp("bad"), BAD)
+
+
+@pytest.fixture(scope="module")
+def worlds(paths: tuple[str, str]) -> dict[int, list[dict[str, Any]]]:
+    """By world; each goes on where the one before it has left."""
+    found: dict[int, list[dict[str, Any]]] = {}
+    states: dict[str, Any] = {}
+    for world in (2, 3, 1):
+        found[world] = run_ranks(world, read, *paths, states)
+        states = {way: found[world][0][f"{way}, left"][1] for way in WAYS}
+        for way in WAYS:
+            assert all(rank[f"{way}, left"][1] == states[way] for rank in found[world])
+    return found
+
+
+Worlds = dict[int, list[dict[str, Any]]]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_each_row_comes_once_at_any_world_size(way: str, worlds: Worlds, paths: tuple[str, str]) -> None:
+    alone = steps(distributed(paths[0], way))
+    assert sorted(joined(alone)) == list(range(ROWS))
+    assert (alone[0] == [*range(BATCH)]) == ("mixed" not in way)
+    for found in worlds.values():
+        batches = together([rank[way] for rank in found])
+        assert sorted(joined(batches)) == list(range(ROWS))
+        assert way.startswith("FILE") or batches == alone
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_epoch_that_three_worlds_read_in_turn_is_one_epoch(way: str, worlds: Worlds, paths: tuple[str, str]) -> None:
+    parts = [together([rank[f"{way}, left"][0] for rank in worlds[world]]) for world in (2, 3, 1)]
+    rest = distributed(paths[0], way)
+    rest.load_state_dict(worlds[1][0][f"{way}, left"][1])
+    batches = [*joined(parts), *steps(rest)]
+    assert sorted(joined(batches)) == list(range(ROWS))
+    assert way.startswith("FILE") or batches == steps(distributed(paths[0], way))
+
+
+def test_a_row_that_cannot_be_decoded_is_left_out_or_is_an_error_that_names_fragment_and_record(worlds: Worlds) -> None:
+    for found in worlds.values():
+        left = joined(together([rank["skipped"] for rank in found]))
+        assert sorted(left) == [key for key in range(ROWS) if key != BAD]
+        for rank in found:
+            assert f"samples:{BAD // KEYS}: map_fn failed on record {BAD % KEYS}" in rank["failed"]
+
+
+# ------------------------------------------------------------------------------------------------ in one process
+
+
+class Broken(SqliteSource):
+    """Fails at one key, and says where it can go on, if it may."""
+
+    def __init__(self, path: str, error: type[Exception] = ValueError) -> None:
+        super().__init__(path, "samples", KEYS)
+        self.error = error
+
+    def read(self, fragment: Fragment, position: Any) -> Iterator[tuple[Any, Sequence[Any]]]:
+        for first, rows in super().read(fragment, position):
+            if first <= BAD < first + len(rows):
+                if first < BAD:
+                    yield first, rows[: BAD - first]
+                if self.error is tdi.SourceError:
+                    raise tdi.SourceError("a bad row", offset=BAD, resume_at=BAD + 1)
+                raise self.error("a bad row")
+            yield first, rows
+
+
+def own(source: Any, **options: Any) -> tdi.DistributedDataset:
+    return tdi.Strategy(["cpu"]).distribute_dataset(
+        source, tdi.InputOptions(**options), global_batch_size=BATCH, collate_fn=lambda rows: [row[0] for row in rows]
+    )
+
+
+def test_a_source_is_distributed_as_it_is(paths: tuple[str, str]) -> None:
+    assert joined([*batch] for batch in own(SqliteSource(paths[0], "samples", KEYS))) == list(range(ROWS))
+
+
+def test_what_a_source_raises_names_the_fragment_and_the_position(paths: tuple[str, str]) -> None:
+    with pytest.raises(
+        tdi.SourceError, match=r"samples:1: reading failed near position 25, after 17 records: .*a bad row"
+    ):
+        list(own(Broken(paths[0])))
+
+
+def test_records_that_a_source_cannot_read_are_left_out_if_it_says_where_to_go_on(paths: tuple[str, str]) -> None:
+    loader = own(Broken(paths[0], tdi.SourceError), on_error="skip")
+    assert joined([*batch] for batch in loader) == [key for key in range(ROWS) if key != BAD]
+    assert loader.stats()["skipped"] == 1
+    with pytest.raises(tdi.SourceError, match="samples:1"):
+        list(own(Broken(paths[0]), on_error="skip"))
+
+
+def test_a_fragment_that_changed_since_the_state_was_saved_is_named(tmp_path: Path) -> None:
+    path = database(tmp_path)
+    loader = own(SqliteSource(path, "samples", KEYS))
+    steps_of(loader, 3)
+    state = loader.state_dict()
+    with closing(sqlite3.connect(path)) as changed, changed:
+        changed.execute("DELETE FROM samples WHERE key = 30")
+    later = own(SqliteSource(path, "samples", KEYS))
+    with pytest.raises(tdi.StateMismatch, match="samples:1: the fragment has changed"):
+        later.load_state_dict(state)
+
+
+def steps_of(loader: tdi.DistributedDataset, most: int) -> None:
+    with closing(iter(loader)) as iterator:
+        for _ in range(most):
+            next(iterator)
+
+
+def test_too_few_fragments_for_the_workers_are_refused_with_both_numbers(paths: tuple[str, str]) -> None:
+    for message in run_ranks(2, refused, paths[0]):
+        assert "1 file(s)" in message
+        assert "2 workers" in message
+
+
+def refused(path: str) -> str:
+    with pytest.raises(tdi.ShardingError) as caught:
+        tdi.Strategy(["cpu"]).distribute_dataset(SqliteSource(path, "samples", ROWS), global_batch_size=BATCH)
+    assert dist.get_world_size() == 2
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (lambda _: 3, "the methods fragments and read"),
+        (lambda path: Named(path, []), "gave no fragment"),
+        (lambda path: Named(path, ["a", "a"]), "two fragments of the name 'a'"),
+    ],
+)
+def test_what_is_no_source_is_refused(source: Any, message: str, paths: tuple[str, str]) -> None:
+    with pytest.raises((TypeError, tdi.InputError), match=message):
+        tdi.FragmentDataset(source(paths[0]))
+
+
+class Named(SqliteSource):
+    def __init__(self, path: str, names: Sequence[str]) -> None:
+        super().__init__(path, "samples", KEYS)
+        self.names = names
+
+    def fragments(self) -> Sequence[Fragment]:
+        return [Fragment(name) for name in self.names]
+
+
+# -------------------------------------------------------------------------------------------------- check_source
+
+
+def test_a_good_source_passes_the_check(tmp_path: Path) -> None:
+    path = database(tmp_path)
+
+    def change() -> None:
+        with closing(sqlite3.connect(path)) as changed, changed:
+            changed.execute("DELETE FROM samples WHERE key = 30")
+
+    check_source(SqliteSource(path, "samples", 70), change=change)
+
+
+class Faulty(SqliteSource):
+    """Breaks the contract in one way."""
+
+    def __init__(self, path: str, fault: str) -> None:
+        super().__init__(path, "samples", 100)
+        self.fault = fault
+        self.calls = 0
+
+    def fragments(self) -> Sequence[Fragment]:
+        self.calls += 1
+        found = [*super().fragments()]
+        if self.fault == "other fragments":
+            return found[: 1 + self.calls % 2]
+        if self.fault == "other counts":
+            return [Fragment(each.name, 3) for each in found]
+        return found
+
+    def read(self, fragment: Fragment, position: Any) -> Iterator[tuple[Any, Sequence[Any]]]:
+        for first, rows in super().read(fragment, None if self.fault == "not entered" else position):
+            if self.fault == "empty block":
+                yield first, []
+            if self.fault == "tuples":
+                yield (first, 1), rows
+            elif self.fault == "no position":
+                yield None, rows
+            elif self.fault == "one late":
+                yield first + 1, rows
+            else:
+                yield first, rows
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("other fragments", "something else"),
+        ("other counts", "samples:0: 100 records, but num_records=3"),
+        ("not entered", "samples:0, position 64: 100 records came from there, not the same 36"),
+        ("empty block", "samples:0: a block has no record"),
+        ("tuples", "after JSON"),
+        ("no position", "samples:0: a block came with the position None"),
+        ("one late", "samples:0, position 1: 99 records came from there, not the same 100"),
+    ],
+)
+def test_the_check_names_what_is_wrong(fault: str, message: str, paths: tuple[str, str]) -> None:
+    with pytest.raises(AssertionError, match=message):
+        check_source(Faulty(paths[0], fault))
+    with pytest.raises(AssertionError, match="no Fragment shows it"):
+        check_source(SqliteSource(paths[0], "samples", 100), change=lambda: None)

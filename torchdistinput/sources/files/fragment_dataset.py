@@ -1,0 +1,446 @@
+"""Data in fragments as a torch dataset: the order of an epoch, the walk over the records, and their decoding.
+
+Reading is apart from decoding: a *walk* yields what the source yields, and ``map_fn`` is called only for the records
+that somebody keeps. The order of a walk follows from (fragments, seed, epoch) and the order of fragments that it is
+given; it does not depend on who walks or on how many processes do, so every rank and every loader worker can find its
+own part.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
+from functools import partial
+from itertools import chain, islice
+from typing import Any, Final, Protocol, cast
+
+from torch.utils.data import IterableDataset, get_worker_info
+
+from torchdistinput.coordination.failures import in_one_line
+from torchdistinput.errors import InputError, SourceError, StateMismatch
+from torchdistinput.plan.file_resharding import FileCursor, ReaderCursor
+from torchdistinput.plan.permutation import shuffled
+from torchdistinput.sources.files.checks import as_object, check_callable, checked_int
+from torchdistinput.sources.files.corrupt_records import CorruptRecord
+from torchdistinput.sources.files.interleave import Interleave
+from torchdistinput.sources.files.open_file import Opened, OpenFile, Read, RecordPlace
+from torchdistinput.sources.files.plain_epochs import EpochCounter
+from torchdistinput.sources.files.reader_api import Block, Layout, in_blocks
+from torchdistinput.sources.files.reading import RecordReader
+from torchdistinput.sources.files.retry import one_line
+from torchdistinput.sources.fragments import Fragment, FragmentSource
+from torchdistinput.sources.sample_seed import Samples, calls_on, epoch_key
+
+__all__ = ["FragmentDataset", "Fragments"]
+
+_MARK_BYTES: Final = 6
+
+
+class Fragments(Protocol):
+    """What a ``FragmentDataset`` needs of its fragments: they are files, or those of a ``FragmentSource``."""
+
+    kind: str
+    """What one of them is called, in messages."""
+    names: tuple[str, ...]
+    in_blocks: bool
+    """Whether records come in blocks, so that many are handed on at once."""
+
+    def open(self, index: int, *, in_ranges: bool) -> tuple[Opened, Read, Layout | None]:
+        """Opens one: what is read, by which reader, and where its records are, if some are to be read only."""
+
+    def check_unchanged(self, places: Sequence[FileCursor]) -> None:
+        """Asks whether those that are to be entered again are as they were.
+
+        Raises:
+          StateMismatch: one has changed, or is gone.
+        """
+
+    def num_records(self) -> list[int] | None:
+        """How many records each has, where that is known of all."""
+
+    def num_bytes(self) -> list[int] | None:
+        """How large each is, where that is known of all."""
+
+
+class FragmentDataset(IterableDataset[Any]):
+    """The records of a source of fragments, as a torch ``IterableDataset`` that the library can divide.
+
+    Given to ``strategy.distribute_dataset``, alone or in a ``DataLoader``, its fragments are dealt to the workers, or
+    its records divided, by the policy. In plain torch it is an ordinary dataset, as ``FileDataset`` is, which is one.
+
+    Args:
+      source: the fragments, and how they are read.
+      map_fn: decodes a record, for example into tensors; called only for records that are kept. ``None`` keeps them.
+      shuffle_fragments: whether each epoch has its own order of the fragments.
+      shuffle_buffer: records of a fragment that are shuffled together, and so held in memory; 0: none.
+      seed: an int, the same on every rank.
+      cycle_length: fragments that are open at the same time, their records interleaved.
+      block_length: records that are taken from one of them in turn.
+
+    Raises:
+      TypeError, ValueError: for arguments that cannot be right.
+      InputError: the source has no fragments, or two of one name.
+    """
+
+    def __init__(
+        self,
+        source: FragmentSource,
+        *,
+        map_fn: Callable[[Any], Any] | None = None,
+        shuffle_fragments: bool = False,
+        shuffle_buffer: int = 0,
+        seed: int = 0,
+        cycle_length: int = 1,
+        block_length: int = 1,
+    ) -> None:
+        if not isinstance(as_object(source), FragmentSource):
+            raise TypeError(f"source must have the methods fragments and read of a FragmentSource, got {source!r:.100}")
+        self._begin(
+            _SourceFragments(source),
+            map_fn,
+            ("shuffle_fragments", shuffle_fragments),
+            shuffle_buffer,
+            seed,
+            cycle_length,
+            block_length,
+        )
+
+    def _begin(
+        self,
+        fragments: Fragments,
+        map_fn: Callable[[Any], Any] | None,
+        shuffle: tuple[str, bool],
+        shuffle_buffer: int,
+        seed: int,
+        cycle_length: int,
+        block_length: int,
+    ) -> None:
+        """Checks what all kinds of fragments have in common, and keeps it."""
+        super().__init__()
+        if map_fn is not None:
+            check_callable("map_fn", map_fn)
+        if not isinstance(as_object(shuffle[1]), bool):
+            raise TypeError(f"{shuffle[0]} must be True or False, got {shuffle[1]!r}")
+        self.map_fn = map_fn
+        self.seed = checked_int("seed", seed)
+        self._shuffles = shuffle
+        self._shuffle_buffer = checked_int("shuffle_buffer", shuffle_buffer, at_least=0)
+        self._cycle_length = checked_int("cycle_length", cycle_length, at_least=1)
+        self._block_length = checked_int("block_length", block_length, at_least=1)
+        self._fragments = fragments
+        self._epochs = EpochCounter()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the fragments, in the order of the source. Local."""
+        return self._fragments.names
+
+    @property
+    def kind(self) -> str:
+        """What a fragment is called: ``file``, or ``fragment``. Local."""
+        return self._fragments.kind
+
+    def num_records(self) -> list[int] | None:
+        """How many records each fragment has, where that is known of all. Local."""
+        return self._fragments.num_records()
+
+    def num_bytes(self) -> list[int] | None:
+        """How large each fragment is, where that is known of all. Local."""
+        return self._fragments.num_bytes()
+
+    def prepare(self, worker: int, num_workers: int) -> None:
+        """What is done once before the records are read in ranges, by every worker its part. Local."""
+
+    @property
+    def yields_strings(self) -> bool:
+        """Whether its records are strings for certain. Local."""
+        return False
+
+    @property
+    def yields_rows(self) -> bool:
+        """Whether its records are rows of arrays, or tensors of their memory. Local."""
+        return False
+
+    def file_order(self, epoch: int) -> list[int]:
+        """The indices of the fragments in the order of an epoch; before they are dealt to workers."""
+        if not self._shuffles[1]:
+            return list(range(len(self.names)))
+        return shuffled(len(self.names), self.seed, epoch)
+
+    def walk(
+        self,
+        order: Sequence[int],
+        epoch: int,
+        place: ReaderCursor | None = None,
+        *,
+        skip: bool = False,
+        in_ranges: bool = False,
+    ) -> RecordReader:
+        """Walks over the undecoded records of some fragments, which are opened as the walk comes to them.
+
+        Args:
+          order: indices of fragments, in the order in which they are to be opened: the fresh ones, see
+            ``plan.file_resharding``.
+          epoch: which epoch's shuffle the records are in.
+          place: where an earlier walk over the same fresh fragments was left, or what was dealt of an earlier world.
+          skip: whether a ``CorruptRecord`` stands for a record that cannot be read, where it is certain how to go on.
+          in_ranges: whether records are taken by ``reserve`` only, which reads but some of them where it can.
+
+        Raises:
+          IndexError: if there is no such fragment.
+          StateMismatch: if the place is in a fragment that the dataset does not have.
+        """
+        for index in order:
+            if not 0 <= index < len(self.names):
+                raise IndexError(f"there is no {self.kind} {index}: the dataset has {len(self.names)} {self.kind}s")
+        if place is not None:
+            self._check_place(place, len(order))
+        open_lane = partial(self._lane, epoch, skip, in_ranges)
+        table = Interleave(order, open_lane, self._cycle_length, self._block_length, place or ReaderCursor())
+        return RecordReader(table)
+
+    def check_unchanged(self, places: Iterable[FileCursor]) -> None:
+        """Asks whether fragments that are to be entered again are there, as they were. Local.
+
+        Args:
+          places: where they were left.
+
+        Raises:
+          StateMismatch: naming the fragment that has changed, or is gone.
+          SourceError: naming the fragment, if it cannot be asked.
+        """
+        lanes = {lane.file: lane for lane in places}
+        for lane in lanes.values():
+            self._check_lane(lane)
+        if lanes:
+            self._fragments.check_unchanged([*lanes.values()])
+
+    def decode(
+        self, records: list[Any], places: Callable[[], Sequence[RecordPlace]], key: int, *, seeds: bool = False
+    ) -> list[Any]:
+        """Applies ``map_fn`` to records.
+
+        Args:
+          records: undecoded records.
+          places: tells where they come from; called only if that is asked for.
+          key: the word of the epoch, for ``sample_seed``.
+          seeds: whether the global generators are seeded for each record.
+
+        Raises:
+          SourceError: naming the place, if ``map_fn`` fails; the original is its ``__cause__``.
+        """
+        map_fn = self.map_fn
+        if map_fn is None:
+            return records
+        decoded: list[Any] = []
+        with Samples(key, seeds=seeds) as reading:
+            reading.places = places
+            try:
+                for position, record in enumerate(records):
+                    reading.begin(position)
+                    decoded.append(map_fn(record))
+            except Exception as error:
+                raise _undecodable(places()[reading.index], error) from error
+        return decoded
+
+    def decode_readable(
+        self, records: list[Any], places: Callable[[], Sequence[RecordPlace]], key: int, *, seeds: bool = False
+    ) -> tuple[list[Any], dict[int, str]]:
+        """Applies ``map_fn`` to the records that can be read, and leaves out those for which it fails.
+
+        Args:
+          records: undecoded records, or ``CorruptRecord`` in their place.
+          places: tells where they come from; called only if that is asked for, and where one is left out.
+          key: the word of the epoch, for ``sample_seed``.
+          seeds: whether the global generators are seeded for each record.
+
+        Returns:
+          The decoded ones; and, by their positions, what is to be told of the others.
+        """
+        decoded: list[Any] = []
+        left_out: dict[int, str] = {}
+        with Samples(key, seeds=seeds and self.map_fn is not None) as reading:
+            reading.places = places
+            for position, record in enumerate(records):
+                reading.begin(position)
+                if isinstance(record, CorruptRecord):
+                    left_out[position] = record.reason
+                    continue
+                try:
+                    decoded.append(record if self.map_fn is None else self.map_fn(record))
+                except Exception as error:
+                    place = places()[position]
+                    left_out[position] = (
+                        f"{one_line(place.file)}, record {place.record}: map_fn failed: {in_one_line(error)}"
+                    )
+        return decoded, left_out
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Plain facts that decide which records come in which order; ranks compare them."""
+        names = json.dumps(self.names)  # a name may hold whatever else could separate them
+        return {
+            f"number of {self.kind}s": len(self.names),
+            f"{self.kind} list": hashlib.sha256(names.encode()).hexdigest()[:16],
+            f"first {self.kind}": self.names[0],
+            self._shuffles[0]: self._shuffles[1],
+            "shuffle_buffer": self._shuffle_buffer,
+            "seed": self.seed,
+            "cycle_length": self._cycle_length,
+            "block_length": self._block_length,
+        }
+
+    def set_epoch(self, epoch: int) -> None:
+        """Chooses the epoch of the next ``iter()``; later ones follow. Also for loader workers that live on."""
+        self._epochs.announce(checked_int("epoch", epoch))
+
+    def __iter__(self) -> Iterator[Any]:
+        """The decoded records of the next epoch; in a loader worker, this worker's share of them."""
+        epoch = self._epochs.take()
+        info = get_worker_info()
+        worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
+        walk = self.walk(self.file_order(epoch), epoch)
+        if self.map_fn is None:  # no Python code runs for a record of a block
+            return chain.from_iterable(self._undecoded(walk, worker, num_workers))
+        read = partial(calls_on(walk, epoch_key(self.seed, epoch)), self.map_fn)
+        return self._decoded(walk, read, worker, num_workers)
+
+    def _undecoded(self, walk: RecordReader, worker: int, num_workers: int) -> Iterator[Iterable[Any]]:
+        with closing(walk):
+            if not self._fragments.in_blocks:
+                yield islice(walk, worker, None, num_workers)
+                return
+            while records := walk.take_ready():
+                yield records[worker::num_workers]
+                worker = (worker - len(records)) % num_workers
+
+    def _decoded(self, walk: RecordReader, read: Callable[[Any], Any], worker: int, num_workers: int) -> Iterator[Any]:
+        with closing(walk):
+            for record in islice(walk, worker, None, num_workers):
+                try:
+                    decoded = read(record)
+                except Exception as error:
+                    raise _undecodable(walk.place, error) from error
+                yield decoded
+
+    def _lane(self, epoch: int, skip: bool, in_ranges: bool, start: FileCursor) -> OpenFile:  # noqa: FBT001 - for partial
+        opened, read, layout = self._fragments.open(start.file, in_ranges=in_ranges and not self._shuffle_buffer)
+        key = (self.seed, epoch, start.file)
+        name = self.names[start.file]
+        return OpenFile(name, opened, read, self._shuffle_buffer, key, start, skip=skip, layout=layout)
+
+    def _check_place(self, place: ReaderCursor, dealt: int) -> None:
+        for lane in place.lanes:
+            self._check_lane(lane)
+        if place.opened > dealt:
+            raise StateMismatch(
+                f"the saved state has opened {place.opened} fresh {self.kind}s of a walk that is dealt {dealt}: it "
+                f"belongs to another list of {self.kind}s, or is damaged; load a state of this dataset"
+            )
+
+    def _check_lane(self, lane: FileCursor) -> None:
+        if not 0 <= lane.file < len(self.names):
+            raise StateMismatch(
+                f"the saved state is in {self.kind} {lane.file}, but the dataset has {len(self.names)} {self.kind}s; "
+                "load a state of this dataset"
+            )
+
+
+class _SourceFragments:
+    """The fragments of a source of the user's; see ``Fragments``."""
+
+    kind = "fragment"
+    in_blocks = True
+
+    def __init__(self, source: FragmentSource) -> None:
+        self._source = source
+        self._all = [*source.fragments()]
+        self.names = tuple(each.name for each in self._all)
+        if not self.names:
+            raise InputError(f"{type(source).__name__}.fragments() gave no fragment; at least one is needed")
+        twice = next((name for name in self.names if self.names.count(name) > 1), None)
+        if twice is not None:
+            raise InputError(f"{type(source).__name__}.fragments() gave two fragments of the name {twice!r:.100}")
+
+    def open(self, index: int, *, in_ranges: bool) -> tuple[Opened, Read, Layout | None]:
+        """See ``Fragments.open``."""
+        fragment = self._all[index]
+        return _OpenedFragment(self._source, fragment, _mark_of(fragment)), _records_of_fragment, None
+
+    def check_unchanged(self, places: Sequence[FileCursor]) -> None:
+        """See ``Fragments.check_unchanged``."""
+        for place in places:
+            fragment = self._all[place.file]
+            if place.size not in {-1, _mark_of(fragment)}:
+                raise StateMismatch(
+                    f"{one_line(fragment.name)}: the fragment has changed since the state was saved in the middle of "
+                    "it; put it back as it was, or start the epoch anew"
+                )
+
+    def num_records(self) -> list[int] | None:
+        """See ``Fragments.num_records``."""
+        return _known_of_all([each.num_records for each in self._all])
+
+    def num_bytes(self) -> list[int] | None:
+        """See ``Fragments.num_bytes``."""
+        return _known_of_all([each.num_bytes for each in self._all])
+
+
+class _OpenedFragment:
+    """A fragment that is read; see ``Opened``. A position is kept as a list of one, so that none is the number 0."""
+
+    def __init__(self, source: FragmentSource, fragment: Fragment, size: int) -> None:
+        self._source = source
+        self._fragment = fragment
+        self._at: Any = None
+        self.size = size
+        self.stream: Any = self
+        self.exact: Any = self
+
+    def blocks_from(self, offset: Any) -> Iterator[Block[Any]]:
+        """The blocks of the source, from the front or from a position."""
+        self._at = None if offset == 0 else offset[0]
+        try:
+            for self._at, records in self._source.read(self._fragment, self._at):  # noqa: B020 - where it stands
+                yield cast(Any, [self._at]), cast(Any, records)
+        except SourceError as error:
+            if error.offset is not None and error.resume_at is not None:
+                error.offset, error.resume_at = cast(Any, ([error.offset], [error.resume_at]))
+            raise
+
+    def where(self) -> tuple[Any, str]:
+        """See ``Opened.where``."""
+        return None, "" if self._at is None else f" near position {self._at!r:.100}"
+
+    def rewind(self) -> bool:
+        """See ``Opened.rewind``."""
+        return True
+
+    def close(self) -> None:
+        """See ``Opened.close``. The iterator of the source is closed by its reader."""
+
+
+@in_blocks
+def _records_of_fragment(fragment: Any, offset: Any) -> Iterator[Block[Any]]:
+    blocks: Iterator[Block[Any]] = fragment.blocks_from(offset)
+    return blocks
+
+
+def _mark_of(fragment: Fragment) -> int:
+    """What tells that a fragment has changed, as an int; -1 where nothing does."""
+    facts = [fragment.num_records, fragment.num_bytes, fragment.fingerprint]
+    if facts == [None, None, None]:
+        return -1
+    return int.from_bytes(hashlib.sha256(json.dumps(facts).encode()).digest()[:_MARK_BYTES], "big")
+
+
+def _known_of_all(values: Sequence[int | None]) -> list[int] | None:
+    known = [value for value in values if value is not None]
+    return known if len(known) == len(values) else None
+
+
+def _undecodable(place: RecordPlace, error: Exception) -> SourceError:
+    return SourceError(
+        f"{one_line(place.file)}: map_fn failed on record {place.record}: {in_one_line(error)}", file=place.file
+    )

@@ -1,0 +1,81 @@
+"""``check_source``: whether a source of fragments keeps its contract; see ``sources.fragments``."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any, Final
+
+from torchdistinput.coordination.batch_digests import digest_of_element
+from torchdistinput.sources.fragments import Fragment, FragmentSource
+
+__all__ = ["check_source"]
+
+_MOST_POSITIONS: Final = 20  # of a fragment, at which it is entered
+
+
+def check_source(source: FragmentSource, *, change: Callable[[], object] | None = None) -> None:
+    """Checks a source of your own. Local: in one process, without any rank. Reads all of it some times.
+
+    Args:
+      source: with a few fragments, and some blocks in one of them at least.
+      change: changes the content of the source; then a fragment must have another fingerprint, number of records or
+        size. Called last.
+
+    Raises:
+      AssertionError: it does not keep the contract; the message names the fragment and the position.
+    """
+    fragments = [*source.fragments()]
+    assert fragments, "fragments() gave none; at least one is needed"
+    assert all(isinstance(each, Fragment) for each in fragments), "fragments() must give Fragment objects"
+    names = [each.name for each in fragments]
+    assert len(set(names)) == len(names), f"two fragments have one name: {names!r:.200}"
+    assert [*source.fragments()] == fragments, "fragments() gave something else when it was called again"
+    copy: FragmentSource = pickle.loads(pickle.dumps(source))
+    assert [*copy.fragments()] == fragments, "a pickled copy of the source has other fragments"
+    for fragment in fragments:
+        _check_fragment(source, copy, fragment)
+    if change is not None:
+        change()
+        assert [*source.fragments()] != fragments, (
+            "the content was changed, but no Fragment shows it: give a fingerprint"
+        )
+
+
+def _check_fragment(source: FragmentSource, copy: FragmentSource, fragment: Fragment) -> None:
+    name = fragment.name
+    blocks = [(position, [*records]) for position, records in source.read(fragment, None)]
+    whole = _digests(blocks)
+    assert all(records for _, records in blocks), f"{name}: a block has no record; leave it out"
+    if fragment.num_records is not None:
+        assert len(whole) == fragment.num_records, (
+            f"{name}: {len(whole)} records, but num_records={fragment.num_records}"
+        )
+    # Two at once: a source that keeps a place, or one cursor, mixes them up.
+    pairs = zip(source.read(fragment, None), copy.read(fragment, None), strict=True)
+    again = [(first, second) for (_, first), (_, second) in pairs]
+    for each in (0, 1):
+        found = _digests([(None, [*pair[each]]) for pair in again])
+        assert found == whole, f"{name}: other records came when it was read again, beside another reading"
+    seen = 0
+    starts = []
+    for position, records in blocks:
+        starts.append((position, seen))
+        seen += len(records)
+    for position, start in starts[:: max(1, len(starts) // _MOST_POSITIONS)]:
+        _check_position(source, fragment, position, whole[start:])
+
+
+def _check_position(source: FragmentSource, fragment: Fragment, position: Any, rest: Sequence[int]) -> None:
+    name = f"{fragment.name}, position {position!r:.100}"
+    assert position is not None, f"{fragment.name}: a block came with the position None, which is the front"
+    stored = json.loads(json.dumps(position))
+    assert stored == position, f"{name}: it is {stored!r:.100} after JSON; give a number, a text, or a list of them"
+    found = _digests([(each, [*records]) for each, records in source.read(fragment, stored)])
+    assert found == [*rest], f"{name}: {len(found)} records came from there, not the same {len(rest)} as from the front"
+
+
+def _digests(blocks: Sequence[tuple[Any, Sequence[Any]]]) -> list[int]:
+    return [digest_of_element(record) for record in chain.from_iterable(records for _, records in blocks)]
