@@ -62,7 +62,7 @@ def one_process(steps: int) -> dict[str, float]:
         next(iterator)
     # The rooms of the house, as the iterator holds them.
     buffer, progress, elements = iterator._buffer, iterator._progress, iterator._elements
-    fetch, votes = buffer._walk.draw.__self__, buffer._votes  # type: ignore[attr-defined]
+    fetch, votes = buffer._upstream.draw.__self__, buffer._votes  # type: ignore[attr-defined]
     stream = dataset._source.open(0, lambda call: call(), Start())
     row, sizes = [batch], (256,)
     sent = LocalStep([], sizes, row, global_size=256, rows=1)
@@ -100,7 +100,7 @@ def in_memory(steps: int) -> dict[str, float]:
     batch = next(iterator)
     order = torch.randperm(samples)
     rows = Numbers(order[:size].numpy())
-    stream = iterator._buffer._walk.draw.__self__._stream  # type: ignore[attr-defined]
+    stream = iterator._buffer._upstream.draw.__self__._stream  # type: ignore[attr-defined]
     draws, pieces, checker = stream._draws, dataset._source._pieces, iterator._elements._checker  # type: ignore[attr-defined]
     starts = itertools.cycle(range(0, samples - size, size))
 

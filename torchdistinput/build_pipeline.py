@@ -1,38 +1,36 @@
-"""The walk of the data: ``compose`` puts the stages together, and is the only place that knows all of them."""
+"""The pipeline of an epoch: ``build_pipeline`` puts the stages together, the only place that knows all."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from time import perf_counter
 from typing import Any, NamedTuple, final
 
 import torch
 
 from torchdistinput.batches.padding import Pad
-from torchdistinput.batches.pytree import bytes_held
 from torchdistinput.batches.schema_check import SchemaChecker
 from torchdistinput.coordination.batch_digests import BatchDigests, take_for_read
 from torchdistinput.coordination.process_group import Channel, Ranks
 from torchdistinput.coordination.step_sync import StepSync
 from torchdistinput.devices.accelerators import make_copier
 from torchdistinput.elements import Elements
-from torchdistinput.errors import InputError
 from torchdistinput.iterator import DistributedIterator, LastStep, Progress
 from torchdistinput.pipeline.fetch import Fetch
-from torchdistinput.pipeline.metrics import COPY, FETCH, Metrics, StatsSync, in_range
-from torchdistinput.pipeline.prefetch_thread import PrefetchThread, UpstreamStages
+from torchdistinput.pipeline.metrics import StatsSync
+from torchdistinput.pipeline.prefetch_thread import PrefetchThread
 from torchdistinput.pipeline.prefetcher import Prefetcher
 from torchdistinput.pipeline.to_device import ToDevice
+from torchdistinput.pipeline.upstream import StepMaker
 from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.base import ReadByAll, Source
 from torchdistinput.sources.rng import Draw, SharedRngState
 from torchdistinput.sources.torch_loader.open_runs import OpenRuns
-from torchdistinput.step_types import CatchesUp, Digest, Drawn, Failed, Held, LocalStep, Start, Stream
+from torchdistinput.step_types import CatchesUp, Digest, Start, Stream
 
-__all__ = ["Opened", "Setting", "compose", "open_stream"]
+__all__ = ["Opened", "Setting", "build_pipeline", "open_stream"]
 
 
 @final
@@ -82,10 +80,10 @@ def open_stream(source: Source, epoch: int, draws: Draw, start: Start) -> Stream
         return _BrokenStream(error)
 
 
-def compose(
+def build_pipeline(
     source: Source, setting: Setting, options: InputOptions, opened: Opened, idle: list[ToDevice]
 ) -> DistributedIterator:
-    """The walk: fetch -> pad, if asked for -> transfer -> coordinate -> buffer.
+    """Builds it: fetch -> pad, if asked for -> to_device -> step_sync -> prefetcher.
 
     Args:
       source: the data.
@@ -107,18 +105,33 @@ def compose(
         with_index=options.with_index,
     )
     pad = _new_pad(source, options)
-    transfer = idle.pop() if idle else ToDevice([make_copier(device) for device in devices])
+    to_device = idle.pop() if idle else ToDevice([make_copier(device) for device in devices])
     way_out = "" if channel is None or not isinstance(source, ReadByAll) else source.way_out
     compares = channel is not None and setting.has_peers
     note_read = take_for_read if way_out else BatchDigests() if compares else None
-    fetch = Fetch(stream, checker, as_read=pad is None and not transfer.moves, note_read=note_read)
-    own = _OwnStages(fetch, checker, pad, transfer, setting.topology.replicas_per_worker, progress.meter)
+    fetch = Fetch(stream, checker, as_read=pad is None and not to_device.moves, note_read=note_read)
+    workers = OpenRuns() if source.workers is None else source.workers
+    timeout_seconds = setting.timeout_seconds if options.timeout_seconds is None else options.timeout_seconds
+    if channel is not None:
+        workers.bound(timeout_seconds)
+    maker = StepMaker(
+        fetch,
+        checker,
+        pad,
+        to_device,
+        setting.topology.replicas_per_worker,
+        progress.meter,
+        workers,
+        stream.expect,
+        draw=None if lent is None or stream.in_background else partial(lent, fetch.draw),
+        give_back=idle.append,
+    )
     ranks = setting.ranks
-    coordinate = StepSync(
+    step_sync = StepSync(
         channel,
         slots=max(1, options.most_ahead),
         checker=checker,
-        complete=own.fill,
+        complete=maker.fill,
         name=None if ranks is None else ranks.name(ranks.rank),
         begins_at=(progress.epoch, progress.steps),
         counts=ranks is None or ranks.rank in ranks.firsts,
@@ -128,35 +141,19 @@ def compose(
         max_errors=options.max_errors if options.skips else None,
         ahead=(depth, options.least_ahead) if grows else None,
     )
-    workers = OpenRuns() if source.workers is None else source.workers
-    timeout_seconds = setting.timeout_seconds if options.timeout_seconds is None else options.timeout_seconds
-    if channel is not None:
-        workers.bound(timeout_seconds)
     threaded = channel is not None or (depth > 0 and (stream.in_background or copies))
-    background = PrefetchThread(
-        UpstreamStages(
-            fetch.draw if lent is None or stream.in_background else partial(lent, fetch.draw),
-            own.produce,
-            own.discard,
-            transfer.enter_thread,
-            fetch.close,
-            lambda: idle.append(transfer),
-            workers.lost_workers,
-            own.weigh,
-            stream.expect,
-            workers.consumers,
-            workers.look,
-        ),
-        coordinate,
+    thread = PrefetchThread(
+        maker,
+        step_sync,
         depth=depth if threaded else 0,
         threaded=threaded,
         meter=progress.meter,
         room=options.prefetch_bytes if grows else None,
     )
     try:
-        background.begin()
-        buffer = Prefetcher(
-            background,
+        thread.begin()
+        prefetcher = Prefetcher(
+            thread,
             helps=not copies and _makes_plain_tensors(),
             timeout_seconds=timeout_seconds,
             names=_itself if ranks is None else ranks.name,
@@ -165,104 +162,15 @@ def compose(
         )
         elements = Elements(checker, source.certain_piece_size, setting.topology.replicas_per_worker, pad)
         catch_up = stream.catch_up if isinstance(stream, CatchesUp) and stream.draws_ahead else None
-        return DistributedIterator(buffer, transfer, elements, progress, last, catch_up)
+        return DistributedIterator(prefetcher, to_device, elements, progress, last, catch_up)
     except BaseException:  # there is nobody else who would end its thread
-        background.stop(0)
+        thread.stop(0)
         raise
 
 
 def _new_pad(source: Source, options: InputOptions) -> Pad | None:
     rows = source.largest_piece_size
     return None if options.partial_batch == "keep" or rows is None else Pad(rows, with_index=options.with_index)
-
-
-def _fill(share: LocalStep, checker: SchemaChecker, replicas_per_worker: int, pad: Pad | None) -> None:
-    """Puts an empty batch where a replica has no sample, and pads if that is asked for."""
-    share.sizes = share.sizes or (0,) * replicas_per_worker
-    pieces = share.pieces or [None] * replicas_per_worker
-    # What has samples may be None all the same, if the user's collate function says so.
-    share.pieces = [
-        checker.empty() if piece is None and not size else piece
-        for piece, size in zip(pieces, share.sizes, strict=True)
-    ]
-    if pad is not None:
-        pad(share, checker.structure)
-
-
-@final
-class _OwnStages:
-    """The stages before the vote, in which no other rank takes part, put together and timed.
-
-    Args:
-      fetch: reads the rows.
-      checker: knows the structure of the elements.
-      pad: gives the pieces one size, if asked for.
-      transfer: brings them onto the devices.
-      replicas_per_worker: pieces of a step.
-      meter: takes down how long they take.
-    """
-
-    def __init__(
-        self,
-        fetch: Fetch,
-        checker: SchemaChecker,
-        pad: Pad | None,
-        transfer: ToDevice,
-        replicas_per_worker: int,
-        meter: Metrics,
-    ) -> None:
-        self._fetch = fetch
-        self._checker = checker
-        self._pad = pad
-        self._transfer = transfer
-        self._local = replicas_per_worker
-        self._meter = meter
-
-    def produce(self, drawn: Drawn | Held) -> Held:
-        """See ``prefetch_thread.UpstreamStages``."""
-        held = self._finish(drawn) if type(drawn) is Drawn else drawn
-        if type(held) is LocalStep and not held.parcels and (self._checker.makes_empty or 0 not in held.sizes):
-            try:
-                self.complete(held)
-            except Exception as error:  # out of memory, say: a failed step like any other
-                return Failed(error, "" if isinstance(error, InputError) else "copying to the devices")
-        return held
-
-    def _finish(self, drawn: Drawn) -> Held:
-        began = perf_counter()
-        held = in_range(FETCH, self._fetch.finish, drawn)
-        self._meter.fetching += perf_counter() - began
-        return held
-
-    def complete(self, share: LocalStep) -> None:
-        """Makes the empty pieces of a share, pads it, sends it to the devices. Once for each, here or in ``fill``."""
-        began = perf_counter()
-        in_range(COPY, self._send, share)
-        self._meter.copying += perf_counter() - began
-
-    def fill(self, share: LocalStep) -> None:
-        """The same, in a vote: for one whose structure was not known before. Others may be completed meanwhile."""
-        began = perf_counter()
-        in_range(COPY, self._send, share)
-        self._meter.filling += perf_counter() - began
-
-    def _send(self, share: LocalStep) -> None:
-        _fill(share, self._checker, self._local, self._pad)
-        share.parcels = self._transfer.send(share.pieces)
-        share.pieces = []
-
-    def weigh(self, share: LocalStep) -> int:
-        """See ``UpstreamStages``. What is on its way to a device consists of tensors, which the metrics count."""
-        if self._transfer.moves:
-            return 0
-        weights = [bytes_held(piece) for piece in share.parcels or share.pieces if piece is not None]
-        return 0 if None in weights else sum(weight or 0 for weight in weights)
-
-    def discard(self, shares: Sequence[LocalStep]) -> None:
-        """See ``prefetch_thread.UpstreamStages``."""
-        for share in shares:
-            if share.parcels:
-                self._transfer.discard(share.parcels)
 
 
 @final

@@ -10,7 +10,7 @@ from typing import Any, Final, NoReturn, final
 
 import torch
 
-from torchdistinput.build_pipeline import Opened, Setting, compose, open_stream
+from torchdistinput.build_pipeline import Opened, Setting, build_pipeline, open_stream
 from torchdistinput.checkpoint import Checkpoint, Entry
 from torchdistinput.coordination.failures import in_one_line
 from torchdistinput.coordination.fingerprints import agree
@@ -407,14 +407,14 @@ class DistributedDataset:
             log_every=log_every,
         )
         self._checkpoint.begun(entry, self._progress, stream)
-        iterator = self._composed(Opened(channel, stream, self._progress, self._last, lent))
+        iterator = self._build_pipelined(Opened(channel, stream, self._progress, self._last, lent))
         self._iterators.add(iterator)
         return iterator
 
-    def _composed(self, opened: Opened) -> DistributedIterator:
+    def _build_pipelined(self, opened: Opened) -> DistributedIterator:
         """The walk. If a device cannot be prepared, or no thread started, the other ranks hear of it at once."""
         try:
-            return compose(self._source, self._setting, self._options, opened, self._idle_transfers)
+            return build_pipeline(self._source, self._setting, self._options, opened, self._idle_transfers)
         except BaseException as error:
             opened.stream.close()
             if opened.channel is not None:

@@ -19,19 +19,22 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
+from tests.support.upstream import Calls
 from torchdistinput import build_pipeline as walk_module
 from torchdistinput.batches import pytree
 from torchdistinput.batches.schema_check import SchemaChecker
 from torchdistinput.coordination.exchanges import Exchange
 from torchdistinput.iterator import Progress
-from torchdistinput.pipeline import metrics
+from torchdistinput.pipeline import metrics, upstream
 from torchdistinput.pipeline import prefetcher as buffer_module
 from torchdistinput.pipeline.fetch import Fetch
 from torchdistinput.pipeline.metrics import Metrics, StatsSync, summary
-from torchdistinput.pipeline.prefetch_thread import PrefetchThread, UpstreamStages
+from torchdistinput.pipeline.prefetch_thread import PrefetchThread
 from torchdistinput.pipeline.prefetcher import Prefetcher
 from torchdistinput.pipeline.to_device import ToDevice
+from torchdistinput.pipeline.upstream import StepMaker
 from torchdistinput.plan.topology import Topology
+from torchdistinput.sources.torch_loader.open_runs import OpenRuns
 from torchdistinput.step_types import Drawn, EmptyStep, End, Held, LocalStep, Outcome, Skipped, Start
 
 KEYS = {
@@ -275,7 +278,7 @@ def test_without_read_ahead_a_step_is_waited_for_from_its_draw_on_and_read_until
         assert held is incomplete
         return incomplete
 
-    walk = UpstreamStages(draw, produce, print, nothing, nothing, nothing)
+    walk = Calls(draw, produce, print, nothing, nothing, nothing)
     votes = Said([incomplete, complete, EmptyStep(None), complete, End()])
     buffer = Prefetcher(
         PrefetchThread(walk, votes, depth=0, threaded=False, meter=meter), helps=True, timeout_seconds=9, names=int
@@ -307,10 +310,10 @@ def test_no_time_is_lost_where_a_step_is_completed_while_another_one_is_filled_i
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock, meter, checker = OfTwoThreads(), Metrics(), SchemaChecker()
-    monkeypatch.setattr(walk_module, "perf_counter", clock.perf_counter)
+    monkeypatch.setattr(upstream, "perf_counter", clock.perf_counter)
     checker.see(torch.zeros(2), 2)
     stream = walk_module._BrokenStream(ValueError())  # of which nothing is read
-    own = walk_module._OwnStages(Fetch(stream, checker), checker, None, ToDevice([]), 1, meter)
+    own = StepMaker(Fetch(stream, checker), checker, None, ToDevice([]), 1, meter, OpenRuns(), print)
     for first, second in ((own.fill, own.complete), (own.complete, own.fill)):
         before = meter.window()["seconds_copying"]
         clock.meanwhile = [partial(second, LocalStep([], ())), nothing]  # at the second reading
@@ -324,7 +327,7 @@ def test_no_time_is_lost_where_a_step_is_completed_while_another_one_is_filled_i
 def test_skipped_samples_are_counted_also_in_steps_that_lost_all_of_them() -> None:
     meter = Metrics()
     left: list[LocalStep] = []
-    walk = UpstreamStages(lambda: Drawn(0), lambda drawn: LocalStep([], ()), left.extend, nothing, nothing, nothing)
+    walk = Calls(lambda: Drawn(0), lambda drawn: LocalStep([], ()), left.extend, nothing, nothing, nothing)
     votes = Said(
         [
             EmptyStep(LocalStep([], (0,), skipped=Skipped(2, ("a", "b")))),

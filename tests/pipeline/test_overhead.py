@@ -182,7 +182,7 @@ def test_the_stages_of_a_ready_step_are_seven_calls() -> None:
 def steady_source_calls() -> list[str]:
     """What the source alone calls for such a step."""
     iterator = ready(50, 8)  # held here, as it ends when it is dropped
-    stream = iterator._buffer._walk.draw.__self__._stream  # type: ignore[attr-defined]
+    stream = iterator._buffer._upstream.draw.__self__._stream  # type: ignore[attr-defined]
     for _ in range(19):
         stream.draw()
     return calls_of(stream.draw)

@@ -31,6 +31,7 @@ from tests.support.scripted import (
     results_of,
     values,
 )
+from tests.support.upstream import Calls
 from torchdistinput.coordination import timeouts
 from torchdistinput.coordination.exchanges import Exchange
 from torchdistinput.errors import CoordinationTimeout, InputError, RankLost, SourceError
@@ -38,7 +39,7 @@ from torchdistinput.pipeline import prefetch_thread as background_module
 from torchdistinput.pipeline import prefetcher as buffer_module
 from torchdistinput.pipeline import shutdown
 from torchdistinput.pipeline.metrics import Metrics
-from torchdistinput.pipeline.prefetch_thread import PrefetchThread, UpstreamStages
+from torchdistinput.pipeline.prefetch_thread import PrefetchThread, Upstream
 from torchdistinput.pipeline.prefetcher import Prefetcher
 from torchdistinput.step_types import Drawn, End, Held, LocalStep, Outcome
 from torchdistinput.testing import FakeCollectives
@@ -259,13 +260,13 @@ def test_a_long_wait_is_told_once_in_a_warning_that_names_the_rank(
 def test_time_spent_on_its_own_data_is_no_reason_to_give_up() -> None:
     script = Script((1,) * 3)
     party = compose(FakeCollectives(1), 0, script, depth=0, timeout_seconds=0.1)
-    walk = party.buffer._background.walk
+    walk = party.buffer._background.upstream
 
     def takes_long(drawn: Drawn | Held) -> Held:
         time.sleep(0.3)
         return walk.produce(drawn)
 
-    party.buffer._background.walk = dataclasses.replace(walk, produce=takes_long)
+    party.buffer._background.upstream = dataclasses.replace(calls_of(walk), produce=takes_long)
     assert len(read(party, script).steps) == 3
 
 
@@ -277,7 +278,7 @@ def test_a_bug_in_a_stage_reaches_the_consumer_and_the_other_ranks() -> None:
         party = compose(world, rank, script, depth=0)
         if rank == 1:
             background = party.buffer._background
-            background.walk = dataclasses.replace(background.walk, produce=broken)
+            background.upstream = dataclasses.replace(calls_of(background.upstream), produce=broken)
         return read(party, script)
 
     def broken(drawn: object) -> Held:
@@ -339,8 +340,13 @@ class Hearing:
             raise OSError("no way out")
 
 
-def bare_walk(party: list[str], **others: object) -> UpstreamStages:
-    walk = UpstreamStages(
+def calls_of(upstream: Upstream) -> Calls:
+    assert isinstance(upstream, Calls)
+    return upstream
+
+
+def bare_upstream(party: list[str], **others: object) -> Calls:
+    walk = Calls(
         draw=lambda: LocalStep([], (1,)),
         produce=lambda drawn: LocalStep([], (1,)),
         discard=lambda shares: None,
@@ -351,7 +357,7 @@ def bare_walk(party: list[str], **others: object) -> UpstreamStages:
     return dataclasses.replace(walk, **others)  # type: ignore[arg-type]
 
 
-def bare_buffer(walk: UpstreamStages, votes: Hearing, *, helps: bool = False) -> Prefetcher:
+def bare_buffer(walk: Calls, votes: Hearing, *, helps: bool = False) -> Prefetcher:
     background = PrefetchThread(walk, votes, depth=0, threaded=True, meter=Metrics())
     background.begin()
     return Prefetcher(background, helps=helps, timeout_seconds=5.0, names=lambda rank: rank)
@@ -362,7 +368,7 @@ def test_the_consumer_hears_of_a_failure_even_if_the_abort_fails_too() -> None:
     def fails(drawn: object) -> Held:
         raise ZeroDivisionError("oh")
 
-    buffer = bare_buffer(bare_walk([], produce=fails), Hearing(abort_fails=True))
+    buffer = bare_buffer(bare_upstream([], produce=fails), Hearing(abort_fails=True))
     with pytest.raises((ZeroDivisionError, OSError)):
         buffer.take()
 
@@ -378,7 +384,7 @@ def test_a_buffer_that_is_closed_by_its_own_thread_ends_and_cleans_up() -> None:
             done.append("closed")
         return LocalStep([], (1,))
 
-    cell.append(bare_buffer(bare_walk(done, produce=closes), Hearing()))
+    cell.append(bare_buffer(bare_upstream(done, produce=closes), Hearing()))
     thread = cell[0]._background.thread
     assert thread is not None
     with pytest.raises(InputError, match="was closed by another thread"):
@@ -399,7 +405,7 @@ def test_devices_are_let_go_of_only_when_the_thread_has_ended(monkeypatch: pytes
         log.append("read")
         return LocalStep([], (1,))
 
-    buffer = bare_buffer(bare_walk(log, produce=waits), Hearing())
+    buffer = bare_buffer(bare_upstream(log, produce=waits), Hearing())
     buffer._top_up()
     assert reading.wait(10)
     buffer.close()
@@ -471,13 +477,13 @@ def test_a_consumer_that_comes_back_at_once_completes_its_steps_itself(world: Fa
     party = compose(world, 0, script, depth=3)
     makers: set[str] = set()
     background = party.buffer._background
-    produce = background.walk.produce
+    produce = background.upstream.produce
 
     def noted(drawn: Drawn | Held) -> Held:
         makers.add(threading.current_thread().name)
         return produce(drawn)
 
-    background.walk = dataclasses.replace(background.walk, produce=noted)
+    background.upstream = dataclasses.replace(calls_of(background.upstream), produce=noted)
     assert len(read(party, script).steps) == 20
     assert makers == {threading.current_thread().name}
 
@@ -515,7 +521,7 @@ def test_after_an_interruption_no_step_is_lost_in_silence(error: BaseException) 
             def broken(drawn: Drawn | Held) -> Held:
                 raise error
 
-            background.walk = dataclasses.replace(background.walk, produce=broken)
+            background.upstream = dataclasses.replace(calls_of(background.upstream), produce=broken)
         told = []
         for _ in range(12):
             try:
@@ -618,7 +624,7 @@ def test_a_consumer_that_looks_after_the_votes_hears_of_what_ended_the_thread() 
     def broken(drawn: Drawn | Held) -> Held:
         raise ZeroDivisionError("oh")
 
-    background.walk = dataclasses.replace(background.walk, produce=broken)
+    background.upstream = dataclasses.replace(calls_of(background.upstream), produce=broken)
     background.give(Drawn(0))
     thread.join(10)
     with pytest.raises(ZeroDivisionError):

@@ -10,11 +10,12 @@ from typing import Any, Literal, TypeVar, final
 
 import torch
 
+from tests.support.upstream import Calls
 from torchdistinput.batches.schema_check import SchemaChecker
 from torchdistinput.coordination.step_sync import StepSync
 from torchdistinput.pipeline.fetch import Fetch
 from torchdistinput.pipeline.metrics import Metrics
-from torchdistinput.pipeline.prefetch_thread import PrefetchThread, UpstreamStages
+from torchdistinput.pipeline.prefetch_thread import PrefetchThread
 from torchdistinput.pipeline.prefetcher import Prefetcher
 from torchdistinput.step_types import Counted, Drawn, Failed, Held, LocalStep
 from torchdistinput.testing import FakeCollectives
@@ -180,7 +181,7 @@ def compose(
         begins_at=(0, 0),
         ahead=None if room is None else (depth, depth),
     )
-    walk = UpstreamStages(fetch.draw, produce, discard, _nothing, fetch.close, close_devices)
+    walk = Calls(fetch.draw, produce, discard, _nothing, fetch.close, close_devices)
     threaded = world is not None or depth > 0
     meter = Metrics()
     background = PrefetchThread(walk, coordinate, depth=depth, threaded=threaded, meter=meter, room=room)

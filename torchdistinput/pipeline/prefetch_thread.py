@@ -1,11 +1,11 @@
 """The other side of ``prefetcher``: the one background thread, which completes steps and votes for them.
 
-The *consumer* is the user's thread, in ``next``. It hands over *tickets*: steps of which its own half is done. The
+The *consumer* is the user's thread, in ``next``. It hands over *work items*: steps of which its own half is done. The
 thread completes them, and tells the other ranks in *votes* that it holds them.
 
-When to vote. As soon as a step is held; but if that step was complete within 200 us and another ticket lies there, that
-one is completed first, so that one message covers both. Where four steps or more are read ahead, a vote waits until two
-thirds of them are used up, so that a message covers as many.
+When to vote. As soon as a step is held; but if that step was complete within 200 us and another work item lies there,
+the other one is completed first, so that one message covers both. Where four steps or more are read ahead, a vote waits
+until two thirds of them are used up, so that a message covers as many.
 
 Who votes. The thread; but where four steps or more are read ahead, the consumer begins the votes, and looks after them
 each time that it comes, if it may help. Beside a training loop in Python the thread would get the interpreter's lock
@@ -24,8 +24,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol, final
 
 from torchdistinput.coordination.exchanges import Exchange, StartedExchange, conclude
@@ -34,24 +33,16 @@ from torchdistinput.pipeline.shutdown import Shutdown, not_an_end
 from torchdistinput.plan.prefetch_depth import PrefetchDepth, shows
 from torchdistinput.step_types import Ahead, Drawn, Held, LocalStep, Outcome, Raised
 
-__all__ = ["PrefetchThread", "UpstreamStages", "Votes"]
+__all__ = ["LoaderWorkers", "PrefetchThread", "Upstream", "Votes"]
 
 _FAST_SECONDS = 200e-6
 _MOST_BETWEEN_WEIGHINGS = 256  # steps
 _LOOK_SECONDS = 0.1
-_LOOK = object()  # in the place of a ticket: there may be something to vote for
-
-
-def _unknown(share: LocalStep) -> int:
-    return 0
-
-
-def _do_nothing(steps: int) -> None:
-    pass
+_LOOK = object()  # in the place of a work item: there may be something to vote for
 
 
 class _Stop(NamedTuple):
-    """In the place of a ticket: nobody reads here any more."""
+    """In the place of a work item: nobody reads here any more."""
 
     delivered: int
 
@@ -97,44 +88,53 @@ class Votes(Protocol):
         """Ends the exchange on all ranks, which learn the reason. Any thread, idempotent."""
 
 
-@final
-@dataclass(frozen=True)
-class UpstreamStages:
-    """The stages before this one, as calls.
+class LoaderWorkers(Protocol):
+    """The loader workers of a source, as far as somebody waits for them."""
 
-    Args:
-      draw: the caller's half of the next step.
-      produce: the rest of it: fetched, and on its way to the devices.
-      discard: gives up shares that nobody will take.
-      enter_thread: called first by the thread that produces.
-      close_source: ends loader workers and open files.
-      close_devices: lets go of the devices, once the thread has stopped.
-      lost_workers: which loader workers died, in words; nothing where none did.
-      weigh: how many bytes a step of the source takes about; 0 where that is not known.
-      expect: is told how many steps will be drawn at once.
-      consumers: since when each consumer waits for a step, by ``perf_counter``, while it does.
-      look: looks whether a loader worker is late for one that is waited for.
-    """
+    consumers: dict[object, float]
+    """Since when each consumer waits for a step, by ``perf_counter``, while it does."""
 
-    draw: Callable[[], Drawn | Held]
-    produce: Callable[[Drawn | Held], Held]
-    discard: Callable[[Sequence[LocalStep]], None]
-    enter_thread: Callable[[], None]
-    close_source: Callable[[], None]
-    close_devices: Callable[[], None]
-    lost_workers: Callable[[], str] = str
-    weigh: Callable[[LocalStep], int] = _unknown
-    expect: Callable[[int], None] = _do_nothing
-    consumers: dict[object, float] = field(default_factory=dict)
-    look: Callable[[], object] = int
+    def lost_workers(self) -> str:
+        """Which loader workers died, in words; nothing where none did."""
+
+    def look(self) -> object:
+        """Looks whether a loader worker is late for a consumer that waits."""
+
+
+class Upstream(LoaderWorkers, Protocol):
+    """The stages before the vote, in which no other rank takes part; see ``upstream``."""
+
+    def draw(self) -> Drawn | Held:
+        """The caller's half of the next step. Caller's thread."""
+
+    def produce(self, drawn: Drawn | Held, /) -> Held:
+        """The rest of it: fetched, and on its way to the devices."""
+
+    def discard(self, steps: Sequence[LocalStep], /) -> None:
+        """Gives up steps that nobody will take."""
+
+    def enter_thread(self) -> None:
+        """Called first by the thread that produces."""
+
+    def close_source(self) -> None:
+        """Ends loader workers and open files."""
+
+    def close_devices(self) -> None:
+        """Lets go of the devices, once the thread has stopped."""
+
+    def weigh(self, step: LocalStep, /) -> int:
+        """How many bytes a step of the source takes about; 0 where that is not known."""
+
+    def expect(self, steps: int, /) -> None:
+        """Is told how many steps will be drawn at once."""
 
 
 @final
 class PrefetchThread:
-    """Completes tickets, votes for them, and puts the outcomes where the consumer finds them.
+    """Completes work items, votes for them, and puts the outcomes where the consumer finds them.
 
     Args:
-      walk: the stages before.
+      upstream: the stages before.
       votes: the stage that makes all ranks agree.
       depth: steps ahead of the one that the consumer waits for, at first.
       threaded: whether there is a thread; else the consumer does everything, and this only tidies up.
@@ -143,9 +143,9 @@ class PrefetchThread:
     """
 
     def __init__(
-        self, walk: UpstreamStages, votes: Votes, *, depth: int, threaded: bool, meter: Metrics, room: int | None = None
+        self, upstream: Upstream, votes: Votes, *, depth: int, threaded: bool, meter: Metrics, room: int | None = None
     ) -> None:
-        self.walk = walk
+        self.upstream = upstream
         self.votes = votes
         self._alone = votes.alone
         self.meter = meter
@@ -156,20 +156,20 @@ class PrefetchThread:
         self._largest = 0  # bytes of a step that was weighed
         self._until_weighed = self._between_weighings = 1  # steps
         self._between = 0.0  # seconds between the beginnings of the last two votes
-        self._tickets: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._work_items: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.ready: deque[Outcome] = deque()
         """What the ranks agreed on, and nobody took yet. The consumer takes from its left side."""
-        self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._wake_up: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._is_waited_for = False
-        self._given = self._made = 0  # tickets
+        self._given = self._made = 0  # work items
         self._vote: StartedExchange[list[Outcome]] | None = None
         self._vote_began = 0.0
         self._watched = False  # whether the consumer looks after the votes
         self._looks = 0  # times that it did
         self._has_failed = False  # in a vote that the consumer looked after
-        self._at_the_urn = threading.RLock()  # held by whoever goes on with the vote; it knows by which thread
+        self._vote_lock = threading.RLock()  # held by whoever goes on with the vote; it knows by which thread
         self._concludes = False  # whether that is the thread, which waits for it
-        self.shutdown = Shutdown(walk, votes, self.ready, threaded=threaded)
+        self.shutdown = Shutdown(upstream, votes, self.ready, threaded=threaded)
         self.thread: threading.Thread | None = None
         if threaded:
             self.thread = threading.Thread(target=self._run, name="torchdistinput-input", daemon=True)
@@ -181,21 +181,21 @@ class PrefetchThread:
 
     @property
     def idle(self) -> bool:
-        """Whether every ticket that was given is complete, and held. Consumer's thread."""
+        """Whether every work item that was given is complete, and held. Consumer's thread."""
         return self._given == self._made
 
-    def give(self, ticket: Drawn | Held) -> None:
-        """Hands a ticket over to the thread. Consumer's thread."""
+    def give(self, item: Drawn | Held) -> None:
+        """Hands a work item over to the thread. Consumer's thread."""
         self._given += 1
-        self._tickets.put(ticket)
+        self._work_items.put(item)
 
-    def make(self, ticket: Drawn | Held) -> None:
-        """Completes a ticket here. Consumer's thread, while this is idle."""
-        if type(ticket) is LocalStep and ticket.parcels:  # it is complete
-            held: Held = ticket
+    def make(self, item: Drawn | Held) -> None:
+        """Completes a work item here. Consumer's thread, while this is idle."""
+        if type(item) is LocalStep and item.parcels:  # it is complete
+            held: Held = item
         else:
             began = time.perf_counter()
-            held = self.walk.produce(ticket)
+            held = self.upstream.produce(item)
             self._making += time.perf_counter() - began
         if self._alone:
             self._put([self.votes.settle(held)])
@@ -212,7 +212,7 @@ class PrefetchThread:
         """
         self._watched = False
         if wake and not self._concludes and self._vote_is_due():
-            self._tickets.put(_LOOK)
+            self._work_items.put(_LOOK)
 
     def help_voting(self) -> None:
         """Begins a vote if it is time to, and goes on with it as far as that takes no waiting. Consumer's thread."""
@@ -220,7 +220,7 @@ class PrefetchThread:
         self._looks += 1
         if self._has_failed or (self._vote is None and not self._vote_is_due()):
             return
-        if self.shutdown.thread_left or not self._at_the_urn.acquire(blocking=False):
+        if self.shutdown.thread_left or not self._vote_lock.acquire(blocking=False):
             return  # the thread has left, and its last word lies there; or it goes on with the vote
         try:
             vote = self._vote
@@ -237,7 +237,7 @@ class PrefetchThread:
             raise
         finally:
             try:  # noqa: SIM105 - for every step, and `suppress` takes as long as all the rest
-                self._at_the_urn.release()
+                self._vote_lock.release()
             except RuntimeError:  # a signal's handler closed the iterator meanwhile, and released it
                 pass
 
@@ -249,30 +249,30 @@ class PrefetchThread:
     def wait(self, seconds: float) -> None:
         """Until there is an outcome, or that time has passed. Consumer's thread."""
         self._watched = False
-        self._tickets.put(_LOOK)
+        self._work_items.put(_LOOK)
         self._is_waited_for = True
         try:
             if not self.ready:  # looked at once more: who did not see that it is waited for put it there before
                 with contextlib.suppress(queue.Empty):
-                    self._bell.get(timeout=seconds)
+                    self._wake_up.get(timeout=seconds)
         finally:
             self._is_waited_for = False
 
     def _put(self, outcomes: Iterable[Outcome]) -> None:
         self.ready.extend(outcomes)
         if self._is_waited_for:
-            self._bell.put(None)
+            self._wake_up.put(None)
 
     def stop(self, delivered: int) -> None:
         """Nobody reads here any more, after so many steps. Any thread, as often as it likes."""
-        urn: Any = self._at_the_urn  # to `release` what is not held would put an error into the context of others
-        if urn._is_owned() and threading.current_thread() is not self.thread:  # noqa: SLF001 - has no public name
-            urn.release()  # an interruption came just before it was left
-        self._tickets.put(_Stop(delivered))
+        lock: Any = self._vote_lock  # to `release` what is not held would put an error into the context of others
+        if lock._is_owned() and threading.current_thread() is not self.thread:  # noqa: SLF001 - has no public name
+            lock.release()  # an interruption came just before it was left
+        self._work_items.put(_Stop(delivered))
 
     def _run(self) -> None:
         try:
-            self.walk.enter_thread()
+            self.upstream.enter_thread()
             while not self.votes.over:
                 self._work()
         except BaseException as error:  # whatever it is, the consumer and the other ranks must hear of it
@@ -287,13 +287,13 @@ class PrefetchThread:
             self._put([Raised(not_an_end(error))])
 
     def _work(self) -> None:
-        """Completes tickets and casts one vote; where nobody else votes, completes one."""
+        """Completes work items and casts one vote; where nobody else votes, completes one."""
         due = False
         while not (due or self._is_time_to_vote()):
-            due = self._complete(self._next_ticket())  # no name for it: a thread that waits would keep the last step
+            due = self._complete(self._next_item())  # no name for it: a thread that waits would keep the last step
         if self._alone:
             return
-        with self._at_the_urn:
+        with self._vote_lock:
             if not self.votes.over and (due or self._is_time_to_vote()):  # else the consumer was faster
                 self._concludes = True
                 self._conclude()
@@ -302,35 +302,35 @@ class PrefetchThread:
     def _is_time_to_vote(self) -> bool:
         if self._watched:
             return False
-        return self._vote is not None or (self.votes.holds and self._tickets.empty() and self._vote_is_due())
+        return self._vote is not None or (self.votes.holds and self._work_items.empty() and self._vote_is_due())
 
-    def _next_ticket(self) -> Any:
+    def _next_item(self) -> Any:
         seconds = None if self._alone else _LOOK_SECONDS
         while True:
             looks = self._looks
             with contextlib.suppress(queue.Empty):
-                return self._tickets.get(timeout=seconds)
+                return self._work_items.get(timeout=seconds)
             if self._watched and self._looks == looks:  # the consumer is away for long
                 self._watched = False
                 return _LOOK
 
-    def _complete(self, ticket: Any) -> bool:
-        """Takes a ticket. Whether it is time to vote, or, where nobody else does, to look whether it is over."""
+    def _complete(self, item: Any) -> bool:
+        """Takes a work item. Whether it is time to vote, or, where nobody else does, to look whether it is over."""
         votes = self.votes
-        if ticket is _LOOK:
+        if item is _LOOK:
             return False
-        if type(ticket) is _Stop:
-            with self._at_the_urn:
+        if type(item) is _Stop:
+            with self._vote_lock:
                 if self._vote is not None:
                     self._conclude()
-                dropped = votes.stop(ticket.delivered)
-                self.walk.discard(dropped)
+                dropped = votes.stop(item.delivered)
+                self.upstream.discard(dropped)
                 dropped.clear()
             if self._alone:
                 self._put(conclude(votes.vote()))
             return True
         began = time.perf_counter()
-        held = self.walk.produce(ticket)
+        held = self.upstream.produce(item)
         if self._alone:
             self._put([votes.settle(held)])
             self._made += 1
@@ -352,7 +352,7 @@ class PrefetchThread:
         if self._until_weighed <= 0 and type(held) is LocalStep:
             self._between_weighings = min(2 * self._between_weighings, _MOST_BETWEEN_WEIGHINGS)
             self._until_weighed = self._between_weighings
-            self._largest = max(self._largest, self.walk.weigh(held))
+            self._largest = max(self._largest, self.upstream.weigh(held))
 
     def _begin_vote(self) -> StartedExchange[list[Outcome]]:
         now = time.perf_counter()

@@ -6,9 +6,9 @@ the rank that is late. And beside a consumer that is back at once a thread costs
 each other's lock.
 
 Decision. The caller draws its own half of each step, up to ``depth`` steps beyond the one that it waits for, and hands
-them over as *tickets*. The thread completes them, votes for them, and puts the outcomes in a queue. Exceptions:
-- A caller that comes back within 100 us, step after step, completes the tickets itself and looks after the votes. The
-  thread takes over when the caller has to wait, or stays away.
+them over as *work items*. The thread completes them, votes for them, and puts the outcomes in a queue. Exceptions:
+- A caller that comes back within 100 us, step after step, completes the work items itself and looks after the votes.
+  The thread takes over when the caller has to wait, or stays away.
 - Steps that are complete as they are drawn are never handed over.
 - Where many steps are read ahead, every caller looks after the votes.
 - Where pieces are copied to a device, all of this stays the work of the thread.
@@ -87,10 +87,10 @@ class Prefetcher:
         deeper: Callable[[int], None] | None = None,
     ) -> None:
         self._background = background
-        self._walk = background.walk
+        self._upstream = background.upstream
         self._votes = background.votes
         self._in_line = background.thread is None
-        self._draw = self._walk.draw
+        self._draw = self._upstream.draw
         self._with_others = not self._votes.alone
         self._meter = background.meter
         self._read_ahead(background.depth)
@@ -179,7 +179,7 @@ class Prefetcher:
                     outcome = self._votes.settle(held)
                 else:
                     meter.drawing += perf_counter() - began
-                    outcome = self._votes.settle(self._walk.produce(held))
+                    outcome = self._votes.settle(self._upstream.produce(held))
                 if type(outcome) is LocalStep:
                     meter.last = now = perf_counter()
                     if complete:
@@ -255,7 +255,7 @@ class Prefetcher:
             self._in_flight -= 1
             if outcome.share is not None:
                 self._meter.skipped += outcome.share.skipped.samples
-                self._walk.discard([outcome.share])
+                self._upstream.discard([outcome.share])
         elif isinstance(outcome, Missed):
             self._in_flight -= 1
             self._missed = outcome.error
@@ -297,7 +297,7 @@ class Prefetcher:
         """
         if self._closed_by in (None, threading.get_ident()) or not isinstance(error, Exception | None):
             return
-        self._walk.close_source()  # what this thread was reading then could not be closed there
+        self._upstream.close_source()  # what this thread was reading then could not be closed there
         if not threading.main_thread().is_alive():  # the interpreter is at its end, which ends this daemon thread
             raise SystemExit
         raise closed_elsewhere(self._next_step) from error
@@ -321,7 +321,7 @@ class Prefetcher:
     def _draw_ahead(self) -> None:
         drawn, draw, profiled = self._drawn, self._draw, profiler._is_profiler_enabled  # noqa: SLF001 - see in_range
         began = perf_counter()
-        in_range(FETCH, self._walk.expect, self._depth + 1 - self._in_flight)
+        in_range(FETCH, self._upstream.expect, self._depth + 1 - self._in_flight)
         while self._in_flight <= self._depth:
             drawn.append(in_range(FETCH, draw) if profiled else draw())
             self._in_flight += 1
@@ -345,12 +345,12 @@ class Prefetcher:
 
     def _make_all(self) -> None:
         """Completes here what was drawn, which may have to be waited for."""
-        self._walk.consumers[self] = perf_counter()
+        self._upstream.consumers[self] = perf_counter()
         try:
             while self._drawn:
                 self._background.make(self._drawn.popleft())
         finally:
-            self._walk.consumers.pop(self, None)
+            self._upstream.consumers.pop(self, None)
 
     def _hand_over(self) -> None:
         while self._drawn:
@@ -360,7 +360,7 @@ class Prefetcher:
         """What was being done is lost, by Ctrl-C, say: so there can be no further step. Idempotent."""
         if self._final is None:
             self._ends_with(error)
-            lost = self._walk.lost_workers()  # torch tells of them wherever this thread happens to be
+            lost = self._upstream.lost_workers()  # torch tells of them wherever this thread happens to be
             self._votes.abort(self._stopped(lost) if lost else f"failed: {type(error).__name__}: {error}")
         self.close()
 
@@ -384,11 +384,11 @@ class Prefetcher:
 
     def _wait(self) -> None:
         """Until something is ready, or this is closed by another thread."""
-        self._walk.consumers[self] = perf_counter()
+        self._upstream.consumers[self] = perf_counter()
         try:
             self._wait_for_outcome()
         finally:
-            self._walk.consumers.pop(self, None)
+            self._upstream.consumers.pop(self, None)
 
     def _wait_for_outcome(self) -> None:
         began = time.monotonic()
@@ -403,7 +403,7 @@ class Prefetcher:
                 _LOG.debug("while waiting: %s", error)
             if self._ready or self._final is not None:
                 return
-            self._walk.look()
+            self._upstream.look()
             late = self._straggler_timeout.look(began, self._next_step)
             if late is not None:
                 self._ends_with(late)
@@ -426,7 +426,7 @@ class Prefetcher:
             self._closed_by = threading.get_ident()
             self._final = End()
         self._to_spare = 0
-        lost = "" if self._votes.over else self._walk.lost_workers()
+        lost = "" if self._votes.over else self._upstream.lost_workers()
         if lost:  # torch told the training thread, wherever it was, before the thread could vote for a failure
             self._votes.abort(self._stopped(lost))
         thread = self._background.thread
@@ -453,7 +453,7 @@ class Prefetcher:
         thread.join(_GRACE_SECONDS if self._with_others else 0)
         if thread.is_alive():
             self._votes.abort(self._stopped())
-            self._walk.close_source()  # a thread that waits for loader workers is released by their end
+            self._upstream.close_source()  # a thread that waits for loader workers is released by their end
             thread.join(_GRACE_SECONDS)
 
 

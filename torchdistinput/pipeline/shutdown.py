@@ -1,4 +1,4 @@
-"""How an iterator ends: who leaves last tidies up, and what whoever still asks is told.
+"""The shutdown of an iterator: who releases its resources, and which error later calls raise.
 
 An interruption may come between any two steps of it, so each can be done again, and is, by the next one who closes.
 """
@@ -17,8 +17,8 @@ from torchdistinput.step_types import EmptyStep, LocalStep, Outcome
 __all__ = ["Shutdown", "after_the_error", "closed_elsewhere", "left_to_parent", "not_an_end"]
 
 
-class _UpstreamStages(Protocol):
-    """See ``prefetch_thread.UpstreamStages``."""
+class _Upstream(Protocol):
+    """See ``prefetch_thread.Upstream``."""
 
     def close_source(self) -> None: ...
 
@@ -38,14 +38,14 @@ class Shutdown:
     """The last one to leave, consumer or thread, gives up what nobody took.
 
     Args:
-      walk: the stages before.
+      upstream: the stages before.
       votes: holds shares that nobody took.
       ready: so does this.
       threaded: whether there is a thread.
     """
 
-    def __init__(self, walk: _UpstreamStages, votes: _Votes, ready: deque[Outcome], *, threaded: bool) -> None:
-        self._walk = walk
+    def __init__(self, upstream: _Upstream, votes: _Votes, ready: deque[Outcome], *, threaded: bool) -> None:
+        self._upstream = upstream
         self._votes = votes
         self._ready = ready
         self._lock = threading.RLock()
@@ -63,7 +63,7 @@ class Shutdown:
           peeked: one that it looked at and did not take.
         """
         if peeked is not None:
-            self._walk.discard([peeked])
+            self._upstream.discard([peeked])
         self._consumer_left = True
         self._tidy_up(delivered)
 
@@ -76,20 +76,20 @@ class Shutdown:
         with self._lock:
             if not (self._consumer_left and self.thread_left) or self._is_tidy:
                 return
-            self._walk.close_source()
+            self._upstream.close_source()
             held = self._votes.stop(delivered)
-            self._walk.discard(held)
+            self._upstream.discard(held)
             held.clear()
             left = self._left
             with contextlib.suppress(IndexError):  # a consumer on another thread may take the last one
                 while self._ready:
                     left.append(self._ready.popleft())
             shares = [each.share if isinstance(each, EmptyStep) else each for each in left]
-            self._walk.discard([share for share in shares if isinstance(share, LocalStep)])
+            self._upstream.discard([share for share in shares if isinstance(share, LocalStep)])
             left.clear()
             if not self._is_tidy:  # by a garbage collection in between, on this thread
                 self._is_tidy = True  # before the devices go to the next iterator, which they must not do twice
-                self._walk.close_devices()
+                self._upstream.close_devices()
 
 
 def not_an_end(error: BaseException) -> BaseException:
