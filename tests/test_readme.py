@@ -1,10 +1,20 @@
-"""The first lines that a newcomer reads run as they stand, in one process and under torchrun."""
+"""The lines of Python that a newcomer reads run as they stand; the first ones in one process and under torchrun."""
 
 from __future__ import annotations
 
+import gzip
+import itertools
+import json
 import re
 from pathlib import Path
+from typing import Any
 
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import torchdistinput as tdi
 from tests.support.interpreters import ROOT, Interpreters, printed
 
 BEFORE = """
@@ -25,10 +35,12 @@ Path(f"{strategy.num_input_pipelines}-{strategy.input_pipeline_id}.txt").write_t
 """
 
 
+def snippets(file: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / file).read_text(), flags=re.DOTALL)
+
+
 def first_snippet() -> str:
-    found = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
-    assert found is not None
-    return found[1]
+    return snippets("README.md")[0]
 
 
 def test_the_first_snippet_gives_the_same_weights_in_one_process_and_in_two(
@@ -41,3 +53,73 @@ def test_the_first_snippet_gives_the_same_weights_in_one_process_and_in_two(
     alone, *together = [(tmp_path / f"{name}.txt").read_text() for name in ("1-0", "2-0", "2-1")]
     assert alone.startswith("steps 3 ")
     assert together == [alone, alone]
+
+
+# -------------------------------------------------------------------------------------------------- all others
+
+BY_TEST_OF_THE_PACKAGE = "torchdistinput.integrations."  # tests/ecosystem has these, with the package
+
+
+def names() -> dict[str, Any]:
+    """What the snippets take as given."""
+    torch.manual_seed(0)
+    strategy = tdi.Strategy(["cpu"])
+    x, y = torch.randn(30, 4), torch.randint(0, 3, (30,))
+    model = torch.nn.Linear(4, 3)
+    train = TensorDataset(x, y)
+    return {
+        "torch": torch,
+        "tdi": tdi,
+        "F": F,
+        "DataLoader": DataLoader,
+        "itertools": itertools,
+        "strategy": strategy,
+        "x": x,
+        "y": y,
+        "train": train,
+        "model": model,
+        "to_tensors": to_tensors,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "test_loader": DataLoader(train, batch_size=8),
+        "loader": strategy.distribute_dataset(DataLoader(train, batch_size=8, shuffle=True)),
+    }
+
+
+def to_tensors(record: Any) -> torch.Tensor:
+    return torch.tensor(record["number"])
+
+
+def token_names() -> dict[str, Any]:
+    """The same, where the samples are texts."""
+    given = names()
+    given["model"] = torch.nn.Sequential(torch.nn.Embedding(5, 6), torch.nn.Flatten(0, 1), torch.nn.Linear(6, 5))
+    given["model"].append(torch.nn.Unflatten(0, (-1, 7)))
+    given["model"].append(Last())
+    words = torch.randint(0, 5, (30, 7))
+    tokens = TensorDataset(words, words, torch.ones(30, 7))
+    given["loader"] = given["strategy"].distribute_dataset(DataLoader(tokens, batch_size=8))
+    return given
+
+
+class Last(torch.nn.Module):
+    """The classes where ``cross_entropy`` has them."""
+
+    def forward(self, scores: torch.Tensor) -> torch.Tensor:
+        return scores.transpose(1, 2)
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 4 worker processes")
+@pytest.mark.parametrize("file", ["README.md", "examples/README.md"])
+def test_all_other_snippets_run(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("logs").mkdir()
+    with gzip.open("logs/a.jsonl.gz", "wt") as log:
+        log.writelines(json.dumps({"number": number}) + "\n" for number in range(20))
+    left = [each for each in snippets(file) if BY_TEST_OF_THE_PACKAGE not in each]
+    for snippet in left[1:] if file == "README.md" else left:
+        given = token_names() if "text, targets, mask" in snippet else names()
+        lines = snippet.rstrip()
+        last = lines.splitlines()[-1].partition("#")[0].rstrip()
+        exec(compile(lines + ("\n    pass" if last.endswith(":") else ""), file, "exec"), given)
+        assert next(iter(given["loader"])) is not None, snippet
+    assert len(left) >= 5
