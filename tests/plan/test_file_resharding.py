@@ -79,8 +79,8 @@ def test_every_lane_is_dealt_once_between_all_worlds() -> None:
             for num_workers in (new, newer):
                 places, deals = redeal(places, deals, num_workers)
                 assert len(places) == num_workers
-                assert sorted(lane.file for place in places for lane in place.lanes) == list(every)
-                counts = [len(place.lanes) for place in places]
+                assert sorted(lane.file for place in places for lane in place.cursors) == list(every)
+                counts = [len(place.cursors) for place in places]
                 assert max(counts) - min(counts) <= 1
                 assert all(place == ReaderCursor(waiting=place.waiting) for place in places)
             assert deals == [[old, *range(old)], [new, *[0] * new]]

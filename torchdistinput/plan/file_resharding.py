@@ -1,9 +1,9 @@
 """Where the reading of files was left, and how that is dealt again when the number of workers changes.
 
-A *walk* is what one worker reads; a *lane* is an open file of it. A place says where each of them stands: positions,
-never records. The files of an epoch that nobody has opened follow from the order of the files and from a few counts, so
-that a state stays small however many files there are: the *deals* are the changes of the world so far, each as
-``[W, opened_0, …, opened_{W-1}]``: how many workers there were, and how many fresh files each of them had opened.
+A *walk* is what one worker reads. A ``ReaderCursor`` says where the walk stands, a ``FileCursor`` where one of its open
+files stands: positions, never records. The files of an epoch that nobody has opened follow from the order of the files
+and from a few counts, so a state stays small however many files there are. The *deals* are the changes of the world so
+far, each as ``[W, opened_0, …, opened_{W-1}]``: how many workers there were, and how many fresh files each had opened.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ class ReaderCursor(NamedTuple):
     """How many of the fresh files that the walk was dealt were opened."""
 
     @property
-    def lanes(self) -> list[FileCursor]:
+    def cursors(self) -> list[FileCursor]:
         """The files that were begun and not finished: those in slots, then those that wait."""
-        return [*(lane for lane in self.slots if lane is not None), *self.waiting]
+        return [*(cursor for cursor in self.slots if cursor is not None), *self.waiting]
 
     def to_json(self) -> list[object]:
         """The place as plain lists and ints."""
-        slots = [None if lane is None else list(lane) for lane in self.slots]
-        return [slots, self.turn, self.taken, [list(lane) for lane in self.waiting], self.opened]
+        slots = [None if cursor is None else list(cursor) for cursor in self.slots]
+        return [slots, self.turn, self.taken, [list(cursor) for cursor in self.waiting], self.opened]
 
     def to_text(self) -> str:
         """``to_json`` as JSON."""
@@ -74,10 +74,10 @@ class ReaderCursor(NamedTuple):
         match value:
             case [list() as slots, turn, taken, list() as waiting, opened]:
                 place = cls(
-                    tuple(None if slot is None else _lane(slot) for slot in slots),
+                    tuple(None if slot is None else _cursor(slot) for slot in slots),
                     _count("turn", turn),
                     _count("taken", taken),
-                    tuple(map(_lane, waiting)),
+                    tuple(map(_cursor, waiting)),
                     _count("opened", opened),
                 )
             case _:
@@ -103,7 +103,7 @@ def fresh_files(order: Sequence[int], deals: Deals) -> list[int]:
 def redeal(
     places: Sequence[ReaderCursor], deals: Deals, num_workers: int
 ) -> tuple[list[ReaderCursor], list[list[int]]]:
-    """Deals what a world has begun to another one: lane ``j`` to worker ``j mod num_workers``, and so the fresh files.
+    """Deals what a world has begun to another one: file ``j`` to worker ``j mod num_workers``; so the fresh files.
 
     Args:
       places: where the walk of each worker was left; of all workers.
@@ -114,9 +114,9 @@ def redeal(
       The place at which each of the new workers starts, and the deals with this one.
     """
     in_slots = chain.from_iterable(place.slots for place in places)
-    lanes = [lane for lane in in_slots if lane is not None]
-    lanes += chain.from_iterable(place.waiting for place in places)
-    dealt = [ReaderCursor(waiting=tuple(lanes[worker::num_workers])) for worker in range(num_workers)]
+    cursors = [cursor for cursor in in_slots if cursor is not None]
+    cursors += chain.from_iterable(place.waiting for place in places)
+    dealt = [ReaderCursor(waiting=tuple(cursors[worker::num_workers])) for worker in range(num_workers)]
     return dealt, [*map(list, deals), [len(places), *(place.opened for place in places)]]
 
 
@@ -139,7 +139,7 @@ def checked_deals(value: object) -> list[list[int]]:
     return deals
 
 
-def _lane(value: object) -> FileCursor:
+def _cursor(value: object) -> FileCursor:
     match value:
         case [int(), int() | [_] as offset, int(), int(), int(size)] if not isinstance(size, bool) and size >= -1:
             file, record, delivered = (_count("lane", value[number]) for number in (0, 2, 3))

@@ -595,7 +595,7 @@ def test_files_that_have_the_size_that_they_had_are_unchanged(tmp_path: Path) ->
         dataset = text([*names, "memory://folder/m.txt"], cycle_length=12)
         walk = dataset.walk(range(12), 0)
         walk.take(12)
-        places = walk.position().lanes
+        places = walk.position().cursors
         assert [lane.size for lane in places] == [*[6] * 10, (tmp_path / "z.gz").stat().st_size, 6]
         dataset.check_unchanged(places)
         dataset.check_unchanged(lanes(-1, 6))

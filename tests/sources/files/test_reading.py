@@ -294,7 +294,7 @@ def test_a_reader_that_lost_its_blocks_reads_from_the_front(tmp_path: Path) -> N
         walk = FileDataset(names, small_blocks, shuffle_buffer=buffer).walk([0], 0)
         walk.take(6)
         place = walk.position()
-        assert place.lanes[0].record > 0
+        assert place.cursors[0].record > 0
         rest = list(walk)
         assert len(rest) == 3
         assert list(FileDataset(names, plain, shuffle_buffer=buffer).walk([0], 0, place)) == rest

@@ -48,7 +48,7 @@ class Entrance:
     """Where a walk is entered.
 
     Args:
-      deals: the changes of the world so far; see ``plan.lanes``.
+      deals: the changes of the world so far; see ``plan.file_resharding``.
       place: where the walk stood.
       rows: rows of the walk from there on that are not wanted.
       must_exist: whether so many rows must be there.

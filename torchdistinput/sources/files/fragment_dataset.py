@@ -197,8 +197,8 @@ class FragmentDataset(IterableDataset[Any]):
                 raise IndexError(f"there is no {self.kind} {index}: the dataset has {len(self.names)} {self.kind}s")
         if place is not None:
             self._check_place(place, len(order))
-        open_lane = partial(self._lane, epoch, skip, in_ranges)
-        table = Interleave(order, open_lane, self._cycle_length, self._block_length, place or ReaderCursor())
+        open_file = partial(self._open, epoch, skip, in_ranges)
+        table = Interleave(order, open_file, self._cycle_length, self._block_length, place or ReaderCursor())
         return RecordReader(table)
 
     def check_unchanged(self, places: Iterable[FileCursor]) -> None:
@@ -211,11 +211,11 @@ class FragmentDataset(IterableDataset[Any]):
           StateMismatch: naming the fragment that has changed, or is gone.
           SourceError: naming the fragment, if it cannot be asked.
         """
-        lanes = {lane.file: lane for lane in places}
-        for lane in lanes.values():
-            self._check_lane(lane)
-        if lanes:
-            self._fragments.check_unchanged([*lanes.values()])
+        cursors = {cursor.file: cursor for cursor in places}
+        for cursor in cursors.values():
+            self._check_cursor(cursor)
+        if cursors:
+            self._fragments.check_unchanged([*cursors.values()])
 
     def decode(
         self, records: list[Any], places: Callable[[], Sequence[RecordPlace]], key: int, *, seeds: bool = False
@@ -324,25 +324,25 @@ class FragmentDataset(IterableDataset[Any]):
                     raise _undecodable(walk.place, error) from error
                 yield decoded
 
-    def _lane(self, epoch: int, skip: bool, in_ranges: bool, start: FileCursor) -> OpenFile:  # noqa: FBT001 - for partial
+    def _open(self, epoch: int, skip: bool, in_ranges: bool, start: FileCursor) -> OpenFile:  # noqa: FBT001 - for partial
         opened, read, layout = self._fragments.open(start.file, in_ranges=in_ranges and not self._shuffle_buffer)
         key = (self.seed, epoch, start.file)
         name = self.names[start.file]
         return OpenFile(name, opened, read, self._shuffle_buffer, key, start, skip=skip, layout=layout)
 
     def _check_place(self, place: ReaderCursor, dealt: int) -> None:
-        for lane in place.lanes:
-            self._check_lane(lane)
+        for cursor in place.cursors:
+            self._check_cursor(cursor)
         if place.opened > dealt:
             raise StateMismatch(
                 f"the saved state has opened {place.opened} fresh {self.kind}s of a walk that is dealt {dealt}: it "
                 f"belongs to another list of {self.kind}s, or is damaged; load a state of this dataset"
             )
 
-    def _check_lane(self, lane: FileCursor) -> None:
-        if not 0 <= lane.file < len(self.names):
+    def _check_cursor(self, cursor: FileCursor) -> None:
+        if not 0 <= cursor.file < len(self.names):
             raise StateMismatch(
-                f"the saved state is in {self.kind} {lane.file}, but the dataset has {len(self.names)} {self.kind}s; "
+                f"the saved state is in {self.kind} {cursor.file}, but the dataset has {len(self.names)} {self.kind}s; "
                 "load a state of this dataset"
             )
 

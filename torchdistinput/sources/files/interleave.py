@@ -23,13 +23,13 @@ __all__ = ["Interleave", "Rounds", "Taken", "Turn", "taken_turns", "woven"]
 T = TypeVar("T")
 
 Turn: TypeAlias = tuple[OpenFile, int, int]
-"""A lane, and the range of its records that a turn yielded, counted as they are yielded."""
+"""A file, and the range of its records that a turn yielded, counted as they are yielded."""
 
 
 class Rounds(NamedTuple):
-    """Rounds in which each of some lanes had a turn of the same length. Told of turn by turn only if that is asked."""
+    """Rounds in which each of some files had a turn of the same length. Told of turn by turn only if that is asked."""
 
-    lanes: Sequence[OpenFile]
+    files: Sequence[OpenFile]
     """In the order of their turns."""
     firsts: Sequence[int]
     """The first record of each."""
@@ -41,8 +41,8 @@ class Rounds(NamedTuple):
     def turns(self) -> Iterator[Turn]:
         """Each turn, in order."""
         for start in range(0, self.rounds * self.length, self.length):
-            for lane, first in zip(self.lanes, self.firsts, strict=True):
-                yield lane, first + start, first + start + self.length
+            for file, first in zip(self.files, self.firsts, strict=True):
+                yield file, first + start, first + start + self.length
 
 
 Taken: TypeAlias = Turn | Rounds
@@ -66,7 +66,7 @@ def woven(parts: Sequence[list[Any]], length: int) -> list[Any]:
     ['a', 'b', 'A', 'B', 'c', 'd', 'C', 'D']
 
     Args:
-      parts: the records of each lane, equally many, a multiple of ``length``.
+      parts: the records of each file, equally many, a multiple of ``length``.
       length: records of a turn.
     """
     size, step = len(parts[0]), len(parts) * length
@@ -89,7 +89,7 @@ class Interleave:
 
     Args:
       order: the fresh files, in the order in which they are opened; those that were opened before ``place`` too.
-      open_lane: opens a file.
+      open_file: opens a file.
       cycle_length: how many slots there are, unless the place has some.
       block_length: how many records make a turn, where there are several slots.
       place: where to start.
@@ -98,30 +98,30 @@ class Interleave:
     def __init__(
         self,
         order: Sequence[int],
-        open_lane: Callable[[FileCursor], OpenFile],
+        open_file: Callable[[FileCursor], OpenFile],
         cycle_length: int,
         block_length: int,
         place: ReaderCursor,
     ) -> None:
         self.last: OpenFile | None = None
-        """The lane of the last record."""
+        """The file of the last record."""
         self.taken: list[Taken] = []
         """What the last ``take`` took."""
         self.opened = place.opened
         """How many fresh files were opened."""
         self._order = order
-        self._open_lane = open_lane
+        self._open_file = open_file
         self._waiting = deque(place.waiting)
         num_slots = min(cycle_length, len(place.waiting) + len(order) - place.opened)
-        # The lane of each slot, or the place of one that is yet to be opened again.
+        # The file of each slot, or the place of one that is yet to be opened again.
         self._slots: list[OpenFile | FileCursor | None] = list(place.slots) or [None] * num_slots
         self._length = block_length if len(self._slots) > 1 else None  # alone, a file has all turns: one will do
         self._turn = place.turn  # the slot whose turn it is
-        self._before = place.taken  # records of its turn that were taken when its lane was opened
-        self._lane: OpenFile | None = None  # its lane, once it is open
-        self._start = 0  # the lane's count where the turn began
+        self._before = place.taken  # records of its turn that were taken when its file was opened
+        self._current: OpenFile | None = None  # its file, once it is open
+        self._start = 0  # the file's count where the turn began
         self._slow_turns = 0  # how many are not looked at for whole rounds
-        self._ended: list[OpenFile] = []  # lanes at their end of which records may still be read
+        self._ended: list[OpenFile] = []  # files at their end of which records may still be read
         self._closed = False
 
     def __del__(self) -> None:
@@ -129,29 +129,29 @@ class Interleave:
 
     def position(self) -> ReaderCursor:
         """See ``RecordReader.position``."""
-        slots = tuple([lane.position() if isinstance(lane, OpenFile) else lane for lane in self._slots])
-        taken = self._before if self._lane is None else self._lane.delivered - self._start
+        slots = tuple([file.position() if isinstance(file, OpenFile) else file for file in self._slots])
+        taken = self._before if self._current is None else self._current.delivered - self._start
         if len(slots) == 1:
             taken = 0  # its turn has no end
         return ReaderCursor(slots, self._turn, taken, tuple(self._waiting), self.opened)
 
     def next_turn(self, most: int) -> tuple[OpenFile, int] | None:
-        """The lane whose turn it is, and how many records, up to ``most``, it has left in it; ``None`` at the end."""
+        """The file whose turn it is, and how many records, up to ``most``, it has left in it; ``None`` at the end."""
         while not self._closed:
-            if self._lane is None:
+            if self._current is None:
                 if not self._has_more():
                     self._turn = 0
                     if not self._ended:
                         self.close()
                     break
                 self._begin_turn()
-            lane = self._lane
-            if lane is not None:
+            file = self._current
+            if file is not None:
                 if self._length is None:
-                    return lane, most
-                left = self._length - (lane.delivered - self._start)
+                    return file, most
+                left = self._length - (file.delivered - self._start)
                 if left > 0:
-                    return lane, min(left, most)
+                    return file, min(left, most)
             self._pass_turn()
         return None
 
@@ -165,87 +165,87 @@ class Interleave:
         if self._slow_turns:
             self._slow_turns -= 1
             return []
-        if self._lane is None and self._before:
+        if self._current is None and self._before:
             return []
-        if self._lane is not None and self._lane.delivered - self._start != self._length:
+        if self._current is not None and self._current.delivered - self._start != self._length:
             return []
-        lanes = self._lanes_of_round()
-        rounds = most // (len(lanes) * self._length) if lanes else 0
+        files = self._files_of_round()
+        rounds = most // (len(files) * self._length) if files else 0
         if rounds:
-            rounds = min(rounds, min([lane.num_ready for lane in lanes]) // self._length)
+            rounds = min(rounds, min([file.num_ready for file in files]) // self._length)
         if not rounds:  # nor will there be before each slot had its turn
-            self._slow_turns = len(lanes or self._slots) - 1
+            self._slow_turns = len(files or self._slots) - 1
             return []
-        self.taken.append(Rounds(lanes, [lane.delivered for lane in lanes], rounds, self._length))
-        parts = [lane.take(rounds * self._length) for lane in lanes]
-        last = self.last = self._lane = lanes[-1]
+        self.taken.append(Rounds(files, [file.delivered for file in files], rounds, self._length))
+        parts = [file.take(rounds * self._length) for file in files]
+        last = self.last = self._current = files[-1]
         self._turn, self._start = self._slots.index(last), last.delivered - self._length
         return woven(parts, self._length)
 
-    def _lanes_of_round(self) -> list[OpenFile]:
-        """The lanes in the order of their next turns; none while a file is to be opened. Between two turns."""
-        first, slots = self._turn + (self._lane is not None), self._slots
-        lanes = [lane for lane in (*slots[first:], *slots[:first]) if isinstance(lane, OpenFile)]
+    def _files_of_round(self) -> list[OpenFile]:
+        """The files in the order of their next turns; none while a file is to be opened. Between two turns."""
+        first, slots = self._turn + (self._current is not None), self._slots
+        files = [file for file in (*slots[first:], *slots[:first]) if isinstance(file, OpenFile)]
         empty = slots.count(None) if self.opened == len(self._order) and not self._waiting else 0
-        return lanes if len(lanes) + empty == len(slots) else []
+        return files if len(files) + empty == len(slots) else []
 
-    def read(self, lane: OpenFile, take: Callable[[int], T], count: int) -> T:
-        """What the lane whose turn it is gives; notes it for ``places``.
+    def read(self, file: OpenFile, take: Callable[[int], T], count: int) -> T:
+        """What the file whose turn it is gives; notes it for ``places``.
 
         Args:
-          lane: the lane.
+          file: the file.
           take: takes records of it, or passes over them.
           count: how many at most.
         """
-        before = lane.delivered
+        before = file.delivered
         try:
             return take(count)
         except BaseException as error:
-            self.fail(lane, error)
+            self.fail(file, error)
             raise
         finally:
-            if lane.delivered > before:
-                self.last = lane
-                self.taken.append((lane, before, lane.delivered))
+            if file.delivered > before:
+                self.last = file
+                self.taken.append((file, before, file.delivered))
 
-    def fail(self, lane: OpenFile, error: BaseException) -> None:
-        """Ends the walk, as a lane cannot be read.
+    def fail(self, file: OpenFile, error: BaseException) -> None:
+        """Ends the walk, as a file cannot be read.
 
         Raises:
           SourceError: naming the file, where the error is one of the reader.
         """
-        failure = lane.failure(error) if isinstance(error, Exception) and not isinstance(error, StateMismatch) else None
+        failure = file.failure(error) if isinstance(error, Exception) and not isinstance(error, StateMismatch) else None
         self.close()
         if failure is not None:
             raise failure from error
 
-    def end_lane(self, lane: OpenFile, *, keep: bool = False) -> None:
+    def end_file(self, file: OpenFile, *, keep: bool = False) -> None:
         """The file whose turn it is has ended: its slot is free.
 
         Args:
-          lane: its lane.
+          file: its file.
           keep: whether it stays open until ``let_go``.
         """
         self._slots[self._turn] = None
         if keep:
-            self._ended.append(lane)
+            self._ended.append(file)
         else:
-            lane.close()
+            file.close()
         self._pass_turn()
 
     def let_go(self) -> None:
-        """Closes lanes at their end."""
+        """Closes files at their end."""
         ended, self._ended = self._ended, []
-        for lane in ended:
-            lane.close()
+        for file in ended:
+            file.close()
 
     def close(self) -> None:
         """Closes the files. More calls do nothing."""
         if not self._closed:
             self._closed = True
-            for lane in (*self._slots, *self._ended):
-                if isinstance(lane, OpenFile):
-                    lane.close()
+            for file in (*self._slots, *self._ended):
+                if isinstance(file, OpenFile):
+                    file.close()
 
     def _has_more(self) -> bool:
         return self.opened < len(self._order) or bool(self._waiting) or any(self._slots)
@@ -254,27 +254,27 @@ class Interleave:
         """Opens the file of the slot whose turn it is, or the next file for it, if there is one."""
         place = self._slots[self._turn]
         try:
-            lane = place if isinstance(place, OpenFile) else self._opened(place)
+            file = place if isinstance(place, OpenFile) else self._opened(place)
         except BaseException:
             self.close()
             raise
-        if lane is not None:
-            self._slots[self._turn] = self._lane = lane
-            self._start = lane.delivered - self._before
+        if file is not None:
+            self._slots[self._turn] = self._current = file
+            self._start = file.delivered - self._before
 
     def _opened(self, place: FileCursor | None) -> OpenFile | None:
         if place is not None:
-            return self._open_lane(place)
+            return self._open_file(place)
         if self._waiting:
-            lane = self._open_lane(self._waiting[0])
+            file = self._open_file(self._waiting[0])
             self._waiting.popleft()  # not before it is open: one that cannot be is still to be read
-            return lane
+            return file
         if self.opened < len(self._order):
-            lane = self._open_lane(FileCursor(self._order[self.opened]))
+            file = self._open_file(FileCursor(self._order[self.opened]))
             self.opened += 1
-            return lane
+            return file
         return None
 
     def _pass_turn(self) -> None:
-        self._lane, self._before = None, 0
+        self._current, self._before = None, 0
         self._turn = (self._turn + 1) % len(self._slots)

@@ -1,9 +1,9 @@
 """One open file, or other fragment: its records in their order, where each comes from, and where it can be entered.
 
-**Entering again.** A lane starts at the last block of its reader in front of the record, or the window, where it was
+**Entering again.** A file starts at the last block of its reader in front of the record, or the window, where it was
 left, and passes over what is between. The records of a reader without blocks are passed over from the front.
 
-**Reading only some of the records.** A lane that has the layout of its file passes over records without reading them,
+**Reading only some of the records.** A file that has the layout of its file passes over records without reading them,
 and reads any range of those that it passed over. It does not shuffle.
 
 **Going on after a record that cannot be read.** Where that is asked for, and the reader knows where the next record
@@ -84,7 +84,7 @@ class OpenFile:
 
     Args:
       name: the name of the file.
-      opened: the file; the lane closes it.
+      opened: the file, which is closed here.
       read: the reader.
       window_size: how many records are shuffled together; 0 for none.
       key: what the order of a window depends on, beside its number.
@@ -276,7 +276,7 @@ class OpenFile:
         return True
 
     def position(self) -> FileCursor:
-        """Where the lane stands: one that starts there yields the rest."""
+        """Where it stands: one that starts there yields the rest."""
         delivered = self.delivered
         if self._layout is not None:
             return FileCursor(self.number, self._layout.offset_of(delivered), delivered, delivered, self._opened.size)

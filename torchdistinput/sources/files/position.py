@@ -1,7 +1,7 @@
 """Where the reading of files stands, as a saved state has it, and how it is known.
 
 **The position** is ``["files", replicas, deals, walks, rows]``: how many replicas there were; the changes of the world
-so far (``plan.lanes``); for each worker ``[row, place]``: where its walk stood after that many rows, as JSON text; and
+so far (``plan.file_resharding``); for each worker ``[row, place]``: where its walk stood after that many rows, as JSON text; and
 the rows delivered. Rows count from the last change of the world. From the place of a walk, ``rows - row`` rows are read
 again, undecoded.
 

@@ -74,10 +74,10 @@ class RecordReader:
                 turn = table.next_turn(count - len(records))
                 if turn is None:
                     break
-                lane, wanted = turn
-                found = table.read(lane, lane.take, wanted)
+                file, wanted = turn
+                found = table.read(file, file.take, wanted)
                 if len(found) < wanted:
-                    table.end_lane(lane)
+                    table.end_file(file)
             if records:
                 records += found
             else:
@@ -102,17 +102,17 @@ class RecordReader:
             turn = table.next_turn(count - size)
             if turn is None:
                 break
-            lane, wanted = turn
-            before = lane.delivered
-            if lane.can_pass_over:
-                number = table.read(lane, lane.pass_over, wanted)
-                parts.append((lane, before, before + number))
+            file, wanted = turn
+            before = file.delivered
+            if file.can_pass_over:
+                number = table.read(file, file.pass_over, wanted)
+                parts.append((file, before, before + number))
             else:
-                records = table.read(lane, lane.take, wanted)
+                records = table.read(file, file.take, wanted)
                 number = len(records)
                 parts.append(records)
             if number < wanted:
-                table.end_lane(lane, keep=True)
+                table.end_file(file, keep=True)
             size += number
         return Reserved(parts)
 
@@ -126,20 +126,20 @@ class RecordReader:
         if rounds := table.take_rounds(_MOST_READY):
             return rounds
         while (turn := table.next_turn(_MOST_READY)) is not None:
-            lane, wanted = turn
-            if records := table.read(lane, lane.take_ready, wanted):
+            file, wanted = turn
+            if records := table.read(file, file.take_ready, wanted):
                 return records
-            table.end_lane(lane)
+            table.end_file(file)
         return []
 
     def places(self, lo: int, hi: int) -> list[RecordPlace]:
         """Where the records ``[lo, hi)`` of the last ``take`` came from. Before the next record is taken."""
         found: list[RecordPlace] = []
         start = 0  # the position of the first record of a turn among those taken
-        for lane, first, end in taken_turns(self._table.taken):
+        for file, first, end in taken_turns(self._table.taken):
             stop = start + end - first
             if lo < stop and start < hi:
-                found += lane.places(first + max(lo - start, 0), min(end, first + hi - start))
+                found += file.places(first + max(lo - start, 0), min(end, first + hi - start))
             start = stop
         return found
 
@@ -166,7 +166,7 @@ class Reserved:
         return self._size
 
     def __getitem__(self, wanted: slice) -> list[Any]:
-        """The records of a slice without a step. What a lane has of them is read at once.
+        """The records of a slice without a step. What a file has of them is read at once.
 
         Raises:
           SourceError: naming the file.
@@ -175,17 +175,17 @@ class Reserved:
         ranges: dict[OpenFile, tuple[int, int]] = {}
         for piece in found:
             if not isinstance(piece, list):
-                lane, a, b = piece
-                ranges[lane] = (ranges[lane][0] if lane in ranges else a, b)
-        read = {lane: lane.read_range(a, b) for lane, (a, b) in ranges.items()}
+                file, a, b = piece
+                ranges[file] = (ranges[file][0] if file in ranges else a, b)
+        read = {file: file.read_range(a, b) for file, (a, b) in ranges.items()}
         whole: list[Any] = []
         for piece in found:
             if isinstance(piece, list):
                 whole += piece
             else:
-                lane, a, b = piece
-                first = ranges[lane][0]
-                whole += read[lane][a - first : b - first]
+                file, a, b = piece
+                first = ranges[file][0]
+                whole += read[file][a - first : b - first]
         return whole
 
     def rows(self, lo: int, hi: int) -> list[npt.NDArray[Any]]:
@@ -196,7 +196,7 @@ class Reserved:
         """
         arrays: list[npt.NDArray[Any]] = []
         turns = [part for part in self._parts_of(lo, hi) if not isinstance(part, list)]
-        if len({lane for lane, _, _ in turns}) == len(turns):  # else the files take turns: many short pieces
+        if len({file for file, _, _ in turns}) == len(turns):  # else the files take turns: many short pieces
             arrays = [rows for turn in turns if (rows := turn[0].read_rows(*turn[1:])) is not None]
         return arrays if sum(map(len, arrays)) == hi - lo else []
 
@@ -208,8 +208,8 @@ class Reserved:
             if a < b and isinstance(part, list):
                 found.append(part[a:b])
             elif a < b:
-                lane, first, _ = part
-                found.append((lane, first + a, first + b))
+                file, first, _ = part
+                found.append((file, first + a, first + b))
         return found
 
 
@@ -217,22 +217,22 @@ def _one_by_one(table: Interleave) -> Generator[Any, None, None]:
     """The records of all turns, until no file is open or waiting."""
     try:
         while (turn := table.next_turn(_MOST_READY)) is not None:
-            lane, wanted = turn
-            start = delivered = lane.delivered
-            previous, table.last = table.last, lane
+            file, wanted = turn
+            start = delivered = file.delivered
+            previous, table.last = table.last, file
             try:
-                for record in lane.at_hand(wanted):
-                    lane.delivered = delivered = delivered + 1
+                for record in file.at_hand(wanted):
+                    file.delivered = delivered = delivered + 1
                     yield record
-                    if lane.delivered != delivered:  # records were taken meanwhile
+                    if file.delivered != delivered:  # records were taken meanwhile
                         break
             except BaseException as error:
-                table.fail(lane, error)
+                table.fail(file, error)
                 raise
             finally:
-                if lane.delivered == start:
+                if file.delivered == start:
                     table.last = previous
-            if lane.delivered == start:
-                table.end_lane(lane)
+            if file.delivered == start:
+                table.end_file(file)
     finally:
         table.close()

@@ -157,7 +157,7 @@ class RecordSource:
                 f"step: the state was saved in the middle of ready batches, each of which {workers} workers deliver in "
                 f"{workers} steps. Save after a multiple of {workers} steps, or resume with {workers} workers."
             )
-        self._dataset.check_unchanged(lane for _, place in found.walks for lane in place.lanes)
+        self._dataset.check_unchanged(cursor for _, place in found.walks for cursor in place.cursors)
 
     def resume(self, epoch: int, start: Start, share: Exchange) -> Start:
         """See ``Source.resume``. Deals anew what another world has begun."""
