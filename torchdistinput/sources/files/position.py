@@ -1,9 +1,9 @@
 """Where the reading of files stands, as a saved state has it, and how it is known.
 
 **The position** is ``["files", replicas, deals, walks, rows]``: how many replicas there were; the changes of the world
-so far (``plan.file_resharding``); for each worker ``[row, place]``: where its walk stood after that many rows, as JSON text; and
-the rows delivered. Rows count from the last change of the world. From the place of a walk, ``rows - row`` rows are read
-again, undecoded.
+so far (``plan.file_resharding``); for each worker ``[row, place]``: where its walk stood after that many rows, as JSON
+text; and the rows delivered. Rows count from the last change of the world. From the place of a walk, ``rows - row``
+rows are read again, undecoded.
 
 **Who knows what.** Where all workers read the same (DATA, or one worker) each knows the place. Under FILE each has a
 walk of its own; all tell where theirs stands after 1, 2, 4, ... and then every 64 rows (256 where steps are short, and
