@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, get_worker_info
 
+import torchdistinput as tdi
 from tests.support import inputs
 from tests.support.epochs import lists
 from torchdistinput.errors import StateMismatch
@@ -643,3 +644,39 @@ def test_fewer_batches_of_a_function_than_were_delivered_are_a_mismatch() -> Non
 def test_a_malformed_position_of_a_function_is_a_mismatch(position: Any) -> None:
     with pytest.raises(StateMismatch):
         FunctionSource([shuffled(9, 4, 7)], one_of(1), FAR).check(position)
+
+
+class OwnIterator(IterableDataset[int]):
+    """Its own iterator: at its end after an epoch, until a state is loaded."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        if self.at == 6:
+            raise StopIteration
+        self.at += 1
+        return self.at - 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+@pytest.mark.parametrize("begun", [False, True], ids=["before iter", "before the first step"])
+def test_a_state_of_the_front_brings_data_back_that_is_its_own_iterator(begun: bool) -> None:
+    loader = tdi.DataLoader(OwnIterator(), batch_size=2)
+    iterator = iter(loader) if begun else None
+    state = loader.state_dict()
+    whole = [batch.tolist() for batch in (loader if iterator is None else iterator)]
+    assert whole == [[0, 1], [2, 3], [4, 5]]
+    loader.load_state_dict(state)
+    assert [batch.tolist() for batch in loader] == whole
+    fresh = tdi.DataLoader(OwnIterator(), batch_size=2)
+    fresh.load_state_dict(state)
+    assert [batch.tolist() for batch in fresh] == whole

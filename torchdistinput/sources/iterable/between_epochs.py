@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, final
 
 from torchdistinput.errors import StateMismatch
@@ -15,21 +16,23 @@ __all__ = ["BetweenEpochs"]
 class BetweenEpochs:
     """Knows the own state with which epochs begin.
 
-    Only after an epoch that was read to its end: in the middle of one, a state says where the data stands in that.
+    After an epoch that was read to its end: in the middle of one, a state says where the data stands in that. And
+    before the first one of data that is its own iterator: it is at its end afterwards, and would have no front.
 
     Args:
       own_state: see ``InputOptions.own_state``.
+      data: what the first epoch reads, or a function that returns it.
     """
 
-    def __init__(self, own_state: OwnState) -> None:
+    def __init__(self, own_state: OwnState, data: Any) -> None:
         self._own_state = own_state
         self._last: ReadLog | None = None
-        self._data: Any = None
+        self._data = data
 
     def begin(self, data: Any) -> Place:
         """The place at which an epoch of the data begins that is entered at its front."""
-        ended = self._last is not None and self._last.has_ended
-        snapshot = front_of(data, self._own_state) if ended else None
+        stands_somewhere = self._last.has_ended if self._last is not None else isinstance(data, Iterator)
+        snapshot = front_of(data, self._own_state) if stands_somewhere else None
         return Place((Reader(text=snapshot.text if snapshot is not None and snapshot.text else None),))
 
     def begun(self, log: ReadLog, data: Any) -> None:

@@ -96,7 +96,7 @@ class IterableLoaderSource:
         self._whole = self._guarded()
         self._unused = why_unused(dataset, options.own_state)
         self._owns_state = keeps_state(dataset, options.own_state)
-        self._between = BetweenEpochs(options.own_state)
+        self._between = BetweenEpochs(options.own_state, self._dataset)
         self._seeds = BaseSeeds(loader.generator, lasting=lasting)
         self._cut: CutReady | CutSamples
         if size is None:

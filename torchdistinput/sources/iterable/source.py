@@ -83,7 +83,7 @@ class IterableSource:
         if policy is AutoShardPolicy.HINT and topology.num_workers > 1:
             data, first = _shard_of(data, topology), None
         self._data = data
-        self._between = BetweenEpochs(self._own_state)
+        self._between = BetweenEpochs(self._own_state, data)
         self.told = ToldEpochs(whole, data)
         self._reopen = Reopened(data, first)
         self._shared = policy is AutoShardPolicy.DATA or topology.num_workers == 1
