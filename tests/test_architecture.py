@@ -30,7 +30,6 @@ FLOORS = {
     "iterator": 6,
     "checkpoint": 6,
     "build_pipeline": 6,
-    "elements": 6,
     "epoch_draws": 6,
     "loader_iterator": 6,
     "data_loader": 7,
@@ -46,7 +45,7 @@ FLOORS = {
 # Floors whose modules know each other (never in a circle); everywhere else neighbours are strangers.
 NEIGHBOURS_MAY_MEET = {
     *("batches", "plan", "coordination", "devices", "pipeline", "sources", "testing", "integrations"),
-    *("checkpoint", "dataset", "loader_iterator", "elements", "epoch_draws", "iterator", "build_pipeline"),
+    *("checkpoint", "dataset", "loader_iterator", "epoch_draws", "iterator", "build_pipeline"),
     *("data_loader", "losses", "replica", "strategy"),
 }
 

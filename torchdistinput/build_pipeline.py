@@ -9,13 +9,13 @@ from typing import Any, NamedTuple, final
 
 import torch
 
+from torchdistinput.batches.element_spec import Elements
 from torchdistinput.batches.padding import Pad
 from torchdistinput.batches.schema_check import SchemaChecker
 from torchdistinput.coordination.batch_digests import BatchDigests, take_for_read
 from torchdistinput.coordination.process_group import Channel, Ranks
 from torchdistinput.coordination.step_sync import StepSync
 from torchdistinput.devices.accelerators import make_copier
-from torchdistinput.elements import Elements
 from torchdistinput.iterator import DistributedIterator, LastStep, Progress
 from torchdistinput.pipeline.fetch import Fetch
 from torchdistinput.pipeline.metrics import StatsSync

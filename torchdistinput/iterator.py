@@ -9,8 +9,8 @@ from typing import Any, Generic, NoReturn, TypeVar, final
 
 from torch.autograd import profiler
 
+from torchdistinput.batches.element_spec import Elements
 from torchdistinput.batches.per_replica import regroup_batches
-from torchdistinput.elements import Elements
 from torchdistinput.errors import InputError, OutOfRangeError
 from torchdistinput.pipeline.metrics import WAIT, Metrics, in_range, summary
 from torchdistinput.pipeline.prefetcher import Prefetcher

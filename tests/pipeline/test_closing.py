@@ -19,7 +19,7 @@ from tests.support.interruptions import Interruption
 from tests.support.processes import in_fork
 from tests.support.scripted import Party, Script, compose, values
 from torchdistinput import build_pipeline as walk_module
-from torchdistinput import elements as elements_module
+from torchdistinput.batches import element_spec as elements_module
 from torchdistinput.pipeline import prefetch_thread as background_module
 from torchdistinput.pipeline import prefetcher as buffer_module
 from torchdistinput.pipeline import shutdown

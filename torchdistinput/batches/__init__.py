@@ -5,6 +5,7 @@
 - ``schema``: Nesting, names and dtypes that all batches have; how an empty one is made.
 - ``schema_check``: The schema of the elements, learned once and checked.
 - ``same_schema``: Batches that are exactly like the last one, known at a look.
+- ``element_spec``: What is known of the elements: their spec, their bytes.
 - ``padding``: Pieces of one size with a mask, if asked for.
 - ``per_replica``: ``PerReplica``, ``ReduceOp``.
 """
