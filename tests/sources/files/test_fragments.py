@@ -185,6 +185,15 @@ def test_a_source_is_distributed_as_it_is(paths: tuple[str, str]) -> None:
     assert joined([*batch] for batch in own(SqliteSource(paths[0], "samples", KEYS))) == list(range(ROWS))
 
 
+def test_the_drop_in_takes_a_source(paths: tuple[str, str]) -> None:
+    source: Any = SqliteSource(paths[0], "samples", KEYS)
+    for workers in (0, 2):
+        loader = tdi.DataLoader(
+            source, BATCH, num_workers=workers, collate_fn=lambda rows: [int(row[1]) for row in rows]
+        )
+        assert joined(loader) == list(range(ROWS))
+
+
 def test_what_a_source_raises_names_the_fragment_and_the_position(paths: tuple[str, str]) -> None:
     with pytest.raises(
         tdi.SourceError, match=r"samples:1: reading failed near position 25, after 17 records: .*a bad row"
