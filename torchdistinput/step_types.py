@@ -31,9 +31,6 @@ __all__ = [
     "End",
     "Failed",
     "Held",
-    "Kinds",
-    "Known",
-    "Like",
     "LocalStep",
     "Missed",
     "OpaqueBatch",
@@ -45,7 +42,9 @@ __all__ = [
     "Raised",
     "ReadFailure",
     "Row",
+    "RowSizes",
     "Rows",
+    "SizedRow",
     "Skipped",
     "Start",
     "Stream",
@@ -74,38 +73,19 @@ class Counted(NamedTuple):
 
 
 @final
-class Like:
-    """What a reader in this process knows of a row. Rows that come with the same ``Like`` are exactly alike.
+class RowSizes(NamedTuple):
+    """How a row is cut from its batch. Rows that come with the same object have one schema, too."""
 
-    Args:
-      kind: the same object for all rows that are alike but for their sizes.
-      samples: samples in the batch that the row is cut from.
-      sizes: samples in each piece.
-    """
-
-    def __init__(self, kind: object, samples: int, sizes: tuple[int, ...]) -> None:
-        self.kind = kind
-        self.samples = samples
-        self.sizes = sizes
-        self.is_full = 0 not in sizes or kind is OpaqueBatch
-        """Whether no piece is to be made: none is empty, or it is sealed, and there as it is."""
+    samples: int
+    """Samples in the batch."""
+    pieces: tuple[int, ...]
+    """Samples in each piece of the row."""
 
 
-@final
-class Kinds:
-    """The two kinds of rows of one reader: without an empty piece, and with one, which tells nothing of the others."""
+SizedRow = tuple[Row, RowSizes, Digest]
+"""A row that a reader in this process made, its sizes, and the digest of what the sampler drew.
 
-    def __init__(self) -> None:
-        self._full, self._lacking = object(), object()
-
-    def like(self, samples: int, limits: Sequence[tuple[int, int]]) -> Like:
-        """What is known of a row, from the limits of its pieces in a batch of so many samples."""
-        sizes = tuple(hi - lo for lo, hi in limits)
-        return Like(self._lacking if 0 in sizes else self._full, samples, sizes)
-
-
-Known = tuple[Row, Like, Digest]
-"""A row, what is known of it, and the digest of what the sampler drew. A plain tuple: one is made for every step."""
+A plain tuple, since one is made for every step."""
 
 
 class Origin(NamedTuple):
@@ -227,7 +207,7 @@ class Rows(Protocol):
     def draw(self) -> Any:
         """Takes what belongs to the next row from user code in this process; ``None`` at the end. Caller's thread.
 
-        A plain tuple is ``Known``, the row itself: there is nothing to fetch.
+        A plain tuple is a ``SizedRow``, the row itself: there is nothing to fetch.
         """
 
     def expect(self, rows: int) -> None:

@@ -2,15 +2,82 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections import OrderedDict
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from tests.support.structures import KINDS, described
+from torchdistinput.batches import pytree
 from torchdistinput.batches.pytree import batch_size, structure_of
-from torchdistinput.batches.schema_check import SchemaChecker
+from torchdistinput.batches.schema_check import KnownSchema, SchemaChecker
 from torchdistinput.errors import BatchingError
+
+
+class Pair(NamedTuple):
+    a: Any
+    b: Any
+
+
+class Own(torch.Tensor):
+    """May be anything."""
+
+
+x, y = torch.zeros(4, 2), torch.zeros(4, dtype=torch.int64)
+KNOWN: list[Any] = [x, y, (x, y), [x, y], {"x": x, "y": y}, (x,), [y]]
+UNKNOWN: list[Any] = [Pair(x, y), OrderedDict(x=x), {"x": {"y": y}}, [x, "label"], (x, [y]), x.as_subclass(Own)]
+NOTHING: list[Any] = [(), [], {}]  # is no batch
+OTHERS: list[Any] = [
+    *(torch.zeros(5, 2), torch.zeros(4, 3), torch.zeros(4, 2, 1), x.double()),
+    *((x, y, y), (y, x), (x, x), (x, y.int()), (torch.zeros(3, 2), torch.zeros(3, dtype=torch.int64))),
+    *([y, x], [x, y, x], {"y": y, "x": x}, {"x": x}, {"x": x, "z": y}, {"x": x, "y": y, "z": y}),
+    *((x, None), {"x": x, "y": 3}, [x, [y]], None, 3, "xy", (), [], {}, (x.as_subclass(Own), y)),
+]
+
+
+@pytest.mark.parametrize("last", KNOWN, ids=lambda _: "")
+def test_exactly_what_has_the_shapes_of_the_last_batch_is_known(last: Any) -> None:
+    known = KnownSchema()
+    assert known.size_of(last) is None
+    known.remember(last, pytree.batch_size(last))
+    again = pytree.map_leaves(torch.ones_like, last)
+    assert known.size_of(last) == known.size_of(again) == pytree.batch_size(again)
+    for other in [*KNOWN, *UNKNOWN, *OTHERS]:
+        assert (known.size_of(other) is not None) == (other is last)
+    known.forget()
+    assert known.size_of(last) is None
+
+
+@pytest.mark.parametrize("last", [*UNKNOWN, *NOTHING], ids=lambda _: "")
+def test_what_is_not_plain_is_not_remembered(last: Any) -> None:
+    known = KnownSchema()
+    known.remember((x, y), 4)
+    known.remember(last, 4)
+    assert not known.is_plain
+    assert all(known.size_of(batch) is None for batch in [*KNOWN, *UNKNOWN, *OTHERS])
+
+
+@pytest.mark.parametrize("last", KNOWN, ids=lambda _: "")
+def test_where_the_structure_is_known_a_batch_of_another_size_is_the_last_one_from_then_on(last: Any) -> None:
+    structure = pytree.structure_of(last)
+    twice = pytree.map_leaves(lambda leaf: torch.cat([leaf, leaf]), last)
+    sizes = [pytree.cut(twice, 0, size) for size in (0, 1, 4, 7)]
+    uneven = [leaf[:1] for leaf in last] if isinstance(last, list) else last
+    for other in [*sizes, *KNOWN, *UNKNOWN, *OTHERS, uneven, torch.tensor(3), (torch.tensor(3), y)]:
+        known = KnownSchema()
+        known.structure = structure
+        known.remember(last, 4)
+        known.mark = "noted"
+        size = structure.size_of_same(other)
+        assert known.size_of(other) == size
+        if size is None or other is last:
+            assert known.mark == "noted"
+            assert known.is_plain
+        elif known.is_plain:  # not of a tensor of the user's own class
+            known.structure = None
+            assert known.size_of(other) == size
+            assert (known.size_of(last) is None) == (size != 4)
 
 
 def measured(checker: SchemaChecker, piece: Any) -> int:
@@ -20,7 +87,7 @@ def measured(checker: SchemaChecker, piece: Any) -> int:
     return size
 
 
-def test_a_new_mould_knows_nothing() -> None:
+def test_a_new_checker_knows_nothing() -> None:
     checker = SchemaChecker()
     assert checker.structure is None
     assert checker.digest is None

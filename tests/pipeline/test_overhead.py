@@ -170,10 +170,10 @@ def test_the_work_of_a_step_does_not_grow_with_the_batch_the_epoch_or_the_steps_
     assert set(steady_calls(ready(50, 8, log_every=1000), 19)) - {"steps"} == set(first)
 
 
-def test_the_stages_of_a_ready_step_are_seven_calls() -> None:
+def test_the_stages_of_a_ready_step_are_eight_calls() -> None:
     """Of those after the source; each takes some 0.1 us, so that this number is what a step costs."""
     calls = steady_calls(ready(50, 8), 19)
-    stages = {"__next__", "_take_in_line", "draw", "settle", "num_bytes", "add", "deliver"}
+    stages = {"__next__", "_take_in_line", "draw", "_read", "settle", "num_bytes", "add", "deliver"}
     assert stages <= set(calls)
     assert calls.count("size_of") == 1  # nobody looks at the batch again
     assert len(calls) - len(steady_source_calls()) <= len(stages)

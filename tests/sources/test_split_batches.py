@@ -47,7 +47,7 @@ class Rows:
         return row if row is None or self._knows else self.fetch(row)
 
     def fetch(self, drawn: Any) -> Any:
-        return Counted(drawn[0], drawn[1].sizes) if type(drawn) is tuple else drawn
+        return Counted(drawn[0], drawn[1].pieces) if type(drawn) is tuple else drawn
 
     def digest_of(self, drawn: Any) -> int:
         return 0
@@ -96,17 +96,17 @@ def test_a_row_that_the_reader_knows_becomes_the_share_that_a_look_at_it_makes(r
         if replicas == 1:
             converts.append(OpaqueCollate(as_is, counts=False))
         convert = rng.choice(converts)
-        moulds = [SchemaChecker(), SchemaChecker()]
+        checkers = [SchemaChecker(), SchemaChecker()]
         knowing, looking = (
             Fetch(Rows(batches, CutReady(convert, cutter), knows=knows), checker)
-            for knows, checker in zip([True, False], moulds, strict=True)
+            for knows, checker in zip([True, False], checkers, strict=True)
         )
         for _ in range(len(batches) + 2):
             held = knowing.draw()
             assert told(held) == told(looking.draw()), seed
-            assert moulds[0].structure == moulds[1].structure, seed
-            assert moulds[0].row_bytes == moulds[1].row_bytes, seed
-            known += isinstance(held, LocalStep) and moulds[0].last.mark is not None
+            assert checkers[0].structure == checkers[1].structure, seed
+            assert checkers[0].row_bytes == checkers[1].row_bytes, seed
+            known += isinstance(held, LocalStep) and checkers[0].known.mark is not None
     assert known > 40  # or nothing was tested
 
 
@@ -116,9 +116,9 @@ def test_what_another_rank_told_is_checked_before_a_row_is_known() -> None:
     fetch = Fetch(Rows([torch.zeros(2, 3)] * 5, CutReady(as_is, cutter), knows=True), checker)
     for step in range(4):
         assert isinstance(fetch.draw(), LocalStep)
-        assert (checker.last.mark is None) == (step == 0)
+        assert (checker.known.mark is None) == (step == 0)
     checker.learn(structure_of(torch.zeros(2, 4)))
-    assert checker.last.mark is None
+    assert checker.known.mark is None
     assert isinstance(fetch.draw(), LocalStep)
     assert checker.structure == structure_of(torch.zeros(2, 3))
 
@@ -135,11 +135,10 @@ def test_batches_have_the_same_look_only_if_every_leaf_has_it(kind: str) -> None
         if not isinstance(item, Cut):
             assert structure_of(item[0][0]) == structure_of(batch)
             assert item[0][0] is batch
-            assert item[1].sizes == (batch_size(batch),) == (item[1].samples,)
+            assert item[1].pieces == (batch_size(batch),) == (item[1].samples,)
             if before is not None:
                 same = structure_of(batch) == structure_of(before[0][0])
-                assert (item[1].kind is before[1].kind) == same
-                assert (item[1] is before[1]) == (same and item[1].sizes == before[1].sizes)
+                assert (item[1] is before[1]) == (same and item[1].pieces == before[1].pieces)
         before = None if isinstance(item, Cut) else item
 
 

@@ -16,7 +16,6 @@ from torchdistinput.step_types import (
     Drawn,
     Failed,
     Held,
-    Like,
     LocalStep,
     OpaqueBatch,
     PartialPiece,
@@ -54,8 +53,7 @@ class Fetch:
         self._as_read = as_read
         self._draw = stream.draw
         self._checker = checker
-        self._last = checker.last
-        self._before: object = None
+        self._known = checker.known
         self._drawn_out = False
         self._read_out = False
 
@@ -66,14 +64,6 @@ class Fetch:
         draw = self._draw
         try:
             content = draw()
-            like: Like
-            if type(content) is tuple:
-                row, like, drew = content
-                if like.kind is self._last.mark and not self._read_out:
-                    share = LocalStep(row, like.sizes, row if self._as_read and like.is_full else (), drew)
-                    if self._note_read is not None:
-                        self._note_read(share, row)
-                    return share
             if content is not None:
                 return Drawn(content) if self._stream.in_background else self._read(content)
         except Exception as error:
@@ -91,41 +81,34 @@ class Fetch:
         if self._read_out:
             return PastEnd()
         try:
+            known, alike = self._known, None
+            digest: Digest
             if type(content) is tuple:
-                return self._learned(*content)
-            found = self._stream.fetch(content)
-            if found is not None:
+                row, alike, digest = content
+                sizes = alike.pieces
+            else:
+                found = self._stream.fetch(content)
+                if found is None:
+                    self._read_out = True
+                    return PastEnd()
                 row, sizes = found
-                skipped = NOTHING_SKIPPED
-                # The common case is written out: a call takes as long as half of it.
-                if len(row) > 1 or (type(row[0]) is not OpaqueBatch and self._last.size_of(row[0]) is None):
+                digest = self._stream.digest_of(content)
+            skipped = NOTHING_SKIPPED
+            # The common cases are written out: a call takes as long as half of one.
+            if alike is None or alike is not known.mark:
+                if len(row) > 1 or (type(row[0]) is not OpaqueBatch and known.size_of(row[0]) is None):
                     sizes, skipped = self._seen(row, sizes)
-                return self._share(row, sizes, self._stream.digest_of(content), skipped)
+                if alike is not None and known.is_plain:  # else something is to be done to each piece, perhaps
+                    known.mark = alike
+            is_whole = 0 not in sizes or type(row[0]) is OpaqueBatch  # no piece is to be made
+            share = LocalStep(row, sizes, row if self._as_read and is_whole else (), digest, skipped)
+            if self._note_read is not None:
+                self._note_read(share, row)
+            return share  # noqa: TRY300 - noting it may fail, too
         except Exception as error:
             failed = _failed(error)
             self._read_out = not failed.goes_on
             return failed
-        self._read_out = True
-        return PastEnd()
-
-    def _learned(self, row: Row, like: Like, drew: Digest) -> LocalStep:
-        """A row that the reader knows. Once two of its kind were looked at here too, there is no need to any more.
-
-        Not where anything had to be done to the pieces, or where their structure was only just learned.
-        """
-        if like.kind is self._before and all(piece is None or self._checker.knows(piece) for piece in row):
-            self._last.mark = like.kind
-            return self._share(row, like.sizes, drew)
-        self._before = like.kind
-        sizes, skipped = self._seen(row, like.sizes)
-        return self._share(row, sizes, drew, skipped)
-
-    def _share(self, row: Row, sizes: tuple[int, ...], drew: Digest, skipped: Skipped = NOTHING_SKIPPED) -> LocalStep:
-        as_read = self._as_read and (0 not in sizes or type(row[0]) is OpaqueBatch)  # else a piece is to be made
-        share = LocalStep(row, sizes, row if as_read else (), drew, skipped)
-        if self._note_read is not None:
-            self._note_read(share, row)
-        return share
 
     def _seen(self, row: Row, sizes: tuple[int, ...]) -> tuple[tuple[int, ...], Skipped]:
         """Looks at the pieces, and lets their structure be learned or checked; what is left of them in the row."""

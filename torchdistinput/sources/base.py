@@ -15,7 +15,7 @@ from torchdistinput.sources.iterable.cursor import Compared
 from torchdistinput.sources.rng import Draw, plainly
 from torchdistinput.sources.set_epoch import ToldEpochs
 from torchdistinput.sources.torch_loader.open_runs import OpenRuns
-from torchdistinput.step_types import Counted, Digest, Known, PeriodicSync, Start, Stream
+from torchdistinput.step_types import Counted, Digest, PeriodicSync, SizedRow, Start, Stream
 
 __all__ = [
     "DrawsAlone",
@@ -262,7 +262,7 @@ class RowStream:
 
     def __init__(
         self,
-        rows: Generator[Counted | Compared | Known | Failure, None, None],
+        rows: Generator[Counted | Compared | SizedRow | Failure, None, None],
         *,
         in_background: bool,
         track: Track,
@@ -276,7 +276,7 @@ class RowStream:
         self.one_structure = one_structure
         self.strings = strings
         self.periodic_sync = periodic_sync
-        self.draw: Callable[[], Counted | Compared | Known | Failure | bool | None]
+        self.draw: Callable[[], Counted | Compared | SizedRow | Failure | bool | None]
         """See ``Stream.draw``."""
         self._rows = rows
         self._read: Digest = 0  # of the row that was fetched last
@@ -300,13 +300,13 @@ class RowStream:
 
     def fetch(self, drawn: Any) -> Counted | None:
         """See ``Stream.fetch``."""
-        row: Counted | Compared | Known | Failure | None = self._next() if self.in_background else drawn
+        row: Counted | Compared | SizedRow | Failure | None = self._next() if self.in_background else drawn
         if type(row) is Failure:
             row.reraise(goes_on=not isinstance(row.error, InputError))
         if type(row) is tuple:
-            known = cast(Known, row)
+            known = cast(SizedRow, row)
             self._read = known[2]
-            return Counted(known[0], known[1].sizes)
+            return Counted(known[0], known[1].pieces)
         if type(row) is Compared:
             self._read = row.read
             return Counted(row.pieces, row.sizes)

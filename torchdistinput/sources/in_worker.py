@@ -36,11 +36,11 @@ from torchdistinput.step_types import (
     MOST_TOLD,
     NOWHERE,
     Counted,
-    Known,
     Origin,
     PartialPiece,
     ReadFailure,
     Row,
+    SizedRow,
     Skipped,
 )
 
@@ -477,14 +477,14 @@ def _taken_off(samples: list[Any], place: int) -> tuple[Snapshot | None, bool]:
     return marked.snapshot, marked.compared
 
 
-def cut_of(item: Cut | Known | Failure) -> Cut:
+def cut_of(item: Cut | SizedRow | Failure) -> Cut:
     """The batch, cut; a ``Failure`` is raised."""
     if type(item) is Failure:
         item.reraise()
     if type(item) is Cut:
         return item
-    row, like, read = item
-    return Cut([row], like.samples, [like.sizes], read=read if isinstance(read, int) else 0)
+    row, sizes, read = item
+    return Cut([row], sizes.samples, [sizes.pieces], read=read if isinstance(read, int) else 0)
 
 
 def as_is(value: Any) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, final
 
 from torchdistinput.batches import pytree
-from torchdistinput.batches.same_schema import SameSchema
+from torchdistinput.batches.schema_check import KnownSchema
 from torchdistinput.errors import BatchingError
 from torchdistinput.sources.converting import swift
 from torchdistinput.step_types import OpaqueBatch
@@ -27,7 +27,7 @@ class OpaqueCollate:
         self.collate = collate
         self._make = swift(collate)
         self._counts = counts
-        self._last = SameSchema()
+        self._last = KnownSchema()
 
     def __call__(self, samples: Any) -> OpaqueBatch:
         """The batch, with the number of its samples."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
-from typing import Any, Final, final
+from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 from torch.utils.data import get_worker_info
 
 from torchdistinput.batches import pytree
-from torchdistinput.batches.same_schema import SameSchema
 from torchdistinput.batches.schema import PER_SAMPLE, Structure
+from torchdistinput.batches.schema_check import KnownSchema
 from torchdistinput.coordination.batch_digests import digest_of_read, number_of_size
 from torchdistinput.errors import BatchingError
 from torchdistinput.plan.batching import Cutter, split
@@ -19,7 +19,7 @@ from torchdistinput.plan.batching import Row as Limits
 from torchdistinput.sources.converting import swift
 from torchdistinput.sources.in_worker import ENDS, Cut, Failure, OnFailure, as_is, sizes_in
 from torchdistinput.sources.iterable.cursor import Marked, Wait
-from torchdistinput.step_types import Known, Like, OpaqueBatch, Row
+from torchdistinput.step_types import OpaqueBatch, Row, RowSizes, SizedRow
 
 __all__ = ["AS_LEAVES", "CutReady", "Measure", "ReadyFns"]
 
@@ -105,7 +105,7 @@ class Measure:
 
     def __init__(self, count: Callable[[Any], int] | None) -> None:
         self._fns = ReadyFns(count)
-        self._last = SameSchema()
+        self._known = KnownSchema()
 
     def each(self, batches: Row) -> tuple[int, ...]:
         """Samples in each batch; 0 where there is none.
@@ -116,35 +116,27 @@ class Measure:
         return tuple([0 if batch is None else self._size_of(batch) for batch in batches])
 
     def _size_of(self, batch: Any) -> int:
-        size = None if self._fns.count is not None else self._last.size_of(batch)
+        size = None if self._fns.count is not None else self._known.size_of(batch)
         if size is None:
             size = self._fns.size_of(batch)
-            if self._fns.count is None:
-                self._last.remember(batch, size)
+            self._known.remember(batch, size)
         return size
 
 
 @final
-class _Cut:
-    """How a batch of one kind and size is cut.
+class _Cut(NamedTuple):
+    """How a batch of some size is cut."""
 
-    Args:
-      limits: where, for each row.
-      is_whole: whether there is one piece, which is all of it.
-      takes_as_is: whether the row of one that is like it may be known without any more.
-      like: how its row is, if it makes one.
-      read: the number by which ranks compare a batch that has no digest; 0 where they do not.
-    """
-
-    def __init__(
-        self, limits: list[tuple[tuple[int, int], ...]], *, is_whole: bool, takes_as_is: bool, like: Like, read: int
-    ) -> None:
-        self.read = read
-        self.limits = limits
-        self.sizes = sizes_in(limits)
-        self.is_whole = is_whole
-        self.takes_as_is = takes_as_is
-        self.like = like
+    limits: list[tuple[tuple[int, int], ...]]
+    """Where, for each row."""
+    sizes: list[tuple[int, ...]]
+    """Samples in each piece of each row."""
+    row: RowSizes
+    """Of the only row, if there is one."""
+    is_whole: bool
+    """Whether there is one piece, which is all of the batch."""
+    read: int
+    """The number by which ranks compare a batch that has no digest; 0 where they do not."""
 
 
 @final
@@ -168,23 +160,20 @@ class CutReady:
     ) -> None:
         self._caught = on_failure.caught
         self._fns = fns
-        self._is_plain = False  # whether the last batch's leaves are tensors, which are cut at once
         self._convert = swift(convert)
         self._cutter = cutter
         self._worker: int | None = None
         self._is_here = False  # not in a loader worker, from where no object comes as the same
-        # Of the batch before, which most batches are like, but for their size perhaps:
-        self._last = SameSchema()
-        self._structure: Structure | None = None
-        self._kind: object = None
-        self._cuts: dict[int, _Cut] = {}  # of its kind, by size
-        self._cut_as: _Cut | None = None
+        self._known = KnownSchema()
+        self._is_sealed = False  # whether batches come sealed
+        self._cuts: dict[int, _Cut] = {}  # of batches of the known schema, by size
+        self._whole: _Cut | None = None  # of the last batch, if it is a row as it is
 
-    def __call__(self, batch: Any) -> Cut | Known | Failure:
+    def __call__(self, batch: Any) -> Cut | SizedRow | Failure:
         """The rows of a batch, or the failure that the reading met."""
-        how = self._cut_as
-        if how is not None and how.takes_as_is and self._last.size_of(batch) is not None:
-            return [batch], how.like, how.read
+        how = self._whole
+        if how is not None and self._known.size_of(batch) == how.row.samples:
+            return [batch], how.row, how.read
         snapshot, read = None, 0
         if type(batch) in _NO_BATCHES:
             if type(batch) is not Marked:
@@ -198,80 +187,53 @@ class CutReady:
             rows, how = self._cut(batch)
         except self._caught as error:
             return Failure(error, "cutting a batch")
-        if self._is_here and snapshot is None and self._kind is not None and len(rows) == 1:
-            return rows[0], how.like, read or how.read
-        return Cut(rows, how.like.samples, how.sizes, None, self._worker, snapshot, None, read or how.read)
+        if self._is_here and snapshot is None and len(rows) == 1 and (self._known.is_plain or self._is_sealed):
+            self._whole = how if how.is_whole and not self._is_sealed and self._convert is as_is else None
+            return rows[0], how.row, read or how.read
+        return Cut(rows, how.row.samples, how.sizes, None, self._worker, snapshot, None, read or how.read)
 
     def cut(self, batch: Any) -> Cut:
         """The rows of a batch. A piece that is the whole batch is the batch itself."""
         rows, how = self._cut(batch)
-        return Cut(rows, how.like.samples, how.sizes)
+        return Cut(rows, how.row.samples, how.sizes)
 
-    def _cut(self, batch: Any) -> tuple[list[Row], _Cut]:  # noqa: C901, PLR0912 - for every step
-        how = self._cut_as
+    def _cut(self, batch: Any) -> tuple[list[Row], _Cut]:
         if self._convert is not as_is:
             batch = self._convert(batch)
         if type(batch) is OpaqueBatch:
-            size = batch.size
-            if self._kind is not OpaqueBatch:
-                self._begin_kind(OpaqueBatch)  # whatever is in it
-                how = None
+            size, self._is_sealed = batch.size, True
         elif self._fns.count is not None:
             size = self._fns.size_of(batch)
-            if self._kind is not None:
-                self._begin_kind(None)
-                how = None
         else:
-            found = None if how is not None and how.takes_as_is else self._last.size_of(batch)  # it was looked at
-            if found is None:
-                found = self._last.resized(batch)
-            if found is None:
-                found, how = self._measured(batch), None
-            size = found
-        if how is None or how.like.samples != size:
-            how = self._how(size)
+            known = self._known.size_of(batch)
+            size = self._measured(batch) if known is None else known
+        how = self._cuts.get(size) or self._how(size)
         if how.is_whole:
             return [[batch]], how
-        if self._is_plain:  # as most batches are
+        if self._known.is_plain and self._fns.split is None:
             return [[self._piece(batch, size, *limits) for limits in row] for row in how.limits], how
-        rows = self._fns.pieces(batch, size, self._structure, how.limits, self._cutter.topology.num_replicas)
+        rows = self._fns.pieces(batch, size, self._known.structure, how.limits, self._cutter.topology.num_replicas)
         return rows, how
 
     def _measured(self, batch: Any) -> int:
-        """Looks closer at a batch that is of another kind than the last one."""
-        size = None if self._structure is None else self._structure.size_of_same(batch)
-        if size is None:
-            size = self._fns.size_of(batch)
-            reading = pytree.read(batch, size, self._structure)
-            self._structure = self._structure if reading is None else reading.structure
-        self._last.remember(batch, size)
-        self._is_plain = self._fns.split is None and self._last.size_of(batch) is not None
-        kind = object() if self._last.size_of(batch) is not None else None
-        if kind is not None or self._kind is not None:
-            self._begin_kind(kind)
+        """Looks closer at a batch that is of another schema than the last one."""
+        size = self._fns.size_of(batch)
+        reading = pytree.read(batch, size, self._known.structure)
+        if reading is not None:
+            self._known.structure = reading.structure
+        self._known.remember(batch, size)
+        self._cuts.clear()
         return size
 
-    def _begin_kind(self, kind: object) -> None:
-        self._kind = kind
-        self._cuts.clear()
-        self._cut_as = None
-
     def _how(self, size: int) -> _Cut:
-        """How a batch of the last one's kind is cut."""
-        how = self._cuts.get(size)
-        if how is None:
-            if len(self._cuts) >= _MOST_SIZES:
-                self._cuts.clear()
-            limits = self._cutter.rows(size)
-            is_whole = limits == [((0, size),)]
-            self._cuts[size] = how = _Cut(
-                limits,
-                is_whole=is_whole,
-                takes_as_is=is_whole and self._is_here and self._kind is not None and self._convert is as_is,
-                like=Like(self._kind, size, tuple(hi - lo for lo, hi in limits[0])),
-                read=number_of_size(size) if self._cutter.read_by_all else 0,
-            )
-        self._cut_as = how
+        """How a batch of so many samples is cut."""
+        if len(self._cuts) >= _MOST_SIZES:
+            self._cuts.clear()
+        limits = self._cutter.rows(size)
+        sizes = sizes_in(limits)
+        row = RowSizes(size, sizes[0] if sizes else ())
+        read = number_of_size(size) if self._cutter.read_by_all else 0
+        self._cuts[size] = how = _Cut(limits, sizes, row, limits == [((0, size),)], read)
         return how
 
     @staticmethod

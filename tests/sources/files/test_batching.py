@@ -28,10 +28,10 @@ def files(folder: Path, sizes: tuple[int, ...] = (7, 0, 12, 5), bad: tuple[int, 
 
 
 def told(rows: RecordRows, entrance: Entrance) -> tuple[list[Any], list[Any], list[Any]]:
-    """The rows, where the walk stood after some of them, and the kinds of those that are known."""
+    """The rows, where the walk stood after some of them, and the sizes of those that are known."""
     found: list[Any] = []
     places: list[Any] = []
-    kinds: list[Any] = []
+    sized: list[Any] = []
     for cut in rows.of_epoch(0, entrance):
         if isinstance(cut, Failure):
             found.append((type(cut.error), str(cut.error), cut.where, cut.origin))
@@ -42,12 +42,12 @@ def told(rows: RecordRows, entrance: Entrance) -> tuple[list[Any], list[Any], li
             found += cut.rows
             continue
         assert isinstance(cut, KnownRows)
-        for row, like, drew in cut.rows:
+        for row, sizes, drew in cut.rows:
             assert drew == 0
-            assert like.sizes == tuple(0 if piece is None else len(piece) for piece in row)
-            kinds.append((like.kind, 0 in like.sizes))
+            assert sizes.pieces == tuple(0 if piece is None else len(piece) for piece in row)
+            sized.append(sizes)
             found.append(row)
-    return found, places, kinds
+    return found, places, sized
 
 
 WORLDS = [(1, 1, True), (1, 3, True), (2, 1, False), (3, 2, False), (2, 2, True)]
@@ -75,14 +75,11 @@ def test_sliced_rows_are_the_collated_ones(
                 for strings in (False, True)
             ]
             entrance = Entrance((), ReaderCursor(), first)
-            (slow, slow_places, nothing), (fast, fast_places, kinds) = (told(rows, entrance) for rows in made)
+            (slow, slow_places, nothing), (fast, fast_places, sized) = (told(rows, entrance) for rows in made)
             assert fast == slow
             assert fast_places == slow_places
             assert not nothing
-            assert len(kinds) == sum(type(row) is list for row in fast)
-            by_lack = {lacks: {kind for kind, each in kinds if each is lacks} for lacks in (False, True)}
-            assert all(len(each) <= 1 for each in by_lack.values())  # all of one kind are told of as alike
-            assert not by_lack[False] & by_lack[True]
+            assert len(sized) == sum(type(row) is list for row in fast)
 
 
 def test_rows_are_not_known_where_they_are_labelled_thinned_or_sent_away(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from torchdistinput.sources.opaque_batches import OpaqueCollate
 from torchdistinput.sources.sample_index import labelled_batch, number_of, number_of_first_row
 from torchdistinput.sources.sample_seed import epoch_key
 from torchdistinput.sources.split_batches import AS_LEAVES, CutReady, ReadyFns
-from torchdistinput.step_types import Kinds, Known, Like, OpaqueBatch, Origin, Row, Skipped
+from torchdistinput.step_types import OpaqueBatch, Origin, Row, RowSizes, SizedRow, Skipped
 
 __all__ = ["Entrance", "KnownRows", "Passed", "RecordRows", "pass_over"]
 
@@ -64,7 +64,7 @@ class Entrance:
 class KnownRows(NamedTuple):
     """The rows of a batch of which all is known."""
 
-    rows: list[Known]
+    rows: list[SizedRow]
     place: ReaderCursor | None
     """Where the walk stood after this batch, where it was told."""
 
@@ -163,8 +163,6 @@ class RecordRows(IterableDataset[Any]):
         self._entrance = Entrance()
         self._last_limits: tuple[int, Sequence[Limits]] = (0, ())
         self._slices_strings = strings and not (with_index or skip) and cutter.global_batch_size is not None
-        self._kinds = Kinds()
-        self._likes: tuple[int, Sequence[tuple[Limits, Like]]] = (0, ())
         # In shared memory, so that persistent loader workers learn of it too.
         with torch.inference_mode(mode=False):  # else nobody could set it outside of that mode
             self._epoch: torch.Tensor = torch.zeros(1, dtype=torch.int64, device="cpu").share_memory_()  # type: ignore[no-untyped-call] # torch has no types for it
@@ -241,13 +239,13 @@ class RecordRows(IterableDataset[Any]):
             where = f"collating from record {start.record} of {start.file} on"
             return Failure(error, where, Origin(file=start.file))
 
-    def _sliced(self, records: list[Any]) -> list[Known]:
+    def _sliced(self, records: list[Any]) -> list[SizedRow]:
         """What ``_cut`` makes of strings that are collated to a list of them."""
         size = len(records)
-        if size != self._likes[0]:
-            self._likes = size, [(limits, self._kinds.like(size, limits)) for limits in self._limits(size)]
+        all_limits = self._limits(size)
         return [
-            ([records[lo:hi] if lo < hi else None for lo, hi in limits], like, 0) for limits, like in self._likes[1]
+            ([records[lo:hi] if lo < hi else None for lo, hi in limits], RowSizes(size, sizes), 0)
+            for limits, sizes in zip(all_limits, sizes_in(all_limits), strict=True)
         ]
 
     def _limits(self, size: int) -> Sequence[Limits]:

@@ -23,7 +23,7 @@ from torchdistinput.errors import InputError, StateMismatch
 from torchdistinput.plan.file_resharding import Deals, ReaderCursor, checked_deals
 from torchdistinput.sources.files.batching import KnownRows
 from torchdistinput.sources.in_worker import Cut, Failure
-from torchdistinput.step_types import ROWS_BETWEEN_LANDMARKS, Counted, Known, Row
+from torchdistinput.step_types import ROWS_BETWEEN_LANDMARKS, Counted, Row, SizedRow
 
 __all__ = ["CommonPlaces", "FilesPosition", "Places"]
 
@@ -90,7 +90,7 @@ class Places:
 
     def rows_of(
         self, cuts: Iterator[Cut | KnownRows | Failure], label: Callable[[Cut], list[Row]] | None
-    ) -> Generator[Counted | Known, None, None]:
+    ) -> Generator[Counted | SizedRow, None, None]:
         """The rows, one by one; a ``Failure`` is raised."""
         for cut in cuts:
             if isinstance(cut, Failure):

@@ -28,7 +28,7 @@ from torchdistinput.sources.iterable.data_pipes import PipeSetting, is_data_pipe
 from torchdistinput.sources.iterable.user_state import NOBODY, Kept, OwnState, begun_again, entered
 from torchdistinput.sources.sample_index import Positions
 from torchdistinput.sources.set_epoch import HearsEpochs
-from torchdistinput.step_types import Counted, Known, Like, ReadFailure, Row
+from torchdistinput.step_types import Counted, ReadFailure, Row, RowSizes, SizedRow
 
 __all__ = ["CapturingIterable", "CapturingIterator", "Entrance", "entrances_at", "labels_by_position", "rows_logged"]
 
@@ -346,13 +346,13 @@ def _not_there(number: int, *, ended: bool) -> StateMismatch:
 
 def rows_logged(
     items: Iterable[Any],
-    cut: Callable[[Any], Cut | Known | Failure],
+    cut: Callable[[Any], Cut | SizedRow | Failure],
     log: ReadLog,
     place: Place,
     label: Callable[[Cut], list[Row]] | None = None,
     *,
     goes_on: bool = False,
-) -> Generator[Counted | Compared | Known | Failure, None, None]:
+) -> Generator[Counted | Compared | SizedRow | Failure, None, None]:
     """The rows of opaque batches from a place on, with a note of each batch in the log.
 
     Where the ranks compare the batches, each row comes with its number.
@@ -370,7 +370,7 @@ def rows_logged(
     """
     left, here = place.rows, _one_of(0)
     closely = left > 0 or label is not None  # else known rows go on as they are
-    before: Like | None = None  # how the row before was, and where it is counted, if nothing had to be done to it
+    before: RowSizes | None = None  # how the row before was, and where it is counted, if nothing had to be done to it
     entry: Entry | None = None
     for item in items:
         found: Any = cut(item)
@@ -393,9 +393,9 @@ def rows_logged(
             left = max(0, left - len(rows))
             closely = left > 0 or label is not None
             continue
-        like: Like = found[1]
-        if entry is None or like is not before:
-            before, entry = like, log.add(1, like.samples, here)
+        sizes: RowSizes = found[1]
+        if entry is None or sizes is not before:
+            before, entry = sizes, log.add(1, sizes.samples, here)
         else:
             entry.times += 1  # written out, as the call takes as long as all the rest
         yield found

@@ -21,7 +21,7 @@ from torchdistinput.sources.map_style.index_array import Numbers, digest_of
 from torchdistinput.sources.map_style.sampler_batches import Passed, batches_of, size_of
 from torchdistinput.sources.rng import plainly
 from torchdistinput.sources.sample_index import SampleNumbers
-from torchdistinput.step_types import Digest, Kinds, Like
+from torchdistinput.step_types import Digest, RowSizes
 
 __all__ = ["CutRow", "DistributedBatchSampler", "DrawnRow", "IndexFeed", "SamplerDraws"]
 
@@ -39,8 +39,8 @@ class DrawnRow(NamedTuple):
     """How many pieces will come."""
     sizes: tuple[int, ...] = ()
     """Samples in each piece; of a whole batch it shows when it is there."""
-    like: Like | None = None
-    """How the row will be, if all its pieces are gathered."""
+    gathered: RowSizes | None = None
+    """Its sizes, if all its pieces are gathered."""
     failure: BaseException | None = None
     """What the sampler raised in place of a batch; one request was made for it."""
 
@@ -51,7 +51,7 @@ class CutRow(NamedTuple):
     limits: tuple[tuple[int, int], ...]
     pieces: tuple[bool, ...]
     wanted: int
-    like: Like
+    sizes: RowSizes
 
     def requests(self, indices: Any, key: int, *, collate: bool) -> list[Request]:
         """The requests for the pieces: of loader workers also for those without a sample."""
@@ -101,7 +101,6 @@ class SamplerDraws:
         self._like_torch, self._caught = on_failure
         self._batches = batches_of(batches, (lambda batch: len(_sized(batch))) if collate else size_of)
         self._cutter = cutter
-        self._kinds = Kinds()  # of the rows of an epoch, if they are gathered
         self._cut_size = -1
         self._cut_rows: list[CutRow] = []  # of a batch of that size, which most batches have
         self._rows_a_batch = 1 if cutter.shared else cutter.topology.num_workers
@@ -294,10 +293,10 @@ class SamplerDraws:
         rows = self.rows_of(size)
         for cut in rows[first:] if first else rows:
             index = None if numbers is None else tuple(numbers[lo:hi] for lo, hi in cut.limits)
-            like = cut.like if known and index is None else None
+            gathered = cut.sizes if known and index is None else None
             # The row comes last: after an interruption there is none whose requests are not there.
             self._requests += cut.requests(indices, self.key, collate=self._collate)
-            self._rows.append(DrawnRow(cut.pieces, None, digest, index, cut.wanted, cut.like.sizes, like))
+            self._rows.append(DrawnRow(cut.pieces, None, digest, index, cut.wanted, cut.sizes.pieces, gathered))
 
     def digest_of(self, indices: Numbers | Sequence[Any]) -> Digest:
         """See ``DrawnRow.digest``."""
@@ -314,7 +313,7 @@ class SamplerDraws:
         for limits in self._cutter.rows(size):
             # Loader workers take requests ahead: a rank that had none for a row would draw further ahead than others.
             pieces = tuple(lo < hi or self._lead > 0 for lo, hi in limits)
-            rows.append(CutRow(limits, pieces, sum(pieces), self._kinds.like(size, limits)))
+            rows.append(CutRow(limits, pieces, sum(pieces), RowSizes(size, tuple(hi - lo for lo, hi in limits))))
         self._cut_size, self._cut_rows = size, rows
         return rows
 

@@ -31,7 +31,7 @@ from torchdistinput.sources.map_style.index_batches import CutRow, DrawnRow, Sam
 from torchdistinput.sources.rng import packed
 from torchdistinput.sources.sample_index import labelled_batch
 from torchdistinput.sources.split_batches import AS_LEAVES, CutReady, ReadyFns
-from torchdistinput.step_types import Counted, Digest, Known, PartialPiece, ReadFailure, Row
+from torchdistinput.step_types import Counted, Digest, PartialPiece, ReadFailure, Row, SizedRow
 
 __all__ = ["MapStream"]
 
@@ -94,7 +94,7 @@ class MapStream:
         self._cutter = cutter
         self._whole = CutReady(as_is, cutter, ready)
         self._rows_of_whole: list[Counted] = []
-        self._ahead: deque[Known] = deque()
+        self._ahead: deque[SizedRow] = deque()
 
     def catch_up(self, rows: int) -> None:
         """See ``CatchesUp.catch_up``."""
@@ -121,14 +121,14 @@ class MapStream:
         except NOT_THERE:  # whichever row it is will meet it again
             draws.put(batches)
             return
-        self._ahead.extend([(_row(cut.pieces, made), cut.like, digest) for cut, digest in cuts])
+        self._ahead.extend([(_row(cut.pieces, made), cut.sizes, digest) for cut, digest in cuts])
 
-    def draw(self) -> DrawnRow | Known | None:
+    def draw(self) -> DrawnRow | SizedRow | None:
         """See ``Stream.draw``. What is gathered from memory is a whole row at once, and known."""
         if self._ahead:
             return self._ahead.popleft()
         drawn = self._draws.take_row()
-        if self._pieces is None or drawn is None or drawn.like is None:
+        if self._pieces is None or drawn is None or drawn.gathered is None:
             return drawn
         gather = self._pieces.gather
         if gather is None:
@@ -139,7 +139,8 @@ class MapStream:
         except NOT_THERE:  # the ordinary way will meet it too, and tell of which samples it is
             self._draws.give_back(requests)
             return drawn
-        return (made if len(made) == len(drawn.pieces) else _row(drawn.pieces, iter(made))), drawn.like, drawn.digest
+        row = made if len(made) == len(drawn.pieces) else _row(drawn.pieces, iter(made))
+        return row, drawn.gathered, drawn.digest
 
     def fetch(self, drawn: DrawnRow) -> Counted:
         """See ``Stream.fetch``."""
