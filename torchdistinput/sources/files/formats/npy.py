@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import io
 import math
 import tokenize
@@ -23,7 +22,7 @@ __all__ = ["npy_rows"]
 _BLOCK_BYTES: Final = 1 << 20
 _MAX_EMPTY_ROWS: Final = 1 << 24  # nothing in the file could prove how many there are
 _PREFIX_BYTES: Final = np.lib.format.MAGIC_LEN
-_MAX_HEADER_BYTES: Final = 1 << 20
+_MAX_HEADER_BYTES: Final = 1 << 16
 _LENGTH_BYTES: Final = {(1, 0): 2, (2, 0): 4, (3, 0): 4}
 
 # What NumPy's and Python's parsers raise for text that is not a header.
@@ -180,10 +179,14 @@ def _read_header(file: BinaryIO) -> _Header:
             raise ValueError(f"version {version[0]}.{version[1]} of the format is not known")
         length = file.read(_LENGTH_BYTES[version])
         promised = int.from_bytes(length, "little")
-        if len(length) < _LENGTH_BYTES[version] or promised > _MAX_HEADER_BYTES:
+        text = file.read(min(promised, _MAX_HEADER_BYTES))
+        size = len(prefix) + len(length) + len(text)
+        if len(length) < _LENGTH_BYTES[version] or len(text) < promised:
             raise ValueError(f"its header of {promised} bytes is cut off, or too long to be one")
-        text = file.read(promised)
-        shape, fortran_order, dtype = _parse(version, prefix + length + text)
+        if version == (3, 0):  # version 2 in UTF-8, of which NumPy has no public function
+            text = text.decode().encode("latin1", "backslashreplace")  # at most three times as long
+        head = io.BytesIO(len(text).to_bytes(4, "little") + text)  # version 1 is version 2 with a shorter length
+        shape, fortran_order, dtype = np.lib.format.read_array_header_2_0(head, max_header_size=3 * _MAX_HEADER_BYTES)
         if any(isinstance(size, bool) or size < 0 for size in shape):
             raise ValueError(f"the shape {shape} is none")
         if dtype.subdtype is not None:
@@ -199,24 +202,4 @@ def _read_header(file: BinaryIO) -> _Header:
         )
     if not shape or not dtype.itemsize:
         raise SourceError(f"an array of shape {shape} and dtype {dtype.str} has no rows to read", offset=0)
-    return _Header(shape, fortran_order, dtype, len(prefix) + len(length) + len(text))
-
-
-def _parse(version: tuple[int, int], head: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """The shape, whether in Fortran order, and the dtype from the bytes in front of the data."""
-    stream = io.BytesIO(head)
-    np.lib.format.read_magic(stream)
-    if version == (1, 0):
-        return np.lib.format.read_array_header_1_0(stream)
-    if version == (2, 0):
-        return np.lib.format.read_array_header_2_0(stream)
-    # Version 3 is version 2 in UTF-8, for names of fields; NumPy has no public function for its header.
-    content = ast.literal_eval(head[_PREFIX_BYTES + 4 :].decode("utf-8"))
-    if not isinstance(content, dict) or set(content) != np.lib.format.EXPECTED_KEYS:
-        raise ValueError(f"its header is not a description of an array: {content!r:.100}")
-    shape, fortran_order = content["shape"], content["fortran_order"]
-    if not isinstance(shape, tuple) or not all(isinstance(size, int) for size in shape):
-        raise TypeError(f"the shape {shape!r:.100} is none")
-    if not isinstance(fortran_order, bool):
-        raise TypeError(f"fortran_order is {fortran_order!r:.100}")
-    return shape, fortran_order, np.lib.format.descr_to_dtype(content["descr"])
+    return _Header(shape, fortran_order, dtype, size)
