@@ -24,7 +24,7 @@ from torchdistinput.errors import SourceError
 from torchdistinput.sources.files import glob
 from torchdistinput.sources.files import io as filesystem
 from torchdistinput.sources.files.formats.crc32c import masked_crc32c
-from torchdistinput.sources.files.retry import Backoff, one_line, reason
+from torchdistinput.sources.files.retry import one_line, reason
 
 PACKAGE = Path(tdi.__file__).parent
 MEGABYTE = 1 << 20
@@ -230,13 +230,15 @@ def test_odd_names_of_files_are_read_and_shown_in_one_line(name: str, tmp_path: 
 
 
 @pytest.mark.parametrize("name", ODD_NAMES)
-def test_odd_names_are_logged_in_one_line(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_odd_names_are_logged_in_one_line(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchdistinput.sources.files.retry.sleep", lambda _: None)
     failing_filesystem.register()
     failing_filesystem.FlickeringFileSystem.clear_instance_cache()
     (tmp_path / name).write_bytes(b"content")
     with caplog.at_level(logging.WARNING, "torchdistinput"):
-        quick = Backoff(sleep=lambda _: None)
-        opened = filesystem.open_file(f"flicker://{tmp_path}/{name}", None, {"script": "open=R,read=T"}, quick)
+        opened = filesystem.open_file(f"flicker://{tmp_path}/{name}", None, {"script": "open=R,read=T"})
         assert opened.stream.read() == b"content"
         opened.close()
     assert len(caplog.records) == 2

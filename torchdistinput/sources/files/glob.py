@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple, TypeAlias, final
 
 from torchdistinput.errors import SourceError
 from torchdistinput.sources.files.io import filesystem_of
-from torchdistinput.sources.files.retry import BACKOFF, Backoff, is_passing, one_line, reason, retried
+from torchdistinput.sources.files.retry import is_passing, one_line, reason, retried
 
 __all__ = ["FileNames", "Listed", "expand", "listed"]
 
@@ -41,14 +41,12 @@ class Listed(NamedTuple):
     """The stored size in bytes, as the listing of its folder tells it; ``None`` for a name that was not looked up."""
 
 
-def expand(files: FileNames, storage_options: Mapping[str, Any] | None = None, backoff: Backoff = BACKOFF) -> list[str]:
+def expand(files: FileNames, storage_options: Mapping[str, Any] | None = None) -> list[str]:
     """The names of ``listed``."""
-    return [each.name for each in listed(files, storage_options, backoff)]
+    return [each.name for each in listed(files, storage_options)]
 
 
-def listed(
-    files: FileNames, storage_options: Mapping[str, Any] | None = None, backoff: Backoff = BACKOFF
-) -> list[Listed]:
+def listed(files: FileNames, storage_options: Mapping[str, Any] | None = None) -> list[Listed]:
     """Turns a pattern, a name, or a list of both into names of files. Local: no communication.
 
     A pattern (``*``, ``**``, ``?``, ``[ab]``) becomes the files that it matches, without directories, sorted by name. A
@@ -61,7 +59,6 @@ def listed(
       files: what to expand, local or with the protocol of any fsspec filesystem (``memory://``, ``s3://``), also
         chained (``simplecache::s3://bucket/*.txt``).
       storage_options: arguments of the filesystem.
-      backoff: how often to ask it.
 
     Raises:
       TypeError: if ``dataset`` is neither a name nor a list of names.
@@ -70,7 +67,7 @@ def listed(
     """
     options = storage_options or {}
     entries = enumerate(_entries(files))
-    return [each for position, entry in entries for each in _expand_entry(position, entry, options, backoff)]
+    return [each for position, entry in entries for each in _expand_entry(position, entry, options)]
 
 
 def _entries(files: object) -> Sequence[object]:
@@ -86,7 +83,7 @@ def _entries(files: object) -> Sequence[object]:
     return files
 
 
-def _expand_entry(position: int, entry: object, options: Mapping[str, Any], backoff: Backoff) -> list[Listed]:
+def _expand_entry(position: int, entry: object, options: Mapping[str, Any]) -> list[Listed]:
     name = os.fspath(entry) if isinstance(entry, os.PathLike) else entry
     if not isinstance(name, str):
         raise TypeError(f"file {position} of the list must be a str or a path, got {type(entry).__name__}: {entry!r}")
@@ -100,7 +97,7 @@ def _expand_entry(position: int, entry: object, options: Mapping[str, Any], back
     is_local = "://" not in name and "::" not in name
     if is_local:
         name = re.sub("//+", "/", name)  # fsspec's glob finds nothing behind an empty folder name
-    found = retried(partial(_glob, name, options), name, "the pattern cannot be expanded", backoff, named=True)
+    found = retried(partial(_glob, name, options), name, "the pattern cannot be expanded", named=True)
     if not found:
         seen_from = f" (seen from {os.getcwd()!r})" if is_local and not os.path.isabs(name) else ""
         raise SourceError(

@@ -25,8 +25,6 @@ from typing import Any, BinaryIO, Final, cast, final
 
 from torchdistinput.errors import SourceError
 from torchdistinput.sources.files.retry import (
-    BACKOFF,
-    Backoff,
     RetryingFile,
     known_size,
     one_line,
@@ -67,7 +65,6 @@ class OpenedFile:
       filesystem: kept as long as the file: an archive closes its members when it goes.
       name: the name that it was opened by.
       path: what the filesystem calls it.
-      backoff: how often to ask for its size, and for its last change.
       plain: whether the stored bytes are the content.
     """
 
@@ -76,7 +73,6 @@ class OpenedFile:
     filesystem: Any
     name: str
     path: str
-    backoff: Backoff
     plain: bool
 
     @cached_property
@@ -89,7 +85,7 @@ class OpenedFile:
         known = known_size(self.stored)
         if known is None:
             ask = partial(self.filesystem.size, self.path)
-            known = retried(ask, self.name, "cannot be read", self.backoff, named=True)
+            known = retried(ask, self.name, "cannot be read", named=True)
         return -1 if known is None else int(known)
 
     @cached_property
@@ -108,7 +104,7 @@ class OpenedFile:
           SourceError: naming the file, if it cannot be asked.
         """
         ask = partial(self.filesystem.info, self.path)
-        about = retried(ask, self.name, "cannot be read", self.backoff, named=True)
+        about = retried(ask, self.name, "cannot be read", named=True)
         return next((f"{key} {about[key]}" for key in _CHANGES if about.get(key)), "")
 
     def where(self) -> tuple[int | None, str]:
@@ -136,7 +132,6 @@ def open_file(
     name: str,
     compression: str | None,
     storage_options: Mapping[str, Any] | None = None,
-    backoff: Backoff = BACKOFF,
 ) -> OpenedFile:
     """Opens a file for reading its uncompressed bytes. Local: no communication.
 
@@ -145,7 +140,6 @@ def open_file(
       compression: ``"infer"`` by the end of the name (``.gz``, ``.bz2``, ``.xz``, …), a name that fsspec knows, or
         ``None`` to read the bytes as they are.
       storage_options: arguments of the filesystem.
-      backoff: how often to open the file, and to read on from each of its bytes, and after which waits.
 
     Raises:
       SourceError: naming the file, if it is missing or cannot be read; the original is its ``__cause__``. Reading
@@ -155,7 +149,7 @@ def open_file(
     from fsspec.utils import infer_compression
 
     ask = partial(_open_stored, name, storage_options or {})
-    filesystem, path, stored = retried(ask, name, "cannot be opened", backoff, named=True)
+    filesystem, path, stored = retried(ask, name, "cannot be opened", named=True)
     try:
         method = infer_compression(path) if compression == "infer" else compression
         content = stored
@@ -166,7 +160,7 @@ def open_file(
             content = _unwrapped(stored)
         elif not isinstance(stored, _PLAIN):  # else there is nothing to try again
             reopen, ask_size = partial(filesystem.open, path, "rb"), partial(filesystem.size, path)
-            content = stored = RetryingFile(name, stored, reopen, ask_size, backoff, plain=method is None)
+            content = stored = RetryingFile(name, stored, reopen, ask_size, plain=method is None)
         if method is not None:
             # Some decompressors believe that a read which gives less than was asked for is the last one.
             whole = io.BufferedReader(stored, _BUFFER_BYTES) if isinstance(stored, RetryingFile) else stored
@@ -175,7 +169,7 @@ def open_file(
     except Exception as error:
         stored.close()
         raise _failed(name, "cannot be opened", error) from error
-    return OpenedFile(stream, stored, filesystem, name, path, backoff, method is None)
+    return OpenedFile(stream, stored, filesystem, name, path, method is None)
 
 
 def _unwrapped(stored: Any) -> io.FileIO:
@@ -238,13 +232,13 @@ def _drop(file: BinaryIO, count: int) -> int:
     return count - missing
 
 
-def file_size(name: str, storage_options: Mapping[str, Any] | None = None, backoff: Backoff = BACKOFF) -> int | None:
+def file_size(name: str, storage_options: Mapping[str, Any] | None = None) -> int | None:
     """The stored size of a file in bytes (compressed, if it is), ``None`` where the filesystem does not know it.
 
     Raises:
       SourceError: naming the file, if it is missing or cannot be asked.
     """
-    size = retried(partial(_ask_size, name, storage_options or {}), name, "cannot be read", backoff, named=True)
+    size = retried(partial(_ask_size, name, storage_options or {}), name, "cannot be read", named=True)
     return None if size is None else int(size)
 
 

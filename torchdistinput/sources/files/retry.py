@@ -1,8 +1,8 @@
 """Requests of files that fail in passing are made again; a file that is being read goes on at the byte it had reached.
 
 **Which failures pass.** Remote stores drop connections, time out, answer that they are busy, and close a connection
-with half of the bytes sent. Asking again helps there, and only there: a file that is missing stays missing. What is
-no ``Exception`` of the list below is raised at once.
+with half of the bytes sent. Asking again helps there, and only there: a file that is missing stays missing. The clients
+of the stores have exceptions of their own, so what is known is what lasts; all else is tried again.
 
 **A stall.** A request that is never answered cannot be interrupted from outside. The filesystem's own time limit must
 end it, and then it counts as one that failed in passing. It is set by ``storage_options``, for example
@@ -15,21 +15,18 @@ another one of the same size meanwhile is not noticed.
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
 import errno
-import http.client
 import io
 import logging
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any, Final, NamedTuple, Protocol, TypeVar, final, runtime_checkable
+from time import sleep
+from typing import Any, Final, TypeVar, final
 
 from torchdistinput.errors import InputError, SourceError
 
-__all__ = ["BACKOFF", "Backoff", "RetryingFile", "is_passing", "known_size", "one_line", "reason", "retried"]
+__all__ = ["RetryingFile", "is_passing", "known_size", "one_line", "reason", "retried"]
 
 T = TypeVar("T")
 
@@ -37,13 +34,10 @@ _LOG = logging.getLogger("torchdistinput")
 _DROPPED_BYTES: Final = 1 << 20
 _MAX_REASON: Final = 500
 
-_PASSING: Final = (
-    OSError,  # of the network, or of a store that translates its errors; less those below
-    asyncio.TimeoutError,  # fsspec's FSTimeoutError and aiohttp's are of this class (before Python 3.11 no OSError)
-    concurrent.futures.TimeoutError,
-    EOFError,  # the other side closed the connection, or the file ended too early
-    http.client.HTTPException,  # an answer that broke off, or is none
-)
+_TRIES: Final = 5
+"""How often a request is made without progress. Clients of object stores try several times by themselves in each."""
+_FIRST_WAIT: Final = 0.1
+"""Seconds of waiting after the first failure; each wait is twice the one before."""
 
 _LASTING: Final = (
     FileNotFoundError,
@@ -53,83 +47,33 @@ _LASTING: Final = (
     FileExistsError,
     io.UnsupportedOperation,
 )
-
-# What the system refuses for what was asked, not for how it is just then.
-_LASTING_NUMBERS: Final = {
-    errno.EINVAL, errno.ENAMETOOLONG, errno.ELOOP, errno.EBADF, errno.EROFS, errno.ENOSYS, errno.EOPNOTSUPP,
-    errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EFBIG, errno.EDQUOT,
-}  # fmt: skip
-
-# The clients of stores have classes of their own; they are known by name, because they may not be installed, or are
-# loaded only by who needs them.
-_PASSING_ABROAD: Final = {
-    "aiohttp.client_exceptions.ClientConnectionError",
-    "aiohttp.client_exceptions.ClientPayloadError",
-    "botocore.exceptions.ConnectionError",
-    "botocore.exceptions.HTTPClientError",
-    "botocore.exceptions.IncompleteReadError",
-    "ftplib.error_temp",  # 4xx: busy
-    "urllib3.exceptions.HTTPError",
-}
-
-# HTTP: too slow, too early, too many requests; all of 5xx.
-_BUSY_STATUS: Final = {408, 425, 429}
+_LASTING_NUMBERS: Final = {errno.EINVAL, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOSPC}
+_BUSY_STATUS: Final = {408, 425, 429}  # of HTTP: too slow, too early, too many requests
 
 
 def is_passing(error: BaseException) -> bool:
-    """Whether a request that failed so may succeed when it is made again."""
-    status = _http_status(error)
-    if status is not None and status >= 400:
-        return status in _BUSY_STATUS or status >= 500
-    if isinstance(error, OSError) and (isinstance(error, _LASTING) or error.errno in _LASTING_NUMBERS):
-        return False
-    abroad = {f"{cls.__module__}.{cls.__qualname__}" for cls in type(error).__mro__}
-    if isinstance(error, _PASSING) or abroad & _PASSING_ABROAD:
-        return True
-    origin = error.__cause__ or error.__context__  # an archive that cannot be read is no archive to zipfile
-    return origin is not None and is_passing(origin)
+    """Whether a request that failed so may succeed when it is made again.
 
-
-def _http_status(error: BaseException) -> int | None:
-    """The status of an HTTP answer; aiohttp, gcsfs with urllib, and azure have it under different names."""
-    about = vars(error)
-    found = next((about[name] for name in ("status", "code", "status_code") if name in about), None)
-    return found if isinstance(found, int) else None
-
-
-@final
-class Backoff(NamedTuple):
-    """How often a request is made, and how long to wait in between. The wait doubles each time.
-
-    The bound counts requests without progress: a file of which every tenth read fails is read to its end.
-
-    Args:
-      tries: how often a request is made in all.
-      first_wait: the wait after the first failure, in seconds.
-      sleep: waits for so many seconds.
+    Those of Python itself last, as a ``ValueError`` does; those of the system do not, and no end that came too early.
+    Those of the clients pass, unless they hold an HTTP status that says that the request was wrong.
     """
-
-    tries: int = 5
-    first_wait: float = 0.1
-    sleep: Callable[[float], None] = time.sleep
-
-    def wait_after(self, failures: int) -> float:
-        """How long to wait after so many failures, in seconds."""
-        return float(self.first_wait * 2 ** (failures - 1))
-
-
-BACKOFF: Final = Backoff()
-"""Five tries; 1.5 seconds of waiting at most. Clients of object stores try several times by themselves in each."""
+    about = vars(error)
+    status = next((about[name] for name in ("status", "code", "status_code") if name in about), None)
+    if isinstance(status, int) and 400 <= status < 500:
+        return status in _BUSY_STATUS
+    base = next(cls for cls in type(error).__mro__ if cls.__module__ == "builtins")
+    if not isinstance(error, OSError):
+        return base in {Exception, EOFError}
+    return not isinstance(error, _LASTING) and error.errno not in _LASTING_NUMBERS
 
 
-def retried(action: Callable[[], T], name: str, problem: str, backoff: Backoff, *, named: bool) -> T:
+def retried(action: Callable[[], T], name: str, problem: str, *, named: bool) -> T:
     """What an action returns; it is called again while it fails in passing.
 
     Args:
       action: what to do.
       name: the file.
       problem: what cannot be done if it fails, for messages.
-      backoff: how often, and after which waits.
       named: whether the error's text begins with the name; where the caller adds it, it must not.
 
     Raises:
@@ -146,30 +90,23 @@ def retried(action: Callable[[], T], name: str, problem: str, backoff: Backoff, 
             told = f"{one_line(name)}: {problem}" if named else problem
             if not is_passing(error):
                 raise SourceError(f"{told}: {reason(error)}", file=name) from error
-            if failures >= backoff.tries:
+            if failures >= _TRIES:
                 raise SourceError(
                     f"{told}, tried {failures} times: {reason(error)}; look at the filesystem and the way to it, then "
                     "go on from the last saved state",
                     file=name,
                 ) from error
-            wait = backoff.wait_after(failures)
+            wait = _FIRST_WAIT * 2 ** (failures - 1)
             _LOG.warning(
                 "%s: %s (try %d of %d, the next one in %g s): %s",
-                *(one_line(name), problem, failures, backoff.tries, wait, reason(error)),
+                *(one_line(name), problem, failures, _TRIES, wait, reason(error)),
             )
-        backoff.sleep(wait)
-
-
-@runtime_checkable
-class _Sized(Protocol):
-    """A file object that learned its size when it was opened, as those of local files and object stores do."""
-
-    size: Any
+        sleep(wait)
 
 
 def known_size(file: object) -> int | None:
-    """The size in bytes that a file object knows of itself, if it does."""
-    size = file.size if isinstance(file, _Sized) else None
+    """The size in bytes that a file object knows of itself, as those of object stores do, if it does."""
+    size = getattr(file, "size", None)
     return size if isinstance(size, int) and size >= 0 else None
 
 
@@ -185,7 +122,6 @@ class RetryingFile(io.RawIOBase):
       first: the file as it was opened.
       reopen: opens it again.
       ask_size: its size in bytes, or ``None``; asked at the end of a file that does not know its own.
-      backoff: how often to try.
       plain: whether the stored bytes are the content, so that an offset in them is one in the content.
     """
 
@@ -195,7 +131,6 @@ class RetryingFile(io.RawIOBase):
         first: Any,
         reopen: Callable[[], Any],
         ask_size: Callable[[], int | None],
-        backoff: Backoff,
         *,
         plain: bool,
     ) -> None:
@@ -207,10 +142,9 @@ class RetryingFile(io.RawIOBase):
         self._reached = 0  # the furthest byte that was delivered
         self._reopen = reopen
         self._ask_size = ask_size
-        self._backoff = backoff
         self._plain = plain
         self.size: int | None = known_size(first)
-        self._tells = isinstance(first, _Sized)  # one that has a size, and does not know it, is a stream
+        self._tells = hasattr(first, "size")  # one that has a size, and does not know it, is a stream
 
     def readable(self) -> bool:
         """Always."""
@@ -267,7 +201,7 @@ class RetryingFile(io.RawIOBase):
 
     def _request(self, action: Callable[[], T]) -> T:
         problem = f"reading failed at byte {self._offset} of what is stored"
-        return retried(action, self._name, problem, self._backoff, named=False)
+        return retried(action, self._name, problem, named=False)
 
     def _read(self, count: int) -> bytes:
         """Up to so many bytes from the reader's offset on."""
