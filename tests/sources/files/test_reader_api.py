@@ -25,8 +25,8 @@ from tests.sources.files.test_readers import npy, tfrecord
 from torchdistinput.errors import SourceError
 from torchdistinput.sources.files import io as filesystem
 from torchdistinput.sources.files import reader_api
+from torchdistinput.sources.files.formats import fixed_length, json_lines, readers, text, tfrecords
 from torchdistinput.sources.files.formats import npy as npy_reader
-from torchdistinput.sources.files.formats import readers
 
 Reader = Callable[[BinaryIO], Iterable[Any]]
 
@@ -47,8 +47,8 @@ def plain(file: BinaryIO) -> Iterator[bytes]:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the blocks of all readers small."""
-    monkeypatch.setattr(reader_api, "BLOCK_BYTES", 16)
-    monkeypatch.setattr(readers, "BLOCK_BYTES", 16)
+    for module in (reader_api, fixed_length, json_lines, text, tfrecords):
+        monkeypatch.setattr(module, "BLOCK_BYTES", 16)
     monkeypatch.setattr(npy_reader, "_BLOCK_BYTES", 16)
 
 
@@ -197,6 +197,12 @@ def test_a_reader_with_blocks_has_the_name_the_text_and_the_arguments_of_a_reade
     assert "RFC 4180" in (readers.csv_rows.__doc__ or "")
     assert list(inspect.signature(readers.csv_rows).parameters) == ["file", "delimiter"]
     assert repr(readers.csv_rows) == "<reader torchdistinput.sources.files.formats.csv.csv_rows>"
+
+
+@pytest.mark.parametrize("name", ["csv_rows", "json_lines", "npy_rows", "text_lines", "tfrecords"])
+def test_a_reader_is_unpickled_also_from_the_module_that_lists_it(name: str) -> None:
+    pickled = f"ctorchdistinput.sources.files.formats.readers\n{name}\n.".encode()
+    assert pickle.loads(pickled) is getattr(readers, name)
 
 
 def test_functions_and_what_hides_a_reader_have_no_blocks() -> None:

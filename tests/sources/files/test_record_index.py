@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import io
 import json
 import os
@@ -78,6 +79,21 @@ def dataset(folder: Path, kind: str, **options: Any) -> FileDataset:
 
 def plain(records: list[Any]) -> list[Any]:
     return [record.tolist() if isinstance(record, np.ndarray) else record for record in records]
+
+
+READERS_THEN = {"text": "text_lines", "json": "json_lines", "tfrecords": "tfrecords"}
+
+
+@pytest.mark.parametrize("kind", INDEXED)
+def test_an_index_lies_where_version_0_1_put_it_and_names_the_same_reader(tmp_path: Path, kind: str) -> None:
+    data = dataset(tmp_path, kind)
+    folder = tmp_path / "indices"
+    reader = f"torchdistinput.sources.readers.{READERS_THEN[kind]}"
+    for name in data.files:
+        path = folder / f"{hashlib.sha256(json.dumps([name, reader]).encode()).hexdigest()[:32]}.index"
+        content = path.read_bytes()
+        said = int.from_bytes(content[-8:], "little")
+        assert json.loads(content[-8 - said : -8])["reader"] == reader
 
 
 @pytest.mark.parametrize("kind", FILES)

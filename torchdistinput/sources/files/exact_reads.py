@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import BinaryIO, Final
 
-__all__ = ["read_pieces"]
+from torchdistinput.errors import SourceError
+
+__all__ = ["cut_off", "read_pieces"]
 
 _PIECE: Final = 1 << 20
 
@@ -23,3 +25,10 @@ def read_pieces(file: BinaryIO, count: int) -> bytes:
         pieces.append(file.read(min(missing, _PIECE)))
         missing -= len(pieces[-1])
     return b"".join(pieces)
+
+
+def cut_off(offset: int, needed: int, found: int, what: str) -> SourceError:
+    """What is said of a record or header at an offset that has fewer bytes than it needs."""
+    return SourceError(
+        f"the file is cut off: the {what} at byte {offset} needs {needed} bytes, {found} are left", offset=offset
+    )

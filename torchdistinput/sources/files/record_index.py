@@ -37,6 +37,10 @@ _LOG = logging.getLogger("torchdistinput")
 _FORMAT: Final = "torchdistinput offsets 1"
 _MAX_SAID: Final = 1 << 16
 
+# An index names its reader by the module that the readers of this library had in version 0.1, wherever they are now.
+_FORMATS: Final = "torchdistinput.sources.files.formats."
+_READERS: Final = "torchdistinput.sources.readers"
+
 Offsets = npt.NDArray[np.int64]
 
 
@@ -63,7 +67,10 @@ class IndexFolder:
             )
         self._folder = os.path.abspath(os.fspath(folder))
         self._starts: StartsOf = read.starts
-        self._reader = f"{read.__module__}.{read.__qualname__}"
+        module = read.__module__
+        if module.startswith(_FORMATS):
+            module = _READERS
+        self._reader = f"{module}.{read.__qualname__}"
 
     def has(self, name: str) -> bool:
         """Whether there is an index of a file."""

@@ -1,7 +1,11 @@
 """Formats: functions that take a binary file object and yield the records in it.
 
-- ``readers``: Text, JSON, TFRecord, fixed length.
+- ``readers``: The public names, ``torchdistinput.readers``.
+- ``text``: Lines of text.
+- ``json_lines``: JSON Lines.
 - ``csv``: CSV.
 - ``npy``: Rows of .npy files.
+- ``tfrecords``: TFRecord.
+- ``fixed_length``: Records of one length.
 - ``crc32c``: The checksum of TFRecord.
 """
