@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -287,6 +287,14 @@ def read_long(
         return [*marks, (delivered, run.save(len(delivered)))]
 
 
+def values_of(delivered: Sequence[Delivered]) -> Iterator[int]:
+    """The records of one rank, whose indices tell their places."""
+    for _, _, [(indices, values)] in delivered:
+        for index, value in zip(indices, values, strict=True):
+            assert index == value // 1000 * 2**40 + value % 1000
+            yield value
+
+
 def go_on_long(folder: str, states: Sequence[Saved], until: int | None) -> list[tuple[list[Delivered], Saved]]:
     """One rank: what comes after each state."""
     return [read_long(folder, saved, until, prefetch)[0] for prefetch, saved in zip(range(5), states, strict=False)]
@@ -304,6 +312,9 @@ def test_long_epochs_go_on_from_world_to_world(tmp_path: Path) -> None:
     everything = Counter(1000 * file + record for file, size in enumerate(LONG_SIZES) for record in range(size))
     folder = str(tmp_path)
     recorded = run_ranks(2, read_long, folder, None, None, 2)
+    for number, prefetch in enumerate((0, 5)):  # read whole, with a state at many steps, by so many ranks as well
+        alone = [rank[-1][0] for rank in run_ranks(4 - number, read_long, folder, None, None, prefetch)]
+        assert Counter(value for each in alone for value in values_of(each)) == everything
     assert [saved for _, saved in recorded[0]] == [saved for _, saved in recorded[1]]
     wholes = [rank[-1][0] for rank in recorded]
     assert len(wholes[0]) > 150
@@ -312,14 +323,12 @@ def test_long_epochs_go_on_from_world_to_world(tmp_path: Path) -> None:
 
     for whole, found in zip(wholes, run_ranks(2, go_on_long, folder, states, None), strict=True):
         assert [after for after, _ in found] == [whole[saved.done :] for saved in states]
-    three = run_ranks(3, go_on_long, folder, states, 70)
-    again = run_ranks(2, go_on_long, folder, [saved for _, saved in three[0]], None)
+    three = run_ranks(3, go_on_long, folder, states, 20)
+    again = run_ranks(4, go_on_long, folder, [saved for _, saved in three[0]], None)
     for number, saved in enumerate(states):
         parts = [whole[: saved.done] for whole in wholes]
         parts += [rank[number][0] for rank in (*three, *again)]
-        pairs = [pair for part in parts for _, _, [pieces] in part for pair in zip(*pieces, strict=True)]
-        assert Counter(value for _, value in pairs) == everything, saved
-        assert all(index == value // 1000 * 2**40 + value % 1000 for index, value in pairs)
+        assert Counter(value for part in parts for value in values_of(part)) == everything, saved
 
     with (tmp_path / "2.txt").open("a") as grown:
         grown.write("7\n")

@@ -248,18 +248,6 @@ def test_a_step_is_sought_without_a_place(name: str) -> None:
         read(make(), Start(steps=len(rows) + 2))
 
 
-def test_data_with_a_state_is_read_again_from_the_last_snapshot_on_only() -> None:
-    size = 4
-    for cls in (Kept, KeptByIterator):
-        rows, positions = read(IterableSource(cls(40), DATA, one_of(1), replace(FAR, snapshot_every=3), size, None))
-        for row in range(len(rows)):
-            data = cls(40)
-            source = IterableSource(data, DATA, one_of(1), replace(FAR, snapshot_every=3), size, None)
-            rest, _ = read(source, Start(steps=row, position=positions[row]))  # without a warning
-            assert rest == rows[row:]
-            assert len(data.given) <= 40 - row * size + 2 * size + 1  # the one that is compared
-
-
 def test_a_snapshot_is_taken_each_so_many_batches() -> None:
     taken = []
 
@@ -379,12 +367,6 @@ def test_a_state_after_which_another_element_comes_is_a_mismatch(workers: int | 
     assert 'own_state="ignore"' in str(caught.value.__cause__)
     assert entered(make("ignore"), positions[3], 3)[0] == rows[3:]
     assert entered(make("use"), positions[3], 3)[0] != rows[3:]
-
-
-def test_another_number_of_loader_workers_is_a_mismatch() -> None:
-    source = IterableLoaderSource(loader_of(Plain(12), 4, 2), DATA, one_of(1), FAR)
-    with pytest.raises(StateMismatch, match="3 reader.* in the state, 2 here"):
-        source.check(["iterable", 0, 0, 0, [[0, 0, None, 0]] * 3])
 
 
 class Seeded(Plain):

@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import json
 import multiprocessing
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 import torchdistinput as tdi
 from tests.support import inputs
 from tests.support.epochs import lists
 from tests.support.resume import OTHER_SEED, SEED, Setting, iterables_may_be_skipped, run_of, steps
-from torchdistinput import readers
-from torchdistinput.coordination.step_sync import _last_landmark
-from torchdistinput.plan.file_resharding import ReaderCursor
-from torchdistinput.sources.files.position import CommonPlaces, FilesPosition, Places
-from torchdistinput.sources.in_worker import Cut
-from torchdistinput.step_types import PeriodicSync
 
 NUMBERS: Any = range(20)
 
@@ -341,49 +333,6 @@ def test_an_epoch_after_one_that_was_left_early_is_sought_as_it_was() -> None:
     assert epoch(loader) == second
 
 
-class Seeds(Dataset[torch.Tensor]):
-    """Samples with their seeds for random augmentation."""
-
-    def __len__(self) -> int:
-        return 20
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.tensor([index, tdi.sample_seed()])
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        dict,
-        lambda: {"shuffle": True},
-        lambda: {"shuffle": True, "generator": inputs.generator()},
-        lambda: {"sampler": tdi.ShuffleSampler(20, seed=1)},
-    ],
-    ids=["in order", "shuffled", "by a generator", "by a seed"],
-)
-def test_seeds_of_samples_after_a_resume_between_epochs_are_those_of_the_run(
-    arguments: Callable[[], dict[str, Any]],
-) -> None:
-    """The process that goes on is seeded differently; after it, a run of its own has other seeds again."""
-
-    def make() -> tdi.DataLoader[Any]:
-        return tdi.DataLoader(Seeds(), 5, **arguments())
-
-    torch.manual_seed(SEED)
-    run = make()
-    start = written(make())
-    first = epoch(run)
-    state = written(run)
-    expected = epoch(run)
-    torch.manual_seed(OTHER_SEED)
-    resumed = make()
-    resumed.load_state_dict(state)
-    assert epoch(resumed) == expected
-    resumed.load_state_dict(start)
-    torch.manual_seed(SEED)  # a state from before the first draw of a seed has none yet
-    assert epoch(resumed) == first
-
-
 class ShuffledByWorker(IterableDataset[int]):
     """Draws its order from torch's random state in the loader worker."""
 
@@ -421,35 +370,6 @@ def test_what_was_drawn_in_workers_that_lived_on_is_not_lost_without_a_word(last
 
 
 # ------------------------------------------------------------------------------------------------------------ files
-
-
-def write(folder: Path, file: int, count: int, start: int) -> None:
-    (folder / f"{file}.txt").write_text("".join(f"{start + number}\n" for number in range(count)))
-
-
-def test_a_file_that_changed_while_its_middle_was_read_is_refused(tmp_path: Path) -> None:
-    """Ten batches of 4, in the middle of the second of three files of 30 records; that one is then written anew."""
-    for file in range(3):
-        write(tmp_path, file, 30, 100 * file)
-
-    names = [str(tmp_path / f"{file}.txt") for file in range(3)]
-
-    def make() -> tdi.DataLoader[Any]:
-        return tdi.DataLoader(tdi.FileDataset(names, readers.text_lines, map_fn=int), 4)
-
-    run = make()
-    leave_after(run, 10)
-    state = written(run)
-    rest = epoch_after(make(), state)
-    assert rest[0] == [110, 111, 112, 113]
-    write(tmp_path, 1, 300, 1000)
-    with pytest.raises(tdi.StateMismatch, match=r"1\.txt"):
-        make().load_state_dict(state)
-    (tmp_path / "1.txt").unlink()
-    with pytest.raises(tdi.StateMismatch, match=r"1\.txt"):
-        make().load_state_dict(state)
-    write(tmp_path, 1, 30, 100)
-    assert epoch_after(make(), state) == rest
 
 
 def epoch_after(loader: Any, state: dict[str, Any], **how: Any) -> list[Any]:
@@ -569,138 +489,9 @@ def test_a_sampler_that_raises_ends_the_epoch_where_it_did_with_loader_workers_t
     loader = DataLoader(NUMBERS, 3, sampler=BreaksOff(11), num_workers=2)
     dataset = one_replica(loader, prefetch=prefetch)
     delivered: list[Any] = []
+    before = {*multiprocessing.active_children()}
     with pytest.raises(tdi.SourceError, match="the sampler is broken"):
         delivered.extend(batch.tolist() for batch in dataset)
     assert delivered == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
     assert place_of(dataset) == (0, 3)
-    assert not multiprocessing.active_children()
-
-
-# ------------------------------------------------------------------------- what is known of the places of the workers
-
-
-@final
-@dataclasses.dataclass
-class Rule:
-    """When periodic syncs are passed; nothing more of them."""
-
-    every: int
-    early: bool
-
-    def mine(self, rows: int) -> str:
-        return ""
-
-    def learn(self, rows: int, texts: Sequence[str]) -> None:
-        pass
-
-
-RULES = [Rule(CommonPlaces.every, True), Rule(CommonPlaces.every, False), Rule(8, True), Rule(1, False)]
-ROWS = 140
-
-
-@dataclasses.dataclass
-class Reader:
-    """One worker's walk, whose place after a row is that row; told every so many batches.
-
-    Args:
-      workers: the rows of a batch.
-      read_ahead: rows that may be read before they are delivered.
-      begins_at: the first row, perhaps in the middle of a batch.
-      told_every: batches from one place that is told to the next.
-    """
-
-    workers: int
-    read_ahead: int
-    begins_at: int
-    told_every: int
-
-    def __post_init__(self) -> None:
-        front = self.begins_at - self.begins_at % self.workers
-        self.told = [front]
-        self.read = self.begins_at
-        begun = FilesPosition(self.workers, [], [(front, place_after(front))] * self.workers, self.begins_at)
-        self.places = Places(begun.walks[0], self.begins_at, self.read_ahead)
-        self.common = CommonPlaces(self.places, begun, 0, self.read_ahead)
-        self._rows = self.places.rows_of(self._cuts(front), None)
-
-    def _cuts(self, front: int) -> Iterator[Cut]:
-        for number, first in enumerate(range(front, 10**6, self.workers)):
-            end = first + self.workers
-            tells = number % self.told_every == 0
-            if tells:
-                self.told.append(end)
-            place = place_after(end) if tells else None
-            rows = end - max(first, self.begins_at)
-            yield Cut([[None]] * rows, 1, [(0,)] * rows, None, place=place)
-
-    def read_to(self, row: int) -> None:
-        while self.read < row:
-            next(self._rows)
-            self.read += 1
-
-    def last_told(self, row: int) -> list[Any]:
-        """The latest place up to a row, as it is told."""
-        found = max(told for told in self.told if told <= row)
-        return [found, json.dumps(place_after(found).to_json())]
-
-
-def place_after(row: int) -> ReaderCursor:
-    return ReaderCursor(opened=row)
-
-
-def test_the_place_at_each_landmark_is_still_known_when_it_is_asked_for() -> None:
-    """Batches of W rows are read whole, ahead of the row that is agreed on; the sync may lie as far behind that.
-
-    One that was forgotten once ended an epoch of four workers early, and without a word.
-    """
-    for workers, read_ahead in itertools.product(range(1, 9), range(6)):
-        for number, rule in enumerate(RULES):
-            for slots in {1, max(1, read_ahead)}:
-                reader = Reader(workers, read_ahead, (0, 3, workers)[number % 3], 1 + number % 2)
-                passed = pass_landmarks(reader, rule, slots)
-                assert passed > 5 or rule.every == CommonPlaces.every
-                with pytest.raises(AssertionError, match=f"after row {reader.begins_at - 10 * 8} "):
-                    reader.places.at(reader.begins_at - 10 * 8)
-
-
-def test_the_place_is_known_at_each_row_where_landmarks_get_fewer_as_more_is_read_ahead() -> None:
-    for workers, slots, told_every in itertools.product((1, 3), (1, 32), (1, 4)):
-        for seldom in ((1,), (4,), (1, 2, 4), (4, 2, 1)):
-            reader = Reader(workers, 32, workers, told_every)
-            each = ROWS * 5 // len(seldom) + slots
-            changes = [times for times in seldom for _ in range(each)]
-            pass_landmarks(reader, RULES[0], slots, changes.__getitem__, ROWS * 5)
-
-
-def pass_landmarks(
-    reader: Reader, rule: PeriodicSync, slots: int, seldom: Callable[[int], int] = lambda _: 1, rows: int = ROWS
-) -> int:
-    """Agrees on rows, as many at a time as one message covers, with as much read ahead as ever may be."""
-    agreed = passed = 0
-    learned = [reader.begins_at]
-    while agreed < rows:
-        reader.read_to(reader.begins_at + agreed + reader.read_ahead + 2)
-        before, agreed = agreed, agreed + slots
-        sync = _last_landmark(agreed, rule, seldom(before))
-        if sync > _last_landmark(before, rule, seldom(before)):
-            passed += 1
-            learned.append(reader.begins_at + sync)
-            place = reader.last_told(reader.begins_at + sync)
-            said = {"worker": 0, "row": place[0], "place": place[1]}
-            assert json.loads(reader.common.mine(sync)) == said, (reader, rule, sync)
-            everyone = [json.dumps({**said, "worker": worker}) for worker in range(reader.workers)]
-            reader.common.learn(sync, everyone)
-            known = reader.begins_at + sync
-            for row in range(max(known, reader.read - reader.read_ahead - 2), known + 1):
-                assert reader.common.at(row) == [tuple(place)] * reader.workers
-        for row in range(reader.begins_at + before, reader.begins_at + agreed + 1):
-            assert list(reader.places.at(row)) == reader.last_told(row)
-        delivered = max(0, agreed - reader.read_ahead - 1)  # at least
-        for row in {
-            reader.begins_at + delivered,
-            reader.begins_at + (delivered + agreed) // 2,
-            reader.begins_at + agreed,
-        }:
-            sync = max(each for each in learned if each <= row)
-            assert reader.common.at(row) == [tuple(reader.last_told(sync))] * reader.workers
-    return passed
+    assert {*multiprocessing.active_children()} <= before

@@ -259,33 +259,6 @@ def numbers_run() -> Run:
     return run_over(DataLoader(NUMBERS, 5, shuffle=True, generator=inputs.generator()))
 
 
-@final
-@dataclasses.dataclass(frozen=True)
-class Breaks(IterableDataset[int]):
-    """0 .. 26, of which one cannot be made on rank 1."""
-
-    at: int
-
-    def __iter__(self) -> Iterator[int]:
-        for number in range(27):
-            if number == self.at and dist.get_rank() == 1:
-                raise ValueError("this one is broken")
-            yield number
-
-
-def dropped_failures() -> list[tuple[int, Raised | None]]:
-    """One rank: the steps that came, and what was raised, with the failure at each place of a batch; the last is 24."""
-    found = []
-    for at in (18, 19, 20, 26):
-        run = run_over(DataLoader(Breaks(at), 4, drop_last=True))
-        delivered: list[Delivered] = []
-        with iterables_may_be_skipped():
-            refused = raised(lambda: delivered.extend(steps(run, epochs=1)))  # noqa: B023
-        found.append((len(delivered), refused))
-        run.loader.close()
-    return found
-
-
 # ------------------------------------------------------------------------------------- a group that comes, and goes
 
 
@@ -333,7 +306,6 @@ class Found(NamedTuple):
     by_files: list[tuple[list[Any], Saved]]
     ready: list[tuple[list[Any], Saved]]
     retried: Retried
-    dropped: list[tuple[int, Raised | None]]
     without_group: WithoutGroup
 
 
@@ -346,7 +318,6 @@ def play(folder: str) -> Found:
             first_steps(run_over(files(folder), size=4, auto_shard_policy=FILE), 3),
             first_steps(run_over(ready(folder), auto_shard_policy=FILE), 4),
             retried(),
-            dropped_failures(),
             without_group(folder),
         )
 
@@ -465,15 +436,6 @@ def test_an_epoch_that_the_ranks_could_not_begin_is_still_to_come(ranks: list[Fo
         assert [each[:2] for each in rest] == [(0, 2), (0, 3)]
         assert place_told == ((1, 0), (3, 0))[rank]
         assert again == 3
-
-
-def test_a_failure_in_a_batch_that_would_be_dropped_is_everybodys(ranks: list[Found]) -> None:
-    for found in ranks:
-        assert [count for count, _ in found.dropped] == [4, 4, 5, 6]
-        for _, refused in found.dropped:
-            assert refused is not None
-            assert refused.kind == "SourceError"
-            assert "this one is broken" in refused.message
 
 
 def test_the_place_of_a_loader_outlives_its_process_group_and_waits_for_one(ranks: list[Found]) -> None:
