@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from tests.support.launched import at_once
 from tests.support.platforms import linux_processes
 from torchdistinput.testing import RankFailed, run_ranks
 
@@ -148,16 +151,32 @@ def test_an_exception_that_cannot_be_pickled_arrives_as_text() -> None:
         run_ranks(1, an_exception_that_cannot_be_pickled)
 
 
+def failed(ranks: int, hangs: Callable[[], object]) -> RankFailed:
+    with pytest.raises(RankFailed) as failure:
+        run_ranks(ranks, hangs, timeout_seconds=8.0)
+    return failure.value
+
+
+@pytest.fixture(scope="module")
+def hanging() -> dict[str, RankFailed]:
+    return at_once(
+        {
+            "rank": partial(failed, 2, rank_one_hangs_in_its_sleep),
+            "loader worker": partial(failed, 1, a_loader_worker_hangs_in_its_sleep),
+        }
+    )
+
+
 @linux_processes
-def test_a_hanging_loader_worker_shows_its_stack_too() -> None:
-    with pytest.raises(RankFailed, match=r"(?s)in a_loader_worker_hangs.*process \d+:.*line \d+ in __getitem__"):
-        run_ranks(1, a_loader_worker_hangs_in_its_sleep, timeout_seconds=8.0)
+def test_a_hanging_loader_worker_shows_its_stack_too(hanging: dict[str, RankFailed]) -> None:
+    told = str(hanging["loader worker"])
+    assert re.search(r"(?s)in a_loader_worker_hangs.*process \d+:.*line \d+ in __getitem__", told), told
 
 
-def test_a_hanging_rank_is_named_with_its_stack() -> None:
-    with pytest.raises(RankFailed, match="(?s)rank.s. 1 had not finished.*in rank_one_hangs_in_its_sleep") as failure:
-        run_ranks(2, rank_one_hangs_in_its_sleep, timeout_seconds=8.0)
-    assert failure.value.ranks == (1,)
+def test_a_hanging_rank_is_named_with_its_stack(hanging: dict[str, RankFailed]) -> None:
+    told = str(hanging["rank"])
+    assert re.search("(?s)rank.s. 1 had not finished.*in rank_one_hangs_in_its_sleep", told), told
+    assert hanging["rank"].ranks == (1,)
 
 
 def test_a_killed_rank_is_named_with_its_signal() -> None:

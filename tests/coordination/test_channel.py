@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.launched import at_once
 from tests.support.processes import run_to_the_end
 from torchdistinput.coordination.endpoint import Endpoint
 from torchdistinput.coordination.exchanges import conclude
@@ -55,7 +57,7 @@ def play() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def played() -> Played:
     """A launch takes longer than a scene."""
-    return {world: run_ranks(world, play, timeout_seconds=180) for world in WORLDS}
+    return at_once({world: partial(run_ranks, world, play, timeout_seconds=180) for world in WORLDS})
 
 
 def make_ranks(timeout_seconds: float = 30.0) -> ProcessGroupRanks:
@@ -161,21 +163,23 @@ def test_an_abort_releases_every_waiting_rank_and_tells_the_reason(world: int, q
 
 
 def late(latecomer: int) -> list[int]:
-    """One rank comes 2.5 seconds late; the others ask meanwhile who is late."""
+    """One rank comes when the others have found out who is late."""
     ranks = make_ranks()  # its end would be that of its channels
     channel = ranks.open_channel(0)
     conclude(channel.exchange([1]))
     if dist.get_rank() == latecomer:
-        time.sleep(2.5)
+        dist.barrier()
         conclude(channel.exchange([1]))
         return [latecomer]
     waiting = threading.Thread(target=lambda: conclude(channel.exchange([1])))
     waiting.start()
-    time.sleep(1.5)
-    found = channel.late()
+    until = time.monotonic() + HANG_SECONDS
+    while (found := channel.late()) != [latecomer] and time.monotonic() < until:
+        time.sleep(0.05)
     since = channel.waiting_since()
     assert since is not None
-    assert time.monotonic() - since > 0.5
+    assert since < time.monotonic()
+    dist.barrier()
     waiting.join(HANG_SECONDS)
     assert channel.waiting_since() is None
     return found

@@ -161,7 +161,7 @@ def play(rank: int, world: int, port: int, folder: str, still: int, moment: str)
         told = ["nothing", ""]
     except Exception as error:
         told = [type(error).__name__, str(error)]
-    stage.tell(f"ended-{rank}", json.dumps([*told, time.time()]))
+    stage.tell(f"ended-{rank}", json.dumps(told))
     time.sleep(2.0)  # with the first rank the store ends, which the others still need to tell who is late
     os._exit(0)
 
@@ -173,34 +173,72 @@ def free_port() -> int:
         return port
 
 
-@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="this system has no signal that stops a process")
-@pytest.mark.parametrize("still", [0, 1], ids=["with the store", "without it"])
-@pytest.mark.parametrize("moment", list(MOMENTS))
-def test_a_rank_that_stands_still_is_named_in_time(moment: str, still: int, tmp_path: Path) -> None:
-    world, port = 3, free_port()
-    context = multiprocessing.get_context("forkserver")
-    ranks = [
-        context.Process(target=play, args=(rank, world, port, str(tmp_path), still, moment)) for rank in range(world)
-    ]
-    for process in ranks:
-        process.start()
-    try:
-        Stage(str(tmp_path), -1).wait_for("still")
+WORLD = 3
+CELLS = [(moment, still) for still in range(2) for moment in MOMENTS]
+AT_ONCE = 5  # groups of ranks: they wait for the most part
+
+
+class Group:
+    """The ranks of one moment, of which one stands still.
+
+    Args:
+      folder: where they tell each other where they are.
+      moment: the name of the moment.
+      still: the rank that stands still.
+    """
+
+    def __init__(self, folder: Path, moment: str, still: int) -> None:
+        context, port = multiprocessing.get_context("forkserver"), free_port()
+        self.folder, self.still = folder, still
+        self.ranks = [
+            context.Process(target=play, args=(rank, WORLD, port, str(folder), still, moment)) for rank in range(WORLD)
+        ]
+        for process in self.ranks:
+            process.start()
+
+    def told(self) -> dict[int, list[Any]]:
+        """What each of the others was told in time; nothing from a rank that hangs."""
+        Stage(str(self.folder), -1).wait_for("still")
         began = time.time()
-        for rank in set(range(world)) - {still}:
-            ranks[rank].join(TIMEOUT_SECONDS + SLACK_SECONDS)
-            assert not ranks[rank].is_alive(), f"rank {rank} hangs"
-            kind, text, ended = json.loads((tmp_path / f"ended-{rank}").read_text())
-            assert kind in ("CoordinationTimeout", "RankLost"), (kind, text)
-            if (moment, still) == ("before the strategy", 0):
-                assert "the store at 127.0.0.1 did not answer" in text or f"rank {still}" in text
-            else:
-                assert f"rank {still}" in text, text
-            assert ended - began < TIMEOUT_SECONDS + SLACK_SECONDS
-    finally:
-        for process in ranks:
+        found = {}
+        for rank in set(range(WORLD)) - {self.still}:
+            self.ranks[rank].join(max(0.0, began + TIMEOUT_SECONDS + SLACK_SECONDS - time.time()))
+            if not self.ranks[rank].is_alive():
+                found[rank] = json.loads((self.folder / f"ended-{rank}").read_text())
+        return found
+
+    def end(self) -> None:
+        for process in self.ranks:
             process.kill()
             process.join()
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], dict[int, list[Any]]]:
+    found = {}
+    for first in range(0, len(CELLS), AT_ONCE):
+        groups = {cell: Group(tmp_path_factory.mktemp("group"), *cell) for cell in CELLS[first : first + AT_ONCE]}
+        try:
+            found.update({cell: group.told() for cell, group in groups.items()})
+        finally:
+            for group in groups.values():
+                group.end()
+    return found
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="this system has no signal that stops a process")
+@pytest.mark.parametrize(("moment", "still"), CELLS)
+def test_a_rank_that_stands_still_is_named_in_time(
+    moment: str, still: int, told: dict[tuple[str, int], dict[int, list[Any]]]
+) -> None:
+    of_ranks = told[moment, still]
+    assert set(of_ranks) == set(range(WORLD)) - {still}, "a rank hangs"
+    for kind, text in of_ranks.values():
+        assert kind in ("CoordinationTimeout", "RankLost"), (kind, text)
+        if (moment, still) == ("before the strategy", 0):
+            assert "the store at 127.0.0.1 did not answer" in text or f"rank {still}" in text
+        else:
+            assert f"rank {still}" in text, text
 
 
 # ------------------------------------------------------------------------------- between the agreement and the channel
@@ -235,9 +273,10 @@ def interrupted(rank: int, world: int, folder: str, how: str) -> None:
             pass
     except BaseException as error:
         told = [type(error).__name__, str(error)]
-    Path(folder, f"{rank}.json").write_text(json.dumps(told))
-    if rank == 1:
-        time.sleep(5.0)  # it is still alive when the others hear of it
+    Stage(folder, rank).tell(f"{rank}.json", json.dumps(told))
+    if rank == 1:  # it is still alive when the others hear of it
+        for other in {*range(world)} - {1}:
+            Stage(folder, rank).wait_for(f"{other}.json")
     os._exit(0)
 
 
@@ -297,10 +336,10 @@ def without_a_store(port: int, host: int) -> tuple[list[int], str, str]:
     began = time.monotonic()
     told = ""
     try:
-        tdi.Strategy(timeout_seconds=5)
+        tdi.Strategy(timeout_seconds=2)
     except tdi.InputError as error:
         told = str(error)
-    return found, told, "in time" if time.monotonic() - began < 5 + SLACK_SECONDS else "late"
+    return found, told, "in time" if time.monotonic() - began < 2 + SLACK_SECONDS else "late"
 
 
 def test_a_strategy_lives_on_without_its_store() -> None:
@@ -340,11 +379,11 @@ def logged() -> Iterator[list[tuple[float, str]]]:
 def alone(rank: int, folder: str, other: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    strategy = tdi.Strategy(timeout_seconds=LONG_SECONDS if other == "gone" else 9.0)
+    strategy = tdi.Strategy(timeout_seconds=LONG_SECONDS if other == "gone" else 7.0)
     loader = strategy.distribute_dataset(DataLoader(Few(100), batch_size=4))
     if rank == 1:
         if other == "alive":
-            time.sleep(13.0)
+            Stage(folder, rank).wait_for("told.json")
         os._exit(0)
     told = ["nothing", ""]
     with logged() as lines:
@@ -354,7 +393,7 @@ def alone(rank: int, folder: str, other: str) -> None:
         except Exception as error:
             told = [type(error).__name__, str(error)]
     warned = [when - began for when, text in lines if "waiting for rank 1" in text]
-    Path(folder, "told.json").write_text(json.dumps([*told, time.monotonic() - began, warned]))
+    Stage(folder, rank).tell("told.json", json.dumps([*told, time.monotonic() - began, warned]))
     os._exit(0)
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from torchdistinput.testing import run_ranks
 
+Name = TypeVar("Name")
+Result = TypeVar("Result")
 Scenes = Callable[[int, str], list[Any]]
 """What each rank of a world returned in the scene of that name."""
 
@@ -19,8 +23,15 @@ ScenesOf = Callable[[int, Path], dict[str, Callable[[], Any]]]
 
 def launched(worlds: Iterable[int], scenes_of: ScenesOf, folder: Path) -> Scenes:
     """Plays the scenes of each world, one launch for each."""
-    ranks = {world: run_ranks(world, _play, scenes_of, folder, timeout_seconds=120) for world in worlds}
+    play = partial(_play, scenes_of, folder)
+    ranks = at_once({world: partial(run_ranks, world, play, timeout_seconds=120) for world in worlds})
     return lambda world, name: [rank[name] for rank in ranks[world]]
+
+
+def at_once(launches: Mapping[Name, Callable[[], Result]]) -> dict[Name, Result]:
+    """Makes several launches at a time, which wait for the most part."""
+    with ThreadPoolExecutor(len(launches)) as pool:
+        return dict(zip(launches, pool.map(lambda launch: launch(), launches.values()), strict=True))
 
 
 def _play(scenes_of: ScenesOf, folder: Path) -> dict[str, Any]:
