@@ -42,6 +42,12 @@ def pytest_configure() -> None:
         faulthandler.register(signal.SIGUSR1, file=os.dup(2))
 
 
+def pytest_collection_finish() -> None:
+    """What is loaded by now stays: each collection of garbage would look at all of torch again."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_unconfigure() -> None:
     """A run has stood still at its end, and nobody knew where."""
     if sys.platform == "linux":

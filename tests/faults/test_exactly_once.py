@@ -41,7 +41,7 @@ from torchdistinput.sources.resolve import recognise
 from torchdistinput.testing import FakeCollectives, run_ranks
 
 EPOCHS = 2
-FAKE_CASES, REAL_CASES = 40, 10
+FAKE_CASES, REAL_CASES = 20, 6
 MANY = 10
 HANG_SECONDS = 60.0
 

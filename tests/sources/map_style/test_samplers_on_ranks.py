@@ -94,7 +94,7 @@ def test_samplers_that_are_seeded_alike_give_the_batches_of_one_process() -> Non
 
 def leave_while_the_workers_are_slow() -> list[float]:
     strategy = tdi.Strategy(timeout_seconds=20)
-    slow = DataLoader(Numbers(seconds=1.0), batch_size=1, num_workers=1)
+    slow = DataLoader(Numbers(seconds=0.3), batch_size=1, num_workers=1)
     took = []
     for dataset in (strategy.distribute_dataset(slow), strategy.distribute_datasets_from_function(lambda _: slow)):
         began = time.monotonic()
