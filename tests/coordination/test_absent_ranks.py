@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import time
+from functools import partial
+from typing import Any
 
+import pytest
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
 from tests.support.epochs import Raised, raised
+from tests.support.launched import at_once
 from torchdistinput.testing import run_ranks
 
 HANG_SECONDS = 20.0
+
+Played = dict[str, list[Any]]
+"""By scene, what each rank saw."""
 
 
 def my_rank() -> int:
@@ -22,8 +29,20 @@ def device_that_is_not_there() -> Raised | None:
     return raised(lambda: tdi.Strategy(devices=["cuda:97" if my_rank() == 1 else "cpu"], timeout_seconds=5))
 
 
-def test_a_device_that_does_not_exist_on_one_rank_is_an_error_on_every_rank() -> None:
-    first, second = run_ranks(2, device_that_is_not_there)
+@pytest.fixture(scope="module")
+def played() -> Played:
+    return at_once(
+        {
+            "device": partial(run_ranks, 2, device_that_is_not_there),
+            "devices": partial(run_ranks, 2, different_numbers_of_devices),
+            "absent": partial(run_ranks, 3, absent),
+            "absent from the start": partial(run_ranks, 2, absent_from_the_start),
+        }
+    )
+
+
+def test_a_device_that_does_not_exist_on_one_rank_is_an_error_on_every_rank(played: Played) -> None:
+    first, second = played["device"]
     for error in (first, second):
         assert error is not None
         assert "cuda:97" in error.message
@@ -33,8 +52,8 @@ def different_numbers_of_devices() -> Raised | None:
     return raised(lambda: tdi.Strategy(devices=["cpu"] * (1 + my_rank())))
 
 
-def test_every_rank_needs_the_same_number_of_devices() -> None:
-    for error in run_ranks(2, different_numbers_of_devices):
+def test_every_rank_needs_the_same_number_of_devices(played: Played) -> None:
+    for error in played["devices"]:
         assert error is not None
         assert error.kind == "RankDisagreement"
         assert "1" in error.message
@@ -43,7 +62,8 @@ def test_every_rank_needs_the_same_number_of_devices() -> None:
 
 def absent() -> tuple[Raised | None, float]:
     """Rank 2 makes the strategy with the others, and then does not come."""
-    strategy = tdi.Strategy(devices=["cpu"], timeout_seconds=3)
+    strategy = tdi.Strategy(devices=["cpu"], timeout_seconds=4)
+    dist.barrier()
     started = time.monotonic()
     error = None if my_rank() == 2 else raised(lambda: strategy.distribute_dataset(DataLoader(range(6), batch_size=4)))  # type: ignore[arg-type]
     waited = time.monotonic() - started
@@ -51,8 +71,8 @@ def absent() -> tuple[Raised | None, float]:
     return error, waited
 
 
-def test_a_rank_that_never_comes_is_named_within_the_timeout() -> None:
-    *present, (missing, _) = run_ranks(3, absent)
+def test_a_rank_that_never_comes_is_named_within_the_timeout(played: Played) -> None:
+    *present, (missing, _) = played["absent"]
     assert missing is None
     for error, waited in present:
         assert error is not None
@@ -64,14 +84,14 @@ def test_a_rank_that_never_comes_is_named_within_the_timeout() -> None:
 
 def absent_from_the_start() -> tuple[Raised | None, float]:
     started = time.monotonic()
-    error = None if my_rank() == 1 else raised(lambda: tdi.Strategy(devices=["cpu"], timeout_seconds=3))
+    error = None if my_rank() == 1 else raised(lambda: tdi.Strategy(devices=["cpu"], timeout_seconds=4))
     waited = time.monotonic() - started
     dist.barrier()
     return error, waited
 
 
-def test_a_rank_that_makes_no_strategy_is_named_within_the_timeout() -> None:
-    (error, waited), (nothing, _) = run_ranks(2, absent_from_the_start)
+def test_a_rank_that_makes_no_strategy_is_named_within_the_timeout(played: Played) -> None:
+    (error, waited), (nothing, _) = played["absent from the start"]
     assert nothing is None
     assert error is not None
     assert error.kind == "CoordinationTimeout"

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
@@ -14,9 +17,30 @@ from torch.utils.data import DataLoader
 import torchdistinput as tdi
 from tests.support import structures
 from tests.support.epochs import Raised, lists, raised, steps_until_raised
-from torchdistinput.testing import run_ranks
+from tests.support.launched import Scenes, launched
 
 HANG_SECONDS = 20.0  # far above any healthy run, far below the coordination timeouts that these tests leave alone
+
+
+def scenes_of(world: int, folder: Path) -> dict[str, Callable[[], Any]]:
+    if world == 3:
+        return {"sub-group": on_a_sub_group, "iter on one rank": iter_on_one_rank_only}
+    return {
+        "validation": train_and_validate,
+        "in turn": two_in_turn,
+        "late": late_to_a_step,
+        "endless": partial(endless, 1),
+        "uncoordinated": uncoordinated,
+        "uncoordinated failure": uncoordinated_failure,
+        "as far ahead": begins_where_the_last_epoch_was,
+        "different steps": goes_on_after_different_steps,
+        **{f"inference mode, {prefetch}": partial(first_in_inference_mode, prefetch) for prefetch in (None, 0, 4)},
+    }
+
+
+@pytest.fixture(scope="module")
+def scenes(tmp_path_factory: pytest.TempPathFactory) -> Scenes:
+    return launched((2, 3), scenes_of, tmp_path_factory.mktemp("files"))
 
 
 def one() -> tdi.Strategy:
@@ -38,8 +62,8 @@ def train_and_validate() -> tuple[list[Any], list[Any]]:
     return seen, validated
 
 
-def test_a_validation_iterator_lives_beside_a_training_iterator() -> None:
-    first, second = run_ranks(2, train_and_validate)
+def test_a_validation_iterator_lives_beside_a_training_iterator(scenes: Scenes) -> None:
+    first, second = scenes(2, "validation")
     assert first == ([[0, 1], [4, 5], [8, 9]], [[[0, 1], [4]]] * 3)
     assert second == ([[2, 3], [6, 7], [10, 11]], [[[2, 3], []]] * 3)
 
@@ -56,8 +80,8 @@ def two_in_turn() -> list[Any]:
     return found
 
 
-def test_two_iterators_are_read_in_turn_with_ends_of_their_own() -> None:
-    first, second = run_ranks(2, two_in_turn)
+def test_two_iterators_are_read_in_turn_with_ends_of_their_own(scenes: Scenes) -> None:
+    first, second = scenes(2, "in turn")
     assert first == [[0, 1], [0, 1], [4, 5], [4, 5], None, [8, 9], None, None]
     assert second == [[2, 3], [2, 3], [6, 7], [6, 7], None, [10, 11], None, None]
 
@@ -77,8 +101,8 @@ def on_a_sub_group() -> Any:
     return found
 
 
-def test_a_strategy_on_a_sub_group_concerns_its_ranks_alone() -> None:
-    assert run_ranks(3, on_a_sub_group) == [
+def test_a_strategy_on_a_sub_group_concerns_its_ranks_alone(scenes: Scenes) -> None:
+    assert scenes(3, "sub-group") == [
         None,
         ((2, 0, 2), [[0, 1], [4]], [1, 1], 3),
         ((2, 1, 2), [[2, 3], [5]], [1, 0], 3),
@@ -86,7 +110,7 @@ def test_a_strategy_on_a_sub_group_concerns_its_ranks_alone() -> None:
 
 
 def iter_on_one_rank_only() -> tuple[Raised | None, float]:
-    strategy = tdi.Strategy(devices=["cpu"], timeout_seconds=3)
+    strategy = tdi.Strategy(devices=["cpu"], timeout_seconds=4)
     dataset = strategy.distribute_dataset(number_range(6, 4))
     started = time.monotonic()
     error = raised(lambda: next(iter(dataset))) if dist.get_rank() == 0 else None
@@ -95,8 +119,8 @@ def iter_on_one_rank_only() -> tuple[Raised | None, float]:
     return error, waited
 
 
-def test_an_iter_on_one_rank_only_is_an_error_that_names_the_others() -> None:
-    (error, waited), *others = run_ranks(3, iter_on_one_rank_only)
+def test_an_iter_on_one_rank_only_is_an_error_that_names_the_others(scenes: Scenes) -> None:
+    (error, waited), *others = scenes(3, "iter on one rank")
     assert [found for found, _ in others] == [None, None]
     assert error is not None
     assert error.kind == "CoordinationTimeout"
@@ -109,7 +133,7 @@ def test_an_iter_on_one_rank_only_is_an_error_that_names_the_others() -> None:
 def late_to_a_step() -> tuple[int, Raised | None, float]:
     """Rank 1 stops asking for batches without leaving: the others name it when the time is up."""
     strategy = tdi.Strategy(devices=["cpu"])
-    options = tdi.InputOptions(prefetch=0, timeout_seconds=3)
+    options = tdi.InputOptions(prefetch=0, timeout_seconds=4)
     iterator = iter(strategy.distribute_dataset(number_range(40, 4), options))
     steps = 0
     started = time.monotonic()
@@ -126,8 +150,8 @@ def late_to_a_step() -> tuple[int, Raised | None, float]:
     return steps, error, waited
 
 
-def test_a_rank_that_stops_asking_is_named_when_the_time_is_up() -> None:
-    (steps, error, waited), (other_steps, other_error, _) = run_ranks(2, late_to_a_step)
+def test_a_rank_that_stops_asking_is_named_when_the_time_is_up(scenes: Scenes) -> None:
+    (steps, error, waited), (other_steps, other_error, _) = scenes(2, "late")
     assert (other_steps, other_error) == (2, None)
     assert steps >= 2
     assert error is not None
@@ -152,8 +176,8 @@ def endless(local_replicas: int) -> tuple[list[Any], Raised | None]:
     return found, no_length
 
 
-def test_infinite_sources_go_on_until_all_ranks_leave() -> None:
-    (first, no_length), (second, _) = run_ranks(2, endless, 1)
+def test_infinite_sources_go_on_until_all_ranks_leave(scenes: Scenes) -> None:
+    (first, no_length), (second, _) = scenes(2, "endless")
     assert first == [[[4 * t, 4 * t + 1]] for t in range(10)]
     assert second == [[[4 * t + 2, 4 * t + 3]] for t in range(10)]
     assert no_length is not None
@@ -172,8 +196,8 @@ def uncoordinated() -> tuple[list[Any], Raised | None]:
     return found, loss
 
 
-def test_without_coordination_each_worker_has_its_own_end() -> None:
-    (first, first_loss), (second, second_loss) = run_ranks(2, uncoordinated)
+def test_without_coordination_each_worker_has_its_own_end(scenes: Scenes) -> None:
+    (first, first_loss), (second, second_loss) = scenes(2, "uncoordinated")
     assert first == [(2, t, None, (2,)) for t in range(3)]
     assert second == [(1, 0, None, (1,))]
     for loss in (first_loss, second_loss):
@@ -194,8 +218,8 @@ def uncoordinated_failure() -> tuple[int, Raised | None]:
     return steps_until_raised(dataset)
 
 
-def test_without_coordination_a_failure_stays_on_its_worker() -> None:
-    first, (steps, error) = run_ranks(2, uncoordinated_failure)
+def test_without_coordination_a_failure_stays_on_its_worker(scenes: Scenes) -> None:
+    first, (steps, error) = scenes(2, "uncoordinated failure")
     assert first == (2, None)
     assert steps == 1
     assert error is not None
@@ -224,8 +248,8 @@ def begins_where_the_last_epoch_was() -> list[int]:
     return found
 
 
-def test_an_epoch_begins_as_far_ahead_as_the_ranks_agreed_in_the_one_before() -> None:
-    assert run_ranks(2, begins_where_the_last_epoch_was) == [[3, 9, 4, 4]] * 2
+def test_an_epoch_begins_as_far_ahead_as_the_ranks_agreed_in_the_one_before(scenes: Scenes) -> None:
+    assert scenes(2, "as far ahead") == [[3, 9, 4, 4]] * 2
 
 
 def goes_on_after_different_steps() -> int:
@@ -238,8 +262,8 @@ def goes_on_after_different_steps() -> int:
     return steps
 
 
-def test_where_the_ranks_left_at_different_steps_the_next_epoch_begins_alike_all_the_same() -> None:
-    assert run_ranks(2, goes_on_after_different_steps, timeout_seconds=HANG_SECONDS) == [150] * 2
+def test_where_the_ranks_left_at_different_steps_the_next_epoch_begins_alike_all_the_same(scenes: Scenes) -> None:
+    assert scenes(2, "different steps") == [150] * 2
 
 
 def first_in_inference_mode(prefetch: int | None) -> list[Any]:
@@ -255,8 +279,8 @@ def first_in_inference_mode(prefetch: int | None) -> list[Any]:
     return found
 
 
-def test_what_was_read_ahead_in_inference_mode_can_be_trained_on() -> None:
+def test_what_was_read_ahead_in_inference_mode_can_be_trained_on(scenes: Scenes) -> None:
     for prefetch in (None, 0, 4):
-        parts = run_ranks(2, first_in_inference_mode, prefetch)
+        parts = scenes(2, f"inference mode, {prefetch}")
         put_together = [list(itertools.chain(*pieces)) for pieces in zip(*parts, strict=True)]
         assert put_together == torch.arange(40.0).reshape(10, 4, 1).tolist()

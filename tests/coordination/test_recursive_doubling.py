@@ -17,7 +17,7 @@ from torchdistinput.coordination.exchanges import StartedExchange
 from torchdistinput.coordination.recursive_doubling import add_up, broadcast, spread
 from torchdistinput.errors import RankLost
 
-CASES = 2
+CASES = 1
 EXCHANGES = 15
 WORLDS = range(2, 10)
 SIZES = [1, 1, 34, 34, 509, 511, 2_000, 70_000]  # words: below, at and above what is sent in one piece

@@ -49,6 +49,11 @@ CALLS: dict[str, tuple[Callable[[Any], Any], list[Any], str]] = {
 }
 
 
+def all_calls() -> dict[str, list[tuple[Raised | None, float]]]:
+    """One rank: what each wrong value raises, and how soon."""
+    return {name: each_value(name) for name in CALLS}
+
+
 def each_value(name: str) -> list[tuple[Raised | None, float]]:
     call, values, _ = CALLS[name]
     found = []
@@ -58,10 +63,17 @@ def each_value(name: str) -> list[tuple[Raised | None, float]]:
     return found
 
 
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, list[tuple[Raised | None, float]]]]:
+    return run_ranks(2, all_calls)
+
+
 @pytest.mark.parametrize("name", CALLS)
-def test_what_one_rank_was_given_wrongly_is_told_to_all(name: str) -> None:
-    first, second = run_ranks(2, each_value, name)
-    for (ours, seconds), (theirs, _) in zip(first, second, strict=True):
+def test_what_one_rank_was_given_wrongly_is_told_to_all(
+    name: str, ranks: list[dict[str, list[tuple[Raised | None, float]]]]
+) -> None:
+    first, second = ranks
+    for (ours, seconds), (theirs, _) in zip(first[name], second[name], strict=True):
         assert ours is not None
         assert theirs is not None
         assert ours.kind == theirs.kind
