@@ -68,7 +68,8 @@ def test_gather_stats_gives_every_rank_the_window_of_each() -> None:
 
 def absent() -> tuple[Raised | None, Raised | None]:
     """Rank 1 does not come to the first; then it makes another call than the others."""
-    dataset = one(timeout_seconds=1).distribute_dataset([torch.zeros(2)] * 4)
+    dataset = one(timeout_seconds=4).distribute_dataset([torch.zeros(2)] * 4)
+    dist.barrier()
     late = raised(dataset.gather_stats) if dist.get_rank() == 0 else None
     dist.barrier()
     other = one(timeout_seconds=20)
