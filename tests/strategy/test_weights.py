@@ -1,7 +1,7 @@
 """The same weights at any number of ranks: whole trainings, compared with one process and torch's own DataLoader.
 
 A run is 3 epochs of AdamW over 85 samples in global batches of 12, so that the last batch is one sample and all ranks
-but one are empty; over 7 ranks one is empty at every step. In one process the loss is the plain mean, here it is
+but one are empty; over 5 ranks one is empty at every step. In one process the loss is the plain mean, here it is
 ``average_loss``. The loops below are written as a user writes them.
 
 The model has no parameter whose true gradient is zero: AdamW makes full steps of what is only rounding there.
