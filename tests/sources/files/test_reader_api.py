@@ -20,7 +20,9 @@ import numpy as np
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
+from torch.utils.data import DataLoader
 
+import torchdistinput as tdi
 from tests.sources.files.test_readers import npy, tfrecord
 from torchdistinput.errors import SourceError
 from torchdistinput.sources.files import io as filesystem
@@ -314,3 +316,27 @@ def test_a_size_is_asked_for_once_and_only_when_it_is_needed(
     assert [opened.size, opened.size] == [size, size]
     assert asked == [f"{tmp_path}/a"]
     opened.close()
+
+
+def layout_of_words(file: BinaryIO, size: int) -> readers.Layout | None:
+    return None if size % 4 else readers.Layout(size // 4, lambda record: 4 * record, words_between)
+
+
+def words_between(file: BinaryIO, lo: int, hi: int) -> list[bytes]:
+    file.seek(4 * lo)
+    content = file.read(4 * (hi - lo))
+    return [content[start : start + 4] for start in range(0, len(content), 4)]
+
+
+@readers.in_blocks(layout=layout_of_words)
+def words(file: BinaryIO, offset: int) -> Iterator[tuple[int, list[bytes]]]:
+    assert offset < 0, "nobody reads all of it"
+    yield offset, file.readlines()
+
+
+def test_a_reader_of_ones_own_that_has_a_layout_reads_the_part_of_each_loader_worker_only(tmp_path: Path) -> None:
+    (tmp_path / "words").write_bytes(b"".join(b"%04d" % number for number in range(20)))
+    data: Any = tdi.FileDataset(str(tmp_path / "words"), words, map_fn=int)
+    loader = DataLoader(data, batch_size=6, num_workers=2, collate_fn=list)
+    found = list(tdi.Strategy(["cpu"]).distribute_dataset(loader))
+    assert [sample for batch in found for sample in batch] == list(range(20))

@@ -25,6 +25,7 @@ from typing import (
     TypeAlias,
     TypeVar,
     final,
+    overload,
 )
 
 import numpy as np
@@ -44,7 +45,6 @@ __all__ = [
     "in_blocks",
     "kind_of",
     "layout_of",
-    "located",
 ]
 
 BLOCK_BYTES: Final = 1 << 16
@@ -191,7 +191,23 @@ class BlockReader(Generic[P, T]):
         return self.__qualname__  # by its name, as a function
 
 
-def in_blocks(blocks: Callable[Concatenate[BinaryIO, int, P], Iterator[Block[T]]]) -> BlockReader[P, T]:
+@overload
+def in_blocks(blocks: Callable[Concatenate[BinaryIO, int, P], Iterator[Block[T]]]) -> BlockReader[P, T]: ...
+
+
+@overload
+def in_blocks(
+    *, layout: LayoutOf | None = None, starts: StartsOf | None = None, records: RecordKind | None = None
+) -> Callable[[Callable[Concatenate[BinaryIO, int, P], Iterator[Block[T]]]], BlockReader[P, T]]: ...
+
+
+def in_blocks(
+    blocks: Callable[..., Iterator[Block[Any]]] | None = None,
+    *,
+    layout: LayoutOf | None = None,
+    starts: StartsOf | None = None,
+    records: RecordKind | None = None,
+) -> Any:
     """Makes a reader that can be entered again, so that a resumed run need not read a file from its front.
 
     A plain function is a reader too, and resumes as exactly; it reads again what it had read of the files in progress.
@@ -212,12 +228,19 @@ def in_blocks(blocks: Callable[Concatenate[BinaryIO, int, P], Iterator[Block[T]]
         What else it takes are keyword arguments, for ``functools.partial``. A ``SourceError`` with ``resume_at``, after
         the blocks in front of the bad record, says that it can be entered at the error's ``offset``, to raise the same
         again, and at ``resume_at``; both are positions then.
+      layout: tells where the records are, by the size of a file alone: a function of the file, its size and the same
+        keyword arguments, which returns a ``Layout`` or ``None``. A rank then reads only its part of the file (DATA).
+      starts: yields where the records start, by reading the file: a function of the file and the same keyword
+        arguments, for the index of ``FileDataset(index_folder=...)``.
+      records: what all records are for certain: ``"strings"``, or ``"rows"`` of arrays, which are stacked at once.
 
     Returns:
       A function of a binary file object, and the same keyword arguments, that yields the records. It pickles if it is
       at the top of its module.
     """
-    return BlockReader(blocks)
+    if blocks is None:
+        return partial(BlockReader, layout=layout, starts=starts, records=records)
+    return BlockReader(blocks, layout, starts, records=records)
 
 
 def blocks_of(read: Callable[..., Iterable[Any]]) -> Callable[[BinaryIO, int], Iterator[Block[Any]]] | None:
@@ -229,17 +252,6 @@ def blocks_of(read: Callable[..., Iterable[Any]]) -> Callable[[BinaryIO, int], I
         inner = blocks_of(read.func)
         return None if inner is None else partial(inner, **read.keywords)
     return None
-
-
-def located(
-    *, layout: LayoutOf | None = None, starts: StartsOf | None = None, records: RecordKind | None = None
-) -> Callable[[Callable[Concatenate[BinaryIO, int, P], Iterator[Block[T]]]], BlockReader[P, T]]:
-    """``in_blocks`` for a reader whose records can be found; see ``BlockReader``."""
-
-    def made(blocks: Callable[Concatenate[BinaryIO, int, P], Iterator[Block[T]]]) -> BlockReader[P, T]:
-        return BlockReader(blocks, layout, starts, records=records)
-
-    return made
 
 
 def layout_of(read: Callable[..., Iterable[Any]]) -> Callable[[BinaryIO, int], Layout | None] | None:

@@ -11,7 +11,7 @@ import numpy as np
 from torchdistinput.sources.files.checks import checked_int
 from torchdistinput.sources.files.exact_reads import cut_off, read_pieces
 from torchdistinput.sources.files.io import skip_to
-from torchdistinput.sources.files.reader_api import BLOCK_BYTES, Block, Layout, located
+from torchdistinput.sources.files.reader_api import BLOCK_BYTES, Block, Layout, in_blocks
 
 __all__ = ["fixed_length_records"]
 
@@ -49,7 +49,7 @@ def _of_length(num_bytes: int, block: bytes) -> list[bytes]:
     return records
 
 
-@located(layout=_fixed_layout)
+@in_blocks(layout=_fixed_layout)
 def _fixed_length(file: BinaryIO, offset: int, *, num_bytes: int) -> Iterator[Block[bytes]]:
     skip_to(file, offset)
     wanted = max(1, BLOCK_BYTES // num_bytes) * num_bytes

@@ -15,7 +15,7 @@ import numpy as np
 from torchdistinput.errors import SourceError
 from torchdistinput.sources.files.exact_reads import read_pieces
 from torchdistinput.sources.files.io import skip_to
-from torchdistinput.sources.files.reader_api import Block, Layout, MadeRecords, located
+from torchdistinput.sources.files.reader_api import Block, Layout, MadeRecords, in_blocks
 
 __all__ = ["npy_rows"]
 
@@ -84,7 +84,7 @@ def _read_one_by_one(
     return _made(rows, 0, len(rows))
 
 
-@located(layout=_layout, records="rows")
+@in_blocks(layout=_layout, records="rows")
 def npy_rows(file: BinaryIO, offset: int) -> Iterator[Block[Any]]:
     """Yields the rows of a ``.npy`` file: ``array[0], array[1], …``, in the byte order of this machine.
 

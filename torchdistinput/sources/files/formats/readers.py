@@ -23,9 +23,10 @@ from torchdistinput.sources.files.formats.npy import npy_rows
 from torchdistinput.sources.files.formats.text import text_lines
 from torchdistinput.sources.files.formats.tfrecords import tfrecords
 from torchdistinput.sources.files.io import skip_to
-from torchdistinput.sources.files.reader_api import in_blocks
+from torchdistinput.sources.files.reader_api import Layout, in_blocks
 
 __all__ = [
+    "Layout",
     "csv_rows",
     "fixed_length_records",
     "in_blocks",

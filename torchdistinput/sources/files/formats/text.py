@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from torchdistinput.errors import SourceError
 from torchdistinput.sources.files.io import skip_to
-from torchdistinput.sources.files.reader_api import BLOCK_BYTES, Block, located
+from torchdistinput.sources.files.reader_api import BLOCK_BYTES, Block, in_blocks
 
 __all__ = ["BOM", "blocks_of_lines", "not_utf8", "text_lines"]
 
@@ -31,7 +31,7 @@ def _starts_of_lines(file: BinaryIO) -> Iterator[npt.NDArray[np.int64]]:
         yield np.array([start])
 
 
-@located(starts=_starts_of_lines, records="strings")
+@in_blocks(starts=_starts_of_lines, records="strings")
 def text_lines(file: BinaryIO, offset: int) -> Iterator[Block[str]]:
     r"""Yields the lines of a UTF-8 text, without their ends (``\n`` or ``\r\n``) and without a byte order mark.
 

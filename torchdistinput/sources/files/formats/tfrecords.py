@@ -15,7 +15,7 @@ from torchdistinput.errors import SourceError
 from torchdistinput.sources.files.exact_reads import cut_off, read_pieces
 from torchdistinput.sources.files.formats.crc32c import masked_crc32c, masked_crcs32c
 from torchdistinput.sources.files.io import skip_to
-from torchdistinput.sources.files.reader_api import BLOCK_BYTES, Block, grouped, located
+from torchdistinput.sources.files.reader_api import BLOCK_BYTES, Block, grouped, in_blocks
 
 __all__ = ["tfrecords"]
 
@@ -49,7 +49,7 @@ def _starts_of_tfrecords(file: BinaryIO) -> Iterator[npt.NDArray[np.int64]]:
     yield np.array(starts, np.int64)
 
 
-@located(starts=_starts_of_tfrecords)
+@in_blocks(starts=_starts_of_tfrecords)
 def tfrecords(file: BinaryIO, offset: int) -> Iterator[Block[bytes]]:
     """Yields the payloads of a TFRecord file, as bytes; both checksums of every record are verified.
 
