@@ -74,12 +74,14 @@ class Counted(NamedTuple):
 
 @final
 class RowSizes(NamedTuple):
-    """How a row is cut from its batch. Rows that come with the same object have one schema, too."""
+    """How a row is cut from its batch. A reader gives the same object for all batches that are cut alike."""
 
     samples: int
     """Samples in the batch."""
     pieces: tuple[int, ...]
     """Samples in each piece of the row."""
+    schema: object = None
+    """The same object for all batches that the reader knows to have one schema; ``None`` where it knows nothing."""
 
 
 SizedRow = tuple[Row, RowSizes, Digest]

@@ -12,7 +12,7 @@ import torch
 
 from tests.support.structures import KINDS
 from torchdistinput.batches.pytree import batch_size, flatten, structure_of
-from torchdistinput.batches.schema_check import SchemaChecker
+from torchdistinput.batches.schema_check import KnownSchema, SchemaChecker
 from torchdistinput.pipeline.fetch import Fetch
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.topology import Topology
@@ -106,7 +106,7 @@ def test_a_row_that_the_reader_knows_becomes_the_share_that_a_look_at_it_makes(r
             assert told(held) == told(looking.draw()), seed
             assert checkers[0].structure == checkers[1].structure, seed
             assert checkers[0].row_bytes == checkers[1].row_bytes, seed
-            known += isinstance(held, LocalStep) and checkers[0].known.mark is not None
+            known += isinstance(held, LocalStep) and checkers[0].known.mark is not KnownSchema().mark
     assert known > 40  # or nothing was tested
 
 
@@ -114,11 +114,12 @@ def test_what_another_rank_told_is_checked_before_a_row_is_known() -> None:
     cutter = Cutter(Topology(num_workers=1, replicas_per_worker=1, worker=0), shared=True)
     checker = SchemaChecker()
     fetch = Fetch(Rows([torch.zeros(2, 3)] * 5, CutReady(as_is, cutter), knows=True), checker)
+    nothing = checker.known.mark
     for step in range(4):
         assert isinstance(fetch.draw(), LocalStep)
-        assert (checker.known.mark is None) == (step == 0)
+        assert (checker.known.mark is nothing) == (step == 0)
     checker.learn(structure_of(torch.zeros(2, 4)))
-    assert checker.known.mark is None
+    assert checker.known.mark is nothing
     assert isinstance(fetch.draw(), LocalStep)
     assert checker.structure == structure_of(torch.zeros(2, 3))
 
@@ -138,6 +139,7 @@ def test_batches_have_the_same_look_only_if_every_leaf_has_it(kind: str) -> None
             assert item[1].pieces == (batch_size(batch),) == (item[1].samples,)
             if before is not None:
                 same = structure_of(batch) == structure_of(before[0][0])
+                assert (item[1].schema is before[1].schema) == same
                 assert (item[1] is before[1]) == (same and item[1].pieces == before[1].pieces)
         before = None if isinstance(item, Cut) else item
 

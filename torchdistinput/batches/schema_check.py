@@ -29,6 +29,7 @@ _Shapes = tuple[type | None, list[Any] | None, int, Any]
 shape of the first leaf, and the chain of those after it."""
 
 _NO_BATCH: Final[_Shapes] = (None, None, 0, ())
+_UNMARKED: Final = object()
 
 
 @final
@@ -42,14 +43,14 @@ class KnownSchema:
     def __init__(self, *, strings: bool = False) -> None:
         self.structure: Structure | None = None
         """The structure that batches have, where somebody found it out; else only equal shapes are recognised."""
-        self.mark: object = None
-        """What somebody notes of the last batch, and of all that are alike; forgotten with it."""
+        self.mark: object = _UNMARKED
+        """What somebody notes of the batches of the schema; forgotten with it."""
         self._strings = strings
         self._last = _NO_BATCH
 
     def forget(self) -> None:
-        """Forgets the shapes of the last batch. Any thread."""
-        self.mark, self._last = None, _NO_BATCH
+        """Forgets the shapes of the last batch, and the mark. Any thread."""
+        self.mark, self._last = _UNMARKED, _NO_BATCH
 
     @property
     def is_plain(self) -> bool:
@@ -63,7 +64,7 @@ class KnownSchema:
         shapes: Any = ()
         for leaf in reversed([] if any(leaf.is_nested for leaf in leaves) else leaves):
             shapes = (leaf.dtype, leaf.shape, shapes)
-        self.mark, self._last = None, (type(batch), keys, size, shapes) if shapes else _NO_BATCH
+        self._last = (type(batch), keys, size, shapes) if shapes else _NO_BATCH
 
     def size_of(self, batch: Any) -> int | None:
         """The size of a batch that plainly has the known schema; else ``None``: look closer. For every step."""

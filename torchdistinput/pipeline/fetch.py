@@ -50,6 +50,7 @@ class Fetch:
     ) -> None:
         self._note_read = note_read
         self._stream = stream
+        self._in_background = stream.in_background
         self._as_read = as_read
         self._draw = stream.draw
         self._checker = checker
@@ -65,7 +66,7 @@ class Fetch:
         try:
             content = draw()
             if content is not None:
-                return Drawn(content) if self._stream.in_background else self._read(content)
+                return Drawn(content) if self._in_background else self._read(content)
         except Exception as error:
             failed = _failed(error)
             self._drawn_out = not failed.goes_on
@@ -95,11 +96,12 @@ class Fetch:
                 digest = self._stream.digest_of(content)
             skipped = NOTHING_SKIPPED
             # The common cases are written out: a call takes as long as half of one.
-            if alike is None or alike is not known.mark:
+            if alike is None or alike.schema is not known.mark:
                 if len(row) > 1 or (type(row[0]) is not OpaqueBatch and known.size_of(row[0]) is None):
                     sizes, skipped = self._seen(row, sizes)
-                if alike is not None and known.is_plain:  # else something is to be done to each piece, perhaps
-                    known.mark = alike
+                # Else there was nothing to look at, or something is to be done to each piece.
+                if alike is not None and alike.schema is not None and 0 not in sizes and known.is_plain:
+                    known.mark = alike.schema
             is_whole = 0 not in sizes or type(row[0]) is OpaqueBatch  # no piece is to be made
             share = LocalStep(row, sizes, row if self._as_read and is_whole else (), digest, skipped)
             if self._note_read is not None:

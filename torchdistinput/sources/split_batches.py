@@ -165,15 +165,17 @@ class CutReady:
         self._worker: int | None = None
         self._is_here = False  # not in a loader worker, from where no object comes as the same
         self._known = KnownSchema()
+        self._schema: object = None
         self._is_sealed = False  # whether batches come sealed
         self._cuts: dict[int, _Cut] = {}  # of batches of the known schema, by size
-        self._whole: _Cut | None = None  # of the last batch, if it is a row as it is
+        self._whole: tuple[int, RowSizes, int] | None = None  # of the last batch, if it is a row as it is
 
     def __call__(self, batch: Any) -> Cut | SizedRow | Failure:
         """The rows of a batch, or the failure that the reading met."""
-        how = self._whole
-        if how is not None and self._known.size_of(batch) == how.row.samples:
-            return [batch], how.row, how.read
+        if self._whole is not None:
+            size, row, read = self._whole
+            if self._known.size_of(batch) == size:
+                return [batch], row, read
         snapshot, read = None, 0
         if type(batch) in _NO_BATCHES:
             if type(batch) is not Marked:
@@ -188,7 +190,8 @@ class CutReady:
         except self._caught as error:
             return Failure(error, "cutting a batch")
         if self._is_here and snapshot is None and len(rows) == 1 and (self._known.is_plain or self._is_sealed):
-            self._whole = how if how.is_whole and not self._is_sealed and self._convert is as_is else None
+            as_it_is = how.is_whole and not self._is_sealed and self._convert is as_is
+            self._whole = (how.row.samples, how.row, how.read) if as_it_is else None
             return rows[0], how.row, read or how.read
         return Cut(rows, how.row.samples, how.sizes, None, self._worker, snapshot, None, read or how.read)
 
@@ -223,6 +226,7 @@ class CutReady:
             self._known.structure = reading.structure
         self._known.remember(batch, size)
         self._cuts.clear()
+        self._schema = object()
         return size
 
     def _how(self, size: int) -> _Cut:
@@ -231,7 +235,7 @@ class CutReady:
             self._cuts.clear()
         limits = self._cutter.rows(size)
         sizes = sizes_in(limits)
-        row = RowSizes(size, sizes[0] if sizes else ())
+        row = RowSizes(size, sizes[0] if sizes else (), self._schema)
         read = number_of_size(size) if self._cutter.read_by_all else 0
         self._cuts[size] = how = _Cut(limits, sizes, row, limits == [((0, size),)], read)
         return how

@@ -101,6 +101,7 @@ class SamplerDraws:
         self._like_torch, self._caught = on_failure
         self._batches = batches_of(batches, (lambda batch: len(_sized(batch))) if collate else size_of)
         self._cutter = cutter
+        self._schema = object()  # of the batches that are gathered
         self._cut_size = -1
         self._cut_rows: list[CutRow] = []  # of a batch of that size, which most batches have
         self._rows_a_batch = 1 if cutter.shared else cutter.topology.num_workers
@@ -313,7 +314,9 @@ class SamplerDraws:
         for limits in self._cutter.rows(size):
             # Loader workers take requests ahead: a rank that had none for a row would draw further ahead than others.
             pieces = tuple(lo < hi or self._lead > 0 for lo, hi in limits)
-            rows.append(CutRow(limits, pieces, sum(pieces), RowSizes(size, tuple(hi - lo for lo, hi in limits))))
+            rows.append(
+                CutRow(limits, pieces, sum(pieces), RowSizes(size, tuple(hi - lo for lo, hi in limits), self._schema))
+            )
         self._cut_size, self._cut_rows = size, rows
         return rows
 
