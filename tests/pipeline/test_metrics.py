@@ -156,7 +156,7 @@ def test_what_was_read_while_the_loop_was_busy_is_not_waited_for() -> None:
                 time.sleep(0.5)  # the other eleven take 0.11 s
         found = dataset.stats()
     assert found["seconds"] - found["seconds_waiting"] >= 0.5
-    assert found["seconds_reading"] >= 0.01
+    assert found["seconds_reading"] > 0
 
 
 def test_the_window_is_the_last_64_to_71_steps() -> None:
