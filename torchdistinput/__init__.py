@@ -1,7 +1,7 @@
 """TensorFlow's distributed input, native to PyTorch.
 
-Write the loader for one process, with the global batch size. Every replica gets its share of each batch, on its device
-and ahead of time, and all replicas make the same number of steps: each sample once, at any world size. The README lists
+Write the loader for one process, with the global batch size. Every replica gets its part of each batch, prefetched to
+its device. All replicas run the same number of steps, and each sample is used once, at any world size. The README lists
 the promises, and follows a batch from the data to the loop.
 """
 
@@ -80,12 +80,12 @@ __all__ = [
 
 if typing.TYPE_CHECKING:
     from torchdistinput.sources.files.formats import readers
-else:  # or type checkers would believe that every name is there
+else:  # hidden from type checkers, which would accept every attribute
 
     def __getattr__(name: str) -> types.ModuleType:
-        """What is loaded when it is first asked for; see ``tests/test_import.py``."""
+        """Imports ``readers`` at its first use; see ``tests/test_import.py``."""
         if name == "readers":
-            from torchdistinput.sources.files.formats import readers  # noqa: PLC0415 - only who reads files needs them
+            from torchdistinput.sources.files.formats import readers  # noqa: PLC0415 - only file datasets need them
 
             return readers
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

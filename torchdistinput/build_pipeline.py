@@ -1,4 +1,4 @@
-"""The pipeline of an epoch: ``build_pipeline`` puts the stages together, the only place that knows all."""
+"""``build_pipeline`` builds the input pipeline of one epoch from its stages; no other module knows all the stages."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ __all__ = ["Opened", "Setting", "build_pipeline", "open_stream"]
 @final
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What a strategy tells its datasets.
+    """The facts that a strategy gives to its datasets.
 
     Args:
-      topology: where this worker stands.
+      topology: the number of workers and replicas, and which worker this is.
       devices: one for each local replica.
       ranks: the ranks that must agree; ``None`` where there is only one.
       timeout_seconds: how long a rank waits for another one, unless the options say otherwise.
-      workers: the worker of each of them; ranks of one worker read the same.
-      lent: torch's default random state, as the ranks left it when they last drew from it together.
+      workers: the worker of each rank; the ranks of one worker read the same data.
+      lent: torch's default random state after the last draw that all ranks made together.
     """
 
     topology: Topology
@@ -64,7 +64,7 @@ class Opened(NamedTuple):
     """An epoch that has begun."""
 
     channel: Channel | None
-    """The connection to the same iterator on the other ranks; none where nobody else votes."""
+    """The connection to the same iterator on the other ranks; ``None`` where no other rank votes."""
     stream: Stream
     progress: Progress
     last: LastStep
@@ -73,7 +73,7 @@ class Opened(NamedTuple):
 
 
 def open_stream(source: Source, epoch: int, draws: Draw, start: Start) -> Stream:
-    """The rows of an epoch. If the source cannot be opened, all ranks raise that at the first step."""
+    """The rows of an epoch. If the source cannot be opened, all ranks raise its error at the first step."""
     try:
         return source.open(epoch, draws, start)
     except Exception as error:
@@ -83,14 +83,15 @@ def open_stream(source: Source, epoch: int, draws: Draw, start: Start) -> Stream
 def build_pipeline(
     source: Source, setting: Setting, options: InputOptions, opened: Opened, idle: list[ToDevice]
 ) -> DistributedIterator:
-    """Builds it: fetch -> pad, if asked for -> to_device -> step_sync -> prefetcher.
+    """Builds the pipeline of an epoch: fetch -> pad (if asked for) -> to_device -> step_sync -> prefetcher.
 
     Args:
       source: the data.
-      setting: what the strategy tells.
-      options: what the user asked for.
+      setting: the facts about the strategy.
+      options: the user's options.
       opened: the epoch that has begun.
-      idle: device streams and their memory, kept for the life of the dataset; one is taken, and given back at the end.
+      idle: unused ``ToDevice`` stages with their streams and memory, kept for the life of the dataset. One is taken
+        here, and given back at the end.
     """
     channel, stream, progress, last, lent = opened
     grows = options.prefetch is None
@@ -163,7 +164,7 @@ def build_pipeline(
         elements = Elements(checker, source.certain_piece_size, setting.topology.replicas_per_worker, pad)
         catch_up = stream.catch_up if isinstance(stream, CatchesUp) and stream.draws_ahead else None
         return DistributedIterator(prefetcher, to_device, elements, progress, last, catch_up)
-    except BaseException:  # there is nobody else who would end its thread
+    except BaseException:  # no other code would end the thread
         thread.stop(0)
         raise
 
@@ -201,7 +202,7 @@ class _BrokenStream:
         return 0
 
     def position(self, rows: int) -> list[Any]:
-        """See ``Stream.position``. Nobody asks: no step was delivered."""
+        """See ``Stream.position``. Never called, as no step is delivered."""
         raise self._error
 
     def close(self) -> None:
@@ -209,7 +210,7 @@ class _BrokenStream:
 
 
 def _makes_plain_tensors() -> bool:
-    """Whether tensors made on this thread are as on the background thread, which has none of torch's modes set."""
+    """Whether this thread makes the same tensors as the background thread, in which none of torch's modes is set."""
     return torch.get_default_device().type == "cpu" and not torch.is_inference_mode_enabled()
 
 

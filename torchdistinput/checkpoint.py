@@ -1,12 +1,14 @@
-"""Where a dataset stands in its epochs: what a state saves, and what loading one or seeking sets.
+"""The position of a dataset in its epochs: saves it as a state, and sets it by loading a state or by seeking.
 
-The steps that were *delivered* count, never what was read ahead. The order of an epoch is not saved: it is drawn again,
-by the user's own sampler, from the random state as it was when the epoch began; what was delivered is passed over.
+A position counts the steps that were *delivered*, never the steps that were read ahead. The order of an epoch is not
+saved. On a resume, the user's own sampler draws it again, from the random state at the beginning of the epoch, and the
+delivered steps are skipped.
 
-**Torch's default random state.** Where no generator was given, torch draws from the default state, and rank 0's counts
-for all ranks. Loading a state sets it back there at once, on rank 0 only (others may be seeded differently on purpose),
-to what it was when the epoch began; the draws of the epoch then take it as far as they did before. Whoever restores the
-default state too, for dropout say, does so after loading: that one is then kept, and the epoch's draws are borrowed.
+**Torch's default random state.** Where no generator was given, torch draws from the default state, and rank 0's default
+state counts for all ranks. Loading a state sets the default state on rank 0 at once (other ranks may be seeded
+differently on purpose) to its value at the beginning of the saved epoch. The draws of the epoch then advance it as they
+did before. Users who restore the default state themselves, for example for dropout, do so after loading: their state is
+kept, and the epoch draws from the saved one.
 """
 
 from __future__ import annotations
@@ -39,13 +41,13 @@ _REMEMBERED_EPOCHS: Final = 64  # some KiB each
 
 @final
 class Entry(NamedTuple):
-    """How the next epoch begins.
+    """The place at which the next epoch begins.
 
     Args:
-      epoch: its number.
-      start: where in it.
-      mark: equal on two ranks if and only if they begin at the same place.
-      default: torch's default random state to draw from; ``None``: as it is.
+      epoch: the number of the epoch.
+      start: the place in the epoch.
+      mark: a text that is equal on two ranks if and only if they begin at the same place.
+      default: the value of torch's default random state to draw from; ``None`` for the present one.
     """
 
     epoch: int
@@ -56,13 +58,13 @@ class Entry(NamedTuple):
 
 @final
 class _Pending(NamedTuple):
-    """A place to begin at that was loaded or sought, and not entered yet.
+    """A place that was loaded or sought, and at which the next epoch begins.
 
     Args:
       saved: the place.
-      random: how the order of its epoch is drawn; ``None`` where that follows from no random state.
-      restores: whether the random states are put back once more when it is entered, whatever drew from them since.
-      unread: whether it is an epoch that was begun, and given back before its first step.
+      random: the random states from which the order of its epoch is drawn; ``None`` where none is needed.
+      restores: whether the random states are set again when the epoch begins, in case other code drew from them.
+      unread: whether this is an epoch that was begun, and given back before its first step.
     """
 
     saved: SavedState
@@ -73,7 +75,7 @@ class _Pending(NamedTuple):
 
 @final
 class _Left(NamedTuple):
-    """What one checkpoint leaves to another."""
+    """The facts that a checkpoint hands over to the checkpoint of the same data, divided anew."""
 
     source: Source
     fingerprint: Mapping[str, Any]
@@ -85,15 +87,15 @@ class _Left(NamedTuple):
 
 @final
 class Checkpoint:
-    """Where one dataset stands.
+    """The position of one dataset.
 
     Args:
       source: the data.
-      fingerprint: what tells this input from others, also in another world.
-      ranks: the ranks that must agree; ``None`` where there is one only.
-      worker: which worker this is.
-      name: the dataset's, for messages.
-      lent: the default random state that the ranks draw from together.
+      fingerprint: the facts that identify this input; the same in a world of another size.
+      ranks: the ranks that must agree; ``None`` where there is only one.
+      worker: the index of this worker.
+      name: the name of the dataset, for messages.
+      lent: the default random state from which all ranks draw together.
     """
 
     def __init__(
@@ -112,7 +114,7 @@ class Checkpoint:
         self._worker = worker
         self._name = name
         self._lent = lent
-        # Asked once: a look at a protocol takes microseconds, and states are taken in the loop.
+        # Computed once: an isinstance check of a protocol takes microseconds, and states are taken in the loop.
         self._alone = source if isinstance(source, DrawsAlone) and source.draws_alone else None
         self._seeding = source if isinstance(source, SeedsSamples) else None
         self._between = source if isinstance(source, KeepsBetweenEpochs) and source.keeps_between else None
@@ -133,15 +135,15 @@ class Checkpoint:
         return self._epoch
 
     def set_by_user(self) -> int | None:
-        """The epoch that the user told the sampler or dataset itself; ``None`` if that is none but ours. Local."""
+        """The epoch that the user set on the sampler or dataset itself; ``None`` if only this library set it. Local."""
         return None if self._telling is None else self._telling.told.set_by_user()
 
     def set_epoch(self, epoch: int, *, running: bool = False) -> None:
-        """Sets the number of the next epoch. A place in that epoch that was loaded or sought stays.
+        """Sets the number of the next epoch. A place in this epoch that was loaded or sought is kept.
 
         Args:
-          epoch: its number.
-          running: whether the epoch that was begun last is still read; a state tells of that one then.
+          epoch: the number.
+          running: whether the epoch that was begun last is still read; ``state`` then returns its position.
         """
         self._told = epoch
         pending = self._pending
@@ -150,18 +152,18 @@ class Checkpoint:
             self._leave()
             if running:
                 self._progress, self._stream = progress, stream
-            if pending is not None and pending.unread:  # what was drawn for it is drawn again for this one
+            if pending is not None and pending.unread:  # the same draws are made again for the new epoch
                 saved = self._saved(epoch, pending.saved.random, Start(), told=epoch)
                 self._pending = _Pending(saved, pending.random, restores=True, unread=True)
         self._epoch = epoch
         self._source.set_epoch(epoch)
 
     def _leave(self) -> None:
-        """Whatever was begun or loaded does not count any more."""
+        """Forgets the epoch that was begun, and the place that was loaded or sought."""
         self._pending = self._progress = self._stream = None
 
     def enter(self) -> Entry:
-        """How the next epoch begins; the generators are set for it. The epoch after it is the next one then."""
+        """Begins the next epoch: sets the generators for it, advances the number, and returns the place."""
         pending, self._pending = self._pending, None
         self._entered = pending
         epoch = self._epoch
@@ -179,12 +181,12 @@ class Checkpoint:
         return Entry(epoch, start, saved.mark, random.default)
 
     def leave(self, entry: Entry) -> None:
-        """The epoch was not begun after all: what was to be entered is the next one again."""
+        """Undoes ``enter`` for an epoch that could not be begun: its place is the next one again."""
         self._epoch = entry.epoch
         self._pending = self._entered
 
     def record(self, draws: Draw) -> Callable[[], tuple[str, ...]]:
-        """Takes down the random states, right before the stream of the epoch is opened."""
+        """Records the random states, right before the stream of the epoch is opened. Returns them as texts, on call."""
         default = draws.state if isinstance(draws, SharedRng) else None
         if default is None and self._ranks is None:
             default = torch.get_rng_state()
@@ -192,14 +194,14 @@ class Checkpoint:
         return self._random.texts
 
     def followed(self, draws: Draw) -> Draw:
-        """``draws``, which tells what random states the first batch is drawn from, if they are others by then."""
+        """``draws``, wrapped to record the random states of the first batch, where these may have changed by then."""
         random, source = self._random, self._source
         if random is None or not source.draws_order or not (source.needs_default_state or source.generators()):
             return draws
         return RngSnapshot(draws, random, source)
 
     def begun(self, entry: Entry, progress: Progress, stream: Stream) -> None:
-        """The epoch has begun."""
+        """Notes that the epoch has begun, and where its progress is counted."""
         random = self._random
         if random is not None:
             random.replay = entry.start.replay
@@ -209,7 +211,7 @@ class Checkpoint:
         self._progress, self._stream = progress, stream
 
     def reenter(self) -> None:
-        """The epoch that was begun last was not read: the next one is the same again, drawn from the same states."""
+        """Makes the epoch that was begun last the next one again, from the same random states, if it was not read."""
         progress, random = self._progress, self._random
         if progress is None or random is None or progress.rows:
             return
@@ -219,10 +221,10 @@ class Checkpoint:
         self._pending = _Pending(saved, random, restores=True, unread=True)
 
     def go_on_from(self, before: Checkpoint) -> None:
-        """Stands where the checkpoint of the same data does, which was divided anew. Local.
+        """Takes over the position from the checkpoint of the same data, which was divided anew. Local.
 
         Raises:
-          StateMismatch: the data cannot be entered there any more.
+          StateMismatch: the data cannot be resumed at that position any more.
         """
         left = before.left_to(self._source, self._ranks)
         pending = left.pending
@@ -243,18 +245,18 @@ class Checkpoint:
             self._telling.told.go_on_from(left.source.told)
 
     def left_to(self, source: Source, ranks: Ranks | None) -> _Left:
-        """What a checkpoint of the same data takes over, for another source and perhaps other ranks. Local."""
+        """The facts for ``go_on_from`` of another checkpoint, with its source and perhaps other ranks. Local."""
         own, others = self._source.generators(), source.generators()
 
         def drawn_there(random: EpochDraws) -> EpochDraws:
-            states = dict(zip(map(id, own), random.generators, strict=True))  # a generator that is new stays as it is
+            states = dict(zip(map(id, own), random.generators, strict=True))  # a new generator keeps its state
             generators = [states.get(id(each), each.get_state()) for each in others]
             return EpochDraws(random.base_seed, random.replay, random.default, generators)
 
         pending = self._pending
         if pending is not None and pending.random is not None:
             random = drawn_there(pending.random)
-            if pending.unread and random.base_seed != once_drawn("every"):  # it is begun as that source begins one
+            if pending.unread and random.base_seed != once_drawn("every"):  # the new source decides how it begins
                 random.base_seed = source.base_seed
             pending = pending._replace(saved=replace(pending.saved, random=random.texts()), random=random)
         # Other ranks may not have these states.
@@ -262,18 +264,18 @@ class Checkpoint:
         return _Left(self._source, self._fingerprint, self._epoch, self._told, pending, known)
 
     def _default_now(self) -> torch.Tensor | None:
-        """The default state from which the next draws of all ranks come, as far as it is known on every rank."""
+        """The default state from which all ranks draw next; ``None`` where this rank does not know it."""
         return torch.get_rng_state() if self._ranks is None else self._lent.state
 
     def next_state(self) -> SavedState:
-        """Where the next epoch begins, as it is saved. Local."""
+        """The saved state for the beginning of the next epoch. Local."""
         if self._pending is not None:
             return replace(self._pending.saved, told_epoch=self._told, fingerprint=self._fingerprint)
         draws = EpochDraws.of(self._source, self._default_now())
         return self._saved(self._epoch, draws.texts(), Start(), told=self._told)
 
     def state(self) -> SavedState:
-        """What was delivered, as it is saved. Collective where the workers' positions differ."""
+        """The saved state for the steps delivered so far. Collective where the workers' positions differ."""
         progress, stream = self._progress, self._stream
         if self._pending is not None or progress is None or stream is None or progress.ended:
             saved = self.next_state()
@@ -317,12 +319,12 @@ class Checkpoint:
     def _positions(
         self, epoch: int, step: int, random: tuple[str, ...], tell: Callable[[], list[Any]]
     ) -> tuple[list[Any], tuple[str, ...]]:
-        """The position of all workers, one if they have the same, else each one's; and the random states in common."""
+        """The positions of all workers, as one if they are equal; and the random states that count for all ranks."""
         source, ranks = self._source, self._ranks
         own, problem = None, None
         try:
             own = tell()
-        except Exception as error:  # where all ranks meet, each must hear of it, or the others would wait
+        except Exception as error:  # in a collective call every rank must hear of it, or the others would wait
             problem = error
         owns_state = self._stream is not None and self._stream.owns_state  # known once a position was told
         if ranks is None or not (source.collective_state or owns_state):
@@ -346,10 +348,10 @@ class Checkpoint:
         return own
 
     def load(self, state: object, *, strict: bool) -> None:
-        """Begins the next epoch where a state was saved. Local.
+        """Makes the place in a saved state the next one. Local.
 
         Raises:
-          StateMismatch: the state does not fit.
+          StateMismatch: the state does not fit this input.
         """
         saved, differing = self._compared(SavedState.from_dict(state))
         if differing and strict:
@@ -376,9 +378,9 @@ class Checkpoint:
             self._telling.told.look()
 
     def _compared(self, saved: SavedState) -> tuple[SavedState, str]:
-        """The state as it is to be taken, and what differs from this input, in words.
+        """The state, and its differences from this input, in words.
 
-        Where something does, what its sampler drew is not compared once more.
+        Where there are differences, the digest of the sampler's draw is removed, so that it is not compared either.
         """
         found = differences(saved.fingerprint, self._fingerprint)
         if saved.was_changed:
@@ -386,7 +388,7 @@ class Checkpoint:
         return (replace(saved, drawn=0) if found else saved), "; ".join(found)
 
     def _refused(self, saved: SavedState, differing: str) -> StateMismatch:
-        """The refusal of a state that differs. It proposes ``strict=False`` where the state could be taken so."""
+        """The error for a state that differs. It proposes ``strict=False`` where the state could be loaded so."""
         try:
             self._checked(saved)
         except StateMismatch as error:
@@ -402,10 +404,10 @@ class Checkpoint:
         )
 
     def _checked(self, saved: SavedState) -> EpochDraws:
-        """How its epoch is drawn, if the state can be taken here.
+        """The random states of the saved epoch, if the state can be loaded here.
 
         Raises:
-          StateMismatch: it cannot.
+          StateMismatch: it cannot be loaded.
         """
         random = EpochDraws.from_texts(saved.random, self._source)
         self._check_position(saved)
@@ -431,11 +433,11 @@ class Checkpoint:
         self._source.check(parts[0] if kind == "all" else parts[self._worker])
 
     def seek(self, epoch: int, step: int) -> None:
-        """Begins the next epoch at a step, without a state. Local.
+        """Makes a step of an epoch the next place, without a saved state. Local.
 
         Raises:
           ValueError: there is no such step.
-          InputError: the order of that epoch follows from random draws that are past.
+          InputError: the order of the epoch follows from random states that are no longer known.
         """
         steps, size = self._source.num_steps(), self._fingerprint.get("batch size")
         if steps is not None and step > steps:
@@ -452,7 +454,7 @@ class Checkpoint:
         self._pending = _Pending(saved, random, restores=True)
 
     def _random_of(self, epoch: int) -> EpochDraws | None:
-        """From which random states to draw for an epoch, with how many epochs before it; ``None`` for none."""
+        """The random states from which to draw an epoch, with the epochs to replay first; ``None`` for no draw."""
         if self._alone is not None and epoch != self._epoch:
             raise InputError(
                 f"epoch {epoch} was sought, but each worker draws the order of its own data (policy HINT, or a dataset "

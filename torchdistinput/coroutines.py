@@ -1,12 +1,12 @@
-"""A function on a thread of its own that runs only while somebody waits for it: a coroutine written as plain code.
+"""Coroutines made of threads: a function on a separate thread that runs only while its caller waits for it.
 
-Problem: the replicas of a process must stop in the middle of a user's function, also in a library called by it or in
-its backward pass, where no ``yield`` can be. And their work must come in one order, in every run.
+Problem: the replicas of a process must be able to pause in the middle of a user's function, also in a library that the
+function calls or in its backward pass, where no ``yield`` is possible. Their work must come in one order in every run.
 
-Decision: a thread per coroutine and two queues, used so that at any moment only one side runs. Gradient, inference and
+Decision: one thread per coroutine and two queues, so that only one side runs at any moment. Gradient, inference and
 autocast modes, the default device and the context variables are those of the thread that made the coroutine.
 
-Considered and refused: greenlets, which are a dependency and do not carry torch's thread-local state either.
+Alternative refused: greenlets, which are a dependency and do not carry torch's thread-local state either.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Answer = TypeVar("Answer")
 
 @final
 class Ended(NamedTuple):
-    """The end of a coroutine's function, with what it returned."""
+    """The end of a coroutine's function: its result, or its error."""
 
     value: Any
     error: BaseException | None = None

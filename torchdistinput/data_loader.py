@@ -1,24 +1,24 @@
-"""The drop-in ``DataLoader``: torch's, but each rank of a run gets its part of the same batches.
+"""The drop-in ``DataLoader``: torch's ``DataLoader`` for one or many ranks; each rank gets its part of each batch.
 
-Problem. A script that was written for one process should run on many when one import is changed, and train the same.
-But frameworks build loaders before the ranks know each other, and some frameworks divide every
+Problem. A script that was written for one process should run on many after one changed import, and train the same. But
+frameworks build loaders before the process group exists, and some frameworks divide every
 ``torch.utils.data.DataLoader`` that they see.
 
 Decisions.
-- It holds a torch loader made of the same arguments, so torch itself checks them. It is not a subclass of torch's:
-  accelerate and Lightning would divide it a second time.
-- The ranks are found out at the first ``iter``. If a process group appears later, the next ``iter`` finds it.
-- All loaders of a run that have the same device share one strategy: a strategy holds connections, and loaders come and
-  go.
-- In one process nothing is cut, so a batch may be any object, as in torch. It travels *sealed*: nobody looks into it,
-  and the number of its samples is kept beside it. Only batches that are gathered from memory, without code of the
-  user's, are not sealed.
-- In one process an exception of the user's code comes as itself. With several ranks all of them raise the same
-  ``SourceError``; on the rank that failed, its ``__cause__`` is the original.
-- In one process an exception does not end the epoch, and an empty batch is a batch, as in torch. With several ranks
-  an exception ends the epoch of all, and a batch without samples is passed over.
-- Where loader workers live on, torch has one iterator for all epochs, and so has this loader in one process.
-- Batches stay on the CPU, as torch's do, unless a device or a strategy is given.
+- It holds a torch loader made of the same arguments, so torch itself checks them. It is not a subclass of torch's
+  loader: accelerate and Lightning would divide a subclass a second time.
+- The ranks are determined at the first ``iter``. If a process group appears later, the next ``iter`` uses it.
+- All loaders of a run with the same device share one strategy, because a strategy holds connections, and a run makes
+  many loaders.
+- In one process nothing is cut, so a batch may be any object, as in torch. It is *sealed* (``OpaqueBatch``): passed
+  through unchanged, with the number of its samples beside it. Batches that are gathered from memory, without user
+  code, are not sealed.
+- In one process an exception of user code is raised unchanged. With several ranks all ranks raise the same
+  ``SourceError``; on the rank that failed, its ``__cause__`` is the original exception.
+- In one process an exception does not end the epoch, and an empty batch is delivered, as in torch. With several ranks
+  an exception ends the epoch of all ranks, and a batch without samples is passed over.
+- With persistent loader workers, torch has one iterator for all epochs. So has this loader in one process.
+- Batches stay on the CPU, as in torch, unless a device or a strategy is given.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ _OWN_COLLATES = (default_collate, default_convert)
 
 
 class _OfTorch(Generic[T]):
-    """As in torch: an attribute of the torch loader inside. It can be set where torch's can."""
+    """An attribute of the torch loader inside, as in torch. It can be set where torch allows it."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -94,10 +94,10 @@ class _OfTorch(Generic[T]):
 
 @final
 class _GivenOfTorch(_OfTorch[T]):
-    """On several ranks it refuses to work for a torch loader that others make of it: nobody would divide that one.
+    """An attribute that refuses, on several ranks, to work in another torch loader, which nothing would divide.
 
     Args:
-      given: what others see of it there.
+      given: makes the wrapper that other code gets on several ranks.
     """
 
     def __init__(self, given: Callable[[Any], object]) -> None:
@@ -115,7 +115,7 @@ class _GivenOfTorch(_OfTorch[T]):
 
 
 def _own(given: Any) -> Any:
-    """What a loader gave out, as it has it itself; anything else as it is."""
+    """The loader's own object behind a wrapper from ``_GivenOfTorch``; any other value unchanged."""
     if type(given) is GivenSampler:
         return given.given
     return given.collate if type(given) is GivenCollate else given
@@ -124,16 +124,16 @@ def _own(given: Any) -> Any:
 class DataLoader(Generic[T_co]):
     """torch's ``DataLoader`` for any number of ranks: write it for one process, with the global batch size.
 
-    In one process it behaves as torch's: the same batches, random draws and exceptions, after which it goes on. Under
-    torchrun or in an initialised process group each rank gets its part of the same global batches, on the CPU (pinned,
-    if asked for) unless ``device`` or ``strategy`` is given; a batch without samples (an empty list of a batch sampler,
-    an item of length 0 with ``batch_size=None``) is passed over there, and an exception ends the epoch. Each
-    ``iter()`` is collective there: every rank iterates, in the same order. Construction, ``len`` and ``set_epoch`` are
-    local.
+    In one process it behaves as torch's loader: the same batches, random draws and exceptions, after which it goes on.
+    Under torchrun or in an initialised process group each rank gets its part of the same global batches, on the CPU
+    (pinned, if asked for) unless ``device`` or ``strategy`` is given. There a batch without samples (an empty list of a
+    batch sampler, an item of length 0 with ``batch_size=None``) is passed over, an exception ends the epoch, and each
+    ``iter()`` is collective: every rank iterates, in the same order. Construction, ``len`` and ``set_epoch`` are local.
 
     The arguments up to ``in_order`` are those of ``torch.utils.data.DataLoader``, in its order, and torch checks them.
-    Its attributes are those of this one; what torch lets be set (``num_workers``, ``collate_fn``, ...) can be set, on
-    every rank, and counts from the next ``iter`` on. Loader workers that live on keep what they have, as in torch.
+    The attributes of torch's loader are attributes of this loader. Those that torch lets users set (``num_workers``,
+    ``collate_fn``, ...) can be set, on every rank, and count from the next ``iter`` on. Persistent loader workers keep
+    the old values, as in torch.
 
     Args:
       dataset: the data, map-style or iterable; or a dict of tensors and arrays, one entry for each sample in each.
@@ -152,8 +152,8 @@ class DataLoader(Generic[T_co]):
       prefetch_factor: batches that each loader worker reads ahead.
       persistent_workers: whether loader workers outlive an epoch.
       pin_memory_device: without effect, as in torch.
-      in_order: must be True on several ranks: their parts of a step belong to the same batch. Where it is not, there
-        is a state at the ends of epochs only.
+      in_order: must be True on several ranks, whose parts of a step belong to the same batch. Where it is False, a
+        state can be saved at the ends of epochs only.
       prefetch: steps made ready ahead of the one in use. ``None``: 0 where the batch is made by user code in this
         process (``num_workers=0``) or by torch's own loader workers in a single process, as torch does it; else 2,
         growing while steps are very short, as ``InputOptions.prefetch`` says.
@@ -161,7 +161,7 @@ class DataLoader(Generic[T_co]):
       device: where this process's batches go; by default they stay on the CPU.
       strategy: the replicas to divide the data among; their devices get the batches.
       seed_samples: whether random augmentation is the same on any number of ranks; see ``InputOptions.seed_samples``.
-        Then the generators that the dataset draws from are not as with torch's loader.
+        Then the dataset draws other random numbers than with torch's loader.
       snapshot_every_n_steps: see ``InputOptions.snapshot_every``; the name is that of torchdata's loader.
       own_state: see ``InputOptions.own_state``.
 
@@ -190,7 +190,7 @@ class DataLoader(Generic[T_co]):
     pin_memory_device = _OfTorch[str]()
     in_order = _OfTorch[bool]()
 
-    # The name is that of torch's class, with which subclasses of well-known projects open what torch locks after init.
+    # torch's name: with it, subclasses in well-known projects set attributes that torch locks after init.
     __initialized = False
 
     def __init__(  # noqa: PLR0913, PLR0917 - torch's signature
@@ -225,7 +225,7 @@ class DataLoader(Generic[T_co]):
             raise TypeError(f"strategy is a {type(strategy).__name__}; a torchdistinput.Strategy is needed, or None.")
         if device is not None and strategy is not None:
             raise ValueError("both device and strategy were given; a strategy has its devices. Give one of them.")
-        refuse_ray(dataset, "the dataset of a DataLoader")  # of which torch may ask the length
+        refuse_ray(dataset, "the dataset of a DataLoader")  # torch may call its len()
         refuse_plain_iterable(dataset)
         self._loader: TorchDataLoader[T_co] = TorchDataLoader(
             _as_dataset(dataset),
@@ -248,7 +248,7 @@ class DataLoader(Generic[T_co]):
         )
         self._snapshot_every, self._own_state = snapshot_every_n_steps, own_state
         self._seed_samples = seed_samples
-        self._options(policy, prefetch)  # refuses what is none
+        self._options(policy, prefetch)  # refuses wrong values
         check_loader(self._loader, policy, alone=True)
         self._prefetch = prefetch
         self._policy = policy
@@ -256,13 +256,13 @@ class DataLoader(Generic[T_co]):
         self._given_strategy = strategy
         self._divided: Divided | None = None
         self._wanted_epoch: int | None = None
-        self._lasting_iterator: weakref.ref[LoaderIterator] | None = None  # of loader workers that live on
+        self._lasting_iterator: weakref.ref[LoaderIterator] | None = None  # with persistent loader workers
         self._announced: AnnouncedLength | None = None
         self.__initialized = True
 
     def __setattr__(self, name: str, value: Any) -> None:
         if self.__initialized and isinstance(getattr(type(self), name, None), _OfTorch):
-            setattr(copy.copy(self._loader), name, value)  # torch refuses what it lets nobody set
+            setattr(copy.copy(self._loader), name, value)  # torch refuses attributes that are locked
         super().__setattr__(name, value)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -283,7 +283,7 @@ class DataLoader(Generic[T_co]):
           ShardingError: a sampler for one rank.
         """
         changed = copy.copy(self._loader)
-        object.__setattr__(changed, name, value)  # what torch refuses after init was refused before
+        object.__setattr__(changed, name, value)  # __setattr__ has refused locked attributes
         check_loader(changed, self._policy, alone=True)
         self._loader = changed
         if self._divided is not None and self._workers_live_on(self._divided):
@@ -294,11 +294,11 @@ class DataLoader(Generic[T_co]):
             )
 
     def _workers_live_on(self, divided: Divided) -> bool:
-        """Whether the next epoch comes from loader workers that are there already: torch gives them nothing new."""
+        """Whether the next epoch comes from persistent loader workers, which do not get new attribute values."""
         return divided.dataset.has_begun and divided.loader.persistent_workers and self.num_workers > 0
 
     def __iter__(self) -> LoaderIterator:
-        """The next epoch. Collective. Raises what ``DistributedDataset`` does; in one process what torch does."""
+        """The next epoch. Collective. Raises the errors of ``DistributedDataset``; in one process those of torch."""
         only_tries()  # an iterator that is dropped unused leaves its epoch to the next one
         if self._is_divided:
             check_trainer()
@@ -306,7 +306,7 @@ class DataLoader(Generic[T_co]):
         check_gathering(equal=self.has_equal_parts)
         lasting = self.persistent_workers and self.num_workers > 0 and divided.parts == 1
         iterator = self._lasting_iterator() if lasting and self._lasting_iterator is not None else None
-        if iterator is not None:  # as torch's, which is the same one in each epoch, and so for nested loops
+        if iterator is not None:  # the same iterator in each epoch, as in torch, also for nested loops
             iterator.begin(divided, self._announced)
             return iterator
         iterator = LoaderIterator(divided, self._num_batches, self._announced)
@@ -316,7 +316,7 @@ class DataLoader(Generic[T_co]):
 
     @property
     def _is_divided(self) -> bool:
-        """Whether several ranks share the data, as far as that is known. Local."""
+        """Whether several ranks share the data, or will by the launcher's environment. Local."""
         if self._divided is not None:
             return not self._divided.alone
         strategy = self._given_strategy
@@ -337,14 +337,14 @@ class DataLoader(Generic[T_co]):
         return length is not None and (self.drop_last or length % size % parts == 0)
 
     def _num_batches(self) -> int:
-        """As ``len``, but where torch's loader counts the batches itself, as an iterable dataset knows its samples."""
+        """As ``len``, except where torch counts batches by the sampler also for an iterable dataset with a length."""
         if self._counts_as_torch and not isinstance(self.dataset, FragmentDataset):
             batches = self._loader.batch_sampler
             return len(cast(Sized, self._loader.sampler if batches is None else batches))
         return len(self)
 
     def _ready(self) -> Divided:
-        """The data divided among those who take part. Collective when the ranks are found out."""
+        """The data, divided among the ranks. Collective when the ranks are determined."""
         divided = self._divided
         if divided is None or self._is_moved(divided) or self._is_changed(divided):
             divided = self._divided = self._divide(divided)
@@ -355,11 +355,11 @@ class DataLoader(Generic[T_co]):
         return self._given_strategy is None and divided.group is not launch.default_group()
 
     def _is_changed(self, divided: Divided) -> bool:
-        """Whether an attribute was set since the data was divided that counts from now on."""
+        """Whether an attribute that counts now was set after the data was divided."""
         return divided.loader is not self._loader and not self._workers_live_on(divided)
 
     def _told(self, divided: Divided) -> Divided:
-        """The data, which knows what ``set_epoch`` said."""
+        """The data, after passing on the last ``set_epoch``."""
         if self._wanted_epoch is not None:
             divided.dataset.set_epoch(self._wanted_epoch)
             self._wanted_epoch = None
@@ -368,11 +368,11 @@ class DataLoader(Generic[T_co]):
     def __len__(self) -> int:
         """The steps of an epoch, as torch counts them: by the length of the sampler. Local.
 
-        Those of a ``FileDataset`` are counted by the indices of its files, where all of them have one.
+        The steps of a ``FileDataset`` are counted by the indices of its files, where all files have one.
 
         Raises:
-          TypeError: the dataset has no length, or some file no index; or several ranks read different data (policies
-            OFF, HINT, FILE).
+          TypeError: the dataset has no length, or some file has no index; or several ranks read different data
+            (policies OFF, HINT, FILE).
         """
         if self._counts_as_torch:
             steps = self._steps_as_torch()
@@ -405,32 +405,32 @@ class DataLoader(Generic[T_co]):
 
     @property
     def _counts_as_torch(self) -> bool:
-        """Whether the steps of an epoch are those that torch's loader would make."""
+        """Whether an epoch has as many steps as with torch's loader."""
         return self._policy is AutoShardPolicy.DATA or (self._divided is not None and self._divided.alone)
 
     @property
     def step(self) -> Step:
-        """The step of the batch delivered last: its epoch, index and sizes. Local.
+        """The step of the last batch: its epoch, index and sizes. Local.
 
         Raises:
-          InputError: none was delivered yet.
+          InputError: no batch was delivered yet.
         """
         if self._divided is None:
             raise InputError("there is no step yet: no batch was delivered. Ask for it inside the loop over the data.")
         return self._divided.dataset.step
 
     def stats(self) -> dict[str, Any]:
-        """What this process got in the epoch begun last; see ``DistributedDataset.stats``. Local."""
+        """The measurements of this process in the last epoch; see ``DistributedDataset.stats``. Local."""
         return Metrics().stats(epoch=0) if self._divided is None else self._divided.dataset.stats()
 
     def gather_stats(self) -> dict[str, Any]:
-        """Lets the ranks tell each other where their time goes; see ``DistributedDataset.gather_stats``. Collective."""
+        """Exchanges the measurements of all ranks; see ``DistributedDataset.gather_stats``. Collective."""
         return self._ready().dataset.gather_stats()
 
     def set_epoch(self, epoch: int) -> None:
-        """Sets the number of the next epoch, and tells the sampler and dataset, as far as they have ``set_epoch``.
+        """Sets the number of the next epoch, also on the sampler and dataset where they have ``set_epoch``.
 
-        Local; the same on every rank. Nothing needs this: each ``iter()`` is the next epoch.
+        Local; the same on every rank. This call is optional: each ``iter()`` is the next epoch.
 
         Raises:
           ValueError: not an int of 0 or more.
@@ -440,18 +440,18 @@ class DataLoader(Generic[T_co]):
         self._wanted_epoch = epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """What was delivered so far; see ``DistributedDataset.state_dict``, also for when it is collective.
+        """The position after the steps delivered so far. May be collective; see ``DistributedDataset.state_dict``.
 
-        Collective too if it is the first thing that is asked of the loader: the ranks are found out then.
+        Also collective if it is the first call of the loader, which determines the ranks.
         """
         # A loader that was divided answers for itself, also when its process group has gone.
         divided = self._ready() if self._divided is None else self._told(self._divided)
         return divided.dataset.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:  # noqa: FBT001, FBT002 - as in torch
-        """Lets the next ``iter()`` go on where the state was taken; see ``DistributedDataset.load_state_dict``.
+        """Makes the next ``iter()`` continue at the saved position; see ``DistributedDataset.load_state_dict``.
 
-        On every rank, with the same state. Collective if it is the first thing that is asked of the loader.
+        Every rank calls this with the same state. Collective if it is the first call of the loader.
 
         Raises:
           StateMismatch: the state does not fit; the field and both values are named.
@@ -460,10 +460,10 @@ class DataLoader(Generic[T_co]):
         self._ready().dataset.load_state_dict(state, strict)
 
     def skip_to(self, step: int) -> None:
-        """Lets the next ``iter()`` begin at a step of its epoch, without reading what comes before.
+        """Makes the next ``iter()`` begin at a step of its epoch, without reading the steps before.
 
-        On every rank, with the same number; see ``DistributedDataset.seek``. Collective if it is the first thing that
-        is asked of the loader.
+        Every rank calls this with the same number; see ``DistributedDataset.seek``. Collective if it is the first call
+        of the loader.
 
         Raises:
           ValueError: a negative number, or a step after the end.
@@ -472,7 +472,7 @@ class DataLoader(Generic[T_co]):
         self._ready().dataset.skip_to(step)
 
     def seek(self, epoch: int, step: int = 0) -> None:
-        """Lets the next ``iter()`` begin at a step of an epoch; see ``DistributedDataset.seek`` and ``skip_to``."""
+        """Makes the next ``iter()`` begin at a step of an epoch; see ``DistributedDataset.seek`` and ``skip_to``."""
         self._ready().dataset.seek(epoch, step)
 
     def close(self) -> None:
@@ -487,7 +487,7 @@ class DataLoader(Generic[T_co]):
         self.close()
 
     def _divide(self, before: Divided | None) -> Divided:
-        """Finds out who takes part, and divides the data among them, from where it stood before. Collective."""
+        """Determines the ranks, and divides the data among them; keeps the position of ``before``. Collective."""
         is_new = before is None or self._is_moved(before)
         if is_new:
             self.close()
@@ -524,7 +524,7 @@ class DataLoader(Generic[T_co]):
         return 0 if self.num_workers == 0 and not _fetch_is_ours(self._loader) else None
 
     def _tell(self, strategy: Strategy) -> None:
-        """What users should know when the loader is divided, once."""
+        """Logs the policy once, and warns where each rank reads all of the data."""
         workers = strategy.num_input_pipelines
         size = "as the dataset or batch sampler makes it" if self.batch_size is None else str(self.batch_size)
         _LOG.info(
@@ -566,18 +566,18 @@ class DataLoader(Generic[T_co]):
 
 @final
 class _SharedStrategies:
-    """The strategies of loaders that were given none: one for each device, for the default group as it is now."""
+    """The strategies of loaders without a ``strategy`` argument: one for each device, for the present default group."""
 
     def __init__(self) -> None:
         self._group: Any = None
         self._by_device: dict[torch.device, Strategy] = {}
 
     def get(self, device: str | torch.device | None) -> Strategy:
-        """The strategy of all loaders with this device; outside of any group one of this process alone. Collective."""
+        """The strategy of all loaders with this device; without a group, one of this process only. Collective."""
         try:
             wanted = torch.device("cpu" if device is None else device)
         except (RuntimeError, TypeError, ValueError):
-            return Strategy([cast(Any, device)])  # which says what is wrong with it, on every rank
+            return Strategy([cast(Any, device)])  # raises the error for the device on every rank
         found = self._by_device.get(wanted)
         if found is not None and self._group is launch.default_group():
             return found

@@ -1,4 +1,4 @@
-"""``DistributedDataset``: data that is divided among replicas, epoch after epoch, and can be left and resumed."""
+"""``DistributedDataset``: a dataset that is divided among the replicas, iterated once per epoch, and resumable."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from torchdistinput.sources.rng import (
 __all__ = ["SAMPLES", "DistributedDataset", "check_partial_batch", "facts_of"]
 
 SAMPLES: Final = "the samples"
-"""The name of the fact that tells which samples map-style data has."""
+"""The name of the fact that identifies the samples of map-style data."""
 
 _LOG = logging.getLogger("torchdistinput")
 
@@ -48,11 +48,11 @@ class DistributedDataset:
 
     Args:
       source: the data, as this worker reads it.
-      setting: what the strategy tells.
-      options: what the user asked for.
-      name: tells this dataset from the strategy's others, the same on every rank.
+      setting: the topology, devices and ranks of the strategy.
+      options: the user's options.
+      name: identifies this dataset among those of the strategy; the same on every rank.
       policy: the name of the policy in force.
-      seed: the same on every rank; ranks that do not meet before an epoch draw from it.
+      seed: the same on every rank; ranks that do not meet before an epoch (``coordination="off"``) draw from it.
     """
 
     def __init__(
@@ -84,13 +84,13 @@ class DistributedDataset:
         """The next epoch. Collective.
 
         Raises:
-          InputError: accelerate accumulates gradients, and does not know this loader; transformers' Trainer asks;
-            or Lightning's data module does, to print itself.
+          InputError: accelerate accumulates gradients, and does not know this loader; or transformers' Trainer calls
+            this; or Lightning's data module does, to print itself.
           RankDisagreement: the ranks are at different epochs, or have different generators or states.
           CoordinationTimeout: a rank did not come in time; it is named.
-          RankLost: by ``next`` (as the two below), if a rank died, or left the loop before the others.
+          RankLost: raised by ``next`` (as the two errors below) if a rank died, or left the loop before the others.
           SourceError: the data of a rank failed, on every rank after the same number of steps.
-          BatchingError: an element cannot be cut, or is unlike those before.
+          BatchingError: an element cannot be cut, or differs in structure from the elements before.
         """
         only_tried = only_tries()
         check_accelerate()
@@ -104,10 +104,12 @@ class DistributedDataset:
         return iterator
 
     def __len__(self) -> int:
-        """The steps of an epoch, over all ranks. Local. Of a ``FileDataset`` under DATA by the indices of its files.
+        """The number of steps of an epoch, over all ranks. Local.
+
+        For a ``FileDataset`` under DATA the steps are counted by the indices of its files.
 
         Raises:
-          TypeError: they are not known before the data is read.
+          TypeError: the number is not known before the data is read.
         """
         steps = self._source.num_steps()
         if steps is None:
@@ -129,37 +131,38 @@ class DistributedDataset:
 
     @property
     def step(self) -> Step:
-        """The step of the element delivered last by any iterator of this dataset. Local.
+        """The step of the last element that any iterator of this dataset delivered. Local.
 
         Raises:
-          InputError: none was delivered yet.
+          InputError: no element was delivered yet.
         """
         return delivered(self._last.step)
 
     def stats(self) -> dict[str, Any]:
-        """What this worker got in the epoch begun last, and where the time went. Local.
+        """The measurements of this worker in the epoch that was begun last: amounts and times. Local.
 
         Returns:
           - ``epoch``; ``steps`` that were delivered here, ``samples`` of this worker's replicas, ``bytes`` of their
             tensors and arrays (lists count nothing, nor does what the drop-in passes through in one process), and
             samples ``skipped`` as they could not be read;
-          - ``fresh_batches``: batches of loader workers that came in fresh shared memory, as all that is used again was
-            in use: batches that you keep, or very large ones;
+          - ``fresh_batches``: batches of loader workers that needed new shared memory, because all of the reusable
+            memory was in use: by batches that you keep, or by very large ones;
           - ``seconds`` since the epoch began; ``seconds_waiting`` in ``next``; ``seconds_reading`` and decoding in
             this process, or waiting for its loader workers; ``seconds_copying``: making empty and padded pieces and
             starting copies to the devices; ``seconds_coordinating``: in exchanges, where a rank mostly waits for
-            those that are not yet there. What is done ahead takes seconds too, without any waiting for it;
+            slower ranks. Work that is done ahead counts in these seconds too, though the loop does not wait for it;
           - ``window``: the same for the last 64 to 71 steps, with ``seconds`` up to the last one;
-          - ``ranks``: the window of each rank, by rank, with its ``rank``. They tell each other every 64 steps, and in
-            ``gather_stats``; until then the list is empty. An epoch of less than 64 steps leaves it as it was.
+          - ``ranks``: the window of each rank, by rank, with its ``rank``. The ranks exchange their windows every 64
+            steps, and in ``gather_stats``; until then the list is empty. An epoch of less than 64 steps does not
+            change it.
         """
         return self._meter.stats(0 if self._progress is None else self._progress.epoch)
 
     def gather_stats(self) -> dict[str, Any]:
-        """Lets the ranks tell each other their windows now. Collective: every rank calls this, at any step.
+        """Exchanges the windows of all ranks now. Collective: every rank calls this, at any step.
 
         Returns:
-          What ``metrics`` returns then.
+          The result of ``stats`` with these windows.
 
         Raises:
           CoordinationTimeout: a rank did not call it in time; it is named.
@@ -172,10 +175,11 @@ class DistributedDataset:
     def set_epoch(self, epoch: int) -> None:
         """Sets the number of the next epoch, and tells the user's sampler and dataset. Local; the same on every rank.
 
-        Nothing needs this: each ``iter()`` is the next epoch, and tells them. Where the user's own ``set_epoch`` of the
-        sampler or dataset was called, and shows in its attribute ``epoch``, that counts as this.
+        This call is optional: each ``iter()`` is the next epoch, and sets its number on the sampler and dataset. A
+        ``set_epoch`` that the user calls on the sampler or dataset, and that shows in its attribute ``epoch``, counts
+        as a call of this method.
 
-        If a state of that epoch was loaded, or a step of it sought, the next ``iter()`` still begins there.
+        If a state of this epoch was loaded, or a step of it sought, the next ``iter()`` still begins there.
         """
         _check_number("epoch", epoch)
         self._drop_opened()
@@ -183,21 +187,21 @@ class DistributedDataset:
         self._checkpoint.set_epoch(epoch, running=running)
 
     def _heed_user(self) -> None:
-        """A ``set_epoch`` that the user called on the sampler or dataset itself counts as one on this."""
+        """Makes a ``set_epoch`` that the user called on the sampler or dataset count as one of this dataset."""
         epoch = self._checkpoint.set_by_user()
         if epoch is not None:
             self.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """What was delivered so far, to go on from there: in another process, at any number of ranks.
+        """The position after the steps delivered so far, to resume there: in another process, at any number of ranks.
 
         Local and equal on every rank for map-style data, for files, and for iterables under DATA without a state of
-        their own. **Collective**, so that every rank calls it, also where only one saves: for
-        ``distribute_datasets_from_function``, for policy HINT (and OFF, but for map-style data), and for datasets or
-        iterators with ``state_dict`` of their own. In doubt: call it on every rank, then save on one.
+        their own. **Collective** (every rank calls it, also where only one saves) for
+        ``distribute_datasets_from_function``, for policy HINT, for policy OFF except for map-style data, and for
+        datasets or iterators with a ``state_dict`` of their own. In doubt: call it on every rank, then save on one.
 
-        While an epoch is read, and after a loop that was left: the steps delivered in that epoch. After its end: the
-        start of the next one.
+        While an epoch is read, and after a loop that was left early, the state holds the steps delivered in this epoch.
+        After the end of an epoch it holds the start of the next one.
 
         Returns:
           Plain ints, strings and lists with the same keys always; see ``plan.checkpoint_format``. Under 8 KiB
@@ -205,32 +209,33 @@ class DistributedDataset:
 
         Raises:
           StateMismatch: a state of the user's own is not plain JSON; the key is named.
-          InputError: with ``coordination="off"`` each of several workers is at a step of its own.
+          InputError: ``coordination="off"`` with several workers, each of which is at a step of its own.
         """
         self._refuse_uncoordinated("state_dict()")
-        if not any(iterator.is_live for iterator in self._iterators):  # else what is read may count its epochs itself
+        if not any(iterator.is_live for iterator in self._iterators):  # else the running data may count epochs itself
             self._heed_user()
         return self._checkpoint.state().to_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:  # noqa: FBT001, FBT002 - as in torch
-        """Lets the next ``iter()`` go on where the state was taken. Local, on every rank, with the same state.
+        """Makes the next ``iter()`` continue at the saved position. Local: every rank calls this with the same state.
 
-        The number of ranks may be another one, as may be ``prefetch`` and, but for opaque iterables, the number of
-        loader workers. What was delivered is not read again: map-style data is passed over by its indices, files are
-        entered where they were left. Opaque iterables without a state of their own are read up to there, with a
-        warning.
+        The number of ranks may differ from the saved run, as may ``prefetch`` and, except for opaque iterables, the
+        number of loader workers. Delivered samples are not read again: map-style data skips their indices, and files
+        are opened at the saved positions. Opaque iterables without a state of their own are read up to the position,
+        with a warning.
 
-        Without a generator, torch draws the order from its default random state: loading sets that one on rank 0.
-        Restore it yourself (for dropout) after this call.
+        Without a generator, torch draws the order from its default random state: this call sets the default state on
+        rank 0. Restore your own default state (for dropout) after this call.
 
         Args:
-          state: what ``state_dict()`` returned, perhaps through JSON, ``torch.save`` or a distributed checkpoint. An
-            empty dict changes nothing.
-          strict: whether the state of an input that looks different is refused; else the differences are logged.
+          state: the result of ``state_dict()``, also after JSON, ``torch.save`` or a distributed checkpoint. An empty
+            dict changes nothing.
+          strict: whether to refuse the state of an input that looks different; else the differences are logged.
 
         Raises:
-          StateMismatch: the state is of a newer version, was cut or changed, or is of another dataset, seed, batch
-            size, policy or list of files; or a file in progress has changed. The field and both values are named.
+          StateMismatch: the state is of a newer version, is incomplete or was edited, or is of another dataset, seed,
+            batch size, policy or list of files; or a file in progress has changed. The message names the field and both
+            values.
           InputError: an iterator of this dataset is alive.
         """
         self._refuse_uncoordinated("load_state_dict()")
@@ -242,38 +247,39 @@ class DistributedDataset:
         self._checkpoint.load(state, strict=strict)
 
     def go_on_from(self, before: DistributedDataset) -> None:
-        """The next ``iter()`` begins where that of another one would, of the same data, which was divided anew. Local.
+        """Takes over the position of another ``DistributedDataset`` of the same data, divided anew. Local.
 
-        Iterators of the other one that are read go on; they count as iterators of this one from now on.
+        Running iterators of the other dataset go on; they count as iterators of this dataset from now on.
 
         Raises:
-          StateMismatch: the data cannot be entered there any more.
+          StateMismatch: the data cannot be resumed at that position any more.
         """
         checkpoint, live = before.leave()
         self._checkpoint.go_on_from(checkpoint)
         self._iterators.update(live)
 
     def leave(self) -> tuple[Checkpoint, list[DistributedIterator]]:
-        """What ``go_on_from`` takes over: where this stands, and the iterators that are read. Local.
+        """The position and the running iterators, for ``go_on_from`` of another dataset. Local.
 
-        Without such iterators it is closed.
+        Without running iterators, this dataset is closed.
         """
-        self._drop_opened()  # that one's epoch is the next one
+        self._drop_opened()  # the epoch of the opened iterator is the next one again
         live = [iterator for iterator in self._iterators if iterator.is_live]
         if not live:
             self.close()
         return self._checkpoint, live
 
     def seek(self, epoch: int, step: int = 0) -> None:
-        """Lets the next ``iter()`` begin at a step of an epoch, to see again what was trained on there.
+        """Makes the next ``iter()`` begin at a step of an epoch, to repeat the batches of that step.
 
-        Local, on every rank, with the same numbers. Map-style data that is passed over is not read. Files are read up
-        to there, but not decoded; opaque iterables are read. Where the order follows from a random generator, the
-        draws of the epochs between are made again, from the earliest epoch that this dataset knows; without a
-        generator that is right only if nothing else draws from torch's default random state between them.
+        Local: every rank calls this with the same numbers. Skipped map-style samples are not read. Skipped parts of
+        files are read, but not decoded; skipped elements of opaque iterables are read. Where the order depends on a
+        random generator, the draws of the epochs in between are repeated, from an epoch whose random states this
+        dataset knows. Without a generator this is right only if no other code draws from torch's default random state
+        between these epochs.
 
         Args:
-          epoch: its number.
+          epoch: the number of the epoch.
           step: the first step to deliver.
 
         Raises:
@@ -288,16 +294,16 @@ class DistributedDataset:
         self._checkpoint.seek(epoch, step)
 
     def skip_to(self, step: int) -> None:
-        """Lets the next ``iter()`` begin at a step of its epoch; see ``seek``. Local, on every rank alike."""
+        """Makes the next ``iter()`` begin at a step of its epoch; see ``seek``. Local: every rank calls this alike."""
         self._heed_user()
-        self._drop_opened()  # that one's epoch is the next one
+        self._drop_opened()  # the epoch of the opened iterator is the next one again
         self.seek(self._checkpoint.next_epoch, step)
 
     def put_back(self, iterator: DistributedIterator) -> None:
-        """Takes back an iterator that nobody asked for an element: the next ``iter()`` returns it. Local.
+        """Takes back an iterator that was dropped before its first element: the next ``iter()`` returns it. Local.
 
-        A second one is closed: the epochs of both were begun, and neither can be begun anew without drawing from where
-        the other one drew.
+        A second such iterator is closed. Both epochs were begun, and neither could begin again without the random draws
+        of the other one.
         """
         if self._opened is not None:
             iterator.close()
@@ -305,7 +311,7 @@ class DistributedDataset:
             self._opened = iterator
 
     def _drop_opened(self) -> None:
-        """Closes the iterator that the next ``iter()`` would return: that one begins the same epoch again."""
+        """Closes the iterator that the next ``iter()`` would return, which then begins the same epoch again."""
         if self._opened is not None:
             self._opened.close()
             if self._opened.reads(self._progress):
@@ -357,24 +363,24 @@ class DistributedDataset:
         if ranks is None or self._options.coordination == "off":
             return self._begin_with(entry, None)
         told = self._agree_on_epoch(ranks, entry)
-        # The next unused number differs where a rank was interrupted before it opened one.
+        # The next unused number differs where a rank was interrupted before it opened its channel.
         common = set.intersection(*(set(each["channels"]) for each in told))
         number = min(common) if common else max(each["channels"][-1] for each in told)
-        # Not the same where the epoch before was left at different steps; and what the ranks tell hangs on it.
+        # The depth differs where the ranks left the epoch before at different steps. The votes need one depth.
         self._last.ahead = min(each["ahead"] for each in told) or None
         try:
             return self._begin_with(entry, number, [each["peers"] for each in told])
-        except BaseException as error:  # the others wait for this rank to open the channel
+        except BaseException as error:  # the other ranks wait until this rank opens the channel
             ranks.refuse_channel(number, f"could not begin epoch {entry.epoch}: {in_one_line(error)}")
             raise
 
     def _begin_with(self, entry: Entry, number: int | None, digests: Sequence[str] = ()) -> DistributedIterator:
-        """The epoch, once all ranks have agreed on it, with the channel of that number.
+        """Begins the epoch on which all ranks have agreed.
 
         Args:
-          entry: where it begins.
-          number: the channel's; none where the ranks do not meet.
-          digests: of the random states of all ranks, where some share a data coordinate.
+          entry: the place at which it begins.
+          number: the number of its channel; ``None`` where the ranks do not vote.
+          digests: the digest of each rank's random states, where some ranks share a data coordinate.
         """
         ranks = self._setting.ranks
         start = entry.start
@@ -412,7 +418,7 @@ class DistributedDataset:
         return iterator
 
     def _build_pipelined(self, opened: Opened) -> DistributedIterator:
-        """The walk. If a device cannot be prepared, or no thread started, the other ranks hear of it at once."""
+        """Builds the pipeline. If a device or the thread fails to start, the other ranks are told at once."""
         try:
             return build_pipeline(self._source, self._setting, self._options, opened, self._idle_transfers)
         except BaseException as error:
@@ -428,7 +434,7 @@ class DistributedDataset:
 
     def _agree_on_epoch(self, ranks: Ranks, entry: Entry) -> list[Any]:
         facts = {"dataset": self._name, "start": entry.mark, **self._source.epoch_fingerprint()}
-        # Not where the data is to be brought to a step first, which may draw.
+        # Not on a resume: skipping to the step may draw.
         asks = self._source.draws_from_default_generator and not entry.start.steps
         digest = self._alike.digest_of(_default_of(entry)) if asks else None
         peers = CoordinateStates().digest if self._setting.has_peers else ""
@@ -439,9 +445,10 @@ class DistributedDataset:
         return told
 
     def _states_of_coordinate(self, ranks: Ranks, digests: Sequence[str]) -> CoordinateStates:
-        """The random states with which ranks that share a data coordinate read: those of the first of them.
+        """The random states with which ranks that share a data coordinate read: the states of their first rank.
 
-        Collective, where some differ from their first. Called when the epoch is open, which draws.
+        Collective where the states of some rank differ from those of its first rank. Called after the epoch was opened,
+        as opening draws.
         """
         workers, own = self._setting.workers, CoordinateStates()
         if len(set(zip(workers, digests, strict=True))) == len(set(workers)):
@@ -451,7 +458,7 @@ class DistributedDataset:
         return own if is_first else CoordinateStates.from_json(told[workers.index(workers[ranks.rank])])
 
     def _share_at_start(self, make: Callable[[], Any]) -> list[Any]:
-        """See ``sources.base.Exchange``. Collective: every rank comes here, as all agreed on where to start."""
+        """See ``sources.base.Exchange``. Collective: every rank calls this, as all agreed on the same start."""
         made, problem = None, None
         try:
             made = make()
@@ -460,13 +467,13 @@ class DistributedDataset:
         return agree(self._setting.ranks, f"iter() of dataset {self._name}", {}, error=problem, extra=made)
 
     def _draws_of(self, entry: Entry) -> Draw:
-        """What calls user code that may draw from the default random state: all ranks must draw the same."""
+        """The function that calls user code which may draw from the default random state: all ranks draw the same."""
         ranks = self._setting.ranks
         if not self._source.draws_from_default_generator:
             return plainly
         if ranks is None:
             return plainly if entry.default is None else SharedRng(entry.default)
-        if self._options.coordination == "off":  # each rank draws when it comes there: nothing to go on from
+        if self._options.coordination == "off":  # each rank draws at another time, so there is no common state
             return SharedRng(state_of_epoch(self._seed, entry.epoch))
         state = self._alike.common
         if state is None:
@@ -499,7 +506,7 @@ def _check_number(name: str, value: object) -> None:
 
 
 def _identity_of(source: Source, policy: str, topology: Topology) -> Mapping[str, Any]:
-    """What tells this input from others when a state is loaded; its world too, if its states fit that one only."""
+    """The facts that identify this input when a state is loaded; with its world size, if its states depend on it."""
     facts = {**source.fingerprint(), "policy": policy}
     if not source.bound_to_world:
         return facts
@@ -507,7 +514,7 @@ def _identity_of(source: Source, policy: str, topology: Topology) -> Mapping[str
 
 
 def facts_of(source: Source, policy: str, options: InputOptions) -> Mapping[str, Any]:
-    """What must be equal on all ranks when a dataset is distributed."""
+    """The facts that must be equal on all ranks when a dataset is distributed."""
     alone = source.epoch_fingerprint() if options.coordination == "off" else {}  # ranks do not meet at each epoch
     asked = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
     del asked["auto_shard_policy"]  # the policy in force counts

@@ -1,4 +1,4 @@
-"""How the order of an epoch is drawn: from which random states, so that it can be drawn again."""
+"""The random states from which the order of an epoch is drawn, recorded so that a resume draws the same order."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["EpochDraws", "RngSnapshot"]
 
 @final
 class EpochDraws:
-    """How the order of an epoch is drawn: random states, packed when somebody asks.
+    """The random states from which the order of an epoch is drawn.
 
     Args:
-      base_seed: when torch's loader draws the seed of its workers.
-      replay: whole epochs whose draws come first.
-      default: torch's default state; ``None`` where it does not matter, or is not known on this rank.
+      base_seed: when torch's loader draws the seed of its loader workers.
+      replay: the number of whole epochs whose draws come before this epoch's.
+      default: torch's default random state; ``None`` where it does not matter, or is not known on this rank.
       generators: the states of the input's generators.
     """
 
@@ -37,16 +37,16 @@ class EpochDraws:
 
     @classmethod
     def of(cls, source: Source, default: torch.Tensor | None) -> EpochDraws:
-        """How an epoch that begins now would be drawn."""
+        """The states of an epoch that would begin now."""
         wanted = default if source.needs_default_state else None
         return cls(source.base_seed, 0, wanted, [generator.get_state() for generator in source.generators()])
 
     @classmethod
     def from_texts(cls, texts: Sequence[str], source: Source) -> EpochDraws:
-        """What ``texts`` gave, out of a saved state.
+        """The states from a saved state, in which they are the result of ``texts``.
 
         Raises:
-          StateMismatch: the texts are none of a state, or of an input with other generators.
+          StateMismatch: the texts are malformed, or belong to an input with another number of generators.
         """
         expected = len(source.generators())
         if len(texts) != 2 + expected:
@@ -61,18 +61,18 @@ class EpochDraws:
         return cls(base_seed, int(replay), default, [unpacked(text) for text in texts[2:]])
 
     def restore(self, source: Source) -> None:
-        """Sets the input's generators to what they were."""
+        """Sets the input's generators to the recorded states."""
         for generator, state in zip(source.generators(), self.generators, strict=True):
             generator.set_state(state)
 
     def begin_at(self, default: torch.Tensor | None, generators: Sequence[torch.Tensor]) -> None:
-        """The first batch is drawn from these states, and the seed of the loader workers was drawn before."""
+        """Records that the first batch is drawn from these states, after the seed of the loader workers was drawn."""
         self.base_seed, self.replay = once_drawn(self.base_seed), 0
         self.default, self.generators = default, generators
         self._texts = None
 
     def texts(self) -> tuple[str, ...]:
-        """As a saved state has it."""
+        """The states as texts, as a saved state holds them. Packed at the first call."""
         if self._texts is None:
             default = "" if self.default is None else packed(self.default)
             self._texts = (f"{self.base_seed} {self.replay}", default, *map(packed, self.generators))
@@ -81,14 +81,15 @@ class EpochDraws:
 
 @final
 class RngSnapshot:
-    """Takes down from which random states the first batch of an epoch is drawn.
+    """Calls the draws of an epoch, and records the random states from which the first batch is drawn.
 
-    torch draws it at the first ``next``, and not where the epoch is begun: whatever drew since then (the user, another
-    loader that is read in the same ``zip``) belongs to the place from which the order can be drawn again.
+    torch draws the first batch at the first ``next``, not at ``iter``. In between, the user or another loader in the
+    same ``zip`` may draw from the same generators. So the states from which the order can be drawn again are those at
+    the first ``next``.
 
     Args:
-      draws: calls what draws.
-      random: how the order of the epoch is drawn, as far as known when it is begun.
+      draws: calls the user code that draws.
+      random: the states at the beginning of the epoch; corrected here if the first batch is drawn from others.
       source: the data.
     """
 
@@ -97,14 +98,14 @@ class RngSnapshot:
         self._random = random
         self._source = source
         self._beginning = False
-        self._left: list[torch.Tensor] | None = None  # the states, as the beginning of the epoch left them
+        self._left: list[torch.Tensor] | None = None  # the states after the beginning of the epoch
         self._done = False
 
     def __call__(self, call: Callable[[], Any]) -> Any:
-        """What the call returns: the first one begins the epoch, each other one draws a batch."""
+        """Makes the call and returns its result. The first call begins the epoch, each later one draws a batch."""
         if self._done:
             return self._draws(call)
-        if self._beginning:  # a batch that is drawn at once
+        if self._beginning:  # the beginning of the epoch draws the first batch at once
             self._done = True
             return self._draws(call)
         if self._left is None:
@@ -130,7 +131,7 @@ class RngSnapshot:
             self._left = self._states()
 
     def _states(self) -> list[torch.Tensor]:
-        """The default state first, if the order may follow from it; then those of the generators."""
+        """The present states: the default state, if the order may depend on it, then those of the generators."""
         draws, states = self._draws, [each.get_state() for each in self._source.generators()]
         if not self._source.needs_default_state:
             return states

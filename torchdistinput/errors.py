@@ -1,4 +1,4 @@
-"""Every exception that this library raises on purpose.
+"""The exceptions of this library.
 
     InputError
     ├── ShardingError (ValueError)        the data cannot be divided among the workers as asked
@@ -31,7 +31,7 @@ __all__ = [
 
 
 class InputError(Exception):
-    """Base of the errors of distributed input. Raised itself for data that is not data at all."""
+    """Base class of the errors of distributed input. Raised itself for an argument that is no data."""
 
 
 class ShardingError(InputError, ValueError):
@@ -47,33 +47,33 @@ class RankDisagreement(InputError):
 
 
 class CoordinationTimeout(InputError, TimeoutError):
-    """Raised when a rank did not come to a common step in time. The message names the late ranks."""
+    """Raised when a rank did not join an exchange or a collective call in time. The message names the late ranks."""
 
 
 class RankLost(InputError):
-    """Raised when another rank died, or stopped reading before the data ended. The message names it."""
+    """Raised when another rank died, or stopped reading before the data ended. The message names the rank."""
 
 
 class SourceError(InputError):
     """Raised on every rank when the data of one rank failed; the failing rank has the original as ``__cause__``.
 
-    All arguments are attributes too. What is not known, or was not reached, is ``None``; where several ranks failed at
-    the same step, they are those of the first.
+    All arguments are attributes, too. An unknown value is ``None``. Where several ranks failed at the same step, the
+    values are those of the first rank.
 
     Args:
-      message: the whole story, as printed.
+      message: the full text, as printed.
       file: the file that was read, if the data came from one.
-      offset: where in that file the record starts, in bytes of the uncompressed content; or, raised by the source of a
-        fragment, the position of the record.
-      resume_at: where the next record starts, in bytes, given by a reader that is certain of it, and that can be
-        entered there and at ``offset``. With ``on_error="skip"`` reading goes on from there.
+      offset: the start of the record in the file, in bytes of the uncompressed content; or the position of the record
+        in a fragment.
+      resume_at: the start of the next record, in bytes. A reader gives it only if it is certain of it, and can start
+        reading there and at ``offset``. With ``on_error="skip"`` reading continues there.
       rank: the rank that failed; ``None`` in a program of one process.
-      epoch: the epoch.
-      step: the step that it would have been.
-      indices: the samples, as the sampler gave them; the first 1024 at most. An index that is neither int nor text
-        comes as its ``repr``.
-      worker: the number of the loader worker that read them.
-      kind: the name of the original exception's type.
+      epoch: the number of the epoch.
+      step: the number of the step that failed.
+      indices: the indices of the samples, as the sampler drew them; the first 1024 at most. An index that is neither an
+        int nor text is given as its ``repr``.
+      worker: the number of the loader worker that read the samples.
+      kind: the class name of the original exception.
       traceback: the original's traceback, as text; the middle of a long one is left out.
     """
 

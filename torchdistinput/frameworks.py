@@ -1,8 +1,8 @@
-"""What is known of training frameworks, without importing them: when they would get a loader wrong, and who asks.
+"""Checks that refuse wrong uses of a loader by training frameworks (accelerate, transformers, Lightning).
 
-A framework that takes a loader apart builds a torch loader of its own from its attributes, and every rank reads whole
-batches. So what a divided loader gives out refuses to work for a torch loader that was not made here. The nearest frame
-tells for whom: torch's, or one of this library's.
+No framework is imported here. Some frameworks build a torch loader of their own from the attributes of a loader; every
+rank would then read whole batches. So the attributes of a divided loader refuse to work in a torch loader that this
+library did not make. The nearest frame on the call stack tells the two apart: torch's loader, or one of this library.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ _TAKEN_APART: Final = (
 
 @final
 class GivenCollate:
-    """The ``collate_fn`` of a divided loader, as others see it. Whoever calls it gets what it returns.
+    """The ``collate_fn`` attribute of a divided loader: works for any caller except another torch loader.
 
     Args:
-      collate: the loader's own.
+      collate: the loader's own collate function.
     """
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate
 
     def __call__(self, samples: Any) -> Any:
-        """What the loader's own returns.
+        """The result of the loader's own collate function.
 
         Raises:
-          InputError: a torch loader calls it that was made of the attributes of a divided one.
+          InputError: the caller is a torch loader that was made of the attributes of a divided loader.
         """
         if sys._getframe(1).f_globals.get("__name__") in _TORCHS_READERS:  # noqa: SLF001 - Python has no other way
             raise InputError(_TAKEN_APART)
@@ -70,10 +70,10 @@ class GivenCollate:
 
 @final
 class GivenSampler:
-    """The sampler or batch sampler of a divided loader, as others see it: with its attributes, and of its class.
+    """The sampler or batch sampler attribute of a divided loader, with the attributes and the class of the original.
 
     Args:
-      given: the loader's own.
+      given: the loader's own sampler.
     """
 
     def __init__(self, given: Any) -> None:
@@ -84,10 +84,10 @@ class GivenSampler:
         return type(object.__getattribute__(self, "given"))
 
     def __iter__(self) -> Iterator[Any]:
-        """What the loader's own yields.
+        """The iterator of the loader's own sampler.
 
         Raises:
-          InputError: a torch loader draws from it that was made of the attributes of a divided one.
+          InputError: the caller is a torch loader that was made of the attributes of a divided loader.
         """
         frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - Python has no other way
         while frame is not None:
@@ -117,7 +117,7 @@ def check_accelerate() -> None:
     """Refuses an epoch whose end accelerate does not see while it accumulates gradients. Local, on every rank alike.
 
     Raises:
-      InputError: it would leave out the last update, which is of fewer batches than the others.
+      InputError: accelerate would leave out the last update, which has fewer batches than the others.
     """
     gradients = _gradient_state()
     if gradients is None or gradients.in_dataloader or not gradients.sync_with_dataloader or gradients.num_steps == 1:
@@ -135,7 +135,7 @@ def check_gathering(*, equal: bool) -> None:
       equal: whether the parts of each step are known to be of one size.
 
     Raises:
-      InputError: accelerate's gather, which takes them to be equal, would hang.
+      InputError: accelerate's gather, which assumes equal parts, would hang.
     """
     gradients = None if equal else _gradient_state()
     if gradients is None or getattr(gradients.active_dataloader, "tells_accelerate", False):
@@ -151,7 +151,7 @@ def check_trainer() -> None:
     """Refuses an epoch that transformers' ``Trainer`` begins itself. Called by an ``__iter__`` on several ranks. Local.
 
     Raises:
-      InputError: it would take parts of unequal size to be equal, and cannot read one without a row.
+      InputError: the Trainer assumes parts of equal size, and cannot read a part without a row.
     """
     if sys._getframe(2).f_globals.get("__name__") == "transformers.trainer":  # noqa: SLF001 - Python has no other way
         raise InputError(
@@ -165,7 +165,7 @@ def check_overfitting(sampler: object) -> None:
     """Refuses that Lightning turns shuffling off. Called by an attribute. Local, on every rank alike.
 
     Args:
-      sampler: what the attribute is.
+      sampler: the value of the attribute.
 
     Raises:
       InputError: Lightning wants to build a torch loader with another sampler, which nothing would divide.
@@ -184,10 +184,10 @@ def only_tries() -> bool:
     """Whether Lightning asks for an epoch that it does not read. Called by an ``__iter__``. Local, on every rank alike.
 
     Returns:
-      True: it only tries whether the loader has an ``__iter__``.
+      True: Lightning only checks whether the loader has an ``__iter__``.
 
     Raises:
-      InputError: it takes the batches for a list of loaders, to print how many samples each has.
+      InputError: Lightning takes the batches for a list of loaders, to print how many samples each has.
     """
     asker = sys._getframe(2)  # noqa: SLF001 - Python has no other way
     if (

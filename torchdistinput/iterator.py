@@ -1,4 +1,4 @@
-"""``DistributedIterator``: one epoch, element by element, as ``iter(dataset)`` returns it."""
+"""``DistributedIterator``: the iterator over one epoch that ``iter(dataset)`` returns."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @final
 class Optional(Generic[T]):
-    """An element, or none at the end, as ``tf.experimental.Optional``."""
+    """An element, or no element at the end of the data, as ``tf.experimental.Optional``."""
 
     def __init__(self, value: T | None, *, has_value: bool) -> None:
         self._value = value
@@ -42,7 +42,7 @@ class Optional(Generic[T]):
         """The element.
 
         Raises:
-          ValueError: there is none.
+          ValueError: there is no element.
         """
         if not self._has_value:
             raise ValueError("this optional has no value: the data has ended. Ask has_value() first.")
@@ -55,30 +55,30 @@ class LastStep:
 
     def __init__(self) -> None:
         self.progress: Progress | None = None
-        """The epoch that it is of."""
+        """The progress of its epoch."""
         self.ahead: int | None = None
-        """How many steps the ranks last agreed to read ahead, if they agreed: the next epoch begins with as many."""
+        """The prefetch depth on which the ranks agreed last, if they did: the next epoch begins with it."""
 
     def read_ahead(self, steps: int) -> None:
-        """Notes how many steps are read ahead from here on."""
+        """Notes the prefetch depth from here on."""
         self.ahead = steps
 
     @property
     def step(self) -> Step | None:
-        """The step; ``None`` before the first. Made when it is asked for, not at every step."""
+        """The step; ``None`` before the first. Made on request, not at every step."""
         return None if self.progress is None else self.progress.step
 
 
 @final
 class Progress:
-    """What was delivered in one epoch.
+    """The steps and samples that were delivered in one epoch.
 
     Args:
-      epoch: its number.
-      start: where in it the iterator began.
-      random: tells how the order of the epoch is drawn, as a saved state has it.
-      meter: takes down what is measured in it.
-      topology: where this worker stands.
+      epoch: the number of the epoch.
+      start: the place at which the iterator began.
+      random: returns the random states of the epoch, as a saved state holds them.
+      meter: collects the measurements of the epoch.
+      topology: the number of workers and replicas, and which worker this is.
       knows_all: whether the sizes of all workers are known (not with ``coordination="off"``).
       log_every: after how many steps each a line is logged; 0 for never.
     """
@@ -107,7 +107,7 @@ class Progress:
 
     @property
     def step(self) -> Step | None:
-        """The last step; ``None`` before the first. Made when it is asked for, not at every step."""
+        """The last step; ``None`` before the first. Made on request, not at every step."""
         taken, topology = self._taken, self._topology
         if taken is None:
             return None
@@ -116,7 +116,7 @@ class Progress:
 
     @property
     def steps(self) -> int:
-        """Steps of the epoch that were delivered, those before ``start`` included."""
+        """Steps of the epoch that were delivered, including the steps before ``start``."""
         return self.start.steps + self.meter.steps
 
     @property
@@ -126,21 +126,21 @@ class Progress:
 
     @property
     def drawn(self) -> int:
-        """The digest of what the sampler drew for the last step; 0 where there is none to compare."""
+        """The digest of the sampler's draw for the last step; 0 where there is none to compare."""
         return self.start.drawn if self._taken is None else self._taken.digest
 
     def end(self, *, of_data: bool) -> None:
-        """Notes that nothing more comes: the data has ended, or the iteration was left."""
+        """Notes the end of the iteration; ``of_data`` is false where it was closed before the end of the data."""
         self.ended = of_data
         taken = self._taken
         if taken is not None:
-            taken.drew = taken.digest  # what makes it would keep the order of the epoch in memory
+            taken.drew = taken.digest  # the function that computes it would keep the order of the epoch in memory
 
     def add(self, taken: LocalStep, local: int, num_bytes: int) -> None:
-        """Notes a delivered step, with so many samples and bytes here. Its pieces are the user's from now on."""
+        """Counts a delivered step, with its samples and bytes on this worker, and drops its pieces."""
         if taken.skipped is not NOTHING_SKIPPED:
             self.meter.skipped += taken.skipped.samples
-        self.meter.deliver(local, num_bytes)  # before the rest, which no interruption can part from its count of steps
+        self.meter.deliver(local, num_bytes)  # first: after an interruption in here the step does not count
         taken.pieces = taken.parcels = ()
         self._taken = taken
         self.samples += taken.global_size
@@ -150,15 +150,17 @@ class Progress:
 
 @final
 class DistributedIterator:
-    """One epoch. Made by ``iter(dataset)``; ends its thread and workers when the loop is left, or at ``close``.
+    """The iterator over one epoch. Made by ``iter(dataset)``.
+
+    Its thread and loader workers end when the loop is left, or at ``close``.
 
     Args:
       buffer: delivers the agreed steps.
-      transfer: hands their pieces over on their devices.
-      elements: what is known of the elements.
-      progress: takes down what was delivered in this epoch, for the dataset.
-      last: takes down the last step, for the dataset.
-      catch_up: is told how many rows of the stream were asked for; ``None`` where that does not matter.
+      transfer: hands over the pieces of a step on their devices.
+      elements: the facts about the elements.
+      progress: counts the delivered steps of this epoch, for the dataset.
+      last: holds the last step, for the dataset.
+      catch_up: is called with the number of rows that the user asked for; ``None`` where the stream does not need it.
     """
 
     def __init__(
@@ -214,10 +216,10 @@ class DistributedIterator:
         raise StopIteration
 
     def has_next(self) -> bool:
-        """Whether another element comes, which is read for that and stays the next one. Collective: every rank asks.
+        """Whether there is another element. Reads it, and keeps it for ``next``. Collective: every rank calls this.
 
         Raises:
-          InputError: what ``next`` would raise.
+          InputError: the error that ``next`` would raise.
         """
         try:
             if self._catch_up is not None:
@@ -249,9 +251,9 @@ class DistributedIterator:
 
     @property
     def element_spec(self) -> Any:
-        """The structure of the elements with a ``TensorSpec`` at each leaf. Collective: every rank asks for it.
+        """The structure of the elements with a ``TensorSpec`` at each leaf. Collective: every rank reads this.
 
-        Dim 0 is the size of a piece where that is certain, else ``None``; the other dims are those of an element seen.
+        Dim 0 is the size of a piece where every piece has it, else ``None``. The other dims are those of one element.
 
         Raises:
           InputError: the data ended before the first element.
@@ -264,26 +266,26 @@ class DistributedIterator:
         return self._elements.spec()
 
     def _let_go(self) -> None:
-        """After an error: the buffer keeps it, its traceback this iterator, and the finalizer would keep the buffer."""
+        """Breaks a reference cycle after an error: finalizer -> buffer -> error -> traceback -> this iterator."""
         if self._buffer.closed:
             self._finalizer.detach()
 
     @property
     def step(self) -> Step:
-        """The step of the element delivered last. Local.
+        """The step of the last element. Local.
 
         Raises:
-          InputError: none was delivered yet.
+          InputError: no element was delivered yet.
         """
         return delivered(self._progress.step)
 
     def reads(self, progress: Progress | None) -> bool:
-        """Whether this is the iterator of that epoch. Local."""
+        """Whether this iterator counts its steps in ``progress``. Local."""
         return self._progress is progress
 
     @property
     def is_live(self) -> bool:
-        """Whether more may come: it has not ended, failed, or been closed. Local."""
+        """Whether the iterator has not ended, failed or been closed. Local."""
         return self._finalizer.alive and not self._buffer.closed
 
     def __getstate__(self) -> NoReturn:
@@ -292,8 +294,8 @@ class DistributedIterator:
     def close(self) -> None:
         """Ends the iteration. Idempotent; every rank should leave its loop at the same step.
 
-        Where an interruption cuts it short, the next call, or the end of this iterator, does what is left to do. A
-        thread that reads meanwhile gets an ``InputError``: let it leave its loop first.
+        After an interruption in here, the next call, or the end of this iterator, does the rest. A thread that reads
+        meanwhile gets an ``InputError``: let it leave its loop first.
         """
         self._catch_up = None
         self._buffer.close()
@@ -307,7 +309,7 @@ class DistributedIterator:
 
 
 def of_this_process(what: object) -> TypeError:
-    """Why something is neither copied nor pickled. Python's own type: who tries whether it can be, looks for that."""
+    """The error for an attempt to copy or pickle ``what``. A ``TypeError``, which callers that try this expect."""
     return TypeError(
         f"cannot copy or pickle a {type(what).__name__}: its threads, loader workers and connections to other ranks "
         "are of this process, and there is one set of them. Distribute the data again, where it is needed; "
@@ -316,10 +318,10 @@ def of_this_process(what: object) -> TypeError:
 
 
 def delivered(step: Step | None) -> Step:
-    """The step, if there is one. Local.
+    """The step, if an element was delivered. Local.
 
     Raises:
-      InputError: there is none yet.
+      InputError: no element was delivered yet.
     """
     if step is None:
         raise InputError("there is no step yet: no element was delivered. Ask for it inside the loop over the data.")

@@ -1,4 +1,4 @@
-"""What was divided among the replicas: an epoch of the drop-in, and the refusal to divide a part again."""
+"""The iterator of ``torchdistinput.DataLoader``, and the refusal of data that is divided among the ranks already."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ __all__ = ["AnnouncedLength", "Divided", "LoaderIterator", "refuse_divided"]
 
 @final
 class Divided(NamedTuple):
-    """The data as it was divided.
+    """The divided dataset behind a ``DataLoader``, and how it was divided.
 
     Args:
-      dataset: gives this process's parts.
-      loader: the torch loader of one process that it was made of.
-      group: the default process group when it was divided.
-      parts: of each batch.
+      dataset: yields this process's parts.
+      loader: the torch loader from which the dataset was made.
+      group: the default process group when the data was divided.
+      parts: the number of parts of each batch.
       alone: whether this is the only process that reads.
-      sealed: whether the batches travel sealed.
+      sealed: whether batches are passed through unchanged (``OpaqueBatch``).
     """
 
     dataset: DistributedDataset
@@ -40,12 +40,12 @@ class Divided(NamedTuple):
 
 @final
 class AnnouncedLength(NamedTuple):
-    """What ``len`` of an iterable dataset said, as far as the user has asked the loader for its length.
+    """The length that an iterable dataset announced when the user asked the loader for its length.
 
     Args:
       dataset: the dataset.
-      length: that.
-      num_workers: loader workers that read it.
+      length: the announced length.
+      num_workers: loader workers that read the dataset.
     """
 
     dataset: object
@@ -53,7 +53,7 @@ class AnnouncedLength(NamedTuple):
     num_workers: int
 
     def warn(self, steps: int) -> None:
-        """Says, in torch's words, that there were more steps: a filter of warnings is to know them again."""
+        """Warns that there were more steps, in torch's words, so that users' warning filters match."""
         told = (
             f"Length of IterableDataset {self.dataset} was reported to be {self.length}(when accessing "
             f"len(dataloader)), but {steps} samples have been fetched. "
@@ -71,15 +71,17 @@ class AnnouncedLength(NamedTuple):
 class LoaderIterator:
     """One epoch of a ``DataLoader``. Made by ``iter(loader)``; ends when the loop is left, or at ``close``.
 
-    Where torch's loader has one iterator for all epochs, so has the drop-in in one process: ``begin`` begins the next.
+    Where torch's loader keeps one iterator for all epochs (persistent workers), this loader in one process does so,
+    too: ``begin`` begins the next epoch.
 
-    If it is dropped before its first batch, the next ``iter`` gets the same epoch: on loaders that are not torch's,
-    Lightning calls ``iter`` once more, only to see whether it can, and that must not change the order of the samples.
+    If it is dropped before its first batch, the next ``iter`` returns the same epoch. Lightning calls ``iter`` of
+    loaders that are not torch's once more, only to check that they are iterable. This check must not change the order
+    of the samples.
 
     Args:
       divided: the data.
-      length: tells the steps of an epoch.
-      announced: the length of the dataset, if it was asked for.
+      length: returns the number of steps of an epoch.
+      announced: the length that the dataset announced, if the user asked for it.
     """
 
     def __init__(self, divided: Divided, length: Callable[[], int], announced: AnnouncedLength | None) -> None:
@@ -98,12 +100,12 @@ class LoaderIterator:
         self._steps = 0
 
     def begin(self, divided: Divided, announced: AnnouncedLength | None) -> None:
-        """Leaves this epoch, wherever it stands, and begins the next one."""
+        """Ends this epoch, at whatever step it is, and begins the next one."""
         self.close()
         self._open(divided, announced)
 
     def __len__(self) -> int:
-        """The steps of an epoch, as torch's iterator tells them; ``TypeError`` where it knows none."""
+        """The steps of an epoch, as ``len`` of torch's iterator; ``TypeError`` where the number is not known."""
         return self._length()
 
     def __iter__(self) -> LoaderIterator:
@@ -125,7 +127,7 @@ class LoaderIterator:
         try:
             raise failure
         finally:
-            del failure  # whose traceback holds this frame: a circle would keep both
+            del failure  # its traceback refers to this frame: avoids a reference cycle
 
     def has_next(self) -> bool:
         """See ``DistributedIterator.has_next``."""
@@ -141,7 +143,7 @@ class LoaderIterator:
 
     @property
     def is_part(self) -> bool:
-        """Whether its batches are parts, and not whole ones as of one process. Local."""
+        """Whether its batches are parts of global batches. Local."""
         return self._parts > 1
 
     @property
@@ -158,7 +160,7 @@ class LoaderIterator:
         raise of_this_process(self)
 
     def _keep(self) -> None:
-        """The epoch is this iterator's from now on."""
+        """Marks the epoch as used: it does not go back to the dataset when this iterator is dropped."""
         self._is_fresh = False
         self._return.detach()
 
@@ -170,10 +172,10 @@ class LoaderIterator:
 
 
 def refuse_divided(data: object) -> None:
-    """Refuses data that was divided before. Local.
+    """Refuses data that is divided among the ranks already. Local.
 
     Raises:
-      InputError: each rank would take its part of its part, and what the others would have taken of it would be lost.
+      InputError: the data is divided. Each rank would keep a part of its part, and the rest would be lost.
     """
     if isinstance(data, DistributedDataset | DistributedIterator) or (
         isinstance(data, LoaderIterator) and data.is_part
@@ -185,6 +187,6 @@ def refuse_divided(data: object) -> None:
 
 
 def _as_torch_raises(error: SourceError) -> BaseException:
-    """The exception of the user's code; the error itself where it comes from this library's own readers."""
+    """The exception of the user's code; the error itself where this library's own readers raised it."""
     cause = error.__cause__
     return error if cause is None or isinstance(cause, InputError) else cause

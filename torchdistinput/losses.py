@@ -1,7 +1,7 @@
-"""The loss whose gradients are those of the mean over the global batch, however unevenly it was cut.
+"""``average_loss``: a loss whose gradients are exact for the global batch, also when replicas have uneven parts of it.
 
-Problem: the mean of each replica's own mean is not the mean over the batch when parts differ in size (and nan for an
-empty one), yet DDP and FSDP average gradients over processes as if it were.
+Problem: when parts differ in size, the mean of the replicas' means is not the mean over the batch (and nan if a part is
+empty). DDP and FSDP average gradients over processes as if it were.
 
 Decision: each replica takes ``sum of its losses * W / global size``. Within a process the replicas' gradients add up;
 over the ``W`` processes they are averaged, which takes the ``W`` away again:
@@ -28,13 +28,13 @@ __all__ = ["average_loss"]
 
 
 def average_loss(per_sample_loss: Tensor, step: Step, weights: Tensor | None = None) -> Tensor:
-    """This replica's share of the mean loss over the global batch, to call ``backward`` on.
+    """This replica's part of the mean loss over the global batch, to call ``backward`` on.
 
     Local without weights. With weights collective: every replica calls this, in the same order.
 
     Args:
       per_sample_loss: ``(b, ...)``, one entry per sample of this replica's part along dim 0 (``reduction="none"``).
-        What a sample has in further dims is summed: the mean is over samples. An empty part gives 0, with a graph.
+        Further dims are summed: the mean is over samples. An empty part gives 0, with a graph.
       step: the step of the batch, ``loader.step``.
       weights: ``(b,)``, one per sample; or of more leading dims of the loss, up to its whole shape (a mask of tokens).
         With ``InputOptions(partial_batch="pad")`` the mask of the element, which leaves the padded rows out: where a
@@ -116,7 +116,7 @@ def _check_weights(weights: Tensor, loss: Tensor) -> None:
 
 
 def _own_weight(loss: Tensor, step: Step, weights: Tensor) -> Tensor | NoValue:
-    """What this replica brings to the sum; of what does not fit, the others hear there."""
+    """This replica's part of the sum of weights; or its error, which the sum tells to the other replicas."""
     try:
         _check_loss(loss)
         _global_size(step)
@@ -143,7 +143,7 @@ def _sum_over_replicas(own: Tensor | NoValue, step: Step) -> Tensor:
                 "it in a function given to strategy.run, or (with one replica per process) under strategy.scope()."
             )
         total = strategy.reduce(ReduceOp.SUM, own)
-    if isinstance(total, NoValue):  # there was nobody else to hear of it
+    if isinstance(total, NoValue):  # there was no other replica to tell
         raise total.error
     found: Tensor = total
     return found

@@ -1,14 +1,13 @@
-"""``Strategy.run``: one function, called once for each local replica, with collectives inside.
+"""``Strategy.run``: calls a function once for each local replica; the function may call collectives.
 
-Problem: the replicas of a process must be able to stop in the middle of the function, at a collective, until all have
-come there; yet results and draws from the global random state must be the same in every run.
+Problem: a replica must be able to wait in the middle of the function, at a collective, until all replicas of the
+process have come there. But results and draws from the global random state must be the same in every run.
 
-Decision: one local replica is a direct call on the caller's thread; nothing is added to it. Several are coroutines:
-exactly one runs at a time, in the order of the replicas, and hands over only at a collective or at its end (*baton
-mode*). The caller's thread is the conductor: it lets each run in turn, and does the collectives itself, so that the
-other workers and Ctrl-C always meet the same thread.
+Decision: one local replica is a direct call on the caller's thread. Several replicas are coroutines: exactly one runs
+at a time, in the order of the replicas, until its next collective or its end. The caller's thread runs them in turn,
+and does the collectives itself, so that the other workers and Ctrl-C always meet the same thread.
 
-Considered and refused: threads that run freely, as their draws from a shared random state come in any order.
+Alternative refused: threads that run freely, as their draws from a shared random state come in any order.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _current: contextvars.ContextVar[ReplicaContext | None] = contextvars.ContextVar
 
 @final
 class _Request(NamedTuple):
-    """A collective as one replica asks for it; ``op`` is ``None`` for a gather, then ``axis`` is what the user gave."""
+    """A collective that one replica calls; for a gather ``op`` is ``None``, and ``axis`` is the user's argument."""
 
     name: str
     op: ReduceOp | str | None
@@ -70,7 +69,7 @@ def require_no_replica(what: str) -> None:
 
 @final
 class ReplicaContext:
-    """What a function given to ``run`` can know of its replica and do with the others.
+    """The replica in which a function given to ``run`` runs: its number, and collectives with the other replicas.
 
     Made by ``run``; take it from ``get_replica_context()``.
     """

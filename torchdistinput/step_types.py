@@ -1,14 +1,14 @@
-"""What is passed on, from the source to the user's loop: rows, shares, outcomes.
+"""The types that pass through the pipeline, from the source to the training loop: rows, local steps, outcomes.
 
 - A source reads *rows*. A row is one piece of a batch for each local replica, in order. ``None`` stands for an empty
   piece; it is made later, when the structure of the batches is known.
-- The stages pass on *shares*: a row that was measured, as this worker's part of a step.
-- What all ranks agreed on is an *outcome*: a share that every rank now delivers, a step to pass over, how far to read
-  ahead from here on, the end, or an error.
+- The stages pass on *local steps* (``LocalStep``): a row with its sizes, as this worker's part of a step.
+- The ranks agree on *outcomes*: a step that every rank now delivers, a step to pass over, a new prefetch depth, the end
+  of the data, or an error.
 
-Rows are read in two halves, so that user code runs where torch would run it. ``draw`` runs on the caller's thread: the
-user's sampler, and data that is read in this process. ``fetch`` does the rest; it may run on the background thread
-where ``in_background`` says so.
+Rows are read in two halves, so that user code runs on the thread on which torch would run it. ``draw`` runs on the
+caller's thread: the user's sampler, and a dataset that is read in this process. ``fetch`` does the rest. It may run on
+the background thread where ``in_background`` is true.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ __all__ = [
 ]
 
 MOST_TOLD: Final = 10
-"""Of how many samples that were left out each worker tells in an epoch; the others are only counted."""
+"""How many left-out samples each worker describes in an epoch; it only counts the others."""
 
 Digest = int | Callable[[], int]
-"""A number made of what the user's sampler drew, so that ranks can compare that; or a function that makes the number
-when it is asked for. 0 where there is nothing to compare."""
+"""A hash of the indices that the user's sampler drew, for the ranks to compare; or a function that makes the hash when
+it is needed. 0 where there is nothing to compare."""
 
 Row = list[Any]
 """One piece for each local replica; ``None`` for an empty one, ``PartialPiece`` around one that lost samples."""
@@ -63,9 +63,9 @@ Row = list[Any]
 
 @final
 class Counted(NamedTuple):
-    """A row, and how many samples each piece has: the number of the samples that it was made of.
+    """A row, and the number of samples of each piece, counted where the batch was cut.
 
-    They were counted where the batch was cut. A ``PartialPiece`` piece has fewer by those that it lost.
+    A ``PartialPiece`` holds fewer samples: the left-out ones are included in the count.
     """
 
     pieces: Row
@@ -74,7 +74,7 @@ class Counted(NamedTuple):
 
 @final
 class RowSizes(NamedTuple):
-    """How a row is cut from its batch. A reader gives the same object for all batches that are cut alike."""
+    """The sizes of a row and of its batch. A reader uses one object for all batches that are cut in the same way."""
 
     samples: int
     """Samples in the batch."""
@@ -85,23 +85,23 @@ class RowSizes(NamedTuple):
 
 
 SizedRow = tuple[Row, RowSizes, Digest]
-"""A row that a reader in this process made, its sizes, and the digest of what the sampler drew.
+"""A row that a reader in this process made, its sizes, and the digest of the sampler's draw.
 
 A plain tuple, since one is made for every step."""
 
 
 class Origin(NamedTuple):
-    """Where and how data failed, as far as that is known where it failed. Plain values, of bounded size."""
+    """Where and how the data failed; ``None`` for an unknown value. Plain values of bounded size."""
 
     indices: tuple[int | str, ...] | None = None
-    """The samples."""
+    """The indices of the samples."""
     file: str | None = None
     offset: int | None = None
     """The start of the record in the file, in bytes."""
     worker: int | None = None
-    """The loader worker."""
+    """The number of the loader worker."""
     kind: str | None = None
-    """The name of the type of what was raised; an exception that cannot travel arrives as one of another type."""
+    """The class name of the exception. An exception that cannot be pickled arrives as one of another class."""
     text: str | None = None
     """The exception as Python prints it."""
     traceback: str | None = None
@@ -111,12 +111,12 @@ NOWHERE: Final = Origin()
 
 
 class ReadFailure(Exception):
-    """The data failed. The original is the ``__cause__``; ``where`` tells in words which samples, file or worker.
+    """The data failed. The original exception is the ``__cause__``.
 
     Args:
-      where: that.
-      origin: the same as values.
-      goes_on: whether the next row can be read, and is to be, as in torch's loader.
+      where: the samples, the file or the loader worker, in words.
+      origin: the same facts as values.
+      goes_on: whether the epoch continues with the next row, as in torch's loader.
     """
 
     def __init__(self, where: str, origin: Origin = NOWHERE, *, goes_on: bool = False) -> None:
@@ -130,27 +130,27 @@ class Skipped(NamedTuple):
     """Samples that were left out because they could not be read."""
 
     samples: int = 0
-    """How many."""
+    """The number of samples."""
     first: tuple[str, ...] = ()
-    """The first few, each in a line: the file and record or offset, or the index, and the error."""
+    """One line for each of the first samples: the file and record or offset, or the index, and the error."""
 
     def plus(self, other: Skipped) -> Skipped:
-        """Both."""
+        """The samples of both."""
         return Skipped(self.samples + other.samples, (*self.first, *other.first)[:MOST_TOLD])  # torch pins to lists
 
 
 class PartialPiece(NamedTuple):
-    """A piece from which samples were left out. A named tuple, so that torch pins what is in it."""
+    """A piece from which samples were left out. A named tuple, so that torch pins its content."""
 
     piece: Any
-    """What is left; ``None`` where nothing is."""
+    """The remaining samples; ``None`` where there are none."""
     skipped: Skipped
     left_out: tuple[int, ...] = ()
-    """Positions of the samples left out, among those that the piece was to have."""
+    """The positions of the left-out samples in the full piece."""
 
 
 class OpaqueBatch(NamedTuple):
-    """A batch that nobody looks into: it stays in this process. A named tuple, so that torch pins what is in it."""
+    """A batch that is passed through unchanged and unchecked. A named tuple, so that torch pins its content."""
 
     content: Any
     size: int
@@ -160,19 +160,19 @@ class OpaqueBatch(NamedTuple):
 NOTHING_SKIPPED: Final = Skipped()
 
 ROWS_BETWEEN_LANDMARKS: Final = 64
-"""Rows from one periodic sync to the next: there the workers tell each other something, see ``PeriodicSync``."""
+"""Rows from one ``PeriodicSync`` to the next."""
 
 
 @final
 @dataclass(frozen=True)
 class Start:
-    """Where an epoch begins, if not at its first row.
+    """The place at which an epoch begins. The defaults are the first row.
 
     Args:
       steps: steps that were delivered before.
-      samples: samples in them, over all replicas.
-      drawn: the digest of what the sampler drew for the last of them; 0 where there is none to compare.
-      position: what the stream's ``position`` said there; ``None`` where so many steps, counted from the front, end.
+      samples: samples in these steps, over all replicas.
+      drawn: the digest of the sampler's draw for the last of these steps; 0 where there is none to compare.
+      position: the value of the stream's ``position`` there; ``None``: after ``steps`` steps from the first row.
       replay: whole epochs whose random draws come before this one.
       base_seed: when a loader draws the seed of its workers; see ``sources.base.Source``.
     """
@@ -186,18 +186,18 @@ class Start:
 
 
 class PeriodicSync(Protocol):
-    """What a worker tells the others of where it stands, from time to time: so every worker knows all positions."""
+    """An exchange that is repeated every few rows, in which all workers exchange their positions in the data."""
 
     every: int
     """Rows from one periodic sync to the next, the same on every rank."""
     early: bool
-    """Whether there are some before the first of these, after 1, 2, 4, ... rows."""
+    """Whether there are more syncs before row ``every``: after 1, 2, 4, ... rows."""
 
     def mine(self, rows: int) -> str:
-        """Where this worker stands after so many rows. Any thread."""
+        """This worker's text for the sync after ``rows`` rows. Any thread."""
 
     def learn(self, rows: int, texts: Sequence[str]) -> None:
-        """Takes what all ranks said, by rank. Any thread."""
+        """Takes the texts of all ranks, by rank. Any thread."""
 
 
 class Rows(Protocol):
@@ -207,75 +207,76 @@ class Rows(Protocol):
     """Whether ``fetch`` may run on the background thread; else it runs on the caller's, right after ``draw``."""
 
     def draw(self) -> Any:
-        """Takes what belongs to the next row from user code in this process; ``None`` at the end. Caller's thread.
+        """Runs the user code for the next row in this process; ``None`` at the end. Caller's thread.
 
-        A plain tuple is a ``SizedRow``, the row itself: there is nothing to fetch.
+        Returns a value for ``fetch``. A plain tuple is a ``SizedRow``, the row itself, and needs no ``fetch``.
         """
 
     def expect(self, rows: int) -> None:
-        """So many rows will be drawn at once; what is done for each may be done together, if no user can tell."""
+        """Announces that ``rows`` rows will be drawn at once; their work may be combined if no user code can tell."""
 
     def fetch(self, drawn: Any) -> Counted | None:
-        """The row; ``None`` past the end, where only the reading itself finds the end."""
+        """The row for a value from ``draw``; ``None`` past the end, where only reading the data finds the end."""
 
     def digest_of(self, drawn: Any) -> Digest:
-        """The digest of what the user's sampler drew for the row; 0 where there is nothing to compare."""
+        """The digest of the sampler's draw for the row; 0 where there is nothing to compare."""
 
     def close(self) -> None:
         """Ends loader workers and open files. Idempotent."""
 
 
 class Stream(Rows, Protocol):
-    """One epoch of one worker's rows, which knows where it stands."""
+    """One epoch of one worker's rows, with its position for a saved state."""
 
     strings: bool
-    """Whether pieces that are lists certainly hold strings and nothing else, so that nobody needs to look."""
+    """Whether pieces that are lists certainly hold only strings, so that their items need no check."""
     one_structure: bool
-    """Whether the source yields its batches ready, so that all must be of one structure; see ``schema_check``."""
+    """Whether the source yields ready batches, so that all must be of one structure; see ``schema_check``."""
 
     @property
     def owns_state(self) -> bool:
-        """Whether the position holds a state of the user's own, which may differ from worker to worker."""
+        """Whether the position holds the ``state_dict`` of a user's object, which may differ from worker to worker."""
 
     @property
     def periodic_sync(self) -> PeriodicSync | None:
-        """What the workers tell each other, where a position depends on what others read."""
+        """The exchange of positions, where a saved state needs the positions of all workers."""
 
     def position(self, rows: int) -> list[Any]:
-        """Where the stream stands after so many rows since it was opened, in plain ints, strings and lists.
+        """The position of the stream after ``rows`` rows since it was opened, in plain ints, strings and lists.
 
-        Caller's thread, never for fewer rows than before. What is given back as ``Start.position`` goes on there.
+        Caller's thread; ``rows`` never decreases. A stream that is opened with this value as ``Start.position``
+        continues there.
         """
 
 
 @runtime_checkable
 class CatchesUp(Protocol):
-    """A stream that may draw from generators of the user's further ahead than torch would."""
+    """A stream that may draw from the user's generators further ahead than torch would."""
 
     draws_ahead: bool
-    """Whether it does."""
+    """Whether the stream draws further ahead than torch."""
 
     def catch_up(self, rows: int) -> None:
-        """The user asks for so many rows since it was opened: the generators are as torch would leave them then.
+        """Sets the user's generators to the states that torch would leave after ``rows`` rows since the opening.
 
-        Caller's thread.
+        Caller's thread; called when the user asks for the next row.
         """
 
 
 @final
 @dataclass(slots=True)
 class LocalStep:
-    """This worker's part of a step: one piece for each local replica; and what all ranks know of it, once it is agreed.
+    """This worker's part of a step: one piece for each local replica. The last two facts are set by the agreement.
 
     Args:
       pieces: the batches; ``None`` for an empty one that could not be made yet.
-      sizes: samples in each.
-      parcels: the pieces on their way to the devices.
-      drew: the digest of what the sampler drew; 0 where there is nothing to compare.
-      read: the digest of the pieces, for the ranks that read the same ones; 0 where it was not made.
+      sizes: the number of samples of each piece.
+      parcels: the pieces whose copies to the devices were begun.
+      drew: the digest of the sampler's draw; 0 where there is nothing to compare.
+      read: the digest of the pieces, for ranks that must read the same data; 0 where it was not made.
       skipped: samples that are missing in the pieces.
       global_size: samples over all replicas, once the step is agreed.
-      rows: rows of the stream up to this one, those passed over included, once the step is agreed.
+      rows: rows of the stream up to this one, empty steps included, once the step is agreed.
     """
 
     pieces: Sequence[Any]
@@ -289,7 +290,7 @@ class LocalStep:
 
     @property
     def digest(self) -> int:
-        """The number made of what the sampler drew. Made when it is asked for: a rank that is alone seldom asks."""
+        """The digest of the sampler's draw, computed at the first use: without other ranks it is rarely needed."""
         drew = self.drew
         if not isinstance(drew, int):
             drew = self.drew = drew()
@@ -298,10 +299,10 @@ class LocalStep:
 
 @final
 class Drawn(NamedTuple):
-    """A row that was drawn in this process; the rest of it is fetched in the background."""
+    """A row that was drawn but not yet fetched."""
 
     content: Any
-    """What the stream's ``draw`` gave."""
+    """The value that the stream's ``draw`` returned."""
 
 
 @final
@@ -314,9 +315,9 @@ class Failed(NamedTuple):
     """A step whose data failed.
 
     Args:
-      error: what was raised; only where ``goes_on`` may it be no ``Exception``, but a Ctrl-C, say.
+      error: the exception; only where ``goes_on`` is true it may be a ``BaseException`` such as ``KeyboardInterrupt``.
       where: the samples, file or loader worker, in words.
-      origin: the same as values.
+      origin: the same facts as values.
       goes_on: see ``ReadFailure``.
     """
 
@@ -327,7 +328,7 @@ class Failed(NamedTuple):
 
 
 Held = LocalStep | PastEnd | Failed
-"""What a rank holds of a step before the ranks have agreed on it."""
+"""A step of one rank before the ranks have agreed on it."""
 
 
 @final
@@ -335,7 +336,7 @@ class EmptyStep(NamedTuple):
     """A step without a sample on any rank.
 
     Args:
-      share: this worker's empty part, to be given up; ``None`` past the worker's end of data.
+      share: this worker's empty part, which is discarded; ``None`` past the worker's end of data.
     """
 
     share: LocalStep | None
@@ -343,10 +344,10 @@ class EmptyStep(NamedTuple):
 
 @final
 class Ahead(NamedTuple):
-    """How far the ranks read ahead from here on.
+    """The prefetch depth of all ranks from here on.
 
     Args:
-      steps: how many, beyond the one that the consumer waits for.
+      steps: steps ahead of the one that the consumer waits for.
     """
 
     steps: int
@@ -359,7 +360,7 @@ class End:
 
 @final
 class Missed(NamedTuple):
-    """A step whose data failed, in a process that is alone: its error is raised, and the epoch goes on, as in torch."""
+    """A step whose data failed, without other ranks: its error is raised, and the epoch goes on, as in torch."""
 
     error: BaseException
 
@@ -372,4 +373,4 @@ class Raised(NamedTuple):
 
 
 Outcome = LocalStep | EmptyStep | Ahead | End | Missed | Raised
-"""What the ranks agreed on."""
+"""The result of an agreement of the ranks, for the consumer."""

@@ -1,4 +1,4 @@
-"""``Strategy``: the replicas that train together, and what can be done with them."""
+"""``Strategy``: the replicas that train in sync; distributes datasets to them, and runs functions and collectives."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ T = TypeVar("T")
 @final
 @dataclass(frozen=True)
 class ClusterResolver:
-    """Where this process stands in its cluster, as ``tf.distribute.cluster_resolver``.
+    """The rank and node of this process in its cluster, as ``tf.distribute.cluster_resolver``.
 
     Args:
-      rank: this process among all.
+      rank: the number of this process among all.
       world_size: how many processes there are.
-      local_rank: this process on its node.
-      node: the node's number.
-      address: where the processes met.
+      local_rank: the number of this process on its node.
+      node: the number of the node.
+      address: the address at which the processes met.
     """
 
     rank: int
@@ -82,7 +82,7 @@ class Strategy:
 
     Raises:
       ValueError: a device does not exist, the process is not in the group, or the arguments contradict each other.
-      TypeError: ``accelerators`` is a single one, not a sequence; or another argument is of another type.
+      TypeError: ``devices`` is a single device, not a sequence; or another argument is of another type.
       ShardingError: the names of the mesh's dims do not tell which of them are data-parallel, and there is no
         ``data_dims``. Every rank of the mesh raises it.
       CoordinationTimeout: a rank did not come in time; it is named. So do all collective methods.
@@ -100,7 +100,7 @@ class Strategy:
         launch = launcher.find_launch()
         problem = _misuse(timeout_seconds, process_group, mesh, data_dims)
         if problem is not None:
-            # The other ranks must hear of it, whatever was given here.
+            # The other ranks must hear of the problem: go on with valid arguments until all ranks meet.
             timeout_seconds = 600.0
             process_group = process_group if launcher.is_group(process_group) else None
             mesh = mesh if launcher.is_mesh(mesh) else None
@@ -120,7 +120,7 @@ class Strategy:
             members = launcher.find_members(process_group, mesh, data_dims)
         except ShardingError as error:
             problem = problem or error
-            members = launcher.find_members(None, mesh, [])  # who must hear of it
+            members = launcher.find_members(None, mesh, [])  # the ranks that must hear of the problem
         if len(members.ranks) > MAX_RANKS:
             raise ValueError(f"{len(members.ranks)} ranks are more than the {MAX_RANKS} that a vote can count.")
         ranks = None if len(members.ranks) == 1 else ProcessGroupRanks(process_group, members, timeout_seconds)
@@ -154,7 +154,7 @@ class Strategy:
         self._datasets = 0
 
     def __copy__(self) -> Strategy:
-        """Itself: it stands for connections, of which there is one set. So what holds a strategy can be copied."""
+        """The strategy itself, as its connections cannot be copied. So objects that hold a strategy can be copied."""
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Strategy:
@@ -162,7 +162,7 @@ class Strategy:
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """Raises TypeError, as Python does for what cannot be pickled, where there are other ranks."""
+        """Raises ``TypeError`` where there are other ranks, as Python does for objects that cannot be pickled."""
         if self._ranks is not None:
             raise TypeError(
                 "cannot pickle a Strategy of several ranks, nor what holds one: its connections are of this process. "
@@ -173,22 +173,22 @@ class Strategy:
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Replicas over all workers. Local."""
+        """The number of replicas over all workers. Local."""
         return self._topology.num_replicas
 
     @property
     def num_input_pipelines(self) -> int:
-        """Workers: processes that read. Local."""
+        """The number of workers (input pipelines). Local."""
         return self._topology.num_workers
 
     @property
     def input_pipeline_id(self) -> int:
-        """Which of the workers this process is. Local."""
+        """The index of this process's worker. Local."""
         return self._topology.worker
 
     @property
     def replica_ids(self) -> tuple[int, ...]:
-        """The replicas of this process among all. Local."""
+        """The numbers of this process's replicas among all replicas. Local."""
         return self._topology.replica_ids
 
     @property
@@ -208,7 +208,7 @@ class Strategy:
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:
-        """Where this process stands in its cluster; ``None`` in one process. Local."""
+        """The rank and node of this process; ``None`` in one process. Local."""
         return self._resolver
 
     def distribute_dataset(
@@ -279,7 +279,7 @@ class Strategy:
 
         Raises:
           BatchingError: the function returned a dataset of single samples.
-          InputError: it returned something that is not data.
+          InputError: the function returned an object that is no data.
           TypeError: ``dataset_fn`` is no function.
           RankDisagreement: the ranks were given different options.
         """
@@ -313,7 +313,7 @@ class Strategy:
     def _distribute(
         self, what: str, make: Callable[[], tuple[Source, AutoShardPolicy]], options: InputOptions
     ) -> DistributedDataset:
-        """Makes the source; then all ranks compare what they were given, or raise what failed on one of them."""
+        """Makes the source; then all ranks compare their arguments, or raise the error of the rank that failed."""
         facts: Mapping[str, Any] = {}
         made, problem = None, None
         try:
@@ -326,7 +326,7 @@ class Strategy:
         told = agree(self._ranks, what, facts, error=problem, extra=torch.initial_seed(), ways_out=ways_out)
         if made is None:
             raise AssertionError("a source that was not made is an error that was raised")
-        self._datasets += 1  # not earlier: a rank that came alone, and was told so, still counts as the others do
+        self._datasets += 1  # only now: after a failed call every rank still has the same number
         source, policy = made
         if options.auto_shard_policy is AutoShardPolicy.AUTO and self._topology.worker == 0:
             workers = self.num_input_pipelines
@@ -334,7 +334,7 @@ class Strategy:
         return DistributedDataset(source, self._setting, options, str(self._datasets), policy=policy.name, seed=told[0])
 
     def distribute_values_from_function(self, value_fn: Callable[[ValueContext], T]) -> PerReplica[T]:
-        """Calls a function once per local replica and keeps what it returns. Local.
+        """Calls a function once per local replica and collects the results. Local.
 
         Args:
           value_fn: is called with a ``ValueContext``.
@@ -348,7 +348,7 @@ class Strategy:
     def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """Calls ``fn`` on each local replica with its part of every ``PerReplica``; see ``run_replicas``.
 
-        Local, but for collectives that ``fn`` calls through ``get_replica_context()``.
+        Local, except for collectives that ``fn`` calls through ``get_replica_context()``.
 
         Args:
           fn: the function.
@@ -356,7 +356,7 @@ class Strategy:
           kwargs: its keyword arguments.
 
         Returns:
-          What it returned; with several local replicas a ``PerReplica`` at each leaf.
+          The result of ``fn``; with several local replicas a ``PerReplica`` at each leaf.
         """
         return run_replicas(
             fn,
@@ -418,12 +418,12 @@ class Strategy:
           index: ``(n,)`` ints, one for each row of the outputs; ``n`` may differ between replicas and be 0. Rows of
             index -1 (padding) are left out. A ``PerReplica`` with several local replicas.
           outputs: any nesting of tensors with ``n`` rows, and of lists with ``n`` entries (strings, numbers, None,
-            dicts of those: they travel as JSON). A ``PerReplica`` at each leaf with several local replicas. Where ``n``
-            is 0 anything goes; what the result looks like is learned from the others.
+            dicts of these: they travel as JSON). A ``PerReplica`` at each leaf with several local replicas. Where ``n``
+            is 0 any value is accepted; the structure of the result comes from the other replicas.
 
         Returns:
           The outputs with the rows of all replicas by rising index; tensors on this process's first device, without a
-          gradient; lists as lists. If no replica has a row, this one's own outputs.
+          gradient; lists as lists. If no replica has a row, the outputs of this process.
 
         Raises:
           ValueError: an index comes twice (it is named, as the sample would count twice), lengths differ between index
@@ -464,8 +464,8 @@ class Strategy:
 
         Raises:
           RankDisagreement: names, shapes, dtypes or layouts differ between ranks.
-          TypeError: the module is none; on every rank.
-          Exception: what moving or copying the module raised; on the other ranks one that tells of it.
+          TypeError: ``module`` is no module; on every rank.
+          Exception: the error of moving or copying the module; on the other ranks an error with its text.
         """
         modules: list[nn.Module] = []
         tensors: list[dict[str, Tensor]] = []
@@ -505,7 +505,7 @@ def _check_options(options: object) -> None:
 
 
 def _misuse(timeout_seconds: float, process_group: Any, mesh: Any, data_dims: Sequence[str] | None) -> Exception | None:
-    """What is wrong with the arguments, if anything."""
+    """The error for wrong arguments, if any is wrong."""
     try:
         check_seconds("timeout_seconds", timeout_seconds)
     except (TypeError, ValueError) as error:
@@ -529,11 +529,11 @@ def _misuse(timeout_seconds: float, process_group: Any, mesh: Any, data_dims: Se
 def _try_devices(
     devices: Sequence[str | torch.device] | None, local_rank: int
 ) -> tuple[tuple[torch.device, ...], Exception | None]:
-    """The devices, the first of which is current then; or why there are none: the other ranks must hear of it."""
+    """The devices, after making the first one current; or the error, not raised, as other ranks must hear of it."""
     try:
         found = resolve_devices(devices, local_rank)
         set_current(found[0])
-    except Exception as error:  # a driver's, say
+    except Exception as error:  # for example of a driver
         return (), error
     return found, None
 
@@ -548,7 +548,7 @@ _current: contextvars.ContextVar[Strategy | None] = contextvars.ContextVar("stra
 
 
 def get_strategy() -> Strategy:
-    """The strategy whose ``scope`` this is; outside of any, one of this process only, as in TensorFlow. Local."""
+    """The strategy of the current ``scope``; outside of any, one of this process only, as in TensorFlow. Local."""
     return _current.get() or _alone()
 
 

@@ -1,10 +1,10 @@
-"""What a batch is: its nesting and leaves, its schema, and the values of several replicas.
+"""Batches: their nesting and leaves, their schema, and values for several replicas.
 
-- ``containers``: Dicts, lists, tuples, dataclasses: one level taken apart and put together again.
-- ``pytree``: Nested batches: what is a leaf, how many samples there are, how they are cut.
-- ``schema``: Nesting, names and dtypes that all batches have; how an empty one is made.
-- ``schema_check``: The schema of the elements, learned once and checked; a batch of it is recognised.
-- ``element_spec``: What is known of the elements: their spec, their bytes.
-- ``padding``: Pieces of one size with a mask, if asked for.
+- ``containers``: Dicts, lists, tuples, dataclasses: opens and rebuilds one level of nesting.
+- ``pytree``: Nested batches: finds the leaves, counts the samples, cuts a batch.
+- ``schema``: The nesting, names and dtypes that all batches have; makes empty batches.
+- ``schema_check``: Learns the schema of the elements once, and checks later ones fast.
+- ``element_spec``: The spec of the elements, and how many bytes they take.
+- ``padding``: Pads pieces to one size, with a mask.
 - ``per_replica``: ``PerReplica``, ``ReduceOp``.
 """

@@ -1,6 +1,6 @@
-"""Containers: mappings, lists, tuples, named tuples and dataclasses, taken apart by one level and put together again.
+"""Opens and rebuilds one level of a container: a mapping, list, tuple, named tuple or dataclass.
 
-``torch.utils._pytree`` is private and does not know dataclasses, hence these functions of our own.
+``torch.utils._pytree`` is private and does not know dataclasses, so this module has functions of its own.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ __all__ = [
 ]
 
 PLAIN_TYPES: Final = frozenset({str, bytes, int, float, bool, type(None)})
-"""Types that are certainly neither tensors nor containers: a long list of such values is looked at in one go."""
+"""Types that are certainly neither tensors nor containers: a long list of such values is checked in one go."""
 
 
 class Container(NamedTuple):
-    """A container taken apart: its kind, its keys, its children, and how to put others in their place."""
+    """An open container: its kind, its keys, its children, and a function that builds it with other children."""
 
     kind: str
     keys: tuple[Any, ...]
@@ -64,7 +64,7 @@ def open_container(value: Any) -> Container | None:
 def is_tensor_collection(value: object) -> bool:
     """Whether the value is a ``TensorDict`` or tensorclass, which is cut and moved as one tensor is. Local.
 
-    Its package is not imported for that: who has such a value has done so.
+    The package is not imported here: a process that has such a value has imported it.
     """
     package = sys.modules.get("tensordict")
     return package is not None and bool(package.is_tensor_collection(value))

@@ -1,4 +1,4 @@
-"""What is known of the elements of an iterator: their spec, and how many bytes they take."""
+"""The ``element_spec`` of an iterator's elements, and how many bytes the elements take."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = ["Elements"]
 
 @final
 class Elements:
-    """What is known of the elements, once one was seen.
+    """The facts about the elements, once one element was seen.
 
     Args:
-      checker: knows their structure.
-      piece_size: samples of each piece, where that is certain.
+      checker: knows the structure of the elements.
+      piece_size: the size of every piece, where all pieces have one size.
       replicas_per_worker: pieces of an element.
-      pad: gives the pieces one size, if asked for.
+      pad: pads the pieces to one size; ``None`` for no padding.
     """
 
     def __init__(
@@ -56,14 +56,14 @@ class Elements:
         return spec if self._local == 1 else PerReplica([spec] * self._local)
 
     def num_bytes(self, samples: int, pieces: Sequence[Any]) -> int:
-        """Bytes of the tensors in the pieces of a step, which have so many samples together. Called at every step.
+        """Bytes of the tensors in the pieces of a step with ``samples`` samples in all. Called at every step.
 
-        Elements are looked into, one by one, only if their shapes differ.
+        The tensors are added up one by one only if their shapes differ from element to element.
         """
         of_row = self._checker.row_bytes
         if of_row is not None and self._pad is None:
             return of_row * samples
-        if self._checker.looks is None:  # batches that nobody looks into
+        if self._checker.looks is None:  # opaque batches
             return 0
         if of_row is None or self._pad is None:
             leaves = (leaf for piece in pieces for leaf in flatten(piece)[0] if isinstance(leaf, torch.Tensor))

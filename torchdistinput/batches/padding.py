@@ -1,8 +1,8 @@
-"""The stage that gives every piece the same number of rows, for programs that are compiled for one shape.
+"""The pipeline stage that pads every piece to the same number of rows, for programs that are compiled for one shape.
 
-The rows that are added count nowhere: the sizes of a share stay those of its samples, and a mask beside the piece tells
-samples from added rows. Added rows are zeros in tensors. In lists they are empty strings where the list holds strings,
-else ``None``.
+Padded rows do not count as samples: the sizes of a step stay the same, and a mask beside the piece tells samples from
+padded rows. Padded rows are zeros in tensors. In lists they are empty strings where the list holds strings, else
+``None``.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ __all__ = ["Pad"]
 
 @final
 class Pad:
-    """Pads the pieces of a share to one size and puts the mask beside them.
+    """Pads the pieces of a step to one size and puts the mask beside them.
 
-    Local: no communication. They become ``(element, mask)``, with an index ``(index, element, mask)``; the mask is
+    Local: no communication. A piece becomes ``(element, mask)``, with an index ``(index, element, mask)``; the mask is
     bool, ``(rows,)``, and true for samples; the index of a padded row is -1.
 
     Args:
-      rows: the rows of each piece: ``ceil(G / N)``, which no piece exceeds.
+      rows: the rows of each piece: ``ceil(G / N)``, the largest size of a piece.
       with_index: whether the pieces are ``(index, element)``.
     """
 
@@ -44,11 +44,11 @@ class Pad:
         """Pads in place.
 
         Args:
-          share: a share without missing pieces.
-          structure: that of the pieces before, if it is known: a list without an entry does not tell of what it is.
+          share: a step without missing pieces.
+          structure: the structure of earlier pieces, if it is known: an empty list does not show the type of its items.
 
         Raises:
-          BatchingError: a piece has no row for each sample, or more than it may have.
+          BatchingError: a piece does not have one row for each sample, or has more than ``rows`` samples.
         """
         share.pieces = [self._padded(*each, structure) for each in zip(share.pieces, share.sizes, strict=True)]
 

@@ -1,4 +1,4 @@
-"""One value per replica: how values go apart for the local replicas, and together again.
+"""``PerReplica``, a container with one value per local replica, and functions that split and regroup such values.
 
 With one local replica a value is itself. With several, a structure stays outside and each leaf is a ``PerReplica``:
 ``{"x": PerReplica(x0, x1)}``, so that ``for x, y in loader`` reads the same in both cases.
@@ -77,7 +77,7 @@ class ReduceOp(enum.Enum):
 
 
 def regroup(values: Sequence[Any]) -> Any:
-    """What the local replicas returned, as one value: the structure outside, a ``PerReplica`` at each leaf. Local.
+    """The results of the local replicas as one value: the structure outside, a ``PerReplica`` at each leaf. Local.
 
     A leaf that is the *same object* on all replicas stays bare, as in TensorFlow; so does anything of a single replica.
 

@@ -1,12 +1,12 @@
-"""Nested batches: what is a leaf, how many samples a batch has, and how it is cut.
+"""Nested batches: finds the leaves of a batch, counts its samples, and cuts it along the batch dimension.
 
 The law of leaves: tensors, arrays, ``TensorDict``s and tensorclasses are leaves and are cut along dim 0. A list or
 tuple that holds no tensor, array or container is one leaf, cut as a list (strings, objects). Everything else is
 structure: dicts, lists, tuples, named tuples and dataclasses are containers, and any other object (a number, ``None``,
-a string) is a constant that goes to every replica as it is. All leaves of a batch have the same batch size.
+a string) is a constant that goes to every replica unchanged. All leaves of a batch have the same batch size.
 
-Where they have not, a list or tuple may be one leaf with an entry for each sample, whatever is in it (images of several
-sizes, dicts of boxes): see ``read``.
+Where leaves differ in size, a list or tuple may be one leaf with an entry for each sample, of any content (images of
+several sizes, dicts of boxes): see ``read``.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _is_rows(value: Any) -> bool:
 
 
 def _is_nested(item: Any) -> bool:
-    """Whether what is in a list makes it more than one leaf. NumPy's strings are strings, its numbers arrays."""
+    """Whether an item of a list makes the list more than one leaf. NumPy's strings are strings, its numbers arrays."""
     if isinstance(item, str | bytes):
         return False
     nested = isinstance(item, torch.Tensor | np.ndarray | np.generic) or open_container(item) is not None
@@ -133,7 +133,7 @@ def map_values(fn: Callable[[Any], Any], batch: Any) -> Any:
 
 
 def moves_itself(value: object) -> bool:
-    """Whether it is no tensor, and has a method ``to``: a ``TensorDict``, a graph, a batch of a user's class. Local."""
+    """Whether an object is no tensor but has a method ``to``: a ``TensorDict``, a graph, a user class. Local."""
     return not isinstance(value, torch.Tensor | type) and callable(getattr(value, "to", None))
 
 
@@ -175,7 +175,7 @@ def named_leaves(value: Any, path: str = "") -> Iterable[tuple[str, Any]]:
 
 
 def plain_leaves(batch: Any) -> Collection[torch.Tensor]:
-    """The leaves, if the batch is plainly a tensor, or a dict, list or tuple of tensors; else none. For every step.
+    """The leaves, if the batch is a tensor, or a dict, list or tuple of tensors; else none. Called for every step.
 
     Local.
     """
@@ -187,7 +187,7 @@ def plain_leaves(batch: Any) -> Collection[torch.Tensor]:
 
 
 def plainly_rebuilt(batch: Any, leaves: list[Any]) -> Any:
-    """A batch that has ``plain_leaves``, with others in their place. Local."""
+    """A batch that has ``plain_leaves``, rebuilt with other leaves. Local."""
     if type(batch) is dict:
         return dict(zip(batch, leaves, strict=True))
     return leaves[0] if type(batch) is torch.Tensor else type(batch)(leaves)
@@ -243,7 +243,7 @@ def _lengths_of_lists(batch: Any) -> Iterator[int]:
 
 @final
 class Reading(NamedTuple):
-    """A batch of which it is known how many samples it has, taken apart into what has an entry for each of them."""
+    """A batch with a known number of samples, opened into the leaves that have an entry for each sample."""
 
     leaves: list[Any]
     structure: Structure
@@ -320,7 +320,7 @@ def _takes_entries(container: Container, size: int, is_readable: bool) -> bool: 
 
 
 def _takes_entries_alike(container: Container, size: int, is_readable: bool) -> bool:  # noqa: FBT001 - see _Takes
-    """Where nobody said how many samples there are, entries that are of different kinds are fields."""
+    """Where the number of samples is not known, entries of different kinds are fields."""
     return not is_readable and len({_kind_of(child) for child in container.children}) == 1
 
 

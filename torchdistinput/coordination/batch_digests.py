@@ -1,15 +1,15 @@
-"""Digests of batches, so that ranks which must read the same can compare what they read.
+"""Digests of batches, with which ranks that must read the same data check that they do.
 
-Only a part of a batch is looked at, and only of some batches: a digest takes some ten microseconds, and ranks that read
-different data differ in nearly every batch.
+A digest covers only a part of a batch, and only some batches have one. A digest takes about ten microseconds, and ranks
+that read different data differ in nearly every batch.
 
-Two kinds of ranks must read the same. Those of one data coordinate of a mesh get the same pieces: a digest is made of
-the pieces. Where all ranks read an opaque iterable whole and keep their part of each batch, a digest is made of what
-the iterable yielded, before it is cut.
+There are two cases. Ranks with the same data coordinate of a mesh must get the same pieces: the digest is made of the
+pieces. Ranks that all read a whole opaque iterable and keep a part of each batch must read the same batches: the digest
+is made of the batch before it is cut.
 
-Equal means equal bytes. A random augmentation that draws differently on each rank makes other samples of the same data,
-and of no batch could anybody tell that from another part of the data: so that is a difference, too. What is not looked
-into is passed over: objects of unknown classes, tensors on devices, and the folder in the name of a file.
+Equal means equal bytes. A random augmentation that draws differently on each rank makes different bytes of the same
+sample. This counts as a difference, too, because it cannot be told from different data. Not covered are objects of
+unknown classes, tensors on devices, and the folder in the name of a file.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ __all__ = [
 ]
 
 BATCHES_BETWEEN: Final = 64
-"""From one batch that has a digest to the next."""
-_DIGEST: Final = 1 << 62  # is set in the number of what was read where that is a digest
+"""Batches from one digest to the next."""
+_DIGEST: Final = 1 << 62  # this bit is set in a digest, and not in the number for a size (``number_of_size``)
 _MOST_ITEMS: Final = 6
 _MOST_PARTS: Final = 12
 _LONGEST_NAME: Final = 1024
@@ -53,39 +53,39 @@ _PLAIN: Final = (str, bytes, int, float, bool, type(None))
 
 @final
 class BatchDigests:
-    """Gives the first row of an epoch, and each 64th after it, a digest of its pieces."""
+    """Computes a digest of the pieces for the first row of an epoch, and for each 64th row after it."""
 
     def __init__(self) -> None:
         self._until_next = 0
 
     def next(self, row: Sequence[Any]) -> int:
-        """The digest of the next row; 1 where none is made of it, as past the end there is 0. Local."""
+        """The digest of the next row; 1 for a row without a digest (0 stands for the end of the data). Local."""
         if self._until_next:
             self._until_next -= 1
             return 1
         self._until_next = BATCHES_BETWEEN - 1
         return digest_of_batch(row)
 
-    def __call__(self, share: LocalStep, row: Sequence[Any]) -> None:
-        """Notes in a share what its row has. Local."""
-        share.read = self.next(row)
+    def __call__(self, step: LocalStep, row: Sequence[Any]) -> None:
+        """Writes the digest of a row into its step. Local."""
+        step.read = self.next(row)
 
 
-def take_for_read(share: LocalStep, row: Sequence[Any]) -> None:
-    """Of a source without a sampler: the number that comes with the row is that of what was read. Local."""
-    share.read, share.drew = cast(int, share.drew), 0
+def take_for_read(step: LocalStep, row: Sequence[Any]) -> None:
+    """For a source without a sampler, whose rows carry the data's digest in ``drew``: moves it to ``read``. Local."""
+    step.read, step.drew = cast(int, step.drew), 0
 
 
 def number_of_size(samples: int) -> int:
-    """The number of a batch of so many samples that has no digest; never 0, which stands for no batch. Local."""
+    """The number that stands for a batch of ``samples`` samples without a digest; 0 stands for no batch. Local."""
     return samples + 1
 
 
 def digest_of_read(value: Any) -> int:
-    """The number of a batch as an iterable yielded it: of whatever kind, or a list of samples. Local.
+    """The digest of a batch as an iterable yielded it: an object of any kind, or a list of samples. Local.
 
-    It is made of a few of the items of each list and mapping, a few bytes of each tensor, array and text, and the types
-    of all else. Numbers that are not finite count by their bytes.
+    It covers a few items of each list and mapping, a few bytes of each tensor, array and text, and the types of all
+    other objects. Numbers that are not finite count by their bytes.
     """
     found = blake2b(digest_size=8)
     _add(found.update, value, [_MOST_PARTS], _MOST_ITEMS)
@@ -93,15 +93,15 @@ def digest_of_read(value: Any) -> int:
 
 
 def words_of(number: int) -> str:
-    """What was read, in words: its checksum, or where it has none its size. Local."""
+    """A number from ``digest_of_read`` or ``number_of_size`` in words: a checksum, or a size. Local."""
     return f"{number:x}" if number & _DIGEST else "no batch" if not number else f"{number - 1} sample(s)"
 
 
 def digest_of_batch(row: Sequence[Any]) -> int:
-    """A number of 1 to 2**63 that is equal for equal pieces, and for others hardly ever. Local.
+    """A number of 1 to 2**63 that is equal for equal pieces, and for different pieces hardly ever. Local.
 
-    It is made of the shapes and types of the leaves, and of a few of their bytes or texts. What is not on the CPU is
-    not looked into: the training thread would wait for the device.
+    It covers the shapes and types of the leaves, and a few of their bytes or texts. Tensors on devices are not read:
+    the training thread would wait for the device.
 
     Args:
       row: the pieces; ``None`` for an empty one.
@@ -120,7 +120,7 @@ def digest_of_batch(row: Sequence[Any]) -> int:
 
 
 def digest_of_element(element: Any) -> int:
-    """A number of 1 to 2**63 of one element of an iterable, of any kind, and of more of it than ``digest_of_read``."""
+    """A number of 1 to 2**63 for one element of an iterable, of any kind. It covers more than ``digest_of_read``."""
     found = blake2b(digest_size=8)
     _add(found.update, element, [_MOST_VALUES], _MOST_VALUES)
     return int.from_bytes(found.digest(), "little") // 2 + 1

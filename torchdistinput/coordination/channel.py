@@ -1,18 +1,18 @@
-"""Channels: the messages of one live iterator, and those of the calls of a strategy.
+"""A channel: the messages that the ranks exchange for one live iterator, or for the calls of one strategy.
 
-Problem. Ranks exchange a few numbers for every step, on a background thread or in ``next``, beside a training loop
-whose own collectives may not be disturbed; no wait may last for ever or stay anonymous.
+Problem. Ranks exchange a few numbers for every step, on a background thread or in ``next``. The collectives of the
+training loop beside it must not be disturbed. Every wait has a bound, and its error names the late rank.
 
 Decisions.
-- Each live iterator has connections of its own (a *channel*), so that its exchanges need no order with others. A
-  strategy has one more, for the calls that all ranks make together (``process_group.py``).
-- An exchange takes ``log2 W`` rounds of messages of one fixed size (``recursive_doubling.py``), which one thread may
-  begin and look after, and another one wait for (``exchanges.py``).
-- So do texts, in rows that the longest one of the last time would have filled by half or more, of 256 bytes to 2 KiB;
-  only where one is longer than that, a second time, in rows of its length.
-- ``abort``, from any thread, says farewell to all partners of this rank. A partner that then misses a message of this
-  rank passes the farewell on, and so on: every rank that cannot go on learns who left first, and why. Nothing else is
-  asked, no store either: whoever is alive can tell it.
+- Each live iterator has connections of its own (a *channel*), so its exchanges need no order with those of other
+  iterators. A strategy has one more channel, for the calls that all ranks make together (``process_group.py``).
+- An exchange takes ``log2 W`` rounds of messages of one fixed size (``recursive_doubling.py``). One thread may begin an
+  exchange and poll it, and another thread may wait for it (``exchanges.py``).
+- Texts travel in the same way, in rows of 256 bytes to 2 KiB. The row size is the next power of two above the longest
+  text of the last exchange. Only where a text is longer, it is sent a second time, in rows of its length.
+- ``abort``, from any thread, sends a farewell to all partners of this rank. A partner that then misses a message of
+  this rank passes the farewell on, and so on. So every rank that cannot go on learns which rank left first, and why. No
+  store is needed: any rank that is alive can pass the farewell on.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ T = TypeVar("T")
 
 _MAX_TEXT = 1 << 30  # of one rank in one exchange, in bytes
 _LEAST_ROW, _MOST_ROW = 256, 2048  # bytes that a rank sends at first in an exchange of texts
-_WORD = 8  # bytes; the first one of a row says how long the text is
+_WORD = 8  # bytes; the first word of a row is the length of the text
 _SAME_LIBRARY = "every rank must run the same version of torchdistinput, on a network that loses nothing"
 
 
 def plain_message(text: str) -> dict[str, Any]:
-    """What a rank said, as the mapping that it is. Local.
+    """The JSON object in a text that a rank sent. Local.
 
     Raises:
-      InputError: it is none.
+      InputError: the text is no JSON object.
     """
     try:
         told = json.loads(text)
@@ -70,7 +70,7 @@ def _text_of(data: bytes, rank: int) -> str:
 
 
 def lost(farewell: Farewell, names: Sequence[int]) -> RankLost:
-    """The error of a rank that cannot go on, as another one left. Local."""
+    """The error of a rank that cannot go on because another rank left. Local."""
     who = names[farewell.rank] if 0 <= farewell.rank < len(names) else "unknown"
     if farewell.why == Farewell.DIED:
         return RankLost(f"rank {who} {farewell.why}; see its own log for the reason.")
@@ -83,14 +83,14 @@ def lost(farewell: Farewell, names: Sequence[int]) -> RankLost:
 
 
 class GiveBack(Protocol):
-    """What a channel calls when it is no longer in use."""
+    """The function that a channel calls when it is no longer in use."""
 
     def __call__(self, *, reusable: bool) -> None: ...
 
 
 @final
 class ProcessGroupChannel:
-    """A channel over connections of its own. Made by ``ProcessGroupRanks.open_channel``."""
+    """A ``Channel`` over connections that no other channel uses. Made by ``ProcessGroupRanks.open_channel``."""
 
     def __init__(self, connections: Connections, give_back: GiveBack, names: Sequence[int]) -> None:
         self.connections = connections
@@ -98,14 +98,14 @@ class ProcessGroupChannel:
         self.num_ranks: int = connections.size()
         self._give_back = give_back
         self._names = names
-        self._lock = threading.RLock()  # the garbage collector may close a dropped iterator on a thread that is in here
-        self._row = _LEAST_ROW  # the same on all ranks, as each hears the same
+        self._lock = threading.RLock()  # garbage collection may close a dropped iterator on a thread that holds it
+        self._row = _LEAST_ROW  # the same on all ranks: it follows from texts that all ranks received
         self._since: float | None = None
-        self._cause: Farewell | None = None  # of its end
+        self._cause: Farewell | None = None  # why the channel ended
         self._released = False
         self.num_exchanges = 0
         self.gave_up: str | None = None
-        """Why this rank does not wait for the others any more, in an exchange that it may go on with."""
+        """Why this rank stopped waiting for the others, in an exchange that it may continue later."""
 
     def exchange(self, words: Sequence[int]) -> Exchange[list[int]]:
         """See ``Channel.exchange``."""
@@ -113,7 +113,7 @@ class ProcessGroupChannel:
 
     def gather(self, text: str) -> Exchange[list[str]]:
         """See ``Channel.gather``."""
-        data = text.encode(errors="surrogatepass")  # names of files may hold what is no proper unicode
+        data = text.encode(errors="surrogatepass")  # file names may hold bytes that are no valid unicode
         rows = yield from self._spread(data, self._row)
         sizes = [_checked(int(row[0]), rank) for rank, row in enumerate(rows)]
         needed = _WORD * (1 - -max(sizes) // _WORD)
@@ -125,7 +125,7 @@ class ProcessGroupChannel:
         ]
 
     def _spread(self, data: bytes, length: int) -> Exchange[list[Array]]:
-        """The first bytes of what every rank brings, with its size in front, in rows of so many bytes. Collective."""
+        """One row of ``length`` bytes from every rank: the size of its data, then the first bytes of it. Collective."""
         content = len(data).to_bytes(_WORD, sys.byteorder) + data[: length - _WORD]
         own = np.frombuffer(content.ljust(length), np.int64)
         return (yield from self.collective(lambda group: spread(group, own)))
@@ -143,14 +143,14 @@ class ProcessGroupChannel:
         self.abort_by(Farewell(self.rank, reason))
 
     def abort_by(self, farewell: Farewell) -> None:
-        """Ends the channel on all ranks, as some rank left. Local, idempotent."""
+        """Ends the channel on all ranks, because some rank left. Local, idempotent."""
         with self._lock:
             if self.is_dead or self._released:
                 return
             self._cause = farewell
         self.connections.say_farewell(farewell)
         with self._lock:
-            if self._since is None:  # else the exchange in progress does it
+            if self._since is None:  # else the exchange in progress closes them
                 self.connections.close()
         self._give_back(reusable=False)
 
@@ -168,7 +168,7 @@ class ProcessGroupChannel:
         return self._cause is not None
 
     def end(self) -> None:
-        """This rank will never use it again: the interpreter exits, or the strategy is gone. Local, idempotent."""
+        """This rank never uses the channel again: the interpreter exits, or the strategy is gone. Local, idempotent."""
         with self._lock:
             self._released = False
         self.abort_by(Farewell(self.rank, self.gave_up or Farewell.ENDED))
@@ -178,10 +178,10 @@ class ProcessGroupChannel:
         self._released = False
 
     def collective(self, rounds: Callable[[Messenger], Generator[Round, None, T]]) -> Exchange[T]:
-        """Rounds of messages, as one exchange. Collective, as they are.
+        """One exchange made of rounds of messages. Collective: every rank calls this.
 
         Raises:
-          RankLost: another rank left; or this one did, before.
+          RankLost: another rank left, or this rank left before.
         """
         with self._lock:
             if self._cause is not None:
@@ -200,7 +200,7 @@ class ProcessGroupChannel:
                     self.connections.close()
 
     def _ended_by(self, farewell: Farewell) -> RankLost:
-        """Ends the channel, unless it was aborted here, which ended the wait."""
+        """Ends the channel, unless this rank had aborted it: the abort also ends the wait with ``Departed``."""
         self.abort_by(farewell)
         return self._lost(self._cause or farewell)
 

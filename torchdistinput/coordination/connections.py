@@ -1,22 +1,22 @@
-"""Connections: messages between two ranks, over TCP sockets of our own.
+"""Point-to-point messages between two ranks, over TCP sockets that this library opens itself.
 
-Problem. A message of a training job must never outlast its bound, hide Ctrl-C, stay anonymous, or end the process. The
-point-to-point messages of a gloo group do all four. A receive cannot be cancelled, and its wait stays in C++. A rank
-that dies while two ranks connect is noticed after five timeouts. Only a receive that expires closes a group, and where
-that meets a connection that is still being made, an event arrives for a pair that was closed, and gloo's thread ends
-the process (``terminate called ... EnforceNotMet``). Besides, gloo answers a message from a thread of its own.
+Problem. A message must never wait longer than its bound, block Ctrl-C, leave the late rank unnamed, or end the process.
+The point-to-point messages of a gloo group do all four. A receive cannot be cancelled, and its wait stays in C++. The
+death of a rank while two ranks connect is noticed only after five timeouts. Only a receive that expires closes a group.
+If it expires while a connection is being made, an event arrives for a closed pair, and gloo's thread ends the process
+(``terminate called ... EnforceNotMet``). In addition, gloo answers a message from a thread of its own.
 
 Decisions.
 - Plain non-blocking sockets. A wait is a ``poll`` of at most half a second in Python, so signals are seen, and any
   thread can end it (``close``). No thread is started, and no group of gloo is made.
 - A *frame* is a header of two words (kind and length) and its content. Frames of one connection are read in the order
   in which they were sent, and only by a rank that waits for one: recursive doubling needs nothing else.
-- A rank that waits sends a *status* twice a second: whom it waits for. So each rank can tell those that are late from
-  those that wait as well, over any number of ranks, without asking anybody else.
-- A rank that leaves sends a *farewell* before it closes: which rank ended the exchange, and why. It counts when its
-  turn comes: an exchange for which all messages were sent is completed, whoever has left since.
-- A process that dies closes its sockets, as the system does that for it. A fork closes its copies (``fork_safety.py``),
-  so that they do not keep the connection open.
+- A waiting rank sends a *status* twice a second: the ranks that it waits for. So each rank can tell late ranks from
+  ranks that wait themselves, at any number of ranks, without further requests.
+- A rank that leaves sends a *farewell* before it closes: the rank that ended the exchange, and the reason. A farewell
+  is read in its order: an exchange whose messages were all sent before it is completed.
+- When a process dies, the system closes its sockets. A fork closes its copies (``fork_safety.py``), so that they do not
+  keep the connection open.
 
 References: RFC 9293 (TCP); gloo ``transport/tcp/pair.cc`` (``connectCallback`` looks at no closed state,
 ``handleEvents`` enforces one).
@@ -59,11 +59,11 @@ _CLOSING_SECONDS: Final = 0.5
 
 @final
 class Farewell:
-    """Why an exchange cannot go on: the word of the rank that ended it.
+    """The reason why an exchange cannot go on, from the rank that ended it.
 
     Args:
-      rank: the rank that ended it.
-      why: what it did, for ``"rank 3 <why>"``.
+      rank: the rank that ended the exchange.
+      why: what this rank did, for ``"rank 3 <why>"``.
     """
 
     def __init__(self, rank: int, why: str) -> None:
@@ -74,12 +74,12 @@ class Farewell:
     ENDED: Final = "ended"
 
     def to_bytes(self) -> bytes:
-        """As another rank reads it. Local."""
+        """The farewell as bytes for another rank. Local."""
         return json.dumps({"rank": self.rank, "why": self.why[: _MOST_TOLD // 16]}).encode(errors="replace")
 
     @staticmethod
     def from_bytes(data: bytes, sender: int) -> Farewell:
-        """What a rank sent; what cannot be understood counts as a broken connection to the sender. Local."""
+        """The farewell from bytes; malformed bytes count as a broken connection to the sender. Local."""
         with contextlib.suppress(ValueError, RecursionError):
             match json.loads(data):
                 case {"rank": int(rank), "why": str(why)}:
@@ -94,7 +94,7 @@ class Departed(RuntimeError):
     """A message cannot come any more.
 
     Args:
-      farewell: who ended the exchange, and why.
+      farewell: the rank that ended the exchange, and the reason.
     """
 
     def __init__(self, farewell: Farewell) -> None:
@@ -117,16 +117,16 @@ class _Connection:
         self.peer = peer
         self.socket = connected
         self.blamed: Sequence[int] = ()
-        """Whom the other rank waited for when it last said so."""
+        """The ranks for which the other rank waited, by its last status."""
         self.blamed_at = -_FRESH_SECONDS
         self._buffer = bytearray(_BUFFER)
         self._view = memoryview(self._buffer)
-        self._start = self._end = 0  # of what was received, and is not used yet
+        self._start = self._end = 0  # of the bytes that were received and not used yet
         self._head: tuple[int, int] | None = None
         self._filled = 0
         self._told = bytearray()
         self._outgoing: deque[memoryview] = deque()
-        self._lock = threading.Lock()  # of what is sent: any thread may say farewell
+        self._lock = threading.Lock()  # of the outgoing frames: any thread may send a farewell
 
     @property
     def is_sent(self) -> bool:
@@ -134,7 +134,7 @@ class _Connection:
         return not self._outgoing
 
     def send(self, kind: int, content: memoryview | bytes) -> None:
-        """Sends a frame as far as that takes no waiting; a large one may not be changed before ``is_sent``. Local."""
+        """Sends a frame without waiting; do not change the content of a large one before ``is_sent``. Local."""
         size = len(content)
         head = _HEAD.pack(kind, size)
         with self._lock:
@@ -145,7 +145,7 @@ class _Connection:
             self._send_on()
 
     def send_on(self) -> None:
-        """Sends what is left of earlier frames, as far as that takes no waiting. Local."""
+        """Sends the rest of earlier frames without waiting. Local."""
         with self._lock:
             self._send_on()
 
@@ -156,7 +156,7 @@ class _Connection:
                 sent = self.socket.send(outgoing[0])
             except (BlockingIOError, InterruptedError):
                 return
-            except OSError:  # the other rank has gone: whoever waits for its next message is told
+            except OSError:  # the other rank has gone: the next receive from it raises
                 outgoing.clear()
                 return
             rest = outgoing[0][sent:]
@@ -166,14 +166,14 @@ class _Connection:
                 outgoing.popleft()
 
     def receive(self, kind: int, into: memoryview) -> bool:
-        """Reads on, as far as that takes no waiting. Whether the next message is complete. One thread at a time.
+        """Continues to read without waiting. Whether the next message is complete. One thread at a time.
 
         Args:
-          kind: of the message.
-          into: where its content is written to, of just its size.
+          kind: the kind of the message.
+          into: the buffer for its content, of exactly its size.
 
         Raises:
-          Departed: it cannot come any more.
+          Departed: the message cannot come any more.
         """
         while True:
             if self._head is None:
@@ -188,7 +188,7 @@ class _Connection:
                 return False
             self._head = None
             if found >= 0:
-                self.blamed = ()  # it does not wait there any more
+                self.blamed = ()  # the other rank does not wait any more
                 return True
             self._hear(found, bytes(self._told))
 
@@ -218,7 +218,7 @@ class _Connection:
             elif length - self._filled < _BUFFER:
                 if not self._read():
                     return False
-            else:  # a large one goes where it belongs at once
+            else:  # a large content is received into its target directly
                 received = self._receive_into(target[self._filled : length])
                 if not received:
                     return False
@@ -254,8 +254,8 @@ class _Connection:
         self.blamed_at = time.monotonic()
 
     def say_farewell(self, farewell: Farewell) -> None:
-        """Tells the other rank, then ends the waits of both. Any thread, but once."""
-        if self._lock.acquire(timeout=_CLOSING_SECONDS):  # else a thread was interrupted there: the end must do
+        """Sends the farewell, then ends the waits of both ranks. Any thread, but only once."""
+        if self._lock.acquire(timeout=_CLOSING_SECONDS):  # else a thread was interrupted in there: no farewell is sent
             try:
                 content = farewell.to_bytes()
                 self._outgoing.append(memoryview(_HEAD.pack(_FAREWELL, len(content)) + content))
@@ -266,7 +266,7 @@ class _Connection:
             self.socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Nobody waits here any more. Idempotent."""
+        """Closes the socket, once no thread waits on it. Idempotent."""
         self.socket.close()
 
 
@@ -323,15 +323,15 @@ class _Sent:
 
 @final
 class Connections:
-    """The connections of one channel, a ``Messenger``. One thread at a time, but where it says otherwise.
+    """The connections of one channel, a ``Messenger``. One thread at a time, except where a method says otherwise.
 
     Args:
       rank: this rank.
       num_ranks: how many ranks there are.
-      sockets: to each rank that this one exchanges messages with; they are this object's from now on.
+      sockets: a connected socket for each partner of this rank; this object owns them from now on.
 
     Attributes:
-      awaited: the connection whose message is waited for.
+      awaited: the connection whose message this rank waits for.
       resting: whether a thread is in ``rest``, where an interruption loses nothing.
     """
 
@@ -363,11 +363,11 @@ class Connections:
         return _Receipt(self, self._by_rank[peer], tag, words)
 
     def begin(self) -> None:
-        """An exchange begins: the first status is due after some time only. Local."""
+        """Notes that an exchange begins: the first status is due ``_STATUS_SECONDS`` later. Local."""
         self._status_at = time.monotonic()
 
     def rest(self, seconds: float) -> None:
-        """Waits until the awaited message may have come, or so long. Tells the others meanwhile who is waited for."""
+        """Waits until the awaited message may have come, for at most ``seconds``. Sends a status from time to time."""
         awaited = self.awaited
         sending = [each.socket for each in self._by_rank.values() if not each.is_sent]
         self.resting = True
@@ -381,22 +381,22 @@ class Connections:
             self._status_at = now
             status = _status(self.late())
             for each in self._by_rank.values():
-                if each.is_sent:  # a rank that reads nothing for hours is told no more than fits
+                if each.is_sent:  # a rank that reads nothing for hours gets only as many as its buffers hold
                     each.send(_STATUS, status)
 
     def late(self) -> list[int]:
-        """The ranks that are waited for: the awaited one, or those that it waits for itself. Any thread."""
+        """The late ranks: the awaited rank, or the ranks for which it waits itself. Any thread."""
         awaited = self.awaited
         if awaited is None:
             return []
         blamed = awaited.blamed
-        # One that waited for this rank when it said so does not any more, as its message was sent.
+        # If the awaited rank waited for this rank, it does not any more: this rank's message was sent.
         if blamed and self._rank not in blamed and time.monotonic() - awaited.blamed_at < _FRESH_SECONDS:
             return [rank for rank in blamed if 0 <= rank < self._num_ranks][:_MOST_BLAMED]
         return [awaited.peer]
 
     def say_farewell(self, farewell: Farewell) -> None:
-        """Tells all others why this rank leaves, and ends all waits. Any thread, but once."""
+        """Sends the farewell to all partners, and ends all waits. Any thread, but only once."""
         for each in self._by_rank.values():
             each.say_farewell(farewell)
 
@@ -411,26 +411,26 @@ class Connections:
 
 
 def _status(ranks: Sequence[int]) -> bytes:
-    """The content of a status: whom a rank waits for. Local."""
+    """The content of a status: the ranks that a rank waits for. Local."""
     return np.array(ranks[:_MOST_BLAMED], np.int64).tobytes()
 
 
 def take_leave(peer: int, connected: socket.socket, farewell: Farewell) -> None:
-    """Tells one rank why this one will not talk to it, and closes the connection. Local; never waits long."""
+    """Sends a farewell to one rank, and closes the connection. Local; waits for a short time at most."""
     connection = _Connection(peer, connected)
     connection.say_farewell(farewell)
     connection.close()
 
 
 def tell_waiting(connected: socket.socket, ranks: Sequence[int]) -> None:
-    """Tells one rank whom this one waits for, before anything else is sent over this connection. Local."""
+    """Sends a status to one rank, as the first frame of its connection. Local."""
     content = _status(ranks)
     with contextlib.suppress(OSError):  # it has gone, which its next message would show
         connected.send(_HEAD.pack(_STATUS, len(content)) + content)
 
 
 def wait_for_sockets(reading: Sequence[socket.socket], writing: Sequence[socket.socket], seconds: float) -> None:
-    """Waits until one of these can be read from or written to, or so long; a closed one ends the wait. Local."""
+    """Waits until one of the sockets is ready, for at most ``seconds``; a closed socket ends the wait. Local."""
     try:
         if sys.platform == "win32":
             if reading or writing:
@@ -444,5 +444,5 @@ def wait_for_sockets(reading: Sequence[socket.socket], writing: Sequence[socket.
         for each in writing:  # it may be among those that are read
             poll.register(each, select.POLLOUT | (select.POLLIN if each in reading else 0))
         poll.poll(seconds * 1e3)
-    except (OSError, ValueError):  # closed by another thread: the next look at it tells
+    except (OSError, ValueError):  # closed by another thread: the next receive raises
         time.sleep(0)

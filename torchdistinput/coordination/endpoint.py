@@ -1,16 +1,17 @@
-"""Endpoints: where a rank can be reached, and how two ranks connect.
+"""Endpoints: the address and port of a rank, and how two ranks connect over TCP.
 
-Each rank listens at one port for the life of its strategy, and tells its *address* at the store when the strategy is
-made. To open a channel, a rank dials those of its partners that have a lower number, and accepts those that have a
-higher one. A rank connects with ``log2 W`` others for each channel, never with all.
+Each rank listens at one port for the life of its strategy, and writes its *address* to the store when the strategy is
+made. To open a channel, a rank connects to its partners with lower numbers, and accepts connections from its partners
+with higher numbers. A rank connects with ``log2 W`` others for each channel, never with all.
 
-- Every wait is bounded, sees signals, and names the rank that is missing. A rank whose port refuses has ended.
-- The first bytes of a connection are a *greeting*: a secret of the rank that is dialled, the channel, the sender. What
-  begins otherwise is closed. Nobody waits for a greeting: the rank that dials may be frozen before it.
-- A rank that cannot open a channel that the others wait for says so (``refuse``): it dials all partners, with a
-  greeting that is followed by a farewell.
-- The interface is the first that ``GLOO_SOCKET_IFNAME`` names, as for gloo; else all are listened to, and others try
-  the address that leads to the store, those of the host's name, and, on the same host, the loopback address.
+- Every wait is bounded, handles signals, and names the missing rank. A rank whose port refuses connections has ended.
+- The first bytes of a connection are a *greeting*: a secret of the accepting rank, the channel, the sender. A
+  connection with another beginning is closed. No rank blocks for a greeting: the sender may hang before it sends one.
+- A rank that cannot open a channel that the others wait for tells them (``refuse``): it connects to all partners, and
+  sends a greeting that is followed by a farewell.
+- The interface is the first one in ``GLOO_SOCKET_IFNAME``, as for gloo. Without that variable a rank listens on all
+  interfaces. Others try the address on the route to the store, the addresses of the host's name, and, on the same host,
+  the loopback address.
 """
 
 from __future__ import annotations
@@ -51,13 +52,13 @@ _MOST_FAREWELL: Final = 1 << 16
 
 
 class Address(NamedTuple):
-    """Where a rank can be reached.
+    """The address of a rank.
 
     Args:
-      host: tells hosts apart; ranks that share it can use the loopback address.
-      port: of all its addresses.
-      addresses: names or numbers, the best one first.
-      secret: what a connection begins with.
+      host: identifies the host; ranks with the same value can use the loopback address.
+      port: the port, the same for all addresses.
+      addresses: host names or IP addresses, the best one first.
+      secret: the first bytes of a connection to this rank.
     """
 
     host: str
@@ -66,12 +67,12 @@ class Address(NamedTuple):
     secret: bytes
 
     def to_text(self) -> str:
-        """For the store. Local."""
+        """The address as a text for the store. Local."""
         return json.dumps([self.host, self.port, list(self.addresses), self.secret.hex()])
 
     @staticmethod
     def from_text(text: str | bytes) -> Address:
-        """What another rank left at the store. Local."""
+        """The address from the text that another rank wrote to the store. Local."""
         host, port, addresses, secret = json.loads(text)
         return Address(str(host), int(port), tuple(map(str, addresses)), bytes.fromhex(secret))
 
@@ -81,7 +82,7 @@ class Late(Exception):
     """Ranks did not connect in time.
 
     Args:
-      ranks: those ranks.
+      ranks: the missing ranks.
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
@@ -108,7 +109,7 @@ class Endpoint:
       rank: this rank.
       names: the ranks as users know them, by rank.
       interface: the network interface to listen at; empty for all.
-      towards: where the store is, if that is known: the address that leads there is the best one.
+      towards: the address of the store, if it is known: this rank's address on the route to it is the best one.
 
     Raises:
       InputError: there is no such interface.
@@ -134,16 +135,16 @@ class Endpoint:
         told_of_forks(self)
 
     def meet(self, addresses: Mapping[int, Address]) -> None:
-        """Tells where the partners of this rank are. Local."""
+        """Sets the addresses of the partners of this rank. Local."""
         self._by_rank = dict(addresses)
 
     def open(self, number: int, seconds: float, meanwhile: Callable[[list[int], float], None]) -> Connections:
         """Connects with all partners. Collective: every rank calls this with the same number, a new one each time.
 
         Args:
-          number: of the channel.
+          number: the number of the channel.
           seconds: how long to wait.
-          meanwhile: is called now and then with the ranks that have not connected, and how long that has taken.
+          meanwhile: is called now and then with the ranks that have not connected, and the seconds waited so far.
 
         Raises:
           Late: ranks did not connect in time.
@@ -171,7 +172,7 @@ class Endpoint:
         return Farewell(self._rank, f"was interrupted by {type(error).__name__}")
 
     def refuse(self, number: int, why: str) -> None:
-        """Tells all partners that this rank will not open a channel that they may wait for. Local, bounded."""
+        """Tells all partners that this rank will not open the channel, for which they may wait. Local, bounded."""
         self._forget_before(number)
         self._take_leave({}, number, Farewell(self._rank, why))
 
@@ -211,7 +212,7 @@ class Endpoint:
                 self._raise_ended(peer, number, error)
 
     def _raise_ended(self, peer: int, number: int, error: OSError) -> None:
-        """Nobody listens where a rank was; unless it had connected before it ended."""
+        """Raises for a rank whose port refuses connections, unless it had connected before it ended."""
         self._accept_all()
         self._raise_if_refused(number)
         if (number, peer) not in self._early:
@@ -273,7 +274,7 @@ class Endpoint:
             stranger.close()
 
     def _welcome(self, connected: socket.socket, greeting: bytes) -> None:
-        """Keeps a connection of a partner, and what a refusal says; closes what is neither, or came too late."""
+        """Keeps the connection of a partner, or the reason of a refusal; closes other connections, and late ones."""
         if not greeting:
             connected.close()
             return
@@ -295,7 +296,7 @@ class Endpoint:
         return connected
 
     def _connect(self, peer: int, seconds: float) -> socket.socket:
-        """Raises ``OSError`` if nobody listens there, ``TimeoutError`` if that is not known."""
+        """Connects to a rank. Raises ``OSError`` if its port refuses, ``TimeoutError`` if it does not answer."""
         there = self._by_rank[peer]
         addresses = (*(("127.0.0.1", "::1") if there.host == self.address.host else ()), *there.addresses)
         last: OSError = ConnectionRefusedError(errno.ECONNREFUSED, "no address")
@@ -309,7 +310,7 @@ class Endpoint:
         raise last
 
     def close(self) -> None:
-        """Nobody can connect any more. Idempotent."""
+        """Closes the port and all connections that belong to no channel. Idempotent."""
         self._listener.close()
         while self._early:
             self._early.popitem()[1].close()
@@ -322,7 +323,7 @@ class Endpoint:
 
 
 def _receive_greeting(connected: socket.socket, greeting: bytearray, secret: bytes) -> bool:
-    """Reads on, as far as that takes no waiting. Whether it is complete; left empty if it is none, or ended early."""
+    """Continues to read a greeting without waiting. Whether it is complete; it is left empty if it is not valid."""
     while True:
         if not secret.startswith(greeting[: len(secret)]):
             greeting.clear()
@@ -356,7 +357,7 @@ def _listen(address: str) -> socket.socket:
 
 
 def _host() -> str:
-    """What ranks have in common that reach each other by the loopback address: the boot, and the network namespace."""
+    """A text that is equal for ranks which reach each other by the loopback address: boot id and network namespace."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -1,7 +1,8 @@
-"""Exchanges between ranks as generators, so that whoever has nothing else to do may wait, and others only look.
+"""An exchange between ranks that one thread can begin and poll, and another thread can continue and wait for.
 
-An exchange sends what it can send, and yields what it then needs of another rank. One who may not wait asks whether
-that has come, and goes on with the exchange if it has; another thread may take over at that point, and wait.
+An exchange is a generator. It sends the messages that it can send, and yields the message that it then needs from
+another rank (``Pending``). A thread that must not block asks whether the message has come, and continues the exchange
+only if it has. At such a point another thread may take the exchange over, and wait.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ T = TypeVar("T")
 
 
 class Pending(Protocol):
-    """What another rank is to send."""
+    """A message that another rank is to send."""
 
     def has_come(self) -> bool:
         """Whether ``wait`` would return, or raise, at once. Local."""
 
     def wait(self) -> None:
-        """Waits for it; raises ``RuntimeError`` if it cannot come any more. Local."""
+        """Waits for the message; raises ``RuntimeError`` if it cannot come any more. Local."""
 
 
 Exchange = Generator[Pending, None, T]
@@ -29,10 +30,10 @@ Exchange = Generator[Pending, None, T]
 
 @final
 class StartedExchange(Generic[T]):
-    """An exchange whose first messages are on their way. Used by one thread at a time.
+    """An exchange whose first messages were sent. Used by one thread at a time.
 
     Args:
-      exchange: is begun here. Collective, as the exchange is; never waits.
+      exchange: the exchange; its first messages are sent here, without waiting. Collective, as the exchange is.
     """
 
     def __init__(self, exchange: Exchange[T]) -> None:
@@ -42,13 +43,13 @@ class StartedExchange(Generic[T]):
         self._go_on(None)
 
     def look(self) -> bool:
-        """Goes on as far as that is possible without waiting; whether it has come to its end. Local."""
+        """Continues the exchange until it would have to wait. Returns whether the exchange is complete. Local."""
         while self._pending is not None and self._pending.has_come():
             self._go_on(self._pending)
         return self._pending is None
 
     def conclude(self) -> T:
-        """Waits for the rest. Raises what the exchange raises. Local."""
+        """Waits for the rest of the exchange and returns its result. Raises what the exchange raises. Local."""
         while self._pending is not None:
             self._go_on(self._pending)
         return cast(T, self._result)
@@ -59,7 +60,7 @@ class StartedExchange(Generic[T]):
             if pending is not None:
                 try:
                     pending.wait()
-                except RuntimeError as error:  # the exchange knows what that means
+                except RuntimeError as error:  # the exchange decides what it means
                     self._pending = self._exchange.throw(error)
                     return
             self._pending = next(self._exchange)
@@ -68,5 +69,5 @@ class StartedExchange(Generic[T]):
 
 
 def conclude(exchange: Exchange[T]) -> T:
-    """All of an exchange, waiting. Collective, as the exchange is."""
+    """Runs a whole exchange, waits, and returns its result. Collective, as the exchange is."""
     return StartedExchange(exchange).conclude()

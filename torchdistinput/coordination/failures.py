@@ -1,7 +1,7 @@
-"""What a failure says: where it happened, on its way to the other ranks, and in the error that all of them raise.
+"""How one rank's failure is described to the other ranks, and the error that all ranks raise for it.
 
-A failure travels as plain values of bounded size, its *story*: an exception may be of a class that cannot be pickled,
-may fail when it is asked for its text, or hold a text as large as its data.
+A failure travels as plain values of bounded size, called its *story*. The exception itself does not travel: its class
+may not be picklable, its ``__str__`` may fail, and its text may be as large as the data.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _INDICES: Final = 1024
 
 
 def _clipped(text: str, limit: int) -> str:
-    """The text; of one of more than ``limit`` characters the middle is left out, which is then said."""
+    """The text; if it has more than ``limit`` characters, a note about their number replaces the middle."""
     if len(text) <= limit:
         return text
     half = limit // 2
@@ -42,14 +42,14 @@ def _clipped(text: str, limit: int) -> str:
 
 
 def in_one_line(error: BaseException) -> str:
-    """The kind of an exception and what it says, in one line of at most 500 characters."""
+    """The class name and the text of an exception, in one line of at most 500 characters."""
     text = " ".join(words_of(error)[:500].split())
     text = text if text.isprintable() else repr(text)  # names of files may hold anything
     return f"{type(error).__name__}: {text}"[:500] if text else type(error).__name__
 
 
 def words_of(error: BaseException) -> str:
-    """What an exception says: ``str`` of it, or why there is none."""
+    """``str`` of an exception, or a note that its ``__str__`` failed."""
     try:
         return str(error)
     except Exception as failed:  # in its own __str__; the kind must do
@@ -57,7 +57,7 @@ def words_of(error: BaseException) -> str:
 
 
 def kind_of(error: BaseException) -> str:
-    """The name of the original's type: behind a ``SourceError`` that tells of a file, that of what was raised there."""
+    """The class name of the original exception: for a ``SourceError``, the class of its cause."""
     while isinstance(error, SourceError) and isinstance(error.__cause__, Exception):
         error = error.__cause__
     return _clipped(type(error).__name__, _NAME)
@@ -70,7 +70,7 @@ def text_of(error: BaseException) -> str:
 
 
 def traceback_of(error: BaseException) -> str:
-    """Its traceback as Python prints it, clipped."""
+    """The traceback of an exception as Python prints it, clipped."""
     return _clipped("".join(traceback.format_exception(error)), _TRACEBACK)
 
 
@@ -100,9 +100,9 @@ def story_of(failed: Failed, rank: int | None, epoch: int, step: int) -> dict[st
 
     Args:
       failed: the failure.
-      rank: where it happened, as users know it; ``None`` where there is only one.
-      epoch: when.
-      step: the step that it would have been.
+      rank: the rank that failed, as users know it; ``None`` where there is only one.
+      epoch: the epoch in which it failed.
+      step: the number of the step that failed.
     """
     error, origin = failed.error, failed.origin
     source = error if isinstance(error, SourceError) else SourceError("")
@@ -128,8 +128,9 @@ def error_of(stories: Sequence[dict[str, Any]], own: Failed | None) -> InputErro
     """The error that every rank raises.
 
     Args:
-      stories: of all ranks that failed, at least one.
-      own: this rank's failure, if it is one of them: the cause. The others are told its traceback.
+      stories: the failures of all ranks that failed; at least one.
+      own: this rank's failure, if this rank failed. Its exception becomes the cause of the error. On a rank without a
+        failure of its own, the text holds the traceback of the first rank that failed.
     """
     message = _tell_all(stories, with_traceback=own is None)
     classes = {story["class"] for story in stories}
@@ -149,7 +150,7 @@ def error_of(stories: Sequence[dict[str, Any]], own: Failed | None) -> InputErro
 
 
 def _tell_all(stories: Sequence[dict[str, Any]], *, with_traceback: bool) -> str:
-    """The failures of all ranks in words; what happened alike on several ranks is told once."""
+    """The failures of all ranks in words; equal failures of several ranks appear once."""
     alike: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for story in stories:
         alike.setdefault((story["step"], story["epoch"], story["where"], story["text"]), []).append(story)
@@ -168,14 +169,14 @@ def _tell(alike: Sequence[dict[str, Any]], *, with_traceback: bool) -> str:
 
 
 def too_many(told: Sequence[dict[str, Any]], samples: int, max_errors: int, epoch: int, step: int) -> SourceError:
-    """The error for more samples left out than may be, the same on every rank.
+    """The error for more samples left out than ``max_errors`` allows, the same on every rank.
 
     Args:
-      told: what ranks left out first: each with its ``rank`` and texts, ``first``.
-      samples: how many all of them left out.
-      max_errors: how many may be.
-      epoch: when.
-      step: the step with the sample that was one too many.
+      told: for each rank that left samples out, its ``rank`` and a line for each of its first samples, ``first``.
+      samples: how many samples all ranks left out.
+      max_errors: how many samples may be left out.
+      epoch: the number of the epoch.
+      step: the step with the first sample beyond ``max_errors``.
     """
     ranks = [each["rank"] for each in told]
     first = [

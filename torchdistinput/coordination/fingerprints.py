@@ -1,6 +1,7 @@
-"""What all ranks must have in common before they begin.
+"""Comparison of arguments across ranks: a collective call fails on all ranks if one rank was given other arguments.
 
-Each rank says what it was given, or why it cannot go on, and all conclude alike from what all said.
+Each rank sends the facts that must be equal everywhere, or the error that keeps it from going on. All ranks receive the
+same facts and errors, so all raise the same error, or none.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ def agree(
     """Compares the facts of all ranks. Collective: every rank calls this.
 
     Args:
-      ranks: the ranks; ``None`` where there is one only.
-      what: the call that this serves, for messages.
+      ranks: the ranks; ``None`` where there is only one.
+      what: the name of the public call, for messages.
       facts: plain values that must be equal everywhere.
-      error: why this rank cannot go on, if it cannot.
-      extra: a plain value to be handed to every rank, whatever it is.
-      ways_out: what is to be done where a fact differs, by its name; for those of which more is to be said than of all.
+      error: the error that keeps this rank from going on, if any.
+      extra: a plain value that every rank receives; it is not compared.
+      ways_out: by the name of a fact, more advice for the error where this fact differs.
 
     Returns:
       The ``extra`` of every rank, by rank.
 
     Raises:
-      RankDisagreement: facts differ; the message names them, the values and the ranks.
-      Exception: this rank's error, or one like it if another rank has one.
+      RankDisagreement: facts differ; the message names the facts, the values and the ranks.
+      Exception: this rank's error, or an equal one if another rank has an error.
     """
     if ranks is None:
         if error is not None:
@@ -64,10 +65,10 @@ def agree(
         raise disagreement from error
     problems = {ranks.name(rank): each["problem"] for rank, each in enumerate(told) if each["problem"]}
     if error is not None and len(problems) == len(told) and len({tuple(each) for each in problems.values()}) == 1:
-        raise error  # the same on all ranks: as it is
+        raise error  # the same error on all ranks: raised unchanged
     if problems:
         raise _like(what, problems) from error
-    # In the order in which they were given: what others follow from comes first.
+    # In the order in which the facts were given: a fact on which others depend comes first.
     for fact in dict.fromkeys(fact for each in told for fact in each["facts"]):
         _compare(ranks, fact, [each["facts"].get(fact) for each in told], ways_out.get(fact, ""))
     return [each["extra"] for each in told]
@@ -82,7 +83,7 @@ def _message(text: str) -> dict[str, Any]:
 
 
 def _like(what: str, problems: Mapping[int, tuple[str, str]]) -> Exception:
-    """One error for all ranks: of the class that the failing ranks have in common, if it is one of ours."""
+    """One error for all ranks, of the class of the failing ranks' errors if all have one class of this library."""
     kinds = {kind for kind, _ in problems.values()}
     kind = kinds.pop() if len(kinds) == 1 else ""
     ours = kind in _BUILTIN or kind in errors.__all__

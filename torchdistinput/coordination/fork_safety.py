@@ -1,17 +1,17 @@
-"""Forks: what a forked process has of its parent's stores, connections and reading, and must not end.
+"""Fork safety: a forked process must not destroy its parent's stores, connections, loader workers and iterators.
 
-A forked process, a loader worker for instance, begins with copies of all that its parent has. Nobody would end a store
-there on purpose, but the garbage collector does, where it is garbage of the parent's that was not collected yet; and so
-does the end of the interpreter. A store in a file counts who uses it, and its last user removes the file; a copy that a
-fork ends was never counted, so the ranks would be left without it. So a fork begins with one more reference to each
-store, which nobody ever gives back.
+A forked process, such as a loader worker, begins with copies of all objects of its parent. The fork's garbage collector
+destroys the copy of a store that was garbage in the parent and not collected yet; the end of the fork's interpreter
+destroys all copies. A store in a file counts its users, and the last user removes the file. A copy in a fork was never
+counted, so its destruction would remove the file while the ranks use it. So a fork begins with one more reference to
+each store, which is never released.
 
-What else goes on in the parent (its connections to other ranks, its loader workers, its iterators with their threads
-and votes) is told of the fork, in the fork, and leaves all that to the parent: copies of sockets are closed, as they
-would keep a connection open when the parent has ended.
+Other objects of the parent (connections to other ranks, loader workers, iterators with their threads and votes) get a
+call in each fork (``leave_to_parent``), and leave their work to the parent. Copies of sockets are closed, as they would
+keep a connection open after the parent has ended.
 
-Until then the garbage collector is off: it may find an iterator there that was garbage of the parent's, and would close
-it in the parent's name.
+The garbage collector is off until these calls are made. It could find an iterator that was garbage in the parent, and
+would close it in the parent's name.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from typing import Any, Final, Protocol, final
 __all__ = ["AroundForks", "Inherited", "Undo", "never_ended_by_forks", "told_of_forks"]
 
 Undo = Callable[[], object]
-"""Not written in Python; ``int``, which does nothing, where there is nothing to undo."""
+"""A function that is not written in Python; ``int``, which does nothing, where there is nothing to undo."""
 
 
 class Inherited(Protocol):
-    """What a fork has only a copy of."""
+    """An object that belongs to one process; a fork has only a copy of it."""
 
     def leave_to_parent(self) -> None:
-        """This process was forked, and has no other thread yet: what it stands for goes on in the parent alone."""
+        """Called in a fork, before it has other threads: gives up the copy, and leaves the work to the parent."""
 
 
 _KEPT: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
@@ -45,27 +45,27 @@ _INHERITED: Final[weakref.WeakSet[Inherited]] = weakref.WeakSet()
 
 
 def never_ended_by_forks(kept: Any) -> None:
-    """Remembers a store for as long as it lives here. Local."""
+    """Keeps the copies of a store alive in all forks. Local."""
     _KEPT.add(kept)
 
 
 def told_of_forks(inherited: Inherited) -> None:
-    """Remembers it for as long as it lives here: it is told of each fork, in the forked process. Local."""
+    """Calls ``leave_to_parent`` of the object's copy in each fork, for as long as the object lives. Local."""
     _INHERITED.add(inherited)
 
 
 @final
 class AroundForks:
-    """What is done around each fork: one at a time, but for one that a signal's handler makes in the middle of it.
+    """Runs code before and after each fork; one fork at a time, except for forks in a signal handler during a fork.
 
-    A signal that comes while the process is forked is seen to by the first Python code that runs in the parent. Were
-    that code of the fork's, Python would ignore what the handler raises, also for a Ctrl-C, and the code would not run:
-    a lock would stay taken. So nothing but C runs there.
+    A signal that comes during the fork is handled by the first Python code that runs in the parent afterwards. If that
+    were an ``after_in_parent`` function in Python, Python would ignore the exception of the handler, also a Ctrl-C, and
+    the function would not run: a lock would stay taken. So ``after_in_parent`` runs C code only.
 
     Args:
-      before: is called before a fork. It returns what undoes that in the parent, an ``Undo``.
-      in_child: is called in the fork, with that.
-      lock: is held meanwhile.
+      before: is called before a fork. It returns the ``Undo`` for the parent.
+      in_child: is called in the fork, with that ``Undo``.
+      lock: is held during the fork.
     """
 
     def __init__(self, before: Callable[[], Undo], in_child: Callable[[Undo], None], lock: threading.RLock) -> None:
@@ -74,13 +74,13 @@ class AroundForks:
         self._undo: list[Undo] = []
         undone = map(methodcaller("__call__"), iter(self._undo.pop, None))
         self.in_parent: Callable[[], object] = partial(next, undone)
-        """It was made, or could not be."""
+        """Called in the parent after a fork, also after a failed one."""
         os.register_at_fork(before=self.before, after_in_parent=self.in_parent, after_in_child=self._in_fork)
-        # What is registered last comes first before a fork, and last after it.
+        # The functions registered last run first before a fork, and last after it.
         os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
 
     def before(self) -> None:
-        """A fork will be made."""
+        """Called before a fork."""
         self._undo.append(self._before())
 
     def _in_fork(self) -> None:

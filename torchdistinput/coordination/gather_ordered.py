@@ -1,12 +1,12 @@
 """``gather_ordered``: the outputs of all replicas in the order of the data, each once.
 
-Problem. Replicas have parts of different sizes, and one without any does not know what the outputs look like; a metric
-or a file of predictions needs all of them, in the order of the data.
+Problem. Replicas have parts of different sizes, and a replica without samples does not know the structure of the
+outputs. A metric or a file of predictions needs all outputs, in the order of the data.
 
-Decision. As in ``reduce``: first every worker tells, as JSON, how many rows it has, how they are nested and how
-many bytes its lists take, or why it cannot take part; all apply the same laws to that. Then the indices travel (rows of
-index -1, padding, stay at home), and all find the same order and the same repetitions. Last the outputs, leaf by leaf:
-tensors as bytes, lists as JSON, never pickle.
+Decision. As in ``reduce``: first every worker sends, as JSON, the number of its rows, their nesting, and the bytes of
+its lists, or the error that keeps it from taking part. All workers apply the same laws to these facts. Then the indices
+travel (rows of index -1, padding, are not sent), and all workers find the same order and the same repetitions. Last the
+outputs travel, leaf by leaf: tensors as bytes, lists as JSON, never pickle.
 
 A replica without rows agrees to anything: its outputs are left out, whatever they are.
 """

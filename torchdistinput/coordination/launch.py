@@ -1,4 +1,4 @@
-"""The door to process groups, its entrance: what the launcher said, who takes part, the default group."""
+"""The launcher's environment variables, the default process group, and the ranks that take part in a strategy."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ __all__ = [
 
 
 _GLOO_LAZY_INIT: Final = "TORCH_GLOO_LAZY_INIT"
-_LAST_SECONDS: Final = 4.0  # after all ranks have signed in, or should have: until the default group is there
+_LAST_SECONDS: Final = 4.0  # for making the default group, after all ranks have signed in
 
 
 @final
 class Members(NamedTuple):
-    """Who takes part.
+    """The ranks that take part in a strategy, and their workers.
 
     Args:
       ranks: the ranks, as the default group numbers them.
-      workers: the worker that each of them belongs to; ranks of one worker read the same.
+      workers: the worker of each rank; the ranks of one worker read the same data.
       rank: the place of this process in ``ranks``.
     """
 
@@ -56,12 +56,12 @@ class Members(NamedTuple):
 
     @property
     def num_workers(self) -> int:
-        """Workers, W."""
+        """The number of workers, W."""
         return max(self.workers) + 1
 
     @property
     def firsts(self) -> tuple[int, ...]:
-        """The first rank (as a place in ``ranks``) of each worker, which speaks for it."""
+        """The first rank (as a place in ``ranks``) of each worker, which represents the worker."""
         return tuple(self.workers.index(worker) for worker in range(self.num_workers))
 
 
@@ -72,11 +72,11 @@ _MODEL_WORDS = frozenset(
         *("stage", "expert", "model", "ulysses", "ring"),
     )
 )
-"""Words in the names of dims whose ranks read the same samples."""
+"""Words in the names of mesh dims along which all ranks read the same samples."""
 
 
 def is_group(value: object) -> bool:
-    """Whether a value is a process group, or what ``new_group`` gives to those outside of one. Local."""
+    """Whether a value is a process group, or the value that ``new_group`` returns to ranks outside of it. Local."""
     return isinstance(value, dist.ProcessGroup) or value is dist.GroupMember.NON_GROUP_MEMBER
 
 
@@ -88,7 +88,7 @@ def is_mesh(value: object) -> bool:
 
 
 def find_members(group: Any, mesh: Any, data_dims: Sequence[str] | None) -> Members:
-    """Who takes part in a group or mesh. Local.
+    """The ranks of a group or mesh that take part. Local.
 
     Raises:
       ValueError: this process is not in it, or the mesh has no such dims.
@@ -152,14 +152,14 @@ def _usual_data_dims(names: Sequence[str], num_dims: int) -> Sequence[str]:
 
 
 def carries(group: dist.ProcessGroup | None, members: Members, kind: str) -> bool:
-    """Whether a group takes tensors on such devices as they are, for just these ranks in their order. Local.
+    """Whether a group can send tensors of a kind of device, and has exactly these ranks in their order. Local.
 
-    The default backend of a kind of device need not: that of mps is gloo, which knows the CPU and CUDA only.
+    The default backend of a kind of device may not be able to: mps has gloo, which supports only the CPU and CUDA.
 
     Args:
       group: the group; ``None`` for the default one, which may have more ranks than a mesh.
-      members: who takes part.
-      kind: of device, for example ``"cuda"``.
+      members: the ranks that take part.
+      kind: the kind of device, for example ``"cuda"``.
     """
     if global_ranks(group) != members.ranks:
         return False
@@ -175,7 +175,7 @@ def global_ranks(group: dist.ProcessGroup | None) -> tuple[int, ...]:
 
 @final
 class Launch:
-    """What a launcher (torchrun), or who called it, told this process through its environment.
+    """The environment variables that a launcher (torchrun) or the user has set for this process.
 
     Args:
       environment: the environment, usually ``os.environ``.
@@ -190,21 +190,21 @@ class Launch:
         self.port = int(environment.get("MASTER_PORT", "0"))
         self.restarts = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
         self.interface = environment.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-        """The first network interface that gloo is told to use; empty where it is to find one."""
+        """The first network interface in ``GLOO_SOCKET_IFNAME``; empty where gloo is to find one."""
         self.gloo_lazy_init = environment.get(_GLOO_LAZY_INIT)
-        """Whether groups of gloo connect at the first message, if the user said so."""
+        """The user's setting whether gloo groups connect at the first message; ``None`` if there is none."""
         self.gloo_transport = environment.get("GLOO_DEVICE_TRANSPORT", "")
         self.has_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self.launched = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys()
 
 
 def find_launch() -> Launch:
-    """Reads the environment, the only place that does. Local."""
+    """Reads the environment. No other function does. Local."""
     return Launch(os.environ)
 
 
 def backends_for(accelerator: str | None) -> str:
-    """The backends of a default group: gloo, beside torch's default for the accelerator where this torch has it. Local.
+    """The backends of a default group: gloo, and torch's default backend for the accelerator if it is there. Local.
 
     Args:
       accelerator: the kind of accelerator that this machine has, if any.
@@ -216,16 +216,16 @@ def backends_for(accelerator: str | None) -> str:
 
 
 def join_default_group(launch: Launch, accelerator: str | None, timeout_seconds: float) -> None:
-    """Makes the default group from what the launcher said. Collective: every rank calls this.
+    """Makes the default group from the launcher's environment. Collective: every rank calls this.
 
-    The ranks sign in first: torch's own rendezvous would wait half an hour for one that never comes, and not name it.
-    All of it takes place on a thread of its own, so that a store or a rank that stands still is not waited for without
-    a bound. The group's own timeout stays torch's.
+    The ranks sign in first: torch's own rendezvous would wait half an hour for a rank that never comes, and not name
+    it. All of it runs on a separate thread, so that the wait for a store or a rank that hangs has a bound. The timeout
+    of the group is torch's default.
 
     Args:
-      launch: what the launcher said.
-      accelerator: the kind of accelerator that this machine has, if any; its tensors go over torch's default backend
-        for it, where there is one. Host tensors go over gloo in any case.
+      launch: the launcher's environment.
+      accelerator: the kind of accelerator that this machine has, if any; its tensors travel over torch's default
+        backend for it, where there is one. Host tensors travel over gloo in any case.
       timeout_seconds: how long to wait for the other ranks.
 
     Raises:
@@ -248,10 +248,10 @@ def join_default_group(launch: Launch, accelerator: str | None, timeout_seconds:
 
 @contextlib.contextmanager
 def _connected_when_used(launch: Launch) -> Iterator[None]:
-    """A group of gloo that is made in here connects two ranks at their first message, not each with all the others.
+    """Makes a gloo group that is made inside connect two ranks at their first message, not all ranks at once.
 
-    Without it a rank has ``W - 1`` sockets at once, and reads as many addresses from the store. A transport that cannot
-    do that (all but plain TCP on Linux), or what the user said, stays as it is.
+    Otherwise a rank has ``W - 1`` sockets at once, and reads as many addresses from the store. A transport that cannot
+    do this (any but plain TCP on Linux) and the user's own setting are left unchanged.
     """
     if launch.gloo_lazy_init is not None or launch.gloo_transport not in ("", "TCP") or sys.platform != "linux":
         yield
@@ -264,7 +264,7 @@ def _connected_when_used(launch: Launch) -> Iterator[None]:
 
 
 def _meeting_place(launch: Launch, timeout_seconds: float) -> Store:
-    """The store that the launcher named: its own, or one that rank 0 hosts; new for each restart."""
+    """The store at the launcher's address, hosted by the launcher or by rank 0; with new keys for each restart."""
     try:
         store = cast(Any, dist).TCPStore(
             launch.address,
@@ -300,5 +300,5 @@ def default_group_exists() -> bool:
 
 
 def expected_ranks() -> int:
-    """How many ranks there are, or will be by what the launcher said. Local."""
+    """How many ranks there are, or will be by the launcher's environment. Local."""
     return dist.get_world_size() if default_group_exists() else find_launch().world_size

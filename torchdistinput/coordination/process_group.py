@@ -1,16 +1,17 @@
-"""The ranks of a strategy: how they agree, and how tensors are summed and gathered.
+"""The ranks of a strategy: how they compare their arguments, and how they sum, gather and broadcast tensors.
 
 Decisions.
-- All that the ranks tell each other goes over connections of our own (``connections.py``): one set for the calls of the
-  strategy, on the caller's thread, and one for each live iterator (``channel.py``). They are made through the store of
-  the default group (``endpoint.py``, ``store_barrier.py``), which is not asked again later.
-- An *agreement* has two parts. First the ranks meet, in an exchange without content: so a rank that gives up there (it
-  was told who is late, or was interrupted) may come again, with another text too, and goes on where it was. Then they
-  compare a digest of their texts; only where these differ are the texts themselves gathered.
-- The caller's thread waits half a second at most before it looks at signals and at the clock. It warns after some
-  seconds, and names the rank that is late.
-- Tensors on accelerators travel on the user's group where that has a backend for them, on all ranks; else, and where
-  ranks have devices of different kinds, or a mesh is not just the default group, over the CPU and our own connections.
+- All messages between ranks travel over the library's own connections (``connections.py``): one set for the calls of
+  the strategy, on the caller's thread, and one set for each live iterator (``channel.py``). The ranks find each other
+  through the store of the default group (``endpoint.py``, ``store_barrier.py``). Later the store is not asked again.
+- An *agreement* has two parts. First the ranks meet, in an exchange without content. A rank that gives up there (after
+  an error that names the late rank, or after an interruption) may call again, also with another text, and continues the
+  same exchange. Then the ranks compare a digest of their texts. Only where digests differ, the texts are gathered.
+- The caller's thread waits half a second at most before it handles signals and looks at the clock. After some seconds
+  it logs a warning that names the late rank.
+- Tensors on accelerators travel on the user's group where the group has a backend for them on all ranks. Otherwise, and
+  where ranks have devices of different kinds, or where a mesh is not the whole default group, they travel over the CPU
+  and the library's own connections.
 - The store of the default group comes from a private function of torch (torch's own FSDP gets it so): there is no
   public way to it, and a second store would need a second address.
 """
@@ -47,27 +48,27 @@ __all__ = ["Channel", "ProcessGroupRanks", "Ranks", "without_repeats"]
 _LOG = logging.getLogger("torchdistinput")
 _REST_SECONDS: Final = 0.5
 _WARN_SECONDS: Final = 5.0
-_STORE_SECONDS: Final = 2.0  # after the bound of a conversation with the store, until it counts as unanswered
+_STORE_SECONDS: Final = 2.0  # beyond the bound of the requests to the store, until the store counts as unreachable
 _CONTROL: Final = -1  # the number of the channel for the strategy's own calls
 
 T = TypeVar("T")
 
 
 class Channel(Protocol):
-    """One live iterator's connection to the same iterator on the other ranks."""
+    """The connection of one live iterator to the same iterator on the other ranks."""
 
     rank: int
     num_ranks: int
 
     def exchange(self, words: Sequence[int]) -> Exchange[list[int]]:
-        """The element-wise sums over the ranks. Collective: every rank calls this, and goes through it, in one order.
+        """The element-wise sums over the ranks. Collective: every rank begins and completes it, in the same order.
 
         Raises:
           RankLost: a rank went away.
         """
 
     def gather(self, text: str) -> Exchange[list[str]]:
-        """Every rank's text, by rank. Collective: every rank calls this, and goes through it, in one order.
+        """Every rank's text, by rank. Collective: every rank begins and completes it, in the same order.
 
         Raises:
           RankLost: a rank went away.
@@ -77,29 +78,29 @@ class Channel(Protocol):
         """When the exchange in progress began (``time.monotonic``), or ``None``. Local: any thread."""
 
     def late(self) -> list[int]:
-        """Ranks that have not come to the exchange in progress. Local: any thread."""
+        """The ranks that have not yet joined the exchange in progress. Local: any thread."""
 
     def abort(self, reason: str) -> None:
-        """Ends the channel on all ranks, from any thread; the others learn the reason. Local, idempotent."""
+        """Ends the channel on all ranks and tells them the reason. Local: any thread. Idempotent."""
 
     def release(self) -> None:
-        """Gives the channel back. Local, idempotent; after an exchange that ended the iteration on all ranks."""
+        """Gives the channel back, after an exchange that ended the iteration on all ranks. Local, idempotent."""
 
 
 class Ranks(Protocol):
-    """The ranks of a strategy, as its caller's thread sees them."""
+    """The ranks of a strategy: the collective calls that its caller's thread makes."""
 
     rank: int
     num_ranks: int
     num_workers: int
-    firsts: tuple[int, ...]  # the first rank of each worker, which speaks for it
+    firsts: tuple[int, ...]  # the first rank of each worker, which represents the worker
 
     def gather_texts(self, text: str, what: str) -> list[str]:
         """Every rank's text, by rank. Collective: every rank calls this.
 
         Args:
-          text: what this rank has to say.
-          what: the call that this serves, for messages.
+          text: this rank's text.
+          what: the name of the public call, for messages.
 
         Raises:
           CoordinationTimeout: a rank did not come; it is named.
@@ -107,10 +108,10 @@ class Ranks(Protocol):
         """
 
     def free_channels(self) -> list[int]:
-        """Numbers of the channels that could be used again here; the next unused number comes last. Local."""
+        """The numbers of the channels that this rank could use again; the next unused number comes last. Local."""
 
     def open_channel(self, number: int) -> Channel:
-        """The channel of that number, made if it is new. Collective: every rank calls this with the same number.
+        """The channel with this number, made if it is new. Collective: every rank calls this with the same number.
 
         Raises:
           CoordinationTimeout: a rank did not come; it is named.
@@ -118,10 +119,10 @@ class Ranks(Protocol):
         """
 
     def refuse_channel(self, number: int, why: str) -> None:
-        """Tells the ranks that wait in ``open_channel`` that this one will not come. Local, bounded."""
+        """Tells the ranks that wait in ``open_channel`` that this rank will not come. Local, bounded."""
 
     def name(self, rank: int) -> int:
-        """The rank in the default group, as users know it. Local."""
+        """The number of the rank in the default group, as users know it. Local."""
 
     def broadcast_from_first(self, tensor: Tensor) -> None:
         """Overwrites the tensor with the first rank's. Collective: every rank calls this with the same shape."""
@@ -137,17 +138,17 @@ class Ranks(Protocol):
 class ProcessGroupRanks:
     """The ranks of a process group or mesh.
 
-    Collective: every one of them makes one.
+    Collective: every rank of the group makes one.
 
     Args:
-      group: the process group; ``None`` for the default one. Tensors on accelerators travel on it, if ``direct``.
-      members: who takes part.
+      group: the process group; ``None`` for the default one. Tensors of the ``direct`` kind of device travel on it.
+      members: the ranks that take part.
       timeout_seconds: the bound of every wait for another rank.
 
     Raises:
       CoordinationTimeout: a rank did not come, and is named; or the store does not answer.
       RankLost: a rank, or the store, went away meanwhile.
-      InputError: this host has no such interface as ``GLOO_SOCKET_IFNAME`` says.
+      InputError: this host has no interface of the name in ``GLOO_SOCKET_IFNAME``.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, members: Members, timeout_seconds: float) -> None:
@@ -160,7 +161,7 @@ class ProcessGroupRanks:
         self.firsts: tuple[int, ...] = members.firsts
         self.counts: bool = members.rank in members.firsts
         self.direct: str | None = None
-        """The kind of device whose tensors travel as they are; the same on every rank. All others go over the CPU."""
+        """The kind of device whose tensors travel on the group; the same on every rank. Others travel over the CPU."""
         self._timeout_seconds = timeout_seconds
         self._process = os.getpid()
         launch = find_launch()
@@ -168,8 +169,8 @@ class ProcessGroupRanks:
         self._channels: dict[int, ProcessGroupChannel] = {}
         self._free: set[int] = set()
         self._next_channel = 0
-        self._meeting: StartedExchange[Any] | None = None  # with the other ranks, unless that is over
-        self._is_told = False  # whether this rank's text is on its way to the others
+        self._meeting: StartedExchange[Any] | None = None  # the exchange that this rank gave up and may continue
+        self._is_told = False  # whether this rank's text was sent to the others
         self._told = ""
         self._finalizer = weakref.finalize(self, _end, self._endpoint, self._channels)
         try:
@@ -180,22 +181,22 @@ class ProcessGroupRanks:
             raise
 
     def _sign_in(self, where: str) -> dict[int, Address]:
-        """Tells where this rank is, at the store, and learns where its partners are. Collective."""
+        """Writes the address of this rank to the store, and reads the addresses of its partners. Collective."""
         what, timeout_seconds = "Strategy()", self._timeout_seconds
         place = f"torchdistinput/{hashlib.sha256(repr(self._ranks).encode()).hexdigest()[:16]}"
         others = partners(self.rank, self.num_ranks)
         default = cast(Store, dist.distributed_c10d._get_default_store())  # noqa: SLF001 - see above
 
         def ask(given_up: threading.Event) -> list[bytes]:
-            # A connection of its own: a request holds the client, and the training code may use the default one.
+            # A second connection: a request blocks its client, and the training code may use the default one.
             root = default.clone()
-            # Each rank counts its own strategies over these ranks: the n-th one meets the n-th one of the others.
+            # Each rank counts its own strategies over these ranks: its n-th strategy meets the n-th of each other rank.
             count = root.add(f"{place}/strategies/{self.rank}", 1)
             attendance = StoreBarrier(prefixed(f"{place}/{count}", root), self.rank, self._ranks)
             try:
                 attendance.wait_for_all(what, timeout_seconds, self._endpoint.address.to_text(), given_up)
             except CoordinationTimeout:
-                root.add(f"{place}/strategies/{self.rank}", -1)  # it may be made again
+                root.add(f"{place}/strategies/{self.rank}", -1)  # the caller may make the strategy again
                 raise
             return attendance.told(others)
 
@@ -230,10 +231,10 @@ class ProcessGroupRanks:
         return texts
 
     def _go_on(self, what: str, exchange: Callable[[ProcessGroupChannel], Exchange[T]]) -> T:
-        """An exchange with all ranks, or the one that this rank gave up, on the caller's thread.
+        """An exchange with all ranks, on the caller's thread. Continues the exchange that this rank gave up, if any.
 
         Raises:
-          CoordinationTimeout: a rank did not come; it is named. The next call goes on where this one was.
+          CoordinationTimeout: a rank did not come; it is named. The next call continues this exchange.
           RankLost: a rank went away.
         """
         control = self._control()
@@ -258,13 +259,13 @@ class ProcessGroupRanks:
             self._meeting = None
             raise RankLost(f"{what}: {error}") from error
         except BaseException as error:
-            if not control.connections.resting:  # where an interruption loses nothing
+            if not control.connections.resting:  # while it rests, an interruption loses nothing
                 self._meeting = None
                 control.abort(f"was interrupted by {type(error).__name__} in {what}")
             raise
 
     def _look_for_late(self, late: Sequence[int], waited: float, what: str, *, warned: bool) -> bool:
-        """Names who is late, first in a warning, then in an error. Whether it has warned."""
+        """Names the late ranks, first in a warning, then in an error. Returns whether the warning was logged."""
         if waited < self._timeout_seconds and (warned or waited < _WARN_SECONDS):
             return warned
         if waited >= self._timeout_seconds:
@@ -304,7 +305,7 @@ class ProcessGroupRanks:
         channel.abort(why)
 
     def _open(self, number: int, what: str) -> ProcessGroupChannel:
-        free = self._free  # and not self, which must not be kept alive by its channels
+        free = self._free  # not self: its channels must not keep it alive
         warned = False
 
         def give_back(*, reusable: bool) -> None:
@@ -313,7 +314,7 @@ class ProcessGroupRanks:
 
         def meanwhile(missing: list[int], waited: float) -> None:
             nonlocal warned
-            if waited < self._timeout_seconds:  # else the endpoint tells
+            if waited < self._timeout_seconds:  # else the endpoint raises
                 warned = self._look_for_late(missing, waited, what, warned=warned)
 
         try:
@@ -326,11 +327,11 @@ class ProcessGroupRanks:
         return ProcessGroupChannel(connections, give_back, self._ranks)
 
     def _wire(self, tensor: Tensor) -> Tensor:
-        """Where it can travel."""
+        """The tensor on a device from which it can be sent."""
         return tensor if tensor.device.type == self.direct else tensor.cpu()
 
     def _exchange(self, what: str, rounds: Callable[[Messenger], Generator[Round, None, T]]) -> T:
-        """Rounds of messages with tensors, which cannot be taken up again. Collective, as they are."""
+        """An exchange of tensors, which cannot be continued after an error. Collective: every rank calls this."""
         try:
             return self._go_on(what, lambda control: control.collective(rounds))
         except BaseException as error:
@@ -384,9 +385,9 @@ class ProcessGroupRanks:
 
 
 def _compare(control: ProcessGroupChannel, text: str) -> Exchange[list[str]]:
-    """The texts of all ranks; sent only where they are not the same. Collective: all ranks are here."""
+    """The texts of all ranks; they are sent only where their digests differ. Collective: every rank calls this."""
     digest = np.frombuffer(hashlib.sha256(text.encode(errors="surrogatepass")).digest(), np.int64)
-    # The weights of all ranks sum to 0, so that equal digests do, too; and all ranks see the same sums.
+    # The weights of all ranks sum to 0, so the weighted sum of equal digests is 0. All ranks see the same sums.
     others = control.num_ranks - 1
     weight = 2 * control.rank + 1 if control.rank < others else -(others**2)
     mine: list[int] = (digest * np.array([weight])).tolist()
@@ -400,7 +401,7 @@ def _add(dtype: torch.dtype, mine: Array, theirs: Array) -> None:
 
 
 def without_repeats(tensor: Tensor) -> Tensor:
-    """The part of an expanded tensor that its rows are made of: they are one and the same. Else the tensor. Local."""
+    """The tensor without the repeated rows of ``expand``: each such row shares one memory, and one is kept. Local."""
     for dim, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.shape[dim] > 1:
             tensor = tensor.narrow(dim, 0, 1)
@@ -408,7 +409,7 @@ def without_repeats(tensor: Tensor) -> Tensor:
 
 
 def _end(endpoint: Endpoint, channels: dict[int, ProcessGroupChannel]) -> None:
-    """Runs at exit, after the iterators were closed: the others are told that this rank has ended."""
+    """Tells the other ranks that this rank has ended. Runs at exit, after the iterators were closed."""
     endpoint.close()
     for channel in list(channels.values()):
         channel.end()

@@ -1,8 +1,8 @@
-"""Sums and gathered rows over all ranks, in about ``log2 W`` rounds of point-to-point messages.
+"""Recursive doubling: sums, gathers and broadcasts over all ranks in about ``log2 W`` rounds of messages.
 
-Decision. Recursive doubling: in round ``k`` each rank exchanges with the one whose number differs in bit ``k``. Ranks
-from the largest power of two on have a partner below it, which takes part for them. Every sum comes to the same bits on
-all ranks, floating-point ones too: both ranks of an exchange add the same two numbers.
+In round ``k`` each rank exchanges a message with the rank whose number differs in bit ``k``. Where ``W`` is no power of
+two, each rank from the largest power of two on has a partner below it, which takes part for it. Every sum has the same
+bits on all ranks, also floating-point sums: both ranks of an exchange add the same two numbers.
 
 References: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH", 2005.
 """
@@ -20,16 +20,16 @@ from torchdistinput.coordination.exchanges import Pending
 __all__ = ["Messenger", "Round", "Words", "add_up", "broadcast", "partners", "spread", "sum_up"]
 
 Words = npt.NDArray[np.int64]
-"""In one dimension, in one piece."""
+"""A contiguous array of one dimension."""
 
 Array = npt.NDArray[Any]
-"""Of any type of numbers; in one dimension, in one piece."""
+"""A contiguous array of one dimension, of any type of numbers."""
 
 _SUMS, _ROWS, _FIRST = 1, 2, 3  # tags
 
 
 class Messenger(Protocol):
-    """What sends and receives arrays, each in one piece. Messages to one rank arrive in the order they were sent."""
+    """Sends and receives arrays, one array per message. Messages to one rank arrive in the order they were sent."""
 
     def rank(self) -> int:
         """This rank."""
@@ -38,10 +38,10 @@ class Messenger(Protocol):
         """How many ranks there are."""
 
     def send(self, words: Array, peer: int, tag: int) -> Pending:
-        """To one rank; returns what to wait for before they are written to."""
+        """Sends an array to one rank. Do not write to the array until the result has come."""
 
     def recv(self, words: Array, peer: int, tag: int) -> Pending:
-        """From one rank."""
+        """Receives into an array from one rank. The array is complete when the result has come."""
 
 
 @final
@@ -49,8 +49,8 @@ class Round:
     """Messages on their way; see ``exchanges.Pending``.
 
     Args:
-      awaited: the one that is looked at.
-      sent: another one.
+      awaited: the message to wait for.
+      sent: a second message to wait for, or ``None``.
     """
 
     def __init__(self, awaited: Pending, sent: Pending | None = None) -> None:
@@ -69,7 +69,7 @@ class Round:
 
 
 def _power_below(num_ranks: int) -> int:
-    """The largest power of two that is not above it.
+    """The largest power of two that is at most ``num_ranks``.
 
     >>> [_power_below(num_ranks) for num_ranks in (1, 2, 3, 4, 7)]
     [1, 2, 2, 4, 4]
@@ -91,11 +91,11 @@ def partners(rank: int, num_ranks: int) -> list[int]:
 
 
 def sum_up(group: Messenger, words: Sequence[int]) -> Generator[Round, None, list[int]]:
-    """The sums of these words over the ranks. Collective: every rank of the group calls this.
+    """The element-wise sums of words over the ranks. Collective: every rank of the group calls this.
 
     Args:
       group: the ranks.
-      words: this rank's, signed, of 64 bits; as many on all ranks.
+      words: this rank's words, signed, of 64 bits; the same number on all ranks.
     """
     mine = np.array(words, np.int64)
     yield from add_up(group, mine, _add)
@@ -147,7 +147,7 @@ def spread(group: Messenger, own: Array) -> Generator[Round, None, list[Array]]:
     """
     rank, num_ranks = group.rank(), group.size()
     power = _power_below(num_ranks)
-    # The row of a rank lies beside that of its partner, so that what is exchanged is always in one piece.
+    # The row of a rank lies beside the row of its partner, so that every message is one contiguous part.
     table = np.zeros((power, 2, len(own)), own.dtype)
     seat = rank % power
     table[seat, rank // power] = own
@@ -172,11 +172,11 @@ def spread(group: Messenger, own: Array) -> Generator[Round, None, list[Array]]:
 
 
 def broadcast(group: Messenger, mine: Array) -> Generator[Round, None, None]:
-    """Overwrites an array with the first rank's. Collective: every rank of the group calls this.
+    """Overwrites an array with the first rank's array. Collective: every rank of the group calls this.
 
     Args:
       group: the ranks.
-      mine: of the same length and type on all ranks.
+      mine: the array, of the same length and type on all ranks.
     """
     rank, num_ranks = group.rank(), group.size()
     power = _power_below(num_ranks)
@@ -191,5 +191,5 @@ def broadcast(group: Messenger, mine: Array) -> Generator[Round, None, None]:
     while distance < power:
         others.append(rank ^ distance)
         distance *= 2
-    for peer in reversed(others):  # the one that has to pass it on most often comes first
+    for peer in reversed(others):  # first the rank that has to pass it on most often
         yield Round(group.send(mine, peer, _FIRST))

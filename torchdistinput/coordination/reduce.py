@@ -2,10 +2,10 @@
 
 Problem: gloo aborts the whole process when ranks bring tensors of different sizes, and other backends wait for ever.
 
-Decision: a collective has two halves. First every worker tells the others, as JSON, what it is about to do and with
-which dtypes and shapes, or the error that keeps it from taking part. All now know the same, so all apply the same pure
-laws to it and raise the same error, or go on. Only then do tensors travel. The laws need no further communication: the
-divisor of a mean and the sizes of a gather follow from the shapes.
+Decision: a collective has two halves. First every worker sends to the others, as JSON, its operation with the dtypes
+and shapes, or the error that keeps it from taking part. All workers then know the same facts, so all raise the same
+error, or go on. Only then do tensors travel. The laws below need no further communication: the divisor of a mean and
+the sizes of a gather follow from the shapes.
 
 Laws (N replicas in replica order, v_k the value of replica k):
   (R1) without an axis, SUM is v_0 + … + v_{N-1}, all of one shape; MEAN is that, divided by N.

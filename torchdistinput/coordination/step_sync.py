@@ -1,21 +1,21 @@
-"""The stage that makes all ranks take the same steps. Sizes, the end, errors and early stops all travel in its votes.
+"""Step agreement: the pipeline stage in which all ranks vote, so that all deliver the same steps.
 
-Problem. Ranks have different amounts of data, fail at different times and stop at different places. But a training loop
-with collectives in it hangs unless all ranks make the same steps.
+Problem. Ranks have different amounts of data, fail at different times and stop at different steps. A training loop with
+collectives in it hangs unless all ranks run the same number of steps.
 
-Decision. A rank votes for a step when it holds it: fetched, padded, its device copy under way. So a step that is agreed
-is held by every rank. A vote is one message of fixed size, which covers up to K steps; the messages of all ranks are
-summed (``step_agreement``). A failure, the end and a stop are flags in that message.
+Decision. A rank votes for a step when it holds the step: fetched, padded, the copy to the device begun. So every rank
+holds a step that is agreed. A vote is one message of fixed size and covers up to K steps. The messages of all ranks are
+summed (``step_agreement``). Flags in the message tell of a failure, of the end of the data and of a stop.
 
-Texts follow only where the sums call for them. As all ranks see the same sums, all send their texts at the same place:
-what ended the epoch on some rank, or the structure of the batches, for ranks that must make empty ones without having
-seen a sample. Besides, texts go round every so many steps: what each rank measured, and, where workers read files of
-their own, their positions, so that each rank can save the state of all. A rank that is alone forms the same sums
-without a message.
+Texts follow only where the sums call for them. All ranks see the same sums, so all ranks send their texts at the same
+point. A text holds the reason why a rank's epoch ended, or the structure of the batches, for ranks that must make an
+empty batch and have seen no sample. In addition, all ranks exchange texts once every few steps (``PeriodicSync``): the
+measurements of each rank and, where each worker reads files of its own, the worker's position, so that each rank can
+save the state of all. A process without other ranks forms the same sums without a message.
 
-Considered and refused. Counting steps from lengths, without votes: errors and stops would need a second way. A leader
-that decides: its death would be a special case, and its load grows with the ranks. Pickled objects: data from another
-rank must not run code here.
+Alternatives refused. Count the steps from lengths, without votes: errors and stops would need a second mechanism. Let
+one leader decide: the leader's death would be a special case, and its load grows with the number of ranks. Send pickled
+objects: data from another rank must not run code on this one.
 """
 
 from __future__ import annotations
@@ -63,22 +63,22 @@ _MOST_SELDOM: Final = 4
 
 @final
 class StepSync:
-    """Votes for the steps that this rank holds. Used by one thread at a time, but where it says otherwise.
+    """Votes for the steps that this rank holds. Used by one thread at a time, except where a method says otherwise.
 
     Args:
-      channel: the connection to the same iterator on the other ranks; ``None`` where nobody else votes.
+      channel: the connection to the same iterator on the other ranks; ``None`` where no other rank votes.
       slots: how many steps one message covers, K.
       checker: knows the structure of the elements.
-      complete: makes the empty pieces of a share, once the structure is known.
+      complete: makes the empty pieces of a step, once the structure is known.
       name: this rank, as users know it; ``None`` where there is only one.
-      begins_at: the epoch, and the number of its first step here; for messages.
-      counts: whether this rank's samples count (of several ranks that read the same, only one does).
-      workers: the worker of each rank; those of one worker read the same. Empty: each is a worker.
-      way_out: what to do where the ranks differ in what they read, if all must read the same; else empty.
-      periodic_sync: what the workers tell each other from time to time, if they do.
+      begins_at: the epoch, and the number of the first step that this iterator delivers; for messages.
+      counts: whether this rank's samples count. Of several ranks that read the same samples, only one counts.
+      workers: the worker of each rank; the ranks of one worker read the same samples. Empty: each rank is a worker.
+      way_out: the advice of the error for ranks that read different data, if all must read the same; else empty.
+      periodic_sync: exchanges positions and measurements from time to time; ``None`` for no such exchange.
       max_errors: samples that all ranks together may leave out; ``None`` where none is ever left out.
-      ahead: steps that the ranks read ahead at first, and at least, where that may grow up to ``pool``; ``None`` where
-        it stays as it is.
+      ahead: the prefetch depth at first and at least, where the depth may grow up to ``slots``; ``None`` where the
+        depth is fixed.
     """
 
     def __init__(  # noqa: PLR0913 - one stage is one call
@@ -108,7 +108,7 @@ class StepSync:
         self._way_out = way_out
         alike = [0] * channel.num_ranks if channel is not None and way_out else workers
         self._peer_weight = peer_weight_of(channel.rank, alike) if channel is not None and alike else 0
-        self._arrived: deque[Held] = deque()  # by whichever thread; the one that votes takes them over
+        self._arrived: deque[Held] = deque()  # any thread appends; the thread that votes takes the steps over
         self._held: deque[LocalStep | PastEnd] = deque()
         self._failure: Failed | None = None
         self._dropped: list[LocalStep] = []
@@ -126,22 +126,22 @@ class StepSync:
 
     @property
     def _steps(self) -> int:
-        """Steps of the epoch that are agreed, for messages."""
+        """How many steps of the epoch are agreed, for messages."""
         return self._first_step + self._rows - self._passed_over
 
     @property
     def over(self) -> bool:
-        """Whether the last outcome was cast."""
+        """Whether the last outcome of the epoch was returned."""
         return self._over
 
     @property
     def alone(self) -> bool:
-        """Whether nobody else votes."""
+        """Whether no other rank votes."""
         return self._channel is None
 
     @property
     def rounds(self) -> int:
-        """How many messages of others a vote waits for, one after the other, about."""
+        """About how many messages of other ranks a vote waits for, one after the other."""
         return 0 if self._channel is None else self._channel.num_ranks.bit_length()
 
     @property
@@ -150,7 +150,7 @@ class StepSync:
         return bool(self._arrived) or bool(self._held) or self._failure is not None or self._stopped
 
     def hold(self, held: Held) -> None:
-        """Takes the next step of this rank. Any thread, one at a time."""
+        """Takes the next step of this rank. Any thread, but only one at a time."""
         self._arrived.append(held)
 
     def _take_in(self) -> None:
@@ -159,7 +159,7 @@ class StepSync:
             held = arrived.popleft()
             if self._failure is not None:
                 continue
-            if type(held) is LocalStep and held.skipped is NOTHING_SKIPPED:  # as nearly always
+            if type(held) is LocalStep and held.skipped is NOTHING_SKIPPED:  # the common case
                 self._held.append(held)
                 continue
             if isinstance(held, Failed):
@@ -170,7 +170,7 @@ class StepSync:
                 self._log(held.skipped.first)
 
     def _log(self, left_out: Sequence[str]) -> None:
-        """Tells of the first samples that are left out in this epoch."""
+        """Logs the first samples that are left out of this epoch."""
         for text in left_out[: MOST_TOLD - len(self._left_out)]:
             self._left_out.append(text)
             _LOG.warning("left out of epoch %d, as it could not be read: %s", self._epoch, text)
@@ -178,7 +178,11 @@ class StepSync:
                 _LOG.warning("what else is left out of epoch %d here is counted, and not told", self._epoch)
 
     def stop(self, delivered: int) -> list[LocalStep]:
-        """Nobody reads here any more, after so many steps: offers none. Returns what it held, until that is cleared."""
+        """The consumer stopped after ``delivered`` steps: votes for no further step. Local.
+
+        Returns:
+          The list of the steps that were held. It is kept here until the caller clears it.
+        """
         arrived = tuple(self._arrived)
         held = [*self._held, *arrived]
         self._dropped += [each for each in held if isinstance(each, LocalStep)]
@@ -193,10 +197,10 @@ class StepSync:
         return self._dropped
 
     def settle(self, held: Held) -> Outcome:
-        """Where nobody else votes: what becomes of the next step of this rank, as ``hold`` and ``vote`` would say.
+        """Where no other rank votes: the outcome of the next step, as ``hold`` and ``vote`` would return it.
 
-        A step of a sample or more that lost none is agreed by law A1, which is found here without forming a report. One
-        that failed is missed, if the data goes on: there is nobody else whom that would put out of step.
+        A step that has samples and lost none is agreed by law A1; this is decided here without forming a report. A step
+        that failed is ``Missed`` if the data goes on: there is no other rank that would count the steps differently.
         """
         if self._agrees_at_once and type(held) is LocalStep:
             sizes = held.sizes
@@ -215,15 +219,15 @@ class StepSync:
         return outcome
 
     def vote(self, ahead: int = 0) -> Exchange[list[Outcome]]:
-        """One exchange: what the ranks agree on, nothing if a rank has only flags to show. Collective.
+        """One exchange: the steps and other outcomes that the ranks agree on; an empty list is possible. Collective.
 
         Args:
-          ahead: 1 if this rank would read further ahead, -1 if not so far.
+          ahead: 1 if this rank asks for a larger prefetch depth, -1 for a smaller one, 0 for the present one.
         """
         self._take_in()
         try:
             return (yield from self._vote(ahead))
-        except RankLost:  # the others gave up waiting for what failed here, and cannot be told
+        except RankLost:  # the other ranks gave up waiting for the step that failed here, and hear of no failure now
             failure = self._next_failure()
             if failure is None:
                 raise
@@ -254,7 +258,7 @@ class StepSync:
         return outcomes
 
     def _read_ahead(self, change: int) -> list[Outcome]:
-        """Law A8."""
+        """The new prefetch depth, where it changes; law A8."""
         ahead = changed(self._ahead, change, self._least_ahead, self._slots)
         if ahead == self._ahead:
             return []
@@ -286,30 +290,30 @@ class StepSync:
         return self._skipped + (held.skipped.samples if isinstance(held, LocalStep) else 0)
 
     def _next_failure(self) -> Failed | None:
-        """The failure, once nothing is held before it."""
+        """The failure of this rank, once no step is held before it."""
         return None if self._held else self._failure
 
     def _agreed(self, global_size: int) -> Outcome:
         held = self._held[0]
         self._rows += 1
-        share = LocalStep([], ()) if isinstance(held, PastEnd) else held
-        if share.skipped is not NOTHING_SKIPPED:
-            self._skipped += share.skipped.samples
+        step = LocalStep([], ()) if isinstance(held, PastEnd) else held
+        if step.skipped is not NOTHING_SKIPPED:
+            self._skipped += step.skipped.samples
         if global_size == 0:
             self._passed_over += 1
             self._held.popleft()
             return EmptyStep(None if isinstance(held, PastEnd) else held)
-        if not share.parcels:
-            self._complete(share)
+        if not step.parcels:
+            self._complete(step)
         self._held.popleft()
-        share.global_size, share.rows = global_size, self._rows
-        return share
+        step.global_size, step.rows = global_size, self._rows
+        return step
 
     def _pass_landmarks(self, before: int) -> Exchange[None]:
-        """Where a periodic sync was passed, all workers say where they stood. Collective, as every rank counts alike.
+        """Where a periodic sync was passed, all workers exchange their positions. Collective: all ranks count alike.
 
-        What they say grows with the number of workers, and is told once in ``every`` steps; up to four times as seldom
-        where more and more is read ahead, as the exchanges would show.
+        The size of this exchange grows with the number of workers. It takes place once in ``every`` rows, and up to
+        four times more rarely where the prefetch depth has grown: there the exchanges take a noticeable time.
         """
         periodic_sync, channel = self._periodic_sync, self._channel
         if periodic_sync is None or channel is None:
@@ -326,9 +330,9 @@ class StepSync:
         return outcome
 
     def _share_structure(self) -> Exchange[BaseException | None]:
-        """A rank lacks the structure: those that know it send it, and all say whether they can build it.
+        """A rank lacks the structure: ranks that know it send it, and all ranks tell whether they can use it.
 
-        Collective, as every rank saw the same flag.
+        Collective: every rank saw the same flag.
         """
         if self._channel is None:
             return None
@@ -338,7 +342,7 @@ class StepSync:
         return errors.BatchingError("\n".join(problems)) if problems else None
 
     def _guarded(self, call: Callable[[], str]) -> str:
-        """The text, or the error as a text that says so."""
+        """The text that ``call`` returns, or its error as JSON."""
         try:
             return call()
         except InputError as error:
@@ -358,7 +362,7 @@ class StepSync:
         return ""
 
     def _difference(self) -> Exchange[BaseException]:
-        """The ranks' elements differ in structure: all tell theirs. Collective, as every rank saw the same sums."""
+        """The error for ranks whose elements differ in structure. Collective: every rank saw the same sums."""
         structure = self._checker.structure
         mine = "" if structure is None else f"rank {self._name}: {structure}"
         texts = yield from self._texts_of_all(mine)
@@ -369,13 +373,13 @@ class StepSync:
         )
 
     def _difference_of_draws(self) -> Exchange[BaseException]:
-        """The samplers of the ranks drew differently, or ranks that must read the same read differently.
+        """The error for samplers that drew differently, or for ranks that read different data and must not.
 
-        Collective, as every rank saw the same sums.
+        Collective: every rank saw the same sums.
         """
         held = self._held[0] if self._held else PastEnd()
         drew = read = "ended"
-        if isinstance(held, LocalStep):  # a digest of pieces is one in each of its bits
+        if isinstance(held, LocalStep):  # a digest of pieces uses all bits: show the whole number
             drew, read = f"{held.digest:x}", words_of(held.read) if self._way_out else f"{held.read:x}"
         mine = json.dumps({"rank": self._name, "worker": self._worker, "drew": drew, "read": read})
         told = [plain_message(text) for text in (yield from self._texts_of_all(mine))]
@@ -407,7 +411,7 @@ class StepSync:
         return error_of([plain_message(text) for text in (yield from self._texts_of_all(mine)) if text], failure)
 
     def _too_many_skipped(self, samples: int) -> Exchange[BaseException]:
-        """More samples were left out than may be. Collective, as every rank saw the same sums."""
+        """The error for more than ``max_errors`` samples left out. Collective: every rank saw the same sums."""
         counted = self._skipped_until_next() if self._counts else 0
         mine = json.dumps({"rank": self._name, "first": self._left_out}) if counted else ""
         told = [plain_message(text) for text in (yield from self._texts_of_all(mine)) if text]
@@ -426,21 +430,21 @@ class StepSync:
         )
 
     def waiting_since(self) -> float | None:
-        """When the exchange in progress began, or ``None``. Any thread."""
+        """When the exchange in progress began (``time.monotonic``), or ``None``. Any thread."""
         return None if self._channel is None else self._channel.waiting_since()
 
     def late(self) -> list[int]:
-        """The ranks that have not come to the exchange in progress. Any thread."""
+        """The ranks that have not yet joined the exchange in progress. Any thread."""
         return [] if self._channel is None else self._channel.late()
 
     def abort(self, reason: str) -> None:
-        """Ends the exchange on all ranks, which learn the reason. Any thread, idempotent."""
+        """Ends the exchange on all ranks and tells them the reason. Any thread, idempotent."""
         if self._channel is not None:
             self._channel.abort(reason)
 
 
 def _peers_that_differ(told: Sequence[Mapping[str, Any]]) -> str:
-    """What the ranks read of each worker whose ranks differ."""
+    """For each worker whose ranks read different data: what each of these ranks read."""
     by_worker: dict[int, list[Mapping[str, Any]]] = {}
     for each in told:
         by_worker.setdefault(each["worker"], []).append(each)
@@ -449,6 +453,7 @@ def _peers_that_differ(told: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _last_landmark(rows: int, periodic_sync: PeriodicSync, seldom: int) -> int:
+    """The row of the last periodic sync up to ``rows``; 0 where there was none."""
     every = periodic_sync.every * seldom
     if rows >= every or not periodic_sync.early:
         return rows - rows % every
@@ -456,7 +461,7 @@ def _last_landmark(rows: int, periodic_sync: PeriodicSync, seldom: int) -> int:
 
 
 def _until_a_loss(steps: list[LocalStep | PastEnd]) -> list[LocalStep | PastEnd]:
-    """The steps in front of the second or a later one that lost samples; law A7."""
+    """The steps before the first one, other than ``steps[0]``, that lost samples; law A7."""
     for number, held in enumerate(steps[1:], 1):
         if isinstance(held, LocalStep) and held.skipped.samples:
             return steps[:number]

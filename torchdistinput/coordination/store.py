@@ -1,15 +1,15 @@
-"""The store: what ranks leave there, read in few requests at any number of ranks, and never waited for without a bound.
+"""Access to torch's key-value store: few requests at any number of ranks, and every wait has a bound.
 
-Problem. The store is one process, which answers some 100,000 requests a second. What each of ``W`` ranks asks of each
-other one is ``W**2`` requests: at 4,096 ranks minutes, in which nobody else is answered. And it may stand still, or its
-host may be gone: a request to it stays in C++ without a bound, where Ctrl-C does not reach it.
+Problem. The store is one process, which answers about 100,000 requests a second. If each of ``W`` ranks asked for one
+key of each other rank, these would be ``W**2`` requests: minutes at 4,096 ranks, in which no other request is answered.
+The store may also hang, or its host may be gone. A request then stays in C++ without a bound, and Ctrl-C does not end
+it.
 
 Decisions.
-- A rank asks for many keys at once. Where few of them are missing these are found by halving.
-- The store is asked while a strategy is made, and never again: later whatever ranks tell each other goes over their own
-  connections.
-- All requests are made on a thread of their own (``within``). The caller waits for it, sees signals, and leaves it
-  behind if the store does not answer.
+- A rank asks for many keys in one request. Where a few keys are missing, they are found by halving the list.
+- The store is asked only while a strategy is made. Later all messages travel over the ranks' own connections.
+- All requests are made on a separate thread (``within``). The caller waits for the thread, handles signals, and
+  abandons the thread if the store does not answer.
 """
 
 from __future__ import annotations
@@ -30,46 +30,46 @@ __all__ = ["ASK_AGAIN_SECONDS", "Store", "missing", "prefixed", "values", "withi
 T = TypeVar("T")
 
 ASK_AGAIN_SECONDS: Final = 10e-6
-"""For each rank that asks the same: so all of them leave the store some time for others."""
+"""Wait between two polls, for each rank that polls the same key: leaves the store time for other requests."""
 
 _LOOK_SECONDS: Final = 0.5
 _EXIT_SECONDS: Final = 2.0
 
 
 class Store(Protocol):
-    """What is used of a torch store."""
+    """The methods of a torch store that are used here."""
 
     def set(self, key: str, value: str) -> None:
-        """Writes."""
+        """Writes a value."""
 
     def get(self, key: str) -> bytes:
-        """Reads; waits for the key."""
+        """Reads a value; waits for the key."""
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        """Reads all of these at once; waits for them."""
+        """Reads several values at once; waits for their keys."""
 
     def add(self, key: str, amount: int) -> int:
-        """Adds to a counter, and returns what it then is."""
+        """Adds to a counter, and returns its new value."""
 
     def check(self, keys: list[str]) -> bool:
-        """Whether the keys are there."""
+        """Whether all the keys are there."""
 
     def delete_key(self, key: str) -> bool:
-        """Deletes."""
+        """Deletes a key."""
 
     def clone(self) -> Store:
         """The same store over another connection."""
 
 
 def prefixed(prefix: str, store: Store) -> Store:
-    """A part of a store with names of its own. Local."""
+    """The part of a store whose keys begin with a prefix. Local."""
     part = cast(Any, dist).PrefixStore(prefix, store)
     never_ended_by_forks(part)
     return cast(Store, part)
 
 
 def missing(store: Store, keys: Sequence[str]) -> list[int]:
-    """The places of the keys that are not there: one request, and some ``2 log2 n`` for each of them. Local."""
+    """The positions of the missing keys: one request, and about ``2 log2 n`` more for each missing key. Local."""
     if store.check(list(keys)):
         return []
     if len(keys) == 1:
@@ -79,7 +79,7 @@ def missing(store: Store, keys: Sequence[str]) -> list[int]:
 
 
 def values(store: Store, keys: Sequence[str]) -> list[bytes | None]:
-    """What is at each of these keys; ``None`` if it is not there. One request more than ``missing``. Local."""
+    """The value of each key; ``None`` for a missing one. One request more than ``missing``. Local."""
     if not keys:
         return []
     absent = set(missing(store, keys))
@@ -88,13 +88,13 @@ def values(store: Store, keys: Sequence[str]) -> list[bytes | None]:
 
 
 def within(seconds: float, what: str, where: str, ask: Callable[[threading.Event], T]) -> T:
-    """What a conversation with the store comes to, waited for on the caller's thread. Local, bounded.
+    """Calls ``ask`` on a separate thread, waits for it on the caller's thread, and returns its result. Local, bounded.
 
     Args:
-      seconds: how long to wait. The conversation should have a bound of its own that is a little shorter.
-      what: the call that this serves, for messages.
-      where: the store's host.
-      ask: the conversation, on a thread of its own. Its event is set when nobody waits for it any more.
+      seconds: how long to wait. ``ask`` should have a bound of its own that is a little shorter.
+      what: the name of the public call, for messages.
+      where: the store's host, for messages.
+      ask: makes requests to the store. Its event is set when the caller no longer waits.
 
     Raises:
       CoordinationTimeout: the store does not answer.
@@ -114,14 +114,14 @@ def within(seconds: float, what: str, where: str, ask: Callable[[threading.Event
     threading.Thread(target=run, name="torchdistinput-store", daemon=True).start()
     until = time.monotonic() + seconds
     try:
-        # Not by its join: one that is interrupted takes the thread for ended.
+        # Not `Thread.join`: an interrupted join marks the thread as ended.
         while not ended.is_set() and time.monotonic() < until:
             ended.wait(_LOOK_SECONDS)
     finally:
         given_up.set()
         if not ended.is_set():
-            # Also after an interruption. A thread that comes back from C++ while the interpreter is finalized ends the
-            # process by an abort.
+            # Also after an interruption. A thread that returns from C++ while the interpreter is finalized aborts the
+            # process.
             atexit.register(ended.wait, _EXIT_SECONDS)
     if not results:
         raise CoordinationTimeout(

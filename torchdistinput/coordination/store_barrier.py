@@ -1,7 +1,8 @@
-"""Sign-in: ranks meet at the store before they first talk to each other.
+"""A barrier over torch's key-value store: all ranks sign in before they connect to each other.
 
-A wait at the store is bounded and interruptible, and who has not signed is known by name; torch's own rendezvous has
-neither. It takes place on a thread of its own (``store.within``), as a store that does not answer cannot be left.
+The wait is bounded and interruptible, and the ranks that did not sign in are known by number; torch's own rendezvous
+offers neither. The requests run on a separate thread (``store.within``), because a request to a store that does not
+answer cannot be cancelled.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torchdistinput.errors import CoordinationTimeout
 
 __all__ = ["StoreBarrier", "did_not_come"]
 
-_LAST_MOMENT_SECONDS: Final = 0.5  # from the moment when a rank sees that all have signed until it has said so
+_LAST_MOMENT_SECONDS: Final = 0.5  # for a rank that sees all signatures, to write that all have signed
 
 
 def did_not_come(what: str, names: str, timeout_seconds: float) -> CoordinationTimeout:
@@ -30,10 +31,10 @@ def did_not_come(what: str, names: str, timeout_seconds: float) -> CoordinationT
 
 @final
 class StoreBarrier:
-    """Signing in, once; a rank that gave up may come again.
+    """A barrier that all ranks pass once; a rank that gave up may try again.
 
     Args:
-      store: a store, or a part of one, for nothing else.
+      store: a store, or a part of a store, that is used for this barrier only.
       rank: this rank.
       names: the ranks as users know them, by rank.
     """
@@ -47,10 +48,10 @@ class StoreBarrier:
         """Signs in with a text, and waits until every rank has. Collective: every rank calls this.
 
         Args:
-          what: the call that this serves, for messages.
+          what: the name of the public call, for messages.
           timeout_seconds: how long to wait.
-          text: what others may want to know of this rank; see ``told``.
-          given_up: is set where nobody waits for this any more.
+          text: this rank's text for the other ranks; see ``told``.
+          given_up: is set when the caller no longer waits.
 
         Raises:
           CoordinationTimeout: a rank did not come; it is named. This rank's signature is taken back.
@@ -65,31 +66,31 @@ class StoreBarrier:
             raise did_not_come(what, names, timeout_seconds)
 
     def told(self, ranks: Sequence[int]) -> list[bytes]:
-        """What these ranks signed in with; all have. Local."""
+        """The texts with which these ranks signed in, once all ranks have. Local."""
         return self._store.multi_get([f"at/{rank}" for rank in ranks]) if ranks else []
 
     def _take_back(self) -> bool:
-        """As if this rank had not signed; ``False`` if the last rank signed meanwhile: it counts on us, so we stay."""
+        """Takes this rank's signature back. ``False`` if the last rank signed meanwhile: the signature stays then."""
         self._store.add("signed", -1)
         if self._holds(lambda: self._store.check(["all"]), _LAST_MOMENT_SECONDS, threading.Event()):
             return False
-        # A store that cannot delete: another rank that gives up then names this one only as late, not as absent.
+        # Some stores cannot delete. Another rank that gives up then does not name this rank among the absent ones.
         with contextlib.suppress(RuntimeError):
             self._store.delete_key(f"in/{self._rank}")
         return True
 
     def _have_all_signed(self) -> bool:
-        """Each rank looks itself, and says so for those that are about to give up: the last to sign may die there."""
+        """Whether all have signed. Each rank that sees it writes it down, as the last rank to sign may die before."""
         if self._store.add("signed", 0) < len(self._names):
             return False
         self._store.set("all", "")
         return True
 
     def _holds(self, condition: Callable[[], bool], seconds: float, given_up: threading.Event) -> bool:
-        """Whether a condition comes to hold in time. A store that is gone raises.
+        """Whether a condition becomes true in time. Raises if the store is gone.
 
-        It asks again and again, ever more slowly: a wait at the store would hold its client, and torch prints a warning
-        for each that expires.
+        Polls, ever more rarely: a blocking wait would hold the store's client, and torch prints a warning for each wait
+        that expires.
         """
         began = time.monotonic()
         while not condition():

@@ -1,4 +1,4 @@
-"""How long a consumer waits for other ranks, and what it says meanwhile: who is late."""
+"""The timeout of an iterator's waits for other ranks: a warning, then an error, that name the late ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WARN_SECONDS = 5.0
 
 
 class _Exchange(Protocol):
-    """What is waited for; see ``prefetch_thread.Votes``."""
+    """The exchange that the consumer waits for; see ``prefetch_thread.Votes``."""
 
     def waiting_since(self) -> float | None: ...
 
@@ -30,9 +30,9 @@ class StragglerTimeout:
     """Bounds the waits of one iterator.
 
     Args:
-      votes: what is waited for.
-      timeout_seconds: how long.
-      names: the ranks, as users know them.
+      votes: the exchanges that the consumer waits for.
+      timeout_seconds: the bound of a wait.
+      names: the number of each rank as users know it.
     """
 
     def __init__(self, votes: _Exchange, timeout_seconds: float, names: Callable[[int], int]) -> None:
@@ -44,13 +44,13 @@ class StragglerTimeout:
         """How long to sleep between two looks at the clock."""
 
     def look(self, began: float, step: int) -> CoordinationTimeout | None:
-        """Names who is late, first in a warning, then in an error, which is returned. Other ranks learn of that.
+        """Logs a warning that names the late ranks; after the timeout returns the error, and tells the other ranks.
 
-        Time spent on our own data does not count.
+        Time that this rank spends on its own data does not count.
 
         Args:
-          began: when the wait did, by the monotonic clock.
-          step: which step is waited for.
+          began: the beginning of the wait, by the monotonic clock.
+          step: the number of the awaited step.
         """
         since = self._votes.waiting_since()
         if since is None:
@@ -58,7 +58,7 @@ class StragglerTimeout:
         waited = time.monotonic() - max(began, since)
         is_over = waited >= self._timeout_seconds
         if not is_over and (self._warned or waited < _WARN_SECONDS):
-            return None  # all ranks ask the same store who is late
+            return None
         late = ", ".join(str(self._names(rank)) for rank in self._votes.late()) or "unknown"
         place = f"at step {step}"
         if is_over:

@@ -1,7 +1,7 @@
-"""Accelerators: streams, pinned memory, and the copy of batches ahead of the training.
+"""Accelerators: copies of batches to a device ahead of the training step, with streams and pinned memory.
 
-- ``accelerators``: Torch's streams, events, pinned memory.
-- ``copy_ahead``: The copy to a device, and why it is safe.
-- ``small_leaves``: Small leaves of a batch, copied as one.
-- ``pinned_memory``: Memory of loader workers, locked in place for an accelerator.
+- ``accelerators``: The devices of this process; torch's streams, events and pinned memory.
+- ``copy_ahead``: The asynchronous copy to a device, and why its memory is safe.
+- ``small_leaves``: Copies the small leaves of a batch in one buffer.
+- ``pinned_memory``: Page-locks the shared memory of loader workers for an accelerator.
 """

@@ -1,8 +1,8 @@
-"""The door to devices: which ones there are, and their streams, events and pinned memory.
+"""The devices of this process, and their streams, events and pinned memory, through torch's generic API.
 
-Only torch's generic API is used (``torch.accelerator``, ``torch.Stream``, ``torch.Event``), so any accelerator that
-torch knows will do. A stream is made current by ``set_stream``, not by ``with stream:``: that exists only in newer
-versions, and keeps its state in the stream object, which two threads share here.
+The generic API (``torch.accelerator``, ``torch.Stream``, ``torch.Event``) works for any accelerator that torch knows. A
+stream is made current by ``set_stream``, not by ``with stream:``. The ``with`` statement exists only in newer versions,
+and keeps its state in the stream object, which two threads share here.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ __all__ = [
     "streams_here",
 ]
 
-# Accelerators whose torch backend has a single stream: `torch.Stream(device)` cannot make a second one there. With the
-# types that they have no numbers of.
+# Accelerators whose torch backend has a single stream (`torch.Stream(device)` cannot make a second one), with the
+# dtypes that they do not support.
 _ONE_STREAM = {"mps": frozenset({torch.float64, torch.complex128})}
 
 
@@ -52,7 +52,7 @@ class Accelerators:
 
     @staticmethod
     def detect() -> Accelerators:
-        """Asks torch."""
+        """The accelerators that torch reports."""
         if not torch.accelerator.is_available():
             return Accelerators(None, 0)
         accelerator = torch.accelerator.current_accelerator()
@@ -75,8 +75,8 @@ def resolve_devices(
     accelerator may not: two replicas on it would only share its time, and collectives between them cannot work.
 
     Args:
-      devices: what the user asked for. ``None`` is one device: the accelerator with the index ``local_rank``, or
-        the CPU where there is no accelerator. ``"cuda"`` without an index gets the index ``local_rank``.
+      devices: the user's argument. ``None`` is one device: the accelerator with the index ``local_rank``, or the CPU
+        where there is no accelerator. ``"cuda"`` without an index gets the index ``local_rank``.
       local_rank: this process's number on its machine.
       found: the accelerators to choose from; by default those of this machine.
 
@@ -154,14 +154,15 @@ def set_current(device: torch.device) -> None:
 def streams_here(devices: Sequence[torch.device]) -> Callable[[int], None]:
     """The calling thread's streams, for another thread that works in its place. Local.
 
-    A tensor belongs to the stream that was current where it was made: on any other one it may be read before it is
+    A tensor belongs to the stream that was current when it was made: on another stream it may be read before it is
     written. A new thread starts on the default streams.
 
     Args:
-      devices: the CPU has no streams.
+      devices: the devices; the CPU has no streams.
 
     Returns:
-      To be called by the other thread: makes those streams its current ones, and the device at that place its device.
+      A function for the other thread. It makes these streams the thread's current ones, and the device at the given
+      place its current device.
     """
     streams = [None if device.type == "cpu" else torch.accelerator.current_stream(device) for device in devices]
 
@@ -177,7 +178,7 @@ def default_state(device: torch.device) -> torch.Tensor:
     """The state of a device's default random generator: uint8, on the CPU, a copy. Local.
 
     Args:
-      device: one that random numbers can be drawn on.
+      device: a device on which random numbers can be drawn.
     """
     if device.type == "cpu":
         return torch.get_rng_state()
@@ -216,29 +217,29 @@ class TorchStreams:
         self._lock = lock
 
     def enter_thread(self, stream: torch.Stream) -> None:
-        """See ``set_current``, which does so with the stream that is current already."""
+        """Makes a stream and its accelerator the current ones of the calling thread; see ``set_current``."""
         torch.accelerator.set_stream(stream)
 
     def new_stream(self) -> torch.Stream:
-        """From torch's pool of streams."""
+        """A stream from torch's pool of streams."""
         return torch.Stream(self._device)
 
     def current_stream(self) -> torch.Stream:
-        """Of this accelerator, whichever index is current in the calling thread."""
+        """The current stream of this accelerator, whichever device is current in the calling thread."""
         return torch.accelerator.current_stream(self._device)
 
     def record(self, stream: torch.Stream) -> torch.Event:
-        """A fresh event each time, so that no wait can mean a later recording."""
+        """Records a new event each time, so that no wait can refer to a later recording."""
         event = torch.Event(self._device)
         event.record(stream)
         return event
 
     def wait(self, stream: torch.Stream, event: torch.Event) -> None:
-        """On the device; the host goes on."""
+        """Makes the stream wait for the event on the device; the host does not wait."""
         stream.wait_event(event)
 
     def done(self, event: torch.Event) -> bool:
-        """Polls."""
+        """Whether the event is done, without waiting."""
         return event.query()
 
     def block(self, event: torch.Event) -> None:
@@ -246,7 +247,7 @@ class TorchStreams:
         event.synchronize()
 
     def handling(self, leaf: Any) -> Handling:
-        """Plain dense tensors in host memory go ahead; tensors elsewhere and special ones are moved late."""
+        """Plain dense tensors in host memory are copied ahead; other tensors are moved at hand-over."""
         if not isinstance(leaf, torch.Tensor) or leaf.device == self._device:
             return Handling.STAYS
         dense = leaf.layout is torch.strided and not (leaf.is_nested or leaf.is_quantized)
@@ -254,10 +255,10 @@ class TorchStreams:
         return Handling.AHEAD if ahead else Handling.LATE
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Through torch's cache of pinned blocks, but for what loader workers wrote and can be locked where it is.
+        """Pins through torch's cache of pinned blocks; memory of loader workers that can be page-locked stays in place.
 
-        An empty tensor has no memory to pin. One with holes is closed up: torch copies such a one by way of pageable
-        memory, for which the calling thread waits.
+        An empty tensor has no memory to pin. A tensor with holes is copied without them: torch would copy it through
+        pageable memory, for which the calling thread waits.
         """
         if tensor.numel() == 0:
             return tensor
@@ -268,36 +269,36 @@ class TorchStreams:
         return tensor.pin_memory()
 
     def staging(self, num_bytes: int) -> torch.Tensor:
-        """From torch's cache of pinned blocks, too."""
+        """A buffer from torch's cache of pinned blocks."""
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def empty(self, num_bytes: int, stream: torch.Stream) -> torch.Tensor:
-        """As ``empty_like``."""
+        """A buffer on the device, from the pool of the stream; as ``empty_like``."""
         with _current(stream):
             return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def empty_like(self, tensor: torch.Tensor, stream: torch.Stream) -> torch.Tensor:
-        """The pool is that of the stream that is current at the allocation."""
+        """A tensor on the device, from the pool of the stream: torch allocates from the current stream's pool."""
         with _current(stream):
             return torch.empty_like(tensor, device=self._device)
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, stream: torch.Stream) -> None:
-        """Asynchronous where the source is pinned or on the device."""
+        """Queues a copy on the stream; asynchronous where the source is pinned or on the device."""
         with _current(stream):
             target.copy_(source, non_blocking=True)
 
     def lend(self, tensor: torch.Tensor, stream: torch.Stream) -> None:
-        """What has no storage of its own (sparse, nested) is left to torch's rule."""
+        """Tells the allocator that the stream uses the tensor. Sparse and nested tensors are left to torch's rule."""
         if tensor.layout is torch.strided and not tensor.is_nested:
             tensor.record_stream(stream)
 
     def move_now(self, leaf: Any) -> Any:
-        """As the user's own ``.to`` would."""
+        """Moves a leaf on the current stream, as the user's own ``.to`` would."""
         return leaf.to(self._device) if moves_itself(leaf) or self.handling(leaf) is Handling.LATE else leaf
 
 
 def _has_holes(tensor: torch.Tensor) -> bool:
-    """Whether its elements are not exactly those of one piece of memory, in some order of the dimensions."""
+    """Whether the elements of a tensor leave gaps in its memory, in every order of the dimensions."""
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return reach + 1 != tensor.numel()
 
@@ -335,9 +336,9 @@ def make_copier(device: torch.device) -> Copier:
 
 
 def page_lock(device: torch.device) -> PageLock | None:
-    """What locks memory of this process for an accelerator; ``None`` if torch has no call for that. Local.
+    """The function that page-locks memory of this process for an accelerator; ``None`` if torch has none. Local.
 
-    Such memory is pinned for torch, too (``is_pinned``), and for all accelerators of that kind.
+    Such memory counts as pinned for torch (``is_pinned``), and for all accelerators of this kind.
     """
     return _CudaPageLock(device) if device.type == "cuda" else None
 
@@ -345,21 +346,21 @@ def page_lock(device: torch.device) -> PageLock | None:
 @final
 @dataclass(frozen=True)
 class _CudaPageLock:
-    """CUDA's and ROCm's.
+    """The ``PageLock`` of CUDA and ROCm.
 
     Args:
-      device: whose context does it; that of another index would be made for it, with some hundred MB.
+      device: the device whose context locks. The context of another index would first be created, with some hundred MB.
     """
 
     device: torch.device
 
     def __call__(self, address: int, num_bytes: int, /) -> Callable[[], object] | None:
-        """See ``PageLock``. Where it fails (limits on locked memory, systems without it), batches are copied."""
+        """See ``PageLock``. Where locking fails (a limit, or a system without it), batches are copied first."""
         cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call] # torch's
         with torch.cuda.device(self.device):
             if int(cudart.cudaHostRegister(address, num_bytes, 1)) == 0:  # 1: for all contexts
                 return partial(self._unlock, address)
-            # CUDA remembers the failure for this thread, and the next kernel's launch would be blamed for it.
+            # CUDA keeps the failure for this thread, and the next kernel launch would report it.
             with contextlib.suppress(RuntimeError):
                 torch.zeros(1, device=self.device)
         return None

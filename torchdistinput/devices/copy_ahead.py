@@ -1,17 +1,17 @@
-"""How a batch gets onto its device ahead of time, and why the memory is safe.
+"""Asynchronous copies of batches to a device ahead of the training step, and why their memory is safe.
 
-**Problem.** A batch should travel to the accelerator while the step before it still computes. So the copy runs on a
-side stream, issued by a background thread, and four things can go wrong without any error being raised:
+**Problem.** A batch should be copied to the accelerator while the step before it still computes. So a background thread
+queues the copy on a side stream. Four things can then go wrong without any error:
 
 1. the consumer reads before the copy is done;
-2. the copy is written into memory that an earlier batch has just left, while kernels queued earlier still read it
-   (a caching allocator hands a block on as soon as the last Python reference to it is gone);
+2. the copy is written into the freed memory of an earlier batch, while kernels queued earlier still read it
+   (a caching allocator reuses a block as soon as the last Python reference to it is gone);
 3. the pinned host buffer is reused while the copy still reads it;
 4. a batch that nobody will take (an early ``break``) frees its memory while the copy still writes it.
 
 **Decision.** The tensors on the device are allocated *on the consumer's stream* and only written on the side stream.
-An allocator with one pool per stream promises one thing: a block is handed on in the order of the stream it belongs
-to. With the consumer's stream as that stream:
+An allocator with one pool per stream promises one thing: a block is reused in the order of the stream to which it
+belongs. Here this is the consumer's stream, so:
 
 - right after the allocation an event is recorded on the consumer's stream, and the side stream waits for it before it
   writes. Whatever used the block before was queued on the consumer's stream before the block was freed, so before
@@ -20,31 +20,31 @@ to. With the consumer's stream as that stream:
 - after the copies an event is recorded on the side stream, and the consumer's stream waits for it at hand-over
   (against 1). From there on the batch is like any tensor that the user made on the current stream: it may be kept as
   long as they like and dropped at any moment, on any thread, with no further bookkeeping;
-- host buffers stay referenced until that event is done; it is polled, nobody waits for it (against 3);
-- a parcel that is given up makes the consumer's stream wait for its event before the memory is let go (against 4).
-  Parcels that are neither handed over nor given up stay referenced by the copier until it is closed.
+- host buffers stay referenced until that event is done; the event is polled, no thread waits for it (against 3);
+- a batch that is discarded makes the consumer's stream wait for its event before the memory is freed (against 4).
+  Batches that are neither handed over nor discarded stay referenced by the copier until it is closed.
 
-The destinations are allocated and the event is recorded first of all, before the host memory is pinned: the copy then
-waits for the steps that the training thread had queued when the parcel was begun, and for nothing queued since. With
-one step of read-ahead that is enough to overlap copy and compute in full. Waits always point at work that was queued
-earlier, so the streams cannot lock each other.
+The destinations are allocated and the event is recorded before the host memory is pinned. So the copy waits for the
+steps that the training thread had queued when ``send`` began, and for no later ones. With a prefetch depth of one this
+is enough to overlap copy and compute in full. A wait always refers to work that was queued earlier, so the streams
+cannot deadlock.
 
-*When the consumer changes its stream.* ``begin_step`` notes the stream of each ``next``. A parcel that was begun for
-another stream is cloned at hand-over into the pool of the current one (a copy inside the device, only for the parcels
-on their way at the change), and the old stream waits for that clone. Within a step torch's own rule holds: a batch
-belongs to the stream that was current at ``next``; who uses it on another one keeps it alive or records its use.
+*When the consumer changes its stream.* ``begin_step`` notes the stream of each ``next``. A batch that was sent for
+another stream is cloned at hand-over into the pool of the current stream, and the old stream waits for the clone. This
+is a copy inside the device, and only for the batches in flight at the change. Within a step torch's own rule holds: a
+batch belongs to the stream that was current at ``next``; code that uses it on another stream keeps it alive or calls
+``record_stream``.
 
-*What the source makes on the device* passes through. It belongs to a stream of the consumer: the source is read by the
-consumer's thread, or by one that begins on the consumer's stream. So what it queues comes first, as if nothing was read
-ahead. Once the consumer has changed its stream, the current one waits at hand-over for all it had before, and the
-allocator is told where such tensors are used.
+*Tensors that the source makes on the device* are passed through. They belong to a stream of the consumer: the source is
+read by the consumer's thread, or by a thread that begins on the consumer's stream. So the work that the source queues
+comes first, as if nothing was read ahead. Once the consumer has changed its stream, the current stream waits at
+hand-over for all earlier ones, and the allocator is told on which stream such tensors are used.
 
-*What cannot be copied ahead* is moved by the consumer at hand-over, on its own stream, as its own ``.to`` would:
-tensors of another accelerator, sparse, nested and quantized tensors, subclasses, and objects with a method ``to``
-(``TensorDict``, a batch of graphs, a class of the user's own), alone or in a list. All else that is not a tensor stays
-on the host.
+*Leaves that cannot be copied ahead* are moved by the consumer at hand-over, on its own stream, as its own ``.to``
+would: tensors of another accelerator, sparse, nested and quantized tensors, subclasses, and objects with a method
+``to`` (``TensorDict``, a batch of graphs, a user's class), alone or in a list. Other objects stay on the host.
 
-*Many small leaves* of a batch are copied as one, see ``small_leaves``; the buffers live by the same rules.
+*Many small leaves* of a batch are copied as one; see ``small_leaves``. The same rules hold for their buffers.
 
 **Considered and refused.** *Allocating on the side stream*, holding each batch until the next ``next``: a batch that
 the user keeps longer is overwritten. *record_stream* for each batch: frees then depend on polling events, memory piles
@@ -84,12 +84,12 @@ _Copies = list[tuple[Bundle, torch.Tensor]]  # from the host to a tensor or buff
 @final
 @dataclass(eq=False)
 class HostBatch:
-    """A batch on its way to a device: made by ``send``, ended by ``hand_over`` or ``discard`` of the same copier.
+    """A batch whose copy to a device was begun (a *parcel*); made by ``send``, ended by ``hand_over`` or ``discard``.
 
     Attributes:
-      batch: the batch as the consumer will get it; ``None`` once the parcel has ended.
-      home: the consumer's stream that the new tensors were allocated on.
-      ready: done when the copies are; ``None`` if nothing was copied.
+      batch: the batch as the consumer will get it; ``None`` once it was handed over or discarded.
+      home: the consumer's stream on which the new tensors were allocated.
+      ready: the event that is done when the copies are; ``None`` if nothing was copied.
       moved: the new tensors on the device.
       there: tensors that the source made on the device.
       late: whether leaves or objects are left that the consumer has to move itself.
@@ -104,10 +104,10 @@ class HostBatch:
 
 
 class Copier(Protocol):
-    """Brings the batches of one local replica onto its device. One per replica and loader, for the loader's life.
+    """Copies the batches of one local replica to its device. One per replica and loader, for the loader's life.
 
-    Two threads use it: a background thread that sends, and the consumer, whose ``next`` hands over. They may be one.
-    The copier is made on the consumer's thread.
+    Two threads use a copier: a background thread calls ``send``, and the consumer calls ``hand_over`` in ``next``. They
+    may be the same thread. A copier is made on the consumer's thread.
     """
 
     def enter_thread(self) -> None:
@@ -117,21 +117,21 @@ class Copier(Protocol):
         """Called by the consumer at each ``next``, first: notes the stream that the consumer works on."""
 
     def send(self, batch: Batch) -> HostBatch:
-        """Starts to bring a batch onto the device, without waiting for the device. The background thread calls it."""
+        """Begins the copy of a batch to the device, without waiting for it. The background thread calls this."""
 
     def hand_over(self, parcel: HostBatch) -> Batch:
-        """Ends a parcel: the batch, safe to use on the consumer's current stream. The consumer calls it."""
+        """The batch of a parcel, safe to use on the consumer's current stream. The consumer calls this."""
 
     def discard(self, parcel: HostBatch) -> None:
-        """Ends a parcel that nobody will take. Any thread calls it; a parcel that has ended already is left alone."""
+        """Frees a parcel that nobody will take. Any thread. No effect on a parcel that was handed over or discarded."""
 
     def close(self) -> None:
-        """Lets go of everything, once the background thread has stopped. Idempotent."""
+        """Releases all streams and memory, once the background thread has stopped. Idempotent."""
 
 
 @final
 class HostCopier:
-    """For the CPU, and for batches that are to stay where they are: a batch passes through untouched."""
+    """For the CPU, and for batches that stay where they are: a batch is passed through unchanged."""
 
     def enter_thread(self) -> None:
         """Nothing to do: the CPU is current everywhere."""
@@ -161,7 +161,7 @@ class DirectCopier:
 
     Args:
       device: the accelerator.
-      lacks: types that it has no numbers of.
+      lacks: dtypes that the accelerator does not support.
     """
 
     def __init__(self, device: torch.device, lacks: Collection[torch.dtype] = ()) -> None:

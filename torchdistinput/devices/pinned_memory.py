@@ -1,21 +1,22 @@
-"""Memory of loader workers that is locked in place, so that an accelerator reads it without a copy in between.
+"""Page-locked shared memory of loader workers, from which an accelerator reads batches without a copy in between.
 
-**Problem.** A copy to an accelerator runs beside the host only out of page-locked memory. What a loader worker wrote
-into memory that it shares with this process (see ``pool``) would first be copied into such memory, by the thread that
-sends.
+**Problem.** A copy to an accelerator is asynchronous only from page-locked memory. A batch that a loader worker wrote
+into memory shared with this process (see ``pool``) would first be copied into page-locked memory, by the thread that
+sends it.
 
-**Decision.** Once a worker has sent a few batches, the memory that all of them took is its *front*, for good. When a
-batch there goes to an accelerator, the front is locked, in one call; from then on its batches are read where they lie.
-Those beyond it go the ordinary way. No batch lies across the end of a front: whether memory is locked is told by its
-first byte, and a copy out of memory that is locked in part fails.
+**Decision.** Once a loader worker has sent a few batches, the memory that all of them took is its *pinned region*,
+which never changes afterwards. When a batch in it goes to an accelerator for the first time, the region is locked, in
+one call. From then on its batches are read in place. Batches outside of the region are copied first, as usual. No batch
+crosses the end of a region: torch decides by the first byte whether memory is locked, and a copy from memory that is
+locked in part fails.
 
-Only pages that were written to are locked, so that takes no more memory, and short epochs of workers that do not live
-on never pay for it. A front is unlocked when its loader is closed and nothing refers to a batch of the worker any more,
-by the process that locked it.
+Only pages that were written to are locked, so locking takes no more memory. Short epochs of loader workers that do not
+persist never pay for it. The process that locked a region unlocks it when its loader is closed and nothing refers to a
+batch of the loader worker any more.
 
-**Considered and refused.** *Locking batch by batch* takes longer than copying them, and neighbours share a page.
-*Locking more as more is used*: what lies across two locks cannot be copied. *Locking all that a worker may ever use*
-is up to 1 GiB of memory for a loader, whatever its batches take.
+**Alternatives refused.** *Locking batch by batch* takes longer than copying the batches, and neighbours share a page.
+*Locking more as more is used*: a batch that crosses two locked ranges cannot be copied. *Locking all memory that a
+loader worker may use* takes up to 1 GiB for a loader, whatever the size of its batches.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ class PageLock(Protocol):
     """Locks memory of this process in place, for one kind of accelerator."""
 
     def __call__(self, address: int, num_bytes: int, /) -> Callable[[], object] | None:
-        """What unlocks it; ``None`` if it could not be locked.
+        """Locks memory, and returns the function that unlocks it; ``None`` if it could not be locked.
 
         Args:
-          address: of the first byte, where a page begins.
-          num_bytes: whole pages.
+          address: the address of the first byte, where a page begins.
+          num_bytes: the size, whole pages.
         """
 
 
@@ -50,11 +51,11 @@ _FRONTS: weakref.WeakValueDictionary[int, PinnedRegion] = weakref.WeakValueDicti
 
 @final
 class PinnedRegion:
-    """The memory that the first batches of a loader worker took: the beginning of its part.
+    """The memory that the first batches of a loader worker took: the beginning of the loader worker's part.
 
     Args:
-      part: all the memory of the worker. All that is over it refers to this very array.
-      length: one number, shared with the worker: the bytes of the front, whole pages; 0 until the worker knows.
+      part: all the memory of the loader worker. All arrays and tensors over it refer to this very array.
+      length: one number, shared with the loader worker: the bytes of the region, whole pages; 0 until it is known.
     """
 
     def __init__(self, part: npt.NDArray[np.uint8], length: npt.NDArray[np.int64]) -> None:
@@ -67,19 +68,19 @@ class PinnedRegion:
 
     @property
     def length(self) -> int:
-        """In bytes; 0 where there is none yet."""
+        """The size of the region in bytes; 0 until it is known."""
         return int(self._length[0])
 
     def reach(self, length: int) -> None:
-        """The worker says how long it is. It never changes afterwards."""
+        """Sets the size of the region. Called by the loader worker, once."""
         self._length[0] = length
 
     def holds(self, begin: int, end: int) -> bool:
-        """Whether all memory between two addresses is of the front."""
+        """Whether all memory between two addresses is in the region."""
         return self._begin <= begin and end <= self._begin + self.length
 
     def lock(self, lock: PageLock) -> bool:
-        """Whether it is locked now. It is tried once."""
+        """Locks the region at the first call. Returns whether it is locked."""
         if not self._asked:
             self._asked = True
             unlock = lock(self._begin, self.length)
@@ -89,7 +90,7 @@ class PinnedRegion:
         return self._unlock is not None and self._unlock.alive
 
     def unlock(self) -> None:
-        """Nothing refers to a batch there any more. Idempotent."""
+        """Unlocks the region, once nothing refers to a batch in it. Idempotent."""
         if self._unlock is not None:
             self._unlock()
 
@@ -100,7 +101,7 @@ def _unlock(process: int, unlock: Callable[[], object]) -> None:
 
 
 def is_locked(tensor: torch.Tensor, lock: PageLock) -> bool:
-    """Whether a tensor's memory is of a front, and that is locked; it is locked now, if it was not. Local."""
+    """Whether a tensor's memory is in a locked region; locks the region at the first call. Local."""
     storage = tensor.untyped_storage()
     begin = storage.data_ptr()
     for reference in _FRONTS.valuerefs():

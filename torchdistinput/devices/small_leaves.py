@@ -1,13 +1,12 @@
-"""Small leaves of a batch travel together: one copy of one buffer, in the place of many.
+"""Copies the small leaves of a batch to a device in one buffer, in place of one copy for each leaf.
 
-A copy to a device costs some microseconds whatever its size, on the thread that asks for it and on the device. So
-leaves below a bound are laid side by side, each where an allocation of its own could begin, in one pinned buffer; that
-is copied into one buffer on the device, and the leaves are handed out as tensors over its memory. Each has the dtype,
-shape, strides and bytes that a copy of its own would have. They share memory and nothing else: none is a view, and to
-change one in place says nothing of its neighbours to autograd.
+A copy to a device costs a few microseconds whatever its size, on the calling thread and on the device. So leaves below
+a bound are written side by side into one pinned buffer, each aligned like an allocation of its own. The buffer is
+copied into one buffer on the device, and the leaves are tensors over its memory. Each has the dtype, shape, strides and
+bytes that a copy of its own would have. The leaves share memory and nothing else: none is a view, and a change in place
+of one leaf does not affect the others in autograd.
 
-What they share has an end: a leaf that is kept (or saved with its storage) keeps the buffer, so that is at most
-``BUFFER_BYTES`` long.
+A leaf that is kept (or saved with its storage) keeps the whole buffer. So a buffer is at most ``BUFFER_BYTES`` long.
 """
 
 from __future__ import annotations
@@ -20,29 +19,29 @@ import torch
 __all__ = ["BUFFER_BYTES", "SMALL_BYTES", "Allocator", "Bundle", "bundled"]
 
 SMALL_BYTES = 64 * 1024
-"""From here on a leaf travels alone: at 25 to 50 GB/s its copy outlasts the cost of asking for it."""
+"""Leaves from this size on are copied alone: at 25 to 50 GB/s the copy takes longer than the call that begins it."""
 
 BUFFER_BYTES = 4 * 1024 * 1024
 
-_ALIGNMENT = 256  # what an allocation of a device promises
+_ALIGNMENT = 256  # bytes; the alignment of a device's allocations
 
 
 class Allocator(Protocol):
-    """Memory of one kind, by the byte."""
+    """Allocates buffers of one kind of memory."""
 
     def __call__(self, num_bytes: int, /) -> torch.Tensor:
-        """Of dtype uint8, one dimension."""
+        """A buffer of dtype uint8 and one dimension."""
 
 
 @final
 class Bundle(NamedTuple):
-    """Leaves that travel as one copy.
+    """Leaves that are copied in one buffer.
 
     Args:
-      leaves: on the host, dense or not; at least one.
-      places: where each of them stands among the leaves of its batch.
-      offsets: where each of them begins in the buffer, in bytes; a leaf alone has no buffer and no offset.
-      num_bytes: of the buffer.
+      leaves: tensors on the host, dense or not; at least one.
+      places: the position of each leaf among the leaves of its batch.
+      offsets: the offset of each leaf in the buffer, in bytes; a single leaf has no buffer and no offset.
+      num_bytes: the size of the buffer.
     """
 
     leaves: tuple[torch.Tensor, ...]
@@ -51,7 +50,7 @@ class Bundle(NamedTuple):
     num_bytes: int = 0
 
     def over(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """Tensors like the leaves over a buffer, wherever that is. Each keeps the buffer alive."""
+        """Tensors like the leaves over a buffer on any device. Each keeps the buffer alive."""
         return [_over(buffer, leaf, offset) for leaf, offset in zip(self.leaves, self.offsets, strict=True)]
 
     def packed(self, allocate: Allocator) -> torch.Tensor:
@@ -63,11 +62,11 @@ class Bundle(NamedTuple):
 
 
 def bundled(leaves: Sequence[torch.Tensor], small: int) -> Iterator[Bundle]:
-    """The leaves in as many bundles as copies are needed.
+    """The leaves in bundles, one for each copy.
 
     Args:
       leaves: dense tensors on the host.
-      small: leaves of fewer bytes travel together.
+      small: leaves of fewer bytes are bundled.
     """
     together: list[tuple[int, torch.Tensor, int]] = []  # its place, the leaf, its offset
     end = 0

@@ -1,10 +1,10 @@
-"""The engine: a step is fetched, sent to its devices, agreed on by all ranks, and kept until the loop takes it.
+"""The prefetch pipeline: fetches steps, copies them to the devices, has all ranks agree on them, and delivers them.
 
-- ``fetch``: Rows of a source become this worker's part of a step, measured and checked.
-- ``upstream``: All that comes before the vote: a step is read, checked, padded and sent, and timed.
-- ``to_device``: Pieces go to their devices.
-- ``prefetcher``: Steps ahead, as the consumer sees them.
-- ``prefetch_thread``: The one background thread: completes steps, votes.
-- ``shutdown``: Who releases the resources, and which error later calls raise.
-- ``metrics``: Where the time of an input goes.
+- ``fetch``: Turns the rows of a source into this worker's part of a step, counted and checked.
+- ``upstream``: The stages before the vote: read, check, pad, copy, and measure a step.
+- ``to_device``: Copies the pieces of a step to their devices.
+- ``prefetcher``: The consumer's side: draws steps ahead and delivers agreed steps to ``next``.
+- ``prefetch_thread``: The background thread: completes steps and votes for them.
+- ``shutdown``: Releases the resources of an iterator, and makes the errors that later calls raise.
+- ``metrics``: Measures where the time of an input goes.
 """

@@ -1,7 +1,7 @@
-"""The first stage: rows of the source become shares, whose structure is looked at.
+"""The first stage of the pipeline: reads rows from a source, makes steps of them, and checks their structure.
 
-A row is read in two halves. ``draw`` runs on the caller's thread, where user code of this process belongs, as in torch.
-``finish`` may run on the background thread, and reads there what loader workers made ready.
+A row is read in two halves. ``draw`` runs on the caller's thread: there torch runs the user's sampler and dataset, too.
+``finish`` may run on the background thread; it reads the batches that loader workers made.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ __all__ = ["Fetch"]
 
 @final
 class Fetch:
-    """Reads a stream.
+    """Reads the rows of a stream as steps.
 
     Args:
       stream: the rows of one epoch.
-      checker: learns the structure of the elements.
-      as_read: whether a step without an empty piece is complete as it is read: it is neither padded nor sent anywhere.
-      note_read: notes in each share what was read for it, where other ranks must read the same.
+      checker: learns and checks the structure of the elements.
+      as_read: whether a step without an empty piece is complete when it is read: it is neither padded nor copied.
+      note_read: writes a digest of the data into each step, where other ranks must read the same data.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Fetch:
         self._read_out = False
 
     def draw(self) -> Drawn | Held:
-        """The next step, or the half of it that belongs to the caller's thread. Past the end again and again."""
+        """The next step, or the half of it that belongs to the caller's thread. After the end always ``PastEnd``."""
         if self._drawn_out:
             return PastEnd()
         draw = self._draw
@@ -75,7 +75,7 @@ class Fetch:
         return PastEnd()
 
     def finish(self, drawn: Drawn | Held) -> Held:
-        """The whole step."""
+        """The complete step."""
         return self._read(drawn.content) if isinstance(drawn, Drawn) else drawn
 
     def _read(self, content: Any) -> Held:
@@ -95,31 +95,31 @@ class Fetch:
                 row, sizes = found
                 digest = self._stream.digest_of(content)
             skipped = NOTHING_SKIPPED
-            # The common cases are written out: a call takes as long as half of one.
+            # The common cases are inlined: a call would take half as long again.
             if alike is None or alike.schema is not known.mark:
                 if len(row) > 1 or (type(row[0]) is not OpaqueBatch and known.size_of(row[0]) is None):
                     sizes, skipped = self._seen(row, sizes)
                 # Else there was nothing to look at, or something is to be done to each piece.
                 if alike is not None and alike.schema is not None and 0 not in sizes and known.is_plain:
                     known.mark = alike.schema
-            is_whole = 0 not in sizes or type(row[0]) is OpaqueBatch  # no piece is to be made
-            share = LocalStep(row, sizes, row if self._as_read and is_whole else (), digest, skipped)
+            is_whole = 0 not in sizes or type(row[0]) is OpaqueBatch  # no empty piece must be made
+            step = LocalStep(row, sizes, row if self._as_read and is_whole else (), digest, skipped)
             if self._note_read is not None:
-                self._note_read(share, row)
-            return share  # noqa: TRY300 - noting it may fail, too
+                self._note_read(step, row)
+            return step  # noqa: TRY300 - `note_read` may fail, too
         except Exception as error:
             failed = _failed(error)
             self._read_out = not failed.goes_on
             return failed
 
     def _seen(self, row: Row, sizes: tuple[int, ...]) -> tuple[tuple[int, ...], Skipped]:
-        """Looks at the pieces, and lets their structure be learned or checked; what is left of them in the row."""
+        """Learns or checks the structure of the pieces. Returns the samples left in each, and the skipped ones."""
         left, skipped = [], NOTHING_SKIPPED
         for place, (piece, size) in enumerate(zip(row, sizes, strict=True)):
             if type(piece) is PartialPiece:
                 skipped = skipped.plus(piece.skipped)
                 left.append(size - len(piece.left_out))
-                row[place] = piece = piece.piece  # noqa: PLW2901 - what is left takes its place
+                row[place] = piece = piece.piece  # noqa: PLW2901 - the piece without the skipped samples
             else:
                 left.append(size)
             if left[-1] and type(piece) is not OpaqueBatch and not self._checker.knows(piece):

@@ -1,12 +1,12 @@
-"""Where the time of an input goes: whether the training waits for it, and which rank makes all of them wait.
+"""Input metrics: how long the training loop waits for its input, and which rank makes all ranks wait.
 
 Problem. A loop that is slow because of its input looks like a slow model, and one slow rank makes all ranks wait.
 
-Decision. The stages add up the seconds that they take, from readings of the clock, without a lock: each sum is written
-by one thread at a time. Totals are put aside every few steps, which gives a window over the last ones. What the ranks
-measured rides on the periodic syncs: an exchange once in 64 rows (256 where steps are short), in which workers that
-read files of their own also say where they stand. It is the only cost that grows with the number of ranks, some 300
-bytes for each.
+Decision. Each stage adds up the seconds that it takes, from readings of the clock, without a lock: one thread at a time
+writes each sum. The totals are recorded every few steps, which gives a window over the last steps. The ranks exchange
+their windows in the periodic syncs: one exchange in 64 rows (256 where steps are short), in which workers that read
+files of their own also exchange their positions. This is the only cost that grows with the number of ranks: about 300
+bytes for each rank.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ _NUMBERS: Final = (
 
 
 def in_range(name: str, call: Callable[..., T], *args: Any) -> T:
-    """Calls it, in a range that torch's profiler shows, if one runs. Local."""
-    # The public record_function takes some ten microseconds also when nobody records. This flag, torch's own for that
-    # purpose, is the same for all threads. What is done for every step looks at it before it calls this function.
+    """Calls ``call``, inside a range of this name if torch's profiler runs. Local."""
+    # The public record_function takes some ten microseconds even when no profiler runs. torch reads this flag for the
+    # same purpose; it is the same for all threads. Code that runs for every step checks it before it calls this.
     if not profiler._is_profiler_enabled:  # noqa: SLF001 - see above
         return call(*args)
     with profiler.record_function(name):
@@ -58,34 +58,34 @@ def in_range(name: str, call: Callable[..., T], *args: Any) -> T:
 
 @final
 class Metrics:
-    """What one rank measures in one epoch. Seconds, samples and bytes of this rank's replicas.
+    """The measurements of one rank in one epoch: seconds, samples and bytes of this rank's replicas.
 
     Args:
       rank: this rank, as users know it; 0 where there is only one.
-      ranks: what the ranks told each other last, if they did in an epoch before.
-      fresh: batches of loader workers that came in fresh memory, in this epoch and before.
+      ranks: the windows that the ranks exchanged last, if they did in an earlier epoch.
+      fresh: returns the number of loader workers' batches that came in new memory, in this epoch and before.
     """
 
     def __init__(self, rank: int = 0, ranks: Sequence[dict[str, Any]] = (), fresh: Callable[[], int] = int) -> None:
         self.rank = rank
         self.ranks = list(ranks)
-        """The window of each rank, by rank, as they told each other last."""
+        """The window of each rank, by rank, from the last exchange."""
         self._fresh = fresh
         self._fresh_before = fresh()
         self.steps = self.samples = self.bytes = self.skipped = 0
         self.largest = 0
         """Bytes of the largest step."""
-        # Written by the consumer; the last one says when the last step was delivered:
+        # Written by the consumer; `last` is when the last step was delivered:
         self.waiting = self.drawing = 0.0
-        self.reading_in_line = 0.0  # counts as both: steps that the consumer waits for as it reads them
+        self.reading_in_line = 0.0  # counts as waiting and as reading: the consumer reads the step itself
         self.began = self.last = time.perf_counter()
-        # Written by whoever completes steps, and by whoever votes, which may be another thread:
+        # The first two are written by the thread that completes steps, the others by the thread that votes:
         self.fetching = self.copying = 0.0
-        self.coordinating = self.filling = 0.0  # pieces without a sample count as copied
+        self.coordinating = self.filling = 0.0  # filling: empty pieces made in a vote, which count as copying
         self._marks = deque([self._totals(0)], maxlen=_MARKS)
 
     def deliver(self, samples: int, num_bytes: int) -> None:
-        """A step was delivered. The consumer's. After an interruption in here it does not count."""
+        """Counts a delivered step. Consumer's thread. After an interruption in here the step does not count."""
         steps = self.steps + 1
         self.samples += samples
         self.bytes += num_bytes
@@ -109,11 +109,11 @@ class Metrics:
         return dict(zip(_NUMBERS, (now - then for now, then in zip(totals, before, strict=True)), strict=True))
 
     def own(self) -> dict[str, Any]:
-        """The window as the other ranks get it. Any thread."""
+        """The window of this rank, as the other ranks receive it. Any thread."""
         return {"rank": self.rank, **self.window()}
 
     def stats(self, epoch: int) -> dict[str, Any]:
-        """Everything, as users see it. Any thread."""
+        """All measurements, as ``DistributedDataset.stats`` returns them. Any thread."""
         totals = dict(zip(_NUMBERS, self._totals(self.steps), strict=True))
         totals["seconds"] = time.perf_counter() - self.began
         totals["fresh_batches"] = self._fresh() - self._fresh_before
@@ -122,11 +122,11 @@ class Metrics:
 
 @final
 class StatsSync:
-    """Landmarks that carry what each rank measured, beside the stream's own.
+    """The periodic sync that carries the measurements of each rank, and the stream's own periodic sync.
 
     Args:
-      meter: this rank's.
-      inner: what the stream tells, if it does.
+      meter: this rank's measurements.
+      inner: the periodic sync of the stream, if it has one.
     """
 
     def __init__(self, meter: Metrics, inner: PeriodicSync | None) -> None:
@@ -148,14 +148,14 @@ class StatsSync:
 
 
 def summary(epoch: int, step: int, meter: Metrics) -> str:
-    """One line: the share of the time that the loop waited for data, and the rank whose input takes longest. Local.
+    """One line: the part of the time that the loop waited for data, and the rank whose input takes longest. Local.
 
-    A rank's time is what its input takes for a step, reading and copying: the others only wait for it, in the exchange.
+    The time of a rank is its time to read and copy a step. Its time in exchanges is mostly a wait for slower ranks.
 
     Args:
-      epoch: its number.
-      step: steps of it that were delivered.
-      meter: what was measured.
+      epoch: the number of the epoch.
+      step: steps of the epoch that were delivered.
+      meter: this rank's measurements.
     """
     own = meter.window()
     bound = own["seconds_waiting"] / own["seconds"] if own["seconds"] else 0.0

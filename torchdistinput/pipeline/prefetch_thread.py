@@ -1,20 +1,21 @@
-"""The other side of ``prefetcher``: the one background thread, which completes steps and votes for them.
+"""The background thread of an iterator: completes prefetched steps, and votes with the other ranks for them.
 
-The *consumer* is the user's thread, in ``next``. It hands over *work items*: steps of which its own half is done. The
-thread completes them, and tells the other ranks in *votes* that it holds them.
+``prefetcher`` is the other side: the *consumer*, which is the user's thread in ``next``. The consumer draws its half of
+a step and hands the step over as a *work item*. The thread completes work items, and tells the other ranks in *votes*
+which steps this rank holds.
 
-When to vote. As soon as a step is held; but if that step was complete within 200 us and another work item lies there,
-the other one is completed first, so that one message covers both. Where four steps or more are read ahead, a vote waits
-until two thirds of them are used up, so that a message covers as many.
+When to vote. As soon as a step is held. Exception: if the step was complete within 200 us and another work item is
+queued, the thread completes that item first, so that one message covers both. With a prefetch depth of four or more, a
+vote waits until two thirds of the steps ahead are used, so that one message covers as many steps as possible.
 
-Who votes. The thread; but where four steps or more are read ahead, the consumer begins the votes, and looks after them
-each time that it comes, if it may help. Beside a training loop in Python the thread would get the interpreter's lock
-too late: when nothing is ready any more. Votes that the consumer leaves unfinished are taken over by the thread, when
-the consumer has to wait or stays away for 0.1 s.
+Which thread votes. The background thread. Exception: with a prefetch depth of four or more, and where the consumer may
+help, the consumer begins the votes and polls them in each ``next``. Beside a training loop in Python the background
+thread would get the interpreter's lock too late, when no step is ready any more. The background thread takes over votes
+that the consumer leaves unfinished, when the consumer has to wait or does not come back for 0.1 s.
 
-At the end, whoever leaves last gives up the shares that nobody took. That is the consumer as a rule. It is the thread
-where the garbage collector drops the iterator on that very thread, or where the thread still waits for its data after
-the grace time.
+At the end, the side that leaves last discards the steps that nobody took. As a rule this is the consumer. It is the
+background thread where the garbage collector drops the iterator on that thread, or where the thread still waits for
+its data after the grace time.
 """
 
 from __future__ import annotations
@@ -38,108 +39,109 @@ __all__ = ["LoaderWorkers", "PrefetchThread", "Upstream", "Votes"]
 _FAST_SECONDS = 200e-6
 _MOST_BETWEEN_WEIGHINGS = 256  # steps
 _LOOK_SECONDS = 0.1
-_LOOK = object()  # in the place of a work item: there may be something to vote for
+_LOOK = object()  # queued like a work item: look whether there is a step to vote for
 
 
 class _Stop(NamedTuple):
-    """In the place of a work item: nobody reads here any more."""
+    """Queued like a work item: the consumer takes no further step."""
 
     delivered: int
+    """Steps that the consumer took."""
 
 
 class Votes(Protocol):
-    """The stage that makes all ranks take the same steps, as this one needs it."""
+    """The stage in which all ranks agree on their steps; see ``step_sync.StepSync``."""
 
     @property
     def over(self) -> bool:
-        """Whether the last outcome was cast."""
+        """Whether the last outcome of the epoch was returned."""
 
     @property
     def alone(self) -> bool:
-        """Whether nobody else votes."""
+        """Whether no other rank votes."""
 
     @property
     def rounds(self) -> int:
-        """How many times, about, a vote has to be looked after."""
+        """About how many times a vote has to be polled until it is complete."""
 
     @property
     def holds(self) -> bool:
         """Whether there is something to vote for."""
 
     def settle(self, held: Held) -> Outcome:
-        """Where nobody else votes: what becomes of the next step of this rank."""
+        """Where no other rank votes: the outcome of the next step of this rank."""
 
     def hold(self, held: Held) -> None:
-        """Takes the next step of this rank. Any thread, one at a time."""
+        """Takes the next step of this rank. Any thread, but only one at a time."""
 
     def vote(self, ahead: int = 0) -> Exchange[list[Outcome]]:
-        """One exchange: what the ranks agree on. ``ahead``: 1 to read further ahead, -1 not so far."""
+        """One exchange: the outcomes that the ranks agree on. ``ahead``: 1 asks for more depth, -1 for less."""
 
     def stop(self, delivered: int) -> list[LocalStep]:
-        """Nobody reads here any more, after so many steps; returns the shares that were held, until that is cleared."""
+        """The consumer stopped after ``delivered`` steps. Returns the list of held steps, which the caller clears."""
 
     def waiting_since(self) -> float | None:
         """When the exchange in progress began, or ``None``. Any thread."""
 
     def late(self) -> list[int]:
-        """The ranks that have not come to it. Any thread."""
+        """The ranks that have not yet joined the exchange in progress. Any thread."""
 
     def abort(self, reason: str) -> None:
-        """Ends the exchange on all ranks, which learn the reason. Any thread, idempotent."""
+        """Ends the exchange on all ranks and tells them the reason. Any thread, idempotent."""
 
 
 class LoaderWorkers(Protocol):
-    """The loader workers of a source, as far as somebody waits for them."""
+    """The loader workers of a source: whether one of them died, or is late for a waiting consumer."""
 
     consumers: dict[object, float]
-    """Since when each consumer waits for a step, by ``perf_counter``, while it does."""
+    """The consumers that wait for a step now, each with the time since when, by ``perf_counter``."""
 
     def lost_workers(self) -> str:
-        """Which loader workers died, in words; nothing where none did."""
+        """Which loader workers died, in words; empty where none did."""
 
     def look(self) -> object:
-        """Looks whether a loader worker is late for a consumer that waits."""
+        """Checks whether a loader worker is late for a consumer that waits."""
 
 
 class Upstream(LoaderWorkers, Protocol):
     """The stages before the vote, in which no other rank takes part; see ``upstream``."""
 
     def draw(self) -> Drawn | Held:
-        """The caller's half of the next step. Caller's thread."""
+        """The half of the next step that belongs to the caller's thread."""
 
     def produce(self, drawn: Drawn | Held, /) -> Held:
-        """The rest of it: fetched, and on its way to the devices."""
+        """The complete step: fetched, and its copies to the devices begun."""
 
     def discard(self, steps: Sequence[LocalStep], /) -> None:
-        """Gives up steps that nobody will take."""
+        """Discards steps that nobody will take."""
 
     def enter_thread(self) -> None:
-        """Called first by the thread that produces."""
+        """The thread that calls ``produce`` calls this first."""
 
     def close_source(self) -> None:
         """Ends loader workers and open files."""
 
     def close_devices(self) -> None:
-        """Lets go of the devices, once the thread has stopped."""
+        """Releases the devices, once the thread has stopped."""
 
     def weigh(self, step: LocalStep, /) -> int:
-        """How many bytes a step of the source takes about; 0 where that is not known."""
+        """About how many bytes a step takes; 0 where the size is not known."""
 
     def expect(self, steps: int, /) -> None:
-        """Is told how many steps will be drawn at once."""
+        """Announces that ``steps`` steps will be drawn at once."""
 
 
 @final
 class PrefetchThread:
-    """Completes work items, votes for them, and puts the outcomes where the consumer finds them.
+    """Completes work items, votes for them, and puts the outcomes into ``ready``, from which the consumer takes them.
 
     Args:
-      upstream: the stages before.
-      votes: the stage that makes all ranks agree.
-      depth: steps ahead of the one that the consumer waits for, at first.
-      threaded: whether there is a thread; else the consumer does everything, and this only tidies up.
-      meter: takes down how long the exchanges take.
-      room: bytes of steps ahead within which the depth may grow; ``None`` where it stays.
+      upstream: the stages before the vote.
+      votes: the stage in which all ranks agree.
+      depth: the prefetch depth at first: steps ahead of the one that the consumer waits for.
+      threaded: whether there is a thread; without one, the consumer does all the work.
+      meter: collects the time that exchanges take.
+      room: bytes of steps ahead within which the depth may grow; ``None`` for a fixed depth.
     """
 
     def __init__(
@@ -153,35 +155,35 @@ class PrefetchThread:
         self._read_ahead = PrefetchDepth(depth, room, votes.rounds)
         self._making = 0.0  # seconds that completing steps took since the last vote began
         self._grows = room is not None
-        self._largest = 0  # bytes of a step that was weighed
+        self._largest = 0  # bytes of the largest step that was weighed
         self._until_weighed = self._between_weighings = 1  # steps
         self._between = 0.0  # seconds between the beginnings of the last two votes
         self._work_items: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.ready: deque[Outcome] = deque()
-        """What the ranks agreed on, and nobody took yet. The consumer takes from its left side."""
+        """The outcomes that nobody took yet. The consumer takes from the left side."""
         self._wake_up: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._is_waited_for = False
         self._given = self._made = 0  # work items
         self._vote: StartedExchange[list[Outcome]] | None = None
         self._vote_began = 0.0
-        self._watched = False  # whether the consumer looks after the votes
-        self._looks = 0  # times that it did
-        self._has_failed = False  # in a vote that the consumer looked after
-        self._vote_lock = threading.RLock()  # held by whoever goes on with the vote; it knows by which thread
-        self._concludes = False  # whether that is the thread, which waits for it
+        self._watched = False  # whether the consumer polls the votes
+        self._looks = 0  # how often the consumer polled
+        self._has_failed = False  # whether a vote failed while the consumer polled it
+        self._vote_lock = threading.RLock()  # held by the thread that continues the vote
+        self._concludes = False  # whether the background thread holds the lock and waits for the vote
         self.shutdown = Shutdown(upstream, votes, self.ready, threaded=threaded)
         self.thread: threading.Thread | None = None
         if threaded:
             self.thread = threading.Thread(target=self._run, name="torchdistinput-input", daemon=True)
 
     def begin(self) -> None:
-        """Starts the thread, if there is to be one. After an interruption in here it may run: ``stop`` ends it."""
+        """Starts the thread, if there is one. After an interruption in this call it may run: ``stop`` ends it."""
         if self.thread is not None:
             self.thread.start()
 
     @property
     def idle(self) -> bool:
-        """Whether every work item that was given is complete, and held. Consumer's thread."""
+        """Whether every work item that was handed over is complete and held. Consumer's thread."""
         return self._given == self._made
 
     def give(self, item: Drawn | Held) -> None:
@@ -190,7 +192,7 @@ class PrefetchThread:
         self._work_items.put(item)
 
     def make(self, item: Drawn | Held) -> None:
-        """Completes a work item here. Consumer's thread, while this is idle."""
+        """Completes a work item on the consumer's thread. Called only while ``idle`` is true."""
         if type(item) is LocalStep and item.parcels:  # it is complete
             held: Held = item
         else:
@@ -205,54 +207,54 @@ class PrefetchThread:
         self.votes.hold(held)
 
     def leave_votes(self, *, wake: bool) -> None:
-        """Leaves the votes to the thread. Consumer's thread.
+        """Leaves the votes to the background thread. Consumer's thread.
 
         Args:
-          wake: whether the thread may not know that there is something to vote for.
+          wake: whether to wake the background thread where a vote is due, as it may not know.
         """
         self._watched = False
         if wake and not self._concludes and self._vote_is_due():
             self._work_items.put(_LOOK)
 
     def help_voting(self) -> None:
-        """Begins a vote if it is time to, and goes on with it as far as that takes no waiting. Consumer's thread."""
+        """Begins a vote if one is due, and continues the vote in progress without waiting. Consumer's thread."""
         self._watched = True
         self._looks += 1
         if self._has_failed or (self._vote is None and not self._vote_is_due()):
             return
         if self.shutdown.thread_left or not self._vote_lock.acquire(blocking=False):
-            return  # the thread has left, and its last word lies there; or it goes on with the vote
+            return  # the thread has left, and its last outcome is in ``ready``; or it continues the vote itself
         try:
             vote = self._vote
             if vote is None and not self.votes.over and self.votes.holds and self._vote_is_due():
                 vote = self._begin_vote()
             if vote is not None and vote.look():
                 self._conclude()
-        except Exception as error:  # what is ready comes first, as where the thread fails
+        except Exception as error:  # the consumer takes what is ready first, as where the thread fails
             self._vote = None
             self._has_failed = True
             self._fail(error)
         except BaseException:
-            self._vote = None  # it is over, for the thread too
+            self._vote = None  # the vote is over, for the background thread too
             raise
         finally:
-            try:  # noqa: SIM105 - for every step, and `suppress` takes as long as all the rest
+            try:  # noqa: SIM105 - this runs for every step, and `suppress` takes as long as all the rest
                 self._vote_lock.release()
-            except RuntimeError:  # a signal's handler closed the iterator meanwhile, and released it
+            except RuntimeError:  # a signal handler closed the iterator meanwhile, and released the lock
                 pass
 
     @property
     def to_spare(self) -> int:
-        """Outcomes that may be taken before there is anything to do for votes. Consumer's thread, which helps."""
+        """How many outcomes may be taken before a vote is due. Consumer's thread, while it polls the votes."""
         return len(self.ready) - self._read_ahead.due_at if self._vote is None else 0
 
     def wait(self, seconds: float) -> None:
-        """Until there is an outcome, or that time has passed. Consumer's thread."""
+        """Waits until there is an outcome, for at most ``seconds``. Consumer's thread."""
         self._watched = False
         self._work_items.put(_LOOK)
         self._is_waited_for = True
         try:
-            if not self.ready:  # looked at once more: who did not see that it is waited for put it there before
+            if not self.ready:  # checked again: an outcome put before ``_is_waited_for`` was set wakes nobody
                 with contextlib.suppress(queue.Empty):
                     self._wake_up.get(timeout=seconds)
         finally:
@@ -264,10 +266,10 @@ class PrefetchThread:
             self._wake_up.put(None)
 
     def stop(self, delivered: int) -> None:
-        """Nobody reads here any more, after so many steps. Any thread, as often as it likes."""
-        lock: Any = self._vote_lock  # to `release` what is not held would put an error into the context of others
+        """The consumer stopped after ``delivered`` steps. Any thread, idempotent."""
+        lock: Any = self._vote_lock  # `release` of a lock that is not held would add an error to the context of others
         if lock._is_owned() and threading.current_thread() is not self.thread:  # noqa: SLF001 - has no public name
-            lock.release()  # an interruption came just before it was left
+            lock.release()  # an interruption came just before the release in ``help_voting``
         self._work_items.put(_Stop(delivered))
 
     def _run(self) -> None:
@@ -275,7 +277,7 @@ class PrefetchThread:
             self.upstream.enter_thread()
             while not self.votes.over:
                 self._work()
-        except BaseException as error:  # whatever it is, the consumer and the other ranks must hear of it
+        except BaseException as error:  # the consumer and the other ranks must hear of every error
             self._fail(error)
         finally:
             self.shutdown.thread_leaves()
@@ -287,14 +289,14 @@ class PrefetchThread:
             self._put([Raised(not_an_end(error))])
 
     def _work(self) -> None:
-        """Completes work items and casts one vote; where nobody else votes, completes one."""
+        """Completes work items until a vote is due, and votes; where no other rank votes, completes one item."""
         due = False
         while not (due or self._is_time_to_vote()):
-            due = self._complete(self._next_item())  # no name for it: a thread that waits would keep the last step
+            due = self._complete(self._next_item())  # no local name: it would keep the last step alive during a wait
         if self._alone:
             return
         with self._vote_lock:
-            if not self.votes.over and (due or self._is_time_to_vote()):  # else the consumer was faster
+            if not self.votes.over and (due or self._is_time_to_vote()):  # else the consumer voted first
                 self._concludes = True
                 self._conclude()
                 self._concludes = False
@@ -310,12 +312,12 @@ class PrefetchThread:
             looks = self._looks
             with contextlib.suppress(queue.Empty):
                 return self._work_items.get(timeout=seconds)
-            if self._watched and self._looks == looks:  # the consumer is away for long
+            if self._watched and self._looks == looks:  # the consumer did not come back in time
                 self._watched = False
                 return _LOOK
 
     def _complete(self, item: Any) -> bool:
-        """Takes a work item. Whether it is time to vote, or, where nobody else does, to look whether it is over."""
+        """Completes a work item. Returns whether to vote now; where no other rank votes, whether to check ``over``."""
         votes = self.votes
         if item is _LOOK:
             return False
@@ -347,7 +349,7 @@ class PrefetchThread:
         return len(self.ready) <= self._read_ahead.due_at
 
     def _weigh(self, held: Held) -> None:
-        """Looks how much memory a step takes, ever more seldom: the rank's wish to read ahead depends on it."""
+        """Measures the memory of a step, ever more rarely: the depth that this rank asks for depends on it."""
         self._until_weighed -= 1
         if self._until_weighed <= 0 and type(held) is LocalStep:
             self._between_weighings = min(2 * self._between_weighings, _MOST_BETWEEN_WEIGHINGS)
@@ -364,9 +366,9 @@ class PrefetchThread:
         return vote
 
     def _conclude(self) -> None:
-        """Waits for the outcomes of the vote, and puts them where the consumer finds them.
+        """Waits for the outcomes of the vote, and puts them into ``ready``.
 
-        Pieces without a sample are made and sent in it, which counts as copying.
+        A vote may make and send pieces without a sample; this time counts as copying.
         """
         meter = self.meter
         filling = meter.filling

@@ -1,33 +1,38 @@
-"""The last stage: steps ahead of the consumer, as the consumer sees it; the other side of it is ``prefetch_thread``.
+"""Prefetching, the consumer's side: keeps steps ready ahead of the training loop, and delivers them in ``next``.
 
-Problem. The training thread must never sit in an exchange with other ranks, nor wait for a copy. User code of the data
-must run on that thread all the same, where torch would run it there. Whoever waits must stay interruptible, and name
-the rank that is late. And beside a consumer that is back at once a thread costs more than it hides: the two wait for
-each other's lock.
+``prefetch_thread`` is the other side, the background thread.
 
-Decision. The caller draws its own half of each step, up to ``depth`` steps beyond the one that it waits for, and hands
-them over as *work items*. The thread completes them, votes for them, and puts the outcomes in a queue. Exceptions:
-- A caller that comes back within 100 us, step after step, completes the work items itself and looks after the votes.
-  The thread takes over when the caller has to wait, or stays away.
-- Steps that are complete as they are drawn are never handed over.
-- Where many steps are read ahead, every caller looks after the votes.
-- Where pieces are copied to a device, all of this stays the work of the thread.
-- Where there is no thread (nothing to vote for, to copy, or to fetch in the background), the caller does it in line.
+Problem. The training thread must never block in an exchange with other ranks, nor wait for a copy. The user's sampler
+and dataset must still run on the training thread where torch would run them there. A wait must be interruptible, and
+its error must name the late rank. And beside a training loop that asks for the next step at once, a background thread
+costs more than it hides: the two threads wait for each other's lock.
 
-How far ahead. An explicit depth stays. Else it begins with two steps, and may change:
-- A vote *shows* when it takes more than an eighth of the time from one vote to the next.
-- A rank *wishes* for twice the depth when at least half of the last eight votes showed, and that many steps, each as
-  large as the largest so far, fit into its bytes. It objects when the present depth does not fit.
-- Wishes travel in the votes. Where all wish, the depth doubles; where one objects, it halves (law A8). The change
-  comes as an outcome between two steps, at the same place on every rank: how far user code was drawn ahead must be the
-  same everywhere at each step, or leaving the loop early would leave the ranks' generators in different states.
-- A process that is alone has no votes that could show, and keeps to its two steps.
+Decision. The training thread (the *caller*) draws its half of each step, up to ``depth`` steps beyond the one that it
+waits for, and hands the steps over as *work items*. The background thread completes the work items, votes for them, and
+puts the outcomes into a queue. Exceptions:
+- A caller that comes back within 100 us, step after step, completes the work items itself and polls the votes. The
+  background thread takes over when the caller has to wait, or does not come back.
+- A step that is complete when it is drawn is never handed over.
+- With a large prefetch depth, every caller polls the votes.
+- Where pieces are copied to a device, the background thread does all the work.
+- Where there is no background thread (no votes, no copies, no fetch in the background), the caller does all the work.
 
-Where many steps are read ahead, a few are drawn in a row, each time that there is room for as many. A training step
-puts the code and data of a draw out of the caches; the first draw of a row brings them back for the others.
+Prefetch depth. An explicit depth is fixed. Otherwise the depth is two steps at first, and may change:
+- A vote is *slow* (``shows``) when it takes more than an eighth of the time from one vote to the next.
+- A rank asks for twice the depth when at least half of the last eight votes were slow, and so many steps, each as large
+  as the largest so far, fit into ``prefetch_bytes``. It asks for half the depth when the present depth does not fit.
+- These requests travel in the votes. The depth doubles where all ranks ask for more, and halves where one rank asks for
+  less (law A8). The change is an outcome between two steps, at the same step on every rank. Otherwise user code would
+  be drawn ahead by different amounts, and a loop that is left early would leave the ranks' generators in different
+  states.
+- A process without other ranks has no votes, and keeps the depth of two.
 
-Closing. The thread says in its next vote that nobody reads here any more. If all ranks stop, all answer at once. If the
-others do not come within the grace time, the channel is aborted, and they learn the reason.
+With a large depth, a quarter of the steps (8 at most) are drawn in a row, each time that there is room for as many. A
+training step evicts the code and data of a draw from the processor's caches; the first draw of a row loads them again
+for the others.
+
+Closing. The thread tells the other ranks in its next vote that this rank stopped. If all ranks stop, all answer at
+once. If the others do not answer within the grace time, the channel is aborted, and they learn the reason.
 """
 
 from __future__ import annotations
@@ -58,22 +63,22 @@ __all__ = ["Prefetcher"]
 
 _LOG = logging.getLogger("torchdistinput")
 _GRACE_SECONDS = 2.0
-_SOON_SECONDS: Final = 100e-6  # what it costs about to have another thread do something
+_SOON_SECONDS: Final = 100e-6  # about the cost of handing work to another thread
 _WATCHFUL_SECONDS: Final = 5 * _SOON_SECONDS
-_LONG_SECONDS: Final = 10 * _SOON_SECONDS  # longer is counted as this, so that one long step is soon forgotten
+_LONG_SECONDS: Final = 10 * _SOON_SECONDS  # longer steps count as this, so one long step has no lasting effect
 
 
 @final
 class Prefetcher:
-    """Delivers agreed steps, some of them ahead.
+    """Delivers the steps that all ranks agreed on, and keeps further steps ready.
 
     Args:
-      background: the other side, with the stages before; it has a thread or not.
-      helps: whether the consumer may do the work of a thread, too.
+      background: the other side, with the stages before the vote; with or without a thread.
+      helps: whether the consumer may do the work of the background thread, too.
       timeout_seconds: how long the consumer waits for another rank.
-      names: the ranks, as users know them.
+      names: the number of each rank as users know it.
       first_step: the number of the first step, for messages.
-      deeper: is told of each change of the depth, at the step where it comes.
+      deeper: is called with the new prefetch depth at the step where the depth changes.
     """
 
     def __init__(
@@ -96,17 +101,17 @@ class Prefetcher:
         self._read_ahead(background.depth)
         self._deeper = deeper
         self._helps = helps
-        self._away = _LONG_SECONDS  # between two steps, as a mean over the last ones
+        self._away = _LONG_SECONDS  # time between two calls, as a mean over the last ones
         self._looks_after_votes = False
         self._straggler_timeout = StragglerTimeout(self._votes, timeout_seconds, names)
         self._ready = background.ready
-        self._to_spare = 0  # ready steps that may be taken before there is anything else to do
+        self._to_spare = 0  # ready steps that may be taken before there is other work to do
         self._peeked: LocalStep | None = None
         self._in_flight = 0
-        self._drawn: deque[Drawn | Held] = deque()  # what the thread was not given yet
+        self._drawn: deque[Drawn | Held] = deque()  # steps that were not handed over yet
         self._first_step = first_step
         self._final: End | Raised | None = None
-        self._was_raised = False  # what ended it
+        self._was_raised = False  # whether the error that ended the iteration was raised
         self._missed: BaseException | None = None
         self._closed_by: int | None = None  # the thread that closed it before its end
         self._closed = False
@@ -114,25 +119,26 @@ class Prefetcher:
 
     @property
     def closed(self) -> bool:
-        """Whether it ended, failed or was closed, and nothing of it is left behind: ``close`` has come to its end."""
+        """True once the iteration is over and ``close`` has released everything."""
         return self._closed
 
     @property
     def _next_step(self) -> int:
-        """The number of the step that comes next, for messages."""
+        """The number of the next step, for messages."""
         return self._first_step + self._meter.steps
 
     @property
     def take(self) -> Callable[[], LocalStep | None]:
-        """What gives the next step; ``None`` at the end, and again on each further call. Caller's thread.
+        """The function that returns the next step, or ``None`` at the end and on each further call. Caller's thread.
 
-        It raises what went wrong, on every rank: ``InputError``, as a rule. The next call raises an ``InputError`` that
-        says so, and then comes the end. Only a process that is alone may go on after an error, as in torch.
+        It raises the error of the step on every rank, as a rule an ``InputError``. The next call raises an
+        ``InputError`` about that error, and later calls return ``None``. Only a process without other ranks may go on
+        after an error, as in torch.
         """
         return self._take_in_line if self._in_line else self._take_ahead
 
     def _take_ahead(self) -> LocalStep | None:
-        if self._to_spare > 0:  # nothing else is to be done
+        if self._to_spare > 0:  # there is no other work to do
             self._to_spare -= 1
             try:
                 outcome = self._ready.popleft()
@@ -149,11 +155,11 @@ class Prefetcher:
             self._to_spare = 0
         if self._peeked is None:
             return self._next_in_no_mode() if torch.is_inference_mode_enabled() else self._next_ahead()
-        share, self._peeked = self._peeked, None
-        return share
+        step, self._peeked = self._peeked, None
+        return step
 
     def _next_in_no_mode(self) -> LocalStep | None:
-        """What is read ahead in inference mode may be trained on outside of it, where its tensors would be refused."""
+        """Leaves inference mode to read ahead: the loop may train on these steps, which inference tensors prevent."""
         with torch.inference_mode(mode=False), torch.no_grad():
             return self._next_ahead()
 
@@ -166,8 +172,8 @@ class Prefetcher:
 
     def _take_in_line(self) -> LocalStep | None:
         if self._peeked is not None:
-            share, self._peeked = self._peeked, None
-            return share
+            step, self._peeked = self._peeked, None
+            return step
         began = perf_counter()
         meter, draw = self._meter, self._draw
         try:
@@ -189,7 +195,7 @@ class Prefetcher:
                     return outcome
                 self._note(outcome)
                 if self._missed is not None:
-                    del outcome  # the traceback of its error will hold this frame: a circle would keep both
+                    del outcome  # the traceback of its error refers to this frame: avoids a reference cycle
                     break
                 if type(outcome) is EmptyStep:
                     passed = perf_counter()
@@ -209,7 +215,7 @@ class Prefetcher:
         while self._final is None:
             try:
                 self._top_up()
-                # Alone, the thread brings a step for each that it was given, and needs no more of them until then.
+                # Without other ranks, the thread delivers one step for each work item: hand over only if it has none.
                 if not (self._ready or self._look_a_while()) and (
                     self._with_others or self._in_flight == len(self._drawn)
                 ):
@@ -219,17 +225,17 @@ class Prefetcher:
                 self._raise_if_closed_elsewhere(error)
                 raise not_an_end(error) from error.__cause__
             if not self._ready:
-                self._wait()  # an interruption loses nothing there
-            share = self._next_ready(began)
-            if share is not None:
-                return share
+                self._wait()  # an interruption in here loses nothing
+            step = self._next_ready(began)
+            if step is not None:
+                return step
             if self._missed is not None:
                 break
         self._raise_what_was_met()
         return None
 
     def _next_ready(self, began: float) -> LocalStep | None:
-        """The next outcome, if it is a step; else it is seen to. An interruption would lose it, or count it wrongly."""
+        """Takes the next outcome; returns it if it is a step. An interruption in here ends the iteration."""
         meter = self._meter
         try:
             try:
@@ -250,7 +256,7 @@ class Prefetcher:
         return None
 
     def _note(self, outcome: Outcome) -> None:
-        """An outcome that is no step."""
+        """Handles an outcome that is no step."""
         if isinstance(outcome, EmptyStep):
             self._in_flight -= 1
             if outcome.share is not None:
@@ -264,7 +270,7 @@ class Prefetcher:
             if self._deeper is not None:
                 self._deeper(outcome.steps)
         elif isinstance(outcome, End | Raised):
-            if self._final is None:  # else it was closed meanwhile, and this is what the ranks said to that
+            if self._final is None:  # else this iterator was closed meanwhile, and the outcome is the ranks' answer
                 self._final = outcome
             self.close()
 
@@ -274,7 +280,7 @@ class Prefetcher:
         self._is_deep = is_deep(steps)
 
     def _raise_what_was_met(self) -> None:
-        """What the data failed with; else what ended the iteration, if it was an error."""
+        """Raises the error of a missed step; else the error that ended the iteration, if one did."""
         error, self._missed = self._missed, None
         if error is None and isinstance(self._final, Raised):
             error = self._final.error
@@ -290,23 +296,23 @@ class Prefetcher:
         self._raise_if_closed_elsewhere(None)
 
     def _raise_if_closed_elsewhere(self, error: BaseException | None) -> None:
-        """Another thread closed this one's iterator: to this one that is neither the end of the data nor its failure.
+        """Raises if another thread closed the iterator: this thread must not take that for the end of the data.
 
         Args:
-          error: what this thread met, if it met anything; a Ctrl-C goes on.
+          error: the error that this thread met, if any; a Ctrl-C is not replaced.
         """
         if self._closed_by in (None, threading.get_ident()) or not isinstance(error, Exception | None):
             return
-        self._upstream.close_source()  # what this thread was reading then could not be closed there
-        if not threading.main_thread().is_alive():  # the interpreter is at its end, which ends this daemon thread
+        self._upstream.close_source()  # the closing thread could not close what this thread was reading
+        if not threading.main_thread().is_alive():  # the interpreter exits, which ends this daemon thread
             raise SystemExit
         raise closed_elsewhere(self._next_step) from error
 
     def _top_up(self) -> None:
-        """Draws as far ahead as there is room, once that is a row of steps.
+        """Draws up to the prefetch depth, once there is room for a row of steps.
 
-        Never less when something is ready already: how often user code was called at the k-th step must not depend on
-        timing, or seeded runs would not repeat, and generators would differ between ranks.
+        How much is drawn never depends on how many steps are ready. How often user code was called at the k-th step
+        must not depend on timing, or seeded runs would not repeat, and generators would differ between ranks.
         """
         if self._in_flight <= self._draws_at:
             self._draw_ahead()
@@ -328,13 +334,13 @@ class Prefetcher:
         self._meter.drawing += perf_counter() - began
 
     def _make_ahead(self, *, soon: bool) -> bool:
-        """Completes what was drawn, here or by handing it over; whether some of it was for this side to complete.
+        """Completes the drawn steps, here or on the thread. Returns whether this thread could complete them.
 
         Args:
-          soon: whether the thread would only be in the way.
+          soon: whether the caller comes back so soon that the background thread would only slow it down.
         """
         background, drawn = self._background, self._drawn
-        makes = self._helps and background.idle  # not before the thread has come to the end of what it was given
+        makes = self._helps and background.idle  # only after the thread has completed all its work items
         if makes and soon:
             self._make_all()
         while makes and drawn and type(drawn[0]) is not Drawn:
@@ -344,7 +350,7 @@ class Prefetcher:
         return makes
 
     def _make_all(self) -> None:
-        """Completes here what was drawn, which may have to be waited for."""
+        """Completes the drawn steps on this thread; may wait for loader workers."""
         self._upstream.consumers[self] = perf_counter()
         try:
             while self._drawn:
@@ -357,21 +363,21 @@ class Prefetcher:
             self._background.give(self._drawn.popleft())
 
     def end_by(self, error: BaseException) -> None:
-        """What was being done is lost, by Ctrl-C, say: so there can be no further step. Idempotent."""
+        """Ends the iteration after an error, such as Ctrl-C, that lost the step in progress. Idempotent."""
         if self._final is None:
             self._ends_with(error)
-            lost = self._upstream.lost_workers()  # torch tells of them wherever this thread happens to be
+            lost = self._upstream.lost_workers()  # torch reports them wherever this thread happens to be
             self._votes.abort(self._stopped(lost) if lost else f"failed: {type(error).__name__}: {error}")
         self.close()
 
     def _ends_with(self, error: BaseException) -> None:
-        """The error is raised by whoever calls this, and this once."""
+        """The iteration ends with this error, which the caller raises; the next call raises ``after_the_error``."""
         self._final, self._was_raised = Raised(after_the_error(error, in_one_line(error), self._next_step)), True
 
     def _look_a_while(self) -> bool:
-        """A consumer that comes back at once looks after the vote for a moment, which is shorter than to be woken.
+        """Polls the vote for a moment, for a consumer that comes back at once: cheaper than to be woken.
 
-        Whether something is ready then.
+        Returns whether an outcome is ready.
         """
         background = self._background
         until = perf_counter() + _WATCHFUL_SECONDS
@@ -383,7 +389,7 @@ class Prefetcher:
         return False
 
     def _wait(self) -> None:
-        """Until something is ready, or this is closed by another thread."""
+        """Waits until an outcome is ready, or until another thread closes the iterator."""
         self._upstream.consumers[self] = perf_counter()
         try:
             self._wait_for_outcome()
@@ -398,8 +404,8 @@ class Prefetcher:
             except RuntimeError as error:
                 if not str(error).startswith("DataLoader worker"):
                     raise
-                # torch's signal handler, which tells of a dead loader worker wherever the main thread happens to be.
-                # The background thread meets the same worker, and its vote tells all ranks at the same step.
+                # torch's signal handler reports a dead loader worker wherever the main thread happens to be. The
+                # background thread meets the same loader worker, and its vote tells all ranks at the same step.
                 _LOG.debug("while waiting: %s", error)
             if self._ready or self._final is not None:
                 return
@@ -411,14 +417,14 @@ class Prefetcher:
                 raise late
 
     def _stopped(self, lost_workers: str = "") -> str:
-        """What the other ranks are told."""
+        """The reason that the other ranks are told."""
         why = f", as its {lost_workers}" if lost_workers else ""
         return f"stopped reading after {self._next_step} step(s){why}"
 
     def close(self) -> None:
-        """Ends the iteration: thread, loader workers, parcels. Takes a few milliseconds when all stop.
+        """Ends the iteration: its thread, its loader workers, its copies. Takes a few milliseconds when all ranks stop.
 
-        Any thread. Idempotent, and where an interruption cut it short, the next call does what is left to do.
+        Any thread. Idempotent. After an interruption in here, the next call does the rest.
         """
         if self._closed:
             return
@@ -427,7 +433,7 @@ class Prefetcher:
             self._final = End()
         self._to_spare = 0
         lost = "" if self._votes.over else self._upstream.lost_workers()
-        if lost:  # torch told the training thread, wherever it was, before the thread could vote for a failure
+        if lost:  # torch's error reached the training thread before the background thread could vote for a failure
             self._votes.abort(self._stopped(lost))
         thread = self._background.thread
         if thread is None:
@@ -441,9 +447,9 @@ class Prefetcher:
         self._closed = True
 
     def leave_to_parent(self) -> None:
-        """See ``fork_safety.Inherited``: the thread and the place among the ranks are the parent's.
+        """See ``fork_safety.Inherited``: the thread and the connections to other ranks are the parent's.
 
-        Who reads and votes in line, alone, has none of them, and can be copied as any object.
+        An iterator without a thread and without other ranks has neither, and a fork can use its copy.
         """
         if self._final is None and (self._with_others or self._background.thread is not None):
             self._to_spare = 0

@@ -1,6 +1,7 @@
-"""The shutdown of an iterator: who releases its resources, and which error later calls raise.
+"""The shutdown of an iterator: releases its resources once, and makes the errors that later calls raise.
 
-An interruption may come between any two steps of it, so each can be done again, and is, by the next one who closes.
+An interruption (Ctrl-C) may come between any two lines of it. So each line can run again, and runs again in the next
+call that closes the iterator.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class _Upstream(Protocol):
 
     def close_devices(self) -> None: ...
 
-    def discard(self, shares: Sequence[LocalStep], /) -> None: ...
+    def discard(self, steps: Sequence[LocalStep], /) -> None: ...
 
 
 class _Votes(Protocol):
@@ -35,13 +36,13 @@ class _Votes(Protocol):
 
 @final
 class Shutdown:
-    """The last one to leave, consumer or thread, gives up what nobody took.
+    """Discards the steps that nobody took, once both the consumer and the background thread have left.
 
     Args:
-      upstream: the stages before.
-      votes: holds shares that nobody took.
-      ready: so does this.
-      threaded: whether there is a thread.
+      upstream: the stages before the vote.
+      votes: holds steps that were not agreed.
+      ready: holds agreed steps that nobody took.
+      threaded: whether there is a background thread.
     """
 
     def __init__(self, upstream: _Upstream, votes: _Votes, ready: deque[Outcome], *, threaded: bool) -> None:
@@ -51,16 +52,16 @@ class Shutdown:
         self._lock = threading.RLock()
         self._consumer_left = False
         self.thread_left = not threaded
-        """Whether nobody votes any more but the consumer."""
-        self._left: list[Outcome] = []  # of what nobody took, as far as it was not given up yet
+        """Whether there is no background thread, or none any more."""
+        self._left: list[Outcome] = []  # outcomes that nobody took and that were not discarded yet
         self._is_tidy = False
 
     def consumer_leaves(self, delivered: int, peeked: LocalStep | None) -> None:
-        """Nobody takes a step any more. Any thread, as often as it likes.
+        """The consumer takes no further step. Any thread, idempotent.
 
         Args:
           delivered: steps that the consumer took.
-          peeked: one that it looked at and did not take.
+          peeked: a step that the consumer looked at and did not take.
         """
         if peeked is not None:
             self._upstream.discard([peeked])
@@ -68,7 +69,7 @@ class Shutdown:
         self._tidy_up(delivered)
 
     def thread_leaves(self) -> None:
-        """The thread does nothing any more. That thread."""
+        """The background thread ends. Called on that thread."""
         self.thread_left = True
         self._tidy_up(0)
 
@@ -84,16 +85,16 @@ class Shutdown:
             with contextlib.suppress(IndexError):  # a consumer on another thread may take the last one
                 while self._ready:
                     left.append(self._ready.popleft())
-            shares = [each.share if isinstance(each, EmptyStep) else each for each in left]
-            self._upstream.discard([share for share in shares if isinstance(share, LocalStep)])
+            steps = [each.share if isinstance(each, EmptyStep) else each for each in left]
+            self._upstream.discard([step for step in steps if isinstance(step, LocalStep)])
             left.clear()
-            if not self._is_tidy:  # by a garbage collection in between, on this thread
-                self._is_tidy = True  # before the devices go to the next iterator, which they must not do twice
+            if not self._is_tidy:  # a garbage collection on this thread may have run this method in between
+                self._is_tidy = True  # set first: the devices must not be given to the next iterator twice
                 self._upstream.close_devices()
 
 
 def not_an_end(error: BaseException) -> BaseException:
-    """The error; a ``StopIteration`` from within would end the user's loop as if the data had ended."""
+    """The error; for a ``StopIteration``, which would end the user's loop as if the data had ended, another one."""
     if not isinstance(error, StopIteration):
         return error
     found = RuntimeError("an iterator of the input's own ended where it must not: a defect of torchdistinput.")
@@ -102,15 +103,15 @@ def not_an_end(error: BaseException) -> BaseException:
 
 
 def after_the_error(error: BaseException, told: str, delivered: int) -> InputError:
-    """What the next call raises after an error that ended the epoch. Then nothing more comes.
+    """The error of the next call after an error that ended the epoch. Later calls return the end of the data.
 
-    The error itself is raised once: a loop that goes on after errors would meet it for ever, and each time with a
-    longer traceback. Nor is it kept, as its traceback keeps the batches of those who met it.
+    The original error is raised once. A loop that continues after errors would meet it for ever, each time with a
+    longer traceback. The original is not kept either, as its traceback keeps batches in memory.
 
     Args:
-      error: the error.
-      told: the same in one line.
-      delivered: steps before it.
+      error: the original error.
+      told: the original error in one line.
+      delivered: steps before the error.
     """
     if isinstance(error, Exception):
         return InputError(
@@ -124,7 +125,7 @@ def after_the_error(error: BaseException, told: str, delivered: int) -> InputErr
 
 
 def closed_elsewhere(delivered: int) -> InputError:
-    """What a thread is told that reads while another one closes."""
+    """The error of a thread that reads an iterator while another thread closes it."""
     return InputError(
         f"the iterator was closed by another thread after step {delivered}, while this one reads it. Let the thread "
         "that reads leave its loop first: set a flag that the loop looks at, and close afterwards."
@@ -132,7 +133,7 @@ def closed_elsewhere(delivered: int) -> InputError:
 
 
 def left_to_parent() -> InputError:
-    """What a forked process is told that goes on with an iterator of its parent."""
+    """The error of a forked process that reads an iterator of its parent."""
     return InputError(
         "this process was forked from the one that began the iterator, which goes on with it: its loader workers, "
         "background thread and place among the ranks are there. With one rank, begin another one here: iter(loader)."

@@ -1,4 +1,4 @@
-"""The stage that brings the pieces of a step to the devices of this process, one piece for each local replica."""
+"""The pipeline stage that copies the pieces of a step to the devices of this process, one for each local replica."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Batch = Any
 
 @final
 class ToDevice:
-    """Sends every local replica's piece ahead of time, and hands the pieces over together.
+    """Copies the pieces of a step to their devices ahead of time, and hands them over together.
 
     Local: no communication. A background thread calls ``enter_thread`` and ``send``; the consumer calls ``begin_step``
     and ``hand_over`` in its ``next``. They may be the same thread.
@@ -23,7 +23,7 @@ class ToDevice:
       copiers: one per local replica, in the order of the replicas.
 
     Attributes:
-      moves: whether there is anything to do: not where every piece stays on the host, and is its own parcel.
+      moves: whether any piece is copied; where every piece stays on the host, pieces pass through unchanged.
     """
 
     def __init__(self, copiers: Sequence[Copier]) -> None:
@@ -31,17 +31,17 @@ class ToDevice:
         self.moves = not all(isinstance(copier, HostCopier) for copier in copiers)
 
     def enter_thread(self) -> None:
-        """Called once by the background thread when it starts; the first replica's device is then its current one."""
+        """Called once by the background thread when it starts; makes the first replica's device the current one."""
         for copier in reversed(self._copiers):
             copier.enter_thread()
 
     def begin_step(self) -> None:
-        """Called by the consumer at each ``next``, first."""
+        """Called by the consumer first in each ``next``."""
         for copier in self._copiers:
             copier.begin_step()
 
     def send(self, pieces: Sequence[Batch]) -> Sequence[HostBatch]:
-        """Starts to bring the pieces of one step onto their devices; all of them, or none if one fails.
+        """Begins the copies of the pieces of one step to their devices; all of them, or none if one fails.
 
         Args:
           pieces: one batch per local replica, in the order of the replicas.
@@ -65,13 +65,13 @@ class ToDevice:
         return [copier.hand_over(parcel) for copier, parcel in zip(self._copiers, parcels, strict=True)]
 
     def discard(self, parcels: Sequence[HostBatch]) -> None:
-        """Gives up the pieces of a step that nobody will take."""
+        """Discards the pieces of a step that nobody will take."""
         if not self.moves:
             return
         for copier, parcel in zip(self._copiers, parcels, strict=True):
             copier.discard(parcel)
 
     def close(self) -> None:
-        """Lets go of everything, once the background thread has stopped. Idempotent."""
+        """Releases the devices' streams and memory, once the background thread has stopped. Idempotent."""
         for copier in self._copiers:
             copier.close()

@@ -1,4 +1,4 @@
-"""All that comes before the vote: a step is read, checked, padded, and sent to the devices, and timed."""
+"""The pipeline stages before the vote: read a step, check it, pad it, send it to the devices, and measure the time."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ class StepMaker:
     Args:
       fetch: reads the rows.
       checker: knows the structure of the elements.
-      pad: gives the pieces one size, if asked for.
-      to_device: brings them onto the devices.
+      pad: pads the pieces to one size; ``None`` for no padding.
+      to_device: copies the pieces to the devices.
       replicas_per_worker: pieces of a step.
-      metrics: takes down how long they take.
-      workers: the loader workers that read.
-      expect: is told how many steps will be drawn at once.
-      draw: draws with other random states, if it must.
-      give_back: is called once nobody needs ``to_device`` any more.
+      metrics: collects the times.
+      workers: the loader workers of the source.
+      expect: is called with the number of steps that will be drawn at once.
+      draw: takes the place of ``fetch.draw``, where the draw needs other random states.
+      give_back: is called with ``to_device`` when the pipeline no longer needs it.
     """
 
-    def __init__(  # noqa: PLR0913 - each is a part of it
+    def __init__(  # noqa: PLR0913 - each argument is a stage
         self,
         fetch: Fetch,
         checker: SchemaChecker,
@@ -57,7 +57,7 @@ class StepMaker:
         self._local = replicas_per_worker
         self._metrics = metrics
         self._give_back = give_back
-        # Called for every step: without a call in between.
+        # These are called for every step, so they are bound methods without a wrapper.
         self.draw = fetch.draw if draw is None else draw
         self.expect = expect
         self.close_source = fetch.close
@@ -72,7 +72,7 @@ class StepMaker:
         if type(held) is LocalStep and not held.parcels and (self._checker.makes_empty or 0 not in held.sizes):
             try:
                 self.complete(held)
-            except Exception as error:  # out of memory, say: a failed step like any other
+            except Exception as error:  # for example out of memory: a failed step like any other
                 return Failed(error, "" if isinstance(error, InputError) else "copying to the devices")
         return held
 
@@ -82,43 +82,43 @@ class StepMaker:
         self._metrics.fetching += perf_counter() - began
         return held
 
-    def complete(self, share: LocalStep) -> None:
-        """Makes the empty pieces of a share, pads it, sends it to the devices. Once for each, here or in ``fill``."""
+    def complete(self, step: LocalStep) -> None:
+        """Makes the empty pieces of a step, pads it, sends it to the devices. Each step passes here or ``fill``."""
         began = perf_counter()
-        in_range(COPY, self._send, share)
+        in_range(COPY, self._send, step)
         self._metrics.copying += perf_counter() - began
 
-    def fill(self, share: LocalStep) -> None:
-        """The same, in a vote: for one whose structure was not known before. Others may be completed meanwhile."""
+    def fill(self, step: LocalStep) -> None:
+        """``complete`` during a vote, for a step whose structure was unknown. ``complete`` may run at the same time."""
         began = perf_counter()
-        in_range(COPY, self._send, share)
+        in_range(COPY, self._send, step)
         self._metrics.filling += perf_counter() - began
 
-    def _send(self, share: LocalStep) -> None:
-        share.sizes = share.sizes or (0,) * self._local
-        pieces = share.pieces or [None] * self._local
-        # What has samples may be None all the same, if the user's collate function says so.
-        share.pieces = [
+    def _send(self, step: LocalStep) -> None:
+        step.sizes = step.sizes or (0,) * self._local
+        pieces = step.pieces or [None] * self._local
+        # A piece that has samples is None where the user's collate function returned None.
+        step.pieces = [
             self._checker.empty() if piece is None and not size else piece
-            for piece, size in zip(pieces, share.sizes, strict=True)
+            for piece, size in zip(pieces, step.sizes, strict=True)
         ]
         if self._pad is not None:
-            self._pad(share, self._checker.structure)
-        share.parcels = self._to_device.send(share.pieces)
-        share.pieces = []
+            self._pad(step, self._checker.structure)
+        step.parcels = self._to_device.send(step.pieces)
+        step.pieces = []
 
-    def weigh(self, share: LocalStep) -> int:
-        """See ``Upstream.weigh``. What is on its way to a device consists of tensors, which the metrics count."""
+    def weigh(self, step: LocalStep) -> int:
+        """See ``Upstream.weigh``. 0 where pieces are copied to a device: the metrics count the bytes of such steps."""
         if self._to_device.moves:
             return 0
-        weights = [bytes_held(piece) for piece in share.parcels or share.pieces if piece is not None]
+        weights = [bytes_held(piece) for piece in step.parcels or step.pieces if piece is not None]
         return 0 if None in weights else sum(weight or 0 for weight in weights)
 
-    def discard(self, shares: Sequence[LocalStep]) -> None:
+    def discard(self, steps: Sequence[LocalStep]) -> None:
         """See ``Upstream.discard``."""
-        for share in shares:
-            if share.parcels:
-                self._to_device.discard(share.parcels)
+        for step in steps:
+            if step.parcels:
+                self._to_device.discard(step.parcels)
 
     def close_devices(self) -> None:
         """See ``Upstream.close_devices``."""

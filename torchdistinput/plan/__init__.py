@@ -1,12 +1,14 @@
-"""Numbers in, numbers out: the laws. No torch in here. Each law has a letter and a number that no other law has.
+"""The rules of distributed input, as functions of plain numbers without torch.
 
-- ``topology``: Who reads and who computes; ``InputContext``.
-- ``sharding``: ``AutoShardPolicy``; which files a worker reads.
-- ``batching``: How a batch is cut.
-- ``step_agreement``: The step that all ranks agree on: reports and the decision.
+A rule is called a *law*; each has a letter and a number that no other law has (``B1``, ``A3``).
+
+- ``topology``: Workers (which read) and replicas (which compute); ``InputContext``.
+- ``sharding``: ``AutoShardPolicy``; which files or batches a worker reads.
+- ``batching``: How a batch is cut into the pieces of the replicas.
+- ``step_agreement``: How all ranks agree on each step: the report of a rank, and the decision.
 - ``permutation``: A keyed shuffle of [0, n) with random access.
-- ``prefetch_depth``: How far ahead a rank would read.
-- ``file_resharding``: Where the reading of files was left, and how the rest is dealt to another number of workers.
-- ``checkpoint_format``: What a saved state looks like, and whether it fits.
+- ``prefetch_depth``: How many steps a rank reads ahead.
+- ``file_resharding``: Positions in files, and how unread files are divided when the number of workers changes.
+- ``checkpoint_format``: The format of a saved state, and the check whether the state fits an input.
 - ``options``: ``InputOptions``, ``Step``.
 """

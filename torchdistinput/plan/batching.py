@@ -1,6 +1,6 @@
-"""How a batch is cut into the pieces of the replicas.
+"""How a global batch is cut into the pieces of the replicas.
 
-A *row* is what one worker takes in one step: a range ``(lo, hi)`` of the batch for each of its L replicas. The laws:
+A *row* is one worker's part of a step: a range ``(lo, hi)`` of the batch for each of its L replicas. The laws:
 
 (B1) The split. A batch of ``b`` samples over ``N`` replicas: ``c = ceil(b / N)``; replica ``k`` gets rows
     ``[k*c, min((k+1)*c, b))``, nothing if none are left. So 4 over 3 is 2, 2, 0.
@@ -9,8 +9,8 @@ A *row* is what one worker takes in one step: a range ``(lo, hi)`` of the batch 
     for all N replicas, taking L pieces a step, so a batch lasts W steps. ``lo, extra = divmod(G, N)``;
     ``base = [lo+1]*extra + [lo]*(N-extra)``; worker ``i`` uses ``base`` rotated left by ``i*L``. Every step then sums
     to G over the workers, and sizes differ by at most one.
-(B4) The tail. A short batch is cut by (B1), without its trailing empties, filled up with empties to whole rows.
-(B5) Ready batches, whose size was never promised, are cut by (B1) into all N pieces.
+(B4) The tail. A short batch is cut by (B1); its empty pieces are dropped, and new ones fill the last row.
+(B5) Ready batches (batches that the source makes, of any size) are cut by (B1) into all N pieces.
 
 Worked: G = 4, two workers of one replica; each cuts ``[0 1 2 3]`` into ``[0 1]`` and ``[2 3]`` (two steps), and a short
 ``[4 5]`` into ``[4]`` and ``[5]``. Source: TensorFlow's guide and its ``batch_sizes_for_worker``; where they differ,
@@ -166,12 +166,12 @@ class Cutter:
 
     @property
     def rows_of_ready_batch(self) -> int:
-        """Into how many rows a batch is cut whose size was never promised; also a full one of G."""
+        """How many rows a ready batch has (law B5); a full batch of G samples has as many."""
         return 1 if self.shared else self.topology.num_workers
 
     @property
     def largest_piece_size(self) -> int | None:
-        """``ceil(G / N)``, which no piece exceeds; ``None`` where the source yields ready batches."""
+        """``ceil(G / N)``, the largest size of a piece; ``None`` where the source yields ready batches."""
         size = self.global_batch_size
         return None if size is None else -(-size // self.topology.num_replicas)
 
@@ -180,7 +180,7 @@ class Cutter:
 
         Args:
           drop_last: whether a short last batch is dropped.
-          num_samples: samples of an epoch; ``None`` where that is not known.
+          num_samples: samples of an epoch; ``None`` where the number is not known.
 
         >>> two = Cutter(Topology(num_workers=2, replicas_per_worker=1, worker=0), shared=True, global_batch_size=4)
         >>> two.may_lack_samples(drop_last=True, num_samples=None), two.may_lack_samples(drop_last=False, num_samples=9)

@@ -1,18 +1,18 @@
-"""What a saved state looks like, and whether it fits the input that it is loaded into.
+"""The format of a saved state (``state_dict``), and the check whether a state fits the input that loads it.
 
-A state is plain JSON with the same keys always, so that ``json``, ``torch.save`` and ``torch.distributed.checkpoint``
-all carry it, the last one at any world size:
+A state is plain JSON with the same keys always. So ``json``, ``torch.save`` and ``torch.distributed.checkpoint`` can
+all save it, the last one at any world size:
 
-- ``version``: of this layout.
-- ``epoch``, ``step``, ``samples``: the steps that were delivered in that epoch, and the samples in them.
-- ``drawn``: a digest of what the sampler drew for the last of these steps; 0 where there is none.
-- ``told_epoch``: what the user's ``set_epoch`` said last; ``None`` if it was not called.
+- ``version``: the version of this format.
+- ``epoch``, ``step``, ``samples``: the steps that were delivered in the epoch, and the samples in them.
+- ``drawn``: a digest of the sampler's draw for the last of these steps; 0 where there is none.
+- ``told_epoch``: the last argument of the user's ``set_epoch``; ``None`` if it was not called.
 - ``sample_seed``: the base of ``sample_seed()`` in map-style data; ``None`` where there is none, or none yet.
-- ``random``: when a loader draws the seed of its workers, torch's default random state and the generators of the input,
-  all as they were when the epoch began.
-- ``position``: where the source stands; ``None`` at the start of an epoch.
-- ``fingerprint``: pairs of a name and a value that tell one input from another.
-- ``checksum``: of all the rest.
+- ``random``: when a loader draws the seed of its loader workers, torch's default random state and the generators of the
+  input, all at the beginning of the epoch.
+- ``position``: the position of the source; ``None`` at the start of an epoch.
+- ``fingerprint``: pairs of a name and a value that identify the input.
+- ``checksum``: a checksum of all other keys.
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ _FIELDS: Final = (
 @final
 @dataclass(frozen=True, kw_only=True)
 class SavedState:
-    """A state, as it is saved.
+    """A saved state.
 
     Args:
-      epoch: its number.
-      step: steps delivered in it.
-      samples: samples in them, over all replicas.
-      drawn: a digest of what the sampler drew for the last step; 0 where there is none.
-      told_epoch: what the user's ``set_epoch`` said last.
+      epoch: the number of the epoch.
+      step: steps delivered in the epoch.
+      samples: samples in these steps, over all replicas.
+      drawn: a digest of the sampler's draw for the last step; 0 where there is none.
+      told_epoch: the last argument of the user's ``set_epoch``.
       sample_seed: the base of ``sample_seed()``, where it is known.
-      random: how the order of the epoch is drawn; see the top.
-      position: what the source says of its position; ``None`` at the start of an epoch.
-      fingerprint: what tells this input from others.
-      was_changed: whether it was edited since it was saved.
+      random: the random states from which the order of the epoch is drawn; see the module.
+      position: the position of the source; ``None`` at the start of an epoch.
+      fingerprint: the facts that identify this input.
+      was_changed: whether the state was edited after it was saved.
     """
 
     epoch: int
@@ -100,13 +100,13 @@ class SavedState:
 
     @classmethod
     def from_dict(cls, state: object) -> SavedState:
-        """A state that was saved, checked.
+        """The state from its plain JSON, checked.
 
         Args:
-          state: what ``state_dict()`` gave.
+          state: the result of ``state_dict()``.
 
         Raises:
-          StateMismatch: it is no state, of a newer version, or was cut off since.
+          StateMismatch: the value is no state, is of a newer version, or is incomplete.
         """
         fields = _checked_fields(state)
         return cls(
@@ -124,7 +124,7 @@ class SavedState:
 
 
 def differences(saved: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    """What tells two fingerprints apart, in words, one text for each field."""
+    """The differences between two fingerprints, in words, one text for each field."""
     if saved.get("kind") != found.get("kind"):
         return [f"kind: {saved.get('kind')!r:.200} in the state, {found.get('kind')!r:.200} here"]
     pairs = [(name, saved.get(name), found.get(name)) for name in sorted({*saved, *found})]

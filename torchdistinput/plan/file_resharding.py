@@ -1,9 +1,10 @@
-"""Where the reading of files was left, and how that is dealt again when the number of workers changes.
+"""Positions in the files of an epoch, and how the unread rest is divided again when the number of workers changes.
 
-A *walk* is what one worker reads. A ``ReaderCursor`` says where the walk stands, a ``FileCursor`` where one of its open
-files stands: positions, never records. The files of an epoch that nobody has opened follow from the order of the files
-and from a few counts, so a state stays small however many files there are. The *deals* are the changes of the world so
-far, each as ``[W, opened_0, …, opened_{W-1}]``: how many workers there were, and how many fresh files each had opened.
+A ``ReaderCursor`` is the position of one worker's reader, a ``FileCursor`` the position in one of its open files. They
+hold positions, never records. A *fresh* file is a file that no worker has opened. The fresh files follow from the order
+of the files and from a few counts, so a state is small for any number of files. The *deals* are the changes of the
+number of workers so far, each as ``[W, opened_0, …, opened_{W-1}]``: the number of workers before the change, and how
+many fresh files each of them had opened.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ from torchdistinput.errors import StateMismatch
 __all__ = ["Deals", "FileCursor", "ReaderCursor", "checked_deals", "fresh_files", "redeal"]
 
 Deals: TypeAlias = Sequence[Sequence[int]]
-"""The changes of the world, the first one first."""
+"""The changes of the number of workers, in order."""
 
 
 class FileCursor(NamedTuple):
-    """Where one file was left. The anchor (``offset``, ``record``) is where its reader can be entered again."""
+    """The position in one file. Its reader can start again at the anchor (``offset``, ``record``)."""
 
     file: int
     """The place of the file in the dataset's list."""
     offset: Any = 0
-    """Where the anchor is: in bytes of the uncompressed content, or a position of a fragment in a list of one."""
+    """The offset of the anchor: bytes of the uncompressed content, or a list with one position of a fragment."""
     record: int = 0
-    """The number of the record that starts there."""
+    """The number of the record that starts at the anchor."""
     delivered: int = 0
     """How many of the file's records were yielded, in their shuffled order."""
     size: int = -1
@@ -37,26 +38,26 @@ class FileCursor(NamedTuple):
 
 
 class ReaderCursor(NamedTuple):
-    """Where a walk was left. It goes on with its slots, then opens what waits, then fresh files."""
+    """The position of one worker's reader. The reader continues its slots, then the waiting files, then fresh files."""
 
     slots: Sequence[FileCursor | None] = ()
-    """The open file of each slot; none where the slot takes the next file. No slots: all files are yet to open."""
+    """The open file of each interleave slot; ``None``: the slot opens the next file. Empty: no file is open yet."""
     turn: int = 0
-    """The slot whose turn it is."""
+    """The slot that is read next."""
     taken: int = 0
-    """How many records were taken in that turn."""
+    """How many records were taken in this turn of the slot."""
     waiting: Sequence[FileCursor] = ()
-    """Files that were begun, and are in no slot."""
+    """Files that were begun by an earlier reader, and are in no slot."""
     opened: int = 0
-    """How many of the fresh files that the walk was dealt were opened."""
+    """How many of its fresh files the reader has opened."""
 
     @property
     def cursors(self) -> list[FileCursor]:
-        """The files that were begun and not finished: those in slots, then those that wait."""
+        """The files that were begun and not finished: the files in slots, then the waiting files."""
         return [*(cursor for cursor in self.slots if cursor is not None), *self.waiting]
 
     def to_json(self) -> list[object]:
-        """The place as plain lists and ints."""
+        """The position as plain lists and ints."""
         slots = [None if cursor is None else list(cursor) for cursor in self.slots]
         return [slots, self.turn, self.taken, [list(cursor) for cursor in self.waiting], self.opened]
 
@@ -66,10 +67,10 @@ class ReaderCursor(NamedTuple):
 
     @classmethod
     def from_json(cls, value: object) -> ReaderCursor:
-        """The place that ``to_json`` gave.
+        """The position from the value of ``to_json``.
 
         Raises:
-          StateMismatch: if it is none, naming the part that is wrong.
+          StateMismatch: the value is malformed; the message names the part that is wrong.
         """
         match value:
             case [list() as slots, turn, taken, list() as waiting, opened]:
@@ -88,11 +89,11 @@ class ReaderCursor(NamedTuple):
 
 
 def fresh_files(order: Sequence[int], deals: Deals) -> list[int]:
-    """The files that nobody has opened, in their order; worker ``i`` of ``W`` is dealt ``[i::W]`` of them.
+    """The files that no worker has opened, in their order; worker ``i`` of ``W`` reads ``[i::W]`` of them.
 
     Args:
       order: all files of the epoch.
-      deals: the changes of the world so far, see the top.
+      deals: the changes of the number of workers so far; see the module.
     """
     fresh = list(order)
     for num_workers, *opened in deals:
@@ -103,15 +104,17 @@ def fresh_files(order: Sequence[int], deals: Deals) -> list[int]:
 def redeal(
     places: Sequence[ReaderCursor], deals: Deals, num_workers: int
 ) -> tuple[list[ReaderCursor], list[list[int]]]:
-    """Deals what a world has begun to another one: file ``j`` to worker ``j mod num_workers``; so the fresh files.
+    """Divides the begun files among another number of workers: begun file ``j`` goes to worker ``j mod num_workers``.
+
+    Fresh files are divided in the same way, by ``fresh_files`` with the deals that are returned.
 
     Args:
-      places: where the walk of each worker was left; of all workers.
-      deals: the changes of the world before.
-      num_workers: how many workers go on.
+      places: the position of each worker's reader; of all workers.
+      deals: the changes of the number of workers before.
+      num_workers: the new number of workers.
 
     Returns:
-      The place at which each of the new workers starts, and the deals with this one.
+      The position at which the reader of each new worker starts, and the deals with this change added.
     """
     in_slots = chain.from_iterable(place.slots for place in places)
     cursors = [cursor for cursor in in_slots if cursor is not None]
@@ -121,10 +124,10 @@ def redeal(
 
 
 def checked_deals(value: object) -> list[list[int]]:
-    """The deals, as they come out of a saved state.
+    """The deals of a saved state, checked.
 
     Raises:
-      StateMismatch: if they are none.
+      StateMismatch: the value is malformed.
     """
     if not isinstance(value, list):
         raise _malformed("the list of deals", "a list", value)

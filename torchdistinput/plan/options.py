@@ -1,4 +1,4 @@
-"""What a user may ask of a distributed input."""
+"""The options of a distributed input (``InputOptions``), and the facts about a delivered step (``Step``)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class InputReplicationMode(enum.Enum):
 
     Attributes:
       PER_WORKER: once per worker; its dataset feeds all local replicas in turn.
-      PER_REPLICA: once per replica; each has a pipeline of its own.
+      PER_REPLICA: once per replica; each replica has a dataset of its own.
     """
 
     PER_WORKER = "PER_WORKER"
@@ -40,16 +40,17 @@ class InputOptions:
         was. How far user code in this process is ahead then depends on timing; where that must be the same in every
         run, give a number. One process alone keeps to 2.
       prefetch_bytes: bytes of steps ahead, on this rank, within which ``None`` lets the read-ahead grow.
-      fetch_to_device: whether elements come on the replicas' devices; else they stay where the source made them. What
-        is no tensor moves if it has a method ``to(device)``; the tensors in an object without one stay on the host.
+      fetch_to_device: whether elements are copied to the replicas' devices; else they stay where the source made them.
+        An object that is no tensor is copied if it has a method ``to(device)``; the tensors in an object without this
+        method stay on the host.
       coordination: ``"on"``: all ranks make the same steps. ``"off"``: each worker has its own end of data and sees
         only its own non-empty steps (TensorFlow's asynchronous workers).
       timeout_seconds: how long a rank waits for another one; ``None`` takes the strategy's.
       replication_mode: for ``distribute_datasets_from_function`` only.
       with_index: yields ``(index, element)``. The index is int64, ``(b,)``, one number of 0 or more for each sample,
-        whoever reads it, as ``Strategy.gather_ordered`` takes it:
+        whichever replica gets the sample, as ``Strategy.gather_ordered`` takes it:
 
-        - map-style datasets: the index that the sampler gave (or, where that is no int, the position in the epoch);
+        - map-style datasets: the index that the sampler drew (or the position in the epoch, if the index is no int);
         - ``FileDataset``: ``file * 2**40 + record``, by the places in the list of files and in the file, whatever the
           shuffling;
         - other iterables: the position in the epoch's order. Where workers have data of their own (OFF, HINT, a
@@ -61,8 +62,8 @@ class InputOptions:
         with an index ``(index, element, mask)``: the mask is bool, ``(rows,)``, true for samples, and the index of a
         padded row is -1. Padded rows are samples in no count; ``average_loss(..., weights=mask)`` leaves them out.
         Needs a known global batch size.
-      snapshot_every: for iterables and iterators with ``state_dict`` of their own: after how many steps each it is
-        called, to have a place to resume from. Between two of them, steps are read again on a resume.
+      snapshot_every: for iterables and iterators with a ``state_dict`` of their own: the number of steps between two
+        calls of ``state_dict``. A resume starts at the last such call, and reads the steps after it again.
       on_error: ``"raise"``: a sample that cannot be read is an error on every rank. ``"skip"``: it is left out of its
         step, counted and logged; nothing takes its place. For map-style data and files.
       max_errors: samples that may be left out in an epoch, over all ranks; one more is an error on every rank.
@@ -77,15 +78,15 @@ class InputOptions:
         ``__getitem__`` or ``map_fn``, and puts them back after it. So augmentation that draws from them is the same at
         any world size and number of loader workers, and after a resume. For map-style data, which is then read sample
         by sample also where it has ``__getitems__``, and files. It takes some 9 us a sample.
-      count_fn: ``count_fn(batch)`` gives the number of samples in a batch that the source yields ready, an int of 0 or
-        more. ``None``: it is counted by its tensors and lists. Samples that are batched here are counted as they are
-        drawn, and this is not asked.
-      split_fn: ``split_fn(batch, sizes)`` cuts such a batch: a list or tuple with a piece for each size is to be
-        returned. The sizes are 1 or more, in the order of the replicas, and sum to the number of samples. It is asked
-        by each rank, and only where there is something to cut. ``None``: tensors and lists are cut.
-      empty_fn: ``empty_fn()`` makes the batch of a replica without a sample, on the CPU, anew at each call. ``None``:
-        it is made like the batches before, of tensors with 0 rows and empty lists. Where that cannot be, and a replica
-        may be left without a sample, the first step is an error on all ranks.
+      count_fn: ``count_fn(batch)`` returns the number of samples in a batch that the source yields ready, an int of 0
+        or more. ``None``: the samples are counted by the batch's tensors and lists. Samples that this library batches
+        are counted as they are drawn, without ``count_fn``.
+      split_fn: ``split_fn(batch, sizes)`` cuts a ready batch: it returns a list or tuple with one piece for each size.
+        The sizes are 1 or more, in the order of the replicas, and sum to the number of samples. Each rank calls it, and
+        only where the batch has to be cut. ``None``: the tensors and lists of the batch are cut.
+      empty_fn: ``empty_fn()`` makes the batch of a replica without a sample, on the CPU, a new one at each call.
+        ``None``: the batch is made like the batches before, with tensors of 0 rows and empty lists. Where this is not
+        possible, and a replica may be left without a sample, the first step is an error on all ranks.
 
     Raises:
       TypeError: a value of another type.
@@ -160,7 +161,7 @@ def _check_count(name: str, value: object, least: int, what: str = "steps") -> N
 
 
 def check_seconds(name: str, value: object) -> None:
-    """Refuses what is no time to wait.
+    """Refuses a value that is no positive number of seconds.
 
     Raises:
       TypeError: it is no int or float.

@@ -1,7 +1,7 @@
-"""Shuffles that are addressed, not stored: a keyed permutation of ``[0, n)`` with random access.
+"""A keyed random permutation of ``[0, n)`` with random access, computed on demand and never stored.
 
-A shuffled order of a billion samples as a list is 8 GB and minutes of work, on every rank. Here an order is a function:
-``at(i)`` is the element at place ``i``, at once, for any ``n`` up to ``2**62``, the same on every rank and machine.
+A shuffled order of a billion samples as a list takes 8 GB and minutes, on every rank. Here an order is a function:
+``at(i)`` is the element at place ``i``, in constant time, for any ``n`` up to ``2**62``; equal on all ranks and hosts.
 
 Two ways, by size. Up to ``2**12`` elements the order is a sort of one random word per element: all ``n!`` orders are
 equally likely, which no network of a few rounds reaches on small domains. Above, a Feistel network of 8 rounds permutes

@@ -1,4 +1,4 @@
-"""How far ahead a rank would read, where that may change. Law A8 makes one wish of those of all ranks."""
+"""The prefetch depth: how many steps a rank asks to read ahead. Law A8 combines the requests of all ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final, final
 __all__ = ["PrefetchDepth", "changed", "drawn_at_once", "is_deep", "ready_at_a_vote", "shows"]
 
 _VOTES_LOOKED_AT: Final = 8
-_LAZY_FROM: Final = 4  # steps ahead; with fewer, a vote that waits comes too late
+_LAZY_FROM: Final = 4  # the least depth at which votes are delayed; with a smaller one they would come too late
 _MUCH: Final = 1 / 8
 _MOST_AT_ONCE: Final = 8
 
@@ -24,15 +24,15 @@ def changed(steps: int, change: int, least: int, most: int) -> int:
 
 
 def is_deep(steps: int) -> bool:
-    """Whether so much is read ahead that votes are few."""
+    """Whether the depth is large enough to delay votes, so that one vote covers several steps."""
     return steps >= _LAZY_FROM
 
 
 def drawn_at_once(steps: int) -> int:
-    """How many steps are drawn in a row, where so many are read ahead: a quarter of them, at least 1 and at most 8.
+    """How many steps are drawn in a row at a prefetch depth: a quarter of the depth, at least 1 and at most 8.
 
-    What draws a step is no longer in the caches after a training step, and costs ten times as much as the second time.
-    It is the same on all ranks at each step, as the steps ahead are.
+    A training step evicts the loader's code from the processor's caches. The first draw after it costs ten times as
+    much as the second. The number is the same on all ranks at each step, as the depth is.
 
     >>> [drawn_at_once(steps) for steps in (0, 2, 8, 32, 1000)]
     [1, 1, 2, 8, 8]
@@ -41,9 +41,9 @@ def drawn_at_once(steps: int) -> int:
 
 
 def ready_at_a_vote(steps: int) -> int:
-    """How many of the steps ahead are left when it is time to vote: about a third, right after others were drawn.
+    """How many ready steps are left when a vote is due: about a third of the depth, right after a row was drawn.
 
-    So a vote covers as many as possible.
+    So a vote covers as many steps as possible.
 
     >>> [ready_at_a_vote(steps) for steps in (4, 8, 16, 32)]
     [1, 3, 5, 9]
@@ -53,11 +53,11 @@ def ready_at_a_vote(steps: int) -> int:
 
 
 def shows(took: float, between: float) -> bool:
-    """Whether a vote showed: it took more than an eighth of the time since the one before.
+    """Whether a vote was slow: it took more than an eighth of the time since the vote before.
 
     Args:
-      took: seconds of the vote, without those in which this rank read its data meanwhile.
-      between: seconds from the beginning of the vote before to that of this one.
+      took: seconds of the vote, without the seconds in which this rank read its data meanwhile.
+      between: seconds from the beginning of the vote before to the beginning of this vote.
 
     >>> shows(1.0, 9.0), shows(1.0, 7.0)
     (False, True)
@@ -67,12 +67,12 @@ def shows(took: float, between: float) -> bool:
 
 @final
 class PrefetchDepth:
-    """What one rank wishes. Used by the thread that votes.
+    """The prefetch depth, and the change of it that one rank asks for. Used by the thread that votes.
 
     Args:
-      steps: ahead of the one that the consumer waits for, at first.
-      room: bytes of steps ahead within which there may be more; ``None`` where the number stays.
-      rounds: how many times a vote is looked after, once at each step, until it is over.
+      steps: the depth at first: steps ahead of the one that the consumer waits for.
+      room: bytes of steps ahead within which the depth may grow; ``None`` for a fixed depth.
+      rounds: how many times a vote is polled, once at each step, until it is complete.
     """
 
     def __init__(self, steps: int, room: int | None, rounds: int = 0) -> None:
@@ -82,21 +82,21 @@ class PrefetchDepth:
         self.agreed(steps)
 
     def voted(self, *, shown: bool) -> None:
-        """A vote came back, and showed, or not."""
+        """Notes that a vote is complete, and whether it was slow (``shows``)."""
         self._shown.append(shown)
 
     def agreed(self, steps: int) -> None:
-        """The ranks read so far ahead from now on."""
+        """Notes the depth on which the ranks agreed."""
         self._steps = steps
         self.due_at = max(ready_at_a_vote(steps), self._rounds) if is_deep(steps) else steps + 1
-        """The steps that are ready when it is time to vote: the consumer may soon need what is voted for."""
+        """A vote is due when at most this many steps are ready."""
         self._shown.clear()
 
     def wish(self, largest: int) -> int:
-        """1 to read further ahead, -1 not so far, 0 to leave it.
+        """The change that this rank asks for: 1 for a larger depth, -1 for a smaller one, 0 for the present one.
 
         Args:
-          largest: bytes of the largest step so far; 0 where none is known.
+          largest: bytes of the largest step so far; 0 where the size of no step is known.
         """
         if self._room is None:
             return 0

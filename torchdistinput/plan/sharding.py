@@ -1,7 +1,7 @@
-"""Which files or batches a worker reads, under each policy.
+"""The auto-shard policies: which files or batches a worker reads.
 
-Source of the rules: TensorFlow's distributed input guide, "Autosharding"; where a file list is too short TensorFlow
-fails on some workers at the first read, here it is an error on all of them before the first read.
+Source of the rules: TensorFlow's distributed input guide, "Autosharding". One difference: where a file list is too
+short, TensorFlow fails on some workers at the first read; this library raises on all workers before the first read.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def resolve_policy(
     """The policy in force: never AUTO.
 
     Args:
-      policy: what was asked for.
+      policy: the policy in the options.
       num_files: files of the source; ``None`` for a source without files.
       can_shard: whether the source has a ``shard`` method of its own, or another way to shard itself.
       num_workers: processes that read, W.
@@ -77,7 +77,7 @@ def resolve_policy(
 
 
 def deal(items: Sequence[T], num_workers: int, worker: int) -> list[T]:
-    """What one worker gets when items are dealt like cards: every ``num_workers``-th, from ``worker`` on.
+    """The items of one worker: every ``num_workers``-th item, from number ``worker`` on.
 
     >>> deal(["a", "b", "c", "d", "e"], 2, 1)
     ['b', 'd']

@@ -1,34 +1,35 @@
-"""The step that all ranks agree on: what a rank says, how it is added up, what follows.
+"""Step agreement: the report of each rank, the sum of all reports, and the decision that follows from the sum.
 
-Each rank casts a *report*: the sizes of the next steps that it holds (``None`` for a step past its end), and flags.
-A report is ``4 + 2K`` 64-bit words, and the words of all ranks are summed, so one exchange of fixed size carries all:
+A *report* holds the sizes of the next steps that a rank holds (``None`` for a step past its end of data), and flags. A
+report is ``4 + 2K`` words of 64 bits. The words of all ranks are summed, so one exchange of fixed size carries them:
 
 - word 0: four counters of 15 bits: ranks that failed, stopped, lack the structure, know the structure.
 - words 1 and 2: the sums of ``d`` and of ``d * d`` over the ranks that know a structure with digest ``d`` (24 bits).
   The structures are equal if and only if ``count * sum(d * d) == sum(d) ** 2`` (Cauchy and Schwarz).
-- word 3: samples that were left out as they could not be read, up to and including the first of those steps (33 bits);
-  ranks that would read further ahead, and ranks that would not read so far (15 bits each).
+- word 3: samples that were left out because they could not be read, up to and including the first step of the report
+  (33 bits); ranks that ask for a larger prefetch depth, and ranks that ask for a smaller one (15 bits each).
 - word 4 + j, for the j-th step not yet agreed: ranks that hold it (15 bits), ranks for which it is not past their end
   (15 bits), samples in it (33 bits).
-- word 4 + K + j: what the samplers drew for that step, as a number times the rank's *weight*, modulo 2**64. The weights
-  of all ranks sum to 0, so equal numbers cancel out, and unequal ones hardly ever do (about once in 2**63). To it comes
-  what the rank read for that step, as a number times its *peer weight*: those of the ranks of each worker sum to 0.
+- word 4 + K + j: the digest of the sampler's draw for that step times the rank's *weight*, modulo 2**64. The weights of
+  all ranks sum to 0, so equal digests cancel out, and unequal ones hardly ever do (about once in 2**63). Added to it is
+  the digest of the data that the rank read times its *peer weight*; the peer weights of each worker's ranks sum to 0.
 
-The laws, decided alike on every rank from the same sums:
+The laws. Every rank applies them to the same sums, so all ranks decide the same:
 
 (A1) A step is agreed when every rank holds it and at least one has it before its end.
 (A2) An agreed step without a sample on any rank is passed over: not delivered, not counted, not the end.
 (A3) The end is the first step that is past the end of every rank.
-(A4) Where structures differ, no step is agreed: all ranks stop there.
-(A5) A step for which the samplers drew differently, or the ranks of one worker read differently, is not agreed, nor is
-    any after it.
-(A6) A rank that failed holds no step from its failure on, so all ranks deliver the same steps before it; it says so
-    when the failure is next. A rank that stopped reading offers no step either, only the fact that it is past its end.
-(A7) Where more samples were left out than may be, no step is agreed. A rank offers a step that lost samples as the
-    first of a message only: so word 3 is right for every step that is offered, and all stop before the same one,
-    whatever was read ahead.
-(A8) The ranks read further ahead when every rank would and none would not, and less far when one would not read so far.
-    How far that is decides how often user code was called at a step, so it changes on all ranks at the same one.
+(A4) Where structures differ, no step is agreed, and all ranks stop.
+(A5) A step for which the samplers drew differently, or the ranks of one worker read different data, is not agreed, nor
+    is any later step.
+(A6) A rank that failed holds no step from its failure on, so all ranks deliver the same steps before it. It sets the
+    failure flag when the failure is its next step. A rank that stopped reading reports no step either, except that it
+    is past its end.
+(A7) Where more samples were left out than allowed, no step is agreed. A rank reports a step that lost samples only as
+    the first step of a message. So word 3 is right for every reported step, and all ranks stop before the same step,
+    whatever they read ahead.
+(A8) The prefetch depth grows when every rank asks for a larger one, and shrinks when one rank asks for a smaller one.
+    The depth decides how often user code was called at a step, so it changes on all ranks at the same step.
 """
 
 from __future__ import annotations
@@ -61,17 +62,17 @@ _WISHES = {0: 0, 1: 1 << _SAMPLE_BITS, -1: 1 << _HOLDING}
 
 @final
 class StepReport(NamedTuple):
-    """What one rank says in one exchange.
+    """The report of one rank in one exchange.
 
     Args:
       sizes: samples of this rank in each step that it holds, oldest first; ``None`` once past its end.
-      failed: its data failed, and the failure is the next step.
-      stopped: nobody reads here any more.
-      digest: the number of the structure that it knows, or ``None`` if it never saw an element.
-      drawn: a number of what its sampler drew for each step in ``sizes``; 0, or missing, where none is to compare.
-      skipped: samples that it left out in this epoch, up to and including the first of ``sizes``.
-      ahead: 1 if it would read further ahead, -1 if not so far.
-      read: a number of what it read for each step in ``sizes``; 0, or missing, where none is to compare.
+      failed: the data of this rank failed, and the failure is its next step.
+      stopped: the training loop of this rank takes no further step.
+      digest: the digest of the structure that this rank knows, or ``None`` if it never saw an element.
+      drawn: the digest of the sampler's draw for each step in ``sizes``; 0, or missing, where there is none.
+      skipped: samples that this rank left out in this epoch, up to and including the first of ``sizes``.
+      ahead: 1 if this rank asks for a larger prefetch depth, -1 for a smaller one.
+      read: the digest of the data that this rank read for each step in ``sizes``; 0, or missing, where there is none.
     """
 
     sizes: tuple[int | None, ...]
@@ -109,7 +110,7 @@ class StepReport(NamedTuple):
 
 @final
 class StepDecision(NamedTuple):
-    """What all ranks conclude from one exchange.
+    """The decision of all ranks after one exchange.
 
     Args:
       steps: global sizes of the agreed steps, oldest first; 0 for one that is passed over.
@@ -120,8 +121,8 @@ class StepDecision(NamedTuple):
       structures_differ: the ranks know different structures.
       draws_differ: after the agreed steps, the samplers drew differently, or ranks of one worker read differently.
       skipped: samples that all ranks left out, up to and including the next step of each.
-      too_many_skipped: they are more than may be.
-      ahead: 1 if the ranks read further ahead from here on, -1 if less far.
+      too_many_skipped: ``skipped`` is more than allowed.
+      ahead: 1 if the prefetch depth grows, -1 if it shrinks.
     """
 
     steps: tuple[int, ...]
@@ -142,11 +143,11 @@ def count(word: int) -> tuple[int, int, int]:
 
 
 def decide(words: Sequence[int], num_ranks: int, max_skipped: int | None = None) -> StepDecision:
-    """What follows from the summed reports of ``num_ranks`` ranks. Laws A1 to A8.
+    """The decision from the summed reports of ``num_ranks`` ranks. Laws A1 to A8.
 
     Args:
       words: the sums.
-      num_ranks: how many reports they are of.
+      num_ranks: the number of reports in the sums.
       max_skipped: how many samples may be left out; ``None`` for any number.
     """
     flags, digests, squares, others = words[:_HEAD]
@@ -181,7 +182,7 @@ def _agreed(words: Sequence[int], num_ranks: int, *, stopped: bool) -> tuple[lis
     steps: list[int] = []
     before, samples = None, 0
     for place, word in enumerate(words[_HEAD : _HEAD + slots]):
-        if word != before:  # most steps are as the one before
+        if word != before:  # most steps are equal to the one before
             holding, live, samples = count(word)
             if holding < num_ranks:
                 break
@@ -209,10 +210,10 @@ def weight_of(rank: int, num_ranks: int) -> int:
 
 
 def peer_weight_of(rank: int, workers: Sequence[int]) -> int:
-    """The weight of what a rank read: those of the ranks of each worker sum to 0 modulo 2**64.
+    """The weight of the data that a rank read: the weights of each worker's ranks sum to 0 modulo 2**64.
 
     Args:
-      rank: its place.
+      rank: the index of the rank.
       workers: the worker of each rank.
 
     >>> peer_weight_of(0, [0, 1, 0]) + peer_weight_of(2, [0, 1, 0]) == 2**64, peer_weight_of(1, [0, 1, 0])

@@ -1,12 +1,13 @@
-"""Who reads and who computes.
+"""Workers and replicas: which processes read the data, and which devices compute on it.
 
-The grammar of names, used everywhere:
+These names mean the same everywhere in the package:
 
-- *worker*: a process that reads (TensorFlow's input pipeline); ``num_workers`` of them, W in the laws.
-- *replica*: one copy of the model on one device; ``replicas_per_worker`` of them in each worker, L in the laws.
+- *worker*: an input pipeline (as in TensorFlow): a rank, or all ranks with the same data coordinate of a mesh. There
+  are ``num_workers``, W in the laws. A *loader worker* is another thing: a process of torch's ``DataLoader``.
+- *replica*: one copy of the model on one device. Each worker has ``replicas_per_worker``, L in the laws.
 - ``num_replicas = num_workers * replicas_per_worker``, N in the laws; replica ``k = worker * replicas_per_worker + r``.
-- *global batch*: what one process would read as one batch, G samples; *step*: one global batch over all replicas.
-- *shard*: what one worker reads; *piece*: one replica's part of a global batch.
+- *global batch*: the batch that a single process would read, G samples. *step*: one global batch over all replicas.
+- *shard*: the data that one worker reads. *piece*: one replica's part of a global batch.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ __all__ = ["InputContext", "Topology", "ValueContext"]
 @final
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """Where this process stands.
+    """The number of workers and replicas, and which worker this process is.
 
     Args:
-      num_workers: processes that read, W.
-      replicas_per_worker: replicas in each of them, L.
-      worker: the index of this process among them.
+      num_workers: the number of workers, W.
+      replicas_per_worker: the number of replicas of each worker, L.
+      worker: the index of this process's worker.
     """
 
     num_workers: int
@@ -35,12 +36,12 @@ class Topology:
 
     @property
     def num_replicas(self) -> int:
-        """Replicas in sync, N = W * L."""
+        """The number of all replicas, N = W * L."""
         return self.num_workers * self.replicas_per_worker
 
     @property
     def replica_ids(self) -> tuple[int, ...]:
-        """The replicas of this worker."""
+        """The numbers of this worker's replicas among all replicas."""
         first = self.worker * self.replicas_per_worker
         return tuple(range(first, first + self.replicas_per_worker))
 
@@ -48,11 +49,11 @@ class Topology:
 @final
 @dataclass(frozen=True)
 class InputContext:
-    """What a dataset function is told about its place, as ``tf.distribute.InputContext``.
+    """The argument of a dataset function: which worker calls it, as ``tf.distribute.InputContext``.
 
     Args:
-      num_input_pipelines: how many workers read.
-      input_pipeline_id: which of them this is.
+      num_input_pipelines: the number of workers.
+      input_pipeline_id: the index of this worker.
       num_replicas_in_sync: how many replicas share a global batch.
     """
 
@@ -85,7 +86,7 @@ class InputContext:
 @final
 @dataclass(frozen=True)
 class ValueContext:
-    """What a value function is told about its replica, as ``tf.distribute.experimental.ValueContext``.
+    """The argument of a value function: its replica, as ``tf.distribute.experimental.ValueContext``.
 
     Args:
       replica_id_in_sync_group: the replica that the value is for.
