@@ -1,14 +1,14 @@
-"""From the data that a user gives to the pieces of each replica: one folder for each kind of data.
+"""Data sources: how each kind of user data is recognised, read, and cut into the pieces of the replicas.
 
-- ``resolve``: What kind of data it is.
-- ``fragments``: ``Fragment``, ``FragmentSource``: how data that is read in parts takes part.
-- ``base``: What every source offers.
-- ``in_worker``: What runs in loader workers.
-- ``split_batches``: Ready batches, counted and cut.
-- ``opaque_batches``: Batches that nobody looks into.
+- ``resolve``: Finds the kind of the user's data and makes its source.
+- ``fragments``: ``Fragment``, ``FragmentSource``: the public interface for data that is read in parts.
+- ``base``: The interface of a source.
+- ``in_worker``: The code that runs in loader workers.
+- ``split_batches``: Counts and cuts ready batches.
+- ``opaque_batches``: Batches that stay whole and are not inspected.
 - ``converting``: Torch's conversion of ready batches.
-- ``set_epoch``: Who is told the epoch.
-- ``sample_index``: The number of a sample, whoever reads it.
-- ``sample_seed``: Sample_seed, ``seed_samples``.
-- ``rng``: Random draws that all ranks make alike.
+- ``set_epoch``: Calls ``set_epoch`` on the user's samplers and datasets.
+- ``sample_index``: The index of a sample, the same on whichever rank reads it.
+- ``sample_seed``: ``sample_seed``, ``seed_samples``: a random seed for each sample.
+- ``rng``: Random draws that are the same on all ranks.
 """

@@ -1,4 +1,4 @@
-"""What every source offers, and what it may find in the user's objects."""
+"""The interface of a source: how the pipeline opens, resumes, compares and closes the data of one dataset."""
 
 from __future__ import annotations
 
@@ -37,27 +37,27 @@ __all__ = [
 _LOG = logging.getLogger("torchdistinput")
 
 Exchange = Callable[[Callable[[], Any]], list[Any]]
-"""Makes a plain value on every rank, or fails there; returns those of all ranks, or fails alike on all."""
+"""Calls a function on every rank and returns the plain values of all ranks. If a call fails, all ranks raise alike."""
 
 
 class Source(Protocol):
     """The data of one distributed dataset, as one worker reads it."""
 
     draws_from_default_generator: bool
-    """Whether making a stream draws from torch's default random state (rank 0's then counts for all ranks)."""
+    """Whether making a stream draws from torch's default random state (all ranks then use the state of rank 0)."""
     certain_piece_size: int | None
-    """The size of every piece, where it is certain."""
+    """The size of every piece, if all pieces have the same size for certain."""
     largest_piece_size: int | None
-    """The size that no piece exceeds, where it is known."""
+    """The largest possible size of a piece, if it is known."""
     needs_default_state: bool
-    """Whether the order of an epoch may follow from torch's default random state."""
+    """Whether the order of an epoch may depend on torch's default random state."""
     draws_order: bool
-    """Whether ``open`` takes ``draws`` to begin an epoch with, and then to draw each batch of indices, the first one by
-    the first ``next`` if not at once."""
+    """Whether ``open`` uses ``draws`` to begin an epoch, and then to draw each batch of indices. The first batch is
+    drawn at the first ``next`` at the latest."""
     bound_to_world: bool
     """Whether a saved position fits the same number of workers only."""
     collective_state: bool
-    """Whether each worker has a position of its own, so that all must meet for a state."""
+    """Whether each worker has a position of its own, so that ``state_dict`` is collective."""
 
     @property
     def may_lack_samples(self) -> bool:
@@ -65,77 +65,77 @@ class Source(Protocol):
 
     @property
     def workers(self) -> OpenRuns | None:
-        """The loader workers of this process, where it may have some."""
+        """The loader workers of this process; ``None`` where it cannot have any."""
 
     @property
     def base_seed(self) -> str:
-        """When torch's loader draws a seed for its workers: "every" epoch, the "first" one only, or "never" again.
+        """When torch's loader draws a base seed for its workers: "every" epoch, the "first" one only, or "never" again.
 
-        It draws from the random state that the order of the data may follow from. With "+again" the sampler is asked
-        for its batches before and once more after each such draw. With "+drawn" that of the epoch itself was drawn
-        before the random states that are told with it.
+        The seed comes from the random state on which the order of the data may depend. "+again": torch calls
+        ``iter(sampler)`` before each such draw, and once more after it. "+drawn": the saved random states were taken
+        after the base seed of their epoch was drawn.
         """
 
     def fingerprint(self) -> Mapping[str, Any]:
         """Plain facts that must be equal on all ranks."""
 
     def epoch_fingerprint(self) -> Mapping[str, Any]:
-        """Plain facts that must be equal on all ranks when an epoch starts, such as a generator's state."""
+        """Plain facts that must be equal on all ranks at the start of an epoch, such as a generator's state."""
 
     def num_steps(self) -> int | None:
-        """Steps of an epoch, where they are known before it is read."""
+        """The number of steps of an epoch, if it is known before the epoch is read."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Tells the user's sampler or dataset the epoch that comes, as ``DataLoader`` users do."""
+        """Calls ``set_epoch`` of the user's sampler or dataset with the next epoch, as users of ``DataLoader`` do."""
 
     def close(self) -> None:
-        """Ends loader workers that outlive an epoch. Idempotent; an ``open`` starts new ones."""
+        """Ends persistent loader workers. Idempotent; the next ``open`` starts new ones."""
 
     def generators(self) -> Sequence[torch.Generator]:
-        """The generators from which the order of an epoch follows, each once."""
+        """The generators on which the order of an epoch depends, each once."""
 
     def check(self, position: Sequence[Any]) -> None:
-        """Refuses a position that cannot be entered. Local.
+        """Refuses a position from which the data cannot be read on. Local.
 
         Raises:
-          StateMismatch: it is malformed, or what it speaks of has changed since.
+          StateMismatch: the position is malformed, or the data at the position has changed since.
         """
 
     def resume(self, epoch: int, start: Start, share: Exchange) -> Start:
-        """Makes ready for an ``open`` that does not begin at the front. Caller's thread.
+        """Prepares an ``open`` that starts in the middle of an epoch. Caller's thread.
 
         Args:
-          epoch: its number.
+          epoch: the number of the epoch.
           start: where the epoch is to begin.
-          share: makes something on every rank and returns what all have made, by rank; raises alike on all.
+          share: calls a function on every rank and returns the values of all ranks; raises alike on all ranks.
 
         Returns:
-          where it is to begin, as ``open`` takes it.
+          the start to pass to ``open``.
 
         Raises:
-          StateMismatch: the position cannot be entered.
+          StateMismatch: the data cannot be read on from the position.
         """
 
     def open(self, epoch: int, draws: Draw, start: Start) -> Stream:
-        """A stream of one epoch. Caller's thread.
+        """Opens a stream of one epoch. Caller's thread.
 
         Args:
-          epoch: its number.
+          epoch: the number of the epoch.
           draws: calls user code that may draw from the default random state.
-          start: where in the epoch it begins.
+          start: where in the epoch the stream begins.
         """
 
 
 @runtime_checkable
 class DrawsAlone(Protocol):
-    """A source whose workers may each draw from random states of their own, which are then part of their positions."""
+    """A source whose workers may have random states of their own. Each worker's position then has its states."""
 
     @property
     def draws_alone(self) -> bool:
-        """Whether they do."""
+        """Whether each worker draws from random states of its own."""
 
     def first_position(self) -> list[Any]:
-        """The position at the start of an epoch that begins now. Caller's thread."""
+        """The position at the start of an epoch that starts now. Caller's thread."""
 
     def restore(self, position: Sequence[Any]) -> None:
         """Sets this worker's random states to those of a position. Caller's thread."""
@@ -143,31 +143,31 @@ class DrawsAlone(Protocol):
 
 @runtime_checkable
 class SeedsSamples(Protocol):
-    """A source in whose samples ``sample_seed()`` follows from a base that a state carries."""
+    """A source that supports ``sample_seed()``. Its base seed is saved in states."""
 
     @property
     def sample_seed(self) -> int | None:
-        """The base of the epoch begun last, or of the state that was loaded; ``None`` before."""
+        """The base seed of the last epoch that was begun, or of the state that was loaded; ``None`` before."""
 
     def give_sample_seed(self, seed: int | None) -> None:
-        """Sets the base of this and later epochs; ``None`` leaves it to the random state."""
+        """Sets the base seed of this and later epochs; ``None``: it is taken from the random state."""
 
 
 @runtime_checkable
 class KnowsEpochs(Protocol):
-    """A source that keeps something from epoch to epoch."""
+    """A source that keeps facts from epoch to epoch."""
 
     def go_on_from(self, before: Source) -> None:
-        """Takes over what a source of the same data kept, in whose place it comes. Local."""
+        """Takes over the facts of the source ``before``, which had the same data and which this one replaces. Local."""
 
 
 @runtime_checkable
 class TellsEpochs(Protocol):
-    """A source that tells the user's objects the epoch, each time that one is opened."""
+    """A source that calls ``set_epoch`` of the user's objects when an epoch is opened."""
 
     @property
     def told(self) -> ToldEpochs:
-        """What they were told."""
+        """The epochs that the user's objects were set to."""
 
 
 @runtime_checkable
@@ -176,19 +176,19 @@ class KeepsBetweenEpochs(Protocol):
 
     @property
     def keeps_between(self) -> bool:
-        """Whether it does."""
+        """Whether the data keeps such a state."""
 
     def front(self) -> list[Any]:
-        """The position at which the epoch begins that comes next. Caller's thread."""
+        """The position at which the next epoch begins. Caller's thread."""
 
 
 @runtime_checkable
 class ReadByAll(Protocol):
-    """A source that nobody can divide before it is read, so that every worker may have to read all of it."""
+    """A source that cannot be divided before it is read. Every worker may have to read all of it."""
 
     @property
     def way_out(self) -> str:
-        """What to do where the workers read different data; empty where they need not read the same."""
+        """Advice for the user if the workers read different data; empty if they need not read the same data."""
 
 
 @runtime_checkable
@@ -197,12 +197,15 @@ class TellsPart(Protocol):
 
     @property
     def part(self) -> str:
-        """Which samples it has, where they must be the same on all workers and that can be told; else nothing."""
+        """A text that identifies its samples, if all workers must have the same samples; else empty.
+
+        It is also empty where the samples cannot be identified without reading them.
+        """
 
 
 @runtime_checkable
 class HoldsTorchLoader(Protocol):
-    """The drop-in ``DataLoader``, which stands on a higher floor."""
+    """The drop-in ``DataLoader``. Its class lies in a higher layer, which this module may not import."""
 
     @property
     def torch_loader(self) -> Any:
@@ -214,14 +217,14 @@ class Shards(Protocol):
     """A source that shards itself, as Hugging Face datasets do (policy HINT)."""
 
     def shard(self, num_shards: int, index: int) -> Any:
-        """The ``sample_index``-th of ``num_shards`` parts."""
+        """Part ``index`` of ``num_shards`` parts."""
 
 
 def length_of(data: object) -> int | None:
-    """The length of the user's object; ``None`` where it has none, or ``len`` raises. It is not needed to read it.
+    """The length of the user's object; ``None`` where it has none, or ``len`` raises. Reading does not need the length.
 
-    What is made of others, as torch's ``ChainDataset``, raises what ``len`` raises for one of those without a length;
-    base classes raise ``NotImplementedError``.
+    A dataset made of other datasets, such as torch's ``ChainDataset``, raises the error of a member without a length.
+    Base classes raise ``NotImplementedError``.
     """
     if not isinstance(data, Sized):
         return None
@@ -233,13 +236,13 @@ def length_of(data: object) -> int | None:
 
 
 class Track(Protocol):
-    """Knows where a stream of rows stands."""
+    """Tracks the position of a stream of rows."""
 
     owns_state: bool
     """See ``Stream.owns_state``."""
 
     def drawn(self) -> None:
-        """Another row was asked for, which is fetched in the background. Caller's thread."""
+        """Notes that another row was requested, which is fetched in the background. Caller's thread."""
 
     def position(self, rows: int) -> list[Any]:
         """See ``Stream.position``."""
@@ -252,10 +255,10 @@ class RowStream:
     Args:
       rows: the rows; a ``Failure`` among them is raised in its place.
       in_background: whether reading them runs no user code in this process.
-      close: ends what else there is to end.
-      track: knows where the stream stands.
+      close: releases everything else that belongs to the stream.
+      track: tracks the position of the stream.
       draws: calls user code that may draw from the default random state, where all ranks must draw the same.
-      periodic_sync: see ``Stream.periodic syncs``.
+      periodic_sync: see ``Stream.periodic_sync``.
       strings: see ``Stream.strings``.
       one_structure: see ``Stream.one_structure``.
     """
@@ -279,7 +282,7 @@ class RowStream:
         self.draw: Callable[[], Counted | Compared | SizedRow | Failure | bool | None]
         """See ``Stream.draw``."""
         self._rows = rows
-        self._read: Digest = 0  # of the row that was fetched last
+        self._read: Digest = 0  # the digest of the row that was fetched last
         self._next = partial(next, rows, None)
         self._track = track
         self._close = close
@@ -314,7 +317,7 @@ class RowStream:
         return cast("Counted | None", row)
 
     def digest_of(self, drawn: Any) -> Digest:
-        """See ``Stream.digest_of``. Of the row that was fetched last: the number of the batch that it was cut from."""
+        """See ``Stream.digest_of``. The digest of the batch from which the last fetched row was cut."""
         return self._read
 
     def position(self, rows: int) -> list[Any]:
@@ -337,6 +340,6 @@ class RowStream:
 
 
 def _asked(track: Track) -> bool:
-    """Draws a row that is fetched in the background: all that is to be done here is to tell of it."""
+    """Draws a row that is fetched in the background: here the request is only noted in the track."""
     track.drawn()
     return True

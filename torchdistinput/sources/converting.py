@@ -1,4 +1,4 @@
-"""Torch's conversion of a batch that came ready, for the batches that it does not change."""
+"""A faster form of torch's ``default_convert`` for ready batches that it does not change."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _torch_converted: Callable[[Any], Any] = default_convert
 
 
 def swift(collate: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The function, or one that gives the same and takes less time: torch's asks abstract classes for microseconds."""
+    """The function, or a faster one with the same results: torch's spends microseconds on abstract class checks."""
     return _converted if collate is default_convert else collate
 
 
 def _converted(batch: Any) -> Any:
-    """As ``default_convert``, which copies containers, and makes lists of tuples."""
+    """Converts as ``default_convert`` does: it copies containers, and turns tuples into lists."""
     cls = type(batch)
     if cls is Tensor:
         return batch

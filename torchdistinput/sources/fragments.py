@@ -1,9 +1,10 @@
-"""Fragments: how data that is read in parts takes part in everything that ``FileDataset`` does.
+"""The public interface for data that is read in parts: with it your own data gets all features of ``FileDataset``.
 
-A *fragment* is a part that one worker reads from its front, or from a *position* in it: a file, a key range of a table,
-a row group. A source of fragments has two methods, and no state. From them follow the policies FILE and DATA, the order
-of an epoch, interleaving, the window shuffle, ``on_error="skip"``, ``with_index``, errors that name the fragment, and a
-saved state that knows no world size. ``testing.check_source`` checks a source.
+A *fragment* is a part of the data that one worker reads: a file, a key range of a table, a row group. It can be read
+from its start or from a *position* inside of it. A source of fragments has two methods and no state. The library builds
+on them: the policies FILE and DATA, the order of an epoch, interleaving, the window shuffle, ``on_error="skip"``,
+``with_index``, errors that name the fragment, and a saved state that fits any world size. ``testing.check_source``
+checks a source.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ class Fragment:
 
     Args:
       name: unique, and the same on every rank. Errors and states name it.
-      num_records: how many records it has, where that is known without reading them.
+      num_records: how many records it has, if that is known without reading them.
       num_bytes: about how large it is.
-      fingerprint: a text that changes with the content, where there is one. A state that was saved in the middle of a
-        fragment is refused when the fragment has changed since.
+      fingerprint: a text that changes with the content, if there is one. A state that was saved in the middle of a
+        fragment is refused if the fragment has changed since.
     """
 
     name: str
@@ -53,10 +54,11 @@ class FragmentSource(Protocol):
           position: ``None`` for the front, or a position that an earlier call yielded for this fragment.
 
         Yields:
-          ``(position, records)``: where this block can be entered again, as a plain JSON value (a number, a text, a
-          list of them), and its records. From each position the same rest comes.
+          ``(position, records)``: the position of this block, as a plain JSON value (a number, a text, a list of them),
+          and its records. A read from the position yields this block and the rest of the fragment again.
 
         Raises:
-          SourceError: a record cannot be read. With ``offset`` (the position of that record alone) and ``resume_at``
-            (the position of the next one), after the blocks in front of it, ``on_error="skip"`` goes on there.
+          SourceError: a record cannot be read. Raise it after the blocks in front of the record, with ``offset`` (the
+            position of this record) and ``resume_at`` (the position of the next record): then ``on_error="skip"`` goes
+            on at ``resume_at``.
         """

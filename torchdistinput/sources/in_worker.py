@@ -1,7 +1,8 @@
-"""What runs where the data is read: in loader workers, or in this process where there are none.
+"""The code that reads, decodes and collates: in loader workers, or in this process if there are none.
 
-Only what a replica gets is decoded and collated. Exceptions leave as values: one of a class that cannot be pickled
-would otherwise hang the worker's queue, and the indices or the file would be lost on the way.
+Only the samples that this rank needs are decoded and collated. Exceptions are returned as values: an exception of a
+class that cannot be pickled would otherwise hang the queue of the loader worker, and the indices or the file would be
+missing in its message.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ __all__ = [
 
 
 class WorkerTraceback(Exception):
-    """The traceback of a loader worker, as text: the cause of the exception that came from there."""
+    """The traceback of a loader worker, as text: the cause of the exception that this loader worker returned."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
@@ -78,12 +79,12 @@ class WorkerTraceback(Exception):
 
 @final
 class OnFailure(NamedTuple):
-    """How a reader takes it that the user's code fails.
+    """How a reader handles a failure of the user's code.
 
     Args:
       goes_on: whether it reads on afterwards, as torch's loader does; else the failure ends the epoch.
-      caught: what a failure is. Where torch's loader would read in the user's ``next`` and go on, that is also a
-        Ctrl-C. A loader worker ends by one, and what is read ahead would tell of it too late.
+      caught: the exceptions that count as failures. Where torch's loader would read in the user's ``next`` and go on,
+        Ctrl-C is one of them. Elsewhere it is not: Ctrl-C ends a loader worker, and read-ahead would report it late.
     """
 
     goes_on: bool = False
@@ -96,12 +97,12 @@ ENDS: Final = OnFailure()
 
 @final
 class Failure:
-    """An exception on its way to the thread that delivers.
+    """An exception of the reading code, as a value that travels to the thread that delivers batches.
 
     Args:
-      error: what was raised.
-      where: what was read then, for the message.
-      origin: the same as values, as far as they are known; what only this process knows is added.
+      error: the exception.
+      where: what was being read, for the message.
+      origin: the same as known values; the values that only this process knows are added.
     """
 
     def __init__(self, error: BaseException, where: str, origin: Origin = NOWHERE) -> None:
@@ -115,16 +116,16 @@ class Failure:
             self.origin = origin._replace(
                 worker=info.id, kind=kind_of(error), text=text_of(error), traceback=traceback_of(error)
             )
-            self.error = _picklable(cast(Exception, error))  # a loader worker catches no others
-            # Pickle drops the cause of an exception: that of a SourceError is what the user's code raised.
+            self.error = _picklable(cast(Exception, error))  # a loader worker catches no other exceptions
+            # Pickle drops the cause of an exception. The cause of a SourceError is the exception of the user's code.
             if isinstance(error, SourceError) and isinstance(error.__cause__, Exception):
                 self.cause = _picklable(error.__cause__)
 
     def reraise(self, *, goes_on: bool = False) -> NoReturn:
-        """Raises a ``ReadFailure`` whose cause is the exception; for ``goes_on`` see there.
+        """Raises a ``ReadFailure`` whose cause is the exception; ``ReadFailure`` explains ``goes_on``.
 
-        Where the reader goes on, it may keep this object, but not the exception: the traceback of that will hold the
-        user's iterator, which could never be garbage then.
+        A reader that goes on may keep this object, but not the exception: its traceback will refer to the user's
+        iterator, which could then never be garbage-collected.
         """
         if self.origin.traceback is not None:
             if self.cause is not None:
@@ -142,11 +143,11 @@ def _picklable(error: Exception) -> Exception:
         copied = pickle.loads(pickle.dumps(error))
         if isinstance(copied, Exception):
             return copied
-    with suppress(Exception):  # beside its arguments it may hold a lock, say, or a function
+    with suppress(Exception):  # an attribute of the exception may be a lock, for example, or a function
         bare = kind.__new__(kind, *error.args)
         if isinstance(pickle.loads(pickle.dumps(bare)), Exception):
             return bare
-    return RuntimeError(text_of(error))  # whatever its reduce method does: its text still tells the story
+    return RuntimeError(text_of(error))  # it cannot be pickled; its text still says what happened
 
 
 @runtime_checkable
@@ -155,19 +156,19 @@ class _FetchesBatches(Protocol):
 
 
 Request = tuple[int, Any, int]
-"""What torch's loader hands to a ``PieceDataset``: whether to collate a list of samples, the index or indices (as
-``Numbers`` where torch's own sampler drew a list of them), and the word of the epoch for ``sample_seed``."""
+"""The request that torch's loader passes to a ``PieceDataset``: whether to collate a list of samples, the index or
+indices (as ``Numbers`` if torch's own sampler drew a list of them), and the key of the epoch for ``sample_seed``."""
 
 PLAIN: Final = 2
-"""Is added to the first word of a request that has ``Numbers.plain`` instead of ``Numbers``, on its way to a worker."""
+"""Added to the first value of a request to a loader worker if it has ``Numbers.plain`` instead of ``Numbers``."""
 
 _NOTHING: Final = 4
 NO_SAMPLES: Final[Request] = (_NOTHING, None, 0)
-"""The request for a piece without a sample, which is ``None``."""
+"""The request for a piece without a sample. Its result is ``None``."""
 
 Keep = Callable[[Any, int, int], Any]
-"""Takes a sample, its position among those of a piece, and their number; returns the sample, whose contents are where
-the piece will be, or ``None`` if it leaves this one and all that follow where they are."""
+"""Takes a sample, its position in the piece, and the number of samples in the piece. Returns the sample with its
+contents moved into the memory of the piece, or ``None`` if neither this sample nor later ones are moved."""
 
 
 @final
@@ -180,15 +181,15 @@ class Cut(NamedTuple):
     sizes: Sequence[Sequence[int]]
     """Samples in each piece of each row."""
     numbers: list[list[npt.NDArray[np.int64] | None]] | int | None = None
-    """The numbers of the samples of each piece, or that of the first row of a ready batch, where the reader knows."""
+    """The numbers of the samples of each piece, or the number of the first row of a ready batch, if they are known."""
     worker: int = 0
-    """The loader worker that read it; 0 in this process."""
+    """The loader worker that read the batch; 0 in this process."""
     snapshot: Snapshot | None = None
-    """The state of the user's own after this batch, where it was taken."""
+    """The state of the user's own dataset or iterator after this batch, if it was taken."""
     place: ReaderCursor | None = None
-    """Where the walk over files stood after this batch, where it was told."""
+    """The cursor of the file reader after this batch, if it was reported."""
     read: int = 0
-    """A number of the whole batch that must be the same on all ranks; 0 where nobody compares it."""
+    """A number of the whole batch that must be the same on all ranks; 0 if the ranks do not compare it."""
 
     def counted(self, label: Callable[[Cut], list[Row]] | None = None) -> list[Counted]:
         """The rows with the sizes of their pieces, and with the index beside each piece if ``label`` puts it there."""
@@ -199,15 +200,15 @@ class Cut(NamedTuple):
 
 @final
 class PieceDataset(Dataset[Any]):
-    """A map-style dataset that is asked for whole pieces.
+    """A map-style dataset whose items are whole pieces: one request gives the collated piece of a replica.
 
     Args:
       dataset: the user's dataset.
-      collate: makes a batch of a list of samples, or converts a batch that came ready.
+      collate: makes a batch of a list of samples, or converts a ready batch.
       skip: whether samples that cannot be read are left out.
-      seeds: whether the global generators are seeded for each sample; they are read one by one then.
-      on_failure: how it is taken that the dataset or ``collate`` fails.
-      hears: tells the dataset the epoch, in loader workers that live on.
+      seeds: whether the global generators are seeded for each sample; samples are then read one by one.
+      on_failure: how a failure of the dataset or of ``collate`` is handled.
+      hears: sets the epoch of the dataset, in persistent loader workers.
     """
 
     def __init__(
@@ -221,7 +222,7 @@ class PieceDataset(Dataset[Any]):
         hears: HearsEpochs | None = None,
     ) -> None:
         self._hears = hears
-        self._key: int | None = None  # of the epoch that the dataset was told last
+        self._key: int | None = None  # the key of the epoch that the dataset was set to last
         self.dataset = dataset
         self._caught = on_failure.caught
         self._collate = collate
@@ -230,26 +231,26 @@ class PieceDataset(Dataset[Any]):
         self._seeds = seeds
         self._fetches_batches = isinstance(dataset, _FetchesBatches) and not seeds
         self._gather: InMemoryRows | None = None
-        self._looked = False  # for a way to gather
+        self._looked = False  # whether a way to gather was searched for
         self._keep: Keep | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # A way to gather is found anew: it refers to the dataset's tensors in ways that pickle would copy.
+        # The copy searches for a way to gather again: pickle would copy the tensors to which it refers.
         return {**vars(self), "_gather": None, "_looked": False}
 
     def keep_samples(self, keep: Keep) -> None:
-        """Lets samples that ``default_collate`` will stack be put where the piece will be, as soon as they are read."""
+        """Lets ``keep`` move each sample into the memory of the piece once it is read, for ``default_collate``."""
         collate = self._collate.collate if isinstance(self._collate, OpaqueCollate) else self._collate
         if collate is default_collate:
             self._keep = keep
 
     @property
     def gather(self) -> InMemoryRows | None:
-        """What makes the pieces of this epoch from indices that are plain ints, once that is known to be possible."""
+        """The reader that gathers the pieces of this epoch from plain int indices; ``None`` if it is not possible."""
         return self._gather if self._looked else None
 
     def begin(self) -> None:
-        """An epoch begins, which sees what the user has changed in the dataset since the last one."""
+        """Begins an epoch. It takes in the changes that the user made to the dataset since the last epoch."""
         self._looked = self._gather is not None and self._gather.is_current()
 
     def __getitem__(self, request: Request) -> Any:
@@ -264,9 +265,9 @@ class PieceDataset(Dataset[Any]):
                 self._gather, self._looked = gather_of(self.dataset, self._collate, many=bool(many)), True
             if self._gather is not None:
                 rows = wanted if type(wanted) is Numbers else numbers_of(wanted)
-                if rows is not None and len(rows):  # of no samples the user's collate function makes what it likes
+                if rows is not None and len(rows):  # for no samples the user's collate function may return anything
                     return self._gather(rows)
-        except NOT_THERE:  # the ordinary way tells which index it is, or counts it from the end
+        except NOT_THERE:  # reading one by one names the bad index, or counts it from the end
             pass
         except Exception as error:
             return _failure(error, wanted.tolist() if isinstance(wanted, Numbers) else wanted)
@@ -304,7 +305,7 @@ class PieceDataset(Dataset[Any]):
                 raise ReadFailure(f"sample {index}", Origin(plain_indices([index]))) from error
             if keep is not None:
                 kept = keep(sample, row, len(wanted))
-                if kept is None:  # nor will it keep any of the others
+                if kept is None:  # it will not move any later sample either
                     keep = None
                 else:
                     sample = kept
@@ -316,7 +317,7 @@ class PieceDataset(Dataset[Any]):
         return self.dataset[index]
 
     def _thinned(self, request: Request, reading: Samples) -> Any:
-        """The collated piece of those samples that can be read. What the collate function raises is raised."""
+        """The collated piece of the samples that can be read. Exceptions of the collate function are raised."""
         many, wanted, _ = request
         if not many:
             try:
@@ -330,17 +331,17 @@ class PieceDataset(Dataset[Any]):
         return thinned(left_out, self._collate(samples) if samples or not wanted else None)
 
     def _one_of_batch(self, index: Any, reading: Samples) -> Any:
-        """One sample, by the method that reads many: it may make other ones than ``__getitem__``."""
+        """One sample, read by ``__getitems__``: its samples may differ from those of ``__getitem__``."""
         (sample,) = self.dataset.__getitems__([index])
         return sample
 
     def _readable(self, wanted: Sequence[Any], reading: Samples, left_out: dict[int, str]) -> list[Any]:
-        """The samples that can be read; those that cannot are told of by their positions."""
+        """The samples that can be read. The errors of the others are put into ``left_out``, by position."""
         dataset, read = self.dataset, self._item
         if self._fetches_batches:
             try:
                 return cast("list[Any]", dataset.__getitems__(wanted))
-            except Exception:  # which of them it was shows one by one
+            except Exception:  # reading one by one shows which sample failed
                 read = self._one_of_batch
         samples = []
         for position, index in enumerate(wanted):
@@ -367,7 +368,7 @@ def indices_of(request: Request) -> list[Any]:
 
 
 def few(indices: Any) -> str:
-    """Indices in words, the first few of many."""
+    """Indices as text; of many indices only the first few."""
     if isinstance(indices, Sequence) and not isinstance(indices, str) and len(indices) > 8:
         return f"{', '.join(map(str, indices[:8]))}, ... ({len(indices)} in all)"
     return ", ".join(map(str, indices)) if isinstance(indices, list | tuple) else str(indices)
@@ -381,8 +382,8 @@ def thinned(left_out: Mapping[int, str], piece: Any) -> Any:
     """The piece; ``PartialPiece`` if samples were left out.
 
     Args:
-      left_out: by their positions, what is to be told of them.
-      piece: of the other samples; ``None`` if there are none.
+      left_out: the message for each sample that was left out, by its position.
+      piece: the piece of the other samples; ``None`` if there are none.
     """
     if not left_out:
         return piece
@@ -391,7 +392,7 @@ def thinned(left_out: Mapping[int, str], piece: Any) -> Any:
 
 
 def cannot_skip(what: str) -> InputError:
-    """Why samples of some data cannot be left out."""
+    """The error for data that does not support ``on_error="skip"``."""
     return InputError(
         f'on_error="skip" was given with {what}, of which nobody knows where its samples are or how to go on after an '
         "error. It is for map-style datasets and FileDatasets; catch the error in your own dataset, and go on to the "
@@ -400,9 +401,9 @@ def cannot_skip(what: str) -> InputError:
 
 
 def nothing_left(skipped: Skipped, cutter: Cutter) -> list[Row]:
-    """The rows of a ready batch that could not be read: without a sample, its size being unknown.
+    """The rows of a ready batch that could not be read. They have no samples, as the size of the batch is unknown.
 
-    Where all workers read the same batch, and cut it, one of them counts it for all.
+    If all workers read and cut the same batch, only one of them counts it as skipped.
     """
     if cutter.shared and cutter.topology.worker:
         skipped = Skipped(0, skipped.first)
@@ -422,7 +423,7 @@ def no_sizes(rows: Sequence[Row]) -> list[tuple[int, ...]]:
 
 
 def labelled_piece(index: torch.Tensor | None, piece: Any) -> Any:
-    """The piece with the numbers of its samples beside it; without those of samples that were left out."""
+    """The piece together with the numbers of its samples; samples that were left out have no number there."""
     if isinstance(piece, PartialPiece):
         if piece.piece is None or index is None:
             return piece
@@ -438,8 +439,8 @@ class CutSamples:
 
     Args:
       collate: makes a batch of a list of samples.
-      cutter: the laws of the cut.
-      on_failure: how it is taken that ``collate`` fails.
+      cutter: cuts batches by the laws of ``plan``.
+      on_failure: how a failure of ``collate`` is handled.
     """
 
     def __init__(self, collate: Callable[[list[Any]], Any], cutter: Cutter, *, on_failure: OnFailure = ENDS) -> None:
@@ -448,7 +449,7 @@ class CutSamples:
         self._caught = on_failure.caught
 
     def __call__(self, samples: list[Any]) -> Cut | Failure:
-        """The rows of a batch, or the failure that the reading met."""
+        """The rows of a batch, or the failure with which reading ended."""
         last = samples[-1]
         if isinstance(last, Failure):
             return last
@@ -469,7 +470,7 @@ class CutSamples:
 
 
 def _taken_off(samples: list[Any], place: int) -> tuple[Snapshot | None, bool]:
-    """Takes off what a sample is marked with, if it is: the own state before it, and whether its batch is compared."""
+    """Removes the mark of a sample, if any: the user's own state before it, and whether its batch is compared."""
     marked = samples[place]
     if type(marked) is not Marked:
         return None, False

@@ -1,4 +1,4 @@
-"""Batches that nobody looks into: what a collate function made, on its way through one process."""
+"""Opaque batches: in one process a collated batch is handed on whole, and its contents are not inspected."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ __all__ = ["OpaqueCollate"]
 
 @final
 class OpaqueCollate:
-    """A collate function that seals what another one makes.
+    """A collate function that wraps the result of another one as an ``OpaqueBatch``.
 
     Args:
       collate: makes the batch.
-      counts: whether it is given a list of samples; else it converts a batch, which is then measured.
+      counts: whether ``collate`` gets a list of samples, which are counted; else it converts a ready batch, whose size
+        is then measured.
     """
 
     def __init__(self, collate: Callable[[Any], Any], *, counts: bool) -> None:
@@ -46,5 +47,5 @@ class OpaqueCollate:
 def _size(batch: Any) -> int:
     try:
         return pytree.batch_size(batch)
-    except BatchingError:  # a single sample (torch's batch_size=None), or a thing that cannot be measured: it is one
+    except BatchingError:  # a single sample (torch's batch_size=None), or a value without a size: it counts as one
         return 1

@@ -1,4 +1,4 @@
-"""From what the user gave to a source: what kind of data it is, and under which policy it is divided."""
+"""Finds the kind of the user's data, makes the source that reads it, and settles the sharding policy."""
 
 from __future__ import annotations
 
@@ -64,18 +64,18 @@ def recognise(
     """The source, and the policy in force. Local: no communication.
 
     Args:
-      data: what the user gave.
-      options: what was asked for.
-      topology: where this worker stands.
-      refuse: raises for what only the floors above know to be no data.
-      global_batch_size: G, where batches are to be made here.
+      data: the user's data.
+      options: the user's options.
+      topology: the position of this worker among all workers.
+      refuse: raises for objects that are not data, of classes that only higher layers know.
+      global_batch_size: G, if batches are made here.
       collate_fn: makes a batch of samples.
       shuffle: whether map-style data comes in a new order in each epoch.
-      on_host: whether batches stay there; those that are copied to a device are pinned for that, and not before.
+      on_host: whether batches stay on the host. Batches for a device are pinned when they are copied, not before.
 
     Raises:
-      InputError: the data is not data, of a kind that cannot be divided or shuffled here, or one that cannot leave out
-        what fails.
+      InputError: the object is not data, or its kind cannot be divided or shuffled here, or its kind does not support
+        ``on_error="skip"``.
       BatchingError: a batch size is missing, given twice, or not a positive int; the tensors and arrays of a dict
         differ in length.
       ShardingError: the policy does not fit.
@@ -124,7 +124,7 @@ def recognise(
     place, batching = (resolved, topology, options), (global_batch_size, collate_fn)
     _refuse_unclear_samples(data, global_batch_size)
     if isinstance(data, FragmentDataset):
-        from torchdistinput.sources.files.source import RecordSource  # noqa: PLC0415 - only who reads files needs it
+        from torchdistinput.sources.files.source import RecordSource  # noqa: PLC0415 - imported only if files are read
 
         return RecordSource(data, *place, *batching), resolved
     if _is_map_style(data):
@@ -134,7 +134,7 @@ def recognise(
 
 
 def _refuse_without_numbers(what: str, options: InputOptions) -> None:
-    """Refuses what needs samples that are known one by one."""
+    """Refuses options that need samples which are known one by one."""
     if options.skips:
         raise cannot_skip(what)
     if options.seed_samples:
@@ -142,7 +142,7 @@ def _refuse_without_numbers(what: str, options: InputOptions) -> None:
 
 
 def _refuse_unclear_samples(data: Any, global_batch_size: int | None) -> None:
-    """Refuses records without a batch size, and a list or tuple of columns, each of which would count as a sample."""
+    """Refuses records without a batch size. Refuses a list or tuple of columns: each column would count as a sample."""
     if isinstance(data, FragmentDataset) and global_batch_size is None:
         raise BatchingError(
             f"a {type(data).__name__} yields single records, and no batch size was given. Give global_batch_size=, or "
@@ -164,7 +164,7 @@ def _refuse_unclear_samples(data: Any, global_batch_size: int | None) -> None:
 
 
 def _unwrapped(data: Any) -> Any:
-    """The torch loader in a drop-in one, the dataset of a dict of tensors and arrays or of fragments; else as it is."""
+    """The torch loader of a drop-in one; the dataset of a dict of tensors and arrays or of fragments; else the data."""
     if isinstance(data, LikeTorch):
         return data.loader
     if isinstance(data, HoldsTorchLoader) and isinstance(data.torch_loader, DataLoader):
@@ -178,7 +178,7 @@ def _source_of_loader(
     loader: DataLoader[Any], policy: AutoShardPolicy, topology: Topology, options: InputOptions, *, like_torch: bool
 ) -> Source:
     if isinstance(loader.dataset, FragmentDataset):
-        from torchdistinput.sources.files.source import RecordSource  # noqa: PLC0415 - only who reads files needs it
+        from torchdistinput.sources.files.source import RecordSource  # noqa: PLC0415 - imported only if files are read
 
         return RecordSource(loader, policy, topology, options)
     if isinstance(loader.dataset, IterableDataset):
@@ -199,11 +199,11 @@ def _refuse_second_batching(loader: DataLoader[Any], global_batch_size: int | No
 def _is_map_style(data: Any) -> bool:
     if isinstance(data, Dataset):
         return not isinstance(data, IterableDataset)
-    return issubclass(type(data), _MapStyle) and not isinstance(data, list | tuple)  # a class has what its instances do
+    return issubclass(type(data), _MapStyle) and not isinstance(data, list | tuple)  # instances have what it has
 
 
 def _refuse_shuffling(data: Any) -> None:
-    """Refuses to shuffle what decides about its order itself."""
+    """Refuses to shuffle data that decides its order itself."""
     if isinstance(data, DataLoader):
         way = "build the DataLoader with shuffle=True, or give the dataset instead of the loader"
     elif isinstance(data, FragmentDataset):
@@ -239,7 +239,7 @@ def _loader(
 
 
 def _refuse(data: Any) -> None:
-    """Refuses what can be iterated but is no data, and what cannot be iterated at all."""
+    """Refuses objects that can be iterated but are not data, and objects that cannot be iterated."""
     refuse_class(data, "data")
     refuse_frame(data, "data")
     refuse_ray(data, "data")

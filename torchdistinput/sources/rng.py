@@ -1,4 +1,4 @@
-"""Random draws that all ranks must make alike, though each has a default random state of its own; states as text."""
+"""Random draws that are the same on all ranks, though each rank has its own default random state; states as text."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ _HEADER: Final = struct.Struct("<III")  # bytes of the state, their checksum, by
 
 @final
 class SharedRngState:
-    """Rank 0's default random state as the last draws left it that any dataset of these ranks made with it."""
+    """Rank 0's default random state after the last draws that a dataset of these ranks made with it."""
 
     def __init__(self) -> None:
         self.state: torch.Tensor | None = None
         self.begun: torch.Tensor | None = None
-        """As it was left where an epoch was begun last, or its first batch drawn: at the same call on all ranks."""
+        """The state when the last epoch was begun, or its first batch drawn: at the same call on all ranks."""
 
 
 _LENT: Final[dict[tuple[int, ...], SharedRngState]] = {}
 
 
 def lent_among(ranks: tuple[int, ...]) -> SharedRngState:
-    """What is known of the default random state: one for all strategies of the same ranks, as a process has one. Local.
+    """The ``SharedRngState`` of these ranks: one for all their strategies, as a process has one default state. Local.
 
-    A drop-in ``DataLoader`` has a strategy of its own, and may be read together with data of another one.
+    A drop-in ``DataLoader`` has a strategy of its own, and may be read together with data of another strategy.
     """
     return _LENT.setdefault(ranks, SharedRngState())
 
@@ -61,22 +61,22 @@ def lent_among(ranks: tuple[int, ...]) -> SharedRngState:
 class EqualRngStates:
     """Whether all ranks have the same default random state, so that rank 0's need not be sent to the others.
 
-    Where they once had not, they are not asked again: to find a difference costs more than to send the state.
+    After the first difference the ranks do not compare again: finding a difference costs more than sending the state.
     """
 
     def __init__(self) -> None:
         self._asks = True
         self._own: torch.Tensor | None = None
         self.common: torch.Tensor | None = None
-        """The state of all ranks, if they last told each other the same."""
+        """The state of all ranks, if the last comparison found all of them equal."""
 
     def digest_of(self, state: torch.Tensor) -> str | None:
-        """What this rank tells the others of its state. Local."""
+        """The digest of its state that this rank sends to the others. Local."""
         self._own = state
         return hashlib.sha256(state.numpy().tobytes()).hexdigest() if self._asks else None
 
     def compare(self, told: Sequence[str | None]) -> None:
-        """Takes down what all ranks told. Local; with the same on every rank."""
+        """Notes the digests of all ranks. Local; every rank passes the same digests."""
         differ = len(set(told)) > 1
         self.common = None if differ or told[0] is None else self._own
         self._asks = self._asks and not differ
@@ -86,12 +86,13 @@ class EqualRngStates:
 class SharedRng:
     """Calls user code with rank 0's default random state in place of this rank's own.
 
-    Without a generator, torch's samplers draw from the default one, and all ranks must draw the same. A rank whose own
-    state was that of rank 0 goes on with it as the draws left it, as in one process; the others get their own back.
+    Without a generator, torch's samplers draw from the default one, and all ranks must draw the same numbers. If the
+    rank's own state was equal to that of rank 0, it keeps the state after the draws, as in one process. Otherwise the
+    rank gets its own state back.
 
     Args:
-      state: rank 0's.
-      lent: where the state is taken down as each call left it.
+      state: rank 0's state.
+      lent: notes the state after each call.
     """
 
     def __init__(self, state: torch.Tensor, lent: SharedRngState | None = None) -> None:
@@ -101,16 +102,16 @@ class SharedRng:
 
     @property
     def state(self) -> torch.Tensor:
-        """The lent state as the last call left it, or within a call as it is now: uint8, a copy. Local."""
+        """Rank 0's state after the last call, or within a call the state at this moment: uint8, a copy. Local."""
         return torch.get_rng_state() if self._inside else self._state.clone()
 
     def lend(self) -> None:
-        """The next epoch, or first batch of one, is drawn from here, of whatever dataset. Local, alike on all ranks."""
+        """Notes this state: the next epoch or first batch of any dataset is drawn from it. Local, the same on all."""
         if self._lent is not None:
             self._lent.begun = self._state
 
     def catch_up(self) -> None:
-        """Goes on where ``lend`` was called last, of whatever dataset, as torch would. Local, alike on all ranks."""
+        """Goes on from the state that ``lend`` noted last for any dataset, as torch would. Local, the same on all."""
         if self._lent is not None and self._lent.begun is not None:
             self._state = self._lent.begun
 
@@ -137,12 +138,12 @@ class SharedRng:
 class CoordinateStates:
     """Calls user code with the random states of a data coordinate of a mesh: torch's on the CPU, ``random``'s, NumPy's.
 
-    Ranks that share a coordinate must read the same samples, augmented alike, though each has states of its own. A rank
-    whose own state was the coordinate's goes on with it as the call left it, as without peers; else it gets its own
-    back. Each of the three counts by itself.
+    Ranks that share a coordinate must read the same samples, augmented alike, though each rank has states of its own.
+    If the rank's own state was equal to the coordinate's, it keeps the state after the call, as without peers.
+    Otherwise the rank gets its own state back. Each of the three states is handled by itself.
 
     Args:
-      states: to begin with; those of this rank as they are now, if not given.
+      states: the first states; without them, the states of this rank at this moment.
     """
 
     def __init__(self, states: Sequence[Any] | None = None) -> None:
@@ -150,12 +151,12 @@ class CoordinateStates:
 
     @classmethod
     def from_json(cls, told: Sequence[Any]) -> CoordinateStates:
-        """What ``to_json`` gave on another rank."""
+        """Makes the states from the result of ``to_json`` on another rank."""
         state, (version, words, gauss), numbers = told
         return cls([unpacked(state), (version, tuple(words), gauss), _with_arrays(numbers)])
 
     def to_json(self) -> list[Any]:
-        """As plain values."""
+        """The states as plain values."""
         state, of_python, of_numpy = self._states
         return [packed(state), of_python, _each_in(of_numpy, lambda value: value.tolist())]
 
@@ -188,13 +189,13 @@ def _set_states(states: Sequence[Any], places: Sequence[int]) -> None:
 
 
 def _comparable(states: Sequence[Any]) -> list[Any]:
-    """The same as values that ``==`` compares at once."""
+    """The same states as values that ``==`` compares at once."""
     state, of_python, of_numpy = states
     return [state.numpy().tobytes(), of_python, _each_in(of_numpy, lambda value: value.tobytes())]
 
 
 def _each_in(of_numpy: dict[str, Any], make: Callable[[Any], Any]) -> dict[str, Any]:
-    """A state of NumPy's with something else in place of each array."""
+    """A state of NumPy with ``make(array)`` in place of each array."""
     inner = of_numpy["state"].items()
     return {**of_numpy, "state": {name: make(each) if isinstance(each, np.ndarray) else each for name, each in inner}}
 
@@ -206,12 +207,12 @@ def _with_arrays(of_numpy: dict[str, Any]) -> dict[str, Any]:
 
 
 def state_of_epoch(seed: int, epoch: int) -> torch.Tensor:
-    """A random state for the ranks of an epoch that do not meet before it."""
+    """A random state for an epoch before which the ranks do not communicate."""
     return torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63).get_state()
 
 
 def plainly(call: Callable[[], Any]) -> Any:
-    """Calls user code with the random state as it is."""
+    """Calls user code and leaves the random state alone."""
     return call()
 
 
@@ -219,10 +220,10 @@ def generators_of(*holders: object) -> list[torch.Generator]:
     """The torch generators that these objects, or the samplers inside of them, hold as ``generator``. Local.
 
     Args:
-      *holders: samplers, loaders, or anything else; what holds none is passed over.
+      *holders: samplers, loaders, or any other objects; objects without a generator are ignored.
 
     Returns:
-      each once, in the order of the holders, from the outside in.
+      each generator once, in the order of the holders, from the outside in.
     """
     found: dict[int, torch.Generator] = {}
     seen: set[int] = set()
@@ -230,7 +231,7 @@ def generators_of(*holders: object) -> list[torch.Generator]:
         inner: Any = holder
         while id(inner) not in seen:
             seen.add(id(inner))
-            # Each epoch asks several times; a look at a protocol takes some 20 us before Python 3.12.
+            # Each epoch calls this several times; an isinstance check of a protocol takes 20 us before Python 3.12.
             with suppress(AttributeError):
                 if isinstance(inner.generator, torch.Generator):
                     found.setdefault(id(inner.generator), inner.generator)
@@ -240,16 +241,16 @@ def generators_of(*holders: object) -> list[torch.Generator]:
 
 
 def packed(state: torch.Tensor) -> str:
-    """A generator's state as a short text: base64 of its 32-bit words that are not 0, and of which those are. Local.
+    """A generator's state as a short text: base64 of its 32-bit words that are not 0, and a bitmap of them. Local.
 
     torch keeps the 32-bit words of its CPU generator in 64 bits each, so half of the 5056 bytes are zeros; the text
     has about 3400 characters.
 
     Args:
-      state: of ``Generator.get_state()``, for any device: uint8, ``(bytes,)``.
+      state: the result of ``Generator.get_state()``, for any device: uint8, ``(bytes,)``.
 
     Raises:
-      TypeError: it is not of this kind.
+      TypeError: the state is not such a tensor.
     """
     if state.dtype != torch.uint8 or state.dim() != 1:
         raise TypeError(f"a random state is a tensor of uint8 in one dimension, got {state.dtype} {tuple(state.shape)}")
@@ -262,7 +263,7 @@ def packed(state: torch.Tensor) -> str:
 
 
 def unpacked(text: str) -> torch.Tensor:
-    """The state that ``packed`` made a text of: uint8, on the CPU. Local.
+    """The state from a text that ``packed`` made: uint8, on the CPU. Local.
 
     Raises:
       StateMismatch: the text is damaged.

@@ -1,13 +1,13 @@
-"""The index beside a batch (``InputOptions(with_index=True)``): a number for each sample, whoever reads it.
+"""The sample index (``InputOptions(with_index=True)``): a number for each sample, the same on whichever rank reads it.
 
 Laws. ``W`` is the number of workers; the numbers are int64 and never negative.
   (I1) A map-style dataset: the index that the sampler gave. Where the indices of a batch are not ints: the positions of
       its samples in the order of the epoch.
-  (I2) A ``FileDataset``: ``file * 2**40 + record``, by the place of the file in the dataset's list and of the record in
-      its file. So it does not depend on shuffling, on the policy, or on who reads.
-  (I3) Other iterables: the position in the order of the epoch where all workers have the same (DATA, or ``W == 1``);
-      else, as with a dataset function, ``worker * 2**48`` plus the position in the worker's own order. Under HINT law
-      I1 becomes ``worker * 2**48`` plus the index in the worker's shard.
+  (I2) A ``FileDataset``: ``file * 2**40 + record``: the position of the file in the dataset's list, and the position of
+      the record in its file. So it does not depend on shuffling, on the policy, or on the rank that reads.
+  (I3) Other iterables: the position in the order of the epoch, if all workers have the same order (DATA, or
+      ``W == 1``). Otherwise, and with a dataset function, ``worker * 2**48`` plus the position in the worker's own
+      order. Under HINT law I1 becomes ``worker * 2**48`` plus the index in the worker's shard.
   (I4) Where one item (of a map-style dataset) or one record (of a file) is a whole batch: its number by I1 or I2 with
       ``2**20`` numbers for its rows: ``item * 2**20 + row``, ``file * 2**40 + record * 2**20 + row``.
 """
@@ -71,9 +71,9 @@ class Positions:
     """Numbers the samples of one epoch by their order, law I3.
 
     Args:
-      topology: where this worker stands.
+      topology: the position of this worker among all workers.
       shared: whether every worker has the same order.
-      taken: samples before the first that is numbered here.
+      taken: how many samples come before the first one that is numbered here.
     """
 
     def __init__(self, topology: Topology, *, shared: bool, taken: int = 0) -> None:
@@ -86,12 +86,12 @@ class Positions:
         return first
 
     def beside(self, batches: Row, sizes: Sequence[int]) -> tuple[Row, int]:
-        """The next batches with the index beside each, and how many samples they have; ``None`` is no batch."""
+        """The next batches, each with its index, and how many samples they have; ``None`` stands for no batch."""
         first, numbered = self._next, []
         for batch, size in zip(batches, sizes, strict=True):
             if batch is not None:
                 start = self.take(size)
-                batch = torch.arange(start, start + size, device="cpu"), batch  # noqa: PLW2901 - the pair takes its place
+                batch = torch.arange(start, start + size, device="cpu"), batch  # noqa: PLW2901 - replaced by the pair
             numbered.append(batch)
         return numbered, self._next - first
 
@@ -112,7 +112,7 @@ def labelled_batch(first: int, rows: Sequence[Row], size: int, cutter: Cutter) -
 
 
 def _labelled_from(first: int, rows: Sequence[Row], size: int, cutter: Cutter) -> list[Row]:
-    """The rows of a batch of ``size`` samples, the last ones if some were passed over, numbered from ``first`` on."""
+    """The rows of a batch of ``size`` samples, numbered from ``first`` on; only the last rows if some were skipped."""
     all_limits = cutter.rows(size)
     return [
         [
@@ -125,11 +125,11 @@ def _labelled_from(first: int, rows: Sequence[Row], size: int, cutter: Cutter) -
 
 @final
 class SampleNumbers:
-    """Numbers what the sampler of a map-style dataset yields, laws I1 and I4. One for each epoch.
+    """Numbers the samples that the sampler of a map-style dataset yields, laws I1 and I4. One object for each epoch.
 
     Args:
-      topology: where this worker stands.
-      sharded: whether the indices count in a shard of this worker's own (policy HINT).
+      topology: the position of this worker among all workers.
+      sharded: whether the indices are those of this worker's own shard (policy HINT).
       shared: whether every worker has the same order.
     """
 
@@ -140,7 +140,7 @@ class SampleNumbers:
         self._taken = 0
 
     def pass_over(self, samples: int) -> None:
-        """Counts samples, or items that are whole batches, that nobody will ask for."""
+        """Counts samples, or items that are whole batches, which are skipped and not numbered."""
         self._taken += samples
 
     def of_batch(self, indices: Numbers | Sequence[Any]) -> torch.Tensor:

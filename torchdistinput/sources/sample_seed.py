@@ -1,15 +1,16 @@
-"""Random augmentation that does not depend on who reads a sample: a seed for each sample of each epoch.
+"""A seed for each sample of each epoch: random augmentation that is the same on any rank and in any loader worker.
 
-Problem: random state in a loader worker depends on which samples it had before, so an augmented dataset changes with
-the number of ranks and loader workers.
+Problem: the random state of a loader worker depends on the samples that it read before, so an augmented dataset changes
+with the number of ranks and loader workers.
 
-Decision: the seed of a sample is a pure function of (base seed, epoch, index of the sample). The first two are mixed to
-one word where the epoch starts, and travel with each request, so that loader workers need no state. Whoever reads says
-which sample comes next, in a context variable; nothing is computed unless ``sample_seed`` asks.
+Decision: the seed of a sample is a pure function of (base seed, epoch, index of the sample). The first two are mixed
+into one int, the *key* of the epoch, when the epoch starts. The key travels with each request, so that loader workers
+need no state. The reading code notes the next sample in a context variable. The seed is computed only if
+``sample_seed`` is called.
 
-With ``InputOptions(seed_samples=True)`` the global generators of torch (on the CPU), NumPy and ``random`` are seeded by
-it before each sample, and put back after the last one of a piece. So augmentation that draws from them, as most does,
-is the same everywhere too. NumPy's has 32 bits of the seed, as it takes no more.
+With ``InputOptions(seed_samples=True)`` the global generators of torch (on the CPU), NumPy and ``random`` are seeded
+with it before each sample, and restored after the last sample of a piece. So augmentation that draws from them, as most
+does, is the same everywhere too. NumPy's generator gets 32 bits of the seed, as it takes no more.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ _current: contextvars.ContextVar[Samples | _LastOf | None] = contextvars.Context
 
 @final
 class Samples:
-    """Says which sample is read, to ``sample_seed``. A context manager around the reading of some samples.
+    """Tells ``sample_seed`` which sample is being read. A context manager around the reading of some samples.
 
     Args:
-      key: the word of the epoch.
-      seeds: whether the global generators are seeded for each sample, and put back in the end.
+      key: the key of the epoch.
+      seeds: whether the global generators are seeded for each sample, and restored at the end.
     """
 
     __slots__ = ("_found", "_saved", "_seeds", "_token", "index", "key", "places")
@@ -55,9 +56,9 @@ class Samples:
     def __init__(self, key: int, *, seeds: bool = False) -> None:
         self.key = key
         self.index: Any = None
-        """The index of the sample that is read now, set before each; of records, which of ``places`` is its own."""
+        """The index of the sample that is being read, set before each one; for a record, its index in ``places``."""
         self.places: Callable[[], Sequence[RecordPlace]] | None = None
-        """Tells where the records come from that are read now."""
+        """Returns the origins (file and number) of the records that are being read."""
         self._found: Sequence[RecordPlace] | None = None
         self._seeds = seeds
         self._saved: tuple[torch.Tensor, Any, Any] | None = None
@@ -77,13 +78,13 @@ class Samples:
             random.setstate(states[2])
 
     def begin(self, index: Any) -> None:
-        """The next sample is read now.
+        """Notes that the next sample is being read.
 
         Args:
           index: see the attribute.
 
         Raises:
-          InputError: the generators are to be seeded, and it is not one sample with a number.
+          InputError: the generators are to be seeded, and ``index`` is not that of one sample with a number.
         """
         self.index = index
         if not self._seeds:
@@ -100,7 +101,7 @@ class Samples:
         random.seed(seed)
 
     def number(self) -> Any:
-        """What was said of the sample: its number, or what is none."""
+        """The number of the sample, or the index as it was given if it is not a number."""
         if self.places is None:
             return self.index
         if self._found is None:
@@ -110,7 +111,7 @@ class Samples:
 
 @final
 class _LastOf:
-    """The last record of a walk, as the sample that is read."""
+    """The last record of a reader, as the sample that is being read."""
 
     def __init__(self, walk: RecordReader, key: int) -> None:
         self.key = key
@@ -122,9 +123,9 @@ class _LastOf:
 
 
 def calls_on(walk: RecordReader, key: int) -> Callable[..., Any]:
-    """A function that calls another one, ``sample_seed`` in which is that of the walk's last record.
+    """A function that calls another function, in which ``sample_seed`` is the seed of the reader's last record.
 
-    In a context of its own, as of now: entering it costs next to nothing, setting a variable for every record more.
+    The calls run in one context that is made now: entering it is cheaper than setting a variable for every record.
     """
     context = contextvars.copy_context()
     context.run(_current.set, _LastOf(walk, key))
@@ -132,7 +133,7 @@ def calls_on(walk: RecordReader, key: int) -> Callable[..., Any]:
 
 
 def cannot_seed(what: str) -> InputError:
-    """Why samples of some data cannot be seeded."""
+    """The error for data whose samples cannot be seeded."""
     return InputError(
         f"seed_samples=True was given with {what}, whose samples have no number that is the same on all ranks. It is "
         "for map-style datasets and FileDatasets; seed by something in the sample itself in your own dataset."
@@ -140,7 +141,7 @@ def cannot_seed(what: str) -> InputError:
 
 
 def epoch_key(seed: int, epoch: int) -> int:
-    """The word of an epoch: what the seeds of its samples have in common."""
+    """The key of an epoch: an int from which the seeds of all its samples are computed."""
     return word(seed, epoch)
 
 

@@ -1,12 +1,13 @@
-"""The user's objects with ``set_epoch``: who they are, what they were told, and whether the user told them otherwise.
+"""Calls ``set_epoch`` of the user's samplers and datasets, and notices calls that the user makes directly.
 
-At each ``iter()`` the sampler, the batch sampler and the dataset are told the number of the epoch, in one process as on
-many ranks. One that does not want to know may hold one that does: a ``BatchSampler`` its sampler, a ``Subset`` its
-dataset. Loader workers that live on have copies of the dataset, which hear of it by a board.
+At each ``iter()``, ``set_epoch`` of the sampler, the batch sampler and the dataset is called, in one process as on many
+ranks. An object without ``set_epoch`` may hold one that has it: a ``BatchSampler`` its sampler, a ``Subset`` its
+dataset. Persistent loader workers have copies of the dataset; they read the epoch from shared memory.
 
-A ``set_epoch`` that the user calls on such an object itself counts as one on the loader. It shows where the object has
-torch's attribute ``epoch``, and that is another number than when it was looked at last: when it was told, and at the
-end of the epoch, as some count by themselves while they are read. Before, it is 0.
+A ``set_epoch`` that the user calls on such an object counts as ``set_epoch`` of the loader. It is noticed by torch's
+attribute ``epoch``, if the object has it: its number differs from the number noted last. The number is noted after each
+call from here, and at the end of the epoch, as some objects count epochs by themselves while they are read. The first
+number is 0.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ class _SetsEpoch(Protocol):
 
 
 def wants_epochs(*objects: Any) -> list[_SetsEpoch]:
-    """Those with ``set_epoch``; of one without, those among its sampler, batch sampler, dataset or datasets. Local.
+    """The objects with ``set_epoch``. An object without it is searched: its sampler, batch sampler and datasets. Local.
 
-    A ``ShuffleSampler`` is none of them: its epochs are set where its order is drawn.
+    A ``ShuffleSampler`` is left out: its epoch is set where its order is drawn.
     """
     found: list[_SetsEpoch] = []
     left, seen = deque(objects), set[int]()
@@ -47,7 +48,7 @@ def wants_epochs(*objects: Any) -> list[_SetsEpoch]:
         if isinstance(each, _SetsEpoch):
             found.append(each)
             continue
-        held = getattr(each, "__dict__", {})  # so that no code of the user's runs
+        held = getattr(each, "__dict__", {})  # not ``getattr``, which could run user code
         for name in _HOLDERS:
             inside = held.get(name)
             left.extend(inside if isinstance(inside, list | tuple) else [inside])
@@ -55,18 +56,18 @@ def wants_epochs(*objects: Any) -> list[_SetsEpoch]:
 
 
 def tell_epoch(epoch: int, *objects: Any) -> None:
-    """Tells those that want to know the epoch that comes. Local."""
+    """Calls ``set_epoch`` with the next epoch on the objects that have it. Local."""
     for each in wants_epochs(*objects):
         each.set_epoch(epoch)
 
 
 @final
 class ToldEpochs:
-    """What the user's objects were told.
+    """Sets the epoch of the user's objects, and remembers the epochs that were set.
 
     Args:
       objects: the sampler, batch sampler and dataset.
-      lasting: whether loader workers live on from epoch to epoch, which are to hear of it.
+      lasting: whether loader workers are persistent, so that the epoch must reach them too.
     """
 
     def __init__(self, *objects: Any, lasting: bool = False) -> None:
@@ -74,10 +75,10 @@ class ToldEpochs:
         self._seen: Sequence[int | None] = [0] * len(self._objects)
         self._epoch = 0
         self.hears = HearsEpochs(SharedEpoch()) if lasting and self._objects else None
-        """What the loader workers have."""
+        """The part that persistent loader workers get; ``None`` without them."""
 
     def tell(self, epoch: int) -> None:
-        """An epoch begins. Local."""
+        """Sets the epoch that begins now. Local."""
         self._epoch = epoch
         for each in self._objects:
             each.set_epoch(epoch)
@@ -86,17 +87,17 @@ class ToldEpochs:
         self.look()
 
     def tell_also(self, fresh: Any) -> None:
-        """Tells what a function made for this epoch, if that is another object. Local."""
+        """Sets the epoch of ``fresh``, made by a function for this epoch, if it is a new object. Local."""
         for each in wants_epochs(fresh):
             if not any(each is told for told in self._objects):
                 each.set_epoch(self._epoch)
 
     def look(self) -> None:
-        """Whatever the objects say now was not said by the user since. Local."""
+        """Notes the epochs that the objects have now, so that they do not count as set by the user. Local."""
         self._seen = [_epoch_of(each) for each in self._objects]
 
     def set_by_user(self) -> int | None:
-        """The epoch that the user told one of them, if it was none that was told here. Local."""
+        """The epoch to which the user has set one of the objects; ``None`` if it was only set from here. Local."""
         for each, seen in zip(self._objects, self._seen, strict=True):
             found = _epoch_of(each)
             if found is not None and found != seen:
@@ -104,7 +105,7 @@ class ToldEpochs:
         return None
 
     def go_on_from(self, before: ToldEpochs) -> None:
-        """Takes over what was told to the same objects. Local."""
+        """Takes over the noted epochs of the same objects. Local."""
         known = {id(each): seen for each, seen in zip(before._objects, before._seen, strict=True)}
         self._seen = [known.get(id(each), 0) for each in self._objects]
 
@@ -116,17 +117,17 @@ def _epoch_of(each: object) -> int | None:
 
 @final
 class HearsEpochs:
-    """Tells the datasets of loader workers that live on.
+    """Sets the epoch of the datasets in persistent loader workers.
 
     Args:
-      board: where the epoch is announced.
+      board: the shared memory in which the epoch is announced.
     """
 
     def __init__(self, board: SharedEpoch) -> None:
         self.board = board
 
     def listen(self, dataset: Any) -> None:
-        """An epoch begins in this loader worker, which may have been told of another one before."""
+        """Sets the dataset's epoch when an epoch begins in this loader worker, if a new one was announced."""
         epoch = self.board.news()
         if epoch is not None:
             tell_epoch(epoch, dataset)

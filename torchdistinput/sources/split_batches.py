@@ -1,4 +1,4 @@
-"""Batches that come ready, on their way into rows: counted and cut where they are read."""
+"""Counts and cuts *ready batches*: batches that the user's source yields as whole batches, not as samples."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from torchdistinput.step_types import OpaqueBatch, Row, RowSizes, SizedRow
 __all__ = ["AS_LEAVES", "CutReady", "Measure", "ReadyFns"]
 
 _NO_BATCHES = (Failure, Wait, Marked)
-_MOST_SIZES = 1024  # of batches, of which it is kept how they are cut
+_MOST_SIZES = 1024  # batch sizes for which the cut is cached
 
 
 @final
 @dataclass(frozen=True)
 class ReadyFns:
-    """How the user lets ready batches be counted and cut; ``None``: by their leaves.
+    """The user's functions that count and cut ready batches; ``None``: they are counted and cut by their leaves.
 
     Args:
       count: gives the number of samples in a batch.
@@ -44,7 +44,7 @@ class ReadyFns:
         """Samples in a batch.
 
         Raises:
-          BatchingError: it cannot be counted, or ``count`` gave no count.
+          BatchingError: the batch cannot be counted, or ``count`` did not return a count.
         """
         if self.count is None:
             return pytree.batch_size(batch)
@@ -63,12 +63,12 @@ class ReadyFns:
         Args:
           batch: the batch.
           size: samples in it.
-          like: the structure of a batch before.
+          like: the structure of an earlier batch.
           rows: the limits of the pieces.
-          replicas: over how many the batch is cut, by law B1.
+          replicas: over how many replicas the batch is cut, by law B1.
 
         Raises:
-          BatchingError: it cannot be cut, or ``split`` did not make a piece for each size.
+          BatchingError: the batch cannot be cut, or ``split`` did not make a piece for each size.
         """
         if self.split is None:
             reading = pytree.read(batch, size, like)
@@ -97,10 +97,10 @@ AS_LEAVES: Final = ReadyFns()
 
 @final
 class Measure:
-    """Counts ready batches that are not cut. Most are like the one before.
+    """Counts ready batches that are not cut. Most batches have the structure of the one before.
 
     Args:
-      count: gives the number of samples in a batch; ``None``: it is counted by its leaves.
+      count: gives the number of samples in a batch; ``None``: a batch is counted by its leaves.
     """
 
     def __init__(self, count: Callable[[Any], int] | None) -> None:
@@ -111,7 +111,7 @@ class Measure:
         """Samples in each batch; 0 where there is none.
 
         Raises:
-          BatchingError: one cannot be counted.
+          BatchingError: a batch cannot be counted.
         """
         return tuple([0 if batch is None else self._size_of(batch) for batch in batches])
 
@@ -141,13 +141,13 @@ class _Cut(NamedTuple):
 
 @final
 class CutReady:
-    """Cuts a batch that came ready into rows, along dim 0 of its leaves.
+    """Cuts a ready batch into rows, along dim 0 of its leaves.
 
     Args:
-      convert: makes tensors of what the source yields.
-      cutter: the laws of the cut.
-      fns: how batches are counted and cut.
-      on_failure: how it is taken that ``convert`` fails.
+      convert: makes tensors of the batches that the source yields.
+      cutter: cuts batches by the laws of ``plan``.
+      fns: the user's functions that count and cut batches.
+      on_failure: how a failure of ``convert`` is handled.
     """
 
     def __init__(

@@ -1,22 +1,22 @@
-"""Data in files: which files, who reads them in which order, their records, and where the reading stands.
+"""Data in files and other fragments: lists them, reads their records in the order of an epoch, and resumes.
 
 - ``dataset``: ``FileDataset``, ``list_files``.
-- ``fragment_dataset``: ``FragmentDataset``, of which ``FileDataset`` is one: order, walk, decoding.
-- ``plain_epochs``: Its epochs in plain torch.
-- ``checks``: Checks of what users give.
-- ``source``: Its rows as a source, and their place after a resume.
-- ``batching``: Who decodes which records; their batches, cut.
-- ``position``: Where the reading of all workers stands.
-- ``reading``: The records in their order, and where each comes from.
-- ``interleave``: Which file has the next record.
-- ``open_file``: One open file: its records, and where it can be entered again.
-- ``steps``: How many steps an epoch takes, where that is known.
+- ``fragment_dataset``: ``FragmentDataset``, the base of ``FileDataset``: order, reading, decoding.
+- ``plain_epochs``: The epoch counter of datasets in plain torch.
+- ``checks``: Checks of the user's arguments.
+- ``source``: The source for such a dataset; resumes, also in another world.
+- ``batching``: Divides the decoding among ranks and loader workers, and cuts batches.
+- ``position``: The saved position of all workers.
+- ``reading``: The reader of the records of several files, in order.
+- ``interleave``: Interleaves the records of several open files.
+- ``open_file``: One open file: its records, and its cursor.
+- ``steps``: How many steps an epoch takes, if that is known.
 - ``window_shuffle``: The shuffle of the records of a file.
-- ``corrupt_records``: Going on after a record that cannot be read.
-- ``reader_api``: Readers that know where they are.
-- ``record_index``: Where the records of a file start.
-- ``exact_reads``: Reading no more than a file has.
-- ``io``: Files are opened by their names, with fsspec.
-- ``glob``: Which files a pattern means, and their names.
-- ``retry``: Requests that failed in passing are made again.
+- ``corrupt_records``: Goes on after a record that cannot be read.
+- ``reader_api``: The interface of readers that can resume inside a file.
+- ``record_index``: Index files with the offsets of the records of a file.
+- ``exact_reads``: Reads a claimed number of bytes safely.
+- ``io``: Opens files by name, with fsspec.
+- ``glob``: Expands patterns to the names of files.
+- ``retry``: Repeats requests that failed for a moment.
 """

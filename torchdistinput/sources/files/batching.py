@@ -1,4 +1,7 @@
-"""The rows of files: who decodes which records, and the cut of their batches. Runs where the data is read."""
+"""Reads, decodes and cuts batches of records, and divides the decoding among ranks and loader workers.
+
+It runs in the process that reads the data.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +34,8 @@ from torchdistinput.step_types import OpaqueBatch, Origin, Row, RowSizes, SizedR
 
 __all__ = ["Entrance", "KnownRows", "Passed", "RecordRows", "pass_over"]
 
-# Telling a place costs a microsecond or two a file; what was read since the last one is read again, undecoded, by who
-# goes on there.
+# Reporting a cursor costs a microsecond or two for each file. A resume reads the records since the last cursor again,
+# undecoded.
 _RECORDS_BETWEEN_PLACES: Final = 64  # for each open file
 _BATCHES_BETWEEN_PLACES: Final = 4
 
@@ -45,13 +48,13 @@ Batch = list[Any] | Reserved
 @final
 @dataclass(frozen=True)
 class Entrance:
-    """Where a walk is entered.
+    """The position at which a reader starts.
 
     Args:
       deals: the changes of the world so far; see ``plan.file_resharding``.
-      place: where the walk stood.
-      rows: rows of the walk from there on that are not wanted.
-      must_exist: whether so many rows must be there.
+      place: the cursor of the reader.
+      rows: how many rows to skip from there on.
+      must_exist: whether the data must have all these rows.
     """
 
     deals: Deals = ()
@@ -62,23 +65,23 @@ class Entrance:
 
 @final
 class KnownRows(NamedTuple):
-    """The rows of a batch of which all is known."""
+    """The rows of a batch whose structure and sizes are known."""
 
     rows: list[SizedRow]
     place: ReaderCursor | None
-    """Where the walk stood after this batch, where it was told."""
+    """The cursor of the reader after this batch, if it was reported."""
 
 
 @final
 @dataclass(frozen=True)
 class Passed:
-    """Where passing over ended.
+    """The result of skipping rows.
 
     Args:
-      records: the batch that the last row to be passed over is in, if rows of it are left; else empty.
-      rows_left: how many of its rows were to be passed over; 0 where none of it is left.
-      place: where the walk stood before that batch.
-      missing: how many rows the walk had too few.
+      records: the batch with the last skipped row, if rows of this batch are left; else empty.
+      rows_left: how many of its rows are skipped; 0 if no row of it is left.
+      place: the cursor of the reader before this batch.
+      missing: how many of the rows to skip the data did not have.
     """
 
     records: Batch
@@ -88,14 +91,14 @@ class Passed:
 
 
 def pass_over(walk: RecordReader, cutter: Cutter, rows: int, *, drop_last: bool, in_ranges: bool = False) -> Passed:
-    """Reads the batches of so many rows, undecoded; stops at the end of the walk.
+    """Skips rows: reads their batches undecoded; stops at the end of the data.
 
     Args:
-      walk: what is read.
-      cutter: the laws of the cut.
+      walk: the reader of the records.
+      cutter: cuts batches by the laws of ``plan``.
       rows: how many rows.
       drop_last: whether a short last batch is dropped.
-      in_ranges: whether batches are reserved, and so only read where there is no other way.
+      in_ranges: whether batches are reserved, so that they are read only if there is no other way.
     """
     take: Callable[[int], Batch] = walk.reserve if in_ranges else walk.take
     size = cutter.global_batch_size or 1
@@ -115,21 +118,21 @@ def pass_over(walk: RecordReader, cutter: Cutter, rows: int, *, drop_last: bool,
 class RecordRows(IterableDataset[Any]):
     """The rows of a ``FragmentDataset``.
 
-    Every loader worker walks the undecoded records of this rank's files, and batch ``j`` is decoded and collated by
-    worker ``j mod k``, so nothing depends on the number of loader workers.
+    Each of the ``k`` loader workers reads the undecoded records of this rank's files. Batch ``j`` is decoded and
+    collated by loader worker ``j mod k``, so the result does not depend on the number of loader workers.
 
     Args:
       dataset: the files.
-      cutter: the laws of the cut.
+      cutter: cuts batches by the laws of ``plan``.
       collate: makes a batch of a list of decoded samples; converts a decoded record where records are ready batches.
-      by_file: whether the files are dealt out to the workers (policy FILE); else each worker walks them all.
+      by_file: whether the files are dealt out to the workers (policy FILE); else each worker reads all files.
       drop_last: whether a short last batch is dropped.
       with_index: whether the numbers of the samples are wanted.
       ready: how records that are ready batches are counted and cut.
       skip: whether records that cannot be read, or decoded, are left out.
       seeds: whether the global generators are seeded for each record that is decoded.
-      in_ranges: whether somebody else reads a part of each batch, or some batches.
-      strings: whether the records are strings, and collating gives the list of them back, in this process.
+      in_ranges: whether another process reads a part of each batch, or some batches.
+      strings: whether the records are strings, and collating returns the list of them, in this process.
     """
 
     def __init__(  # noqa: PLR0913 - one kind of rows is one call
@@ -163,16 +166,16 @@ class RecordRows(IterableDataset[Any]):
         self._entrance = Entrance()
         self._last_limits: tuple[int, Sequence[Limits]] = (0, ())
         self._slices_strings = strings and not (with_index or skip) and cutter.global_batch_size is not None
-        # In shared memory, so that persistent loader workers learn of it too.
-        with torch.inference_mode(mode=False):  # else nobody could set it outside of that mode
+        # In shared memory, so that persistent loader workers see it too.
+        with torch.inference_mode(mode=False):  # an inference tensor could not be changed outside of inference mode
             self._epoch: torch.Tensor = torch.zeros(1, dtype=torch.int64, device="cpu").share_memory_()  # type: ignore[no-untyped-call] # torch has no types for it
 
     def set_epoch(self, epoch: int) -> None:
-        """Sets the epoch of the next iteration, in loader workers that live on as well."""
+        """Sets the epoch of the next iteration, also in persistent loader workers."""
         self._epoch[0] = epoch
 
     def of_epoch(self, epoch: int, entrance: Entrance | None = None) -> RecordRows:
-        """The rows of one epoch, whatever this one is told later; from an entrance on, if one is given."""
+        """The rows of one epoch, independent of later ``set_epoch`` calls; from an entrance on, if one is given."""
         rows = copy.copy(self)
         rows._epoch = torch.tensor([epoch], device="cpu")  # noqa: SLF001 - its own copy
         rows._entrance = entrance or Entrance()  # noqa: SLF001 - its own copy
@@ -191,11 +194,11 @@ class RecordRows(IterableDataset[Any]):
             yield Failure(error, "")
 
     def _cuts(self, walk: RecordReader, entrance: Entrance, key: int) -> Iterator[Cut | KnownRows | Failure]:
-        """This loader worker's share of the batches after so many rows."""
+        """This loader worker's share of the batches from the entrance on."""
         info = get_worker_info()
         worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
         size = self._cutter.global_batch_size or 1
-        # Records and batches until the next place is told; files that were open when one was told last.
+        # Records and batches until the next cursor is reported; files that were open at the last report.
         untold, untold_batches, opened = 0, 0, 0
         take: Callable[[int], Batch] = walk.reserve if self._in_ranges else walk.take
         rows = entrance.rows
@@ -240,7 +243,7 @@ class RecordRows(IterableDataset[Any]):
             return Failure(error, where, Origin(file=start.file))
 
     def _sliced(self, records: list[Any]) -> list[SizedRow]:
-        """What ``_cut`` makes of strings that are collated to a list of them."""
+        """The result of ``_cut`` for strings, which are collated to a list."""
         size = len(records)
         all_limits = self._limits(size)
         return [
@@ -257,7 +260,7 @@ class RecordRows(IterableDataset[Any]):
     def _piece(self, batch: Batch, lo: int, hi: int, places: _Places, key: int) -> Any:
         """The collated piece of some records of a batch, ``PartialPiece`` if some were left out."""
         if self._stacks and isinstance(batch, Reserved):
-            # Rows without a conversion of the user's are converted by collating, on torch's default device.
+            # Rows that the user's code does not convert are converted by collating, on torch's default device.
             stacked = _stacked(batch.rows(lo, hi), None if self.dataset.map_fn is None else "cpu")
             if stacked is not None:
                 return OpaqueBatch(stacked, hi - lo) if self._seals else stacked
@@ -283,7 +286,7 @@ class RecordRows(IterableDataset[Any]):
         return cut._replace(numbers=number_of_first_row(places()[0])) if self._with_index else cut
 
     def label(self, cut: Cut) -> list[Row]:
-        """The rows with the index beside each piece. Where the rows are delivered, not where they are read."""
+        """The rows with the index beside each piece. Called in the process that delivers, not in a loader worker."""
         if isinstance(cut.numbers, int):
             return labelled_batch(cut.numbers, cut.rows, cut.size, self._cutter)
         return [
@@ -296,7 +299,7 @@ class RecordRows(IterableDataset[Any]):
 
 
 def _stacked(arrays: Sequence[npt.NDArray[Any]], device: str | None) -> torch.Tensor | None:
-    """What ``default_collate`` makes of the rows of arrays; ``None`` where it would not simply stack them."""
+    """The result of ``default_collate`` for rows of arrays; ``None`` where it would not simply stack them."""
     kinds = {(array.dtype, array.shape[1:]) for array in arrays}
     if len(kinds) != 1:
         return None
@@ -305,6 +308,6 @@ def _stacked(arrays: Sequence[npt.NDArray[Any]], device: str | None) -> torch.Te
         return None
     whole = np.concatenate(arrays, dtype=dtype.newbyteorder("="))
     try:
-        return torch.tensor(whole, device=device)  # in memory of torch's own, as of all batches
-    except TypeError:  # a dtype that torch has not
+        return torch.tensor(whole, device=device)  # in memory of torch, like all batches
+    except TypeError:  # a dtype that torch does not have
         return None

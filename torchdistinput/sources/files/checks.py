@@ -1,4 +1,4 @@
-"""Checks of what users give, whatever the annotations promise."""
+"""Run-time checks of the user's arguments, which may break their type annotations."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def refuse_class(data: object, what: str) -> None:
     A class may be data itself, if its metaclass says so, as that of an ``Enum``: torch iterates over it, too.
 
     Args:
-      data: what was given.
-      what: as what.
+      data: the user's object.
+      what: the role in which the object was given, for the message.
 
     Raises:
-      InputError: it is a class, which cannot be indexed or iterated.
+      InputError: the object is a class, which cannot be indexed or iterated.
     """
     if isinstance(data, type) and not issubclass(type(data), Iterable | _Indexed):
         name = data.__name__
@@ -35,10 +35,10 @@ def refuse_class(data: object, what: str) -> None:
 
 
 def refuse_plain_iterable(data: object) -> None:
-    """Refuses, as the dataset of a ``DataLoader``, what can only be iterated; torch takes it for map-style data. Local.
+    """Refuses a plain iterable as the dataset of a ``DataLoader``: torch would take it for map-style data. Local.
 
     Raises:
-      InputError: it has no samples by number, and is no ``IterableDataset``.
+      InputError: the object has no samples by number, and is not an ``IterableDataset``.
     """
     if isinstance(data, Iterable) and not isinstance(data, Dataset | _Indexed | type):
         name = type(data).__name__
@@ -50,14 +50,14 @@ def refuse_plain_iterable(data: object) -> None:
 
 
 def refuse_ray(data: object, what: str) -> None:
-    """Refuses the data of Ray, which it reads and divides itself; torch would fail at the first sample. Local.
+    """Refuses the data of Ray, which Ray reads and divides itself; torch would fail at the first sample. Local.
 
     Args:
-      data: what was given.
-      what: as what.
+      data: the user's object.
+      what: the role in which the object was given, for the message.
 
     Raises:
-      InputError: it is a dataset of Ray's, or an iterator of one; what to write is named.
+      InputError: the object is a dataset of Ray, or an iterator of one; the message says what to write.
     """
     names = {base.__name__ for base in type(data).__mro__ if base.__module__.startswith("ray.data.")}
     if not names & {"Dataset", "DataIterator"}:
@@ -80,8 +80,8 @@ def checked_int(name: str, value: object, at_least: int | None = None) -> int:
     """The value, if it is an int. Local.
 
     Raises:
-      TypeError: it is none.
-      ValueError: it is less than ``at_least``.
+      TypeError: the value is not an int.
+      ValueError: the value is less than ``at_least``.
     """
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, got {value!r}")
@@ -91,15 +91,15 @@ def checked_int(name: str, value: object, at_least: int | None = None) -> int:
 
 
 def as_object(value: object) -> object:
-    """Forgets what the annotation promised: callers may break it. Local."""
+    """The value as a plain ``object`` for type checkers: callers may break an annotation. Local."""
     return value
 
 
 def check_callable(name: str, value: object) -> None:
-    """Refuses what cannot be called. Local.
+    """Refuses a value that cannot be called. Local.
 
     Raises:
-      TypeError: it cannot.
+      TypeError: the value cannot be called.
     """
     if not callable(value):
         raise TypeError(f"{name} must be a function, got {type(value).__name__}: {value!r:.100}")

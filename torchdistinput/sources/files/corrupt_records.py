@@ -1,4 +1,4 @@
-"""Going on after a record that cannot be read, where it is certain where the next one starts."""
+"""Goes on after a record that cannot be read, if the start of the next record is certain (``on_error="skip"``)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["CorruptRecord", "with_spoiled"]
 
 @final
 class CorruptRecord(NamedTuple):
-    """Stands for a record that could not be read."""
+    """A placeholder for a record that could not be read."""
 
     reason: str
-    """What is to be told: the file, the offset, and what is wrong there."""
+    """The message: the file, the offset, and the problem."""
 
 
 def with_spoiled(
@@ -26,14 +26,14 @@ def with_spoiled(
 ) -> Iterator[Block[Any]]:
     """The blocks from an offset on, with a ``CorruptRecord`` in place of each record that cannot be read.
 
-    A reader that is entered expects the file at its front. A compressed file is read again for that, which costs as
-    much as what comes before the record: the number of records that may be left out bounds it.
+    A reader that starts at an offset expects the file to be at its start. So a compressed file is read again up to the
+    record, for each such record; the limit of skipped records bounds this cost.
 
     Args:
       enter: reads the blocks from an offset, or a position, on.
-      rewind: goes to the front; whether that was possible.
+      rewind: goes to the start of the file; returns whether that was possible.
       offset: where to begin.
-      name: of the file, or fragment.
+      name: the name of the file, or fragment.
     """
     while True:
         try:
@@ -51,7 +51,7 @@ def with_spoiled(
 
 
 def _goes_on(offset: Any, start: Any, after: Any) -> bool:
-    """Whether reading that was entered at ``offset`` gets further by going on at ``after``."""
+    """Whether reading that started at ``offset`` gets further if it goes on at ``after``."""
     if isinstance(start, int) and isinstance(after, int):  # bytes; positions of other fragments may have no order
         return bool(offset <= start < after)
     return after not in (start, offset)

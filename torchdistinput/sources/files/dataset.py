@@ -1,4 +1,4 @@
-"""``FileDataset``: files as fragments; which files there are, their readers, sizes and indices."""
+"""``FileDataset`` and ``list_files``: datasets of records in files, with their readers, sizes and indices."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def list_files(
     seed: int | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> list[str]:
-    """Lists the files that match, in an order that is the same on every rank. Local: no communication.
+    """Lists the files that match a pattern, in the same order on every rank. Local: no communication.
 
     Args:
       pattern: a pattern, whose files come sorted by name, or a list of names and patterns, which keeps its order.
@@ -47,7 +47,7 @@ def list_files(
       Names as the user wrote them, with the wildcards filled in: a relative pattern gives relative names.
 
     Raises:
-      ValueError: if the list is empty, or if ``shuffle_sampler`` has no seed.
+      ValueError: if the list is empty, or if ``shuffle`` has no seed.
       SourceError: if a pattern matches no file.
     """
     if shuffle and seed is None:
@@ -70,20 +70,21 @@ class FileDataset(FragmentDataset):
     from worker ``j mod num_workers``, and every record comes once.
 
     **Epochs in plain torch.** Each ``iter()`` is the next epoch, starting from 0 or from what ``set_epoch`` said.
-    Loader workers are copies of the dataset: with ``persistent_workers=True`` they count on by themselves, and
-    ``set_epoch`` reaches them; without, each epoch starts new copies, and ``set_epoch`` must be called before each
-    epoch for a new order, as with torch's ``DistributedSampler``.
+    Loader workers have copies of the dataset. With ``persistent_workers=True`` the copies count epochs by themselves,
+    and ``set_epoch`` reaches them. Without it, each epoch starts new copies, and ``set_epoch`` must be called before
+    each epoch for a new order, as with torch's ``DistributedSampler``.
 
     **What is read.** Where a rank, or a loader worker, needs only a part of each batch (policy DATA; several loader
     workers), it reads nothing else of an uncompressed file whose records can be found without reading it: those of
     ``fixed_length_records`` and ``npy_rows`` by the size of the file; those of ``text_lines``, ``json_lines`` and
-    ``tfrecords`` by an index. Of all others, and with a ``shuffle_buffer``, it reads everything, and decodes its part.
+    ``tfrecords`` by an index. It reads all other files, and all files with a ``shuffle_buffer``, in full, and decodes
+    its part.
 
     Args:
       files: a pattern, or a list of names and patterns, as for ``list_files``. A name that stands in a list twice is
         read twice. Names are opened only when they are read.
-      read: takes a binary file object and yields the records in it; see ``readers``. A resumed run seeks where it was
-        left, if the reader can be entered again (``readers.in_blocks``), and else reads its open files from the front.
+      read: takes a binary file object and yields the records in it; see ``readers``. A resumed run seeks to the block
+        of the last record if the reader allows it (``readers.in_blocks``); else it reads its open files from the start.
       map_fn: decodes a record, for example into tensors; called only for records that are kept. ``None`` keeps them.
       shuffle_files: whether each epoch has its own order of the files.
       shuffle_buffer: records of a file that are shuffled together, and so held in memory, for each open file; 0: none.
@@ -139,23 +140,23 @@ class FileDataset(FragmentDataset):
         return kind_of(self._files.read) == "rows" and self.map_fn in (None, torch.from_numpy)
 
     def prepare(self, worker: int, num_workers: int) -> None:
-        """Makes the indices that are missing, if it has a folder for them. Local."""
+        """Makes the missing indices, if the dataset has an ``index_folder``. Local."""
         if self._files.indices is not None:
             self.build_index(worker, num_workers)
 
     def build_index(self, worker: int = 0, num_workers: int = 1) -> int:
-        """Makes the indices that are missing in ``index_folder``, of every ``num_workers``-th file. Local.
+        """Makes the missing indices in ``index_folder``, for every ``num_workers``-th file. Local.
 
-        ``distribute_dataset`` does so where it will need them, each rank its part, while the others wait for at most
-        ``timeout_seconds``. For much data, do it before, in as many processes as you like. Each file is read once. An
-        index is a few bytes a record; remove the folder when you no longer need it.
+        ``distribute_dataset`` makes the indices that it needs: each rank makes its part, and waits for the others at
+        most ``timeout_seconds``. For much data, make them before, in as many processes as you like. Each file is read
+        once. An index is a few bytes a record; remove the folder when you no longer need it.
 
         Args:
-          worker: begins with this file.
-          num_workers: and goes on by so many.
+          worker: the number of the first file.
+          num_workers: the step from one file to the next.
 
         Returns:
-          How many were made.
+          How many indices were made.
 
         Raises:
           ValueError: the dataset has no ``index_folder``.
@@ -199,15 +200,15 @@ class _Files:
         self._records: list[int] | None = None
 
     def num_bytes(self) -> list[int] | None:
-        """See ``Fragments.num_bytes``: the stored sizes, where all of them were told by listing folders."""
+        """See ``Fragments.num_bytes``: the stored sizes, if the listing of folders gave all of them."""
         sizes = [size for size in self._sizes if size is not None]
         return sizes if len(sizes) == len(self._sizes) else None
 
     def num_records(self) -> list[int] | None:
-        """See ``Fragments.num_records``: where all have an index. Compressed files never have one.
+        """See ``Fragments.num_records``: known if all files have an index. Compressed files never have one.
 
         Raises:
-          SourceError: naming a file that is missing or cannot be asked for its size.
+          SourceError: naming a file that is missing or whose size cannot be found.
         """
         if self.indices is not None and self._records is None:
             with ThreadPoolExecutor(min(_MAX_ASKED_AT_ONCE, len(self.names))) as pool:
@@ -223,7 +224,7 @@ class _Files:
         return indices.records(name, file_size(name, self._storage_options) if size is None else size)
 
     def build_index(self, name: str) -> bool:
-        """Makes the index of a file, if it is missing and one can be made; whether it was."""
+        """Makes the index of a file, if it is missing and can be made. Returns whether it was made."""
         if self.indices is None or self.indices.has(name):
             return False
         with closing(open_file(name, self._compression, self._storage_options)) as opened:
@@ -241,7 +242,7 @@ class _Files:
             raise
 
     def _layout(self, opened: OpenedFile) -> Layout | None:
-        """Where the records of a file are, as far as that is known without reading it."""
+        """The offsets of the records of a file, if they are known without reading it."""
         if not opened.plain or opened.size < 0:
             return None
         if self.indices is not None:
@@ -252,11 +253,11 @@ class _Files:
         return layout
 
     def check_unchanged(self, places: Sequence[FileCursor]) -> None:
-        """See ``Fragments.check_unchanged``: files have the size that they had.
+        """See ``Fragments.check_unchanged``: the sizes of the files are compared.
 
         Raises:
           StateMismatch: naming the file and both sizes, or the file that is gone.
-          SourceError: naming the file, if it cannot be asked.
+          SourceError: naming the file, if its size cannot be found.
         """
         with ThreadPoolExecutor(min(_MAX_ASKED_AT_ONCE, len(places))) as pool:
             sizes = pool.map(self._stored_size, [place.file for place in places])

@@ -1,4 +1,4 @@
-"""Reading as many bytes as a file claims to have, without believing it."""
+"""Reads a number of bytes that a file claims to have; a false claim does not allocate memory."""
 
 from __future__ import annotations
 

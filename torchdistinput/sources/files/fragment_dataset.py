@@ -1,9 +1,9 @@
-"""Data in fragments as a torch dataset: the order of an epoch, the walk over the records, and their decoding.
+"""``FragmentDataset``: data in fragments as a torch dataset: the order of an epoch, reading, and decoding.
 
-Reading is apart from decoding: a *walk* yields what the source yields, and ``map_fn`` is called only for the records
-that somebody keeps. The order of a walk follows from (fragments, seed, epoch) and the order of fragments that it is
-given; it does not depend on who walks or on how many processes do, so every rank and every loader worker can find its
-own part.
+Reading is separate from decoding: a reader (``walk``) yields undecoded records, and ``map_fn`` is called only for the
+records that are kept. The order of the records is a function of (fragments, seed, epoch) and the given order of
+fragments. It does not depend on the process that reads, or on the number of processes. So every rank and every loader
+worker can find its own part.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _MARK_BYTES: Final = 6
 
 
 class Fragments(Protocol):
-    """What a ``FragmentDataset`` needs of its fragments: they are files, or those of a ``FragmentSource``."""
+    """The fragments of a ``FragmentDataset``: files, or the fragments of a ``FragmentSource``."""
 
     kind: str
     """What one of them is called, in messages."""
@@ -48,27 +48,27 @@ class Fragments(Protocol):
     """Whether records come in blocks, so that many are handed on at once."""
 
     def open(self, index: int, *, in_ranges: bool) -> tuple[Opened, Read, Layout | None]:
-        """Opens one: what is read, by which reader, and where its records are, if some are to be read only."""
+        """Opens a fragment. Returns it, its reader, and the layout of its records if only some are to be read."""
 
     def check_unchanged(self, places: Sequence[FileCursor]) -> None:
-        """Asks whether those that are to be entered again are as they were.
+        """Checks that the fragments of these cursors are unchanged.
 
         Raises:
-          StateMismatch: one has changed, or is gone.
+          StateMismatch: a fragment has changed, or is gone.
         """
 
     def num_records(self) -> list[int] | None:
-        """How many records each has, where that is known of all."""
+        """How many records each fragment has, if that is known for all."""
 
     def num_bytes(self) -> list[int] | None:
-        """How large each is, where that is known of all."""
+        """How large each fragment is, if that is known for all."""
 
 
 class FragmentDataset(IterableDataset[Any]):
     """The records of a source of fragments, as a torch ``IterableDataset`` that the library can divide.
 
     Given to ``strategy.distribute_dataset``, alone or in a ``DataLoader``, its fragments are dealt to the workers, or
-    its records divided, by the policy. In plain torch it is an ordinary dataset, as ``FileDataset`` is, which is one.
+    its records divided, by the policy. In plain torch it is an ordinary dataset. ``FileDataset`` is a subclass.
 
     Args:
       source: the fragments, and how they are read.
@@ -117,7 +117,7 @@ class FragmentDataset(IterableDataset[Any]):
         cycle_length: int,
         block_length: int,
     ) -> None:
-        """Checks what all kinds of fragments have in common, and keeps it."""
+        """Checks and keeps the arguments that all kinds of fragments share."""
         super().__init__()
         if map_fn is not None:
             check_callable("map_fn", map_fn)
@@ -143,24 +143,24 @@ class FragmentDataset(IterableDataset[Any]):
         return self._fragments.kind
 
     def num_records(self) -> list[int] | None:
-        """How many records each fragment has, where that is known of all. Local."""
+        """How many records each fragment has, if that is known for all. Local."""
         return self._fragments.num_records()
 
     def num_bytes(self) -> list[int] | None:
-        """How large each fragment is, where that is known of all. Local."""
+        """How large each fragment is, if that is known for all. Local."""
         return self._fragments.num_bytes()
 
     def prepare(self, worker: int, num_workers: int) -> None:
-        """What is done once before the records are read in ranges, by every worker its part. Local."""
+        """Prepares for reading records in ranges, once; each worker does its part. Local."""
 
     @property
     def yields_strings(self) -> bool:
-        """Whether its records are strings for certain. Local."""
+        """Whether all its records are certainly strings. Local."""
         return False
 
     @property
     def yields_rows(self) -> bool:
-        """Whether its records are rows of arrays, or tensors of their memory. Local."""
+        """Whether its records are rows of arrays, or tensors that share their memory. Local."""
         return False
 
     def file_order(self, epoch: int) -> list[int]:
@@ -178,19 +178,19 @@ class FragmentDataset(IterableDataset[Any]):
         skip: bool = False,
         in_ranges: bool = False,
     ) -> RecordReader:
-        """Walks over the undecoded records of some fragments, which are opened as the walk comes to them.
+        """A reader of the undecoded records of some fragments. It opens each fragment when its turn comes.
 
         Args:
-          order: indices of fragments, in the order in which they are to be opened: the fresh ones, see
-            ``plan.file_resharding``.
-          epoch: which epoch's shuffle the records are in.
-          place: where an earlier walk over the same fresh fragments was left, or what was dealt of an earlier world.
-          skip: whether a ``CorruptRecord`` stands for a record that cannot be read, where it is certain how to go on.
-          in_ranges: whether records are taken by ``reserve`` only, which reads but some of them where it can.
+          order: indices of the fresh fragments, in the order in which they are opened; see ``plan.file_resharding``.
+          epoch: the epoch whose shuffle orders the records.
+          place: the cursor of an earlier reader of the same fresh fragments, or the part of an earlier world's reading
+            that was dealt to this worker.
+          skip: whether to yield a ``CorruptRecord`` for a record that cannot be read, if reading can certainly go on.
+          in_ranges: whether records are taken by ``reserve`` only, which reads only some of them if it can.
 
         Raises:
           IndexError: if there is no such fragment.
-          StateMismatch: if the place is in a fragment that the dataset does not have.
+          StateMismatch: if the cursor is in a fragment that the dataset does not have.
         """
         for index in order:
             if not 0 <= index < len(self.names):
@@ -202,14 +202,14 @@ class FragmentDataset(IterableDataset[Any]):
         return RecordReader(table)
 
     def check_unchanged(self, places: Iterable[FileCursor]) -> None:
-        """Asks whether fragments that are to be entered again are there, as they were. Local.
+        """Checks that the fragments at which reading goes on exist and are unchanged. Local.
 
         Args:
-          places: where they were left.
+          places: the cursors in these fragments.
 
         Raises:
           StateMismatch: naming the fragment that has changed, or is gone.
-          SourceError: naming the fragment, if it cannot be asked.
+          SourceError: naming the fragment, if it cannot be checked.
         """
         cursors = {cursor.file: cursor for cursor in places}
         for cursor in cursors.values():
@@ -224,8 +224,8 @@ class FragmentDataset(IterableDataset[Any]):
 
         Args:
           records: undecoded records.
-          places: tells where they come from; called only if that is asked for.
-          key: the word of the epoch, for ``sample_seed``.
+          places: returns the origins of the records; called only if they are needed.
+          key: the key of the epoch, for ``sample_seed``.
           seeds: whether the global generators are seeded for each record.
 
         Raises:
@@ -252,12 +252,12 @@ class FragmentDataset(IterableDataset[Any]):
 
         Args:
           records: undecoded records, or ``CorruptRecord`` in their place.
-          places: tells where they come from; called only if that is asked for, and where one is left out.
-          key: the word of the epoch, for ``sample_seed``.
+          places: returns the origins of the records; called only if they are needed, or a record is left out.
+          key: the key of the epoch, for ``sample_seed``.
           seeds: whether the global generators are seeded for each record.
 
         Returns:
-          The decoded ones; and, by their positions, what is to be told of the others.
+          The decoded records; and the messages for the others, by their positions.
         """
         decoded: list[Any] = []
         left_out: dict[int, str] = {}
@@ -278,8 +278,8 @@ class FragmentDataset(IterableDataset[Any]):
         return decoded, left_out
 
     def fingerprint(self) -> dict[str, Any]:
-        """Plain facts that decide which records come in which order; ranks compare them."""
-        names = json.dumps(self.names)  # a name may hold whatever else could separate them
+        """Plain facts that determine the records and their order; ranks compare them."""
+        names = json.dumps(self.names)  # a name may have any separator in it
         return {
             f"number of {self.kind}s": len(self.names),
             f"{self.kind} list": hashlib.sha256(names.encode()).hexdigest()[:16],
@@ -292,7 +292,7 @@ class FragmentDataset(IterableDataset[Any]):
         }
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the epoch of the next ``iter()``; later ones follow. Also for loader workers that live on."""
+        """Chooses the epoch of the next ``iter()``; later ones follow. Also for persistent loader workers."""
         self._epochs.announce(checked_int("epoch", epoch))
 
     def __iter__(self) -> Iterator[Any]:
@@ -388,7 +388,7 @@ class _SourceFragments:
 
 
 class _OpenedFragment:
-    """A fragment that is read; see ``Opened``. A position is kept as a list of one, so that none is the number 0."""
+    """A fragment that is being read; see ``Opened``. A position is kept as a list of one, so that no position is 0."""
 
     def __init__(self, source: FragmentSource, fragment: Fragment, size: int) -> None:
         self._source = source
@@ -402,7 +402,7 @@ class _OpenedFragment:
         """The blocks of the source, from the front or from a position."""
         self._at = None if offset == 0 else offset[0]
         try:
-            for self._at, records in self._source.read(self._fragment, self._at):  # noqa: B020 - where it stands
+            for self._at, records in self._source.read(self._fragment, self._at):  # noqa: B020 - the last position
                 yield cast(Any, [self._at]), cast(Any, records)
         except SourceError as error:
             if error.offset is not None and error.resume_at is not None:
@@ -428,7 +428,7 @@ def _records_of_fragment(fragment: Any, offset: Any) -> Iterator[Block[Any]]:
 
 
 def _mark_of(fragment: Fragment) -> int:
-    """What tells that a fragment has changed, as an int; -1 where nothing does."""
+    """An int that changes with the content of the fragment; -1 if changes cannot be detected."""
     facts = [fragment.num_records, fragment.num_bytes, fragment.fingerprint]
     if facts == [None, None, None]:
         return -1

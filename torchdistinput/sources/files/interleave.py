@@ -1,11 +1,11 @@
-"""The turns of the files of a walk: which file has the next one, one by one or in whole rounds.
+"""Interleaves the records of several open files, turn by turn or in whole rounds.
 
 **Interleaving.** ``cycle_length`` slots, each with an open file, have turns in a fixed order. A turn yields up to
 ``block_length`` records; a slot whose file ended in its turn takes the next file at its next turn. These are the rules
 of TensorFlow's ``interleave``.
 
-**Rounds.** A turn is often one record, for which several calls are too many. As long as every open file has records at
-hand, whole rounds of turns are taken as slices of those, and woven.
+**Rounds.** A turn is often one record, and several calls for one record cost too much. While all open files have ready
+records, whole rounds of turns are taken as slices of these records, and interleaved.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ Turn: TypeAlias = tuple[OpenFile, int, int]
 
 
 class Rounds(NamedTuple):
-    """Rounds in which each of some files had a turn of the same length. Told of turn by turn only if that is asked."""
+    """Rounds in which each of some files had a turn of the same length. Single turns are listed only by ``turns``."""
 
     files: Sequence[OpenFile]
-    """In the order of their turns."""
+    """The files, in the order of their turns."""
     firsts: Sequence[int]
-    """The first record of each."""
+    """The first record of each file."""
     rounds: int
     """How many rounds."""
     length: int
@@ -85,14 +85,16 @@ def woven(parts: Sequence[list[Any]], length: int) -> list[Any]:
 
 @final
 class Interleave:
-    """What a walk has in hand. Apart from the walk: a generator that knew its walk would keep it alive.
+    """The open files of a ``RecordReader``, and whose turn it is.
+
+    It is separate from the reader, as a generator that refers to its own reader would keep it alive.
 
     Args:
-      order: the fresh files, in the order in which they are opened; those that were opened before ``place`` too.
+      order: the fresh files, in the order in which they are opened, including those that were opened before ``place``.
       open_file: opens a file.
-      cycle_length: how many slots there are, unless the place has some.
-      block_length: how many records make a turn, where there are several slots.
-      place: where to start.
+      cycle_length: how many slots there are, unless ``place`` has slots.
+      block_length: how many records make a turn, if there are several slots.
+      place: the cursor at which to start.
     """
 
     def __init__(
@@ -106,22 +108,22 @@ class Interleave:
         self.last: OpenFile | None = None
         """The file of the last record."""
         self.taken: list[Taken] = []
-        """What the last ``take`` took."""
+        """The turns of the last ``take``."""
         self.opened = place.opened
         """How many fresh files were opened."""
         self._order = order
         self._open_file = open_file
         self._waiting = deque(place.waiting)
         num_slots = min(cycle_length, len(place.waiting) + len(order) - place.opened)
-        # The file of each slot, or the place of one that is yet to be opened again.
+        # The file of each slot, or the cursor of a file that is not opened again yet.
         self._slots: list[OpenFile | FileCursor | None] = list(place.slots) or [None] * num_slots
-        self._length = block_length if len(self._slots) > 1 else None  # alone, a file has all turns: one will do
+        self._length = block_length if len(self._slots) > 1 else None  # a single slot has one turn without end
         self._turn = place.turn  # the slot whose turn it is
         self._before = place.taken  # records of its turn that were taken when its file was opened
         self._current: OpenFile | None = None  # its file, once it is open
         self._start = 0  # the file's count where the turn began
-        self._slow_turns = 0  # how many are not looked at for whole rounds
-        self._ended: list[OpenFile] = []  # files at their end of which records may still be read
+        self._slow_turns = 0  # how many turns are taken before whole rounds are tried again
+        self._ended: list[OpenFile] = []  # files at their end whose records may still be read
         self._closed = False
 
     def __del__(self) -> None:
@@ -156,9 +158,9 @@ class Interleave:
         return None
 
     def take_rounds(self, most: int) -> list[Any]:
-        """Up to ``most`` records in whole rounds of turns, as far as no file has to be read for them, or none.
+        """Up to ``most`` records in whole rounds of turns that need no reading, or none.
 
-        It leaves everything as the turns one by one would have left it.
+        The state afterwards is the same as after taking the turns one by one.
         """
         if self._length is None or self._closed:
             return []
@@ -173,7 +175,7 @@ class Interleave:
         rounds = most // (len(files) * self._length) if files else 0
         if rounds:
             rounds = min(rounds, min([file.num_ready for file in files]) // self._length)
-        if not rounds:  # nor will there be before each slot had its turn
+        if not rounds:  # not before each slot had its turn
             self._slow_turns = len(files or self._slots) - 1
             return []
         self.taken.append(Rounds(files, [file.delivered for file in files], rounds, self._length))
@@ -190,11 +192,11 @@ class Interleave:
         return files if len(files) + empty == len(slots) else []
 
     def read(self, file: OpenFile, take: Callable[[int], T], count: int) -> T:
-        """What the file whose turn it is gives; notes it for ``places``.
+        """Reads from the file whose turn it is, and notes the records for ``places``.
 
         Args:
           file: the file.
-          take: takes records of it, or passes over them.
+          take: takes records of it, or skips them.
           count: how many at most.
         """
         before = file.delivered
@@ -209,10 +211,10 @@ class Interleave:
                 self.taken.append((file, before, file.delivered))
 
     def fail(self, file: OpenFile, error: BaseException) -> None:
-        """Ends the walk, as a file cannot be read.
+        """Ends the reading, as a file cannot be read.
 
         Raises:
-          SourceError: naming the file, where the error is one of the reader.
+          SourceError: naming the file, if the error comes from the file's reader.
         """
         failure = file.failure(error) if isinstance(error, Exception) and not isinstance(error, StateMismatch) else None
         self.close()
@@ -220,7 +222,7 @@ class Interleave:
             raise failure from error
 
     def end_file(self, file: OpenFile, *, keep: bool = False) -> None:
-        """The file whose turn it is has ended: its slot is free.
+        """Frees the slot of the file whose turn it is, as the file has ended.
 
         Args:
           file: its file.
@@ -267,7 +269,7 @@ class Interleave:
             return self._open_file(place)
         if self._waiting:
             file = self._open_file(self._waiting[0])
-            self._waiting.popleft()  # not before it is open: one that cannot be is still to be read
+            self._waiting.popleft()  # only after it was opened: a file that cannot be opened is still to be read
             return file
         if self.opened < len(self._order):
             file = self._open_file(FileCursor(self._order[self.opened]))

@@ -1,16 +1,15 @@
-"""The door to files: fsspec's protocols and compression; a file is opened by its name.
+"""Opens files by name: fsspec's protocols, compression, and sizes.
 
-A file's *name* is what the user wrote, or what ``glob.expand`` made of it. Filesystem objects are made where they
-are used: nothing here is held between calls, so descriptions of files pickle, and forked DataLoader workers make
-connections of their own.
+A file's *name* is the text of the user, or a result of ``glob.expand``. Filesystem objects are made when they are used:
+nothing is kept between calls, so descriptions of files pickle, and forked loader workers make connections of their own.
 
-Whatever is asked of a filesystem is asked again if it fails in passing, and a remote file is read on where it failed:
-see ``retry``, also for how to bound the time that a filesystem may take to answer. Local files have nothing between
-them and the reader.
+A request to a filesystem that fails for a moment is repeated, and a remote file is read on at the byte of the failure:
+see ``retry``, also for how to limit the time of a filesystem's answer. Local files are read directly, without such a
+layer.
 
-fsspec takes a seventh of the time that loading the whole library does, so it is loaded by the first use of files: by
-``check_compression``, which every description of files calls, on the thread that makes it. A first load on a thread
-that reads could happen while another thread forks.
+fsspec takes a seventh of the import time of the whole library, so it is imported at the first use of files: by
+``check_compression``, which every description of files calls, on the thread that makes it. An import on a reading
+thread could happen while another thread forks.
 """
 
 # ruff: noqa: PLC0415 - fsspec is imported where it is used, see above
@@ -34,13 +33,13 @@ from torchdistinput.sources.files.retry import (
 
 __all__ = ["OpenedFile", "check_compression", "file_size", "filesystem_of", "open_file", "skip_to"]
 
-_BUFFER_BYTES = 1 << 16  # what readers ask for at a time, which so comes without another copy
+_BUFFER_BYTES = 1 << 16  # the size of the readers' requests, which are then served without another copy
 _DROPPED_BYTES = 1 << 20
 
-# What Python itself reads from this machine's disks or memory.
+# File classes of Python itself, on this machine's disks or in memory.
 _PLAIN: Final = (io.BufferedReader, io.FileIO, io.BytesIO)
 
-# Under which name a filesystem tells of the last change of a file, the best one first.
+# The keys under which filesystems report the last change of a file, the best one first.
 _CHANGES: Final = (
     "ETag",
     "etag",
@@ -62,9 +61,9 @@ class OpenedFile:
     Args:
       stream: its uncompressed content: binary, buffered.
       stored: the file under it, as the filesystem opened it; a decompressor leaves it open.
-      filesystem: kept as long as the file: an archive closes its members when it goes.
-      name: the name that it was opened by.
-      path: what the filesystem calls it.
+      filesystem: kept as long as the file: an archive closes its members when it is freed.
+      name: the name with which the file was opened.
+      path: the filesystem's path of the file.
       plain: whether the stored bytes are the content.
     """
 
@@ -77,10 +76,10 @@ class OpenedFile:
 
     @cached_property
     def size(self) -> int:
-        """The stored size in bytes (compressed, if it is), -1 where the filesystem does not know it. Asked once.
+        """The stored (perhaps compressed) size in bytes, -1 if the filesystem does not know it. Requested once.
 
         Raises:
-          SourceError: naming the file, if it cannot be asked.
+          SourceError: naming the file, if the request fails.
         """
         known = known_size(self.stored)
         if known is None:
@@ -90,18 +89,18 @@ class OpenedFile:
 
     @cached_property
     def exact(self) -> BinaryIO:
-        """The stored bytes without a buffer that would read more of them than is asked for. Seek before each read.
+        """The stored bytes, without a buffer that would read more bytes than requested. Seek before each read.
 
-        Of this and ``stream``, only one may be read.
+        Read either this or ``stream``, not both.
         """
         return cast(BinaryIO, _unwrapped(self.stored) if _is_local(self.stored) else self.stored)
 
     @cached_property
     def changed(self) -> str:
-        """What the filesystem tells of the last change of the file; empty where it tells nothing. Asked once.
+        """The filesystem's mark of the last change of the file; empty if it has none. Requested once.
 
         Raises:
-          SourceError: naming the file, if it cannot be asked.
+          SourceError: naming the file, if the request fails.
         """
         ask = partial(self.filesystem.info, self.path)
         about = retried(ask, self.name, "cannot be read", named=True)
@@ -112,7 +111,7 @@ class OpenedFile:
         try:
             offset = self.stream.tell()
         except (OSError, ValueError):
-            return None, ""  # a stream that cannot tell; the name alone must do
+            return None, ""  # a stream without a position: the message has the name only
         return offset, f" near byte {offset}"
 
     def rewind(self) -> bool:
@@ -136,7 +135,7 @@ def open_file(
     """Opens a file for reading its uncompressed bytes. Local: no communication.
 
     Args:
-      name: as ``glob.expand`` gives it.
+      name: a name from ``glob.expand``.
       compression: ``"infer"`` by the end of the name (``.gz``, ``.bz2``, ``.xz``, …), a name that fsspec knows, or
         ``None`` to read the bytes as they are.
       storage_options: arguments of the filesystem.
@@ -154,15 +153,15 @@ def open_file(
         method = infer_compression(path) if compression == "infer" else compression
         content = stored
         if isinstance(stored, io.BytesIO):
-            # The memory filesystem gives every reader the one object that it stores, with one position for all.
+            # The memory filesystem gives every reader the same object, with one position for all.
             content = stored = io.BytesIO(stored.getvalue())
         elif _is_local(stored):
             content = _unwrapped(stored)
-        elif not isinstance(stored, _PLAIN):  # else there is nothing to try again
+        elif not isinstance(stored, _PLAIN):  # plain files need no retries
             reopen, ask_size = partial(filesystem.open, path, "rb"), partial(filesystem.size, path)
             content = stored = RetryingFile(name, stored, reopen, ask_size, plain=method is None)
         if method is not None:
-            # Some decompressors believe that a read which gives less than was asked for is the last one.
+            # Some decompressors take a short read for the last one.
             whole = io.BufferedReader(stored, _BUFFER_BYTES) if isinstance(stored, RetryingFile) else stored
             content = compr[method](whole, mode="r")
         stream = io.BufferedReader(content, _BUFFER_BYTES)
@@ -178,13 +177,13 @@ def _unwrapped(stored: Any) -> io.FileIO:
 
 
 def _open_stored(name: str, storage_options: Mapping[str, Any]) -> tuple[Any, str, Any]:
-    """The filesystem, what it calls the file, and the file as it opens it."""
+    """The filesystem, its path of the file, and the open file."""
     filesystem, path = filesystem_of(name, storage_options)
     return filesystem, path, filesystem.open(path, "rb")
 
 
 def filesystem_of(name: str, storage_options: Mapping[str, Any]) -> tuple[Any, str]:
-    """The filesystem of a name or pattern, and what it calls the file. Local."""
+    """The filesystem of a name or pattern, and its path of the file. Local."""
     from fsspec.core import url_to_fs
 
     return cast("tuple[Any, str]", url_to_fs(name, **storage_options))
@@ -198,7 +197,7 @@ def _is_local(stored: Any) -> bool:
 
 
 def skip_to(file: BinaryIO, offset: int, at: int = 0) -> None:
-    """Goes forward in a binary file. Where it cannot seek, what is between is read and dropped in bounded pieces.
+    """Goes forward in a binary file. If it cannot seek, the bytes up to the offset are read and dropped in pieces.
 
     Args:
       file: the content.
@@ -206,13 +205,13 @@ def skip_to(file: BinaryIO, offset: int, at: int = 0) -> None:
       at: where the file is now.
 
     Raises:
-      SourceError: if the content ends before, as far as that shows without reading.
+      SourceError: if the content ends before the offset, and this is noticed (a seek beyond the end may not fail).
     """
     if offset == at:
         return
     try:
         reached = file.seek(offset)
-    except (OSError, ValueError, NotImplementedError):  # some, as those of web servers, say that they can, and cannot
+    except (OSError, ValueError, NotImplementedError):  # some files, as those of web servers, claim that they can seek
         if offset < at:
             raise
         reached = at + _drop(file, offset - at)
@@ -225,7 +224,7 @@ def skip_to(file: BinaryIO, offset: int, at: int = 0) -> None:
 
 
 def _drop(file: BinaryIO, count: int) -> int:
-    """Reads bytes and forgets them; how many there were."""
+    """Reads bytes and drops them. Returns how many there were."""
     missing = count
     while missing and (piece := file.read(min(missing, _DROPPED_BYTES))):
         missing -= len(piece)
@@ -233,10 +232,10 @@ def _drop(file: BinaryIO, count: int) -> int:
 
 
 def file_size(name: str, storage_options: Mapping[str, Any] | None = None) -> int | None:
-    """The stored size of a file in bytes (compressed, if it is), ``None`` where the filesystem does not know it.
+    """The stored (perhaps compressed) size of a file in bytes, ``None`` if the filesystem does not know it.
 
     Raises:
-      SourceError: naming the file, if it is missing or cannot be asked.
+      SourceError: naming the file, if it is missing or the request fails.
     """
     size = retried(partial(_ask_size, name, storage_options or {}), name, "cannot be read", named=True)
     return None if size is None else int(size)
@@ -248,11 +247,11 @@ def _ask_size(name: str, storage_options: Mapping[str, Any]) -> Any:
 
 
 def check_compression(compression: str | None) -> None:
-    """Refuses what ``open_file`` does not know.
+    """Refuses a compression that ``open_file`` does not know.
 
     Raises:
-      TypeError: it is no name.
-      ValueError: naming the compressions that are there.
+      TypeError: the compression is not a name.
+      ValueError: naming the known compressions.
     """
     from fsspec.compression import compr
 

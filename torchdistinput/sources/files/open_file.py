@@ -1,14 +1,14 @@
-"""One open file, or other fragment: its records in their order, where each comes from, and where it can be entered.
+"""One open file, or other fragment: yields its records in order, and has a cursor from which reading can go on.
 
-**Entering again.** A file starts at the last block of its reader in front of the record, or the window, where it was
-left, and passes over what is between. The records of a reader without blocks are passed over from the front.
+**Resuming.** Reading starts at the last block in front of the record, or of the window, at which it was left, and skips
+the records between. With a reader without blocks the records are skipped from the start of the file.
 
-**Reading only some of the records.** A file that has the layout of its file passes over records without reading them,
-and reads any range of those that it passed over. It does not shuffle.
+**Reading only some of the records.** With a ``Layout``, an ``OpenFile`` skips records without reading them, and reads
+any range of the skipped records. It does not shuffle.
 
-**Going on after a record that cannot be read.** Where that is asked for, and the reader knows where the next record
-starts, a ``CorruptRecord`` stands in its place. It counts as a record, so that numbers, windows and places are what
-they would be without the damage, and a file that is entered again meets it again.
+**Going on after a record that cannot be read.** If asked for, and if the reader knows the start of the next record,
+a ``CorruptRecord`` takes the place of the record. It counts as a record, so that numbers, windows and cursors are the
+same as without the damage, and a resumed file yields it again.
 """
 
 from __future__ import annotations
@@ -44,42 +44,42 @@ class Opened(Protocol):
 
     @property
     def size(self) -> int:
-        """Its stored size, or another number that changes with its content; -1 where there is none."""
+        """Its stored size, or another number that changes with its content; -1 if there is none."""
 
     @property
     def stream(self) -> BinaryIO:
-        """What its reader is given, to read it from front to back."""
+        """The file object for a reader that reads the file from start to end."""
 
     @property
     def exact(self) -> BinaryIO:
-        """What its reader is given, to read some of its bytes and no others."""
+        """The file object for a reader that reads some of its bytes and no others."""
 
     def where(self) -> tuple[int | None, str]:
-        """How far it was read, in bytes, where that is known; and the same in words, for messages."""
+        """How many bytes were read, if that is known; and the same as text, for messages."""
 
     def rewind(self) -> bool:
-        """Goes to its front, from which a reader is entered; whether that was possible."""
+        """Goes to the start of the file, where a reader begins. Returns whether that was possible."""
 
     def close(self) -> None:
         """Closes it; more calls do nothing."""
 
 
 class RecordPlace(NamedTuple):
-    """Where a record comes from."""
+    """The origin of a record."""
 
     file: str
     """The name of the file."""
     record: int
     """The index of the record inside its file, from 0, before any shuffling."""
     file_number: int
-    """The place of the file in the dataset's list."""
+    """The position of the file in the dataset's list."""
 
 
 @final
 class OpenFile:
-    """An open file of a walk.
+    """An open file of a ``RecordReader``.
 
-    Where its records come in lists, blocks or windows of a shuffle, they are taken in slices of those: for most of the
+    If its records come in lists (blocks, or windows of a shuffle), they are taken in slices of these lists: for most
     records no Python code runs.
 
     Args:
@@ -87,10 +87,10 @@ class OpenFile:
       opened: the file, which is closed here.
       read: the reader.
       window_size: how many records are shuffled together; 0 for none.
-      key: what the order of a window depends on, beside its number.
-      start: which file of the dataset it is, and where to start in it.
-      skip: whether a ``CorruptRecord`` stands for a record that cannot be read, where it is certain how to go on.
-      layout: where its records are; then it is left with ``pass_over`` and ``read_range`` only.
+      key: determines the order of a window, together with the window's number.
+      start: the cursor: the number of the file in the dataset, and the position at which to start.
+      skip: whether to yield a ``CorruptRecord`` for a record that cannot be read, if reading can certainly go on.
+      layout: the offsets of its records; then only ``pass_over`` and ``read_range`` are used.
     """
 
     __slots__ = (
@@ -128,7 +128,7 @@ class OpenFile:
         self.name = name
         self.number = start.file
         self.delivered = start.delivered
-        """How many records were yielded. Whoever takes records that are ``at_hand`` counts them here."""
+        """How many records were yielded. A caller that takes records from ``at_hand`` counts them here."""
         self._opened = opened
         self._read = read
         self._blocks = blocks_of(read)
@@ -157,7 +157,7 @@ class OpenFile:
         if self._lists is None:
             try:
                 taken.extend(islice(self._source, count))
-            finally:  # those in front of a failure were read
+            finally:  # records in front of a failure were read
                 self.delivered += len(taken)
             return taken
         while len(taken) < count and self._has_ready(self._lists):
@@ -169,16 +169,16 @@ class OpenFile:
 
     @property
     def num_ready(self) -> int:
-        """How many records need no reading, as far as that is known."""
+        """How many records are known to need no reading."""
         return max(0, len(self._ready) - (self.delivered - self._first))
 
     @property
     def can_pass_over(self) -> bool:
-        """Whether it has the layout of its file."""
+        """Whether it has a layout, and can skip records without reading them."""
         return self._layout is not None
 
     def pass_over(self, count: int) -> int:
-        """Counts records as yielded without reading them; how many, fewer at the end of the file.
+        """Counts records as yielded without reading them. Returns how many: fewer at the end of the file.
 
         Raises:
           StateMismatch: the file has fewer records than were read before.
@@ -191,7 +191,7 @@ class OpenFile:
         return min(count, left)
 
     def read_range(self, lo: int, hi: int) -> list[Any]:
-        """Records that were passed over, and nothing else of the file.
+        """Reads skipped records, and nothing else of the file.
 
         Raises:
           SourceError: naming the file.
@@ -199,7 +199,7 @@ class OpenFile:
         return self._read_whole(self._read_of, lo, hi)
 
     def read_rows(self, lo: int, hi: int) -> npt.NDArray[Any] | None:
-        """``read_range`` as the rows of one array; ``None`` where they are none.
+        """``read_range`` as the rows of one array; ``None`` if the records are not such rows.
 
         Raises:
           SourceError: naming the file.
@@ -237,7 +237,7 @@ class OpenFile:
         return with_spoiled(enter, self._opened.rewind, offset, self.name) if self._skip else enter(offset)
 
     def take_ready(self, most: int) -> list[Any]:
-        """Up to ``most`` records that need no reading, one at least, or none at the end of the file.
+        """Up to ``most`` records that are ready; reads more if none is. Empty only at the end of the file.
 
         Raises:
           StateMismatch: as ``take``.
@@ -248,7 +248,7 @@ class OpenFile:
         return records
 
     def at_hand(self, most: int) -> Iterable[Any]:
-        """The next records, as far as they need no reading; where there are none, after a reading. None at the end.
+        """The next records that are ready; reads more if none is. Empty only at the end of the file.
 
         Args:
           most: how many at most.
@@ -266,7 +266,7 @@ class OpenFile:
         return self._ready[start : start + most]
 
     def _has_ready(self, lists: Iterator[Records[Any]]) -> bool:
-        """Whether there is a record; reads the next list if it is in there."""
+        """Whether there is another record; reads the next list if none is ready."""
         while self.delivered - self._first == len(self._ready):
             self._ready, self._first = [], self.delivered  # frees them before others are read
             records = next(lists, None)
@@ -276,7 +276,7 @@ class OpenFile:
         return True
 
     def position(self) -> FileCursor:
-        """Where it stands: one that starts there yields the rest."""
+        """The cursor: an ``OpenFile`` that starts there yields the rest."""
         delivered = self.delivered
         if self._layout is not None:
             return FileCursor(self.number, self._layout.offset_of(delivered), delivered, delivered, self._opened.size)
@@ -288,14 +288,14 @@ class OpenFile:
         return FileCursor(self.number, offset, record, delivered, self._opened.size)
 
     def place(self) -> RecordPlace:
-        """Where the last record came from."""
+        """The origin of the last record."""
         last = self.delivered - 1
         if self._window_size:
             last = self._window.start + self._window.order[last - self._window.start]
         return RecordPlace(self.name, last, self.number)
 
     def places(self, first: int, end: int) -> list[RecordPlace]:
-        """Where records came from that were yielded before: those in ``[first, end)``, counted as they were yielded."""
+        """The origins of the records ``[first, end)``, counted in the order in which they were yielded."""
         name, number, size = self.name, self.number, self._window_size
         if not size:
             return [RecordPlace(name, record, number) for record in range(first, end)]
@@ -309,7 +309,7 @@ class OpenFile:
         return found
 
     def _order_from(self, start: int) -> list[int]:
-        """The order of the window that starts there. All windows but the last one are full."""
+        """The order of the window that begins at record ``start``. All windows but the last one are full."""
         window = self._window
         if start == window.start:
             return window.order
@@ -318,7 +318,7 @@ class OpenFile:
         return shuffled(self._window_size, *self._key, start // self._window_size)
 
     def failure(self, error: Exception) -> SourceError:
-        """What to raise for an exception of the reader."""
+        """The error to raise for an exception of the reader."""
         if isinstance(error, SourceError):
             offset = error.offset if isinstance(error.offset, int) else None
             return SourceError(f"{one_line(self.name)}: {error}", file=self.name, offset=offset)
@@ -338,7 +338,7 @@ class OpenFile:
         self._opened.close()
 
     def _enter(self) -> None:
-        """Goes to the records after those that were delivered."""
+        """Goes to the first record that was not delivered."""
         self._entered = True
         delivered = self.delivered
         start = self._window.start = self._start_of_window(delivered)
@@ -370,7 +370,7 @@ class OpenFile:
         return delivered - delivered % self._window_size if self._window_size else delivered
 
     def _go(self, lists: Iterator[Records[Any]], first: int, number: int) -> None:
-        """Makes ready the list with record ``number``, or the one in front of it, if the next one starts there.
+        """Makes the list with record ``number`` ready, or the list before, if the record begins the next one.
 
         Args:
           lists: the lists from here on.
@@ -404,7 +404,7 @@ class OpenFile:
 def _noted(
     blocks: Iterator[Block[Any]], record: int, anchors: deque[tuple[int, int]], window: Window
 ) -> Generator[Records[Any], None, None]:
-    """The records of each block. Notes where it can be entered; forgets blocks that lie before the window."""
+    """The records of each block. Notes the offsets of blocks; drops those of blocks before the window."""
     for offset, records in blocks:
         while len(anchors) > 1 and anchors[1][1] <= window.start:
             anchors.popleft()

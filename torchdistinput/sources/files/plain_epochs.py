@@ -1,4 +1,4 @@
-"""The number of an epoch, in memory that loader workers share; and a dataset that counts its epochs by itself."""
+"""Epoch counters for datasets in plain torch: a count of ``iter()``, and an epoch that loader workers share."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ __all__ = ["EpochCounter", "SharedEpoch"]
 class SharedEpoch:
     """The epoch that was announced last.
 
-    It is in memory that forked loader workers share, so that those of a living ``DataLoader`` hear of it; torch's own
-    pickling moves it to memory that spawned ones share. An anonymous map costs no file descriptor.
+    It is in memory that forked loader workers share, so that persistent loader workers see it; torch's own pickling
+    moves it to memory that spawned loader workers share. An anonymous map costs no file descriptor.
     """
 
     def __init__(self) -> None:
@@ -23,12 +23,12 @@ class SharedEpoch:
         self._announced = _new_board()
 
     def announce(self, epoch: int) -> None:
-        """Tells an epoch, in every process that shares the memory."""
+        """Announces an epoch to every process that shares the memory."""
         self._announced[0] = epoch
         self._announced[1] += 1
 
     def news(self) -> int | None:
-        """The epoch that was announced since this process last asked; ``None`` for none."""
+        """The epoch that was announced since the last call in this process; ``None`` if none was."""
         epoch, announcements = self._announced.tolist()
         if announcements == self._heard:
             return None
@@ -37,7 +37,7 @@ class SharedEpoch:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        if not self._announced.is_shared():  # type: ignore[no-untyped-call] # a copy, whose workers are yet to be forked
+        if not self._announced.is_shared():  # type: ignore[no-untyped-call] # a copy: its workers are not forked yet
             self._announced = _new_board().copy_(self._announced)
 
 
@@ -62,6 +62,6 @@ class EpochCounter:
 
 
 def _new_board() -> torch.Tensor:
-    """The epoch, and how many were announced."""
-    with torch.inference_mode(mode=False):  # else nobody could write on it outside of that mode
+    """A tensor with the epoch, and the number of announcements."""
+    with torch.inference_mode(mode=False):  # an inference tensor could not be written outside of inference mode
         return torch.frombuffer(mmap.mmap(-1, 16), dtype=torch.int64)

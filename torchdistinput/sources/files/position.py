@@ -1,13 +1,13 @@
-"""Where the reading of files stands, as a saved state has it, and how it is known.
+"""The saved position of a dataset of files: its format, and how the workers exchange their cursors.
 
-**The position** is ``["files", replicas, deals, walks, rows]``: how many replicas there were; the changes of the world
-so far (``plan.file_resharding``); for each worker ``[row, place]``: where its walk stood after that many rows, as JSON
-text; and the rows delivered. Rows count from the last change of the world. From the place of a walk, ``rows - row``
-rows are read again, undecoded.
+**The position** is ``["files", replicas, deals, walks, rows]``: the number of replicas; the changes of the world so far
+(``plan.file_resharding``); for each worker ``[row, place]``: the cursor of its reader after ``row`` rows, as JSON text;
+and the rows delivered. Rows count from the last change of the world. After a resume at the cursor, ``rows - row`` rows
+are read again, undecoded.
 
-**Who knows what.** Where all workers read the same (DATA, or one worker) each knows the place. Under FILE each has a
-walk of its own; all tell where theirs stands after 1, 2, 4, ... and then every 64 rows (256 where steps are short, and
-read again in a moment), so a state is local, and the same on every rank.
+**The exchange.** If all workers read the same (DATA, or one worker), each worker knows the cursor. Under FILE each
+worker has a cursor of its own. The workers exchange them after 1, 2, 4, ... and then every 64 rows (256 if steps are
+short, and quickly read again), so taking a state is local, and the state is the same on every rank.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class FilesPosition(NamedTuple):
         """The position of a saved state.
 
         Raises:
-          StateMismatch: it is none.
+          StateMismatch: the value is not a position.
         """
         match value:
             case ["files", int(num_replicas), list() as deals, list() as walks, int(rows)] if walks:
@@ -57,7 +57,7 @@ class FilesPosition(NamedTuple):
         return self.json_at(self.rows, [(row, place.to_text()) for row, place in self.walks])
 
     def json_at(self, rows: int, walks: Sequence[tuple[int, str]]) -> list[Any]:
-        """``to_json`` after other rows, with where the walks stood as texts."""
+        """``to_json`` for other rows, with the cursors as texts."""
         return ["files", self.num_replicas, list(map(list, self.deals)), list(map(list, walks)), rows]
 
 
@@ -74,11 +74,11 @@ def _walk(value: object) -> tuple[int, object]:
 
 @final
 class Places:
-    """Where one walk stood after some of its rows; the latest only, as many as may be asked for.
+    """The cursors of one reader after some of its rows. Only the latest are kept, as many as may be needed.
 
     Args:
-      begun: a row, and where the walk stood after it.
-      row: the row at which the stream begins, after the place where the walk is entered.
+      begun: a row, and the reader's cursor after it.
+      row: the row at which the stream begins, after the cursor at which the reader starts.
       read_ahead: rows that may be read before they are delivered.
     """
 
@@ -86,7 +86,7 @@ class Places:
         self._known: deque[tuple[int, ReaderCursor]] = deque([begun])
         self._row = row
         self._read_ahead = read_ahead
-        self._lock = threading.Lock()  # rows are read on one thread, places asked for on another
+        self._lock = threading.Lock()  # rows are read on one thread, cursors are requested on another
 
     def rows_of(
         self, cuts: Iterator[Cut | KnownRows | Failure], label: Callable[[Cut], list[Row]] | None
@@ -104,14 +104,14 @@ class Places:
     def _note(self, row_before: int, place: ReaderCursor) -> None:
         with self._lock:
             self._known.append((self._row, place))
-            # Nobody will ask for a row before this one: a row is read so many ahead of the one that is agreed on, and
-            # that one may be as many behind a periodic sync.
+            # Earlier rows will not be requested: read-ahead of the agreed row is bounded, and the agreed row may be as
+            # many rows behind a periodic sync.
             oldest = row_before - 2 * (self._read_ahead + 2)
             while len(self._known) > 1 and self._known[1][0] <= oldest:
                 self._known.popleft()
 
     def at(self, row: int) -> tuple[int, str]:
-        """The last row up to this one after which the place is known, and the place as a text."""
+        """The last row up to ``row`` after which the cursor is known, and the cursor as a text."""
         with self._lock:
             known, place = _last_before(row, self._known)
         return known, place.to_text()
@@ -119,17 +119,17 @@ class Places:
 
 @final
 class CommonPlaces:
-    """Where the walks of all workers stood after some rows, as they told each other.
+    """The cursors of all workers after some rows, as the workers exchanged them.
 
     Args:
-      own: this worker's.
+      own: this worker's cursors.
       begun: where the epoch begins.
-      worker: which one this is.
+      worker: the number of this worker.
       read_ahead: rows that may be read before they are delivered.
     """
 
     every = ROWS_BETWEEN_LANDMARKS
-    early = True  # a state of the first steps knows the files that are open, too
+    early = True  # so that a state of the first steps has the open files, too
 
     def __init__(self, own: Places, begun: FilesPosition, worker: int, read_ahead: int) -> None:
         self._own = own
@@ -148,20 +148,20 @@ class CommonPlaces:
         """See ``PeriodicSync.learn``.
 
         Raises:
-          InputError: a rank said something else.
+          InputError: a rank sent something else.
         """
         self._known.append((self._first_row + rows, dict(map(_told_place, texts))))
         while len(self._known) > self._keep:
             self._known.popleft()
 
     def at(self, row: int) -> list[tuple[int, str]]:
-        """For each worker, a row up to this one and the place of its walk after it."""
+        """For each worker, a row up to ``row``, and the worker's cursor after it."""
         _, known = _last_before(row, list(self._known))
         return [known[worker] for worker in range(len(known))]
 
 
 def _told_place(text: str) -> tuple[int, tuple[int, str]]:
-    """Which worker said it, and after which row its walk stood where."""
+    """The worker that sent the text, a row, and the worker's cursor after it."""
     match told := plain_message(text):
         case {"worker": int(worker), "row": int(row), "place": str(place)}:
             return worker, (row, place)

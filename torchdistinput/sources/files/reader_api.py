@@ -1,8 +1,8 @@
-"""Readers that can be entered again: they know where their blocks start.
+"""The interface of readers that can resume in the middle of a file: they yield blocks of records with their offsets.
 
 Counting bytes for every record would make reading slow, and many formats can be read only in larger pieces anyway. So a
-reader tells where it stands once for each *block* of records, and whoever goes on in the middle of a file starts at the
-last block before the record that he wants, and passes over a few.
+reader reports its position once for each *block* of records. A resume in the middle of a file starts at the last block
+before the wanted record, and skips a few records.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 BLOCK_BYTES: Final = 1 << 16
-"""How much of a file a block should be about, where the format leaves the choice."""
+"""The approximate size of a block, if the format leaves the choice."""
 
 _MADE_AT_ONCE: Final = 64
 
@@ -60,7 +60,7 @@ _records_of: Callable[[Any], Any] = itemgetter(1)
 
 
 class Records(Protocol[T_co]):
-    """The records of a block: a list, or what makes them as they are asked for and knows how many there are."""
+    """The records of a block: a list, or an object that knows their number and makes them on demand."""
 
     def __len__(self) -> int:
         """How many they are."""
@@ -73,11 +73,11 @@ class Records(Protocol[T_co]):
 
 @final
 class MadeRecords(Generic[T]):
-    """Records that are made as they are asked for.
+    """Records that are made on demand.
 
     Args:
-      count: how many they are.
-      make: makes those from the first number up to the second.
+      count: how many records there are.
+      make: makes the records from the first number up to the second.
     """
 
     def __init__(self, count: int, make: Callable[[int, int], list[T]]) -> None:
@@ -92,22 +92,22 @@ class MadeRecords(Generic[T]):
             yield from self._make(lo, min(lo + _MADE_AT_ONCE, self._count))
 
     def __getitem__(self, wanted: slice) -> list[T]:
-        """Those records, of a slice without a step."""
+        """The records of a slice without a step."""
         lo, hi, _ = wanted.indices(self._count)
         return self._make(lo, max(lo, hi))
 
 
 Block: TypeAlias = tuple[int, Records[T]]
-"""Where a block can be entered, in bytes of the content, and its records."""
+"""The offset of a block, in bytes of the content, and its records."""
 
 
 @final
 class Part:
-    """Some bytes of a file, at the offsets that they have there: what a reader needs that is entered in front of them.
+    """A file object with some bytes of a file at their original offsets, for a reader that starts at these bytes.
 
     Args:
       data: the bytes.
-      offset: where they start in the file; the content is taken to end after them.
+      offset: where they start in the file; the content ends after them.
     """
 
     def __init__(self, data: bytes, offset: int) -> None:
@@ -121,7 +121,7 @@ class Part:
         return offset
 
     def read(self, count: int) -> bytes:
-        """Up to so many bytes."""
+        """Up to ``count`` bytes."""
         start = self._at - self._offset
         found = self._data[start : start + count] if start >= 0 else b""
         self._at += len(found)
@@ -129,35 +129,35 @@ class Part:
 
 
 class Layout(NamedTuple):
-    """Where the records of a file are, so that some of them can be read without the others."""
+    """The offsets of the records of a file, so that some of them can be read without the others."""
 
     records: int
     """How many they are."""
     offset_of: Callable[[int], int]
-    """Where a record starts, in bytes; of ``source``: where the last one ends. The reader can be entered there."""
+    """The offset of a record, in bytes; of number ``records``: the end of the last one. The reader can start there."""
     read: Callable[[BinaryIO, int, int], list[Any]] | None = None
-    """Reads the records from the first number up to the second; ``None``: what lies between their offsets is read."""
+    """Reads the records from the first number up to the second; ``None``: the bytes between their offsets are read."""
     read_rows: Callable[[BinaryIO, int, int], npt.NDArray[Any]] | None = None
-    """Reads them as the rows of one array, where that is what they are."""
+    """Reads the records as the rows of one array, if they are such rows."""
 
 
 RecordKind: TypeAlias = Literal["strings", "rows"]
-"""What all records of a reader are: strings, or rows of arrays."""
+"""The type of all records of a reader: strings, or rows of arrays."""
 LayoutOf: TypeAlias = Callable[..., Layout | None]
-"""The layout of a file, of its content (at its front) and its size in bytes; ``None`` where it has to be read."""
+"""Finds the layout of a file from its content (at its start) and its size in bytes; ``None`` if it must be read."""
 StartsOf: TypeAlias = Callable[..., Iterator[npt.NDArray[np.int64]]]
-"""Where the records of a file start, in pieces, of its content (at its front), which is read for that."""
+"""Finds the offsets of the records of a file, in pieces, by reading its content (from its start)."""
 
 
 @final
 class BlockReader(Generic[P, T]):
-    """A reader made of a function that yields blocks; see ``in_blocks``. It has the name and the text of the function.
+    """A reader made of a function that yields blocks; see ``in_blocks``. It has the function's name and docstring.
 
     Args:
       blocks: the function.
-      layout: tells where the records are by the size of a file.
-      starts: tells where they are by reading the file.
-      records: what all of them are: strings, or rows of arrays; ``None``: anything.
+      layout: finds the records by the size of a file.
+      starts: finds the records by reading the file.
+      records: the type of all records: strings, or rows of arrays; ``None``: any.
     """
 
     __name__: str
@@ -208,9 +208,9 @@ def in_blocks(
     starts: StartsOf | None = None,
     records: RecordKind | None = None,
 ) -> Any:
-    """Makes a reader that can be entered again, so that a resumed run need not read a file from its front.
+    """Makes a reader that can start inside a file, so that a resumed run need not read the file from its start.
 
-    A plain function is a reader too, and resumes as exactly; it reads again what it had read of the files in progress.
+    A plain function is a reader too, and resumes as exactly, but reads its open files again from their start.
 
     Example:
       >>> @readers.in_blocks
@@ -221,18 +221,19 @@ def in_blocks(
       ...         offset += sum(map(len, block))
 
     Args:
-      blocks: a function of a binary file object, which is at its front, and a position: 0 for the front, or one that it
-        yielded for the same content. It goes there, and yields for each block of records the position at which the
-        block can be entered, and its records (a list). A position is any int of 0 or more that grows from block to
-        block: an offset in bytes, as of the readers here, or the number of a row group; only this function reads it.
-        What else it takes are keyword arguments, for ``functools.partial``. A ``SourceError`` with ``resume_at``, after
-        the blocks in front of the bad record, says that it can be entered at the error's ``offset``, to raise the same
-        again, and at ``resume_at``; both are positions then.
-      layout: tells where the records are, by the size of a file alone: a function of the file, its size and the same
-        keyword arguments, which returns a ``Layout`` or ``None``. A rank then reads only its part of the file (DATA).
-      starts: yields where the records start, by reading the file: a function of the file and the same keyword
+      blocks: a function of a binary file object, which is at its start, and a position: 0 for the start, or a position
+        that it yielded for the same content. It goes to the position, and yields for each block of records the block's
+        position and its records (a list). A position is any int of 0 or more that grows from block to block: an offset
+        in bytes, as of the readers here, or the number of a row group; only this function interprets it. Further
+        parameters are keyword arguments, for ``functools.partial``. For a bad record it may raise, after the blocks in
+        front of the record, a ``SourceError`` with ``offset`` and ``resume_at``. Both are positions: the function can
+        start at ``offset``, and then raises the same error again, and at ``resume_at``.
+      layout: finds the records by the size of a file alone: a function of the file, its size and the same keyword
+        arguments, which returns a ``Layout`` or ``None``. A rank then reads only its part of the file (DATA).
+      starts: yields the offsets of the records, by reading the file: a function of the file and the same keyword
         arguments, for the index of ``FileDataset(index_folder=...)``.
-      records: what all records are for certain: ``"strings"``, or ``"rows"`` of arrays, which are stacked at once.
+      records: the type of all records, if it is certain: ``"strings"``, or ``"rows"`` of arrays, which are stacked at
+        once.
 
     Returns:
       A function of a binary file object, and the same keyword arguments, that yields the records. It pickles if it is
@@ -244,7 +245,7 @@ def in_blocks(
 
 
 def blocks_of(read: Callable[..., Iterable[Any]]) -> Callable[[BinaryIO, int], Iterator[Block[Any]]] | None:
-    """The blocks of a reader, or of a ``functools.partial`` of one; nothing where it is a plain function."""
+    """The blocks of a reader, or of a ``functools.partial`` of one; ``None`` for a plain function."""
     if isinstance(read, BlockReader):
         blocks: Callable[[BinaryIO, int], Iterator[Block[Any]]] = read.blocks
         return blocks
@@ -255,7 +256,7 @@ def blocks_of(read: Callable[..., Iterable[Any]]) -> Callable[[BinaryIO, int], I
 
 
 def layout_of(read: Callable[..., Iterable[Any]]) -> Callable[[BinaryIO, int], Layout | None] | None:
-    """Tells where the records are of which a reader knows it by the size of a file; nothing for other readers."""
+    """The function that finds a reader's records by the size of a file; ``None`` for other readers."""
     if isinstance(read, partial) and not read.args:
         inner = layout_of(read.func)
         return None if inner is None else partial(inner, **read.keywords)
@@ -263,15 +264,15 @@ def layout_of(read: Callable[..., Iterable[Any]]) -> Callable[[BinaryIO, int], L
 
 
 def kind_of(read: Callable[..., Iterable[Any]]) -> RecordKind | None:
-    """What all records of a reader are for certain, if that is known."""
+    """The type of all records of a reader, if it is certain; else ``None``."""
     return read.records if isinstance(read, BlockReader) else None
 
 
 def grouped(records: Iterator[tuple[int, T]], start: int) -> Iterator[Block[T]]:
-    """Gathers records that come one by one to blocks. Those in front of a failure are yielded before it is raised.
+    """Groups single records into blocks. Records in front of a failure are yielded before it is raised.
 
     Args:
-      records: each with the offset at which it ends, in bytes.
+      records: the records, each with the offset of its end, in bytes.
       start: the offset at which the first one starts.
     """
     end, failure, more = start, None, True

@@ -1,7 +1,7 @@
-"""The walk over the records of files, in the order of ``interleave``: what comes next, and where it comes from.
+"""``RecordReader``: reads the undecoded records of several files, in the order of ``interleave``, with their origins.
 
-**Going on.** A walk tells its place between any two records, and another walk goes on from there with the same records,
-in the same order and the same turns.
+**Resuming.** A reader has a cursor between any two records. Another reader that starts at this cursor yields the same
+records, in the same order and the same turns.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _MOST_READY: Final = 256  # rows of arrays are made as they are handed out
 
 @final
 class RecordReader:
-    """An iterator over undecoded records that knows where the last one came from.
+    """An iterator over undecoded records that knows the origin of the last one.
 
-    Its files are opened as their turns come, and closed at the end, after an error, by ``close``, and when the walk is
-    dropped.
+    A file is opened when its turn comes. All files are closed at the end, after an error, by ``close``, and when the
+    reader is garbage-collected.
 
     Args:
-      table: its turns, where they stand.
+      table: the open files, and whose turn it is.
     """
 
     def __init__(self, table: Interleave) -> None:
@@ -36,7 +36,7 @@ class RecordReader:
         self._records = _one_by_one(table)
 
     def __iter__(self) -> Iterator[Any]:
-        """The walk's one generator: a loop over it makes no call of a method for every record."""
+        """The reader's only generator: a loop over it is faster than a method call for every record."""
         return self._records
 
     def __next__(self) -> Any:
@@ -45,7 +45,7 @@ class RecordReader:
 
     @property
     def place(self) -> RecordPlace:
-        """Where the last record came from.
+        """The origin of the last record.
 
         Raises:
           RuntimeError: before the first record.
@@ -60,11 +60,11 @@ class RecordReader:
         return self._table.opened
 
     def position(self) -> ReaderCursor:
-        """Where the walk stands: another one that starts there yields the records that this one has not yielded."""
+        """The cursor: another reader that starts there yields the records that this one has not yielded."""
         return self._table.position()
 
     def take(self, count: int) -> list[Any]:
-        """The next ``count`` records, fewer at the end; ``places`` tells where they came from."""
+        """The next ``count`` records, fewer at the end; ``places`` returns their origins."""
         table = self._table
         table.taken = []
         records: list[Any] = []
@@ -85,9 +85,9 @@ class RecordReader:
         return records
 
     def reserve(self, count: int) -> Reserved:
-        """The next ``count`` records, fewer at the end, of which only those are read that are asked for.
+        """Reserves the next ``count`` records, fewer at the end. A record is read when the result is sliced.
 
-        Where a file has to be read from front to back, its records are read at once. Until the next call.
+        If a file must be read from start to end, its records are read at once. The result is valid until the next call.
         """
         table = self._table
         table.taken = []
@@ -117,7 +117,7 @@ class RecordReader:
         return Reserved(parts)
 
     def take_ready(self) -> list[Any]:
-        """The next records, as far as they are at hand: at least one, none at the end only.
+        """The next records that are ready: at least one; empty only at the end.
 
         Good records in front of one that cannot be read are returned before its error is raised.
         """
@@ -133,7 +133,7 @@ class RecordReader:
         return []
 
     def places(self, lo: int, hi: int) -> list[RecordPlace]:
-        """Where the records ``[lo, hi)`` of the last ``take`` came from. Before the next record is taken."""
+        """The origins of the records ``[lo, hi)`` of the last ``take``. Call it before the next record is taken."""
         found: list[RecordPlace] = []
         start = 0  # the position of the first record of a turn among those taken
         for file, first, end in taken_turns(self._table.taken):
@@ -144,17 +144,17 @@ class RecordReader:
         return found
 
     def close(self) -> None:
-        """Closes the open files; the walk is at its end. More calls do nothing."""
+        """Closes the open files and ends the reading. More calls do nothing."""
         self._records.close()
         self._table.close()
 
 
 @final
 class Reserved:
-    """Records of a walk that are read as slices of them are asked for.
+    """Reserved records of a reader: a slice of them reads its records.
 
     Args:
-      parts: in order, records that were read already, or turns of which they are to be read.
+      parts: in order: lists of records that were read already, or turns whose records are still to be read.
     """
 
     def __init__(self, parts: Sequence[list[Any] | Turn]) -> None:
@@ -166,7 +166,7 @@ class Reserved:
         return self._size
 
     def __getitem__(self, wanted: slice) -> list[Any]:
-        """The records of a slice without a step. What a file has of them is read at once.
+        """The records of a slice without a step. Those of one file are read in one call.
 
         Raises:
           SourceError: naming the file.
@@ -189,7 +189,7 @@ class Reserved:
         return whole
 
     def rows(self, lo: int, hi: int) -> list[npt.NDArray[Any]]:
-        """The records ``[lo, hi)`` as rows of arrays, one for each file; none where they are something else.
+        """The records ``[lo, hi)`` as rows of arrays, one array for each file; empty if they are not such rows.
 
         Raises:
           SourceError: naming the file.

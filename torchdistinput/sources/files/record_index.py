@@ -1,13 +1,13 @@
-"""Indices of files: where each record starts, so that a rank reads its share of a batch and nothing else.
+"""Index files with the offset of each record of a data file, so that a rank reads its share of a batch and no more.
 
-An index is made only where a folder for it was given, and lies there, never beside the data: one file for each file of
-data, made by reading that once. It says of which file it is, how large that was, and what else its filesystem tells of
-changes (an ETag, or a time). An index that does not fit the file any more is refused, and never replaced: who changed
-the file knows whether a saved state still fits. It appears complete or not at all, so that ranks may make the same one
-at the same time.
+An index is made only if the user gave a folder for it, and lies there, never beside the data. There is one index for
+each data file, made by reading the data file once. The index has the name and size of the data file, and the
+filesystem's mark of its last change (an ETag, or a time). An index that no longer fits its file is refused, and never
+replaced: only the user knows whether a saved state still fits the changed file. An index appears complete or not at
+all, so ranks may make the same index at the same time.
 
-**The format**: int64 (little endian), one for each record and one more: where each starts, and where the last one ends;
-then what is said of the file, as JSON; then how many bytes that has, as an int64.
+**The format**: int64 (little endian), one for each record and one more: the offset of each record, and the end of the
+last one; then the facts of the data file, as JSON; then the length of this JSON in bytes, as an int64.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class IndexFolder:
     """The indices of the files of one dataset. It pickles; nothing is kept open.
 
     Args:
-      folder: where they are kept.
-      read: the reader; another one finds other records, and has indices of its own.
+      folder: the folder with the indices.
+      read: the reader; another reader finds other records, and has indices of its own.
 
     Raises:
-      TypeError: the folder is no path.
+      TypeError: the folder is not a path.
       ValueError: no index can be made for the reader.
     """
 
@@ -77,7 +77,7 @@ class IndexFolder:
         return self._path(name).exists()
 
     def records(self, name: str, size: int | None) -> int | None:
-        """How many records a file has, as its index tells; ``None`` where it does not, or the file was another one.
+        """How many records a file has by its index; ``None`` if the index does not say so, or is of a changed file.
 
         Args:
           name: the file.
@@ -85,7 +85,7 @@ class IndexFolder:
         """
         try:
             header, _ = _said(self._path(name))
-        except (OSError, ValueError, RecursionError):  # whoever reads by the index says what is wrong with it
+        except (OSError, ValueError, RecursionError):  # reading by the index raises the right error
             return None
         match header:
             case {"format": str(form), "size": int(then), "records": int(records)} if (form, then) == (_FORMAT, size):
@@ -94,16 +94,16 @@ class IndexFolder:
                 return None
 
     def build(self, opened: OpenedFile) -> None:
-        """Makes the index of a file, whose content is read."""
+        """Reads a file and makes its index."""
         path = self._path(opened.name)
         try:
             _save(path, opened, self._reader, self._starts(opened.stream))
-        except SourceError as error:  # the reader raises it, at the step to which it belongs
+        except SourceError as error:  # reading the data raises it, at the right step
             _LOG.warning("%s: no index: %s; all ranks will read the whole file", one_line(opened.name), error)
             _save(path, opened, self._reader, None)
 
     def layout(self, opened: OpenedFile) -> Layout | None:
-        """Where the records of a file are; ``None`` where it is to be read from front to back.
+        """The offsets of the records of a file; ``None`` if the file must be read from start to end.
 
         Raises:
           SourceError: there is no index, it is damaged, or the file has changed since it was made.
@@ -117,7 +117,7 @@ class IndexFolder:
 
 
 def _save(path: Path, opened: OpenedFile, reader: str, starts: Iterable[Offsets] | None) -> None:
-    """Writes an index as a whole. Without ``starts`` it says that the file is to be read from front to back."""
+    """Writes a complete index. Without ``starts`` it says that the file must be read from start to end."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".part")
     try:
@@ -136,7 +136,7 @@ def _save(path: Path, opened: OpenedFile, reader: str, starts: Iterable[Offsets]
 
 
 def _load(path: Path, opened: OpenedFile, reader: str) -> Offsets | None:
-    """What ``_save`` wrote, mapped into memory."""
+    """The offsets that ``_save`` wrote, mapped into memory."""
     name = one_line(opened.name)
     try:
         header, offsets_end = _said(path)
@@ -171,7 +171,7 @@ def _load(path: Path, opened: OpenedFile, reader: str) -> Offsets | None:
 
 
 def _said(path: Path) -> tuple[Any, int]:
-    """What an index says of its file, and where its offsets end."""
+    """The facts of the data file in an index, and the end of its offsets."""
     with path.open("rb") as file:
         end = file.seek(-8, os.SEEK_END)
         said = int.from_bytes(file.read(8), "little")

@@ -1,7 +1,7 @@
-"""Datasets of files and other fragments as sources; how their reading is left and entered again.
+"""The source for datasets of files and other fragments; resumes them, also in another world.
 
-In another world, the places of the old walks are brought forward to the row that was delivered last, by the new ranks
-together; then what was begun, and what nobody opened, is dealt anew.
+In another world, the new ranks together bring the cursors of the old workers forward to the last delivered row. Then
+partly read files and unopened files are dealt anew.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class RecordSource:
     Args:
       data: the files, or a ``DataLoader`` over them.
       policy: the policy in force.
-      topology: where this worker stands.
-      options: what the user asked for.
+      topology: the position of this worker among all workers.
+      options: the user's options.
       global_batch_size: G, if records are to be batched; a ``DataLoader`` has its own.
       collate: makes a batch of samples; torch's ``default_collate`` if not given.
     """
@@ -84,13 +84,13 @@ class RecordSource:
         elif collate is None:
             collate = as_is if global_batch_size is None else default_collate
         self._dataset = cast(FragmentDataset, data.dataset if isinstance(data, DataLoader) else data)
-        self._lists_strings = self._dataset.yields_strings and collate is default_collate  # which gives the list back
+        self._lists_strings = self._dataset.yields_strings and collate is default_collate  # which returns the list
         self._cutter = Cutter(topology, shared, global_batch_size)
         by_file = policy is AutoShardPolicy.FILE
         self.bound_to_world = not shared and not by_file  # under OFF all workers read all files
         self._options = options
         self._reads_here = self._loader is None or is_read_here(self._loader)
-        # Where several read the same batches, each reads its own part of them, if the files are such that one can.
+        # If several workers read the same batches, each reads only its own part of them, if the files allow it.
         num_readers = 1 if self._loader is None else max(1, self._loader.num_workers)
         in_ranges = num_readers > 1 or (shared and topology.num_workers > 1)
         if in_ranges:
@@ -137,7 +137,7 @@ class RecordSource:
         return known_steps(self._dataset, size, drop_last=self._drop_last)
 
     def set_epoch(self, epoch: int) -> None:
-        """See ``Source.set_epoch``. The epoch comes with ``open``."""
+        """See ``Source.set_epoch``. The epoch is an argument of ``open``."""
 
     def close(self) -> None:
         """See ``Source.close``."""
@@ -145,7 +145,7 @@ class RecordSource:
             self.workers.close()
 
     def generators(self) -> Sequence[torch.Generator]:
-        """See ``Source.generators``. The order follows from the dataset's seed."""
+        """See ``Source.generators``. None: the order depends on the dataset's seed only."""
         return ()
 
     def check(self, position: Sequence[Any]) -> None:
@@ -160,7 +160,7 @@ class RecordSource:
         self._dataset.check_unchanged(cursor for _, place in found.walks for cursor in place.cursors)
 
     def resume(self, epoch: int, start: Start, share: Exchange) -> Start:
-        """See ``Source.resume``. Deals anew what another world has begun."""
+        """See ``Source.resume``. In another world, deals the files anew."""
         if start.position is None:
             return start
         found = FilesPosition.from_json(start.position)
@@ -176,14 +176,14 @@ class RecordSource:
         return replace(start, position=position.to_json())
 
     def _is_of_this_world(self, found: FilesPosition) -> bool:
-        """Whether its walks and rows are those of as many workers and replicas."""
+        """Whether the position has the same number of workers and replicas as this world."""
         topology = self._cutter.topology
         if self._cutter.shared:
             return len(found.walks) == 1
         return len(found.walks) == topology.num_workers and found.num_replicas == topology.num_replicas
 
     def _forward(self, epoch: int, found: FilesPosition, worker: int) -> ReaderCursor:
-        """Where a worker of the other world stood after the last row that was delivered there."""
+        """The cursor of a worker of the other world after the last row that was delivered there."""
         workers, (row, place) = len(found.walks), found.walks[worker]
         there = Topology(num_workers=workers, replicas_per_worker=found.num_replicas // workers, worker=worker)
         cutter = Cutter(there, workers == 1, self._cutter.global_batch_size)
@@ -221,8 +221,8 @@ class RecordSource:
             cuts = iter(rows)
         else:
             run = draws(lambda: runs.start(rows, once=rows is not self._rows))
-            # Without loader workers and pinning, torch's loader would hand on each cut as it is: the start is all that
-            # is needed of it, for the random seed that it draws.
+            # Without loader workers and pinning, torch's loader would hand on each batch unchanged. Only its start is
+            # needed, for the random seed that it draws.
             cuts, close = iter(rows) if self._reads_here else run, lambda: runs.finish(run)
         own = Places(walk, position.rows, self._options.most_ahead)
         common = None if self._cutter.shared else CommonPlaces(own, position, worker, self._options.most_ahead)
@@ -253,12 +253,12 @@ def _runs_of(loader: DataLoader[Any]) -> LoaderRuns:
 
 @final
 class _Track:
-    """See ``sources.base.Track``: where the walks stood after some of the rows of one epoch.
+    """See ``sources.base.Track``: the cursors of the workers after some of the rows of one epoch.
 
     Args:
       begun: where the epoch begins.
-      own: where this worker's walk stands.
-      common: where those of all workers stand; ``None`` where all have the same.
+      own: this worker's cursors.
+      common: the cursors of all workers; ``None`` if all workers have the same.
     """
 
     owns_state = False
@@ -269,7 +269,7 @@ class _Track:
         self._common = common
 
     def drawn(self) -> None:
-        """See ``Track.drawn``. Places are forgotten as new ones are told."""
+        """See ``Track.drawn``. Old cursors are dropped when new ones are reported."""
 
     def position(self, rows: int) -> list[Any]:
         """See ``Stream.position``."""

@@ -1,8 +1,8 @@
-"""How many steps an epoch of files takes, as far as that is known without opening a file.
+"""Computes the steps of an epoch of files without opening a file, and warns of uneven files under FILE.
 
-Under FILE the steps go on until the worker with the most data is done, and the others have empty batches meanwhile.
-What is told of that comes from the records of each file where all have an index, else from their sizes where they
-were listed (the files of a pattern are), else from how many files each worker has.
+Under FILE the steps go on until the worker with the most data is done; meanwhile the others have empty batches. The
+warning compares the numbers of records if all files have an index. Otherwise it compares the sizes of the files if they
+were listed (as for a pattern), or else the numbers of files.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torchdistinput.sources.files.fragment_dataset import FragmentDataset
 
 __all__ = ["known_steps", "told_of_skew"]
 
-_TOLD_FROM: Final = 1.25  # times the steps
+_TOLD_FROM: Final = 1.25  # times as many steps
 
 
 def known_steps(dataset: FragmentDataset, global_batch_size: int, *, drop_last: bool) -> int | None:
-    """The steps of an epoch whose batches all workers share; ``None`` where some file has no index. Local.
+    """The steps of an epoch whose batches all workers share; ``None`` if a file has no index. Local.
 
     Raises:
-      SourceError: naming a file that is missing or cannot be asked for its size.
+      SourceError: naming a file that is missing or whose size cannot be found.
     """
     records = dataset.num_records()
     if records is None:
@@ -31,7 +31,7 @@ def known_steps(dataset: FragmentDataset, global_batch_size: int, *, drop_last: 
 
 
 def told_of_skew(dataset: FragmentDataset, cutter: Cutter, *, drop_last: bool) -> str:
-    """What to tell the user of the files of the first epoch as they are dealt out under FILE; nothing if even. Local.
+    """The warning for uneven files in the first epoch under FILE; empty if they are even. Local.
 
     Args:
       dataset: the files.
@@ -67,7 +67,7 @@ def told_of_skew(dataset: FragmentDataset, cutter: Cutter, *, drop_last: bool) -
 
 
 def _steps(records: int, cutter: Cutter, size: int, *, drop_last: bool) -> int:
-    """The steps of a worker that has so many records of its own."""
+    """The steps of a worker that has ``records`` records of its own."""
     full, last = divmod(records, size)
     return full * len(cutter.rows(size)) + (len(cutter.rows(last)) if last and not drop_last else 0)
 

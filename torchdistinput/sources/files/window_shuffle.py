@@ -1,8 +1,8 @@
 """The window shuffle: how the records of a file are shuffled.
 
 With ``shuffle_buffer`` every window of that many consecutive records of a file is yielded in a permutation keyed by
-(seed, epoch, file, window). A buffer that is refilled record by record, as in TensorFlow, can only be left where it was
-entered, by reading everything up to there; a window can be entered again by reading that window.
+(seed, epoch, file, window). A buffer that is refilled record by record, as in TensorFlow, can only be restored by
+reading everything before it. A window is restored by reading this window again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Window", "windows"]
 
 @final
 class Window:
-    """The window of a file that is being yielded: its start, the order of its records, and that of the one before."""
+    """The current window of a file: its start, the order of its records, and the order of the window before."""
 
     __slots__ = ("order", "previous", "start")
 

@@ -1,16 +1,16 @@
-"""Iterables, loaders over them, and what a dataset function returned.
+"""Iterable data: any iterable, torch loaders over iterable datasets, and the datasets of a dataset function.
 
 - ``source``: Any iterable; ``ShardedIterableDataset``.
-- ``loader_source``: One in a ``DataLoader``.
-- ``data_pipes``: Torch's DataPipes, told their seed and their part.
-- ``from_function``: What a dataset function returned.
-- ``reopening``: Data that is asked for again in each epoch.
-- ``cursor``: Where the reading stands.
-- ``reading``: Reading on from there, errors as values.
-- ``divided_sources``: Data that each rank has a part of already, and the way out.
-- ``user_state``: A ``state_dict`` of your own.
-- ``state_packing``: What is in it, as JSON.
+- ``loader_source``: A ``DataLoader`` over an iterable dataset.
+- ``data_pipes``: Gives torch's DataPipes their seed and their shard.
+- ``from_function``: The datasets that a dataset function returned.
+- ``reopening``: Opens the data again in each epoch.
+- ``cursor``: The position in an iterable, as states save it.
+- ``reading``: Reads on from a position; errors become values.
+- ``divided_sources``: Finds data that is already divided among the ranks, and says what to do.
+- ``user_state``: The user's own ``state_dict``.
+- ``state_packing``: Packs its values as JSON.
 - ``inexact_states``: Libraries whose states do not restore exactly.
-- ``between_epochs``: What data says of itself between two epochs.
-- ``skip_in_loader``: A plain torch loader, entered in the middle.
+- ``between_epochs``: The data's own state between two epochs.
+- ``skip_in_loader``: Starts a plain torch loader in the middle of an epoch.
 """

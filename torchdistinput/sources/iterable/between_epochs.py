@@ -1,4 +1,4 @@
-"""What data in this process keeps of its own from one epoch to the next."""
+"""The own state (``state_dict``) that data in this process keeps from one epoch to the next."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ __all__ = ["BetweenEpochs"]
 
 @final
 class BetweenEpochs:
-    """Knows the own state with which epochs begin.
+    """Keeps the own state of the data at the start of an epoch.
 
-    After an epoch that was read to its end: in the middle of one, a state says where the data stands in that. And
-    before the first one of data that is its own iterator: it is at its end afterwards, and would have no front.
+    The state is taken after an epoch that was read to its end: in the middle of an epoch it would be a position in that
+    epoch. For data that is its own iterator the state is also taken before the first epoch: after it the data is at its
+    end, and its start would be lost.
 
     Args:
       own_state: see ``InputOptions.own_state``.
-      data: what the first epoch reads, or a function that returns it.
+      data: the data of the first epoch, or a function that returns it.
     """
 
     def __init__(self, own_state: OwnState, data: Any) -> None:
@@ -30,17 +31,17 @@ class BetweenEpochs:
         self._data = data
 
     def begin(self, data: Any) -> Place:
-        """The place at which an epoch of the data begins that is entered at its front."""
+        """The position at the start of an epoch of the data."""
         stands_somewhere = self._last.has_ended if self._last is not None else isinstance(data, Iterator)
         snapshot = front_of(data, self._own_state) if stands_somewhere else None
         return Place((Reader(text=snapshot.text if snapshot is not None and snapshot.text else None),))
 
     def begun(self, log: ReadLog, data: Any) -> None:
-        """An epoch of the data has begun, which the log counts."""
+        """Notes that an epoch of the data has begun, whose batches are counted in the log."""
         self._last, self._data = log, data
 
     def position(self) -> list[Any]:
-        """The place at which the next epoch begins, as a state has it.
+        """The position at the start of the next epoch, as a state saves it.
 
         Raises:
           StateMismatch: the dataset's own state cannot be saved.

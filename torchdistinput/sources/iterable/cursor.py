@@ -1,14 +1,14 @@
-"""Where the reading of opaque iterables stands: how it is saved, found out, and entered again.
+"""The position in an opaque iterable: how it is tracked while batches are read ahead, saved, and restored.
 
-An opaque iterable is read by one or more *readers*: the loader workers of a ``DataLoader`` or this process, or, of a
-dataset function, the iterators of its datasets. Nothing is known of it but how many batches each reader has given, and
-the state of its own, if it has one, which is taken from time to time. To enter it again, each reader restores that
-state and passes over the batches since; without one it passes over all of them.
+An opaque iterable is read by one or more *readers*: the loader workers of a ``DataLoader``, or this process, or the
+iterators of the datasets of a dataset function. Only two facts are known: how many batches each reader has given, and
+the iterable's own state, if it has one, which is taken from time to time. To resume, each reader restores this state
+and skips the batches after it; without a state it skips all batches.
 
-Each batch is written to a log when it is fetched, which is ahead of its delivery; batches that count alike make one
-entry. What was delivered is worked off on the caller's thread: all of it where a position is asked for, and from time
-to time what must have been delivered, as steps are read ahead by so many only. So the log stays short also where nobody
-ever asks.
+Each batch is written to a log when it is fetched, before it is delivered; equal batches share one entry. Delivered
+batches are removed from the log on the caller's thread: all of them when a position is asked for. From time to time,
+batches are removed that must have been delivered, as the read-ahead is bounded. So the log stays short even if no
+position is ever asked for.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ __all__ = [
 ]
 
 _TAG: Final = "iterable"
-_BETWEEN_PASSES: Final = 16  # draws, or entries; by which the log is longer. A pass costs some of what a step does
+_BETWEEN_PASSES: Final = 16  # draws, or log entries, between two removals: a removal costs part of a step
 
 
 class Reader(NamedTuple):
-    """Where one reader stands."""
+    """The position of one reader."""
 
     batches: int = 0
-    """Batches that it gave, from the front."""
+    """Batches that it gave, from the start of the epoch."""
     since: int = 0
-    """Those of them after the batch that ended with the element after ``text``; all of them where there is no text, or
-    one of before the first element."""
+    """Batches after the one that ended with the element after ``text``; all batches if there is no text, or if the text
+    is the state before the first element."""
     text: str | None = None
     """The own state, as JSON."""
     digest: int = 0
-    """Of the element after ``text``; 0 where it is not to be compared."""
+    """The digest of the element after ``text``; 0: it is not compared."""
 
 
 class Taken(NamedTuple):
@@ -67,7 +67,7 @@ class Taken(NamedTuple):
 
 
 class Marked(NamedTuple):
-    """An element of an iterable, with the user's own state before it, or a call to compare its batch, or both."""
+    """An element of an iterable, with the user's own state before it, or a request to compare its batch, or both."""
 
     element: Any
     snapshot: Snapshot | None
@@ -76,7 +76,7 @@ class Marked(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """A row as ``Counted``, and a number of the whole batch that it was cut from, which must be equal on all ranks."""
+    """A row as ``Counted``, and a number of the whole batch from which it was cut. It must be equal on all ranks."""
 
     pieces: Row
     sizes: tuple[int, ...]
@@ -85,11 +85,11 @@ class Compared(NamedTuple):
 
 @final
 class Wait:
-    """Stands for an element of a batch without rows: the turn of a loader worker that passes."""
+    """A placeholder for an element of a batch without rows, with which a loader worker skips its turn."""
 
 
 def in_any_order() -> StateMismatch:
-    """Why there is no state in the middle of an epoch whose batches come in any order."""
+    """The error for a state in the middle of an epoch whose batches come in any order."""
     return StateMismatch(
         "the DataLoader has in_order=False, so its batches come in any order, and nobody knows which of them were "
         "delivered. Build it with in_order=True to save its state in the middle of an epoch, or save it at the end."
@@ -97,19 +97,19 @@ def in_any_order() -> StateMismatch:
 
 
 def worker_number() -> int:
-    """The number of this loader worker; 0 in a process that is none."""
+    """The number of this loader worker; 0 in a process that is not a loader worker."""
     info = get_worker_info()
     return 0 if info is None else info.id
 
 
 @final
 class Place(NamedTuple):
-    """A place between two rows.
+    """A position between two rows.
 
     Args:
-      readers: where each reader stands.
-      turn: whose batch comes next.
-      rows: rows to pass over from there on.
+      readers: the position of each reader.
+      turn: the number of the reader whose batch comes next.
+      rows: rows to skip from there on.
       samples: samples in all batches before.
     """
 
@@ -120,23 +120,23 @@ class Place(NamedTuple):
 
     @property
     def is_front(self) -> bool:
-        """Whether nothing was read before it."""
+        """Whether it is the start of an epoch: nothing was read before it."""
         return self.rows == 0 and self == Place((Reader(),) * len(self.readers))
 
     def to_json(self) -> list[Any]:
-        """As plain lists, ints and strings."""
+        """The position as plain lists, ints and strings."""
         return [_TAG, self.turn, self.rows, self.samples, [list(reader) for reader in self.readers]]
 
     @classmethod
     def from_json(cls, value: Sequence[Any], num_readers: int) -> Place:
-        """What ``to_json`` gave.
+        """Makes the position from the result of ``to_json``.
 
         Args:
-          value: that.
+          value: this result.
           num_readers: how many readers there are now.
 
         Raises:
-          StateMismatch: it is malformed, or of another number of readers.
+          StateMismatch: the value is malformed, or has another number of readers.
         """
         if not (len(value) == 5 and value[0] == _TAG and all(map(_is_count, value[1:4])) and _are_readers(value[4])):
             raise StateMismatch(
@@ -150,12 +150,12 @@ class Place(NamedTuple):
             )
         if value[1] >= num_readers:
             raise StateMismatch(f"position: the turn of reader {value[1]} of {num_readers}. Load the state as saved.")
-        # Before there were digests, a text was of another kind: such data is read again.
+        # In states of the version before digests, a text had another meaning: such data is read again.
         readers = (Reader(*each) if len(each) == 4 else Reader(each[0], each[0]) for each in value[4])
         return cls(tuple(readers), *value[1:4])
 
     def without_states(self) -> Place:
-        """The same place, to which all is read again."""
+        """The same position without own states, so that all batches before it are read again."""
         return self._replace(readers=tuple(Reader(each.batches, each.batches) for each in self.readers))
 
 
@@ -177,7 +177,7 @@ def _are_readers(value: object) -> bool:
 
 
 def place_of(start: Start, num_readers: int) -> Place:
-    """Where an epoch begins; without a position so many rows after the front.
+    """The position at which an epoch begins; without a saved position, ``start.steps`` rows after its start.
 
     Raises:
       StateMismatch: see ``Place.from_json``.
@@ -190,7 +190,7 @@ def place_of(start: Start, num_readers: int) -> Place:
 @final
 @dataclass(slots=True)
 class _Count:
-    """Where one reader stands, see ``Reader``; counted on, as that takes a third of the time of a new one."""
+    """The position of one reader, see ``Reader``. It is mutable, which takes a third of the time of new objects."""
 
     batches: int
     since: int
@@ -201,13 +201,13 @@ class _Count:
 @final
 @dataclass(slots=True)
 class Entry:
-    """Of the log: batches in a row that count alike.
+    """An entry of the log: consecutive batches with equal counts.
 
     Args:
-      rows: rows of each.
-      samples: samples in each.
-      taken: which readers gave each of them.
-      times: how many there are. The last entry of the log may still grow.
+      rows: rows of each batch.
+      samples: samples in each batch.
+      taken: the readers that gave each batch.
+      times: how many batches there are. The last entry of the log may still grow.
     """
 
     rows: int
@@ -218,13 +218,13 @@ class Entry:
 
 @final
 class ReadLog:
-    """What was read, until it is known to be delivered. One for each stream.
+    """A log of the batches that were read and may not be delivered yet. One for each stream.
 
     Args:
       place: where the stream begins.
-      read_ahead: how many rows may be drawn beyond the one that the consumer waits for.
-      owns_state: whether it is known that the dataset has a state of its own.
-      in_background: whether rows may be fetched by another thread than the caller's, which then tells of each draw.
+      read_ahead: how many rows may be drawn beyond the one for which the consumer waits.
+      owns_state: whether the dataset is known to have a state of its own.
+      in_background: whether another thread than the caller's may fetch rows. The caller then reports each draw.
       in_order: whether the readers' batches come in turn.
     """
 
@@ -236,30 +236,31 @@ class ReadLog:
         self._readers = [_Count(*reader) for reader in place.readers]
         self._turn = place.turn
         self._samples = place.samples
-        self._rows = -place.rows  # where the first batch in the log begins, as rows since the stream was opened
-        self._behind = read_ahead + 2  # one that the consumer waits for, one that was looked at
+        self._rows = -place.rows  # rows from the opening of the stream to the first batch in the log
+        self._behind = read_ahead + 2  # and the row for which the consumer waits, and one that was inspected
         self._in_background = in_background
         self._drawn = 0
         self._ended = False
         self._refusal = ""
         self._left_out = ""  # why an own state was not saved
         self._warned = False
-        # Written by the thread that fetches, read by the caller's.
+        # Written by the fetching thread, read by the caller's thread.
         self._read: deque[Entry] = deque()
         self._last = Entry(0, 0, (), 0)
         self._entries = 0
-        self._fetched = self._rows  # rows before the last entry, as rows since the stream was opened
-        self._passed = 0  # batches of the first entry that were worked off
+        self._fetched = self._rows  # rows from the opening of the stream to the last entry
+        self._passed = 0  # batches of the first entry that were removed
 
     def add(self, rows: int, samples: int, taken: Sequence[Taken]) -> Entry:
-        """Batches were fetched, which make so many rows. The thread that fetches.
+        """Notes fetched batches. Fetching thread.
 
-        Returns where they are counted; the next ones that count alike may be counted there as well as by another call.
+        Returns the entry that counts them. For later batches with equal counts, its ``times`` may be increased instead
+        of another call.
 
         Args:
-          rows: that.
+          rows: how many rows the batches make.
           samples: samples in them.
-          taken: which readers gave them; the same object again where it would be equal.
+          taken: the readers that gave them; equal values must be the same object.
         """
         last = self._last
         if taken is last.taken and samples == last.samples and rows == last.rows:
@@ -270,20 +271,20 @@ class ReadLog:
         self._read.append(last)
         self._entries += 1
         if not (self._in_background or self._entries % _BETWEEN_PASSES):
-            self._pass(self._fetched - self._behind)  # whoever asks for these rows has drawn all those before
+            self._pass(self._fetched - self._behind)  # a caller that draws these rows has drawn all earlier ones
         return last
 
     def end(self) -> None:
-        """There are no more. The thread that fetches."""
+        """Notes that there are no more batches. Fetching thread."""
         self._ended = True
 
     @property
     def has_ended(self) -> bool:
-        """Whether all was read."""
+        """Whether all batches were read."""
         return self._ended
 
     def drawn(self) -> None:
-        """Another row was asked for, so those that cannot be read ahead any more were delivered. Caller's thread."""
+        """Notes a request for another row: rows too old to be read ahead must have been delivered. Caller's thread."""
         self._drawn += 1
         if not self._drawn % _BETWEEN_PASSES:
             self._pass(self._drawn - self._behind)
@@ -292,7 +293,7 @@ class ReadLog:
         """See ``Stream.position``.
 
         Raises:
-          StateMismatch: the dataset's own state cannot be saved, or nobody knows which batches came.
+          StateMismatch: the dataset's own state cannot be saved, or it is unknown which batches were delivered.
         """
         if not self._in_order:
             raise in_any_order()
@@ -306,19 +307,19 @@ class ReadLog:
                 'InputOptions(own_state="use") to have this as an error, or "ignore" not to ask for it.',
                 stacklevel=2,
             )
-        # Past its end a worker counts rows that others have.
+        # After its own end a worker counts rows of the other workers.
         left = 0 if self._ended and not self._left() else rows - self._rows
         readers = tuple(Reader(each.batches, each.since, each.text, each.digest) for each in self._readers)
         return Place(readers, self._turn, left, self._samples).to_json()
 
     def _left(self) -> bool:
-        """Whether a batch in the log was not worked off."""
+        """Whether the log has a batch that was not removed."""
         return len(self._read) > 1 or (bool(self._read) and self._read[0].times > self._passed)
 
     def _pass(self, rows: int) -> None:
         read = self._read
         while read:
-            grows = len(read) == 1  # looked at first: another entry is only begun when this one is done with
+            grows = len(read) == 1  # read first: another entry is only begun when this one is complete
             entry = read[0]
             times = min(entry.times - self._passed, (rows - self._rows) // entry.rows)
             if times > 0:
@@ -356,15 +357,15 @@ _NOT_DRAWN_AGAIN: Final = (
 def warn_of_reading_again(
     start: Start, place: Place, per_batch: int, data: object, *, unused: str = "", lived_on: bool = False
 ) -> None:
-    """Says what it costs to enter an iterable without a state of its own. Once for each time that one is entered.
+    """Warns of the cost of resuming an iterable without a state of its own. Once for each resume.
 
     Args:
       start: where the epoch begins.
-      place: the same as a place.
+      place: the same as a position in the iterable.
       per_batch: elements of the iterable that make a batch.
       data: the iterable.
-      unused: why a state that it has is not used.
-      lived_on: whether loader workers read it that were in an epoch after their first one.
+      unused: why the iterable's own state is not used.
+      lived_on: whether persistent loader workers read it that were beyond their first epoch.
     """
     batches = sum(reader.since for reader in place.readers if reader.text is None)
     sought = start.position is None

@@ -1,8 +1,9 @@
-"""DataPipes of torch: iterables made of iterables, which torch's loader tells their seed and their part.
+"""Gives torch's DataPipes their shuffle seed and their shard, as torch's ``DataLoader`` does.
 
-torch's loader tells only those that it reads itself. Here an iterable of our own stands between, so they are told here,
-when and as often as torch tells them. Every rank draws the same seed. Where the policy is HINT, a ``sharding_filter``
-divides the data among the ranks and their loader workers, as with torch; else among the loader workers of a rank.
+torch's loader does this only for a DataPipe that it reads itself. Here an iterable of this library stands between, so
+the seed and the shard are set here, when and as often as torch sets them. Every rank draws the same seed. Under HINT a
+``sharding_filter`` divides the data among the ranks and their loader workers, as with torch; else among the loader
+workers of a rank.
 """
 
 from __future__ import annotations
@@ -23,23 +24,23 @@ class _Shards(Protocol):
 
 
 def is_data_pipe(data: object) -> TypeGuard[IterDataPipe[Any]]:
-    """Whether torch's loader would tell it a seed and a part. Local."""
+    """Whether the data is a DataPipe, for which torch's loader would set a seed and a shard. Local."""
     return isinstance(data, IterDataPipe)
 
 
 def has_sharding_filter(data: object) -> bool:
-    """Whether it is a DataPipe that divides itself, once it is told its part. Local."""
+    """Whether the data is a DataPipe with a ``sharding_filter``, which divides itself once its shard is set. Local."""
     return is_data_pipe(data) and any(isinstance(each, _Shards) for each in get_all_graph_pipes(traverse_dps(data)))
 
 
 @final
 class PipeSetting:
-    """What the DataPipe of a loader is told. Goes to its loader workers.
+    """The seed and shard for the DataPipe of a loader. It is sent to the loader workers.
 
     Args:
-      num_ranks: how many ranks divide it; 1 where each reads all of it.
-      rank: which of them this is.
-      lasting: whether loader workers live on, which then hear of the seeds of later epochs by shared memory.
+      num_ranks: how many ranks divide the data; 1 if each rank reads all of it.
+      rank: the number of this rank among them.
+      lasting: whether loader workers are persistent. They then get the seeds of later epochs by shared memory.
     """
 
     def __init__(self, num_ranks: int, rank: int, *, lasting: bool) -> None:
@@ -48,13 +49,13 @@ class PipeSetting:
         self._seed: torch.Tensor = seed.share_memory_() if lasting else seed  # type: ignore[no-untyped-call] # torch's
 
     def draw(self, generator: torch.Generator | None) -> None:
-        """An epoch begins: its seed is drawn from the loader's generator."""
+        """Draws the seed of an epoch from the loader's generator, when the epoch begins."""
         self._seed.copy_(torch.empty((), dtype=torch.int64).random_(generator=generator))
 
     def tell_part(self, pipe: IterDataPipe[Any], worker: int = 0, num_workers: int = 1) -> None:
-        """Tells it which part to read: that of a loader worker, or all of this rank's. Where it is read."""
+        """Sets the shard: that of a loader worker, or all data of this rank. Call it in the process that reads."""
         apply_sharding(pipe, num_workers * self._num_ranks, worker * self._num_ranks + self._rank)
 
     def tell_seed(self, pipe: IterDataPipe[Any]) -> None:
-        """Tells it the seed of the epoch. Where it is read."""
+        """Sets the seed of the epoch. Call it in the process that reads."""
         apply_random_seed(pipe, torch.Generator().manual_seed(int(self._seed)))

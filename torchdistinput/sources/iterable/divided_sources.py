@@ -1,10 +1,10 @@
-"""Data that each rank has a part of already: which libraries' data that is, and what is to be done about it.
+"""Detects data that is already divided among the ranks, and says what to do about it.
 
-Under policy DATA every rank must have the same data, and takes its part of it. Of an opaque iterable the ranks compare
-what they read (see ``batch_digests``). Of map-style data each reads other samples, so they compare what can be told of
-the samples without reading any: the indices of a ``Subset``, a few bytes of tensors in memory, a few rows of an Arrow
-table, and the names of files or samples that a dataset keeps in a list. Reading a sample might draw at random, count,
-or take long. So a dataset of the user's own that computes its part of something from its rank is not found out.
+Under policy DATA every rank must have the same data, and takes its part of it. For an opaque iterable, the ranks
+compare the batches that they read (see ``batch_digests``). For map-style data each rank reads other samples, so the
+ranks compare facts that are known without reading a sample: the indices of a ``Subset``, a few bytes of tensors in
+memory, a few rows of an Arrow table, and the names of files or samples that a dataset keeps in a list. Reading a sample
+might draw random numbers, count, or take long. So a user's dataset that picks samples by its rank is not detected.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ PART_WAY_OUT: Final = (
     "or makes data at random (random_split, torch.randn) must be seeded alike on all ranks, and files listed in "
     "the same order."
 )
-"""What to do where ranks were given different map-style data."""
+"""Advice for the user if the ranks have different map-style data."""
 _MOST_COMPARED: Final = 64
 _NAMES_OF_INDICES: Final = ("indices", "index", "idx", "idxs", "ids")
 
 
 def way_out_for(data: object) -> str:
-    """What to do with an iterable of which each rank yields something else. Local."""
+    """Advice for the user if an iterable yields different data on each rank. Local."""
     known = (_BY_LIBRARY[library] for each in _nested(data) if (library := _library_of(each)) in _BY_LIBRARY)
     told = next(known, "")
     return f"{told} {_IN_GENERAL}" if told else _IN_GENERAL
 
 
 def divides_itself(data: object) -> bool:
-    """Whether it is certain that each rank yields a part of its own. Local."""
+    """Whether the data certainly yields another part on each rank. Local."""
     for each in _nested(data):
         library = _library_of(each)
         if library in ("litdata", "streaming") and type(each).__name__ == "StreamingDataset":
@@ -79,7 +79,7 @@ def _library_of(value: object) -> str:
 
 
 def _nested(data: object) -> Iterator[object]:
-    """The data, and what it says that it is made of."""
+    """The data, and the data inside of it, as far as its attributes show."""
     for _ in range(_MOST_INSIDE):
         yield data
         inner: Any = getattr(data, "dataset", None)
@@ -89,7 +89,7 @@ def _nested(data: object) -> Iterator[object]:
 
 
 def part_of(dataset: Any) -> str:
-    """Which samples a map-style dataset has, as far as that can be told without reading any; else nothing. Local.
+    """Identifies the samples of a map-style dataset without reading any; empty if that is not possible. Local.
 
     Returns:
       a short text that is equal for equal data.
@@ -111,7 +111,7 @@ def _few(indices: Sequence[Any]) -> str:
 
 
 def _told_of(dataset: Any, depth: int) -> Iterator[int]:
-    """Digests of what is known of a dataset's samples, and of those inside of it."""
+    """Digests of the known facts of a dataset's samples, and of the datasets inside of it."""
     if depth == 0:
         return
     if isinstance(dataset, TensorDataset | Table):
@@ -126,14 +126,14 @@ def _told_of(dataset: Any, depth: int) -> Iterator[int]:
 
 
 def _rows_of_arrow(dataset: Any) -> int:
-    """A digest of some rows as they are in the table: no format and no transform of the user's is applied."""
+    """A digest of some rows as the table stores them: the user's formats and transforms are not applied."""
     length = len(dataset)
     places = sorted({0, length // 3, 2 * length // 3, length - 1}) if length else []
     return digest_of_read([length, dataset.with_format("arrow")[places].to_pydict() if places else None])
 
 
 def _attributes_of(dataset: Dataset[Any], depth: int) -> Iterator[int]:
-    """What a dataset keeps of its samples: indices or names, one for each, and a dataset that it wraps."""
+    """The attributes that describe a dataset's samples: indices or names, one for each, and a wrapped dataset."""
     length = length_of(dataset)
     for name, value in sorted(getattr(dataset, "__dict__", {}).items()):
         if isinstance(value, Dataset) or _library_of(value) == "datasets":
@@ -149,7 +149,7 @@ def _is_sequence(value: Any) -> bool:
 
 
 def _is_name(value: Any) -> bool:
-    """Whether it is a text, or tells one first, as (path, class) of an image does."""
+    """Whether the value is a text, or a tuple that begins with one, such as (path, class) of an image."""
     if isinstance(value, list | tuple) and value:
         return isinstance(value[0], str) and all(isinstance(each, str | int) for each in value)
     return isinstance(value, str)

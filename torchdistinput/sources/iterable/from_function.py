@@ -1,4 +1,4 @@
-"""What a dataset function returned: one dataset for the worker, or one for each local replica."""
+"""The source for the datasets that a dataset function returned: one for the worker, or one for each local replica."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ _FRONT: Final = Reader()
 
 @final
 class FunctionSource:
-    """What a dataset function returned: taken as it is, one of its batches for each local replica and step.
+    """The datasets of a dataset function. They are not changed: each local replica gets one batch of them a step.
 
     Args:
       datasets: the worker's dataset, or one for each local replica.
-      topology: where this worker stands.
-      options: what the user asked for; that data that fails is left out is refused.
+      topology: the position of this worker among all workers.
+      options: the user's options; ``on_error="skip"`` is refused.
 
     Raises:
-      InputError: what the function returned is no data, or cannot leave out what fails.
-      BatchingError: it is a dataset of single samples.
+      InputError: the function did not return data, or ``on_error="skip"`` was asked for.
+      BatchingError: a dataset has single samples.
     """
 
     bound_to_world = True
@@ -77,7 +77,7 @@ class FunctionSource:
         self._has_begun = False
         self._lasting: dict[int, LoaderRun] = {}
         self.workers = OpenRuns()
-        # Of several workers each has a random state of its own, which is part of its position.
+        # With several workers, each has a random state of its own, which is part of its position.
         self.needs_default_state = self.draws_from_default_generator = topology.num_workers == 1
         for dataset in datasets:
             _check(dataset)
@@ -106,13 +106,13 @@ class FunctionSource:
 
     def close(self) -> None:
         """See ``Source.close``."""
-        for number, run in list(self._lasting.items()):  # an interruption leaves to the next call what is not done
+        for number, run in list(self._lasting.items()):  # after an interruption the next call ends the rest
             run.close()
             self._reopen[number] = Reopened(self._datasets[number])
             self._lasting.pop(number, None)
 
     def generators(self) -> Sequence[torch.Generator]:
-        """See ``Source.generators``. Of several workers each has its own, see ``DrawsAlone``."""
+        """See ``Source.generators``. With several workers, each has its own, see ``DrawsAlone``."""
         return () if self.draws_alone else self._own_generators()
 
     @property
@@ -148,7 +148,7 @@ class FunctionSource:
         return start
 
     def _split(self, position: Sequence[Any]) -> tuple[Place, list[torch.Tensor]]:
-        """The place, and the random states of this worker's own."""
+        """The position, and this worker's own random states."""
         if len(position) != 2 or not isinstance(position[1], Sequence) or not isinstance(position[0], Sequence):
             raise StateMismatch(f"position: found {position!r:.200}. Load the state as it was saved.")
         place = Place.from_json(position[0], len(self._datasets))
@@ -162,7 +162,7 @@ class FunctionSource:
 
     @property
     def _per_dataset(self) -> int:
-        """Batches of each dataset in a row."""
+        """Batches that one row has from each dataset."""
         return self._topology.replicas_per_worker // len(self._datasets)
 
     def open(self, epoch: int, draws: Draw, start: Start) -> Stream:
@@ -172,13 +172,13 @@ class FunctionSource:
                 tell_shuffler(each, epoch)
         self.told.tell(epoch)
         place, states = self._place_of(start)
-        if start.steps and states:  # in the middle of an epoch: whatever was drawn since the state was loaded
+        if start.steps and states:  # in the middle of an epoch: undoes draws since the state was loaded
             draws = SharedRng(states[0])
             for generator, state in zip(self._own_generators(), states[1:], strict=True):
                 generator.set_state(state)
         elif self.draws_alone:
             states = self._states_now()
-        # Made now: loader workers are started from the thread that asks for them.
+        # Opened now, so that loader workers are started from the caller's thread.
         opened = draws(lambda: [self._enter(number, reader, start) for number, reader in enumerate(place.readers)])
         self._has_begun = True
         in_background = all(isinstance(each, DataLoader) and each.num_workers > 0 for each in self._datasets)
@@ -202,11 +202,11 @@ class FunctionSource:
         )
 
     def _place_of(self, start: Start) -> tuple[Place, list[torch.Tensor]]:
-        """Where to begin, and the random states of this worker's own, if it had any."""
+        """The position at which to begin, and this worker's own random states, if it had any."""
         count = len(self._datasets)
         if start.position is not None:
             return self._split(start.position)
-        if self._options.with_index:  # the sizes of the batches before count, so they are read
+        if self._options.with_index:  # the index needs the sizes of the batches before, so they are read
             return place_of(start, count), []
         passed = start.steps * self._per_dataset
         return Place((Reader(passed, passed),) * count), []
@@ -216,7 +216,7 @@ class FunctionSource:
         self.told.tell_also(data)
         if isinstance(data, DataLoader):
             begin_anew_if_ended(data)
-        # Of several datasets, one may have ended while the steps of the others were counted.
+        # One of several datasets may have ended while the steps of the others were counted.
         at_least = reader.since if len(self._datasets) == 1 else 0
         marks = (self._per_dataset, self._options.snapshot_every)
         if can_pass_over(data):
@@ -252,11 +252,11 @@ class FunctionSource:
     def _passing_over(
         self, number: int, loader: DataLoader[Any], reader: Reader, at_least: int, start: Start
     ) -> DataLoader[Any]:
-        """The loader, or one that begins later; in place of it for good where its workers live on."""
+        """The loader, or one that begins later. With persistent loader workers the later one replaces the loader."""
         begun = loader.persistent_workers and self._has_begun
         if not (reader.since or start.replay or (start.base_seed == "never" and not begun)):
             return loader
-        if number in self._lasting:  # of a resume before
+        if number in self._lasting:  # from an earlier resume
             self._lasting.pop(number).close()
         later = passing_over(loader, reader.since, at_least, start)
         if later.persistent_workers:
@@ -267,14 +267,14 @@ class FunctionSource:
 @final
 @dataclass(frozen=True)
 class _Opened:
-    """A dataset that is read.
+    """A dataset that is being read.
 
     Args:
       batches: its batches.
-      run: of its loader workers, if it is a loader.
-      lives_on: whether the run is not to be ended with the epoch.
-      enters_at: where it is to begin.
-      at_least: so many batches there must be after the own state.
+      run: the run of its loader workers, if it is a loader.
+      lives_on: whether the run goes on after the epoch.
+      enters_at: the position at which reading begins.
+      at_least: how many batches there must be after the own state.
     """
 
     batches: CapturingIterator
@@ -286,12 +286,12 @@ class _Opened:
 
 @final
 class _Track:
-    """See ``sources.base.Track``: the place, and the random states of this worker's own as the epoch began.
+    """See ``sources.base.Track``: the position, and this worker's own random states at the start of the epoch.
 
     Args:
-      log: knows the place.
-      states: the default random state and those of the generators; none where every worker's are the same.
-      datasets: the worker's.
+      log: tracks the position.
+      states: the default random state and those of the generators; empty if they are the same on all workers.
+      datasets: the worker's datasets.
     """
 
     owns_state = True
@@ -310,7 +310,7 @@ class _Track:
         """See ``Stream.position``.
 
         Raises:
-          StateMismatch: the dataset's own state cannot be saved, or nobody knows which batches came.
+          StateMismatch: the dataset's own state cannot be saved, or it is unknown which batches were delivered.
         """
         for each in self._datasets:
             if isinstance(each, DataLoader) and each.num_workers > 1 and not each.in_order:
@@ -355,9 +355,9 @@ def _dealt_rows(
 
     Args:
       opened: the datasets.
-      per_dataset: batches of each in a row.
-      log: learns of every row.
-      left: rows to pass over first.
+      per_dataset: batches that one row has from each dataset.
+      log: notes every row.
+      left: rows to skip first.
       positions: numbers the samples by the order in which this worker reads them; ``None`` without an index.
       count: counts the samples of a batch.
     """

@@ -1,8 +1,8 @@
 """Other libraries whose ``state_dict`` is known not to restore exactly, found without importing them.
 
-The table of what is known: the library and class, what of it is concerned, and why. The attributes that are looked at
-are the libraries' own, some of them private; where one is missing, the state is taken to be exact, and checked like any
-other when it is restored.
+The table names the library and class, the datasets of this class that are concerned, and the reason. The attributes
+that it reads are the libraries' own, some of them private. If one is missing, the state is assumed to be exact, and
+checked like any other when it is restored.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _TABLE: Final = (
 
 
 def why_inexact(data: object) -> str:
-    """Why a state of the data's own would not restore it exactly; nothing where that is not known. Local."""
+    """The reason why the data's own state does not restore it exactly; empty if no reason is known. Local."""
     kinds = {(kind.__module__.partition(".")[0], kind.__name__) for kind in type(data).__mro__}
     found = [known for known in _TABLE if (known.library, known.name) in kinds and known.concerns(data)]
     return found[0].reason if found else ""

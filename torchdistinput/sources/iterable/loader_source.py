@@ -1,4 +1,4 @@
-"""A torch ``DataLoader`` over an opaque iterable dataset, as the loader of a worker; see ``source`` and ``cursor``."""
+"""The source for a torch ``DataLoader`` over an opaque iterable dataset; see ``source`` and ``cursor``."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ class IterableLoaderSource:
     """A ``DataLoader`` over an opaque iterable dataset: batches are cut where they are read.
 
     Args:
-      loader: the user's.
+      loader: the user's loader.
       policy: the policy in force.
-      topology: where this worker stands.
-      options: what the user asked for; ``snapshot_every`` counts batches of a loader worker.
+      topology: the position of this worker among all workers.
+      options: the user's options; ``snapshot_every`` counts batches of a loader worker.
       like_torch: see ``settings.LikeTorch``.
     """
 
@@ -106,7 +106,7 @@ class IterableLoaderSource:
             self._cut = CutSamples(collate, cutter, on_failure=self._on_failure)
         build = partial(
             _build, loader, size, self._cut, self._seeds, self._pipe
-        )  # no method: in a circle, workers would live on
+        )  # a method would make a cycle; workers would live on
         self.workers = LoaderRuns(build, lasting=lasting)
         self.needs_default_state = loader.generator is None and (shared or self._pipe is not None)
         self.bound_to_world = not shared
@@ -170,7 +170,7 @@ class IterableLoaderSource:
         return self._between.position()
 
     def resume(self, epoch: int, start: Start, share: Exchange) -> Start:
-        """See ``Source.resume``. Nothing needs to be known of the other workers."""
+        """See ``Source.resume``. It needs no facts of the other workers."""
         return start
 
     @property
@@ -208,13 +208,13 @@ class IterableLoaderSource:
             in_background=in_background,
             track=log,
             close=close,
-            # Every rank reads an opaque iterable under DATA: it must make the same of it everywhere.
+            # Every rank reads an opaque iterable under DATA: the results must be the same on all ranks.
             draws=draws if self._shared else None,
             one_structure=self._cutter.global_batch_size is None and self._options.split_fn is None,
         )
 
     def _draw_seeds(self) -> None:
-        """An epoch begins: what torch's loader draws then."""
+        """Makes the draws of torch's loader at the start of an epoch."""
         pipe, starts_workers = self._pipe, self._loader.num_workers > 0 and self._seeds.when != "never"
         if pipe is not None:
             pipe.draw(self._loader.generator)
@@ -223,7 +223,7 @@ class IterableLoaderSource:
             torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
 
     def _from(self, place: Place, start: Start) -> CapturingIterable:
-        """The user's dataset from a place on. Loader workers that live on are ended, as they stand elsewhere."""
+        """The user's dataset from a position on. Persistent loader workers are ended: their position is another one."""
         per_batch = self._cutter.global_batch_size or 1
         lived_on = self._loader.num_workers > 0 and start.base_seed == "never"
         warn_of_reading_again(start, place, per_batch, self._dataset, unused=self._unused, lived_on=lived_on)
@@ -246,9 +246,9 @@ class IterableLoaderSource:
     def _start(
         self, dataset: CapturingIterable, start: Start
     ) -> tuple[Iterable[Any], Callable[[Any], Any], Callable[[], None] | None]:
-        """What reads an epoch, cuts it and ends it, after the draws that torch would have made by now.
+        """Makes the draws that torch would have made by now. Returns how to read an epoch, to cut it and to end it.
 
-        Without loader workers that is this process itself: torch's loader would do nothing else.
+        Without loader workers this process reads by itself: torch's loader would do nothing else.
         """
         self._seeds.when = start.base_seed or self._seeds.when
         for _ in range(start.replay + 1):
@@ -270,7 +270,7 @@ def _build(
     pipe: PipeSetting | None,
     dataset: CapturingIterable,
 ) -> DataLoader[Any]:
-    """The loader that reads a dataset, and cuts what it reads."""
+    """The loader that reads a dataset and cuts its batches."""
     batching: dict[str, Any] = {} if size is None else {"drop_last": loader.drop_last}
     settings = {**settings_of(loader), "generator": seeds.generator}
     init = settings["worker_init_fn"]

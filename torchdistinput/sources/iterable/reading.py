@@ -1,4 +1,4 @@
-"""Reading an opaque iterable from a place on, in a loader worker or in this process; see ``cursor``."""
+"""Reads an opaque iterable from a position on, in a loader worker or in this process; see ``cursor``."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class Entrance(NamedTuple):
     """Where one reader of an iterable begins.
 
     Args:
-      reader: where it stands.
-      waits: whether its first turn passes, as another reader's batch comes first.
+      reader: its position.
+      waits: whether it skips its first turn, as another reader's batch comes first.
     """
 
     reader: Reader
@@ -49,7 +49,7 @@ class Entrance(NamedTuple):
 
 
 def entrances_at(place: Place) -> list[Entrance]:
-    """Where each loader worker begins, so that torch's turns go on at a place."""
+    """The entrance of each loader worker, so that torch's turns go on at the right loader worker."""
     return [Entrance(reader, waits=number < place.turn) for number, reader in enumerate(place.readers)]
 
 
@@ -57,19 +57,19 @@ def entrances_at(place: Place) -> list[Entrance]:
 class CapturingIterable(IterableDataset[Any]):
     """An iterable dataset whose exception is its last element, as a ``Failure``.
 
-    Loader workers take turns, and torch begins with the first of them. Where it is another one's turn, the workers
-    before it answer with an empty batch once, so that seeds and numbers of the workers stay what they were.
+    Loader workers take turns, and torch begins with the first of them. If another one has the turn, the loader workers
+    before it answer once with an empty batch, so that all loader workers keep their seeds and numbers.
 
     Args:
       dataset: the user's dataset.
       per_batch: elements that make a batch.
-      snapshot_every: batches from one taking of the own state to the next.
-      entrances: where each loader worker begins, the first time; without, at the front.
-      on_failure: how it is taken that the dataset fails.
-      pipe: what the dataset is told, if it is a DataPipe.
-      hears: tells the dataset the epoch, in loader workers that live on.
+      snapshot_every: the own state is taken once in this many batches.
+      entrances: where each loader worker begins the first time; without them, at the start.
+      on_failure: how a failure of the dataset is handled.
+      pipe: the seed and shard of the dataset, if it is a DataPipe.
+      hears: sets the epoch of the dataset, in persistent loader workers.
       own_state: see ``InputOptions.own_state``.
-      compares: whether the ranks compare what they read of it.
+      compares: whether the ranks compare the batches that they read.
     """
 
     def __init__(  # noqa: PLR0913 - each tells of one thing
@@ -96,10 +96,10 @@ class CapturingIterable(IterableDataset[Any]):
         self._entrances = entrances
 
     def __iter__(self) -> Iterator[Any]:
-        return chain.from_iterable(self._parts())  # passes on what comes in half the time of `yield from`
+        return chain.from_iterable(self._parts())  # half the time of `yield from`
 
     def _parts(self) -> Iterator[Iterable[Any]]:
-        # Of loader workers that live on, each process has an object of its own, and enters it again in the next epoch.
+        # Each persistent loader worker has its own copy of this object, and iterates over it again in the next epoch.
         entrances, self._entrances = self._entrances, ()
         entrance = entrances[worker_number()] if entrances else Entrance(Reader(), waits=False)
         reader, per_batch = entrance.reader, self._per_batch
@@ -129,7 +129,7 @@ class CapturingIterable(IterableDataset[Any]):
             on_failure=self._on_failure,
             compares=self._compares,
         )
-        # The last of the batches may have been a short one.
+        # The last of these batches may have been short.
         at_least = (reader.since - 1) * per_batch + 1 if reader.since else 0
         problem = guarded.enter(reader, reader.since * per_batch, at_least)
         yield guarded.elements() if problem is None else [problem] * per_batch
@@ -139,18 +139,18 @@ class CapturingIterable(IterableDataset[Any]):
 class CapturingIterator(Iterator[Any]):
     """An iterator whose exception is its last batch, as ``Failure``s. May be dropped while another thread is in it.
 
-    As torch's loader, it may go on after an exception: the elements of that batch are lost, and the next batch begins
-    with what the user's iterator gives next. A generator has ended by then.
+    Like torch's loader, it may go on after an exception: the elements of the batch are lost, and the next batch begins
+    with the next element of the user's iterator. A generator has ended by then.
 
     Args:
-      iterator: the user's.
-      kept: who keeps the user's own state, if anybody; the last elements of some batches are then ``Marked``.
+      iterator: the user's iterator.
+      kept: the objects that keep the user's own state, if any; the last elements of some batches are then ``Marked``.
       per_batch: elements that make a batch.
       snapshot_every: batches from one marked element to the next.
       number: the number of the first element.
-      on_failure: how it is taken that the iterator fails.
-      compares: whether the first elements of some batches are ``Marked``, as the ranks compare these: of the first
-        batch that is given, and of every 64th after it. The count begins anew wherever the reading does.
+      on_failure: how a failure of the iterator is handled.
+      compares: whether the ranks compare batches. Then the first elements of some batches are ``Marked``: of the first
+        batch that is given, and of every 64th after it. The count starts anew whenever the reading does.
     """
 
     def __init__(
@@ -171,20 +171,20 @@ class CapturingIterator(Iterator[Any]):
         self._per_batch = per_batch
         self._number = number
         self._compares = compares
-        self._state_due = self._compare_due = self._due = -1  # before which elements something is due
+        self._state_due = self._compare_due = self._due = -1  # the elements before which a state or a mark is due
         self._failure: Failure | None = None
         self._repeated = 1
         self._expect_marks()
 
     def _expect_marks(self) -> None:
-        """The next element begins the first batch that is given."""
+        """Prepares for the next element to begin the first batch that is given."""
         self._state_due = self._next_state() if self._kept else -1
         self._compare_due = self._number if self._compares else -1
         self._find_due()
 
     def _next_state(self) -> int:
-        """Before the last element of a batch that begins now, or is the next."""
-        return self._number + (self._per_batch - 1 or 1)  # not before the first element: some have no state there
+        """The number of the element before which the next state is taken: the last one of the current or next batch."""
+        return self._number + (self._per_batch - 1 or 1)  # not before the first element: some have no state yet
 
     def __next__(self) -> Any:
         if self._failure is not None and not self._has_gone_on():
@@ -202,7 +202,7 @@ class CapturingIterator(Iterator[Any]):
         return element
 
     def elements(self) -> Iterator[Any]:
-        """What is left, as this iterator gives it; a loop over it makes no call of a method for every element."""
+        """The remaining elements. A loop over this generator is faster than a method call for every element."""
         iterator, number, due = self._iterator, self._number, self._due
         while True:
             if number == due:
@@ -223,7 +223,7 @@ class CapturingIterator(Iterator[Any]):
             except self._caught as error:
                 self._number = number
                 self._failed(error)
-                break  # not to keep the exception, as a generator does that waits in here
+                break  # a generator suspended here would keep the exception alive
             number += 1
             yield element
         yield self._failure
@@ -236,7 +236,7 @@ class CapturingIterator(Iterator[Any]):
             failure = Failure(error, f"element {self._number}")
         self._failure = failure
         if self._goes_on:
-            self._number += 1  # it counts as an element, and so does what fills its batch: batches are counted by them
+            self._number += 1  # it counts as an element, as do the copies that fill its batch
         return failure
 
     def _has_gone_on(self) -> bool:
@@ -257,7 +257,7 @@ class CapturingIterator(Iterator[Any]):
         self._due = max(dues) if min(dues) < 0 else min(dues)
 
     def _marked(self) -> Any:
-        """The next element, with the user's own state before it, or a call to compare its batch, or both."""
+        """The next element, with the user's own state before it, or a request to compare its batch, or both."""
         snapshot, compared = None, self._number == self._compare_due
         if self._number == self._state_due:
             snapshot = self._kept.snapshot()
@@ -273,7 +273,7 @@ class CapturingIterator(Iterator[Any]):
         return Marked(element, snapshot, compared)
 
     def _fill_batch(self, failure: Failure) -> Failure:
-        """The failure again, for a whole batch: torch drops one that is not full, under ``drop_last``."""
+        """Repeats the failure to fill a whole batch: under ``drop_last`` torch drops a batch that is not full."""
         if self._goes_on:
             self._number += 1
             return failure
@@ -283,13 +283,14 @@ class CapturingIterator(Iterator[Any]):
         return failure
 
     def enter(self, reader: Reader, elements: int, at_least: int) -> Failure | None:
-        """Goes on from the own state of a reader to its place, or from the front. Returns what went wrong.
+        """Goes on from the own state of a reader, or from the start, to its position. Returns a failure, if any.
 
-        The element after a state is compared with what came then; that ended a batch.
+        The first element after the state is compared with the element that followed when the state was taken. This
+        element is the last one of a batch.
 
         Args:
-          reader: the place.
-          elements: how many come after the state, or the front, up to there.
+          reader: the position.
+          elements: how many elements lie between the state, or the start, and the position.
           at_least: how many of them there must be.
         """
         if reader.text is not None and reader.batches > reader.since:
@@ -307,20 +308,20 @@ class CapturingIterator(Iterator[Any]):
         return self.pass_over(elements, at_least)
 
     def pass_over(self, elements: int, at_least: int) -> Failure | None:
-        """Reads elements and forgets them.
+        """Reads elements and discards them.
 
         Args:
           elements: how many, unless the data ends before.
           at_least: how many there must be.
 
         Returns:
-          What went wrong, or ``None``.
+          The failure, or ``None``.
         """
         first = self._number
         self._mark_none()
         for _ in range(elements):
             element = next(self, _END)
-            if isinstance(element, Failure) and not self._goes_on:  # else it was told of, and passed
+            if isinstance(element, Failure) and not self._goes_on:  # else it was raised before, and reading went on
                 return element
             if element is _END:
                 break
@@ -353,24 +354,24 @@ def rows_logged(
     *,
     goes_on: bool = False,
 ) -> Generator[Counted | Compared | SizedRow | Failure, None, None]:
-    """The rows of opaque batches from a place on, with a note of each batch in the log.
+    """The rows of opaque batches from a position on. Each batch is noted in the log.
 
-    Where the ranks compare the batches, each row comes with its number.
+    If the ranks compare the batches, each row comes with the number of its batch.
 
     Args:
-      items: what is read: batches, or samples of one.
-      cut: cuts it into rows. A function or method: it is called for every step, where other objects take much longer.
-      log: takes the notes.
+      items: the items that are read: batches, or lists of samples.
+      cut: cuts an item into rows. A function or method: calling other objects takes much longer, at every step.
+      log: the log.
       place: where the rows begin.
       label: puts the index beside each piece.
       goes_on: whether a failure takes the place of a row, and more may follow; else it is raised.
 
     Raises:
-      StateMismatch: the data has fewer rows than come before the place.
+      StateMismatch: the data has fewer rows than come before the position.
     """
     left, here = place.rows, _one_of(0)
-    closely = left > 0 or label is not None  # else known rows go on as they are
-    before: RowSizes | None = None  # how the row before was, and where it is counted, if nothing had to be done to it
+    closely = left > 0 or label is not None  # else known rows are handed on unchanged
+    before: RowSizes | None = None  # the sizes of the row before, if that row was handed on unchanged
     entry: Entry | None = None
     for item in items:
         found: Any = cut(item)
@@ -385,7 +386,7 @@ def rows_logged(
         if closely or type(found) is not tuple:
             whole = cut_of(found)
             rows = whole.counted(label)
-            if rows:  # else a turn passed
+            if rows:  # else a loader worker skipped its turn
                 plainly, reader = whole.snapshot is None, whole.worker
                 log.add(len(rows), whole.size, _one_of(reader) if plainly else (Taken(reader, 1, whole.snapshot),))
             entry = None
@@ -397,7 +398,7 @@ def rows_logged(
         if entry is None or sizes is not before:
             before, entry = sizes, log.add(1, sizes.samples, here)
         else:
-            entry.times += 1  # written out, as the call takes as long as all the rest
+            entry.times += 1  # inline, as a call would take as long as all the rest
         yield found
     log.end()
     if left:
@@ -409,11 +410,11 @@ def rows_logged(
 
 @cache
 def _one_of(reader: int) -> tuple[Taken]:
-    """One batch of a reader, without a state: for each reader the same object always."""
+    """One batch of a reader, without a state. For each reader it is always the same object."""
     return (Taken(reader, 1, None),)
 
 
 def labels_by_position(cutter: Cutter, samples: int) -> Callable[[Cut], list[Row]]:
-    """Puts the index beside the pieces of one epoch's batches, by their order, after so many samples."""
+    """A function that adds the index to the pieces of an epoch's batches, by their order; ``samples`` come before."""
     positions = Positions(cutter.topology, shared=cutter.shared, taken=samples)
     return lambda cut: positions.label(cut.rows, cut.size, cutter)

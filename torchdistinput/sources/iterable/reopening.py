@@ -1,4 +1,4 @@
-"""Data that is asked for again in each epoch."""
+"""Opens iterable data again in each epoch: calls the user's function, or iterates over the user's object."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Reopened", "is_function"]
 
 @final
 class Reopened:
-    """Gives fresh data for each epoch: calls a function again, or refuses an iterator that was used up."""
+    """Gives fresh data for each epoch: calls a function again, or refuses an iterator that is exhausted."""
 
     def __init__(self, data: Any, first: Any = None) -> None:
         self._data = data
@@ -24,7 +24,7 @@ class Reopened:
         """The data, to be iterated once.
 
         Raises:
-          InputError: it is an iterator that was used up.
+          InputError: the data is an iterator that is exhausted.
         """
         data, self._first = self._first, None
         if data is None:
@@ -42,5 +42,5 @@ class Reopened:
 
 
 def is_function(data: Any) -> bool:
-    """Whether it is called for the data."""
+    """Whether ``data`` is a function that returns the data."""
     return callable(data) and not isinstance(data, Iterable)

@@ -1,4 +1,4 @@
-"""Entering a torch ``DataLoader`` over map-style data within an epoch, without reading what is passed over."""
+"""Starts a plain torch ``DataLoader`` over map-style data within an epoch, without reading skipped samples."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ __all__ = ["can_pass_over", "passing_over", "tell_shuffler"]
 
 
 def can_pass_over(data: object) -> TypeGuard[DataLoader[Any]]:
-    """Whether it is a plain torch loader, whose batches follow from indices."""
+    """Whether the data is a plain torch loader over map-style data, which reads its batches by indices."""
     return type(data) is DataLoader and not isinstance(data.dataset, IterableDataset)
 
 
 def passing_over(loader: DataLoader[Any], batches: int, at_least: int, start: Start) -> DataLoader[Any]:
-    """The same loader, the first epoch of which begins some batches later; the others are whole.
+    """The same loader, but its first epoch begins some batches later; later epochs are whole.
 
-    The loader's generators, or torch's default random state, are expected to be as they were when the epoch began.
+    The loader's generators, or torch's default random state, must have the states of the start of the epoch.
 
     Args:
-      loader: the user's.
-      batches: how many to pass over, if there are so many.
+      loader: the user's loader.
+      batches: how many batches to skip, if there are so many.
       at_least: how many there must be.
-      start: tells of whole epochs whose draws come first, and whether this epoch draws a seed for the loader workers.
+      start: says how many whole epochs of draws come first, and whether this epoch draws a seed for the loader workers.
     """
     own: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     seeds = BaseSeeds(loader.generator, lasting=loader.persistent_workers)
@@ -50,7 +50,7 @@ def passing_over(loader: DataLoader[Any], batches: int, at_least: int, start: St
     for _ in range(start.replay):
         begun().skip(sys.maxsize)
     if shuffler is not None:
-        shuffler.set_epoch(number)  # it counts its epochs, those of which only the draws were made too
+        shuffler.set_epoch(number)  # it counts its epochs, also those whose draws alone were made
     later = _Later(own, begun(), batches, at_least)
     arguments: dict[str, Any] = {"batch_sampler": later}
     if loader.batch_sampler is None:
@@ -60,7 +60,7 @@ def passing_over(loader: DataLoader[Any], batches: int, at_least: int, start: St
 
 
 def tell_shuffler(loader: DataLoader[Any], epoch: int) -> None:
-    """A ``ShuffleSampler`` counts its epochs by itself; in a new process it is told."""
+    """Sets the epoch of a ``ShuffleSampler``: it counts epochs itself, but in a new process its count is lost."""
     shuffler = _shuffler(loader)
     if shuffler is not None:
         shuffler.set_epoch(epoch)
@@ -76,9 +76,9 @@ class _Later:
     """A sampler or batch sampler whose first epoch begins some batches later.
 
     Args:
-      batches: the user's.
-      first: the first epoch of them, as it begins.
-      skip: how many to pass over.
+      batches: the user's sampler.
+      first: its first epoch, at the start.
+      skip: how many batches to skip.
       at_least: how many there must be.
     """
 
@@ -89,7 +89,7 @@ class _Later:
         self._at_least = at_least
 
     def __iter__(self) -> Iterator[Any]:
-        # Torch asks for two iterators where it has loader workers, and uses the second.
+        # With loader workers torch makes two iterators, and uses the second.
         skip, self._skip = self._skip, 0
         first, self._first = self._first, None
         batches = batches_of(self._batches) if first is None else first

@@ -1,4 +1,4 @@
-"""Data that is read in this process: iterables, and functions that return one.
+"""The source for iterables that are read in this process, and for functions that return one.
 
 Also ``ShardedIterableDataset``, the wrapper for a plain torch ``DataLoader``.
 """
@@ -55,11 +55,11 @@ class IterableSource:
     Args:
       data: the iterable or function.
       policy: the policy in force.
-      topology: where this worker stands.
-      options: what the user asked for.
+      topology: the position of this worker among all workers.
+      options: the user's options.
       global_batch_size: G, if samples are to be batched here.
       collate: makes a batch of samples; torch's ``default_collate`` if not given.
-      first: what the function returned already, for the first epoch.
+      first: the data of the first epoch, if the function was called already.
     """
 
     workers = None
@@ -90,7 +90,7 @@ class IterableSource:
         self._cutter = Cutter(topology, self._shared, global_batch_size)
         self._collate = collate
         self._options = options
-        # In-process data may draw from it. Of several workers each has its own, and none counts for all.
+        # In-process data may draw from it. With several workers each has its own state; rank 0's is not used for all.
         self.needs_default_state = self.draws_from_default_generator = topology.num_workers == 1
         self.bound_to_world = not self._shared
         self.collective_state = not self._shared or self._owns_state
@@ -128,7 +128,7 @@ class IterableSource:
         """See ``Source.close``. Nothing outlives an epoch."""
 
     def generators(self) -> Sequence[torch.Generator]:
-        """See ``Source.generators``. What the user's code draws from is not known."""
+        """See ``Source.generators``. The generators of the user's code are not known."""
         return ()
 
     def check(self, position: Sequence[Any]) -> None:
@@ -202,13 +202,13 @@ class ShardedIterableDataset(IterableDataset[Any]):
 
     Args:
       dataset: an iterable of global batches, or of samples if ``global_batch_size`` is given.
-      num_replicas: over how many replicas they are split.
-      rank: which of them this is.
+      num_replicas: how many replicas share each batch.
+      rank: the number of this replica.
       global_batch_size: samples in a global batch, to batch them here.
       collate_fn: makes a batch of samples; torch's ``default_collate`` if not given.
 
     Raises:
-      BatchingError: a piece is empty: at construction where the length is known, else at that step, which is named.
+      BatchingError: a piece is empty: raised at construction if the length is known, else at the step, which is named.
       ValueError: ``rank`` is not in ``[0, num_replicas)``.
     """
 

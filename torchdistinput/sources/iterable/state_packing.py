@@ -1,7 +1,7 @@
-"""Values of a user's own state as JSON, and back: also tuples, tensors, arrays, bytes, and dicts with any plain keys.
+"""Packs a user's own state as JSON, and back: also tuples, tensors, arrays, bytes, and dicts with any plain keys.
 
-What JSON does not know becomes a dict with the one key ``$`` of the kind beside its content; a dict of the user's that
-has this key is written as pairs.
+A value that JSON cannot hold becomes a dict with the key ``$`` for its kind, and its content. A user's dict that has
+this key is written as pairs.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def packed_state(value: Any, name: str) -> str:
 
     Args:
       value: the user's state.
-      name: what it is called in messages.
+      name: the name of the state in messages.
 
     Raises:
-      ValueError: something in it cannot be written, or it is too long; the message is for the user.
+      ValueError: a value in it cannot be written, or the state is too long; the message is for the user.
     """
     text = json.dumps(_packed(value, name), separators=(",", ":"))
     if len(text) > _MOST_BYTES:
@@ -40,10 +40,10 @@ def packed_state(value: Any, name: str) -> str:
 
 
 def unpacked_state(text: str) -> Any:
-    """What ``packed_state`` was given.
+    """The value from the result of ``packed_state``.
 
     Raises:
-      ValueError: the text is none that it returned.
+      ValueError: ``packed_state`` did not return this text.
     """
     try:
         return _unpacked(json.loads(text))

@@ -1,18 +1,18 @@
 """The user's own state: a dataset, or the iterator over it, with ``state_dict`` and ``load_state_dict``.
 
-It is taken where the data is read, in a loader worker perhaps, as the text of a JSON value: so it can be kept while the
-reading goes on, and saved without pickle.
+The state is taken in the process that reads the data, perhaps a loader worker, as the text of a JSON value. So it stays
+unchanged while the reading goes on, and is saved without pickle.
 
-**Exact, or not used.** A state is taken one element before the end of a batch, with a digest of that last element. Who
-restores it reads that element first: if it is another one, the state does not say where the data stood, and is refused.
-So the check costs a digest where a state is taken, and one element where it is restored. What is known not to restore
-exactly is not asked for its state, and what cannot be saved is left out (``own_state="auto"``): the data is read again
-from its front, or from the last state that could be saved.
+**Exact, or not used.** A state is taken one element before the end of a batch, with a digest of the last element. After
+a restore this element is read first. If it is different, the state did not describe the position of the data, and is
+refused. So the check costs a digest when a state is taken, and one element when it is restored. With
+``own_state="auto"``, the state of data that is known not to restore exactly is not taken, and a state that cannot be
+saved is left out: the data is read again from its start, or from the last state that could be saved.
 
-**Between two epochs.** Data in this process may count its epochs in its state. So that of the dataset itself is saved
-there too, unless it has ``set_epoch``, which tells it more. It is restored before the dataset is iterated, as the epoch
-before has left it. To some the state after the last element means that nothing is left: where the epoch comes out empty
-so, the dataset is iterated once more, as by then it has forgotten that state.
+**Between two epochs.** Data in this process may count its epochs in its state. So the state of the dataset itself is
+saved between two epochs too, unless the dataset has ``set_epoch``, which says more. The state after the last epoch
+is restored before the dataset is iterated. For some datasets the state after the last element means that nothing is
+left. If the epoch is empty for this reason, the dataset is iterated once more, as it has dropped the state by then.
 """
 
 from __future__ import annotations
@@ -53,27 +53,27 @@ class HasState(Protocol):
     """A dataset or iterator that can be saved and restored by itself."""
 
     def state_dict(self) -> Any:
-        """Where it stands."""
+        """The position of the data, as a state."""
 
     def load_state_dict(self, state: Any, /) -> Any:
-        """Goes there."""
+        """Sets the data to the position of the state."""
 
 
 class Snapshot(NamedTuple):
     """An own state at one moment."""
 
     text: str
-    """The state as JSON; nothing where it was refused."""
+    """The state as JSON; empty if it cannot be saved."""
     refusal: str = ""
     """Why it cannot be saved."""
     reads_again: bool = False
-    """Whether the data is read again where it cannot; else that is an error."""
+    """Whether the data is read again if the state cannot be saved; else this is an error."""
     digest: int = 0
-    """Of the element that follows; 0 where it is not to be compared."""
+    """The digest of the element that follows; 0: it is not compared."""
 
 
 def why_unused(data: object, own_state: OwnState) -> str:
-    """Why a state that the data has is not used; nothing where it is, or there is none. Local."""
+    """Why the data's own state is not used; empty if it is used, or the data has none. Local."""
     if own_state == "use" or not isinstance(data, HasState):
         return ""
     if own_state == "ignore":
@@ -84,7 +84,7 @@ def why_unused(data: object, own_state: OwnState) -> str:
 
 
 def tell_unused(dataset: object, own_state: OwnState) -> None:
-    """Warns that a state of map-style data is not saved; that of a ``TensorDict`` is what it holds. Local.
+    """Warns that the state of map-style data is not saved; not for a ``TensorDict``, whose state is its data. Local.
 
     Raises:
       InputError: ``own_state="use"`` asks for it.
@@ -102,22 +102,22 @@ def tell_unused(dataset: object, own_state: OwnState) -> None:
 
 
 def _arguments_of(data: HasState) -> str:
-    """The arguments that ``state_dict`` cannot be called without."""
+    """The required arguments of ``state_dict``."""
     try:
         parameters = inspect.signature(data.state_dict).parameters.values()
-    except (TypeError, ValueError):  # a function of C without a signature
+    except (TypeError, ValueError):  # a C function without a signature
         return ""
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return ", ".join(each.name for each in parameters if each.default is each.empty and each.kind not in variable)
 
 
 def keeps_state(data: object, own_state: OwnState) -> bool:
-    """Whether a state of the data's own is used. Local."""
+    """Whether the data's own state is used. Local."""
     return isinstance(data, HasState) and not why_unused(data, own_state)
 
 
 class Kept(NamedTuple):
-    """Who keeps a state of the user's own: the dataset, its iterator, both, or nobody."""
+    """The objects with a state of the user's own: the dataset, its iterator, both, or none."""
 
     dataset: HasState | None
     iterator: HasState | None
@@ -132,19 +132,19 @@ class Kept(NamedTuple):
         return self.own_state == "auto"
 
     def snapshot(self) -> Snapshot:
-        """The state as it is now, or why it cannot be saved."""
+        """The state at this moment, or the reason why it cannot be saved."""
         try:
             return Snapshot(_text_of(self.dataset, self.iterator))
-        except ValueError as error:  # raised where the state is asked for, not in a loop that saves none
+        except ValueError as error:  # raised when a state is asked for, not in a loop that saves none
             return Snapshot("", str(error), reads_again=self.is_checked)
 
 
 NOBODY: Final = Kept(None, None, "auto")
-"""Without a state."""
+"""For data without a state."""
 
 
 def _text_of(dataset: HasState | None, iterator: HasState | None) -> str:
-    """The states of both as one text; a ``ValueError`` says why it cannot be."""
+    """The states of both as one text; a ``ValueError`` says why that is not possible."""
     parts: list[str] = []
     for part, keeper in (("dataset", dataset), ("iterator", iterator)):
         if keeper is None:
@@ -162,25 +162,25 @@ def _text_of(dataset: HasState | None, iterator: HasState | None) -> str:
 
 
 def front_of(data: object, own_state: OwnState) -> Snapshot | None:
-    """The state of a dataset before its next epoch, where it is to be saved; ``None`` where not. Local."""
+    """The state of a dataset before its next epoch; ``None`` if it is not to be saved. Local."""
     if not isinstance(data, HasState) or why_unused(data, own_state) or wants_epochs(data):
         return None
     return Kept(data, None, own_state).snapshot()
 
 
 def entered(data: Iterable[Any], text: str | None, own_state: OwnState) -> tuple[Iterator[Any], Kept]:
-    """An iterator over the data, which goes on from a state of its own if there is one, and who keeps that state.
+    """An iterator over the data, which goes on from its own state if there is one, and the objects with this state.
 
-    The state of a dataset is restored before it is iterated, that of its iterator, which the dataset may be itself,
-    after.
+    The state of a dataset is restored before ``iter``. The state of its iterator, which may be the dataset itself, is
+    restored after ``iter``.
 
     Args:
-      data: the user's.
-      text: the state to restore; ``None`` begins as the data does.
-      own_state: what the user asked for.
+      data: the user's data.
+      text: the state to restore; ``None``: the data begins as usual.
+      own_state: the user's option.
 
     Raises:
-      StateMismatch: there is a state, but nobody to restore it; or the text is no JSON.
+      StateMismatch: there is a state, but no object that can restore it; or the text is not JSON.
     """
     state = {} if text is None else _parsed(text)
     if "dataset" in state:
@@ -199,13 +199,13 @@ def _keeper(data: object, own_state: OwnState) -> HasState | None:
 
 
 def begun_again(data: Iterable[Any], iterator: Iterator[Any]) -> Iterator[Any]:
-    """The iterator over data that was restored between two epochs; another one where nothing is left in it."""
+    """The iterator over data that was restored between two epochs; a new one if nothing is left in it."""
     first = next(iterator, _END)
     return iter(data) if first is _END else _after(first, iterator)
 
 
 def _after(first: Any, iterator: Iterator[Any]) -> Iterator[Any]:
-    """Both, without another ``iter()``, by which data that is its own iterator would begin again."""
+    """The first element and the rest, without another ``iter()``: data that is its own iterator would begin again."""
     yield first
     while (element := next(iterator, _END)) is not _END:
         yield element

@@ -1,12 +1,12 @@
-"""Data with an index: a torch ``DataLoader`` over a map-style dataset, tensors and arrays in memory, samplers.
+"""Map-style data: torch ``DataLoader``s over map-style datasets, tensors and arrays in memory, samplers.
 
-- ``source``: A ``DataLoader`` taken apart, and the one of a worker built.
-- ``rows``: Its rows.
-- ``index_batches``: The batch sampler of yours, cut; ``DistributedBatchSampler``.
-- ``sampler_batches``: Its batches, one after the other or passed over.
+- ``source``: Takes the user's ``DataLoader`` apart and builds the one of this worker.
+- ``rows``: The stream of rows of one epoch.
+- ``index_batches``: Cuts the batches of the user's batch sampler; ``DistributedBatchSampler``.
+- ``sampler_batches``: Draws or skips the batches of a sampler.
 - ``index_array``: Indices as arrays; a digest of a batch of them.
-- ``in_memory``: Batches gathered from memory at once.
-- ``columns``: One tensor or array of them.
+- ``in_memory``: Batches gathered from memory in one call for each tensor.
+- ``columns``: One tensor or array of such a dataset.
 - ``table``: A dict of tensors and arrays as a dataset.
 - ``shuffle_sampler``: ``ShuffleSampler``.
 """

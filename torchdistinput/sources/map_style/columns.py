@@ -1,11 +1,11 @@
-"""One tensor or array of a dataset, of which many rows are read at once.
+"""Columns: the tensors and arrays of an in-memory dataset, of which many rows are gathered in one call.
 
-Problem. Torch's own gather sets up an iterator for each row, and shares the work among its threads, who must all come.
-For a batch of a few hundred kilobytes that takes longer than the copying: NumPy's takes half to two thirds of it on one
-thread.
+Problem. Torch's own gather sets up an iterator for each row, and divides the work among its threads, which must all
+start. For a batch of a few hundred kilobytes this takes longer than the copying: NumPy's gather on one thread takes
+half to two thirds of the time.
 
-Decision. What is small, or is to be done by one thread anyway, is gathered by NumPy, out of the tensor's own memory;
-more than that by torch, on as many threads as it has. The rows are the same to the last bit, in memory of their own.
+Decision. Small gathers, and all gathers if torch has one thread, are done by NumPy from the tensor's own memory. Larger
+gathers are done by torch on all its threads. The rows are the same to the last bit, in memory of their own.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ __all__ = ["ARRAYS", "Column", "column_of"]
 Ints = npt.NDArray[np.int64]
 
 ARRAYS: Final = (np.ndarray, np.memmap)
-"""Types of arrays whose rows are known to be what they seem."""
+"""Types of arrays with NumPy's own indexing, which a subclass could change."""
 _SMALL: Final = 65_536
-"""Elements that torch would divide among two threads at most."""
+"""The most elements of a small gather: torch would divide them among two threads at most."""
 _BARELY_KNOWN: Final = (torch.uint16, torch.uint32, torch.uint64)
-"""Dtypes of which torch gathers rows, but no single numbers."""
+"""Dtypes for which torch gathers rows, but not single numbers."""
 
 
 class Column(Protocol):
@@ -42,19 +42,19 @@ class Column(Protocol):
         """These rows, in memory of their own.
 
         Raises:
-          IndexError: a row is out of range; also where torch would count it from the end. (``RuntimeError``: of rows
-            that have nothing in them.)
+          IndexError: a row is out of range, or negative, which torch would count from the end. (``RuntimeError`` if the
+            rows have no elements.)
         """
 
     def cut(self, lo: int, hi: int) -> torch.Tensor:
-        """The rows from ``lo`` to ``hi - 1``, which are there, in memory of their own."""
+        """The rows from ``lo`` to ``hi - 1``, in memory of their own. The column has all of them."""
 
     def is_still(self, column: Any) -> bool:
-        """Whether this is of that one, and of the memory that it has now."""
+        """Whether this object was made for ``column``, and for the memory that ``column`` has now."""
 
 
 def column_of(column: Any) -> Column | None:
-    """The column; ``None`` if torch's way of reading single rows might make something else of them. Local."""
+    """The column; ``None`` if reading single rows with torch might give other results. Local."""
     if type(column) is torch.Tensor:
         plain = (
             column.layout is torch.strided
@@ -65,13 +65,13 @@ def column_of(column: Any) -> Column | None:
         return _OfTensor(column) if plain and column.dim() and _has_plain_rows(column) else None
     if type(column) not in ARRAYS:
         return None
-    array: npt.NDArray[Any] = np.asarray(column)  # without a subclass
+    array: npt.NDArray[Any] = np.asarray(column)  # drops a subclass
     plain = array.dtype.kind in "biufc" and array.dtype.isnative and array.ndim > 0 and array.flags.c_contiguous
     return _OfArray(column, array) if plain else None
 
 
 def _has_plain_rows(column: torch.Tensor) -> bool:
-    """Whether each row lies in one piece: torch's stacking may keep another order of the dimensions."""
+    """Whether each row is contiguous: otherwise torch's stacking may keep another order of the dimensions."""
     return not len(column) or column[0].is_contiguous()
 
 
@@ -102,7 +102,7 @@ class _OfTensor:
         return self._tensor[lo:hi].clone(memory_format=torch.contiguous_format)
 
     def _is_for_one_thread(self, rows: int) -> bool:
-        # A tensor can be given other memory; the view would still be of the one before, which may be gone.
+        # A tensor can be given other memory; the view would still refer to the old memory, which may be freed.
         return (rows <= self._few or torch.get_num_threads() == 1) and self._tensor.data_ptr() == self._address
 
     def is_still(self, column: Any) -> bool:
@@ -112,21 +112,21 @@ class _OfTensor:
 
 def _view_of(tensor: torch.Tensor) -> npt.NDArray[Any] | None:
     """The same memory as an array; ``None`` if NumPy does not know the dtype, or would copy all of it for a gather."""
-    if not tensor.is_contiguous() or not tensor.numel():  # of nothing, NumPy's strides differ from torch's
+    if not tensor.is_contiguous() or not tensor.numel():  # without elements, NumPy's strides differ from torch's
         return None
     try:
-        return np.from_dlpack(tensor)  # after ``numpy()`` the user's tensor could not be resized any more
+        return np.from_dlpack(tensor)  # ``numpy()`` would make the user's tensor not resizable
     except (BufferError, RuntimeError, TypeError):
         return None
 
 
 @final
 class _OfArray:
-    """An array, or a memory-mapped one. NumPy needs no writable memory for a gather, as torch does.
+    """An array, or a memory-mapped one. NumPy can gather from read-only memory; torch cannot.
 
     Args:
-      given: the user's.
-      array: the same without a subclass.
+      given: the user's array.
+      array: the same array without its subclass.
     """
 
     def __init__(self, given: npt.NDArray[Any], array: npt.NDArray[Any]) -> None:

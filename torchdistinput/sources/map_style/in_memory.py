@@ -1,13 +1,13 @@
-"""Batches that are gathered from memory at once, instead of sample by sample.
+"""In-memory datasets: each tensor of a batch is gathered in one call, instead of sample by sample.
 
-Problem. ``DataLoader`` asks a ``TensorDataset`` for one sample after the other and stacks what it got: 1.4 us a sample,
-thirty times what the copying of the samples takes.
+Problem. ``DataLoader`` reads a ``TensorDataset`` one sample after the other and stacks the samples: 1.4 us a sample,
+thirty times the cost of copying them.
 
 Decision. Where nothing but torch and NumPy takes part (a ``TensorDataset``, tensors, arrays, memory-mapped ones, a
 ``Table`` of them, ``Subset`` and ``ConcatDataset`` of these, collated by torch's own function), each tensor of the
-batch is gathered in one call. Types are compared by ``is``: a subclass may do anything. What comes out is compared with
-torch's way for two samples before it is used; whatever is not equal to the last bit goes torch's way, and so do indices
-that are out of range, so that errors are torch's, too.
+batch is gathered in one call. Types are compared by ``is``: a subclass may do anything. Before the gather is used, its
+result for two samples is compared with torch's. If they are not equal to the last bit, the samples are read one by one
+as torch does. So are indices that are out of range, so that errors are torch's, too.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from torchdistinput.sources.map_style.table import Table, columns_in
 __all__ = ["NOT_THERE", "InMemoryRows", "gather_of", "gathers", "numbers_of"]
 
 NOT_THERE: Final = (IndexError, RuntimeError)
-"""What a gather raises of a row that is out of range, or counted from the end: the ordinary way has to say which.
-All else comes from elsewhere, as from a handler of signals, and must not be taken for that."""
+"""Exceptions of a gather if a row is out of range, or counted from the end: reading one by one then names the row.
+All other exceptions come from elsewhere, for example from a signal handler, and must not be taken for this."""
 
-# What torch, NumPy and a dataset that is not as it should be raise when it is tried whether rows can be gathered.
+# The exceptions of torch, NumPy and a faulty dataset in the trial that shows whether rows can be gathered.
 _OF_A_TRIAL: Final = (
     *(ArithmeticError, AssertionError, AttributeError, BufferError, LookupError, MemoryError),
     *(RuntimeError, TypeError, ValueError),
@@ -52,10 +52,10 @@ Ints = npt.NDArray[np.int64]
 
 
 class _Kind(NamedTuple):
-    """What is the same for all samples of a dataset."""
+    """The structure that all samples of a dataset share."""
 
     nest: Any
-    """How the columns are put together to a sample."""
+    """How the columns form a sample."""
     columns: tuple[tuple[bool, Any, tuple[int, ...]], ...]
     """For each column, whether it is a tensor, its dtype and its inner dimensions."""
 
@@ -65,60 +65,60 @@ class _Reader(Protocol):
 
     @property
     def kind(self) -> _Kind:
-        """What is the same for all rows."""
+        """The structure that all rows share."""
 
     def read(self, rows: Numbers) -> list[torch.Tensor]:
         """A tensor for each column, in memory of its own.
 
         Raises:
-          IndexError: a row is out of range; also where torch would count it from the end.
+          IndexError: a row is out of range, or negative, which torch would count from the end.
         """
 
     def read_each(self, batches: Sequence[Numbers]) -> Iterable[Sequence[torch.Tensor]]:
-        """What ``read`` gives for each of these."""
+        """The result of ``read`` for each of these batches."""
 
     def is_current(self) -> bool:
-        """Whether the dataset still has the parts that it had."""
+        """Whether the dataset still has the same parts."""
 
 
 @final
 class InMemoryRows:
-    """Makes batches as a dataset and torch's function would make them.
+    """Makes the batches that a dataset and torch's collate function would make.
 
     Args:
       reader: reads the tensors.
-      build: puts them into the batch.
+      build: builds the batch from them.
     """
 
     def __init__(self, reader: _Reader, build: Callable[[list[torch.Tensor]], Any]) -> None:
         self._reader = reader
         self._build = build
-        self._default_device = torch.get_default_device()  # where torch makes tensors of arrays
+        self._default_device = torch.get_default_device()  # on which torch makes tensors from arrays
 
     def __call__(self, rows: Numbers) -> Any:
         """The batch of these rows.
 
         Raises:
-          IndexError: torch has to say what is wrong with a row, or to count it from the end.
+          IndexError: a row is out of range, or negative. Torch then raises its own error, or counts from the end.
         """
         return self._build(self._reader.read(rows))
 
     def each(self, batches: Sequence[Numbers]) -> list[Any]:
-        """The same of several."""
+        """The batch of each of these lists of rows."""
         return [self._build([*tensors]) for tensors in self._reader.read_each(batches)]
 
     def is_current(self) -> bool:
-        """Whether torch's way would still give the same. To be asked when an epoch begins."""
+        """Whether torch would still make the same batches. To be called when an epoch begins."""
         return torch.get_default_device() == self._default_device and self._reader.is_current()
 
 
 def gather_of(dataset: Any, collate: Any, *, many: bool) -> InMemoryRows | None:
-    """What makes the batches of a dataset at once; ``None`` if it has to be asked sample by sample. Local.
+    """The gather for the batches of a dataset; ``None`` if it must be read sample by sample. Local.
 
     Args:
       dataset: any map-style dataset.
       collate: the loader's ``collate_fn``.
-      many: whether batches are collated of samples; else the dataset is asked with the list of their indices.
+      many: whether batches are collated from samples; else the dataset is indexed with the list of their indices.
     """
     if collate is not (default_collate if many else default_convert):
         return None
@@ -127,13 +127,13 @@ def gather_of(dataset: Any, collate: Any, *, many: bool) -> InMemoryRows | None:
         if reader is None or not len(dataset):
             return None
         rows = [0, len(dataset) - 1]
-        with warnings.catch_warnings():  # torch warns of arrays that are read only, as it might share their memory
+        with warnings.catch_warnings():  # torch warns of read-only arrays, as it might share their memory
             warnings.simplefilter("ignore")
             expected = collate([dataset[row] for row in rows] if many else dataset[rows])
         build = _build_of(expected)
         if build is None or not _same(expected, build(reader.read(Numbers(np.array(rows))))):
             return None
-    except _OF_A_TRIAL:  # the ordinary way will meet it, and raise it where the samples are read
+    except _OF_A_TRIAL:  # reading one by one will raise it again, where the samples are read
         return None
     return InMemoryRows(reader, build)
 
@@ -146,13 +146,13 @@ def gathers(loader: DataLoader[Any]) -> bool:
 
 
 def numbers_of(indices: Any) -> Numbers | None:
-    """The indices of a sampler of the user's own, if they are plain ints; else ``None``. Local."""
+    """The indices of the user's own sampler, if they are plain ints; else ``None``. Local."""
     found = _ints_of(indices)
     return None if found is None else Numbers(found)
 
 
 def _ints_of(indices: Any) -> Ints | None:
-    """A list or tuple of ints as an array; ``None`` if it has anything else in it, as ``True`` is no ``1`` here."""
+    """A list or tuple of ints as an array; ``None`` if it has any other values: ``True`` does not count as ``1``."""
     if type(indices) not in {list, tuple} or not {*map(type, indices)} <= {int, np.int64}:
         return None
     try:
@@ -185,8 +185,8 @@ class _Columns:
     """Tensors and arrays side by side.
 
     Args:
-      content: gives them, nested or not.
-      columns: they themselves.
+      content: returns the tensors and arrays, nested or not.
+      columns: the columns made from them.
     """
 
     def __init__(self, content: Callable[[], Any], columns: Sequence[Column]) -> None:
@@ -201,13 +201,13 @@ class _Columns:
         return [_rows_of(column, content) for column in self._columns]
 
     def read_each(self, batches: Sequence[Numbers]) -> Iterable[Sequence[torch.Tensor]]:
-        """See ``_Reader.read_each``. Column by column is faster, as each keeps memory of its own busy."""
+        """See ``_Reader.read_each``. Reading column by column is faster, as each column has memory of its own."""
         contents = [self._checked(each) for each in batches]
         return zip(*[[_rows_of(column, each) for each in contents] for column in self._columns], strict=True)
 
     def _checked(self, rows: Numbers) -> Ints | range:
         content = rows.content
-        if type(content) is range and content.stop > self._length:  # an array is checked where it is used
+        if type(content) is range and content.stop > self._length:  # the gather checks an array
             raise IndexError(f"a place outside of [0, {self._length})")
         return content
 
@@ -239,15 +239,15 @@ class _Picked:
     """A ``Subset``.
 
     Args:
-      subset: that one.
-      inner: reads what it is of.
-      indices: which rows of that there are: an array, or a range with any steps.
+      subset: the ``Subset``.
+      inner: reads the dataset of the ``Subset``.
+      indices: its rows in this dataset: an array, or a range with any step.
     """
 
     def __init__(self, subset: Subset[Any], inner: _Reader, indices: Ints | range) -> None:
         self._subset = subset
         self._dataset, self._given = subset.dataset, subset.indices
-        # Lists are compared by the identity of their entries first, which is much faster than to make arrays of them.
+        # Lists are compared by the identity of their entries first: much faster than making arrays of them.
         self._copy = list(subset.indices) if type(subset.indices) is list else None
         self._inner = inner
         self._indices = indices
@@ -273,7 +273,7 @@ class _Picked:
 
 
 def _indices_of(indices: Any) -> Ints | range | None:
-    """The indices of a ``Subset``, if they are plain ints. Of a tensor or array, in its own memory."""
+    """The indices of a ``Subset``, if they are plain ints. A tensor or array is not copied."""
     if type(indices) is range:
         return indices
     if type(indices) is torch.Tensor and indices.dtype is torch.int64 and indices.device.type == "cpu":
@@ -288,8 +288,8 @@ class _Joined:
     """A ``ConcatDataset``.
 
     Args:
-      whole: that one.
-      parts: read what it is made of; all of one kind.
+      whole: the ``ConcatDataset``.
+      parts: read its datasets, which have the same structure.
     """
 
     def __init__(self, whole: ConcatDataset[Any], parts: Sequence[_Reader]) -> None:
@@ -334,7 +334,7 @@ def _refuse_outside(places: Ints, length: int) -> None:
 
 
 def _build_of(batch: Any) -> Callable[[list[torch.Tensor]], Any] | None:
-    """What puts tensors into a batch like this one; ``None`` if there is more in it than tensors."""
+    """The function that builds a batch like this one from tensors; ``None`` if the batch has other values too."""
     leaves, structure = pytree.flatten(batch)
     if not leaves or not all(type(leaf) is torch.Tensor for leaf in leaves):
         return None

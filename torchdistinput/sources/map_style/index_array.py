@@ -1,7 +1,7 @@
-"""Indices as arrays: what torch's own samplers draw; and a digest of any batch of indices.
+"""Sample indices as arrays, for torch's own samplers; and a digest of any batch of indices.
 
-A list of ten million ints takes 80 MB and a second, and a list of 1024 ints costs more than the reading of as many
-samples from memory. So the indices of samplers that are known stay arrays, of which each worker cuts its own part.
+A list of ten million ints takes 80 MB and a second, and a list of 1024 ints costs more than reading as many samples
+from memory. So the indices of torch's own samplers stay arrays, from which each worker cuts its part.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["Digests", "Numbers", "digest_of"]
 
 @final
 class Digests:
-    """Digests of batches that are taken from indices one after the other: many are made at once.
+    """Digests of consecutive batches of indices. Many digests are computed together.
 
     Args:
       indices: int64, ``(n,)``.
@@ -31,10 +31,10 @@ class Digests:
     def __init__(self, indices: npt.NDArray[np.int64]) -> None:
         self._indices = indices
         self._first = self._count = 0
-        self._found: list[int] = []  # of the batches of so many that follow the first one
+        self._found: list[int] = []  # for consecutive batches of this size after the first one
 
     def at(self, start: int, count: int) -> int:
-        """That of ``count`` indices from ``start`` on; one or more, as there are."""
+        """The digest of the ``count`` indices from ``start`` on. They exist, and are at least one."""
         place, rest = divmod(start - self._first, count)
         if count != self._count or rest or not 0 <= place < len(self._found):
             self._make(start, count)
@@ -54,12 +54,12 @@ class Digests:
 
 @final
 class Numbers:
-    """Indices that one of torch's own samplers drew: ints of 0 and above. As a list they are what torch would yield.
+    """Indices that one of torch's own samplers drew: ints of 0 and above. ``tolist`` gives what torch would yield.
 
     Args:
       content: int64, ``(n,)``; or a range with steps of 1.
-      digests: where the digest is made together with others; ``None`` where it is not.
-      start: where the indices begin there.
+      digests: computes the digest together with those of other batches; ``None``: it is computed alone.
+      start: the position of the indices in ``digests``.
     """
 
     __slots__ = ("_digests", "_start", "content")
@@ -70,16 +70,16 @@ class Numbers:
         self._start = start
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Numbers.of_plain, (self.plain(),)  # all indices would come along with the digests
+        return Numbers.of_plain, (self.plain(),)  # ``digests`` would bring all indices of the epoch along
 
     def plain(self) -> tuple[int, int] | bytes:
-        """The indices as ints and bytes, which take a fraction of the time of a range or an array to be pickled."""
+        """The indices as ints or bytes, which pickle in a fraction of the time of a range or an array."""
         content = self.content
         return (content.start, content.stop) if isinstance(content, range) else content.tobytes()
 
     @staticmethod
     def of_plain(plain: tuple[int, int] | bytes) -> Numbers:
-        """The indices that ``plain`` told of. An array can be written to, as it was."""
+        """The indices from the result of ``plain``. Their array is writable, as before."""
         if isinstance(plain, bytes):
             return Numbers(np.frombuffer(bytearray(plain), np.int64))
         return Numbers(range(*plain))
@@ -112,16 +112,16 @@ class Numbers:
 
 
 def digest_of(indices: Numbers | Sequence[Any]) -> int:
-    """A number above 0 of a batch of indices: equal for equal batches, in every process; else hardly ever. Local."""
+    """A digest above 0 of a batch of indices: equal for equal batches, in every process; else almost never. Local."""
     if isinstance(indices, Numbers):
         return indices.digest()
     try:
         return _digest(np.frombuffer(array("q", indices), np.int64))
-    except (TypeError, ValueError, OverflowError):  # no ints, or not of 64 bits
+    except (TypeError, ValueError, OverflowError):  # not ints, or ints of more than 64 bits
         return zlib.crc32(repr(indices).encode()) + 1
 
 
-# Odd words that look random, of 64 bits.
+# Odd 64-bit constants that look random.
 _WEIGHTS: Final = (random_words(0, 4096) | np.uint64(1)).view(np.int64)
 _NUM_WEIGHTS: Final = len(_WEIGHTS)
 _STEP: Final = 0x9E3779B97F4A7C15
@@ -132,8 +132,8 @@ _TOGETHER: Final = 64  # batches
 def _digest(indices: npt.NDArray[np.int64]) -> int:
     """A weighted sum modulo 2**63, which takes a third of the time of a checksum of the bytes.
 
-    Carter, Wegman, "Universal classes of hash functions", 1979: two batches have the same sum hardly ever, as the
-    weights have nothing to do with them.
+    Carter, Wegman, "Universal classes of hash functions", 1979: two batches almost never have the same sum, as the
+    weights do not depend on the batches.
     """
     count = len(indices)
     number = count
@@ -144,7 +144,7 @@ def _digest(indices: npt.NDArray[np.int64]) -> int:
 
 
 def _digest_of_range(start: int, count: int) -> int:
-    """The same of ``count`` indices in a row, without making them."""
+    """The digest of ``count`` consecutive indices from ``start`` on, without making them."""
     number = count
     for first in range(start, start + count, _NUM_WEIGHTS):
         weights, by_place = _sums_of(min(start + count - first, _NUM_WEIGHTS))
@@ -154,6 +154,6 @@ def _digest_of_range(start: int, count: int) -> int:
 
 @lru_cache(1024)
 def _sums_of(count: int) -> tuple[int, int]:
-    """The sum of the first weights, and that of each multiplied by its place."""
+    """The sum of the first weights, and the sum of each of them multiplied by its position."""
     weights = _WEIGHTS[:count]
     return int(weights.sum()), int(weights.dot(np.arange(count)))

@@ -1,8 +1,8 @@
-"""Batch samplers: the user's own runs, and its batches are cut here.
+"""Draws batches of indices from the user's batch sampler, and cuts them into the pieces of the replicas.
 
-``SamplerDraws`` feeds one epoch of a rebuilt ``DataLoader``. The user's sampler is only ever advanced on the caller's
-thread, when and as often as torch would advance it (with loader workers: as far ahead as torch's own read-ahead, plus
-the steps that are read ahead here), so that random state in user code stays repeatable.
+``SamplerDraws`` feeds one epoch of a rebuilt ``DataLoader``. It advances the user's sampler only on the caller's
+thread, when and as often as torch would (with loader workers: by torch's own read-ahead, plus the steps that are read
+ahead here), so that random state in user code stays repeatable.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ __all__ = ["CutRow", "DistributedBatchSampler", "DrawnRow", "IndexFeed", "Sample
 
 
 class DrawnRow(NamedTuple):
-    """A row whose indices were drawn: which pieces will come from the loader, or which row of a whole batch it is."""
+    """A row whose indices were drawn: the pieces that will come from the loader, or its number in a whole batch."""
 
     pieces: tuple[bool, ...]
     row_of_whole: int | None
     digest: Digest
-    """Of the batch that was drawn, for comparing ranks; 0 where each worker draws its own."""
+    """The digest of the batch that was drawn, for comparing ranks; 0 if each worker draws batches of its own."""
     numbers: tuple[Any, ...] | None
-    """The numbers of the samples of each piece, if they are wanted; of a whole batch, the number of its first row."""
+    """The numbers of the samples of each piece, if they are wanted; for a whole batch, the number of its first row."""
     wanted: int
     """How many pieces will come."""
     sizes: tuple[int, ...] = ()
-    """Samples in each piece; of a whole batch it shows when it is there."""
+    """Samples in each piece; the sizes of a whole batch are known only after it was read."""
     gathered: RowSizes | None = None
-    """Its sizes, if all its pieces are gathered."""
+    """The sizes of the row, if all its pieces are gathered from memory."""
     failure: BaseException | None = None
-    """What the sampler raised in place of a batch; one request was made for it."""
+    """The exception that the sampler raised in place of a batch; one request was made for it."""
 
 
 class CutRow(NamedTuple):
-    """A row of a batch of some size: the limits of its pieces, which of them are asked for, and how many those are."""
+    """A row of a batch of some size: the limits of its pieces, which pieces are requested, and how many."""
 
     limits: tuple[tuple[int, int], ...]
     pieces: tuple[bool, ...]
@@ -54,7 +54,7 @@ class CutRow(NamedTuple):
     sizes: RowSizes
 
     def requests(self, indices: Any, key: int, *, collate: bool) -> list[Request]:
-        """The requests for the pieces: of loader workers also for those without a sample."""
+        """The requests for the pieces; loader workers also get requests for pieces without a sample."""
         requests: list[Request] = [(collate, part, key) for part in self.parts(indices)]
         if len(requests) < self.wanted:
             full = iter(requests)
@@ -62,7 +62,7 @@ class CutRow(NamedTuple):
         return requests
 
     def parts(self, indices: Any) -> list[Any]:
-        """The indices of the pieces that have samples. A list may be another one later, and is copied."""
+        """The indices of the pieces that have samples. A list is copied, as the user may change it later."""
         size = len(indices) if type(indices) is Numbers else -1
         return [indices if hi - lo == size else indices[lo:hi] for lo, hi in self.limits if lo < hi]
 
@@ -72,19 +72,19 @@ class SamplerDraws:
     """One epoch of the user's batch sampler, drawn as needed.
 
     Args:
-      batches: the user's batch sampler, or sampler where it yields the batches itself, at its start.
-      cutter: the laws of the cut.
+      batches: the user's batch sampler, or a sampler that yields batches itself, at its start.
+      cutter: cuts batches by the laws of ``plan``.
       collate: whether a batch is a list of sample indices to be collated; else its items are given to the dataset.
-      lead: batches that torch's loader asks for when its iterator is made.
+      lead: how many batches torch's loader draws when its iterator is made.
       draw: calls user code that may draw from the default random state.
-      once: whether that is the first batch's only.
-      numbers: numbers the samples, if that is wanted.
-      on_failure: how it is taken that the sampler fails. As in torch's loader, where it goes on, its empty lists are
+      once: whether ``draw`` is used for the first batch only.
+      numbers: numbers the samples, if the index is wanted.
+      on_failure: how a failure of the sampler is handled. If reading goes on, as in torch's loader, empty lists are
         batches, too; else they are rows without a piece.
     """
 
     key = 0
-    """The word of the epoch, for ``sample_seed``; set before the first request is taken."""
+    """The key of the epoch, for ``sample_seed``; set before the first request is taken."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class SamplerDraws:
         self._cutter = cutter
         self._schema = object()  # of the batches that are gathered
         self._cut_size = -1
-        self._cut_rows: list[CutRow] = []  # of a batch of that size, which most batches have
+        self._cut_rows: list[CutRow] = []  # the rows of a batch of this size, which most batches have
         self._rows_a_batch = 1 if cutter.shared else cutter.topology.num_workers
         self._alone = cutter.topology.num_workers == 1
         self._collate = collate
@@ -114,24 +114,24 @@ class SamplerDraws:
         self._requests: deque[Request] = deque()
         self._lead = lead
         self._batches.catch_up(lead)
-        self._num_drawn = self._rows_taken = 0  # batches and rows, those of them included that were passed over
+        self._num_drawn = self._rows_taken = 0  # batches and rows, including skipped ones
         self._exhausted = False
         self._rows_to_skip = 0
         self._drawn_before = 0
 
     def skip(self, rows: int, drawn: int = 0) -> None:
-        """Lets the epoch begin after its first ``rows`` rows, of which nothing is read but the random draws are made.
+        """Skips the first ``rows`` rows of the epoch: makes their random draws, and reads none of their samples.
 
-        To be called before anything is taken, with the ``key`` set, and after what torch's loader draws when it begins
-        an epoch: the user's sampler is advanced at once. So its random states are right even if nothing is taken.
+        Call it before anything is taken, with the ``key`` set, and after the draws of torch's loader at the start of an
+        epoch: the user's sampler is advanced at once. So its random states are right even if no row is taken.
 
         Args:
-          rows: how many; a batch is one row where the workers share it, else a row for each worker.
-          drawn: the digest that the last of them had; 0: not to be compared.
+          rows: how many; a batch is one row if the workers share it, else a row for each worker.
+          drawn: the digest of the last skipped batch; 0: it is not compared.
 
         Raises:
-          StateMismatch: as the ``failure`` of the first row: the sampler drew other samples, or (where the workers
-            share its batches) ended before.
+          StateMismatch: as the ``failure`` of the first row: the sampler drew other samples, or (if the workers share
+            its batches) ended too early.
         """
         self._rows_to_skip, self._drawn_before = rows, drawn
         self.catch_up(rows)
@@ -140,16 +140,16 @@ class SamplerDraws:
         self._lead_on()
 
     def _lead_on(self) -> None:
-        """Draws as many batches as torch would have drawn by now; the loader workers may want fewer."""
+        """Draws as many batches as torch would have drawn by now; the loader workers may need fewer."""
         while self._num_drawn < self._torch_draws(self._rows_taken) and self._advance():
             pass
 
     def _torch_draws(self, rows: int) -> int:
-        """The batches that torch would have asked for when so many rows were."""
+        """The number of batches that torch would have drawn when this many rows were requested."""
         return self._lead - -rows // self._rows_a_batch
 
     def catch_up(self, rows: int) -> None:
-        """So many rows of the epoch were asked for: makes the draws that torch would have made. Caller's thread."""
+        """Makes the draws that torch would have made when this many rows were requested. Caller's thread."""
         self._batches.catch_up(self._torch_draws(rows))
 
     def take_request(self) -> Request:
@@ -164,28 +164,29 @@ class SamplerDraws:
         self._requests.extendleft(reversed(requests))
 
     def expect(self, rows: int) -> None:
-        """So many rows will be taken at once: those are drawn now of which it stands fixed what comes. Caller's thread.
+        """Prepares for ``rows`` rows: draws those whose indices are already determined. Caller's thread.
 
-        One after the other they would be drawn between the readings of samples, with cold caches.
+        Otherwise each row would be drawn between two reads of samples, with cold CPU caches.
         """
         self.put(self.take_fixed(rows - len(self._rows)))
 
     @property
     def comes_known(self) -> bool:
-        """Whether the next rows are those of ``take_fixed``, and may be gathered without being drawn here."""
+        """Whether the next rows are those of ``take_fixed``, and may be gathered without drawing them here."""
         return not self._rows and self._numbers is None
 
     def take_fixed(self, rows: int) -> Sequence[Numbers]:
-        """The next batches, for so many rows, of which it stands fixed what they are. Caller's thread.
+        """The next batches, for up to ``rows`` rows, whose indices are already determined. Caller's thread.
 
-        They come after the rows that were drawn already, and are to be ``put`` or gathered, row by row of ``rows_of``.
+        They follow the rows that were drawn already. The caller passes them to ``put``, or gathers each row of
+        ``rows_of``.
         """
         if rows <= 0 or self._exhausted or self._rows_to_skip:
             return ()
         return self._batches.draw_fixed(-(-rows // self._rows_a_batch))
 
     def put(self, batches: Sequence[Numbers]) -> None:
-        """Lets their rows come next, after those that were drawn already."""
+        """Adds the rows of these batches after the rows that were drawn already."""
         try:
             for batch in batches:
                 self._num_drawn += 1
@@ -194,9 +195,9 @@ class SamplerDraws:
             self._fail(error)
 
     def take_row(self) -> DrawnRow | None:
-        """The next row, with the requests that it needs drawn; ``None`` at the end. Caller's thread.
+        """The next row, after drawing the requests that it needs; ``None`` at the end. Caller's thread.
 
-        What the user's sampler raised while it was asked ahead is a row, too: it comes after the rows before.
+        An exception that the user's sampler raised while drawing ahead is a row, too: it comes after the earlier rows.
         """
         while not self._rows and self._advance():
             pass
@@ -208,14 +209,14 @@ class SamplerDraws:
         return row
 
     def _advance(self) -> bool:
-        """Draws one batch of the user's sampler; whether there was one, or a failure in its place."""
+        """Draws one batch from the user's sampler. Returns whether there was one, or a failure in its place."""
         if self._exhausted:
             return False
         try:
             if self._rows_to_skip:
                 return self._start_after(self._rows_to_skip)
             draw = self._draw
-            self._num_drawn += 1  # a failure takes the place of a batch
+            self._num_drawn += 1  # a failure counts as a batch
             try:
                 batch = self._batches.draw() if draw is plainly else draw(self._batches.draw)
             except StopIteration:
@@ -230,16 +231,16 @@ class SamplerDraws:
         return True
 
     def _fail(self, error: BaseException) -> None:
-        """Keeps it for after the rows that were drawn: in torch's hands it would come before them, in place of one.
+        """Keeps the error for after the rows that were drawn. Torch's loader would raise it before them, and lose one.
 
-        A request is made for it, as for any row: torch's loader takes one for each item that it gives.
+        A request is made for the error, as for any row: torch's loader takes one request for each item.
         """
         self._exhausted = not self._like_torch or self._rows_to_skip > 0
         self._requests.append(NO_SAMPLES)
         self._rows.append(DrawnRow((True,), None, 0, None, 1, (0,), None, error))
 
     def _start_after(self, rows: int) -> bool:
-        """Draws the batch that the last row to be passed over is in; what is left of it comes next."""
+        """Draws the batch that has the last row to be skipped; the rest of this batch comes next."""
         before, row = divmod(rows - 1, self._rows_a_batch)
         self._exhausted = True  # unless the batch is found
         passed, batch = self._draw(lambda: self._draw_after(before))
@@ -247,7 +248,7 @@ class SamplerDraws:
         if self._once:
             self._draw = plainly
         if batch is self:
-            if self._cutter.shared:  # else other workers may have gone on for longer
+            if self._cutter.shared:  # else other workers may have more batches
                 raise _ended_early(rows, passed.batches)
             return False
         if self._drawn_before:
@@ -261,7 +262,7 @@ class SamplerDraws:
         return True
 
     def _draw_after(self, batches: int) -> tuple[Passed, Any]:
-        """What was passed over, and the batch behind so many; this object if there is none."""
+        """Skips ``batches`` batches. Returns what was skipped, and the next batch; this object if there is none."""
         passed = self._batches.skip(batches)
         try:
             return passed, self._batches.draw()
@@ -303,16 +304,16 @@ class SamplerDraws:
         """See ``DrawnRow.digest``."""
         if not self._cutter.shared:
             return 0
-        # A list may be another one when somebody asks. What is known stays, and one who is alone is seldom asked.
+        # A list may change later, so its digest is computed now. ``Numbers`` do not change; one rank rarely needs it.
         return indices.digest if self._alone and type(indices) is Numbers else digest_of(indices)
 
     def rows_of(self, size: int) -> list[CutRow]:
-        """The rows of a batch of so many samples."""
+        """The rows of a batch of ``size`` samples."""
         if size == self._cut_size:
             return self._cut_rows
         rows = []
         for limits in self._cutter.rows(size):
-            # Loader workers take requests ahead: a rank that had none for a row would draw further ahead than others.
+            # Loader workers take requests ahead: a rank without a request for a row would draw further than others.
             pieces = tuple(lo < hi or self._lead > 0 for lo, hi in limits)
             rows.append(
                 CutRow(limits, pieces, sum(pieces), RowSizes(size, tuple(hi - lo for lo, hi in limits), self._schema))
@@ -321,20 +322,20 @@ class SamplerDraws:
         return rows
 
     def _add_whole(self, item: Any, first: int) -> None:
-        """One item of the dataset is a whole batch: it is asked for once, and cut when it is there."""
+        """Adds the rows of one item that is a whole batch: it is requested once, and cut after it was read."""
         index = None if self._numbers is None else (self._numbers.of_item(item),)
         if first == self._rows_a_batch:
             return
         self._requests.append((False, item, self.key))
         digest: Digest = 0
-        if self._cutter.shared:  # an int stays what it is until somebody asks
+        if self._cutter.shared:  # an int does not change until the digest is needed
             digest = partial(digest_of, [item]) if type(item) is int else digest_of([item])
         for number in range(first, self._rows_a_batch):
             self._rows.append(DrawnRow((number == first,), number, digest, index, int(number == first)))
 
 
 def _sized(batch: Any) -> Any:
-    """A list of indices in any form that torch takes: it asks an iterable for no length."""
+    """The batch, as a list if it has no length: torch takes any iterable of indices."""
     return batch if type(batch) is list or isinstance(batch, Sized) else list(batch)
 
 
@@ -356,7 +357,7 @@ def _check_drawn(rows: int, saved: int, found: int) -> None:
 
 @final
 class IndexFeed(Sampler[Request]):
-    """The sampler of a rebuilt ``DataLoader``: hands on what was drawn for the epoch in progress."""
+    """The sampler of a rebuilt ``DataLoader``: yields the requests that were drawn for the current epoch."""
 
     def __init__(self) -> None:
         self.draws: SamplerDraws | None = None
@@ -370,7 +371,7 @@ class IndexFeed(Sampler[Request]):
 
 @final
 class _Requests(Iterator[Request]):
-    """An iterator that may be asked again after it ran dry, as torch's loader does while more is drawn."""
+    """An iterator that may yield again after ``StopIteration``: torch's loader calls it again when more is drawn."""
 
     def __init__(self, draws: SamplerDraws, taken: deque[Request]) -> None:
         self._draws = draws
@@ -395,11 +396,11 @@ class DistributedBatchSampler(Sampler[list[Any]]):
 
     Args:
       batch_sampler: yields lists of indices, the global batches; the same on every rank.
-      num_replicas: over how many replicas they are split.
-      rank: which of them this is.
+      num_replicas: how many replicas share each batch.
+      rank: the number of this replica.
 
     Raises:
-      BatchingError: a piece is empty: at construction where the sizes are known (a torch ``BatchSampler`` over a
+      BatchingError: a piece is empty: raised at construction if the sizes are known (a torch ``BatchSampler`` over a
         sampler with a length), else when the batch is drawn. The message names the step.
       ValueError: ``rank`` is not in ``[0, num_replicas)``.
     """

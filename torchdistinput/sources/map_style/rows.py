@@ -1,8 +1,9 @@
-"""The rows of a map-style loader, from its first index on.
+"""The stream of rows of a map-style loader: draws indices, and fetches the pieces of this worker.
 
-Indices are drawn on the caller's thread, pieces fetched where torch does. What is gathered from memory in this process
-is a whole row as soon as its indices are drawn, and known: nobody needs to look at it. Of several rows that are
-expected, the indices are drawn first, then all is gathered: what came between the copies would find the caches cold.
+Indices are drawn on the caller's thread; pieces are fetched where torch fetches them. Data in memory of this process is
+gathered as a whole row as soon as its indices are drawn. The structure of such a row is known, so it is not inspected.
+For a group of expected rows, all indices are drawn first, then all rows are gathered: code between the copies would run
+with cold CPU caches.
 """
 
 from __future__ import annotations
@@ -40,21 +41,21 @@ __all__ = ["MapStream"]
 class MapStream:
     """The stream of one epoch.
 
-    Its position is ``["map", rows]``, and under HINT the states of this worker's generators as the epoch began. Under
-    DATA, rows are batches.
+    Its position is ``["map", rows]``; under HINT it also has the states of this worker's generators at the start of the
+    epoch. Under DATA, rows are batches.
 
     Args:
       draws: draws the indices.
       read: gives the next piece.
-      cutter: the laws of the cut.
-      pieces: what makes the pieces in this process; ``None`` where torch's loader does.
+      cutter: cuts batches by the laws of ``plan``.
+      pieces: makes the pieces in this process; ``None`` if torch's loader makes them.
       in_background: see ``Stream.in_background``.
       first_row: rows of the epoch before the first one.
-      states: under HINT, the states of this worker's generators as the epoch began.
-      close: ends what reads.
+      states: under HINT, the states of this worker's generators at the start of the epoch.
+      close: stops the reading.
       goes_on: whether more may come after a failure; see ``ReadFailure``.
       in_order: whether the pieces come in the order in which they were drawn.
-      collates: whether pieces are made of samples; else they may be cut of items that are whole batches.
+      collates: whether pieces are collated from samples; else they may be cut from items that are whole batches.
       ready: how such items are counted and cut.
       draws_ahead: see ``CatchesUp.draws_ahead``.
     """
@@ -101,7 +102,7 @@ class MapStream:
         self._draws.catch_up(self._first_row + rows)
 
     def expect(self, rows: int) -> None:
-        """See ``Stream.expect``. What is gathered from memory is gathered now, with nothing in between."""
+        """See ``Stream.expect``. Rows in memory are gathered now, one directly after the other."""
         if self._pieces is None:
             return
         gather, draws, missing = self._pieces.gather, self._draws, rows - len(self._ahead)
@@ -118,7 +119,7 @@ class MapStream:
                     cuts.append((cut, digest))
                     pieces += cut.parts(batch)
             made = iter(gather.each(pieces))
-        except NOT_THERE:  # whichever row it is will meet it again
+        except NOT_THERE:  # the same row will raise it again in ``draw``
             draws.put(batches)
             return
         self._ahead.extend([(_row(cut.pieces, made), cut.sizes, digest) for cut, digest in cuts])
@@ -136,7 +137,7 @@ class MapStream:
         requests = [self._draws.take_request() for _ in range(drawn.wanted)]
         try:
             made: Row = [gather(numbers) for _, numbers, _ in requests]
-        except NOT_THERE:  # the ordinary way will meet it too, and tell of which samples it is
+        except NOT_THERE:  # reading one by one will raise it too, and name the samples
             self._draws.give_back(requests)
             return drawn
         row = made if len(made) == len(drawn.pieces) else _row(drawn.pieces, iter(made))
@@ -154,7 +155,7 @@ class MapStream:
             self._raise_failure_of_sampler(drawn.failure)
         if drawn.row_of_whole is None:
             return Counted(pieces if drawn.numbers is None else _labelled(pieces, drawn.numbers), drawn.sizes)
-        if drawn.pieces[0]:  # the first row that is read of a whole batch
+        if drawn.pieces[0]:  # the first row of a whole batch that is read
             self._rows_of_whole = self._cut_whole(pieces[0], drawn)
         return self._rows_of_whole[drawn.row_of_whole]
 
@@ -189,7 +190,7 @@ class MapStream:
 
 
 def _row(pieces: Sequence[bool], made: Iterator[Any]) -> Row:
-    """The row with these pieces, of those that come next."""
+    """The row of the pieces that are wanted, taken from the next ones."""
     return [next(made) if wanted else None for wanted in pieces]
 
 

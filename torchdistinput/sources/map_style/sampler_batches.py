@@ -1,13 +1,13 @@
-"""The batches of the user's sampler, one after the other or passed over.
+"""Draws or skips batches of the user's sampler; for torch's own samplers without making lists of indices.
 
-Where the sampler is exactly one of torch's own (or a ``ShuffleSampler``), what it will yield is known, and batches are
-passed over without being made: the cost is that of the random draws. Those that are taken stay arrays until somebody
-needs a list. The values are torch's, and so are the draws: the same calls on the same generators, at the same
-``next()``, the extra permutation included that a ``RandomSampler`` draws from the user's generator when it runs dry. A
-subclass may do anything, so it is iterated as it is, and passed over by iterating.
+If the sampler is exactly one of torch's own (or a ``ShuffleSampler``), its indices are known, and batches are skipped
+without being made, at the cost of the random draws. Batches that are taken stay arrays until a list is needed. The
+values are torch's, and so are the draws: the same calls on the same generators, at the same ``next()``, including the
+extra permutation that a ``RandomSampler`` draws from the user's generator when its indices run out. A subclass may do
+anything, so it is iterated as it is, and skipped by iterating.
 
-Batches are drawn further ahead than torch would. A ``RandomSampler`` with a generator of the user's may draw from it in
-the middle of an epoch and at its end. Such a draw is made ahead on a copy of the generator, and on the generator itself
+Batches are drawn further ahead than torch would. A ``RandomSampler`` with a user's generator may draw from it in the
+middle of an epoch and at its end. Such a draw is made ahead on a copy of the generator, and on the generator itself
 when torch would make it (``catch_up``): so a loop that is left early leaves the generator as torch's loop does.
 """
 
@@ -33,15 +33,15 @@ __all__ = ["Batches", "Passed", "batches_of", "size_of"]
 
 _T = TypeVar("_T")
 
-_BLOCK: Final = 16_384  # indices that a keyed permutation is evaluated for, or a drawn one is widened for, together
+_BLOCK: Final = 16_384  # indices that are evaluated (keyed permutation) or widened (drawn permutation) together
 _MOST_NARROW: Final = 2**31 - 1
-_DRAWN_TOGETHER: Final = 32  # by a RandomSampler with replacement
+_DRAWN_TOGETHER: Final = 32  # indices that a RandomSampler with replacement draws together
 _MOST_GROUPS: Final = 2**12
-_FEW: Final = 64  # indices that are batches by themselves and are made Python ints together
+_FEW: Final = 64  # single indices as batches: so many are converted to Python ints together
 
 
 class Passed(NamedTuple):
-    """What was passed over."""
+    """The batches that were skipped."""
 
     batches: int
     samples: int
@@ -51,30 +51,30 @@ class Batches(Protocol):
     """The batches of one epoch."""
 
     def __next__(self) -> Any:
-        """The next batch, as torch gives it."""
+        """The next batch, as torch yields it."""
 
     def draw(self) -> Any:
-        """The next batch, as ``Numbers`` where torch would give a list of the indices of a sampler that is known.
+        """The next batch, as ``Numbers`` where torch would yield a list of indices from one of its own samplers.
 
         Raises:
-          StopIteration: there is none.
+          StopIteration: there is no batch left.
         """
 
     def draw_fixed(self, most: int, /) -> Sequence[Numbers]:
-        """The next batches, up to ``most``, as far as making them neither draws anything nor runs user code."""
+        """Up to ``most`` next batches: only those that can be made without a random draw or user code."""
 
     def skip(self, count: int) -> Passed:
-        """Passes over ``count`` batches, with the draws that making them would have cost; ``sys.maxsize``: over all."""
+        """Skips ``count`` batches, and makes the draws that yielding them would make; ``sys.maxsize``: all of them."""
 
     def catch_up(self, batches: int) -> None:
-        """By now torch would have asked for so many batches: makes the draws of those that were put off.
+        """Makes the postponed draws of the first ``batches`` batches, which torch would have drawn by now.
 
-        Until this is called for the first time, every draw is made at once.
+        Until the first call of this method, every draw is made at once.
         """
 
 
 def size_of(batch: Any) -> int:
-    """Samples in what a sampler yields: indices in a list or tuple, else one that stands by itself."""
+    """Samples in an item of a sampler: the length of a list or tuple; any other item is one sample."""
     return len(batch) if isinstance(batch, list | tuple) else 1
 
 
@@ -82,8 +82,8 @@ def batches_of(batches: Iterable[Any], size: Callable[[Any], int] = size_of) -> 
     """Begins an epoch of a batch sampler, or of a sampler that yields single indices or ready lists. Local.
 
     Args:
-      batches: the user's; an iterable of any kind.
-      size: how many samples a batch has, where that is counted by looking at each.
+      batches: the user's sampler; an iterable of any kind.
+      size: counts the samples of a batch, where batches are counted one by one.
     """
     if type(batches) is BatchSampler:
         return _CutBatches(batches)
@@ -96,13 +96,13 @@ class _Indices(Protocol):
     """The indices of one epoch, in order."""
 
     def take(self, count: int) -> Numbers | list[Any]:
-        """The next ``count``; fewer at the end, which is looked for only then."""
+        """The next ``count`` indices; fewer at the end, which is only searched for then."""
 
     def take_fixed(self, count: int, most: int, /) -> Sequence[Numbers]:
-        """The next ``count``, and so on, up to ``most`` times, as far as they stand fixed by now."""
+        """Up to ``most`` next groups of ``count`` indices: only those that are already determined."""
 
     def skip(self, count: int) -> int:
-        """Passes over ``count``; how many there were."""
+        """Skips ``count`` indices. Returns how many there were."""
 
 
 def _none_fixed(_self: object, *_counts: int) -> Sequence[Numbers]:
@@ -111,13 +111,13 @@ def _none_fixed(_self: object, *_counts: int) -> Sequence[Numbers]:
 
 @final
 class _PutOff:
-    """Draws from the user's generator that were made on a copy of it, as torch would make them later."""
+    """Postponed draws: they were made on a copy of the user's generator, as torch would make them later."""
 
     def __init__(self) -> None:
         self.drawn = 0
-        """Batches that were asked for here, the one included that is being drawn."""
-        self._due = sys.maxsize  # batches that torch would have asked for by now
-        self._draws: deque[tuple[int, Callable[[torch.Generator], object]]] = deque()  # and for which batch
+        """Batches that were drawn here, including the one that is being drawn."""
+        self._due = sys.maxsize  # batches that torch would have drawn by now
+        self._draws: deque[tuple[int, Callable[[torch.Generator], object]]] = deque()  # with the number of the batch
         self._generator: torch.Generator | None = None  # the user's
         self._copy: torch.Generator | None = None
 
@@ -128,7 +128,7 @@ class _PutOff:
             self._draws.popleft()[1](self._generator)
 
     def draw(self, generator: torch.Generator, draw: Callable[[torch.Generator], _T]) -> _T:
-        """What is drawn for the batch that is being drawn."""
+        """The result of a draw for the current batch."""
         if self.drawn <= self._due:
             return draw(generator)
         if not self._draws:
@@ -138,7 +138,7 @@ class _PutOff:
         return draw(cast(torch.Generator, self._copy))
 
     def draw_unseen(self, generator: torch.Generator, draw: Callable[[torch.Generator], object]) -> None:
-        """A draw of which only the state is used that it leaves behind, and after which no other one comes."""
+        """Postpones the last draw of an epoch. Only the generator's state after it matters, not its result."""
         if self.drawn <= self._due:
             draw(generator)
             return
@@ -148,7 +148,7 @@ class _PutOff:
 
 @final
 class _CutBatches:
-    """What ``BatchSampler`` makes of its sampler."""
+    """The batches that ``BatchSampler`` makes from its sampler."""
 
     def __init__(self, batches: BatchSampler) -> None:
         self._batches = batches
@@ -158,7 +158,7 @@ class _CutBatches:
         self._ended = False
         self._put_off = _PutOff()
         self.catch_up = self._put_off.catch_up
-        # Its order is that of the epoch which begins here, though another one may begin before the first batch.
+        # Its order is that of the epoch which begins here, though another epoch may begin before the first batch.
         self._order = _known(batches.sampler, self._put_off) if type(batches.sampler) is ShuffleSampler else None
 
     def __next__(self) -> list[Any]:
@@ -212,13 +212,13 @@ class _CutBatches:
         return self._indices
 
     def _size(self) -> int:
-        # A batch size that is set while an epoch runs counts at once; with drop_last torch has read it at the start.
+        # A new batch size takes effect within an epoch; with drop_last torch has read the size at the start.
         return self._first_size if self._drop_last else self._batches.batch_size
 
 
 @final
 class _Singles:
-    """Indices that are batches by themselves."""
+    """Single indices, each of which is a batch."""
 
     draw_fixed = _none_fixed  # not worth it
 
@@ -226,7 +226,7 @@ class _Singles:
         self._indices = indices
         self._put_off = put_off
         self.catch_up = put_off.catch_up
-        self._few: Iterator[int] = iter(())  # that are drawn already
+        self._few: Iterator[int] = iter(())  # indices that are drawn already
         self._ended = False
 
     def __next__(self) -> Any:
@@ -261,7 +261,7 @@ class _Singles:
 
 @final
 class _IteratedBatches:
-    """Batches that nobody can foretell."""
+    """Batches of any other iterable, which cannot be predicted."""
 
     draw_fixed = _none_fixed
 
@@ -283,12 +283,12 @@ class _IteratedBatches:
         return Passed(next(passed), samples)
 
     def catch_up(self, batches: int) -> None:
-        """See ``Batches.catch_up``. What code of the user's has drawn is drawn."""
+        """See ``Batches.catch_up``. The user's code has made its draws already."""
 
 
 @final
 class _IteratedIndices:
-    """Indices that nobody can foretell."""
+    """Indices of any other iterable, which cannot be predicted."""
 
     take_fixed = _none_fixed
 
@@ -307,7 +307,7 @@ class _IteratedIndices:
 
 
 class _Chunk(NamedTuple):
-    """Indices that stand fixed: how many, the ones at places ``lo`` to ``hi - 1``, and how many are got at a time."""
+    """Determined indices: their number, those at positions ``lo`` to ``hi - 1``, and how many to read at a time."""
 
     length: int
     between: Callable[[int, int], npt.NDArray[np.int64] | range]
@@ -315,11 +315,11 @@ class _Chunk(NamedTuple):
 
 
 _Chunks = Callable[[int], "_Chunk | None"]
-"""Gives the next chunk, ``None`` at the end, when so many more indices are to be taken; that is when it is drawn."""
+"""Draws and returns the next chunk, ``None`` at the end. Its argument says how many more indices will be taken."""
 
 
 def _known(sampler: object, put_off: _PutOff) -> _ChunkedIndices | None:
-    """The indices of an epoch that begins now, if they can be addressed; else ``None``, and nothing has begun."""
+    """The indices of an epoch that begins now, if the sampler is a known one; else ``None``, and nothing has begun."""
     if type(sampler) is SequentialSampler:
         numbers = range(len(sampler.data_source))
         return _ChunkedIndices(_chunks_of(iter([_Chunk(len(numbers), lambda lo, hi: numbers[lo:hi])])))
@@ -334,18 +334,18 @@ def _known(sampler: object, put_off: _PutOff) -> _ChunkedIndices | None:
 
 @final
 class _ChunkedIndices:
-    """Indices that come in chunks; inside of a chunk, passing over costs nothing.
+    """Indices that are drawn in chunks; inside of a chunk, skipping costs nothing.
 
     Args:
-      chunks: gives the chunks.
+      chunks: draws the chunks.
     """
 
     def __init__(self, chunks: _Chunks) -> None:
         self._chunks = chunks
         self._chunk = _NOTHING
-        self._place = 0  # in the chunk: what comes after the ready ones
+        self._place = 0  # the position in the chunk after the ready indices
         self._ready: npt.NDArray[np.int64] | range = range(0)
-        self._used = 0  # of the ready ones
+        self._used = 0  # how many of the ready indices were used
         self._digests: Digests | None = None
 
     def take(self, count: int) -> Numbers:
@@ -374,13 +374,13 @@ class _ChunkedIndices:
     def take_fixed(self, count: int, most: int) -> Sequence[Numbers]:
         """See ``_Indices.take_fixed``."""
         ready, digests, used = self._ready, self._digests, self._used
-        if count < 1:  # set so while the epoch runs
+        if count < 1:  # the user has set such a batch size within the epoch
             return ()
         self._used = stop = used + min((len(ready) - used) // count, most) * count
         return [Numbers(ready[place : place + count], digests, place) for place in range(used, stop, count)]
 
     def take_drawn(self, most: int) -> Numbers:
-        """The next ones, up to ``most``, as far as they stand fixed by now."""
+        """Up to ``most`` next indices: only those that are already determined."""
         used = self._used
         self._used = stop = min(used + most, len(self._ready))
         return Numbers(self._ready[used:stop])
@@ -397,7 +397,7 @@ class _ChunkedIndices:
         return count - left
 
     def _reach(self, wanted: int) -> bool:
-        """Whether there is another index; draws the chunk that it is in."""
+        """Whether there is another index; draws its chunk."""
         while self._place == self._chunk.length:
             # Frees a permutation before the next one is drawn.
             self._chunk, self._place, self._ready, self._used, self._digests = _NOTHING, 0, range(0), 0, None
@@ -420,15 +420,15 @@ def _chunk_of_order(order: Permutation) -> _Chunk:
 
 
 def _chunk_of_tensor(numbers: torch.Tensor) -> _Chunk:
-    array = cast("npt.NDArray[np.int64]", numbers.numpy(force=True))  # a default device may have drawn them
+    array = cast("npt.NDArray[np.int64]", numbers.numpy(force=True))  # a default device may have drawn the numbers
     return _Chunk(len(array), lambda lo, hi: array[lo:hi])
 
 
 def _permutation(generator: torch.Generator, n: int, first: int) -> _Chunk:
     """The ``first`` indices of the permutation of ``n`` that ``torch.randperm`` draws.
 
-    In 32 bits, where they suffice, torch makes the same swaps with the same draws in half the memory, and so in half
-    the time, as most of it is spent waiting for memory. So on the CPU; another default device draws in its own way.
+    With 32-bit indices, if they suffice, torch makes the same swaps with the same draws in half the memory. This takes
+    half the time, which is mostly spent waiting for memory. On the CPU only: other devices draw in their own way.
     """
     if n > _MOST_NARROW or torch.get_default_device().type != "cpu":
         return _chunk_of_tensor(_start(torch.randperm(n, generator=generator), first))
@@ -437,7 +437,7 @@ def _permutation(generator: torch.Generator, n: int, first: int) -> _Chunk:
 
 
 def _start(permutation: torch.Tensor, first: int) -> torch.Tensor:
-    """So many numbers of it; a copy, so that the rest is freed, if they are not all."""
+    """The ``first`` numbers of the permutation; a copy if they are not all, so that the rest is freed."""
     return permutation if first == len(permutation) else permutation[:first].clone()
 
 
@@ -450,12 +450,12 @@ def _generator_of(sampler: RandomSampler) -> torch.Generator:
 
 
 def _permutations(sampler: RandomSampler, put_off: _PutOff) -> Iterator[_Chunk]:
-    """What ``RandomSampler`` draws without replacement: permutations, and the start of one more, empty as a rule."""
+    """The draws of ``RandomSampler`` without replacement: permutations, and the start of one more, usually empty."""
     n = len(sampler.data_source)
     generator, is_users = _generator_of(sampler), sampler.generator is not None
 
     def permutation(first: int) -> _Chunk:
-        if not is_users:  # nobody sees in what state the epoch's own generator is
+        if not is_users:  # the state of the epoch's own generator is not visible to the user
             return _permutation(generator, n, first)
         return put_off.draw(generator, lambda drawn_from: _permutation(drawn_from, n, first))
 
@@ -470,9 +470,9 @@ def _permutations(sampler: RandomSampler, put_off: _PutOff) -> Iterator[_Chunk]:
 
 @final
 class _Replaced:
-    """What ``RandomSampler`` draws with replacement: groups of 32, and a last one of the rest.
+    """The draws of ``RandomSampler`` with replacement: groups of 32, and a last group with the rest.
 
-    The groups that will be taken for certain are drawn together, which gives the same numbers as one by one.
+    Groups that will be taken for certain are drawn together. This gives the same numbers as drawing them one by one.
     """
 
     def __init__(self, sampler: RandomSampler, put_off: _PutOff) -> None:

@@ -1,4 +1,4 @@
-"""A sampler that shuffles without a list: the keyed permutation of ``plan/permutation.py`` as torch's samplers are."""
+"""A torch sampler that shuffles in constant memory, by the keyed permutation of ``plan/permutation.py``."""
 
 from __future__ import annotations
 
@@ -67,11 +67,11 @@ class ShuffleSampler(Sampler[int]):
         self._epoch = checked_int("epoch", epoch)
 
     def order(self, epoch: int) -> Permutation:
-        """The order of an epoch, for looking up any place in it. Local."""
+        """The order of an epoch, for looking up any position in it. Local."""
         return Permutation(self._length, self._seed, epoch)
 
     def next_order(self) -> Permutation:
-        """The order of the next epoch, which begins with this call as with ``iter()``. Local."""
+        """Begins the next epoch, as ``iter()`` does, and returns its order. Local."""
         order = self.order(self._epoch)
         self._epoch += 1
         return order

@@ -1,8 +1,8 @@
-"""Taking a torch ``DataLoader`` apart and building the one that reads a worker's share.
+"""The source for a torch ``DataLoader`` over a map-style dataset: builds a ``DataLoader`` that reads a worker's share.
 
-The user's sampler objects, collate function, worker settings and generator are kept; only what is asked of the dataset
-changes. The loader of a worker is a torch ``DataLoader`` again, so random draws, loader workers, their seeds and their
-death are torch's.
+The user's sampler objects, collate function, loader worker settings and generator are kept; only the indices that are
+read from the dataset change. The loader of a worker is a torch ``DataLoader`` again, so random draws, loader workers,
+their seeds, and the handling of their death are torch's.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ from torchdistinput.step_types import Start, Stream
 __all__ = ["MapLoaderSource"]
 
 _WITHOUT_DRAWS = (SequentialSampler, ShuffleSampler, DistributedSampler)
-"""Samplers whose order needs no random state."""
+"""Samplers whose order does not depend on a random state."""
 
 
 def _draws_by_default(batches: Any) -> bool:
-    """Whether the order may follow from torch's default random state; not if it is known not to."""
+    """Whether the order may depend on torch's default random state: true unless the sampler is known not to use it."""
     inner = sampler_in(batches)
     return type(inner) not in _WITHOUT_DRAWS and not generators_of(inner)
 
@@ -72,10 +72,10 @@ class MapLoaderSource:
     """A ``DataLoader`` over a map-style dataset: batches are cut before they are read.
 
     Args:
-      loader: the user's.
+      loader: the user's loader.
       policy: the policy in force.
-      topology: where this worker stands.
-      options: what the user asked for.
+      topology: the position of this worker among all workers.
+      options: the user's options.
       like_torch: see ``settings.LikeTorch``.
     """
 
@@ -118,9 +118,9 @@ class MapLoaderSource:
             on_failure=self._on_failure,
             hears=self.told.hears,
         )
-        build = partial(_build, loader, self._feed, self._base_seeds)  # no method: in a circle, workers would live on
+        build = partial(_build, loader, self._feed, self._base_seeds)  # a method would make a cycle and keep workers
         self.workers = LoaderRuns(build, lasting=lasting)
-        self._given_seed: int | None = None  # by a state that was loaded
+        self._given_seed: int | None = None  # from a state that was loaded
         self._used_seed: int | None = None
         inner = sampler_in(self._batches)
         self._shuffle = inner if type(inner) is ShuffleSampler else None
@@ -135,9 +135,9 @@ class MapLoaderSource:
         self.largest_piece_size = self._cutter.largest_piece_size
 
     def _start(self, drawn: SamplerDraws) -> tuple[Callable[[], Any], Callable[[], None]]:
-        """What reads the next piece of an epoch, and what ends it.
+        """Two functions: the first reads the next piece of an epoch, the second ends the reading.
 
-        Without loader workers that is this process itself: torch's loader would do nothing else.
+        Without loader workers this process reads by itself: torch's loader would do nothing else.
         """
         self._pieces.begin()
         self._feed.draws = drawn
@@ -217,7 +217,7 @@ class MapLoaderSource:
             self._given_seed, self._shuffle_epoch, self._shuffle_lead = before.kept()
 
     def kept(self) -> tuple[int | None, int, int]:
-        """What it keeps from epoch to epoch."""
+        """The facts that it keeps from epoch to epoch."""
         return self._given_seed, self._shuffle_epoch, self._shuffle_lead
 
     def close(self) -> None:
@@ -257,7 +257,7 @@ class MapLoaderSource:
             raise StateMismatch(f"position: found {position!r:.100} in the state, not one of map-style data.")
 
     def resume(self, epoch: int, start: Start, share: Exchange) -> Start:
-        """See ``Source.resume``. Nothing needs to be known of the other workers."""
+        """See ``Source.resume``. It needs no facts of the other workers."""
         return start
 
     def open(self, epoch: int, draws: Draw, start: Start) -> Stream:
@@ -316,9 +316,9 @@ class MapLoaderSource:
         self._given_seed = seed
 
     def _seed_of_samples(self) -> int:
-        """The base of ``sample_seed``."""
+        """The base seed of ``sample_seed``."""
         generator = self._loader.generator
-        # Without a generator the default state counts that the sampler draws from: rank 0's, which is lent here.
+        # Without a generator the sampler draws from the default state, here that of rank 0: it gives the base seed.
         own = torch.initial_seed() if generator is None else generator.initial_seed()
         self._used_seed = own if self._given_seed is None else self._given_seed
         return self._used_seed
@@ -340,14 +340,14 @@ class MapLoaderSource:
         )
 
     def _replay(self) -> None:
-        """Makes the random draws of a whole epoch, and nothing else."""
+        """Makes the random draws of a whole epoch without reading samples."""
         batches = batches_of(self._batches)
         if self._base_seeds.draw():
             batches = batches_of(self._batches)
         batches.skip(sys.maxsize)
 
     def _lead_of_shuffle(self, epoch: int) -> int:
-        """How far the user set a ``ShuffleSampler`` ahead of the epochs here, if not by ``set_epoch`` of the loader."""
+        """How many epochs the user set a ``ShuffleSampler`` ahead of the loader, by its own ``set_epoch``."""
         if self._shuffle is not None and self._shuffle.epoch != self._shuffle_epoch:
             self._shuffle_lead = self._shuffle.epoch - epoch
         return self._shuffle_lead

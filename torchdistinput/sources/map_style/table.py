@@ -1,4 +1,4 @@
-"""Tensors and arrays side by side, as one dataset."""
+"""A map-style dataset of named columns: a dict of tensors and arrays that have one row for each sample."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _AS_DICT: Final = {
     ("h5py", "Group"): "{name: data[name] for name in data}",
     ("zarr", "Group"): "{name: data[name] for name in data}",
 }
-"""Tables of other libraries, which are indexed by column or give rows of their own kind; and the dict of each."""
+"""Tables of other libraries, whose index is a column or whose rows have a class of their own; and code for a dict."""
 
 _STORED: Final = {("h5py", "Dataset"), ("zarr", "Array")}
-"""Arrays of other libraries, which are read from a store entry by entry."""
+"""Arrays of other libraries, which are read from a store one entry at a time."""
 
 
 @final
@@ -35,7 +35,7 @@ class Table(Dataset[Any]):
       columns: nested dicts, lists and tuples of tensors and arrays, each ``(n, ...)``; also those of h5py and zarr.
 
     Raises:
-      BatchingError: they differ in length, or one has no dimension; they are named by path.
+      BatchingError: the columns differ in length, or one has no dimension; the message names them by path.
     """
 
     def __init__(self, columns: Any) -> None:
@@ -50,10 +50,10 @@ class Table(Dataset[Any]):
 
 
 def is_table(data: Any) -> bool:
-    """Whether it is a mapping with nothing but tensors and arrays in it, nested or not; one at least. Local.
+    """Whether the data is a mapping of tensors and arrays only, nested or not, with at least one. Local.
 
-    An array of zarr alone is one too: it has no length, by which map-style data is known. A ``TensorDict`` is none: it
-    gives samples, and batches of its own kind.
+    A single array of zarr counts too: it has no length, so it would not be recognised as map-style data. A
+    ``TensorDict`` does not count: it is map-style data with batches of its own class.
     """
     if is_tensor_collection(data):
         return False
@@ -73,14 +73,14 @@ def _kinds_of(value: object) -> set[tuple[str, str]]:
 
 
 def refuse_frame(data: object, what: str) -> None:
-    """Refuses the tables of other libraries, which torch would index as something else. Local.
+    """Refuses the tables of other libraries, whose index does not give samples. Local.
 
     Args:
-      data: what was given.
-      what: as what.
+      data: the user's object.
+      what: the role in which the object was given, for the message.
 
     Raises:
-      InputError: it is such a table; the dict of its columns is named.
+      InputError: the object is such a table; the message says how to make a dict of its columns.
     """
     for library, name in _kinds_of(data) & _AS_DICT.keys():
         raise InputError(
@@ -91,7 +91,7 @@ def refuse_frame(data: object, what: str) -> None:
 
 
 def columns_in(columns: Any) -> list[Any]:
-    """The tensors and arrays of nested containers, in order, and whatever else is no container. Local."""
+    """The tensors and arrays of nested containers, and all other values that are not containers, in order. Local."""
     return [column for _, column in _named(columns, "")]
 
 
