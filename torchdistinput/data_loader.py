@@ -59,6 +59,7 @@ from torchdistinput.sources.iterable.divided_sources import divides_itself
 from torchdistinput.sources.map_style.in_memory import gathers
 from torchdistinput.sources.map_style.table import Table, is_table
 from torchdistinput.sources.opaque_batches import OpaqueCollate
+from torchdistinput.sources.torch_loader.private_names import set_in_spite_of_init
 from torchdistinput.sources.torch_loader.settings import TORCH_SAMPLERS, LikeTorch, check_loader, sampler_in
 from torchdistinput.strategy import Strategy
 
@@ -283,7 +284,7 @@ class DataLoader(Generic[T_co]):
           ShardingError: a sampler for one rank.
         """
         changed = copy.copy(self._loader)
-        object.__setattr__(changed, name, value)  # __setattr__ has refused locked attributes
+        set_in_spite_of_init(changed, name, value)  # __setattr__ has refused locked attributes
         check_loader(changed, self._policy, alone=True)
         self._loader = changed
         if self._divided is not None and self._workers_live_on(self._divided):

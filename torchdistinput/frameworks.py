@@ -7,6 +7,7 @@ library did not make. The nearest frame on the call stack tells the two apart: t
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -26,8 +27,21 @@ __all__ = [
     "only_tries",
 ]
 
-_TORCHS_READERS: Final = ("torch.utils.data._utils.fetch", "torch.utils.data.dataloader")
-"""Modules of torch in which a loader, or one of its workers, makes a batch."""
+PRIVATE_NAMES: Final = {
+    "datasets.IterableDataset._distributed": "whether split_dataset_by_node() gave each rank a part of its own",
+    "datasets.IterableDataset._ex_iterable": "whether a shuffle buffer is inside, which the state does not hold",
+    "lightning.pytorch.trainer.connectors.data_connector._resolve_overfit_batches": (
+        "asks for the sampler where overfit_batches turns shuffling off; found by its name in the callers"
+    ),
+    "lightning.pytorch.trainer.connectors.data_connector._check_dataloader_iterable": (
+        "asks for an iterator that it does not read; found by its name in the callers"
+    ),
+}
+"""The private names of frameworks that are looked at, and why. Where one is missing, nothing is found. Those of
+accelerate are in ``integrations/accelerate.py``."""
+
+_TORCHS_READERS: Final = "torch.utils.data."
+"""Where the modules of torch are in which a loader, or one of its workers, makes a batch."""
 
 _LOADERS: Final = ("torch.utils.data.dataloader", "torchdata.stateful_dataloader.stateful_dataloader")
 """Modules in which a loader draws from its sampler."""
@@ -60,7 +74,7 @@ class GivenCollate:
         Raises:
           InputError: the caller is a torch loader that was made of the attributes of a divided loader.
         """
-        if sys._getframe(1).f_globals.get("__name__") in _TORCHS_READERS:  # noqa: SLF001 - Python has no other way
+        if _module_of(_caller(2)).startswith(_TORCHS_READERS):
             raise InputError(_TAKEN_APART)
         return self.collate(samples)
 
@@ -89,9 +103,9 @@ class GivenSampler:
         Raises:
           InputError: the caller is a torch loader that was made of the attributes of a divided loader.
         """
-        frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - Python has no other way
+        frame = _caller(2)
         while frame is not None:
-            name = frame.f_globals.get("__name__", "")
+            name = _module_of(frame)
             if name in _LOADERS:
                 raise InputError(_TAKEN_APART)
             frame = None if name.startswith("torchdistinput.") else frame.f_back  # a loader of this library draws
@@ -153,7 +167,7 @@ def check_trainer() -> None:
     Raises:
       InputError: the Trainer assumes parts of equal size, and cannot read a part without a row.
     """
-    if sys._getframe(2).f_globals.get("__name__") == "transformers.trainer":  # noqa: SLF001 - Python has no other way
+    if _module_of(_caller(3)) == "transformers.trainer":
         raise InputError(
             "transformers' Trainer takes the parts of all ranks to be of one size, and to have a row each. In its "
             "get_train_dataloader, get_eval_dataloader and get_test_dataloader write: "
@@ -170,7 +184,7 @@ def check_overfitting(sampler: object) -> None:
     Raises:
       InputError: Lightning wants to build a torch loader with another sampler, which nothing would divide.
     """
-    asker: FrameType | None = sys._getframe(2)  # noqa: SLF001 - Python has no other way
+    asker = _caller(3)
     in_turn = () if asker is None else (asker, asker.f_back)  # it may ask in a loop that is a frame of its own
     asks = any(each is not None and each.f_code.co_name == "_resolve_overfit_batches" for each in in_turn)
     if asks and not isinstance(sampler, SequentialSampler):
@@ -189,16 +203,27 @@ def only_tries() -> bool:
     Raises:
       InputError: Lightning takes the batches for a list of loaders, to print how many samples each has.
     """
-    asker = sys._getframe(2)  # noqa: SLF001 - Python has no other way
-    if (
-        asker.f_globals.get("__name__", "").endswith(".core.datamodule")
-        and asker.f_code.co_name == "format_loader_info"
-    ):
+    asker = _caller(3)
+    name = "" if asker is None else asker.f_code.co_name
+    if _module_of(asker).endswith(".core.datamodule") and name == "format_loader_info":
         raise InputError(
             "str() of Lightning's data module reads the batches of a loader that is not torch's, as if they were "
             "loaders. In the data module write: __str__ = object.__repr__; len(loader.dataset) tells the samples."
         )
-    return asker.f_code.co_name == "_check_dataloader_iterable"
+    return name == "_check_dataloader_iterable"
+
+
+def _caller(levels: int) -> FrameType | None:
+    """The frame so many levels up; ``None`` where there is none."""
+    frame = inspect.currentframe()
+    for _ in range(levels):
+        frame = None if frame is None else frame.f_back
+    return frame
+
+
+def _module_of(frame: FrameType | None) -> str:
+    name = "" if frame is None else frame.f_globals.get("__name__")
+    return name if isinstance(name, str) else ""
 
 
 def _gradient_state() -> Any:

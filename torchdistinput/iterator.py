@@ -7,10 +7,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Generic, NoReturn, TypeVar, final
 
-from torch.autograd import profiler
-
 from torchdistinput.batches.element_spec import Elements
 from torchdistinput.batches.per_replica import regroup_batches
+from torchdistinput.coordination.private_names import profiler_runs
 from torchdistinput.errors import InputError, OutOfRangeError
 from torchdistinput.pipeline.metrics import WAIT, Metrics, in_range, summary
 from torchdistinput.pipeline.prefetcher import Prefetcher
@@ -194,7 +193,7 @@ class DistributedIterator:
         try:
             if self._catch_up is not None:
                 self._catch_up(self._progress.rows + 1)
-            taken = in_range(WAIT, take) if profiler._is_profiler_enabled else take()  # noqa: SLF001 - see in_range
+            taken = in_range(WAIT, take) if profiler_runs() else take()
             if taken is not None:
                 sizes = taken.sizes
                 pieces = self._transfer.hand_over(taken.parcels) if moves else taken.parcels

@@ -15,7 +15,13 @@ from torchdistinput.coordination.launch import Members
 def accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
     """Backends for three kinds of accelerator, of which this torch lacks the second one's."""
     found = {"cpu": "gloo", "first": "firstccl", "second": "secondccl", "third": "gloo"}
-    monkeypatch.setattr(dist.Backend, "default_device_backend_map", found)
+
+    def backend_for(device: str) -> str:
+        if device not in found:
+            raise ValueError(f"Default backend not registered for device : {device}")
+        return found[device]
+
+    monkeypatch.setattr(dist, "get_default_backend_for_device", backend_for)
     monkeypatch.setattr(dist.Backend, "backend_capability", {"gloo": ["cpu", "cuda"], "firstccl": ["first"]})
     monkeypatch.setattr(dist, "is_backend_available", lambda backend: backend in ("gloo", "firstccl"))
 

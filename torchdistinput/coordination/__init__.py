@@ -41,6 +41,7 @@ The modules:
 - ``channel``: The messages of one live iterator.
 - ``recursive_doubling``: Sums and texts of all ranks in log2 W rounds.
 - ``exchanges``: An exchange begun by one thread, waited for by another.
+- ``private_names``: How private names of torch and CPython are looked up, and those that are used here.
 - ``fork_safety``: What a forked process leaves to its parent.
 - ``fingerprints``: What all ranks must have in common before they begin.
 - ``failures``: What a failure says, and how it travels to the other ranks.

@@ -16,7 +16,6 @@ would close it in the parent's name.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import sys
@@ -26,6 +25,8 @@ from collections.abc import Callable
 from functools import partial
 from operator import methodcaller
 from typing import Any, Final, Protocol, final
+
+from torchdistinput.coordination.private_names import keep_until_the_process_ends
 
 __all__ = ["AroundForks", "Inherited", "Undo", "never_ended_by_forks", "told_of_forks"]
 
@@ -95,7 +96,7 @@ def _stop_collecting() -> Undo:
 
 def _in_child(undo: Undo) -> None:
     for kept in list(_KEPT):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+        keep_until_the_process_ends(kept)
     for inherited in list(_INHERITED):
         inherited.leave_to_parent()
     undo()

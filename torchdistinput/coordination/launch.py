@@ -14,9 +14,10 @@ from typing import Any, Final, NamedTuple, cast, final
 import torch
 import torch.distributed as dist
 
+from torchdistinput.coordination.private_names import default_store, devices_of_backend
 from torchdistinput.coordination.store import Store, prefixed, within
 from torchdistinput.coordination.store_barrier import StoreBarrier
-from torchdistinput.errors import CoordinationTimeout, ShardingError
+from torchdistinput.errors import CoordinationTimeout, InputError, ShardingError
 
 __all__ = [
     "Launch",
@@ -33,6 +34,7 @@ __all__ = [
     "is_mesh",
     "join_default_group",
     "leave_default_group",
+    "store_of_default_group",
 ]
 
 
@@ -165,7 +167,7 @@ def carries(group: dist.ProcessGroup | None, members: Members, kind: str) -> boo
         return False
     pairs = (pair.partition(":") for pair in dist.get_backend_config(group).split(","))
     backend = {device: name for device, _, name in pairs}.get(kind)
-    return backend is not None and kind in dist.Backend.backend_capability.get(backend, [])
+    return backend is not None and kind in devices_of_backend(backend)
 
 
 def global_ranks(group: dist.ProcessGroup | None) -> tuple[int, ...]:
@@ -195,6 +197,8 @@ class Launch:
         """The user's setting whether gloo groups connect at the first message; ``None`` if there is none."""
         self.gloo_transport = environment.get("GLOO_DEVICE_TRANSPORT", "")
         self.has_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        self.loader_internals = environment.get("TORCHDISTINPUT_LOADER_INTERNALS") != "0"
+        """Whether private names of torch's loader may be used; see ``sources/torch_loader/private_names.py``."""
         self.launched = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys()
 
 
@@ -209,7 +213,10 @@ def backends_for(accelerator: str | None) -> str:
     Args:
       accelerator: the kind of accelerator that this machine has, if any.
     """
-    backend = dist.Backend.default_device_backend_map.get(accelerator or "cpu", "gloo")
+    try:
+        backend = dist.get_default_backend_for_device(accelerator or "cpu")
+    except ValueError:  # this torch has none for it
+        return "gloo"
     if backend == "gloo" or not dist.is_backend_available(backend):
         return "gloo"
     return f"cpu:gloo,{accelerator}:{backend}"
@@ -281,6 +288,29 @@ def _meeting_place(launch: Launch, timeout_seconds: float) -> Store:
             "hosts it, did not come. Start every rank, and look at MASTER_ADDR and MASTER_PORT."
         ) from error
     return prefixed(f"torchdistinput/attempt/{launch.restarts}", store)
+
+
+def store_of_default_group(launch: Launch, timeout_seconds: float) -> Store:
+    """The store at which the ranks of the default group met. Local.
+
+    Args:
+      launch: what the launcher said.
+      timeout_seconds: how long to wait for the store, where there is no way to it but a second connection.
+
+    Raises:
+      InputError: there is no way to it.
+      CoordinationTimeout: the store did not answer.
+    """
+    store = default_store()
+    if store is not None:
+        return cast(Store, store)
+    if launch.address is None:
+        raise InputError(
+            f"torch {torch.__version__} gives no way to the store of the default process group, and MASTER_ADDR and "
+            "MASTER_PORT do not tell of another one; the ranks cannot find each other. Set both, and make the group "
+            'with init_process_group(init_method="env://").'
+        )
+    return _meeting_place(launch, timeout_seconds)
 
 
 def leave_default_group() -> None:

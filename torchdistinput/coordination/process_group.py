@@ -12,8 +12,7 @@ Decisions.
 - Tensors on accelerators travel on the user's group where the group has a backend for them on all ranks. Otherwise, and
   where ranks have devices of different kinds, or where a mesh is not the whole default group, they travel over the CPU
   and the library's own connections.
-- The store of the default group comes from a private function of torch (torch's own FSDP gets it so): there is no
-  public way to it, and a second store would need a second address.
+- The store of the default group comes from a private function of torch (see ``private_names``).
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import time
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
-from typing import Any, Final, Protocol, TypeVar, cast, final
+from typing import Any, Final, Protocol, TypeVar, final
 
 import numpy as np
 import torch
@@ -37,9 +36,9 @@ from torchdistinput.coordination.channel import ProcessGroupChannel, lost
 from torchdistinput.coordination.connections import Departed
 from torchdistinput.coordination.endpoint import Address, Endpoint, Late
 from torchdistinput.coordination.exchanges import Exchange, StartedExchange
-from torchdistinput.coordination.launch import Members, find_launch
+from torchdistinput.coordination.launch import Members, find_launch, store_of_default_group
 from torchdistinput.coordination.recursive_doubling import Array, Messenger, Round, add_up, broadcast, partners, spread
-from torchdistinput.coordination.store import Store, prefixed, within
+from torchdistinput.coordination.store import prefixed, within
 from torchdistinput.coordination.store_barrier import StoreBarrier, did_not_come
 from torchdistinput.errors import CoordinationTimeout, InputError, RankLost
 
@@ -185,11 +184,11 @@ class ProcessGroupRanks:
         what, timeout_seconds = "Strategy()", self._timeout_seconds
         place = f"torchdistinput/{hashlib.sha256(repr(self._ranks).encode()).hexdigest()[:16]}"
         others = partners(self.rank, self.num_ranks)
-        default = cast(Store, dist.distributed_c10d._get_default_store())  # noqa: SLF001 - see above
+        launch = find_launch()
 
         def ask(given_up: threading.Event) -> list[bytes]:
             # A second connection: a request blocks its client, and the training code may use the default one.
-            root = default.clone()
+            root = store_of_default_group(launch, timeout_seconds).clone()
             # Each rank counts its own strategies over these ranks: its n-th strategy meets the n-th of each other rank.
             count = root.add(f"{place}/strategies/{self.rank}", 1)
             attendance = StoreBarrier(prefixed(f"{place}/{count}", root), self.rank, self._ranks)

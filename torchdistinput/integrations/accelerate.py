@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sized
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from accelerate import Accelerator
@@ -26,7 +26,16 @@ from torchdistinput.frameworks import check_trainer
 from torchdistinput.plan.options import Step
 from torchdistinput.strategy import Strategy
 
-__all__ = ["PreparedLoader", "prepare"]
+__all__ = ["PRIVATE_NAMES", "PreparedLoader", "prepare"]
+
+PRIVATE_NAMES: Final = {
+    "accelerate.state.GradientState._add_dataloader": "tells accelerate which loader is read, and so where it ends",
+    "accelerate.state.GradientState._remove_dataloader": "for the same",
+    "accelerate.data_loader.DataLoaderShard._is_accelerate_prepared": (
+        "lets prepare_data_loader() return the loader as it is; an attribute of ours that it looks at"
+    ),
+}
+"""The private names of accelerate that are used here, and why."""
 
 
 def prepare(accelerator: Accelerator, loader: DataLoader[Any] | DistributedDataset) -> PreparedLoader:

@@ -19,6 +19,7 @@ from typing import Any, Final, TypeVar, final
 
 from torch.autograd import profiler
 
+from torchdistinput.coordination.private_names import profiler_runs
 from torchdistinput.step_types import ROWS_BETWEEN_LANDMARKS, PeriodicSync
 
 __all__ = ["COORDINATE", "COPY", "FETCH", "WAIT", "Metrics", "StatsSync", "in_range", "summary"]
@@ -48,9 +49,8 @@ _NUMBERS: Final = (
 
 def in_range(name: str, call: Callable[..., T], *args: Any) -> T:
     """Calls ``call``, inside a range of this name if torch's profiler runs. Local."""
-    # The public record_function takes some ten microseconds even when no profiler runs. torch reads this flag for the
-    # same purpose; it is the same for all threads. Code that runs for every step checks it before it calls this.
-    if not profiler._is_profiler_enabled:  # noqa: SLF001 - see above
+    # Code that runs for every step asks whether a profiler runs before it calls this.
+    if not profiler_runs():
         return call(*args)
     with profiler.record_function(name):
         return call(*args)

@@ -48,10 +48,10 @@ from time import perf_counter
 from typing import Final, final
 
 import torch
-from torch.autograd import profiler
 
 from torchdistinput.coordination.failures import in_one_line
 from torchdistinput.coordination.fork_safety import told_of_forks
+from torchdistinput.coordination.private_names import profiler_runs
 from torchdistinput.coordination.timeouts import StragglerTimeout
 from torchdistinput.pipeline.metrics import FETCH, in_range
 from torchdistinput.pipeline.prefetch_thread import PrefetchThread
@@ -178,7 +178,7 @@ class Prefetcher:
         meter, draw = self._meter, self._draw
         try:
             while self._final is None:
-                held = in_range(FETCH, draw) if profiler._is_profiler_enabled else draw()  # noqa: SLF001 - see in_range
+                held = in_range(FETCH, draw) if profiler_runs() else draw()
                 complete = False
                 if type(held) is LocalStep and held.parcels:
                     complete = True
@@ -325,7 +325,7 @@ class Prefetcher:
             self._background.leave_votes(wake=makes)
 
     def _draw_ahead(self) -> None:
-        drawn, draw, profiled = self._drawn, self._draw, profiler._is_profiler_enabled  # noqa: SLF001 - see in_range
+        drawn, draw, profiled = self._drawn, self._draw, profiler_runs()
         began = perf_counter()
         in_range(FETCH, self._upstream.expect, self._depth + 1 - self._in_flight)
         while self._in_flight <= self._depth:

@@ -34,7 +34,7 @@ WAIT_SECONDS = 30.0
 
 
 def new(on_their_way: int = 7) -> WorkerQueues:
-    return WorkerQueues(multiprocessing.get_context("fork"), on_their_way)
+    return WorkerQueues(multiprocessing.get_context("fork").Queue(), on_their_way)
 
 
 @linux_pipes

@@ -9,13 +9,19 @@ anything, so it is iterated as it is, and skipped by iterating.
 Batches are drawn further ahead than torch would. A ``RandomSampler`` with a user's generator may draw from it in the
 middle of an epoch and at its end. Such a draw is made ahead on a copy of the generator, and on the generator itself
 when torch would make it (``catch_up``): so a loop that is left early leaves the generator as torch's loop does.
+
+What torch draws is not promised anywhere. So before the first epoch of a process the orders made here are compared with
+those of the installed torch, and given up where they differ: its samplers are then iterated like anybody else's.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from functools import cache
 from itertools import count as counting
 from itertools import islice
 from typing import Any, Final, NamedTuple, Protocol, TypeVar, cast, final
@@ -32,6 +38,8 @@ from torchdistinput.sources.map_style.shuffle_sampler import ShuffleSampler
 __all__ = ["Batches", "Passed", "batches_of", "size_of"]
 
 _T = TypeVar("_T")
+
+_LOG = logging.getLogger("torchdistinput")
 
 _BLOCK: Final = 16_384  # indices that are evaluated (keyed permutation) or widened (drawn permutation) together
 _MOST_NARROW: Final = 2**31 - 1
@@ -85,7 +93,7 @@ def batches_of(batches: Iterable[Any], size: Callable[[Any], int] = size_of) -> 
       batches: the user's sampler; an iterable of any kind.
       size: counts the samples of a batch, where batches are counted one by one.
     """
-    if type(batches) is BatchSampler:
+    if type(batches) is BatchSampler and _draws_as_torch():
         return _CutBatches(batches)
     put_off = _PutOff()
     known = _known(batches, put_off)
@@ -103,6 +111,9 @@ class _Indices(Protocol):
 
     def skip(self, count: int) -> int:
         """Skips ``count`` indices. Returns how many there were."""
+
+
+_Known = Callable[[object, "_PutOff"], "_ChunkedIndices | None"]
 
 
 def _none_fixed(_self: object, *_counts: int) -> Sequence[Numbers]:
@@ -148,18 +159,24 @@ class _PutOff:
 
 @final
 class _CutBatches:
-    """The batches that ``BatchSampler`` makes from its sampler."""
+    """The batches that ``BatchSampler`` makes from its sampler.
 
-    def __init__(self, batches: BatchSampler) -> None:
+    Args:
+      batches: the batch sampler.
+      known: gives the indices of a sampler whose order is known.
+    """
+
+    def __init__(self, batches: BatchSampler, known: _Known | None = None) -> None:
         self._batches = batches
+        self._known = known or _known
         self._drop_last = False
         self._first_size = 0
         self._indices: _Indices | None = None
         self._ended = False
         self._put_off = _PutOff()
         self.catch_up = self._put_off.catch_up
-        # Its order is that of the epoch which begins here, though another epoch may begin before the first batch.
-        self._order = _known(batches.sampler, self._put_off) if type(batches.sampler) is ShuffleSampler else None
+        # Its order is that of the epoch which begins here, though another one may begin before the first batch.
+        self._order = self._known(batches.sampler, self._put_off) if type(batches.sampler) is ShuffleSampler else None
 
     def __next__(self) -> list[Any]:
         batch = self.draw()
@@ -207,7 +224,7 @@ class _CutBatches:
         if self._indices is None:
             self._drop_last, self._first_size = self._batches.drop_last, self._batches.batch_size
             sampler = self._batches.sampler
-            known = self._order or _known(sampler, self._put_off)
+            known = self._order or self._known(sampler, self._put_off)
             self._indices = _IteratedIndices(iter(sampler)) if known is None else known
         return self._indices
 
@@ -319,7 +336,12 @@ _Chunks = Callable[[int], "_Chunk | None"]
 
 
 def _known(sampler: object, put_off: _PutOff) -> _ChunkedIndices | None:
-    """The indices of an epoch that begins now, if the sampler is a known one; else ``None``, and nothing has begun."""
+    """The indices of an epoch that begins now, if they can be addressed; else ``None``, and nothing has begun."""
+    return None if type(sampler) is RandomSampler and not _draws_as_torch() else _addressed(sampler, put_off)
+
+
+def _addressed(sampler: object, put_off: _PutOff) -> _ChunkedIndices | None:
+    """The same, whether or not they are torch's."""
     if type(sampler) is SequentialSampler:
         numbers = range(len(sampler.data_source))
         return _ChunkedIndices(_chunks_of(iter([_Chunk(len(numbers), lambda lo, hi: numbers[lo:hi])])))
@@ -466,6 +488,64 @@ def _permutations(sampler: RandomSampler, put_off: _PutOff) -> Iterator[_Chunk]:
         yield permutation(rest)
     elif is_users:
         put_off.draw_unseen(generator, lambda drawn_from: _permutation(drawn_from, n, 0))
+
+
+@cache
+def _draws_as_torch() -> bool:
+    """Whether this module makes of torch's samplers what the installed torch makes. Looked at once in a process."""
+    state = torch.get_rng_state()
+    try:
+        with torch.device("cpu"):
+            same = all(_is_drawn_alike(*settings, state) for settings in _COMPARED)
+    except Exception as error:  # whatever is new in it
+        _LOG.debug("while the orders of samplers were compared: %r", error)
+        same = False
+    finally:
+        torch.set_rng_state(state)
+    if not same:
+        _LOG.warning(
+            "torch %s draws the order of a RandomSampler, or cuts it into batches, in another way than known: its "
+            "samplers are iterated. The batches are torch's; to resume in the middle of an epoch takes longer.",
+            torch.__version__,
+        )
+    return same
+
+
+_COMPARED: Final = (
+    (5, 12, False, False, False),
+    (5, 12, False, True, True),
+    (4, 4, False, False, True),
+    (40, 70, True, True, False),
+    (40, 64, True, False, True),
+)
+"""What is compared: samples, how many are drawn, with replacement, ``drop_last``, with a generator of the user's."""
+
+
+def _is_drawn_alike(
+    n: int,
+    drawn: int,
+    replacement: bool,  # noqa: FBT001
+    drop_last: bool,  # noqa: FBT001
+    own: bool,  # noqa: FBT001
+    state: torch.Tensor,
+) -> bool:
+    found, left = [], []
+    for ours in (False, True):
+        torch.set_rng_state(state)
+        generator = torch.Generator().manual_seed(n) if own else None
+        sampler = RandomSampler(range(n), replacement=replacement, num_samples=drawn, generator=generator)
+        batches = BatchSampler(sampler, 3, drop_last)
+        found.append(_all_of(_CutBatches(batches, _addressed) if ours else iter(batches)))
+        left.append(torch.get_rng_state() if generator is None else generator.get_state())
+    return found[0] == found[1] and torch.equal(left[0], left[1])
+
+
+def _all_of(batches: Any) -> list[Any]:
+    found = []
+    with suppress(StopIteration):
+        while True:
+            found.append(next(batches))
+    return found
 
 
 @final

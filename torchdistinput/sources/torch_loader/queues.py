@@ -26,10 +26,8 @@ import select
 import sys
 import weakref
 from collections.abc import Callable
-from multiprocessing.context import BaseContext
-from multiprocessing.reduction import ForkingPickler
 from types import FunctionType
-from typing import Any, Final, cast, final
+from typing import Any, Final, final
 
 if sys.platform == "linux":
     import fcntl
@@ -38,6 +36,8 @@ if sys.platform == "linux":
 # ruff: noqa: SLF001 - the pipe of a queue has no public name, nor have the reducers that are registered
 
 from torchdistinput.batches.containers import PLAIN_TYPES
+from torchdistinput.coordination.private_names import look_up
+from torchdistinput.sources.torch_loader.private_names import PIPES
 
 __all__ = ["WorkerQueues", "context_for", "largest", "reduction_of"]
 
@@ -50,12 +50,12 @@ class WorkerQueues:
     """A queue with one reader, as torch's loader uses it.
 
     Args:
-      context: makes queues.
+      made: a queue of ``multiprocessing``, of which the pipe is used.
       on_their_way: messages that can be in the pipe at a time, at most.
     """
 
-    def __init__(self, context: BaseContext, on_their_way: int) -> None:
-        self._queue = cast(Any, context.Queue())  # whose pipe is not known to mypy
+    def __init__(self, made: Any, on_their_way: int) -> None:
+        self._queue = made
         self._reader = self._queue._reader
         self._writer = self._queue._writer
         self._wlock = self._queue._wlock
@@ -112,7 +112,9 @@ def _nothing(*_: object) -> None:
     pass
 
 
-_REDUCERS: Final[dict[type[Any], Callable[[Any], Any]]] = cast(Any, ForkingPickler)._extra_reducers
+_REDUCERS: Final[dict[type[Any], Callable[[Any], Any]]] = (
+    look_up("multiprocessing.reduction.ForkingPickler._extra_reducers") or {}
+)
 """What was registered with ``ForkingPickler`` so far, and will be."""
 
 
@@ -183,7 +185,8 @@ if sys.platform == "linux":
 
         def Queue(self, maxsize: int = 0) -> Any:  # noqa: N802 - that is its name
             """A queue for a loader."""
-            return WorkerQueues(multiprocessing.get_context("fork"), self._on_their_way)
+            made = multiprocessing.get_context("fork").Queue()
+            return WorkerQueues(made, self._on_their_way) if PIPES.is_usable(made) else made
 
 
 def context_for(context: Any, num_workers: int, prefetch_factor: int | None) -> Any:
@@ -195,6 +198,8 @@ def context_for(context: Any, num_workers: int, prefetch_factor: int | None) -> 
       prefetch_factor: batches on their way from each.
     """
     if sys.platform != "linux" or not num_workers:
+        return context
+    if not PIPES.is_usable():
         return context
     plain = type(context) is ForkContext or (context is None and multiprocessing.get_start_method() == "fork")
     # Beside batches, each worker says that it begins an epoch, and the last word may be on its way.

@@ -2,7 +2,8 @@
 
 Torch ends its workers when the iterator is garbage collected, which takes seconds a worker, and leaves a thread that
 waits for them in its wait for ever. A *run* can be closed from any thread: the workers are ended, and whoever waits is
-woken by an item that torch cannot unpack. Torch has no public way to either.
+woken by an item that torch cannot unpack. Torch has no public way to either: where this release lacks a private name
+that is needed for it, the iterator is dropped, and torch ends the workers.
 
 A process that the user forks has the runs of its parent, which go on there. What it closes or drops of them, or has at
 its end, ends no worker of the parent's.
@@ -11,7 +12,6 @@ its end, ends no worker of the parent's.
 from __future__ import annotations
 
 import itertools
-import multiprocessing.process
 import pickle
 import threading
 import time
@@ -21,18 +21,26 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess as Process
 from typing import Any, Final, NoReturn, cast, final
 
-from torch._C import _remove_worker_pids
-from torch._C._autograd import _profiler_enabled
-from torch.utils.data import DataLoader, _utils
-from torch.utils.data._utils.pin_memory import pin_memory
-from torch.utils.data.dataloader import _DatasetKind, _MultiProcessingDataLoaderIter
+from torch.utils.data import DataLoader
 
 from torchdistinput.coordination.failures import plain_indices
 from torchdistinput.coordination.fork_safety import told_of_forks
+from torchdistinput.coordination.private_names import look_up
 from torchdistinput.pipeline.shutdown import left_to_parent
 from torchdistinput.sources.in_worker import few, indices_of
 from torchdistinput.sources.map_style.index_batches import IndexFeed
 from torchdistinput.sources.torch_loader.open_runs import OpenRuns, late
+from torchdistinput.sources.torch_loader.private_names import (
+    ENDING,
+    LASTING,
+    NEXT,
+    PINNING,
+    PIPES,
+    RESTING,
+    STUCK_FORKS,
+    children_of_this_process,
+    is_of_loader_workers,
+)
 from torchdistinput.sources.torch_loader.settings import WorkerInit
 from torchdistinput.sources.torch_loader.shared_memory.pool import forks_of_workers
 from torchdistinput.sources.torch_loader.shared_memory.transport import BatchDecoder, Fresh, through_slots
@@ -51,6 +59,15 @@ _LOCK_SECONDS: Final = 1.0
 _LEAVE_SECONDS: Final = 5.0
 """For a thread that was woken, and for loader workers that were asked, to leave, at most."""
 
+_remove_worker_pids: Final = look_up("torch._C._remove_worker_pids")
+_profiler_enabled: Final = look_up("torch._C._autograd._profiler_enabled")
+_pin_memory: Final = look_up("torch.utils.data._utils.pin_memory.pin_memory")
+_EXIT_STATUS: Final = "torch.utils.data._utils.python_exit_status"
+_DatasetKind: Final = look_up("torch.utils.data.dataloader._DatasetKind")
+
+_Workers = Any
+"""Torch's ``_MultiProcessingDataLoaderIter``."""
+
 
 @final
 class LoaderRun(Iterator[Any]):
@@ -64,8 +81,13 @@ class LoaderRun(Iterator[Any]):
     def __init__(self, iterator: Iterator[Any], inlet: BatchDecoder | None = None) -> None:
         self._iterator = iterator
         self._inlet = inlet
-        self._workers = iterator if isinstance(iterator, _MultiProcessingDataLoaderIter) else None
-        self._pins: bool = self._workers is not None and self._workers._pin_memory
+        self._workers = _workers_of(iterator)
+        self._pins = bool(getattr(iterator, "_pin_memory", False))
+        self._next_data: Callable[[], Any] | None = None
+        workers: _Workers
+        if is_of_loader_workers(iterator) and NEXT.is_usable(iterator):
+            workers = iterator
+            self._next_data = workers._next_data if workers._dataset_kind == _DatasetKind.Map else None
         self._waiting: int | None = None  # the thread in __next__
         self.waits_since: float | None = None
         """When that thread came there, by ``perf_counter``."""
@@ -80,10 +102,13 @@ class LoaderRun(Iterator[Any]):
         self.fresh = 0
         """Items that came in fresh memory, as they did not fit into what is used again."""
         told_of_forks(self)
-        init = None if self._workers is None else self._workers._worker_init_fn
+        init = None
+        if is_of_loader_workers(iterator) and STUCK_FORKS.is_usable(iterator):
+            workers = iterator
+            init = workers._worker_init_fn
         if isinstance(init, WorkerInit) and init.arrivals is not None:
             try:
-                see_in(self._workers, init.arrivals)
+                see_in(iterator, init.arrivals)
             except BaseException:  # the exception leaves nobody who would end them
                 self.close()
                 raise
@@ -130,7 +155,7 @@ class LoaderRun(Iterator[Any]):
         fresh = isinstance(sent, Fresh)
         self.fresh += fresh
         if self._pins and not fresh:  # torch's own thread has not seen what is in it
-            item = pin_memory(item)  # type: ignore[no-untyped-call] # torch's
+            item = _pin_memory(item)
         return item
 
     def _sent(self) -> Any:
@@ -139,10 +164,9 @@ class LoaderRun(Iterator[Any]):
         Torch's ``__next__`` tells its profiler of each batch, also where none runs, and counts those of iterable
         datasets; of map-style ones it does nothing else, in a tenth of the time that a batch takes this process.
         """
-        workers = self._workers
-        if workers is None or workers._dataset_kind != _DatasetKind.Map or _profiler_enabled():
+        if self._next_data is None or _profiler_enabled():
             return next(self._iterator)
-        return workers._next_data()  # type: ignore[no-untyped-call] # torch's
+        return self._next_data()
 
     def _wait_for_dead(self, lost: bool) -> list[tuple[int, int]]:  # noqa: FBT001 - whether a connection was lost
         until = time.monotonic() + (_DEATH_SECONDS if lost and self._workers is not None else 0.0)
@@ -182,7 +206,7 @@ class LoaderRun(Iterator[Any]):
 
     def awaited_worker(self) -> tuple[str, Origin]:
         """The loader worker that sends the next item, and what it reads, in words and as values. Local: any thread."""
-        workers = cast(_MultiProcessingDataLoaderIter, self._workers)
+        workers = cast(_Workers, self._workers)
         task: tuple[Any, ...] = workers._task_info.get(workers._rcvd_idx, (None,))
         number: int | None = task[0]
         words: list[str] = []
@@ -203,7 +227,7 @@ class LoaderRun(Iterator[Any]):
 
     def _awaited_request(self) -> list[Any] | None:
         """The indices that the awaited worker was asked for, where they are known."""
-        workers = cast(_MultiProcessingDataLoaderIter, self._workers)
+        workers = cast(_Workers, self._workers)
         feed = workers._index_sampler
         requests = list(feed.taken) if isinstance(feed, IndexFeed) else []
         outstanding = workers._send_idx - workers._rcvd_idx
@@ -223,6 +247,8 @@ class LoaderRun(Iterator[Any]):
             self._closed = True
             if self._workers is not None:
                 self._end(self._workers)
+            else:
+                self._iterator, self._next_data = iter(()), None  # torch ends its workers when nobody has it any more
             self._ended = True
 
     def leave_to_parent(self) -> None:
@@ -231,13 +257,13 @@ class LoaderRun(Iterator[Any]):
         if self._workers is not None and not self._ended:
             self._workers._shutdown = True  # or torch would end them when the iterator is garbage
             # Python terminates those that it takes for its children when it ends.
-            cast(Any, multiprocessing.process)._children.difference_update(self._workers._workers)
+            children_of_this_process().difference_update(self._workers._workers)
             self._closed = self._ended = self.is_a_parents = True
 
-    def _end(self, workers: _MultiProcessingDataLoaderIter) -> None:
+    def _end(self, workers: _Workers) -> None:
         if self._late is not None or any(process.exitcode or is_stopped(process) for process in workers._workers):
             self._kill(workers)
-        elif not (self._pins or workers._shutdown or _utils.python_exit_status):
+        elif not (self._pins or workers._shutdown or look_up(_EXIT_STATUS)):
             _ask_to_leave(workers)
         workers._shutdown_workers()
         _end_by_force(workers)  # torch was interrupted, and does nothing when it is asked again
@@ -247,7 +273,7 @@ class LoaderRun(Iterator[Any]):
         if self._inlet is not None:
             self._inlet.close()
 
-    def _kill(self, workers: _MultiProcessingDataLoaderIter) -> None:
+    def _kill(self, workers: _Workers) -> None:
         """Ends the workers when one is stopped, or was killed. It may have a lock for which torch would wait."""
         workers._shutdown = True
         _let_torch_forget(workers)  # also where all of them have ended: another iterator may come to have this one's id
@@ -259,7 +285,7 @@ class LoaderRun(Iterator[Any]):
             requests.cancel_join_thread()
             requests.close()
 
-    def _wake(self, workers: _MultiProcessingDataLoaderIter) -> None:
+    def _wake(self, workers: _Workers) -> None:
         """Lets the thread leave that waits for an item, once the loader workers ended."""
         results: Any = workers._data_queue
         if self._pins:  # the queue of a thread of this process
@@ -274,7 +300,17 @@ class LoaderRun(Iterator[Any]):
             results.close()
 
 
-def _ask_to_leave(workers: _MultiProcessingDataLoaderIter) -> None:
+def _workers_of(iterator: object) -> _Workers | None:
+    """The iterator if it is torch's over loader workers, and all is there that it takes to end them."""
+    if not is_of_loader_workers(iterator) or not ENDING.is_usable(iterator):
+        return None
+    workers: _Workers = iterator
+    if workers._pin_memory and not PINNING.is_usable(workers):
+        return None
+    return workers if PIPES.is_usable(workers._worker_result_queue) else None
+
+
+def _ask_to_leave(workers: _Workers) -> None:
     """Ends the workers as torch does, but waits for all of them at once; those that are busy are ended by force."""
     workers._workers_done_event.set()
     for requests in workers._index_queues:
@@ -283,7 +319,7 @@ def _ask_to_leave(workers: _MultiProcessingDataLoaderIter) -> None:
     _end_by_force(workers)
 
 
-def _end_by_force(workers: _MultiProcessingDataLoaderIter, *, at_once: bool = False) -> None:
+def _end_by_force(workers: _Workers, *, at_once: bool = False) -> None:
     """Ends those workers that live.
 
     Args:
@@ -300,14 +336,14 @@ def _end_by_force(workers: _MultiProcessingDataLoaderIter, *, at_once: bool = Fa
         _join(workers, _DEATH_SECONDS)
 
 
-def _let_torch_forget(workers: _MultiProcessingDataLoaderIter) -> None:
+def _let_torch_forget(workers: _Workers) -> None:
     """The end of the workers is none that torch must tell of."""
     if workers._worker_pids_set:
         workers._worker_pids_set = False
         _remove_worker_pids(id(workers))
 
 
-def _join(workers: _MultiProcessingDataLoaderIter, seconds: float) -> None:
+def _join(workers: _Workers, seconds: float) -> None:
     until = time.monotonic() + seconds
     for process in workers._workers:
         process.join(max(0.0, until - time.monotonic()))
@@ -344,17 +380,17 @@ def _begin(loader: Iterable[Any], inlet: BatchDecoder | None, seconds: float | N
             inlet.seal()
 
 
-def _at_rest(loader: Iterable[Any]) -> Iterator[Any] | None:
+def _at_rest(loader: Iterable[Any]) -> Any:
     """The iterator of workers that live on, at its next epoch, if they sent all that was asked for; else ``None``.
 
     Torch says to each worker that an epoch begins, waits until all have heard of it, and drops what they still sent of
     the last one; the workers then look at their iterable dataset anew. Where there is nothing to drop, and the dataset
     is map-style, all of that comes to nothing, but takes longer than the first batch.
     """
-    workers = loader._iterator if isinstance(loader, DataLoader) else None
-    if not isinstance(workers, _MultiProcessingDataLoaderIter) or workers._dataset_kind != _DatasetKind.Map:
+    workers = _iterator_of(loader)
+    if not is_of_loader_workers(workers) or not RESTING.is_usable(workers):
         return None
-    if workers._task_info or workers._shutdown:
+    if workers._dataset_kind != _DatasetKind.Map or workers._task_info or workers._shutdown:
         return None
     workers._sampler_iter = iter(workers._index_sampler)
     workers._num_yielded = 0
@@ -366,15 +402,25 @@ def _at_rest(loader: Iterable[Any]) -> Iterator[Any] | None:
 
 def begin_anew_if_ended(loader: DataLoader[Any]) -> None:
     """Lets a user's own loader start other workers in place of those that live on, where they were ended here."""
-    lasting = loader._iterator
-    if isinstance(lasting, _MultiProcessingDataLoaderIter) and lasting._shutdown:
+    lasting = _lasting_of(loader)
+    if lasting is not None and lasting._shutdown:
         loader._iterator = None
+
+
+def _iterator_of(loader: Iterable[Any]) -> Any:
+    """The iterator that a loader keeps for its next epoch, if it does."""
+    return loader._iterator if isinstance(loader, DataLoader) and LASTING.is_usable(loader) else None
+
+
+def _lasting_of(loader: Iterable[Any]) -> _Workers | None:
+    """The iterator over workers of a loader that live on, where they can be ended here."""
+    return _workers_of(_iterator_of(loader))
 
 
 def _reset(loader: Iterable[Any], seconds: float | None) -> Iterator[Any]:
     """Torch's iterator. Workers that live on are asked whether they do; torch waits for their answers."""
-    lasting = loader._iterator if isinstance(loader, DataLoader) else None
-    if not isinstance(lasting, _MultiProcessingDataLoaderIter) or lasting._timeout > 0 or seconds is None:
+    lasting = _lasting_of(loader)
+    if lasting is None or lasting._timeout > 0 or seconds is None:
         return iter(loader)
     lasting._timeout = seconds
     try:

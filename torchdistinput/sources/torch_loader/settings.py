@@ -30,6 +30,7 @@ from torchdistinput.sources.map_style.index_batches import DistributedBatchSampl
 from torchdistinput.sources.map_style.shuffle_sampler import ShuffleSampler
 from torchdistinput.sources.map_style.table import refuse_frame
 from torchdistinput.sources.torch_loader.parent_death import Parent, end_with, parent_for
+from torchdistinput.sources.torch_loader.private_names import set_dataset_of_worker
 from torchdistinput.sources.torch_loader.queues import context_for
 from torchdistinput.sources.torch_loader.stuck_forks import StuckForks, arrivals_of
 
@@ -157,10 +158,9 @@ class WorkerInit:
         info = get_worker_info()
         dataset: Any = None if info is None else info.dataset
         if info is not None and self._wraps:
-            # WorkerInfo refuses a plain assignment.
-            object.__setattr__(info, "dataset", dataset.dataset)
+            set_dataset_of_worker(info, dataset.dataset)
             if self.tell_part is not None:
-                self.tell_part(info.dataset, worker, info.num_workers)
+                self.tell_part(dataset.dataset, worker, info.num_workers)
         if self._init is not None:
             self._init(worker)
         if self.begin is not None:

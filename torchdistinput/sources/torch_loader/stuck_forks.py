@@ -26,9 +26,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, final
 
 import torch
-from torch._C import _remove_worker_pids, _set_worker_pids
-from torch.utils.data import _utils
 
+from torchdistinput.coordination.private_names import look_up
 from torchdistinput.errors import InputError
 from torchdistinput.sources.torch_loader.worker_processes import words_for
 
@@ -39,6 +38,10 @@ __all__ = ["StuckForks", "arrivals_of", "see_in"]
 _LOG = logging.getLogger("torchdistinput")
 _SECONDS: Final = 10.0
 _ATTEMPTS: Final = 3
+
+_remove_worker_pids: Final = look_up("torch._C._remove_worker_pids")
+_set_worker_pids: Final = look_up("torch._C._set_worker_pids")
+_worker_loop: Final = look_up("torch.utils.data._utils.worker._worker_loop")
 
 
 @final
@@ -141,9 +144,8 @@ def _fork_anew(iterator: Any, missing: Sequence[int]) -> None:
         old = iterator._workers[worker]
         old.kill()
         old.join()
-        loop = _utils.worker._worker_loop
-        arguments = _arguments_of(loop, iterator, worker)
-        new = multiprocessing.get_context("fork").Process(target=loop, kwargs=arguments, daemon=True)
+        arguments = _arguments_of(_worker_loop, iterator, worker)
+        new = multiprocessing.get_context("fork").Process(target=_worker_loop, kwargs=arguments, daemon=True)
         new.start()
         iterator._workers[worker] = new
     pids = tuple(process.pid for process in iterator._workers)

@@ -46,7 +46,7 @@ import threading
 import weakref
 from bisect import insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import Any, Final, final
@@ -57,8 +57,19 @@ import torch
 
 from torchdistinput.coordination.fork_safety import AroundForks, Undo
 from torchdistinput.devices.pinned_memory import PinnedRegion
+from torchdistinput.sources.torch_loader.private_names import POOL
 
-__all__ = ["ENTRIES", "NUMPYS", "Free", "SharedPool", "Token", "forks_of_workers", "storage_over", "tensor_over"]
+__all__ = [
+    "ENTRIES",
+    "NUMPYS",
+    "Free",
+    "SharedPool",
+    "Token",
+    "forks_of_workers",
+    "pool_is_usable",
+    "storage_over",
+    "tensor_over",
+]
 
 ENTRIES: Final = 64
 """Batches of one worker that may be in use at a time."""
@@ -306,6 +317,15 @@ def tensor_over(buffer: memoryview | bytearray, dtype: torch.dtype, shape: Seque
         tensor = torch.frombuffer(buffer, dtype=dtype).view(shape)
     tensor.untyped_storage().buffer = buffer  # type: ignore[attr-defined] # torch keeps what is put there with it
     return tensor
+
+
+@cache
+def pool_is_usable() -> bool:
+    """Whether this release has all that the pool needs, and storages keep what is put to them. Local."""
+    tensor = torch.empty(1, device="cpu")
+    with contextlib.suppress(AttributeError):
+        tensor.untyped_storage().buffer = b""  # type: ignore[attr-defined] # as in tensor_over
+    return POOL.is_usable(tensor.untyped_storage())
 
 
 # A fork concerns the whole process, so what it must be told is known to the whole process.

@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader
-from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
+from torchdistinput.coordination.private_names import look_up
 from torchdistinput.sources.in_worker import Failure, PieceDataset
 from torchdistinput.sources.torch_loader.queues import reduction_of
 from torchdistinput.sources.torch_loader.settings import WorkerInit
@@ -32,13 +32,29 @@ from torchdistinput.sources.torch_loader.shared_memory.plain_items import (
     made,
     told,
 )
-from torchdistinput.sources.torch_loader.shared_memory.pool import SharedPool, Token, storage_over, tensor_over
-from torchdistinput.sources.torch_loader.shared_memory.worker import Block, DoesNotFit, PoolAllocator, Stack, is_plain
+from torchdistinput.sources.torch_loader.shared_memory.pool import (
+    SharedPool,
+    Token,
+    pool_is_usable,
+    storage_over,
+    tensor_over,
+)
+from torchdistinput.sources.torch_loader.shared_memory.worker import (
+    Block,
+    DoesNotFit,
+    PoolAllocator,
+    Stack,
+    collate_tensor_fn,
+    is_plain,
+)
 
 __all__ = ["BatchDecoder", "BatchEncoder", "Fresh", "Packed", "through_slots"]
 
 _OTHER_ORDER: Final = ">" if sys.byteorder == "little" else "<"
 """Of numbers whose bytes are the other way round."""
+
+_stacking: Final[dict[type[Any], Any]] = look_up("torch.utils.data._utils.collate.default_collate_fn_map")
+"""What ``default_collate`` stacks with, by type."""
 
 Places = Sequence[tuple[int, int]]
 """Where contents are in a worker's part: the first byte, and the one after the last."""
@@ -205,8 +221,8 @@ class BatchEncoder:
     def begin(self, worker: int, dataset: Any) -> None:
         """Lets ``default_collate`` stack into the arena, in this worker. See ``settings.WorkerInit``."""
         self._lender = PoolAllocator(self._arena, worker)
-        if default_collate_fn_map.get(torch.Tensor) is collate_tensor_fn:
-            default_collate_fn_map[torch.Tensor] = stack = Stack(self._lender)
+        if _stacking.get(torch.Tensor) is collate_tensor_fn:
+            _stacking[torch.Tensor] = stack = Stack(self._lender)
             if isinstance(dataset, PieceDataset):
                 dataset.keep_samples(stack.keep)
 
@@ -263,7 +279,8 @@ def through_slots(loader: DataLoader[Any]) -> BatchDecoder | None:
       loader: new, and not started yet; with the settings of ``settings.settings_of``.
     """
     init = loader.worker_init_fn
-    arena = SharedPool.for_workers(loader.num_workers) if isinstance(init, WorkerInit) else None
+    usable = isinstance(init, WorkerInit) and pool_is_usable()
+    arena = SharedPool.for_workers(loader.num_workers) if usable else None
     if arena is None:
         return None
     outlet = BatchEncoder(arena, cast("Callable[[Any], Any]", loader.collate_fn))

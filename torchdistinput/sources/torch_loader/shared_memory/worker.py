@@ -9,8 +9,8 @@ from typing import Any, Final, final
 
 import numpy as np
 import torch
-from torch.utils.data._utils.collate import collate_tensor_fn
 
+from torchdistinput.coordination.private_names import look_up
 from torchdistinput.sources.torch_loader.shared_memory.pool import ENTRIES, NUMPYS, Free, SharedPool, Token, tensor_over
 
 __all__ = ["Block", "DoesNotFit", "PoolAllocator", "Stack", "is_plain"]
@@ -28,6 +28,8 @@ _SETTLED: Final = 8
 _NUMBERS: Final = frozenset(NUMPYS.values())
 
 _TENSORS: Final = {torch.Tensor}
+
+collate_tensor_fn: Final = look_up("torch.utils.data._utils.collate.collate_tensor_fn")
 
 _Path = tuple[Any, ...]
 

@@ -1,0 +1,129 @@
+"""A script that reads with a torch that lacks private names: ``python without_a_name.py NAME ...``.
+
+The name is hidden from this library only, as torch itself needs it. Prints ``equal`` once all batches are torch's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import pkgutil
+import sys
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+EPOCHS = 2
+
+
+def asks_from_outside() -> bool:
+    """Whether this library asks for an attribute, itself or by ``pkgutil``."""
+    asker: str = sys._getframe(2).f_globals.get("__name__", "")
+    return asker == "pkgutil" or asker.startswith("torchdistinput.")
+
+
+def hide(name: str) -> None:
+    """Lets this library not find what has that dotted name."""
+    place, _, last = name.rpartition(".")
+    owner: Any = pkgutil.resolve_name(place)
+
+    def found(self: Any, attribute: str) -> Any:
+        if attribute == last and asks_from_outside():
+            raise AttributeError(attribute)
+        return own(self, attribute)
+
+    if name == "ctypes.pythonapi.Py_IncRef":
+        ctypes.pythonapi = types.SimpleNamespace()  # type: ignore[assignment] # a library without it
+    elif name == "torch.UntypedStorage.buffer":
+        owner.__setattr__ = refuse
+    elif name.endswith("WorkerInfo.dataset"):
+        member = owner.dataset
+
+        def put(self: Any, value: Any) -> None:
+            if asks_from_outside():
+                raise AttributeError(last)
+            member.__set__(self, value)
+
+        owner.dataset = property(member.__get__, put)
+    elif isinstance(owner, types.ModuleType):
+        own: Any = types.ModuleType.__getattribute__
+        owner.__class__ = type("Hiding", (types.ModuleType,), {"__getattribute__": found})
+    elif last in vars(owner) and not callable(vars(owner)[last]):  # of the class, not of its objects
+        hide(place)
+    else:
+        own = owner.__getattribute__
+        owner.__getattribute__ = found
+
+
+def refuse(self: Any, attribute: str, value: Any) -> None:
+    raise AttributeError(attribute)
+
+
+class Squares(Dataset[Any]):
+    """Samples by their index, with tensors of two sizes, a number and a text."""
+
+    def __len__(self) -> int:
+        return 23
+
+    def __getitem__(self, index: int) -> Any:
+        return {"large": torch.full((6_000,), float(index)), "small": torch.arange(3) * index, "is": str(index)}
+
+
+class Counting(IterableDataset[Any]):
+    """The same in turn; loader workers share them."""
+
+    def __iter__(self) -> Iterator[Any]:
+        info = torch.utils.data.get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        return (Squares()[index] for index in range(first, 23, step))
+
+
+def plain(batches: Iterable[Any]) -> list[Any]:
+    return [{key: each.tolist() if torch.is_tensor(each) else each for key, each in batch.items()} for batch in batches]
+
+
+def compare(data: Any, *, workers: int, shuffle: bool, lasting: bool) -> None:
+    """Two epochs, and a resume in the middle of the second."""
+    import torchdistinput as tdi  # noqa: PLC0415 - not before the names are hidden
+
+    settings: dict[str, Any] = {"batch_size": 4, "num_workers": workers, "persistent_workers": lasting}
+    settings |= {"shuffle": True} if shuffle else {}
+
+    def new(kind: Any) -> Any:
+        return kind(data, generator=torch.Generator().manual_seed(3), **settings)
+
+    theirs = new(DataLoader)
+    expected = [plain(theirs) for _ in range(EPOCHS)]
+    ours = new(tdi.DataLoader)
+    state: dict[str, Any] = {}
+    for epoch in expected:
+        read: list[Any] = []
+        for batch in ours:
+            read += plain([batch])
+            state = ours.state_dict() if len(read) == 2 else state
+        assert read == epoch
+    resumed = new(tdi.DataLoader)
+    resumed.load_state_dict(state)
+    assert plain(resumed) == expected[-1][2:]
+    resumed.close()
+    ours.close()
+
+
+def main(*names: str) -> None:
+    """Hides the names, and compares. The loader workers of the map-style dataset live on from epoch to epoch."""
+    logging.basicConfig(format="%(message)s")
+    for name in names:
+        hide(name)
+    for module in [each for each in sys.modules if each.partition(".")[0] == "torchdistinput"]:
+        del sys.modules[module]
+    for workers in (0, 2):
+        compare(Squares(), workers=workers, shuffle=True, lasting=workers > 0)
+        compare(Counting(), workers=workers, shuffle=False, lasting=False)
+    print("equal")  # noqa: T201 - it is a script
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

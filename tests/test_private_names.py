@@ -1,0 +1,245 @@
+"""Private names of torch, CPython and frameworks: where they may stand, and what is read where one is missing."""
+
+from __future__ import annotations
+
+import ast
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, RandomSampler
+
+import torchdistinput as tdi
+from tests.support.interpreters import Interpreters, printed
+from torchdistinput import frameworks
+from torchdistinput.coordination import private_names as of_ranks
+from torchdistinput.sources.map_style import sampler_batches
+from torchdistinput.sources.torch_loader import private_names as of_loaders
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "torchdistinput"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+UNDOCUMENTED = {
+    *("backend_capability", "collate_tensor_fn", "default_collate_fn_map", "default_device_backend_map"),
+    *("distributed_c10d", "ForkingPickler", "Py_IncRef", "python_exit_status", "pythonapi"),
+}
+"""Names without an underscore that no documentation of torch or CPython has."""
+
+DOCUMENTED = {"_asdict", "_current_frames", "_exit", "_fields", "_make", "_replace"}
+"""Names with an underscore that the documentation of Python has."""
+
+EXEMPT = {"testing/ranks.py": {"_run_exitfuncs", "_dynamo"}}
+"""Of the test launcher: multiprocessing ends its processes without the exit functions of scripts; and what takes long
+to import is imported once, if it is there."""
+
+
+def table_of_accelerate() -> dict[str, str]:
+    """Read from the syntax tree: to import the adapter takes accelerate."""
+    for node in ast.parse((PACKAGE / "integrations/accelerate.py").read_text()).body:
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "PRIVATE_NAMES":
+            table: dict[str, str] = ast.literal_eval(node.value or ast.Constant(None))
+            return table
+    raise AssertionError("the adapter of accelerate has no table")
+
+
+TABLES = {
+    "sources/torch_loader/": of_loaders.PRIVATE_NAMES,
+    "coordination/private_names.py": of_ranks.PRIVATE_NAMES,
+    "frameworks.py": frameworks.PRIVATE_NAMES,
+    "sources/iterable/divided_sources.py": frameworks.PRIVATE_NAMES,
+    "sources/iterable/inexact_states.py": frameworks.PRIVATE_NAMES,
+    "integrations/accelerate.py": table_of_accelerate(),
+}
+"""The tables, by the files in which their names may stand."""
+
+
+def short(path: Path) -> str:
+    return path.relative_to(PACKAGE).as_posix()
+
+
+def defined(tree: ast.Module) -> set[str]:
+    """The names that a module makes: of classes, functions, variables, and attributes of its own objects."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_own(node.value):
+            found.add(node.attr)
+    return found
+
+
+def is_own(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id in {"self", "cls"}
+
+
+def is_private(name: str) -> bool:
+    return name in UNDOCUMENTED or (name.startswith("_") and not name.startswith("__") and name not in DOCUMENTED)
+
+
+TREES = {path: ast.parse(path.read_text()) for path in MODULES}
+DEFINED = {path: defined(tree) for path, tree in TREES.items()}
+ALL_DEFINED = set().union(*DEFINED.values())
+
+
+def private_names(tree: ast.Module, here: set[str], anywhere: set[str]) -> Iterator[tuple[int, str]]:
+    """The lines of a module and the private names of others on them.
+
+    Args:
+      tree: the module.
+      here: what it defines.
+      anywhere: what the modules of the package define.
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            known = anywhere if is_own(node.value) else here
+            yield from ((node.lineno, name) for name in of_attribute(node) if name not in known)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+            if not module.startswith("torchdistinput"):
+                parts = ".".join([module, *(alias.name for alias in node.names)]).split(".")
+                yield from ((node.lineno, part) for part in parts if is_private(part))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            parts = node.value.split(".")
+            if all(part.isidentifier() for part in parts):
+                yield from ((node.lineno, part) for part in parts if is_private(part) and part not in anywhere)
+
+
+def of_attribute(node: ast.Attribute) -> Iterator[str]:
+    """The private name that an attribute is, or by which it is set."""
+    if is_private(node.attr):
+        yield node.attr
+    elif node.attr == "__setattr__" and ast.unparse(node.value) == "object":
+        yield "object.__setattr__"
+    elif node.attr == "buffer" and isinstance(node.ctx, ast.Store) and not is_own(node.value):
+        yield "buffer"
+
+
+def allowed(place: str) -> set[str]:
+    """The private names that may stand in a module: the parts of those in its table."""
+    tables = [table for at, table in TABLES.items() if place == at or (at.endswith("/") and place.startswith(at))]
+    parts = {part for table in tables for name in table for part in name.split(".")}
+    parts |= {"object.__setattr__"} if {"WorkerInfo", "__setattr__"} & parts else set()
+    return parts | EXEMPT.get(place, set())
+
+
+@pytest.mark.parametrize("path", MODULES, ids=short)
+def test_private_names_of_others_stand_in_the_table_of_their_room(path: Path) -> None:
+    found = set(private_names(TREES[path], DEFINED[path], ALL_DEFINED))
+    if short(path) in {"frameworks.py", "data_loader.py"}:  # of objects of their own, whose attributes are others'
+        found = {each for each in found if each[1] != "object.__setattr__"}
+    strange = {each for each in found if each[1] not in allowed(short(path))}
+    assert not strange, f"{short(path)}: {sorted(strange)} are private names of others: put them into a room's table"
+
+
+@pytest.mark.parametrize(
+    ("code", "name"),
+    [
+        ("import torch._dynamo", "_dynamo"),
+        ("from torch.utils.data import _utils", "_utils"),
+        ("from torch._C import _remove_worker_pids", "_C"),
+        ("def f(loader):\n    return loader._iterator", "_iterator"),
+        ("class A:\n    def f(self):\n        return self._foreign", "_foreign"),
+        ("def f(loader):\n    return getattr(loader, '_iterator')", "_iterator"),
+        ("def f(look_up):\n    return look_up('torch._C._remove_worker_pids')", "_remove_worker_pids"),
+        ("import sys\nsys._getframe(1)", "_getframe"),
+        ("import ctypes\nctypes.pythonapi", "pythonapi"),
+        ("from torch.utils.data._utils.collate import default_collate_fn_map", "default_collate_fn_map"),
+        ("def f(info):\n    object.__setattr__(info, 'dataset', 1)", "object.__setattr__"),
+        ("def f(storage):\n    storage.buffer = 1", "buffer"),
+        ("def f(dist):\n    return dist.Backend.backend_capability", "backend_capability"),
+    ],
+)
+def test_a_private_name_is_found_in_each_way_to_it(code: str, name: str) -> None:
+    tree = ast.parse(code)
+    assert name in {found for _, found in private_names(tree, defined(tree), set())}
+
+
+@pytest.mark.parametrize(("place", "table"), TABLES.items(), ids=lambda value: value if isinstance(value, str) else "")
+def test_each_name_of_a_table_is_used_and_has_a_reason(place: str, table: dict[str, str]) -> None:
+    files = [
+        path
+        for at, other in TABLES.items()
+        for path in MODULES
+        if other is table and (short(path) == at or (at.endswith("/") and short(path).startswith(at)))
+    ]
+    text = "\n".join(path.read_text() for path in files)
+    for name, reason in table.items():
+        assert len(reason) > 10, name
+        assert text.count(name.rpartition(".")[2]) > 1, f"{name} is in the table of {place}, and nobody uses it"
+
+
+# Where nothing can be missing, or what is missing is not met on one rank without an accelerator.
+NOT_READ = {
+    "torch.utils.data.DataLoader.__setattr__",
+    "torch.distributed.distributed_c10d._get_default_store",
+}
+NOT_MET = {
+    "torch.distributed.Backend.backend_capability",
+    "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._pin_memory_thread_done_event",
+    "multiprocessing.process._children",
+    "ctypes.pythonapi.Py_IncRef",
+}
+NAMES = [name for name in (*of_loaders.PRIVATE_NAMES, *of_ranks.PRIVATE_NAMES) if name not in NOT_READ]
+
+
+@pytest.fixture(scope="module")
+def interpreters() -> Iterator[Interpreters]:
+    with Interpreters() as made:
+        yield made
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_where_a_name_is_missing_the_batches_are_torchs_and_a_line_says_so(
+    name: str, interpreters: Interpreters
+) -> None:
+    ended = interpreters.run(["tests/support/without_a_name.py", name])
+    assert printed(ended) == "equal\n"
+    lines = [line for line in ended[0].errors.splitlines() if " has no " in line]
+    assert name in NOT_MET or any(name in line for line in lines)
+
+
+def test_where_all_is_switched_off_the_batches_are_torchs(interpreters: Interpreters) -> None:
+    off = {"TORCHDISTINPUT_LOADER_INTERNALS": "0"}
+    assert printed(interpreters.run(["tests/support/without_a_name.py"], places=[off])) == "equal\n"
+
+
+def drawn_by(kind: Any, *, replacement: bool) -> list[Any]:
+    """The batches of two epochs."""
+    sampler = RandomSampler(range(23), replacement=replacement, generator=torch.Generator().manual_seed(1))
+    loader = kind(range(23), batch_size=4, sampler=sampler)
+    return [batch.tolist() for _ in range(2) for batch in loader]
+
+
+@pytest.mark.parametrize("replacement", [False, True])
+def test_where_torch_draws_another_order_its_own_is_taken(
+    replacement: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def another(sampler: Any) -> Iterator[int]:
+        return reversed([*known(sampler)])
+
+    known = RandomSampler.__iter__
+    monkeypatch.setattr(RandomSampler, "__iter__", another)
+    sampler_batches._draws_as_torch.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING, "torchdistinput"):
+            found, expected = (drawn_by(kind, replacement=replacement) for kind in (tdi.DataLoader, DataLoader))
+        assert found == expected
+        assert [record.message for record in caplog.records if "draws the order" in record.message]
+    finally:
+        monkeypatch.undo()
+        sampler_batches._draws_as_torch.cache_clear()
+
+
+def test_comparing_the_orders_leaves_the_random_state_as_it_was() -> None:
+    sampler_batches._draws_as_torch.cache_clear()
+    before = torch.get_rng_state()
+    assert sampler_batches._draws_as_torch()
+    assert torch.equal(before, torch.get_rng_state())

@@ -1,0 +1,167 @@
+"""Private names of torch and CPython: how they are looked up, and those that the ranks and the pipeline need.
+
+Problem. A release of tomorrow may have lost a private name, and would keep the whole library from being imported.
+
+Decision. Private names are used in two rooms only: here and in ``process_group``, and in ``sources/torch_loader``. Each
+room has one table with a reason for each name. A name is looked up, never imported. What needs it asks a ``Part``, and
+takes the public way where a name is missing, which is slower, and is logged once. ``tests/test_private_names.py`` reads
+the syntax tree of the package for private names elsewhere, and removes each name of the tables in turn.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import pkgutil
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Final, final
+
+import torch
+
+__all__ = [
+    "PRIVATE_NAMES",
+    "Part",
+    "default_store",
+    "devices_of_backend",
+    "keep_until_the_process_ends",
+    "log_missing",
+    "look_up",
+    "profiler_runs",
+]
+
+_LOG = logging.getLogger("torchdistinput")
+
+PRIVATE_NAMES: Final = {
+    "torch.distributed.distributed_c10d._get_default_store": (
+        "the store of the default group, at which ranks find each other; torch's own FSDP gets it so. There is no "
+        "public way to it. Without it: a second connection to the store at MASTER_ADDR and MASTER_PORT"
+    ),
+    "torch.distributed.Backend.backend_capability": (
+        "for which devices a backend is made: the default backend of a device need not take its tensors. Without it: "
+        "tensors on accelerators travel over the CPU"
+    ),
+    "torch.autograd.profiler._is_profiler_enabled": (
+        "whether a profiler runs: the public record_function takes ten microseconds also where none does. Without it: "
+        "record_function for each step"
+    ),
+    "ctypes.pythonapi.Py_IncRef": (
+        "a reference that nobody gives back, also not the end of the interpreter: a store that a forked process ends "
+        "would take a file from the ranks. Without it: stores end in forked processes"
+    ),
+}
+"""The private names that are used in ``coordination/``, and why."""
+
+
+_MISSING: Final = object()
+
+
+def look_up(name: str, missing: Any = None) -> Any:
+    """What has that dotted name, which may be private. Local.
+
+    Args:
+      name: modules, and what is in them.
+      missing: what is returned where this release has no such name.
+    """
+    try:
+        return pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        return missing
+
+
+def _always() -> bool:
+    return True
+
+
+@final
+class Part:
+    """Private names that one piece of the library needs together. That piece is left out where one is missing.
+
+    Args:
+      without: what is done instead, for the log.
+      names: dotted, as in a table.
+      attributes: as in a table, of objects that ``is_usable`` is given: these are not found in their class.
+      is_on: whether the piece was not switched off.
+    """
+
+    def __init__(
+        self, without: str, names: Sequence[str], attributes: Sequence[str] = (), is_on: Callable[[], bool] = _always
+    ) -> None:
+        self._without = without
+        self._missing = [name for name in names if look_up(name, _MISSING) is _MISSING]
+        self._attributes = [(name, name.rpartition(".")[2]) for name in attributes]
+        self._is_on = is_on
+        self._was_logged = False
+
+    def is_usable(self, *owners: object) -> bool:
+        """Whether all names are there. It is logged once where one is not. Local.
+
+        Args:
+          *owners: the objects that must have the attributes.
+        """
+        if not self._is_on():
+            return False
+        missing = self._missing
+        if owners and self._attributes:
+            missing = missing + [name for name, last in self._attributes if not _have(owners, last)]
+        if missing and not self._was_logged:
+            self._was_logged = True
+            log_missing(missing, self._without)
+        return not missing
+
+
+def _have(owners: Sequence[object], name: str) -> bool:
+    return all(hasattr(owner, name) for owner in owners)
+
+
+def log_missing(names: Sequence[str], without: str) -> None:
+    """Says that this release has no such names, and what is done without them. Local."""
+    _LOG.warning(
+        "torch %s on Python %s has no %s: %s. The batches are the same.",
+        torch.__version__,
+        sys.version.partition(" ")[0],
+        ", ".join(names),
+        without,
+    )
+
+
+_PROFILER: Final = Part(
+    "each step is put into a range for the profiler, also where none runs, which takes some microseconds",
+    ["torch.autograd.profiler._is_profiler_enabled"],
+)
+_KEEPS: Final = Part(
+    "a store of the ranks that is a file may be removed when a forked process ends", ["ctypes.pythonapi.Py_IncRef"]
+)
+_DEFAULT_STORE: Final = Part(
+    "the ranks meet at the store at MASTER_ADDR and MASTER_PORT",
+    ["torch.distributed.distributed_c10d._get_default_store"],
+)
+
+
+def _look_at_profiler() -> Callable[[], bool]:
+    if not _PROFILER.is_usable():
+        return _always
+    from torch.autograd import profiler  # noqa: PLC0415 - to look at its flag, which is set anew each time
+
+    return lambda: profiler._is_profiler_enabled  # noqa: SLF001 - see the table
+
+
+profiler_runs: Final = _look_at_profiler()
+"""Whether torch's profiler runs, the same for all threads."""
+
+
+def keep_until_the_process_ends(kept: object) -> None:
+    """An object is never ended in this process. Local."""
+    if _KEEPS.is_usable():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+
+
+def default_store() -> Any:
+    """The store of the default group; ``None`` where this torch gives no way to it. Local."""
+    return look_up("torch.distributed.distributed_c10d._get_default_store")() if _DEFAULT_STORE.is_usable() else None
+
+
+def devices_of_backend(backend: str) -> Sequence[str]:
+    """The kinds of devices that a backend is made for; none where that is not known. Local."""
+    capability = look_up("torch.distributed.Backend.backend_capability")
+    return () if capability is None else capability.get(backend, ())
