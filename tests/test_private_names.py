@@ -204,6 +204,15 @@ def test_where_a_name_is_missing_the_batches_are_torchs_and_a_line_says_so(
     assert name in NOT_MET or any(name in line for line in lines)
 
 
+@pytest.mark.parametrize(
+    "name", ["torch.distributed.distributed_c10d._get_default_store", "torch.distributed.Backend.backend_capability"]
+)
+def test_where_ranks_miss_a_name_each_gets_its_part(name: str, interpreters: Interpreters) -> None:
+    ended = interpreters.run_as_torchrun(2, "tests/support/without_a_name.py", name)
+    assert printed(ended) == "equal\n" * 2
+    assert name in NOT_MET or all(name in each.errors for each in ended)
+
+
 def test_where_all_is_switched_off_the_batches_are_torchs(interpreters: Interpreters) -> None:
     off = {"TORCHDISTINPUT_LOADER_INTERNALS": "0"}
     assert printed(interpreters.run(["tests/support/without_a_name.py"], places=[off])) == "equal\n"

@@ -20,7 +20,7 @@ import logging
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import cache
 from itertools import count as counting
 from itertools import islice
@@ -495,7 +495,7 @@ def _draws_as_torch() -> bool:
     """Whether this module makes of torch's samplers what the installed torch makes. Looked at once in a process."""
     state = torch.get_rng_state()
     try:
-        with torch.device("cpu"):
+        with nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu"):
             same = all(_is_drawn_alike(*settings, state) for settings in _COMPARED)
     except Exception as error:  # whatever is new in it
         _LOG.debug("while the orders of samplers were compared: %r", error)
