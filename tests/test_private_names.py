@@ -196,9 +196,11 @@ def interpreters() -> Iterator[Interpreters]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_where_a_name_is_missing_the_batches_are_torchs_and_a_line_says_so(
-    name: str, interpreters: Interpreters
+    name: str, interpreters: Interpreters, all_cells: bool
 ) -> None:
-    ended = interpreters.run(["tests/support/without_a_name.py", name])
+    """With ``--all-cells`` also without loader workers, and iterables."""
+    how = "all" if all_cells else "loader workers"
+    ended = interpreters.run(["tests/support/without_a_name.py", how, name])
     assert printed(ended) == "equal\n"
     lines = [line for line in ended[0].errors.splitlines() if " has no " in line]
     assert name in NOT_MET or any(name in line for line in lines)
@@ -208,14 +210,14 @@ def test_where_a_name_is_missing_the_batches_are_torchs_and_a_line_says_so(
     "name", ["torch.distributed.distributed_c10d._get_default_store", "torch.distributed.Backend.backend_capability"]
 )
 def test_where_ranks_miss_a_name_each_gets_its_part(name: str, interpreters: Interpreters) -> None:
-    ended = interpreters.run_as_torchrun(2, "tests/support/without_a_name.py", name)
+    ended = interpreters.run_as_torchrun(2, "tests/support/without_a_name.py", "all", name)
     assert printed(ended) == "equal\n" * 2
     assert name in NOT_MET or all(name in each.errors for each in ended)
 
 
 def test_where_all_is_switched_off_the_batches_are_torchs(interpreters: Interpreters) -> None:
     off = {"TORCHDISTINPUT_LOADER_INTERNALS": "0"}
-    assert printed(interpreters.run(["tests/support/without_a_name.py"], places=[off])) == "equal\n"
+    assert printed(interpreters.run(["tests/support/without_a_name.py", "all"], places=[off])) == "equal\n"
 
 
 def drawn_by(kind: Any, *, replacement: bool) -> list[Any]:
