@@ -81,8 +81,8 @@ def resolve_devices(
       found: the accelerators to choose from; by default those of this machine.
 
     Raises:
-      TypeError: if ``accelerators`` is not a sequence of names or devices.
-      ValueError: if there is no device in ``accelerators``, one does not exist, or an accelerator is named twice.
+      TypeError: if ``devices`` is not a sequence of names or devices.
+      ValueError: if there is no device in ``devices``, one does not exist, or an accelerator is named twice.
     """
     found = Accelerators.detect() if found is None else found
     if devices is None:

@@ -91,7 +91,7 @@ class InputOptions:
     Raises:
       TypeError: a value of another type.
       ValueError: ``prefetch``, ``prefetch_bytes``, ``max_errors`` or ``log_every`` is negative, ``snapshot_every`` or
-        ``timeout_seconds`` is not positive, or ``coordination``, ``partial_batch``, ``on_error`` or ``user_state`` is
+        ``timeout_seconds`` is not positive, or ``coordination``, ``partial_batch``, ``on_error`` or ``own_state`` is
         another word.
     """
 
