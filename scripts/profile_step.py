@@ -71,7 +71,7 @@ def one_process(steps: int) -> dict[str, float]:
         "  take: what the stages do": buffer.take,
         "    draw: the step, complete": fetch.draw,
         "      the source: read, cut and noted": stream.draw,
-        "        alike, at a look": lambda: fetch._checker.last.size_of(batch),
+        "        alike, at a look": lambda: fetch._checker.known.size_of(batch),
         "    settle: the verdict of one rank": lambda: votes.settle(sent),
         "  bytes of the step": lambda: elements.num_bytes(256, row),
         "  progress and stats": lambda: progress.add(sent, 256, 1),

@@ -184,6 +184,7 @@ NOT_MET = {
     "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._pin_memory_thread_done_event",
     "multiprocessing.process._children",
     "ctypes.pythonapi.Py_IncRef",
+    "_thread.RLock._is_owned",
 }
 NAMES = [name for name in (*of_loaders.PRIVATE_NAMES, *of_ranks.PRIVATE_NAMES) if name not in NOT_READ]
 

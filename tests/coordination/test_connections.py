@@ -223,6 +223,6 @@ def test_a_rank_that_reads_nothing_is_told_no_more_than_the_system_holds(
         one.rest(0.0)
         if not one._by_rank[1].is_sent:
             break
-    for _ in range(10):
+    for _ in range(1000):
         one.rest(0.0)
-    assert len(one._by_rank[1]._outgoing) == 1
+        assert len(one._by_rank[1]._outgoing) <= 1  # the system may take some more meanwhile

@@ -26,7 +26,7 @@ def asks_from_outside() -> bool:
     return asker == "pkgutil" or asker.startswith("torchdistinput.")
 
 
-def hide(name: str) -> None:
+def hide(name: str) -> None:  # noqa: C901 - a branch for each kind of place
     """Lets this library not find what has that dotted name."""
     place, _, last = name.rpartition(".")
     owner: Any = pkgutil.resolve_name(place)
@@ -36,7 +36,9 @@ def hide(name: str) -> None:
             raise AttributeError(attribute)
         return own(self, attribute)
 
-    if name == "ctypes.pythonapi.Py_IncRef":
+    if name == "_thread.RLock._is_owned":  # of a type that nobody can change
+        hide(place)
+    elif name == "ctypes.pythonapi.Py_IncRef":
         ctypes.pythonapi = types.SimpleNamespace()  # type: ignore[assignment] # a library without it
     elif name == "torch.UntypedStorage.buffer":
         owner.__setattr__ = refuse

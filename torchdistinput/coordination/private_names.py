@@ -25,6 +25,7 @@ __all__ = [
     "Part",
     "default_store",
     "devices_of_backend",
+    "holds",
     "keep_until_the_process_ends",
     "log_missing",
     "look_up",
@@ -45,6 +46,10 @@ PRIVATE_NAMES: Final = {
     "torch.autograd.profiler._is_profiler_enabled": (
         "whether a profiler runs: the public record_function takes ten microseconds also where none does. Without it: "
         "record_function for each step"
+    ),
+    "_thread.RLock._is_owned": (
+        "whether this thread holds a reentrant lock: to release one that is not held raises, which would show in the "
+        "context of a user's exception. Without it: it is released, and taken again if it was held"
     ),
     "ctypes.pythonapi.Py_IncRef": (
         "a reference that nobody gives back, also not the end of the interpreter: a store that a forked process ends "
@@ -133,6 +138,7 @@ _PROFILER: Final = Part(
 _KEEPS: Final = Part(
     "a store of the ranks that is a file may be removed when a forked process ends", ["ctypes.pythonapi.Py_IncRef"]
 )
+_OWNER: Final = Part("a lock is released to see whether it is held", ["_thread.RLock._is_owned"])
 _DEFAULT_STORE: Final = Part(
     "the ranks meet at the store at MASTER_ADDR and MASTER_PORT",
     ["torch.distributed.distributed_c10d._get_default_store"],
@@ -149,6 +155,18 @@ def _look_at_profiler() -> Callable[[], bool]:
 
 profiler_runs: Final = _look_at_profiler()
 """Whether torch's profiler runs, the same for all threads."""
+
+
+def holds(lock: Any) -> bool:
+    """Whether this thread holds a reentrant lock. Local."""
+    if _OWNER.is_usable():
+        return bool(lock._is_owned())  # noqa: SLF001 - see the table
+    try:
+        lock.release()
+    except RuntimeError:
+        return False
+    lock.acquire()
+    return True
 
 
 def keep_until_the_process_ends(kept: object) -> None:

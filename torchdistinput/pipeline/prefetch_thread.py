@@ -29,6 +29,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol, final
 
 from torchdistinput.coordination.exchanges import Exchange, StartedExchange, conclude
+from torchdistinput.coordination.private_names import holds
 from torchdistinput.pipeline.metrics import COORDINATE, Metrics, in_range
 from torchdistinput.pipeline.shutdown import Shutdown, not_an_end
 from torchdistinput.plan.prefetch_depth import PrefetchDepth, shows
@@ -267,9 +268,8 @@ class PrefetchThread:
 
     def stop(self, delivered: int) -> None:
         """The consumer stopped after ``delivered`` steps. Any thread, idempotent."""
-        if threading.current_thread() is not self.thread:
-            with contextlib.suppress(RuntimeError):  # it is not held, as a rule
-                self._vote_lock.release()  # an interruption came just before the release in ``help_voting``
+        if threading.current_thread() is not self.thread and holds(self._vote_lock):
+            self._vote_lock.release()  # an interruption came just before the release in ``help_voting``
         self._work_items.put(_Stop(delivered))
 
     def _run(self) -> None:
