@@ -72,7 +72,7 @@ def one_process(steps: int) -> dict[str, float]:
         "    draw: the step, complete": fetch.draw,
         "      the source: read, cut and noted": stream.draw,
         "        alike, at a look": lambda: fetch._checker.known.size_of(batch),
-        "    settle: the verdict of one rank": lambda: votes.settle(sent),
+        "    settle: the decision of one rank": lambda: votes.settle(sent),
         "  bytes of the step": lambda: elements.num_bytes(256, row),
         "  progress and stats": lambda: progress.add(sent, 256, 1),
         "    a reading of the clock": time.perf_counter,
@@ -80,8 +80,8 @@ def one_process(steps: int) -> dict[str, float]:
         "aside: making loader.step, when asked": lambda: iterator.step,
         "aside: stats()": dataset.stats,
         "aside: state_dict()": dataset.state_dict,
-        "aside: the words of a ballot of 32 steps": lambda: StepReport((256,) * 32, digest=7).words(32),
-        "aside: the verdict from them": lambda: decide(words, 1),
+        "aside: the words of a report of 32 steps": lambda: StepReport((256,) * 32, digest=7).words(32),
+        "aside: the decision from them": lambda: decide(words, 1),
     }
     words = StepReport((256,) * 32, digest=7).words(32)
     found = {name: least_us(call, steps) for name, call in parts.items()}

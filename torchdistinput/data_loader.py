@@ -50,15 +50,14 @@ from torchdistinput.pipeline.metrics import Metrics
 from torchdistinput.plan.options import InputOptions, Step
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.sources.base import length_of
-from torchdistinput.sources.files.checks import refuse_plain_iterable, refuse_ray
+from torchdistinput.sources.checks import refuse_plain_iterable, refuse_ray
 from torchdistinput.sources.files.fragment_dataset import FragmentDataset
 from torchdistinput.sources.files.steps import known_steps
-from torchdistinput.sources.fragments import FragmentSource
 from torchdistinput.sources.iterable.data_pipes import has_sharding_filter
 from torchdistinput.sources.iterable.divided_sources import divides_itself
 from torchdistinput.sources.map_style.in_memory import gathers
-from torchdistinput.sources.map_style.table import Table, is_table
 from torchdistinput.sources.opaque_batches import OpaqueCollate
+from torchdistinput.sources.resolve import as_dataset
 from torchdistinput.sources.torch_loader.private_names import set_in_spite_of_init
 from torchdistinput.sources.torch_loader.settings import TORCH_SAMPLERS, LikeTorch, check_loader, sampler_in
 from torchdistinput.strategy import Strategy
@@ -229,7 +228,7 @@ class DataLoader(Generic[T_co]):
         refuse_ray(dataset, "the dataset of a DataLoader")  # torch may call its len()
         refuse_plain_iterable(dataset)
         self._loader: TorchDataLoader[T_co] = TorchDataLoader(
-            _as_dataset(dataset),
+            as_dataset(dataset),
             batch_size,
             shuffle,
             _own(sampler),
@@ -599,10 +598,3 @@ def _fetch_is_ours(loader: TorchDataLoader[Any]) -> bool:
     batches = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     ours = type(loader.dataset) in _OWN_DATASETS and loader.collate_fn in _OWN_COLLATES
     return type(sampler_in(batches)) in TORCH_SAMPLERS and (ours or gathers(loader))
-
-
-def _as_dataset(data: Any) -> Any:
-    """A dataset of torch's for a dict of tensors and arrays, and for a source of fragments; else what was given."""
-    if isinstance(data, FragmentSource) and not isinstance(data, Dataset):
-        return FragmentDataset(data)
-    return Table(data) if is_table(data) else data

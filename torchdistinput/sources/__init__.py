@@ -2,6 +2,7 @@
 
 - ``resolve``: Finds the kind of the user's data and makes its source.
 - ``fragments``: ``Fragment``, ``FragmentSource``: the public interface for data that is read in parts.
+- ``checks``: Checks of the user's arguments.
 - ``base``: The interface of a source.
 - ``in_worker``: The code that runs in loader workers.
 - ``split_batches``: Counts and cuts ready batches.

@@ -24,7 +24,7 @@ from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.sharding import AutoShardPolicy, resolve_policy
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.base import HoldsTorchLoader, Shards, Source
-from torchdistinput.sources.files.checks import refuse_class, refuse_ray
+from torchdistinput.sources.checks import refuse_class, refuse_ray
 from torchdistinput.sources.files.fragment_dataset import FragmentDataset
 from torchdistinput.sources.fragments import FragmentSource
 from torchdistinput.sources.in_worker import cannot_skip
@@ -36,7 +36,7 @@ from torchdistinput.sources.map_style.table import Table, is_table, refuse_frame
 from torchdistinput.sources.sample_seed import cannot_seed
 from torchdistinput.sources.torch_loader.settings import LikeTorch, not_pinning
 
-__all__ = ["recognise"]
+__all__ = ["as_dataset", "recognise"]
 
 Collate = Callable[[Any], Any]
 
@@ -169,6 +169,11 @@ def _unwrapped(data: Any) -> Any:
         return data.loader
     if isinstance(data, HoldsTorchLoader) and isinstance(data.torch_loader, DataLoader):
         return data.torch_loader
+    return as_dataset(data)
+
+
+def as_dataset(data: Any) -> Any:
+    """The dataset of a dict of tensors and arrays, or of a source of fragments; any other data as it is. Local."""
     if isinstance(data, FragmentSource) and not isinstance(data, Dataset):
         return FragmentDataset(data)
     return Table(data) if is_table(data) else data

@@ -3,7 +3,6 @@
 - ``dataset``: ``FileDataset``, ``list_files``.
 - ``fragment_dataset``: ``FragmentDataset``, the base of ``FileDataset``: order, reading, decoding.
 - ``plain_epochs``: The epoch counter of datasets in plain torch.
-- ``checks``: Checks of the user's arguments.
 - ``source``: The source for such a dataset; resumes, also in another world.
 - ``batching``: Divides the decoding among ranks and loader workers, and cuts batches.
 - ``position``: The saved position of all workers.

@@ -10,7 +10,7 @@ from torchdistinput.errors import SourceError
 from torchdistinput.sources.files.reader_api import Block
 from torchdistinput.sources.files.retry import one_line
 
-__all__ = ["CorruptRecord", "with_spoiled"]
+__all__ = ["CorruptRecord", "with_corrupt_records"]
 
 
 @final
@@ -21,7 +21,7 @@ class CorruptRecord(NamedTuple):
     """The message: the file, the offset, and the problem."""
 
 
-def with_spoiled(
+def with_corrupt_records(
     enter: Callable[[Any], Iterator[Block[Any]]], rewind: Callable[[], bool], offset: Any, name: str
 ) -> Iterator[Block[Any]]:
     """The blocks from an offset on, with a ``CorruptRecord`` in place of each record that cannot be read.
@@ -43,10 +43,10 @@ def with_spoiled(
             if start is None or after is None or not _goes_on(offset, start, after) or not rewind():
                 raise
             where = f"offset {start}" if isinstance(start, int) else f"position {start[0]!r:.100}"
-            spoiled = CorruptRecord(f"{one_line(name)}, {where}: {in_one_line(error).removeprefix('SourceError: ')}")
+            corrupt = CorruptRecord(f"{one_line(name)}, {where}: {in_one_line(error).removeprefix('SourceError: ')}")
         else:
             return
-        yield start, [spoiled]
+        yield start, [corrupt]
         offset = after
 
 

@@ -13,7 +13,7 @@ import torch
 from torchdistinput.errors import SourceError, StateMismatch
 from torchdistinput.plan.file_resharding import FileCursor
 from torchdistinput.plan.permutation import shuffled
-from torchdistinput.sources.files.checks import as_object, check_callable, checked_int
+from torchdistinput.sources.checks import as_object, check_callable, checked_int
 from torchdistinput.sources.files.fragment_dataset import FragmentDataset
 from torchdistinput.sources.files.glob import FileNames, expand, listed
 from torchdistinput.sources.files.io import OpenedFile, check_compression, file_size, open_file

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
@@ -22,7 +23,7 @@ from torchdistinput.coordination.failures import in_one_line
 from torchdistinput.errors import InputError, SourceError, StateMismatch
 from torchdistinput.plan.file_resharding import FileCursor, ReaderCursor
 from torchdistinput.plan.permutation import shuffled
-from torchdistinput.sources.files.checks import as_object, check_callable, checked_int
+from torchdistinput.sources.checks import as_object, check_callable, checked_int
 from torchdistinput.sources.files.corrupt_records import CorruptRecord
 from torchdistinput.sources.files.interleave import Interleave
 from torchdistinput.sources.files.open_file import Opened, OpenFile, Read, RecordPlace
@@ -359,8 +360,8 @@ class _SourceFragments:
         self.names = tuple(each.name for each in self._all)
         if not self.names:
             raise InputError(f"{type(source).__name__}.fragments() gave no fragment; at least one is needed")
-        twice = next((name for name in self.names if self.names.count(name) > 1), None)
-        if twice is not None:
+        if len(set(self.names)) < len(self.names):
+            ((twice, _),) = Counter(self.names).most_common(1)
             raise InputError(f"{type(source).__name__}.fragments() gave two fragments of the name {twice!r:.100}")
 
     def open(self, index: int, *, in_ranges: bool) -> tuple[Opened, Read, Layout | None]:

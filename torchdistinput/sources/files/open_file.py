@@ -25,7 +25,7 @@ from torchdistinput.coordination.failures import in_one_line
 from torchdistinput.errors import SourceError, StateMismatch
 from torchdistinput.plan.file_resharding import FileCursor
 from torchdistinput.plan.permutation import shuffled
-from torchdistinput.sources.files.corrupt_records import CorruptRecord, with_spoiled
+from torchdistinput.sources.files.corrupt_records import CorruptRecord, with_corrupt_records
 from torchdistinput.sources.files.exact_reads import read_pieces
 from torchdistinput.sources.files.reader_api import Block, Layout, MadeRecords, Part, Records, blocks_of
 from torchdistinput.sources.files.retry import one_line
@@ -234,7 +234,7 @@ class OpenFile:
     def _blocks_from(self, file: BinaryIO, offset: int) -> Iterator[Block[Any]]:
         assert self._blocks is not None
         enter = partial(self._blocks, file)
-        return with_spoiled(enter, self._opened.rewind, offset, self.name) if self._skip else enter(offset)
+        return with_corrupt_records(enter, self._opened.rewind, offset, self.name) if self._skip else enter(offset)
 
     def take_ready(self, most: int) -> list[Any]:
         """Up to ``most`` records that are ready; reads more if none is. Empty only at the end of the file.

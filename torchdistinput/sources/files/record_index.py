@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchdistinput.errors import SourceError
-from torchdistinput.sources.files.checks import as_object
+from torchdistinput.sources.checks import as_object
 from torchdistinput.sources.files.io import OpenedFile
 from torchdistinput.sources.files.reader_api import BlockReader, Layout, StartsOf
 from torchdistinput.sources.files.retry import one_line

@@ -13,7 +13,7 @@ from torchdistinput.errors import BatchingError, InputError, StateMismatch
 from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.base import Exchange, RowStream
-from torchdistinput.sources.files.checks import refuse_class, refuse_ray
+from torchdistinput.sources.checks import refuse_class, refuse_ray
 from torchdistinput.sources.in_worker import Failure, cannot_skip
 from torchdistinput.sources.iterable.cursor import (
     Marked,

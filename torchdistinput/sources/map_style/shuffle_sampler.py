@@ -8,7 +8,7 @@ from typing import Final, final
 from torch.utils.data import Sampler
 
 from torchdistinput.plan.permutation import Permutation
-from torchdistinput.sources.files.checks import checked_int
+from torchdistinput.sources.checks import checked_int
 
 __all__ = ["ShuffleSampler"]
 

@@ -24,7 +24,7 @@ from torchdistinput.devices.accelerators import Accelerators
 from torchdistinput.errors import InputError, ShardingError
 from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.sharding import AutoShardPolicy
-from torchdistinput.sources.files.checks import refuse_class, refuse_ray
+from torchdistinput.sources.checks import refuse_class, refuse_ray
 from torchdistinput.sources.in_worker import OnFailure
 from torchdistinput.sources.map_style.index_batches import DistributedBatchSampler
 from torchdistinput.sources.map_style.shuffle_sampler import ShuffleSampler

@@ -8,7 +8,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from torchdistinput.sources.files.checks import checked_int
+from torchdistinput.sources.checks import checked_int
 from torchdistinput.sources.files.exact_reads import cut_off, read_pieces
 from torchdistinput.sources.files.io import skip_to
 from torchdistinput.sources.files.reader_api import BLOCK_BYTES, Block, Layout, in_blocks
