@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, Final, final
 
-from torch.utils.data import SequentialSampler
+from torch.utils.data import Sampler, SequentialSampler
 
 from torchdistinput.errors import InputError
 
@@ -42,6 +42,9 @@ accelerate are in ``integrations/accelerate.py``."""
 
 _TORCHS_READERS: Final = "torch.utils.data."
 """Where the modules of torch are in which a loader, or one of its workers, makes a batch."""
+
+_SAMPLERS_INSIDE: Final = ("sampler", "batch_sampler")
+"""Attributes of a sampler that hold another one, which need not be a subclass of torch's ``Sampler``."""
 
 _LOADERS: Final = ("torch.utils.data.dataloader", "torchdata.stateful_dataloader.stateful_dataloader")
 """Modules in which a loader draws from its sampler."""
@@ -115,10 +118,12 @@ class GivenSampler:
         return len(self.given)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(object.__getattribute__(self, "given"), name)
+        """An attribute of the loader's own sampler; a sampler inside of it refuses the same callers."""
+        value = getattr(object.__getattribute__(self, "given"), name)
+        return GivenSampler(value) if isinstance(value, Sampler) or name in _SAMPLERS_INSIDE else value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.given, name, value)
+        setattr(self.given, name, value.given if type(value) is GivenSampler else value)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return GivenSampler, (self.given,)

@@ -28,6 +28,17 @@ class Skipping:
                 yield batch
 
 
+class Wrapping:
+    """A batch sampler that is not torch's, around a sampler that is not torch's either."""
+
+    def __init__(self, batch_sampler: Any) -> None:
+        self.batch_sampler = batch_sampler
+
+    def __iter__(self) -> Any:
+        for number in self.batch_sampler:
+            yield [number]
+
+
 class Counting(SequentialSampler):
     """A user's sampler with ``set_epoch``."""
 
@@ -50,6 +61,7 @@ def read(loader: Any) -> list[list[int]]:
 def refusals() -> list[str]:
     """What is said of each loader that nobody divides."""
     loader = tdi.DataLoader(data(), batch_size=BATCH, shuffle=True)
+    wrapping = tdi.DataLoader(data(), batch_sampler=Wrapping(range(SAMPLES)))
     made = [
         DataLoader(loader.dataset, batch_sampler=loader.batch_sampler),
         DataLoader(loader.dataset, batch_sampler=loader.batch_sampler, num_workers=1),
@@ -57,6 +69,9 @@ def refusals() -> list[str]:
         DataLoader(loader.dataset, batch_sampler=BatchSampler(loader.sampler, 2, drop_last=False)),
         DataLoader(loader.dataset, batch_sampler=Skipping(loader.batch_sampler, 1)),
         DataLoader(loader.dataset, batch_size=BATCH, collate_fn=loader.collate_fn),
+        DataLoader(loader.dataset, batch_size=BATCH, sampler=loader.batch_sampler.sampler),
+        DataLoader(loader.dataset, batch_sampler=BatchSampler(loader.batch_sampler.sampler, 2, drop_last=False)),
+        DataLoader(loader.dataset, batch_size=BATCH, sampler=wrapping.batch_sampler.batch_sampler),
     ]
     told = []
     for each in made:
@@ -68,7 +83,7 @@ def refusals() -> list[str]:
 
 def test_a_torch_loader_of_the_attributes_of_a_divided_one_is_refused_also_without_its_collate_fn() -> None:
     for told in run_ranks(2, refusals):
-        assert len(told) == 6
+        assert len(told) == 9
         for message in told:
             assert "nothing divides it, so every rank would read whole batches" in message
             assert "integrations.accelerate.prepare(accelerator, loader)" in message
@@ -86,16 +101,19 @@ def divided() -> dict[str, Any]:
             tdi.DataLoader(parts[0], batch_sampler=parts[1], collate_fn=loader.collate_fn, num_workers=1)
         ),
         "distributed": read(strategy.distribute_dataset(DataLoader(parts[0], batch_sampler=parts[1]))),
+        "inner sampler": read(tdi.DataLoader(parts[0], batch_size=BATCH, sampler=parts[1].sampler)),
         "inside another": read(tdi.DataLoader(parts[0], batch_sampler=Skipping(parts[1], 0))),
         "by hand": list(loader.batch_sampler),
         "whole": read(loader.torch_loader),
-        "kind": (isinstance(loader.sampler, Counting), isinstance(loader.batch_sampler, BatchSampler)),
+        "kind": (isinstance(loader.sampler, Counting), isinstance(loader.batch_sampler.sampler, Counting)),
         "not": isinstance(loader.sampler, RandomSampler),
         "lengths": (len(loader.sampler), len(loader.batch_sampler), loader.batch_sampler.batch_size),
         "same": repr(loader.sampler) == repr(loader.torch_loader.sampler),
         "copied": [list(copy.copy(loader.sampler)), list(pickle.loads(pickle.dumps(loader.sampler)))],
     }
-    loader.sampler.set_epoch(5)
+    loader.batch_sampler.sampler = loader.sampler
+    found["same inside"] = loader.torch_loader.batch_sampler.sampler is loader.torch_loader.sampler  # type: ignore[union-attr, attr-defined]
+    loader.batch_sampler.sampler.set_epoch(5)
     list(loader)
     found["epochs"] = loader.step.epoch, loader.sampler.epoch
     return found
@@ -103,7 +121,7 @@ def divided() -> dict[str, Any]:
 
 def test_what_is_divided_all_the_same_works_and_the_attributes_look_as_they_are() -> None:
     first, second = run_ranks(2, divided)
-    for name in ("drop-in", "with workers", "distributed", "inside another"):
+    for name in ("drop-in", "with workers", "distributed", "inner sampler", "inside another"):
         assert first[name] == [[0, 1], [4, 5], [8, 9]], name
         assert second[name] == [[2, 3], [6, 7], [10, 11]], name
     for found in (first, second):
@@ -112,5 +130,6 @@ def test_what_is_divided_all_the_same_works_and_the_attributes_look_as_they_are(
         assert found["not"] is False
         assert found["lengths"] == (12, 3, BATCH)
         assert found["same"] is True
+        assert found["same inside"] is True
         assert found["copied"] == [list(range(SAMPLES))] * 2
         assert found["epochs"] == (5, 5)
