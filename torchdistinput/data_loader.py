@@ -28,6 +28,7 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sized
+from functools import partial
 from typing import Any, Generic, Literal, TypeVar, cast, final, overload
 
 import numpy as np
@@ -41,8 +42,8 @@ from torchdistinput.frameworks import (
     GivenCollate,
     GivenSampler,
     check_gathering,
-    check_overfitting,
     check_trainer,
+    lightning_replaces_sampler,
     only_tries,
 )
 from torchdistinput.loader_iterator import AnnouncedLength, Divided, LoaderIterator
@@ -57,6 +58,7 @@ from torchdistinput.sources.iterable.data_pipes import has_sharding_filter
 from torchdistinput.sources.iterable.divided_sources import divides_itself
 from torchdistinput.sources.map_style.in_memory import gathers
 from torchdistinput.sources.opaque_batches import OpaqueCollate
+from torchdistinput.sources.order_advice import order_advice
 from torchdistinput.sources.resolve import as_dataset
 from torchdistinput.sources.torch_loader.private_names import set_in_spite_of_init
 from torchdistinput.sources.torch_loader.settings import TORCH_SAMPLERS, LikeTorch, check_loader, sampler_in
@@ -105,8 +107,8 @@ class _GivenOfTorch(_OfTorch[T]):
 
     def __get__(self, loader: DataLoader[Any] | None, owner: type) -> Any:
         value = super().__get__(loader, owner)
-        if loader is not None and self._name == "sampler":
-            check_overfitting(value)
+        if loader is not None and self._name == "sampler" and lightning_replaces_sampler():
+            raise AttributeError("Lightning can put no other sampler in; iter() checks the order of the data.")
         hidden = loader is not None and value is not None and loader._is_divided  # noqa: SLF001 - as above
         return self._given(value) if hidden else value
 
@@ -299,7 +301,7 @@ class DataLoader(Generic[T_co]):
 
     def __iter__(self) -> LoaderIterator:
         """The next epoch. Collective. Raises the errors of ``DistributedDataset``; in one process those of torch."""
-        only_tries()  # an iterator that is dropped unused leaves its epoch to the next one
+        only_tries(partial(order_advice, self._loader))  # an iterator dropped unused leaves its epoch to the next one
         if self._is_divided:
             check_trainer()
         divided = self._ready()

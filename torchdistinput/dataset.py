@@ -22,7 +22,7 @@ from torchdistinput.pipeline.metrics import Metrics
 from torchdistinput.pipeline.to_device import ToDevice
 from torchdistinput.plan.options import InputOptions, Step
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.base import Source, TellsPart
+from torchdistinput.sources.base import Source, TellsOrder, TellsPart
 from torchdistinput.sources.rng import (
     CoordinateStates,
     Draw,
@@ -85,14 +85,15 @@ class DistributedDataset:
 
         Raises:
           InputError: accelerate accumulates gradients, and does not know this loader; or transformers' Trainer calls
-            this; or Lightning's data module does, to print itself.
+            this; or Lightning's data module does, to print itself; or Lightning's overfit_batches repeats the first
+            batches of shuffled data.
           RankDisagreement: the ranks are at different epochs, or have different generators or states.
           CoordinationTimeout: a rank did not come in time; it is named.
           RankLost: raised by ``next`` (as the two errors below) if a rank died, or left the loop before the others.
           SourceError: the data of a rank failed, on every rank after the same number of steps.
           BatchingError: an element cannot be cut, or differs in structure from the elements before.
         """
-        only_tried = only_tries()
+        only_tried = only_tries(self._order_advice)
         check_accelerate()
         if self._setting.ranks is not None:
             check_trainer()
@@ -185,6 +186,9 @@ class DistributedDataset:
         self._drop_opened()
         running = any(iterator.is_live and iterator.reads(self._progress) for iterator in self._iterators)
         self._checkpoint.set_epoch(epoch, running=running)
+
+    def _order_advice(self) -> str | None:
+        return self._source.order_advice if isinstance(self._source, TellsOrder) else None
 
     def _heed_user(self) -> None:
         """Makes a ``set_epoch`` that the user called on the sampler or dataset count as one of this dataset."""

@@ -8,12 +8,13 @@ library did not make. The nearest frame on the call stack tells the two apart: t
 from __future__ import annotations
 
 import inspect
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, Final, final
 
-from torch.utils.data import Sampler, SequentialSampler
+from torch.utils.data import Sampler
 
 from torchdistinput.errors import InputError
 
@@ -22,10 +23,12 @@ __all__ = [
     "GivenSampler",
     "check_accelerate",
     "check_gathering",
-    "check_overfitting",
     "check_trainer",
+    "lightning_replaces_sampler",
     "only_tries",
 ]
+
+_LOG = logging.getLogger("torchdistinput")
 
 PRIVATE_NAMES: Final = {
     "datasets.IterableDataset._distributed": "whether split_dataset_by_node() gave each rank a part of its own",
@@ -34,7 +37,8 @@ PRIVATE_NAMES: Final = {
         "asks for the sampler where overfit_batches turns shuffling off; found by its name in the callers"
     ),
     "lightning.pytorch.trainer.connectors.data_connector._check_dataloader_iterable": (
-        "asks for an iterator that it does not read; found by its name in the callers"
+        "asks for an iterator that it does not read; found by its name in the callers, with its variable trainer_fn "
+        "and the variable trainer of its caller"
     ),
 }
 """The private names of frameworks that are looked at, and why. Where one is missing, nothing is found. Those of
@@ -180,33 +184,26 @@ def check_trainer() -> None:
         )
 
 
-def check_overfitting(sampler: object) -> None:
-    """Refuses that Lightning turns shuffling off. Called by an attribute. Local, on every rank alike.
-
-    Args:
-      sampler: the value of the attribute.
-
-    Raises:
-      InputError: Lightning wants to build a torch loader with another sampler, which nothing would divide.
-    """
+def lightning_replaces_sampler() -> bool:
+    """Whether Lightning asks for the sampler to put another one in. Called by an attribute. Local."""
     asker = _caller(3)
     in_turn = () if asker is None else (asker, asker.f_back)  # it may ask in a loop that is a frame of its own
-    asks = any(each is not None and each.f_code.co_name == "_resolve_overfit_batches" for each in in_turn)
-    if asks and not isinstance(sampler, SequentialSampler):
-        raise InputError(
-            "Lightning's overfit_batches turns shuffling off by making a torch DataLoader, which nothing would divide. "
-            "Give the torchdistinput.DataLoader shuffle=False (and no sampler) yourself."
-        )
+    return any(each is not None and each.f_code.co_name == "_resolve_overfit_batches" for each in in_turn)
 
 
-def only_tries() -> bool:
+def only_tries(order_advice: Callable[[], str | None]) -> bool:
     """Whether Lightning asks for an epoch that it does not read. Called by an ``__iter__``. Local, on every rank alike.
+
+    Args:
+      order_advice: returns what to write so that each epoch has the same order; an empty text if each epoch has it;
+        ``None`` if that is not known.
 
     Returns:
       True: Lightning only checks whether the loader has an ``__iter__``.
 
     Raises:
-      InputError: Lightning takes the batches for a list of loaders, to print how many samples each has.
+      InputError: Lightning takes the batches for a list of loaders, to print how many samples each has; or it is to
+        repeat the first batches of each epoch, and the epochs have different orders.
     """
     asker = _caller(3)
     name = "" if asker is None else asker.f_code.co_name
@@ -215,7 +212,31 @@ def only_tries() -> bool:
             "str() of Lightning's data module reads the batches of a loader that is not torch's, as if they were "
             "loaders. In the data module write: __str__ = object.__repr__; len(loader.dataset) tells the samples."
         )
-    return name == "_check_dataloader_iterable"
+    if asker is None or name != "_check_dataloader_iterable":
+        return False
+    if _overfits(asker):
+        _check_order(order_advice())
+    return True
+
+
+def _overfits(asker: FrameType) -> bool:
+    """Whether Lightning's ``Trainer`` fits with ``overfit_batches``, as the frames show that check a loader."""
+    setup = asker.f_back
+    trainer = None if setup is None else setup.f_locals.get("trainer")
+    return asker.f_locals.get("trainer_fn") == "fit" and getattr(trainer, "overfit_batches", 0) > 0
+
+
+def _check_order(advice: str | None) -> None:
+    if advice is None:
+        _LOG.warning(
+            "Lightning's overfit_batches repeats the first batches of each epoch. This data decides its order itself: "
+            "these batches are the same ones only if it does not shuffle."
+        )
+    elif advice:
+        raise InputError(
+            "Lightning's overfit_batches wants the same first batches in each epoch, and this data is shuffled; "
+            f"Lightning turns shuffling off for torch's own DataLoader only. {advice}"
+        )
 
 
 def _caller(levels: int) -> FrameType | None:

@@ -112,7 +112,7 @@ def divided() -> dict[str, Any]:
         "copied": [list(copy.copy(loader.sampler)), list(pickle.loads(pickle.dumps(loader.sampler)))],
     }
     loader.batch_sampler.sampler = loader.sampler
-    found["same inside"] = loader.torch_loader.batch_sampler.sampler is loader.torch_loader.sampler  # type: ignore[union-attr, attr-defined]
+    found["same inside"] = loader.torch_loader.batch_sampler.sampler is loader.torch_loader.sampler  # type: ignore[union-attr]
     loader.batch_sampler.sampler.set_epoch(5)
     list(loader)
     found["epochs"] = loader.step.epoch, loader.sampler.epoch

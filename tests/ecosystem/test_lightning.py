@@ -5,18 +5,20 @@ from __future__ import annotations
 import os
 import warnings
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
 
 import torchdistinput as tdi
 from torchdistinput.testing import run_ranks
 
 SAMPLES, BATCH, EPOCHS = 11, 4, 2
+DATA = tdi.InputOptions(auto_shard_policy=tdi.AutoShardPolicy.DATA)
 
 
 def world() -> int:
@@ -27,6 +29,11 @@ def world() -> int:
 def data() -> TensorDataset:
     features = torch.arange(2.0 * SAMPLES).reshape(SAMPLES, 2) / SAMPLES
     return TensorDataset(torch.arange(SAMPLES), features, features.sum(dim=1))
+
+
+class InOrder(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter([data()[number] for number in range(SAMPLES)])
 
 
 def loader_of(cls: Any, *, shuffle: bool = True) -> Any:
@@ -96,6 +103,44 @@ def refusal(call: Any) -> str:
     with pytest.raises(tdi.InputError) as caught:
         call()
     return str(caught.value)
+
+
+def rows_of(line: str) -> Any:
+    return data()[int(line)]
+
+
+def files(folder: str, **more: Any) -> tdi.FileDataset:
+    return tdi.FileDataset(f"{folder}/lines.txt", tdi.readers.text_lines, map_fn=rows_of, **more)
+
+
+def overfitted(folder: str) -> tuple[dict[str, str], Any]:
+    """What is said of shuffled data with ``overfit_batches``; and the samples of files in order, of an iterable."""
+    if world() == 1 or dist.get_rank() == 0:
+        Path(folder, "lines.txt").write_text("".join(f"{number}\n" for number in range(SAMPLES)))
+    if world() > 1:
+        dist.barrier()
+    batches = BatchSampler(RandomSampler(data()), BATCH, drop_last=False)
+    shuffled = {
+        "drop-in": loader_of(tdi.DataLoader),
+        "batch sampler": tdi.DataLoader(data(), batch_sampler=batches),
+        "dataset": distributed(),
+        "files": tdi.DataLoader(files(folder, shuffle_buffer=5), batch_size=BATCH),
+        "dataset of files": tdi.Strategy(["cpu"]).distribute_dataset(
+            files(folder, shuffle_files=True), DATA, global_batch_size=BATCH
+        ),
+    }
+    play = partial(fitted, folder, ours=True, overfit_batches=2)
+    told = {name: refusal(partial(play, loader)) for name, loader in shuffled.items()}
+    loader, module = loader_of(tdi.DataLoader, shuffle=False), module_of(None)
+    module.validation_step = lambda batch: None
+    told["validation"] = refusal(
+        lambda: trainer_of(folder, overfit_batches=2).fit(module, loader, loader_of(tdi.DataLoader))
+    )
+    seen = [
+        fitted(folder, tdi.DataLoader(each, batch_size=BATCH), ours=False, overfit_batches=2)[0]
+        for each in (files(folder), InOrder())
+    ]
+    return told, seen
 
 
 def described(make: Any) -> Any:
@@ -169,8 +214,8 @@ def everything(folder: str) -> dict[str, Any]:
             kind: Any = type(module)
             kind.__str__ = object.__repr__
             assert "Described" in str(module)
+    found["refused"], found["overfitted files"] = overfitted(folder)
     if ours:
-        found["overfitted"] = refusal(lambda: fitted(folder, made["drop-in"](), ours=ours, overfit_batches=2))
         loader = loader_of(DataLoader, shuffle=False)
         options = tdi.InputOptions(with_index=True)
         found["written"] = written(folder, tdi.Strategy(["cpu"]).distribute_dataset(loader, options))
@@ -213,9 +258,22 @@ def test_the_order_and_the_weights_are_those_of_torchs_loader_in_one_process(
 
 def test_what_lightning_would_get_wrong_is_refused_with_what_to_write(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
-        assert "shuffle=False" in found["overfitted"]
         for kind in ("drop-in", "dataset"):
             assert "__str__ = object.__repr__" in found[f"{kind}, described"]
+
+
+def test_shuffled_data_is_not_overfitted_and_data_in_order_repeats_its_first_batches(
+    ranks: list[dict[str, Any]], alone: dict[str, Any]
+) -> None:
+    for found in (*ranks, alone):
+        told = found["refused"]
+        for kind in ("drop-in", "batch sampler", "dataset", "validation"):
+            assert "Give the DataLoader shuffle=False" in told[kind]
+        assert "Give the FileDataset shuffle_files=False and shuffle_buffer=0" in told["files"]
+        assert told["dataset of files"] == told["files"]
+    first, second = (found["overfitted files"] for found in ranks)
+    for steps in (*alone["overfitted files"], *(together(*each) for each in zip(first, second, strict=True))):
+        assert steps == [[[0, 1, 2, 3], [4, 5, 6, 7]]] * EPOCHS
 
 
 def test_a_writer_of_predictions_finds_the_numbers_of_the_samples_in_the_batch(ranks: list[dict[str, Any]]) -> None:

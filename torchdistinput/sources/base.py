@@ -29,6 +29,7 @@ __all__ = [
     "Shards",
     "Source",
     "TellsEpochs",
+    "TellsOrder",
     "TellsPart",
     "Track",
     "length_of",
@@ -201,6 +202,15 @@ class TellsPart(Protocol):
 
         It is also empty where the samples cannot be identified without reading them.
         """
+
+
+@runtime_checkable
+class TellsOrder(Protocol):
+    """A source that knows whether it shuffles."""
+
+    @property
+    def order_advice(self) -> str | None:
+        """What to write so that each epoch has the same order; empty if each has it; ``None`` if it is not known."""
 
 
 @runtime_checkable

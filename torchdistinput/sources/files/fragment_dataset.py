@@ -164,6 +164,13 @@ class FragmentDataset(IterableDataset[Any]):
         """Whether its records are rows of arrays, or tensors that share their memory. Local."""
         return False
 
+    @property
+    def order_advice(self) -> str:
+        """What to write so that each epoch has the same order; empty if each epoch has it already. Local."""
+        if not (self._shuffles[1] or self._shuffle_buffer):
+            return ""
+        return f"Give the {type(self).__name__} {self._shuffles[0]}=False and shuffle_buffer=0."
+
     def file_order(self, epoch: int) -> list[int]:
         """The indices of the fragments in the order of an epoch; before they are dealt to workers."""
         if not self._shuffles[1]:

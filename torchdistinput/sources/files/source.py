@@ -120,6 +120,11 @@ class RecordSource:
         lacks = self._cutter.may_lack_samples(drop_last=self._drop_last, num_samples=None)
         self.may_lack_samples = lacks or (options.skips and topology.num_replicas > 1)
 
+    @property
+    def order_advice(self) -> str:
+        """See ``TellsOrder.order_advice``."""
+        return self._dataset.order_advice
+
     def fingerprint(self) -> Mapping[str, Any]:
         """See ``Source.fingerprint``."""
         facts = {"kind": "files", "batch size": self._cutter.global_batch_size, "drop_last": self._drop_last}

@@ -34,6 +34,7 @@ from torchdistinput.sources.map_style.index_batches import IndexFeed, SamplerDra
 from torchdistinput.sources.map_style.rows import MapStream
 from torchdistinput.sources.map_style.sampler_batches import batches_of
 from torchdistinput.sources.map_style.shuffle_sampler import ShuffleSampler
+from torchdistinput.sources.order_advice import order_advice
 from torchdistinput.sources.rng import Draw, generators_of, packed, unpacked
 from torchdistinput.sources.sample_index import SampleNumbers
 from torchdistinput.sources.sample_seed import epoch_key
@@ -187,6 +188,11 @@ class MapLoaderSource:
             "sampler": type(self._loader.sampler).__name__,
             "sampler's seed": None if self._shuffle is None else self._shuffle.seed,
         }
+
+    @property
+    def order_advice(self) -> str | None:
+        """See ``TellsOrder.order_advice``."""
+        return order_advice(self._loader)
 
     @property
     def part(self) -> str:
