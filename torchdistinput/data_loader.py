@@ -53,7 +53,7 @@ from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.sources.base import length_of
 from torchdistinput.sources.checks import refuse_plain_iterable, refuse_ray
 from torchdistinput.sources.files.fragment_dataset import FragmentDataset
-from torchdistinput.sources.files.steps import known_steps
+from torchdistinput.sources.files.steps import counted_steps
 from torchdistinput.sources.iterable.data_pipes import has_sharding_filter
 from torchdistinput.sources.iterable.divided_sources import divides_itself
 from torchdistinput.sources.map_style.in_memory import gathers
@@ -391,11 +391,12 @@ class DataLoader(Generic[T_co]):
     def _steps_as_torch(self) -> int:
         if isinstance(self.dataset, FragmentDataset):
             size = self.batch_size
-            steps = None if size is None else known_steps(self.dataset, size, drop_last=self.drop_last)
+            steps = None if size is None else counted_steps(self.dataset, size, drop_last=self.drop_last)
             if steps is None:
                 raise TypeError(
-                    "the number of steps is not known before the files are read. With an index_folder (text_lines, "
-                    "json_lines, tfrecords) and a batch size it is, once dataset.build_index() was called."
+                    "the number of steps is not known before the files are read. With a batch size it is known of "
+                    "parquet (without filters), npy_rows and fixed_length_records; and of text_lines, json_lines and "
+                    "tfrecords with an index_folder, once dataset.build_index() was called."
                 )
             return steps
         try:

@@ -22,7 +22,7 @@ from torchdistinput.pipeline.metrics import Metrics
 from torchdistinput.pipeline.to_device import ToDevice
 from torchdistinput.plan.options import InputOptions, Step
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.base import Source, TellsOrder, TellsPart
+from torchdistinput.sources.base import CountsSteps, Source, TellsOrder, TellsPart
 from torchdistinput.sources.rng import (
     CoordinateStates,
     Draw,
@@ -107,12 +107,14 @@ class DistributedDataset:
     def __len__(self) -> int:
         """The number of steps of an epoch, over all ranks. Local.
 
-        For a ``FileDataset`` under DATA the steps are counted by the indices of its files.
+        For a ``FileDataset`` under DATA the steps are counted by the indices of its files, or by the files themselves
+        if their format says how many records they have; then the first call opens each file.
 
         Raises:
           TypeError: the number is not known before the data is read.
+          SourceError: naming a file that is missing or cannot be opened.
         """
-        steps = self._source.num_steps()
+        steps = self._source.count_steps() if isinstance(self._source, CountsSteps) else self._source.num_steps()
         if steps is None:
             raise TypeError("the number of steps is not known before the data is read.")
         return steps

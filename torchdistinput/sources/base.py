@@ -18,6 +18,7 @@ from torchdistinput.sources.torch_loader.open_runs import OpenRuns
 from torchdistinput.step_types import Counted, Digest, PeriodicSync, SizedRow, Start, Stream
 
 __all__ = [
+    "CountsSteps",
     "DrawsAlone",
     "Exchange",
     "HoldsTorchLoader",
@@ -140,6 +141,14 @@ class DrawsAlone(Protocol):
 
     def restore(self, position: Sequence[Any]) -> None:
         """Sets this worker's random states to those of a position. Caller's thread."""
+
+
+@runtime_checkable
+class CountsSteps(Protocol):
+    """A source that can count the steps of an epoch by opening its files, for ``len``."""
+
+    def count_steps(self) -> int | None:
+        """The number of steps of an epoch, if it can be found without reading the epoch."""
 
 
 @runtime_checkable

@@ -9,7 +9,7 @@ checks a source.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, final, runtime_checkable
 
@@ -46,7 +46,7 @@ class FragmentSource(Protocol):
     def fragments(self) -> Sequence[Fragment]:
         """All fragments, in order: the same at each call, and on every rank. Local."""
 
-    def read(self, fragment: Fragment, position: Any) -> Iterator[tuple[Any, Sequence[Any]]]:
+    def read(self, fragment: Fragment, position: Any) -> Iterator[tuple[Any, Sequence[Any] | Mapping[str, Any]]]:
         """The records of one fragment, in order, in blocks of one record or more. Local.
 
         Args:
@@ -55,7 +55,9 @@ class FragmentSource(Protocol):
 
         Yields:
           ``(position, records)``: the position of this block, as a plain JSON value (a number, a text, a list of them),
-          and its records. A read from the position yields this block and the rest of the fragment again.
+          and its records. A read from the position yields this block and the rest of the fragment again. Records that
+          are dicts may come as a dict of columns, each an array or a list with one entry for each record; then batches
+          are slices of the columns, if there is no ``map_fn`` and no ``collate_fn``.
 
         Raises:
           SourceError: a record cannot be read. Raise it after the blocks in front of the record, with ``offset`` (the

@@ -9,6 +9,7 @@ from itertools import chain
 from typing import Any, Final
 
 from torchdistinput.coordination.batch_digests import digest_of_element
+from torchdistinput.sources.files.columns import as_records
 from torchdistinput.sources.fragments import Fragment, FragmentSource
 
 __all__ = ["check_source"]
@@ -46,7 +47,7 @@ def check_source(source: FragmentSource, *, change: Callable[[], object] | None 
 
 def _check_fragment(source: FragmentSource, copy: FragmentSource, fragment: Fragment) -> None:
     name = fragment.name
-    blocks = [(position, [*records]) for position, records in source.read(fragment, None)]
+    blocks = [(position, [*as_records(records)]) for position, records in source.read(fragment, None)]
     whole = _digests(blocks)
     assert all(records for _, records in blocks), f"{name}: a block has no record; leave it out"
     if fragment.num_records is not None:
@@ -57,7 +58,7 @@ def _check_fragment(source: FragmentSource, copy: FragmentSource, fragment: Frag
     pairs = zip(source.read(fragment, None), copy.read(fragment, None), strict=True)
     again = [(first, second) for (_, first), (_, second) in pairs]
     for each in (0, 1):
-        found = _digests([(None, [*pair[each]]) for pair in again])
+        found = _digests([(None, [*as_records(pair[each])]) for pair in again])
         assert found == whole, f"{name}: other records came when it was read again, beside another reading"
     seen = 0
     starts = []
@@ -73,7 +74,7 @@ def _check_position(source: FragmentSource, fragment: Fragment, position: Any, r
     assert position is not None, f"{fragment.name}: a block came with the position None, which is the front"
     stored = json.loads(json.dumps(position))
     assert stored == position, f"{name}: it is {stored!r:.100} after JSON; give a number, a text, or a list of them"
-    found = _digests([(each, [*records]) for each, records in source.read(fragment, stored)])
+    found = _digests([(each, [*as_records(records)]) for each, records in source.read(fragment, stored)])
     assert found == [*rest], f"{name}: {len(found)} records came from there, not the same {len(rest)} as from the front"
 
 

@@ -226,8 +226,8 @@ def test_the_places_of_taken_records_are_known_for_any_part_of_them(all_cells: b
     for (sizes, cycle, block, buffer), taking in cells(COMBINATIONS, {"count": COUNTS}, everything=all_cells):
         dataset = text(write(tmp_path, *sizes), cycle_length=cycle, block_length=block, shuffle_buffer=buffer)
         walk = dataset.walk(range(len(sizes)), 0)
-        taken = []
-        while records := walk.take(taking["count"]):
+        taken: list[str] = []
+        while records := [*walk.take(taking["count"])]:
             for lo, hi in ((0, len(records)), (1, 3), (len(records) - 1, len(records)), (2, 2)):
                 assert walk.places(lo, hi) == [place_of(tmp_path, record) for record in records[lo:hi]]
             taken += records

@@ -89,7 +89,8 @@ def test_reserved_and_ready_records_come_in_rounds_too(seed: int, tmp_path: Path
         assert walk.places(lo, hi) == places[at : at + size][lo:hi]
         at += len(reserved)
         assert at == len(records) or walk.position() == stood[at]
-    walk, found = entered(dataset, stood, 0), []
+    found: list[Any] = []
+    walk = entered(dataset, stood, 0)
     while ready := walk.take_ready():
         found += ready
     assert (at, found) == (len(records), records)

@@ -581,7 +581,7 @@ def test_every_reader_reads_a_stream_that_gives_few_bytes_at_a_time(name: str) -
 
 
 def test_public_readers_are_the_promised_ones() -> None:
-    assert sorted(readers.__all__) == sorted([*EXAMPLES, "Layout", "in_blocks", "skip_to"])
+    assert sorted(readers.__all__) == sorted([*EXAMPLES, "Layout", "in_blocks", "parquet", "skip_to"])
     assert all(name in vars(readers) for name in readers.__all__)
 
 

@@ -184,7 +184,7 @@ def test_every_record_comes_once_over_three_worlds(cycle: int, buffer: int, tmp_
                 left_places = []
                 for worker, place in enumerate(places):
                     walk = dataset.walk(fresh[worker::world], 2, written_down(place))
-                    found += list(walk) if number == 2 else walk.take(number + 2 * worker + worlds[1])
+                    found += list(walk) if number == 2 else [*walk.take(number + 2 * worker + worlds[1])]
                     left_places.append(walk.position())
                     walk.close()
                 places = left_places

@@ -112,14 +112,14 @@ def test_slices_of_what_is_reserved_are_those_of_the_whole_walk(
             assert len(reserved) == size
             for lo in range(size + 1):
                 for hi in {lo, size, (lo + size + 1) // 2}:
-                    got = reserved[lo:hi]
+                    got = [*reserved[lo:hi]]
                     assert plain(got) == plain(whole[at + lo : at + hi])
                     assert list(map(type, got)) == list(map(type, whole[at + lo : at + hi]))
             assert walk.places(0, size) == other.places(0, size)
             at += size
             assert plain(list(data.walk(order, 0, walk.position()))) == plain(whole[at:])
             entered = data.walk(order, 0, other.position(), in_ranges=True)
-            assert plain(entered.reserve(3)[:]) == plain(whole[at : at + 3])
+            assert plain([*entered.reserve(3)[:]]) == plain(whole[at : at + 3])
         assert at == len(whole)
         assert not walk.reserve(count)
 

@@ -12,6 +12,7 @@
 - ``steps``: How many steps an epoch takes, if that is known.
 - ``window_shuffle``: The shuffle of the records of a file.
 - ``corrupt_records``: Goes on after a record that cannot be read.
+- ``columns``: The records of a block as columns.
 - ``reader_api``: The interface of readers that can resume inside a file.
 - ``record_index``: Index files with the offsets of the records of a file.
 - ``exact_reads``: Reads a claimed number of bytes safely.

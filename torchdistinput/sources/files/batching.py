@@ -23,6 +23,7 @@ from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.batching import Row as Limits
 from torchdistinput.plan.file_resharding import Deals, ReaderCursor, fresh_files
 from torchdistinput.plan.sharding import deal
+from torchdistinput.sources.files.columns import Columns, RecordList, collated
 from torchdistinput.sources.files.fragment_dataset import FragmentDataset
 from torchdistinput.sources.files.reading import RecordPlace, RecordReader, Reserved
 from torchdistinput.sources.in_worker import Cut, Failure, labelled_piece, no_sizes, nothing_left, sizes_in, thinned
@@ -39,10 +40,8 @@ __all__ = ["Entrance", "KnownRows", "Passed", "RecordRows", "pass_over"]
 _RECORDS_BETWEEN_PLACES: Final = 64  # for each open file
 _BATCHES_BETWEEN_PLACES: Final = 4
 
-_Places = Callable[[int, int], list[RecordPlace]]
-
-Batch = list[Any] | Reserved
-"""The undecoded records of a batch; slices of it are lists."""
+Batch = RecordList | Reserved
+"""The undecoded records of a batch."""
 
 
 @final
@@ -162,6 +161,7 @@ class RecordRows(IterableDataset[Any]):
         self._seals = isinstance(collate, OpaqueCollate)
         plain = collate.collate if isinstance(collate, OpaqueCollate) else collate
         self._stacks = dataset.yields_rows and plain is default_collate and not skip
+        self._joins_columns = dataset.map_fn is None and plain is default_collate
         self._in_ranges = in_ranges or self._stacks
         self._entrance = Entrance()
         self._last_limits: tuple[int, Sequence[Limits]] = (0, ())
@@ -220,25 +220,29 @@ class RecordRows(IterableDataset[Any]):
                 if self._slices_strings and type(records) is list:
                     yield KnownRows(self._sliced(records)[first:], place)
                 else:
-                    yield self._cut(records, walk.places, key, first, place)
+                    yield self._cut(records, walk, key, first, place)
             first, records = 0, []
 
-    def _cut(self, records: Batch, places: _Places, key: int, first: int, place: ReaderCursor | None) -> Cut | Failure:
+    def _cut(
+        self, records: Batch, walk: RecordReader, key: int, first: int, place: ReaderCursor | None
+    ) -> Cut | Failure:
         try:
             if self._cutter.global_batch_size is None:
-                return self._cut_ready(records[:], partial(places, 0, 1), key, first)._replace(place=place)
+                return self._cut_ready([*records[:]], partial(walk.places, 0, 1), key, first)._replace(place=place)
             rows: list[Row] = []
             numbers: list[list[Any]] | None = [] if self._with_index else None
             all_limits = self._limits(len(records))[first:]
             for limits in all_limits:
-                rows.append([self._piece(records, lo, hi, places, key) if lo < hi else None for lo, hi in limits])
+                rows.append([self._piece(records, lo, hi, walk, key) if lo < hi else None for lo, hi in limits])
                 if numbers is not None:
-                    numbers.append([np.array([*map(number_of, places(lo, hi))], dtype=np.int64) for lo, hi in limits])
+                    numbers.append(
+                        [np.array([*map(number_of, walk.places(lo, hi))], dtype=np.int64) for lo, hi in limits]
+                    )
             return Cut(rows, len(records), sizes_in(all_limits), numbers, 0, None, place)
         except Exception as error:
             if isinstance(error, SourceError):
                 return Failure(error, "")
-            start = places(0, 1)[0]
+            start = walk.places(0, 1)[0]
             where = f"collating from record {start.record} of {start.file} on"
             return Failure(error, where, Origin(file=start.file))
 
@@ -257,20 +261,29 @@ class RecordRows(IterableDataset[Any]):
             self._last_limits = size, self._cutter.rows(size)
         return self._last_limits[1]
 
-    def _piece(self, batch: Batch, lo: int, hi: int, places: _Places, key: int) -> Any:
+    def _piece(self, batch: Batch, lo: int, hi: int, walk: RecordReader, key: int) -> Any:
         """The collated piece of some records of a batch, ``PartialPiece`` if some were left out."""
         if self._stacks and isinstance(batch, Reserved):
             # Rows that the user's code does not convert are converted by collating, on torch's default device.
             stacked = _stacked(batch.rows(lo, hi), None if self.dataset.map_fn is None else "cpu")
             if stacked is not None:
-                return OpaqueBatch(stacked, hi - lo) if self._seals else stacked
-        records = batch if type(batch) is list and hi - lo == len(batch) else batch[lo:hi]
+                return self._handed_on(stacked, hi - lo)
+        records = batch[lo:hi] if isinstance(batch, Reserved) or hi - lo < len(batch) else batch
+        if isinstance(records, Columns):
+            if self._joins_columns:
+                return self._handed_on(records.batch(), hi - lo)
+            records = list(records)
         if not self._skip:
             if self.dataset.map_fn is not None:
-                records = self.dataset.decode(records, partial(places, lo, hi), key, seeds=self._seeds)
+                records = self.dataset.decode(records, partial(walk.places, lo, hi), key, seeds=self._seeds)
             return self._collate(records)
-        samples, left_out = self.dataset.decode_readable(records, partial(places, lo, hi), key, seeds=self._seeds)
+        samples, left_out = self.dataset.decode_readable(records, partial(walk.places, lo, hi), key, seeds=self._seeds)
+        if samples and walk.of_columns and self._joins_columns:  # these are beside a record that cannot be read
+            return thinned(left_out, self._handed_on(collated(samples), len(samples)))
         return thinned(left_out, self._collate(samples) if samples else None)
+
+    def _handed_on(self, piece: Any, size: int) -> Any:
+        return OpaqueBatch(piece, size) if self._seals else piece
 
     def _cut_ready(self, records: list[Any], places: Callable[[], list[RecordPlace]], key: int, first: int) -> Cut:
         if self._skip:

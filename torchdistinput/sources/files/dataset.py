@@ -76,9 +76,9 @@ class FileDataset(FragmentDataset):
 
     **What is read.** Where a rank, or a loader worker, needs only a part of each batch (policy DATA; several loader
     workers), it reads nothing else of an uncompressed file whose records can be found without reading it: those of
-    ``fixed_length_records`` and ``npy_rows`` by the size of the file; those of ``text_lines``, ``json_lines`` and
-    ``tfrecords`` by an index. It reads all other files, and all files with a ``shuffle_buffer``, in full, and decodes
-    its part.
+    ``fixed_length_records``, ``npy_rows`` and ``parquet`` by the file itself; those of ``text_lines``, ``json_lines``
+    and ``tfrecords`` by an index. It reads all other files, and all files with a ``shuffle_buffer``, in full, and
+    decodes its part.
 
     Args:
       files: a pattern, or a list of names and patterns, as for ``list_files``. A name that stands in a list twice is
@@ -198,6 +198,7 @@ class _Files:
         self.names = tuple(each.name for each in found)
         self._sizes = tuple(each.size for each in found)
         self._records: list[int] | None = None
+        self._counted: list[int] | None = None
 
     def num_bytes(self) -> list[int] | None:
         """See ``Fragments.num_bytes``: the stored sizes, if the listing of folders gave all of them."""
@@ -216,6 +217,26 @@ class _Files:
             known = [records for records in found if records is not None]
             self._records = known if len(known) == len(found) else None
         return self._records
+
+    def count_records(self) -> list[int] | None:
+        """See ``Fragments.count_records``: by the indices, or else by opening each file once.
+
+        Raises:
+          SourceError: naming a file that is missing or cannot be read.
+        """
+        if self.indices is not None or layout_of(self.read) is None:
+            return self.num_records()
+        if self._counted is None:
+            with ThreadPoolExecutor(min(_MAX_ASKED_AT_ONCE, len(self.names))) as pool:
+                found = [*pool.map(self._records_in, range(len(self.names)))]
+            known = [records for records in found if records is not None]
+            self._counted = known if len(known) == len(found) else None
+        return self._counted
+
+    def _records_in(self, index: int) -> int | None:
+        with closing(open_file(self.names[index], self._compression, self._storage_options)) as opened:
+            layout = self._layout(opened)
+        return None if layout is None else layout.records
 
     def _records_of(self, index: int) -> int | None:
         indices, name, size = self.indices, self.names[index], self._sizes[index]

@@ -24,6 +24,7 @@ from torchdistinput.errors import InputError, SourceError, StateMismatch
 from torchdistinput.plan.file_resharding import FileCursor, ReaderCursor
 from torchdistinput.plan.permutation import shuffled
 from torchdistinput.sources.checks import as_object, check_callable, checked_int
+from torchdistinput.sources.files.columns import SchemaOfFiles, as_records
 from torchdistinput.sources.files.corrupt_records import CorruptRecord
 from torchdistinput.sources.files.interleave import Interleave
 from torchdistinput.sources.files.open_file import Opened, OpenFile, Read, RecordPlace
@@ -60,6 +61,9 @@ class Fragments(Protocol):
 
     def num_records(self) -> list[int] | None:
         """How many records each fragment has, if that is known for all."""
+
+    def count_records(self) -> list[int] | None:
+        """The same; it may open each fragment to find out."""
 
     def num_bytes(self) -> list[int] | None:
         """How large each fragment is, if that is known for all."""
@@ -147,6 +151,14 @@ class FragmentDataset(IterableDataset[Any]):
         """How many records each fragment has, if that is known for all. Local."""
         return self._fragments.num_records()
 
+    def count_records(self) -> list[int] | None:
+        """How many records each fragment has, if that can be found without reading them. May open each. Local.
+
+        Raises:
+          SourceError: naming a fragment that is missing or cannot be opened.
+        """
+        return self._fragments.count_records()
+
     def num_bytes(self) -> list[int] | None:
         """How large each fragment is, if that is known for all. Local."""
         return self._fragments.num_bytes()
@@ -205,9 +217,10 @@ class FragmentDataset(IterableDataset[Any]):
                 raise IndexError(f"there is no {self.kind} {index}: the dataset has {len(self.names)} {self.kind}s")
         if place is not None:
             self._check_place(place, len(order))
-        open_file = partial(self._open, epoch, skip, in_ranges)
+        schema = SchemaOfFiles()
+        open_file = partial(self._open, epoch, skip, in_ranges, schema)
         table = Interleave(order, open_file, self._cycle_length, self._block_length, place or ReaderCursor())
-        return RecordReader(table)
+        return RecordReader(table, schema)
 
     def check_unchanged(self, places: Iterable[FileCursor]) -> None:
         """Checks that the fragments at which reading goes on exist and are unchanged. Local.
@@ -332,11 +345,13 @@ class FragmentDataset(IterableDataset[Any]):
                     raise _undecodable(walk.place, error) from error
                 yield decoded
 
-    def _open(self, epoch: int, skip: bool, in_ranges: bool, start: FileCursor) -> OpenFile:  # noqa: FBT001 - for partial
+    def _open(self, epoch: int, skip: bool, in_ranges: bool, schema: SchemaOfFiles, start: FileCursor) -> OpenFile:  # noqa: FBT001 - for partial
         opened, read, layout = self._fragments.open(start.file, in_ranges=in_ranges and not self._shuffle_buffer)
+        if skip and layout is not None and layout.read is not None:
+            layout = None  # it could not go on behind a record that cannot be read
         key = (self.seed, epoch, start.file)
         name = self.names[start.file]
-        return OpenFile(name, opened, read, self._shuffle_buffer, key, start, skip=skip, layout=layout)
+        return OpenFile(name, opened, read, self._shuffle_buffer, key, start, skip=skip, layout=layout, schema=schema)
 
     def _check_place(self, place: ReaderCursor, dealt: int) -> None:
         for cursor in place.cursors:
@@ -390,6 +405,10 @@ class _SourceFragments:
         """See ``Fragments.num_records``."""
         return _known_of_all([each.num_records for each in self._all])
 
+    def count_records(self) -> list[int] | None:
+        """See ``Fragments.count_records``."""
+        return self.num_records()
+
     def num_bytes(self) -> list[int] | None:
         """See ``Fragments.num_bytes``."""
         return _known_of_all([each.num_bytes for each in self._all])
@@ -411,7 +430,7 @@ class _OpenedFragment:
         self._at = None if offset == 0 else offset[0]
         try:
             for self._at, records in self._source.read(self._fragment, self._at):  # noqa: B020 - the last position
-                yield cast(Any, [self._at]), cast(Any, records)
+                yield cast(Any, [self._at]), as_records(records)
         except SourceError as error:
             if error.offset is not None and error.resume_at is not None:
                 error.offset, error.resume_at = cast(Any, ([error.offset], [error.resume_at]))

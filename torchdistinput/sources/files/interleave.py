@@ -12,10 +12,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias, TypeVar, final
+from typing import Any, NamedTuple, TypeAlias, TypeVar, cast, final
+
+import numpy as np
 
 from torchdistinput.errors import StateMismatch
 from torchdistinput.plan.file_resharding import FileCursor, ReaderCursor
+from torchdistinput.sources.files.columns import Columns, RecordList, joined
 from torchdistinput.sources.files.open_file import OpenFile
 
 __all__ = ["Interleave", "Rounds", "Taken", "Turn", "taken_turns", "woven"]
@@ -57,7 +60,7 @@ def taken_turns(taken: Sequence[Taken]) -> Iterator[Turn]:
             yield each
 
 
-def woven(parts: Sequence[list[Any]], length: int) -> list[Any]:
+def woven(parts: Sequence[RecordList], length: int) -> RecordList:
     """Records in the order of rounds: ``length`` of the first part, as many of the second, and so on, then again.
 
     No Python code runs for a record: there are as many slices as the lesser of rounds and length, for each part.
@@ -70,6 +73,13 @@ def woven(parts: Sequence[list[Any]], length: int) -> list[Any]:
       length: records of a turn.
     """
     size, step = len(parts[0]), len(parts) * length
+    if any(isinstance(part, Columns) for part in parts):
+        records = joined(parts)
+        order = np.arange(len(records)).reshape(len(parts), -1, length).swapaxes(0, 1).ravel()
+        if isinstance(records, Columns):
+            return records.take(order)
+        return [records[index] for index in order.tolist()]
+    parts = cast("Sequence[list[Any]]", parts)
     if length * length > size:
         mixed: list[Any] = []
         for start in range(0, size, length):
@@ -157,7 +167,7 @@ class Interleave:
             self._pass_turn()
         return None
 
-    def take_rounds(self, most: int) -> list[Any]:
+    def take_rounds(self, most: int) -> RecordList:
         """Up to ``most`` records in whole rounds of turns that need no reading, or none.
 
         The state afterwards is the same as after taking the turns one by one.

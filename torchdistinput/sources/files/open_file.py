@@ -25,6 +25,7 @@ from torchdistinput.coordination.failures import in_one_line
 from torchdistinput.errors import SourceError, StateMismatch
 from torchdistinput.plan.file_resharding import FileCursor
 from torchdistinput.plan.permutation import shuffled
+from torchdistinput.sources.files.columns import Columns, RecordList, SchemaOfFiles, as_records, in_windows, joined
 from torchdistinput.sources.files.corrupt_records import CorruptRecord, with_corrupt_records
 from torchdistinput.sources.files.exact_reads import read_pieces
 from torchdistinput.sources.files.reader_api import Block, Layout, MadeRecords, Part, Records, blocks_of
@@ -91,6 +92,7 @@ class OpenFile:
       start: the cursor: the number of the file in the dataset, and the position at which to start.
       skip: whether to yield a ``CorruptRecord`` for a record that cannot be read, if reading can certainly go on.
       layout: the offsets of its records; then only ``pass_over`` and ``read_range`` are used.
+      schema: the columns of the files that were read before, if its records are ``Columns``.
     """
 
     __slots__ = (
@@ -104,6 +106,7 @@ class OpenFile:
         "_opened",
         "_read",
         "_ready",
+        "_schema",
         "_skip",
         "_source",
         "_window",
@@ -113,7 +116,7 @@ class OpenFile:
         "number",
     )
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one open file is one call
         self,
         name: str,
         opened: Opened,
@@ -124,6 +127,7 @@ class OpenFile:
         *,
         skip: bool = False,
         layout: Layout | None = None,
+        schema: SchemaOfFiles | None = None,
     ) -> None:
         self.name = name
         self.number = start.file
@@ -134,6 +138,7 @@ class OpenFile:
         self._blocks = blocks_of(read)
         self._skip = skip
         self._layout = layout
+        self._schema = schema
         anchor = (0, 0) if self._blocks is None else (start.offset, start.record)
         self._anchors = deque([anchor], maxlen=None if window_size else 1)
         self._window_size = window_size
@@ -142,10 +147,10 @@ class OpenFile:
         self._entered = False
         self._source: Iterator[Any] = iter(())
         self._lists: Iterator[Records[Any]] | None = None  # none: a plain reader yields the records one by one
-        self._ready: list[Any] | MadeRecords[Any] = []
+        self._ready: RecordList | MadeRecords[Any] = []
         self._first = 0  # the number of the first of the ready ones, counted as they are yielded
 
-    def take(self, count: int) -> list[Any]:
+    def take(self, count: int) -> RecordList:
         """The next ``count`` records, fewer at the end of the file.
 
         Raises:
@@ -153,19 +158,22 @@ class OpenFile:
         """
         if not self._entered:
             self._enter()
-        taken: list[Any] = []
         if self._lists is None:
+            taken: list[Any] = []
             try:
                 taken.extend(islice(self._source, count))
             finally:  # records in front of a failure were read
                 self.delivered += len(taken)
             return taken
-        while len(taken) < count and self._has_ready(self._lists):
+        parts: list[RecordList] = []
+        missing = count
+        while missing and self._has_ready(self._lists):
             start = self.delivered - self._first
-            found = self._ready[start : start + count - len(taken)]
+            found = self._ready[start : start + missing]
             self.delivered += len(found)
-            taken = taken + found if taken else found
-        return taken
+            missing -= len(found)
+            parts.append(found)
+        return parts[0] if len(parts) == 1 else joined(parts)
 
     @property
     def num_ready(self) -> int:
@@ -190,7 +198,7 @@ class OpenFile:
         self.delivered += min(count, left)
         return min(count, left)
 
-    def read_range(self, lo: int, hi: int) -> list[Any]:
+    def read_range(self, lo: int, hi: int) -> RecordList:
         """Reads skipped records, and nothing else of the file.
 
         Raises:
@@ -219,11 +227,16 @@ class OpenFile:
                     "it was when its size was asked, or its index made; put it back, or remove the index",
                     offset=self._layout.offset_of(lo),
                 )
+            self._check_schema(records)
         except Exception as error:
             raise self.failure(error) from error
         return records
 
-    def _read_of(self, layout: Layout, lo: int, hi: int) -> list[Any]:
+    def _check_schema(self, records: object) -> None:
+        if self._schema is not None and isinstance(records, Columns):
+            self._schema.check(records, self.name)
+
+    def _read_of(self, layout: Layout, lo: int, hi: int) -> RecordList:
         if layout.read is not None:
             return layout.read(self._opened.exact, lo, hi)
         start, end = layout.offset_of(lo), layout.offset_of(hi)
@@ -236,14 +249,14 @@ class OpenFile:
         enter = partial(self._blocks, file)
         return with_corrupt_records(enter, self._opened.rewind, offset, self.name) if self._skip else enter(offset)
 
-    def take_ready(self, most: int) -> list[Any]:
+    def take_ready(self, most: int) -> RecordList:
         """Up to ``most`` records that are ready; reads more if none is. Empty only at the end of the file.
 
         Raises:
           StateMismatch: as ``take``.
         """
         ready = self.at_hand(most)
-        records = ready if isinstance(ready, list) else list(islice(ready, 1))
+        records = ready if isinstance(ready, list | Columns) else list(islice(ready, 1))
         self.delivered += len(records)
         return records
 
@@ -272,7 +285,8 @@ class OpenFile:
             records = next(lists, None)
             if records is None:
                 return False
-            self._ready = records if isinstance(records, list | MadeRecords) else list(records)
+            self._check_schema(records)
+            self._ready = records if isinstance(records, MadeRecords) else as_records(records)
         return True
 
     def position(self) -> FileCursor:
@@ -354,8 +368,11 @@ class OpenFile:
                 "which is needed next: it is damaged, or of another shuffle_buffer; load the state as it was saved"
             )
         if self._window_size:
-            records = self._source if self._blocks is None else chain.from_iterable(self._source)
-            self._pass_over(records, start - record)
+            if self._blocks is None:
+                self._pass_over(self._source, start)
+                records: Iterator[RecordList] = iter(partial(_next_list, self._source, self._window_size), [])
+            else:
+                records = in_windows(self._behind(self._source, start - record), self._window_size)
             first = start // self._window_size
             self._lists = windows(records, self._window_size, self._key, self._window, first)
             self._go(self._lists, start, delivered)
@@ -387,6 +404,15 @@ class OpenFile:
         if missing:
             raise self._too_short(missing)
 
+    def _behind(self, blocks: Iterator[Any], number: int) -> Iterator[Any]:
+        """The records of blocks, without the first ``number``."""
+        for block in blocks:
+            if len(block) > number:
+                yield as_records(block)[number:]
+            number = max(0, number - len(block))
+        if number:
+            raise self._too_short(number)
+
     def _pass_over(self, records: Iterator[Any], number: int) -> None:
         last = deque(enumerate(islice(records, number), 1), maxlen=1)
         found = last[0][0] if last else 0
@@ -399,6 +425,10 @@ class OpenFile:
             f"{missing} records before that: it is not the file that the state was saved with; put that back, or start "
             "the epoch anew"
         )
+
+
+def _next_list(records: Iterator[Any], size: int) -> list[Any]:
+    return list(islice(records, size))
 
 
 def _noted(

@@ -31,6 +31,8 @@ from typing import (
 import numpy as np
 import numpy.typing as npt
 
+from torchdistinput.sources.files.columns import RecordList
+
 __all__ = [
     "BLOCK_BYTES",
     "Block",
@@ -135,7 +137,7 @@ class Layout(NamedTuple):
     """How many they are."""
     offset_of: Callable[[int], int]
     """The offset of a record, in bytes; of number ``records``: the end of the last one. The reader can start there."""
-    read: Callable[[BinaryIO, int, int], list[Any]] | None = None
+    read: Callable[[BinaryIO, int, int], RecordList] | None = None
     """Reads the records from the first number up to the second; ``None``: the bytes between their offsets are read."""
     read_rows: Callable[[BinaryIO, int, int], npt.NDArray[Any]] | None = None
     """Reads the records as the rows of one array, if they are such rows."""

@@ -12,6 +12,7 @@ from typing import Any, Final, final
 import numpy.typing as npt
 
 from torchdistinput.plan.file_resharding import ReaderCursor
+from torchdistinput.sources.files.columns import RecordList, SchemaOfFiles, joined
 from torchdistinput.sources.files.interleave import Interleave, Turn, taken_turns
 from torchdistinput.sources.files.open_file import OpenFile, RecordPlace
 
@@ -29,10 +30,12 @@ class RecordReader:
 
     Args:
       table: the open files, and whose turn it is.
+      schema: the columns of the files that were read, if their records are ``Columns``.
     """
 
-    def __init__(self, table: Interleave) -> None:
+    def __init__(self, table: Interleave, schema: SchemaOfFiles) -> None:
         self._table = table
+        self._schema = schema
         self._records = _one_by_one(table)
 
     def __iter__(self) -> Iterator[Any]:
@@ -59,30 +62,34 @@ class RecordReader:
         """How many fresh files were opened so far."""
         return self._table.opened
 
+    @property
+    def of_columns(self) -> bool:
+        """Whether the records that were read are ``Columns``; in lists they may be beside a ``CorruptRecord``."""
+        return self._schema.is_known
+
     def position(self) -> ReaderCursor:
         """The cursor: another reader that starts there yields the records that this one has not yielded."""
         return self._table.position()
 
-    def take(self, count: int) -> list[Any]:
+    def take(self, count: int) -> RecordList:
         """The next ``count`` records, fewer at the end; ``places`` returns their origins."""
         table = self._table
         table.taken = []
-        records: list[Any] = []
-        while len(records) < count:
-            found = table.take_rounds(count - len(records))
+        parts: list[RecordList] = []
+        missing = count
+        while missing:
+            found = table.take_rounds(missing)
             if not found:
-                turn = table.next_turn(count - len(records))
+                turn = table.next_turn(missing)
                 if turn is None:
                     break
                 file, wanted = turn
                 found = table.read(file, file.take, wanted)
                 if len(found) < wanted:
                     table.end_file(file)
-            if records:
-                records += found
-            else:
-                records = found
-        return records
+            parts.append(found)
+            missing -= len(found)
+        return parts[0] if len(parts) == 1 else joined(parts)
 
     def reserve(self, count: int) -> Reserved:
         """Reserves the next ``count`` records, fewer at the end. A record is read when the result is sliced.
@@ -92,7 +99,7 @@ class RecordReader:
         table = self._table
         table.taken = []
         table.let_go()
-        parts: list[list[Any] | Turn] = []
+        parts: list[RecordList | Turn] = []
         size = 0
         while size < count:
             if records := table.take_rounds(count - size):
@@ -116,7 +123,7 @@ class RecordReader:
             size += number
         return Reserved(parts)
 
-    def take_ready(self) -> list[Any]:
+    def take_ready(self) -> RecordList:
         """The next records that are ready: at least one; empty only at the end.
 
         Good records in front of one that cannot be read are returned before its error is raised.
@@ -157,15 +164,15 @@ class Reserved:
       parts: in order: lists of records that were read already, or turns whose records are still to be read.
     """
 
-    def __init__(self, parts: Sequence[list[Any] | Turn]) -> None:
+    def __init__(self, parts: Sequence[RecordList | Turn]) -> None:
         self._parts = parts
-        self._sizes = [len(part) if isinstance(part, list) else part[2] - part[1] for part in parts]
+        self._sizes = [part[2] - part[1] if isinstance(part, tuple) else len(part) for part in parts]
         self._size = sum(self._sizes)
 
     def __len__(self) -> int:
         return self._size
 
-    def __getitem__(self, wanted: slice) -> list[Any]:
+    def __getitem__(self, wanted: slice) -> RecordList:
         """The records of a slice without a step. Those of one file are read in one call.
 
         Raises:
@@ -174,19 +181,19 @@ class Reserved:
         found = self._parts_of(*wanted.indices(self._size)[:2])
         ranges: dict[OpenFile, tuple[int, int]] = {}
         for piece in found:
-            if not isinstance(piece, list):
+            if isinstance(piece, tuple):
                 file, a, b = piece
                 ranges[file] = (ranges[file][0] if file in ranges else a, b)
         read = {file: file.read_range(a, b) for file, (a, b) in ranges.items()}
-        whole: list[Any] = []
+        whole: list[RecordList] = []
         for piece in found:
-            if isinstance(piece, list):
-                whole += piece
-            else:
+            if isinstance(piece, tuple):
                 file, a, b = piece
                 first = ranges[file][0]
-                whole += read[file][a - first : b - first]
-        return whole
+                whole.append(read[file][a - first : b - first])
+            else:
+                whole.append(piece)
+        return joined(whole)
 
     def rows(self, lo: int, hi: int) -> list[npt.NDArray[Any]]:
         """The records ``[lo, hi)`` as rows of arrays, one array for each file; empty if they are not such rows.
@@ -195,21 +202,23 @@ class Reserved:
           SourceError: naming the file.
         """
         arrays: list[npt.NDArray[Any]] = []
-        turns = [part for part in self._parts_of(lo, hi) if not isinstance(part, list)]
+        turns = [part for part in self._parts_of(lo, hi) if isinstance(part, tuple)]
         if len({file for file, _, _ in turns}) == len(turns):  # else the files take turns: many short pieces
             arrays = [rows for turn in turns if (rows := turn[0].read_rows(*turn[1:])) is not None]
         return arrays if sum(map(len, arrays)) == hi - lo else []
 
-    def _parts_of(self, lo: int, hi: int) -> list[list[Any] | Turn]:
-        found: list[list[Any] | Turn] = []
+    def _parts_of(self, lo: int, hi: int) -> list[RecordList | Turn]:
+        found: list[RecordList | Turn] = []
         for part, size in zip(self._parts, self._sizes, strict=True):
             a, b = max(lo, 0), min(hi, size)
             lo, hi = lo - size, hi - size  # as the next part counts
-            if a < b and isinstance(part, list):
-                found.append(part[a:b])
-            elif a < b:
+            if a >= b:
+                continue
+            if isinstance(part, tuple):
                 file, first, _ = part
                 found.append((file, first + a, first + b))
+            else:
+                found.append(part[a:b])
         return found
 
 

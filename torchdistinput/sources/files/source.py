@@ -24,7 +24,7 @@ from torchdistinput.sources.base import Exchange, RowStream
 from torchdistinput.sources.files.batching import Entrance, KnownRows, RecordRows, pass_over
 from torchdistinput.sources.files.fragment_dataset import FragmentDataset
 from torchdistinput.sources.files.position import CommonPlaces, FilesPosition, Places
-from torchdistinput.sources.files.steps import known_steps, told_of_skew
+from torchdistinput.sources.files.steps import counted_steps, known_steps, told_of_skew
 from torchdistinput.sources.in_worker import Cut, Failure, as_is
 from torchdistinput.sources.rng import Draw
 from torchdistinput.sources.split_batches import ReadyFns
@@ -140,6 +140,13 @@ class RecordSource:
         if size is None or not self._cutter.shared:
             return None
         return known_steps(self._dataset, size, drop_last=self._drop_last)
+
+    def count_steps(self) -> int | None:
+        """See ``CountsSteps.count_steps``. Records that may be left out are counted by an index only."""
+        size = self._cutter.global_batch_size
+        if size is None or not self._cutter.shared or self._options.skips:
+            return self.num_steps()
+        return counted_steps(self._dataset, size, drop_last=self._drop_last)
 
     def set_epoch(self, epoch: int) -> None:
         """See ``Source.set_epoch``. The epoch is an argument of ``open``."""

@@ -1,4 +1,4 @@
-"""Computes the steps of an epoch of files without opening a file, and warns of uneven files under FILE.
+"""Computes the steps of an epoch of files without reading their records, and warns of uneven files under FILE.
 
 Under FILE the steps go on until the worker with the most data is done; meanwhile the others have empty batches. The
 warning compares the numbers of records if all files have an index. Otherwise it compares the sizes of the files if they
@@ -13,7 +13,7 @@ from torchdistinput.plan.batching import Cutter, num_batches
 from torchdistinput.plan.sharding import deal
 from torchdistinput.sources.files.fragment_dataset import FragmentDataset
 
-__all__ = ["known_steps", "told_of_skew"]
+__all__ = ["counted_steps", "known_steps", "told_of_skew"]
 
 _TOLD_FROM: Final = 1.25  # times as many steps
 
@@ -24,7 +24,19 @@ def known_steps(dataset: FragmentDataset, global_batch_size: int, *, drop_last: 
     Raises:
       SourceError: naming a file that is missing or whose size cannot be found.
     """
-    records = dataset.num_records()
+    return _steps_of(dataset.num_records(), global_batch_size, drop_last=drop_last)
+
+
+def counted_steps(dataset: FragmentDataset, global_batch_size: int, *, drop_last: bool) -> int | None:
+    """``known_steps``; opens each file if the number of its records is found there. Local.
+
+    Raises:
+      SourceError: naming a file that is missing or cannot be opened.
+    """
+    return _steps_of(dataset.count_records(), global_batch_size, drop_last=drop_last)
+
+
+def _steps_of(records: list[int] | None, global_batch_size: int, *, drop_last: bool) -> int | None:
     if records is None:
         return None
     return sum(records) // global_batch_size if drop_last else num_batches(sum(records), global_batch_size)

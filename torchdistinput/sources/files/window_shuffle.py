@@ -8,10 +8,11 @@ reading everything before it. A window is restored by reading this window again.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
-from itertools import count, islice
-from typing import Any, final
+from itertools import count
+from typing import final
 
 from torchdistinput.plan.permutation import shuffled
+from torchdistinput.sources.files.columns import Columns, RecordList
 
 __all__ = ["Window", "windows"]
 
@@ -29,16 +30,24 @@ class Window:
 
 
 def windows(
-    records: Iterator[Any], size: int, key: tuple[int, ...], window: Window, first: int
-) -> Generator[list[Any], None, None]:
-    """Each window of records in its own order, from number ``first`` on."""
+    in_order: Iterator[RecordList], size: int, key: tuple[int, ...], window: Window, first: int
+) -> Generator[RecordList, None, None]:
+    """Each window of records in its own order, from number ``first`` on.
+
+    Args:
+      in_order: the records of each window in the order of the file.
+      size: how many records a window has; the last one may have fewer.
+      key: determines the orders, with the number of the window.
+      window: is set to the current window.
+      first: the number of the first window.
+    """
     for number in count(first):
-        held = list(islice(records, size))
-        if not held:
+        held = next(in_order, None)
+        if held is None:
             return
         window.start = number * size
         window.previous = window.order
         window.order = shuffled(len(held), *key, number)
-        held = list(map(held.__getitem__, window.order))
+        held = held.take(window.order) if isinstance(held, Columns) else list(map(held.__getitem__, window.order))
         yield held
         del held  # before the next window is read

@@ -6,6 +6,8 @@
 - ``csv``: CSV.
 - ``npy``: Rows of .npy files.
 - ``tfrecords``: TFRecord.
+- ``parquet``: Parquet, with pyarrow.
+- ``arrow``: Columns of an Arrow table.
 - ``fixed_length``: Records of one length.
 - ``crc32c``: The checksum of TFRecord.
 """

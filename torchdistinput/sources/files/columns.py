@@ -1,0 +1,222 @@
+"""``Columns``: the records of a block as columns. A batch is a slice of each column: no Python code runs for a record.
+
+A reader may yield ``Columns`` in place of a list of records, and a ``FragmentSource`` a dict of columns. A record is
+then a dict with one value of each column. The columns are collated as ``default_collate`` collates such dicts, but for
+lists that hold no numbers: they stay lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, TypeAlias, cast, final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from torchdistinput.errors import SourceError
+
+__all__ = ["Columns", "RecordList", "SchemaOfFiles", "as_records", "collated", "in_windows", "joined"]
+
+_NUMBERS = (bool, int, float)
+
+
+@final
+class Columns:
+    """The records of a block as columns. It is a sequence of records, each a dict; a slice of it is ``Columns`` again.
+
+    Args:
+      columns: by name, all of one length: an array or tensor of numbers (one row for each record), a list with any
+        value for each record (a list of numbers becomes an array), or a dict of columns.
+
+    Raises:
+      SourceError: there is no column, a column is no such value, or the columns have different lengths.
+    """
+
+    __slots__ = ("_columns", "_size")
+
+    def __init__(self, columns: Mapping[str, Any]) -> None:
+        self._columns = {name: _column(name, column) for name, column in columns.items()}
+        lengths = {name: len(column) for name, column in self._columns.items()}
+        if len(set(lengths.values())) != 1:
+            raise SourceError(f"the columns of a block must have one length, got {lengths or 'no column'!s:.300}")
+        self._size = next(iter(lengths.values()))
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        names, values = self._columns.keys(), map(_values, self._columns.values())
+        for row in zip(*values, strict=True):
+            yield dict(zip(names, row, strict=True))
+
+    def __getitem__(self, wanted: slice) -> Columns:
+        return _of({name: column[wanted] for name, column in self._columns.items()})
+
+    def take(self, order: Sequence[int] | npt.NDArray[np.int64]) -> Columns:
+        """The records of some indices, in their order."""
+        index = np.asarray(order, dtype=np.int64)
+        return _of({name: _taken(column, index) for name, column in self._columns.items()})
+
+    def batch(self) -> dict[str, Any]:
+        """The records as a batch in memory of its own: a tensor for each array, a list for each list."""
+        return {name: _batch(column) for name, column in self._columns.items()}
+
+    def schema(self) -> dict[str, str]:
+        """The type of each column as text, by its name; those of inner columns by ``outer.inner``."""
+        found: dict[str, str] = {}
+        for name, column in self._columns.items():
+            if isinstance(column, Columns):
+                found |= {f"{name}.{inner}": kind for inner, kind in column.schema().items()}
+            elif isinstance(column, np.ndarray):
+                shape = f" of shape {column.shape[1:]}" if column.ndim > 1 else ""
+                found[name] = f"{column.dtype.newbyteorder('=')}{shape}"
+            else:
+                found[name] = "list"
+        return found
+
+    @staticmethod
+    def joined(parts: Sequence[Columns]) -> Columns:
+        """The records of several blocks, which have the same columns."""
+        names = parts[0]._columns  # noqa: SLF001 - of the same class
+        return _of({name: _concatenated([part._columns[name] for part in parts]) for name in names})  # noqa: SLF001
+
+
+RecordList: TypeAlias = list[Any] | Columns
+"""Records of a block, or of a batch."""
+
+
+def joined(parts: Sequence[RecordList]) -> RecordList:
+    """The records of all parts, in order: ``Columns`` if all parts are, else a list."""
+    filled = [part for part in parts if len(part)]
+    if len(filled) == 1:
+        return filled[0]
+    if filled and all(isinstance(part, Columns) for part in filled):
+        return Columns.joined(cast(Sequence[Columns], filled))
+    return list(chain.from_iterable(filled))
+
+
+def as_records(records: Any) -> RecordList:
+    """The records of a block: a dict becomes ``Columns``, any other sequence a list.
+
+    Raises:
+      SourceError: see ``Columns``.
+    """
+    if isinstance(records, list | Columns):
+        return records
+    return Columns(records) if isinstance(records, Mapping) else list(records)
+
+
+def in_windows(blocks: Iterator[Any], size: int) -> Iterator[RecordList]:
+    """The records of blocks in pieces of ``size`` records; the last one may be shorter."""
+    held: list[RecordList] = []
+    missing = size
+    for block in blocks:
+        left = as_records(block)
+        while len(left):
+            part, left = left[:missing], left[missing:]
+            held.append(part)
+            missing -= len(part)
+            if not missing:
+                yield joined(held)
+                held, missing = [], size
+    if held:
+        yield joined(held)
+
+
+def collated(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """``Columns.batch`` for records that were taken out of their columns."""
+    return {name: _collated([record[name] for record in records]) for name in records[0]}
+
+
+@final
+class SchemaOfFiles:
+    """The columns of the first file that was read, with which those of all others are compared."""
+
+    def __init__(self) -> None:
+        self._first = ""
+        self._schema: dict[str, str] | None = None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether a file with columns was read."""
+        return self._schema is not None
+
+    def check(self, columns: Columns, name: str) -> None:
+        """Compares the columns of a file.
+
+        Raises:
+          SourceError: they differ; both files are named.
+        """
+        schema = columns.schema()
+        if self._schema is None:
+            self._first, self._schema = name, schema
+        elif schema != self._schema:
+            here, there = (
+                {name: kind for name, kind in one.items() if other.get(name) != kind}
+                for one, other in ((schema, self._schema), (self._schema, schema))
+            )
+            raise SourceError(
+                f"its columns differ from those of {self._first}: {_listed(here)} here, {_listed(there)} there; "
+                "all files of a dataset need the same columns and types: write them alike, or read them as two datasets"
+            )
+
+
+def _listed(schema: Mapping[str, str]) -> str:
+    return ", ".join(f"{name}: {kind}" for name, kind in schema.items()) or "no such column"
+
+
+def _of(columns: dict[str, Any]) -> Columns:
+    """Columns that need no check."""
+    made = Columns.__new__(Columns)
+    made._columns = columns  # noqa: SLF001 - a second constructor
+    made._size = len(next(iter(columns.values())))  # noqa: SLF001
+    return made
+
+
+def _column(name: str, column: Any) -> Any:
+    if isinstance(column, Mapping):
+        return Columns(column)
+    if isinstance(column, torch.Tensor):
+        column = column.numpy()
+    if isinstance(column, np.ndarray) and column.ndim:
+        return column if column.dtype.kind in "biufc" else column.tolist()
+    if isinstance(column, list | tuple):
+        kinds = set(map(type, column))
+        return np.asarray(column) if kinds and kinds <= set(_NUMBERS) and len(kinds) == 1 else list(column)
+    if isinstance(column, Columns):
+        return column
+    raise SourceError(
+        f"column {name!r} is a {type(column).__name__}; an array or a list with one entry for each record is needed, "
+        "or a dict of them"
+    )
+
+
+def _values(column: Any) -> Any:
+    """The value of each record. Rows of arrays can be written to."""
+    return column.copy() if isinstance(column, np.ndarray) else column
+
+
+def _taken(column: Any, index: npt.NDArray[np.int64]) -> Any:
+    if isinstance(column, np.ndarray):
+        return column[index]
+    return column.take(index) if isinstance(column, Columns) else [column[each] for each in index.tolist()]
+
+
+def _concatenated(parts: Sequence[Any]) -> Any:
+    if isinstance(parts[0], np.ndarray):
+        return np.concatenate(parts)
+    return Columns.joined(parts) if isinstance(parts[0], Columns) else list(chain.from_iterable(parts))
+
+
+def _batch(column: Any) -> Any:
+    if isinstance(column, np.ndarray):
+        return torch.tensor(np.ascontiguousarray(column, column.dtype.newbyteorder("=")))
+    return column.batch() if isinstance(column, Columns) else column[:]
+
+
+def _collated(values: list[Any]) -> Any:
+    if isinstance(values[0], dict):
+        return collated(values)
+    return _batch(np.stack(values)) if isinstance(values[0], np.ndarray | np.generic) else values

@@ -1,0 +1,193 @@
+"""The reader of Parquet files: see ``readers.parquet``. A position in a file is the number of a record.
+
+Only the row groups and columns that are needed are read. The footer of a file says how many records each row group has,
+so a rank can read its part of a file without the rest, and the number of records is known without reading any.
+"""
+
+# ruff: noqa: PLC0415 - pyarrow is an extra, and imported where it is used
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import accumulate
+from typing import Any, BinaryIO, Final, final
+
+from torchdistinput.errors import InputError, SourceError
+from torchdistinput.sources.checks import as_object
+from torchdistinput.sources.files.columns import Columns, RecordList, joined
+from torchdistinput.sources.files.reader_api import Block, Layout, in_blocks
+
+__all__ = ["parquet"]
+
+_RECORDS_AT_ONCE: Final = 1 << 14
+
+
+def parquet(
+    columns: Sequence[str] | None = None, *, filters: Any = None, fill_null: Any = None
+) -> Callable[[BinaryIO], Iterator[dict[str, Any]]]:
+    """Makes a reader of Parquet files; it pickles. It needs pyarrow: ``pip install torchdistinput[parquet]``.
+
+    A record is a dict with the value of each column. Batches are made of whole columns, without a Python object for
+    each record, if the dataset has no ``map_fn`` and the batches no ``collate_fn`` of your own. Numbers and bools
+    become tensors, and lists of one fixed length tensors of two dimensions. Dates, times and durations become int64, in
+    the unit of the file. A struct becomes a dict. Other columns become lists: text, bytes, tensors for lists of numbers
+    (one for each record), and Python values for all else.
+
+    Only the wanted columns of the wanted row groups are read, and decoded one row group at a time for each open file. A
+    resumed run reads on in the row group that it was in. Under policy DATA a rank reads the row groups of its records
+    only, and ``len`` is known from the footers, which ``len`` reads at its first call. With filters, or with
+    ``on_error="skip"``, each rank reads all files under DATA, and the length is unknown.
+
+    With ``on_error="skip"`` a row group that cannot be decoded counts as one record that is left out.
+
+    Args:
+      columns: the names of the columns to read; ``None`` for all.
+      filters: the records to keep: a ``pyarrow.compute.Expression``, or a list as for ``pyarrow.parquet.read_table``,
+        such as ``[("age", ">", 17)]``. Row groups without such a record by their statistics are not read.
+      fill_null: what takes the place of missing values: one value, or a dict of values by the names of columns.
+        ``None``: a missing value is an error.
+
+    Raises:
+      InputError: pyarrow is not installed.
+      TypeError, ValueError: for arguments that cannot be right.
+    """
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise InputError(
+            "readers.parquet needs pyarrow, which is not installed: pip install torchdistinput[parquet]"
+        ) from error
+    if columns is not None:
+        if isinstance(columns, str) or not all(isinstance(as_object(name), str) for name in columns):
+            raise TypeError(f"columns must be a list of names of columns, got {columns!r:.100}")
+        if not columns or len(set(columns)) < len(columns):
+            raise ValueError(f"columns must be names of columns, each once, got {[*columns]!r:.100}")
+    if filters is not None:
+        filters = pyarrow.parquet.filters_to_expression(filters)
+    return partial(_parquet, columns=None if columns is None else tuple(columns), filters=filters, fill_null=fill_null)
+
+
+def _layout(
+    file: BinaryIO, size: int, *, columns: tuple[str, ...] | None, filters: Any, fill_null: Any
+) -> Layout | None:
+    if filters is not None:
+        return None
+    try:
+        rows = _Rows(file, columns, filters, fill_null)
+    except SourceError:  # which the reader raises, at the step to which it belongs
+        return None
+    return Layout(rows.starts[-1], int, rows.read_range)
+
+
+@in_blocks(layout=_layout)
+def _parquet(
+    file: BinaryIO, offset: int, *, columns: tuple[str, ...] | None, filters: Any, fill_null: Any
+) -> Iterator[Block[dict[str, Any]]]:
+    rows = _Rows(file, columns, filters, fill_null)
+    if offset > rows.starts[-1]:
+        raise SourceError(f"reading is to go on at record {offset}, but the file has {rows.starts[-1]}", offset=offset)
+    for group in range(rows.group_of(offset), len(rows.starts) - 1):
+        start = rows.starts[group]
+        table = rows.group(group)
+        for lo in range(max(0, offset - start), len(table), _RECORDS_AT_ONCE):
+            yield start + lo, rows.columns(group, lo, lo + _RECORDS_AT_ONCE)
+
+
+@final
+class _Rows:
+    """The records of a file, whose footer is read at once. It keeps the last row group that was read.
+
+    Raises:
+      SourceError: the footer is damaged, or a wanted column is not there.
+    """
+
+    def __init__(self, file: BinaryIO, columns: tuple[str, ...] | None, filters: Any, fill_null: Any) -> None:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        try:
+            self._file = pq.ParquetFile(file, pre_buffer=True)
+        except (pa.ArrowException, OSError) as error:
+            _raise_if_of_the_disk(error)
+            raise SourceError(f"this is not a Parquet file, or its footer is damaged: {error}", offset=0) from error
+        there = self._file.schema_arrow.names
+        missing = [name for name in columns or () if name not in there]
+        if missing:
+            raise SourceError(f"there is no column {', '.join(map(repr, missing))}; the file has {there}", offset=0)
+        if not there:
+            raise SourceError("the file has no column", offset=0)
+        if filters is not None:
+            try:
+                self._file.schema_arrow.empty_table().filter(filters)
+            except (pa.ArrowException, TypeError) as error:
+                problem = str(error).partition("\n")[0]
+                raise SourceError(f"the filter does not fit the columns {there}: {problem}", offset=0) from error
+        about = self._file.metadata
+        self.starts = [0, *accumulate(about.row_group(group).num_rows for group in range(about.num_row_groups))]
+        """The number of the first record of each row group; at the end, the number of records."""
+        self._columns = None if columns is None else [*columns]
+        self._filters = filters
+        self._fill_null = fill_null
+        self._source = file
+        self._fragment: Any = None
+        self._last: tuple[int, Any] = (-1, None)
+
+    def group_of(self, record: int) -> int:
+        """The row group of a record."""
+        return bisect_right(self.starts, record) - 1
+
+    def group(self, group: int) -> Any:
+        """The table of a row group.
+
+        Raises:
+          SourceError: it cannot be decoded.
+        """
+        import pyarrow as pa
+
+        if self._last[0] != group:
+            self._last = (-1, None)  # frees it before another one is read
+            try:
+                self._last = (group, self._read(group))
+            except (pa.ArrowException, OSError) as error:
+                _raise_if_of_the_disk(error)
+                raise self._failure(group, f"cannot be decoded: {error}") from error
+        return self._last[1]
+
+    def _read(self, group: int) -> Any:
+        if self._filters is None:
+            table = self._file.read_row_group(group, columns=self._columns)
+            return table if self._columns is None else table.select(self._columns)
+        import pyarrow.dataset as ds
+
+        if self._fragment is None:
+            self._fragment = ds.ParquetFileFormat().make_fragment(self._source)
+        return self._fragment.subset(row_group_ids=[group]).to_table(columns=self._columns, filter=self._filters)
+
+    def columns(self, group: int, lo: int, hi: int) -> Columns:
+        """The records ``[lo, hi)`` of a row group."""
+        from torchdistinput.sources.files.formats.arrow import columns_of
+
+        try:
+            return columns_of(self.group(group).slice(lo, hi - lo), self._fill_null)
+        except SourceError as error:
+            raise self._failure(group, str(error)) from error
+
+    def read_range(self, file: BinaryIO, lo: int, hi: int) -> RecordList:
+        """See ``Layout.read``. It reads the file in which the footer was read."""
+        parts = []
+        for group in range(self.group_of(lo), self.group_of(hi - 1) + 1):
+            start = self.starts[group]
+            parts.append(self.columns(group, max(0, lo - start), min(hi, self.starts[group + 1]) - start))
+        return joined(parts)
+
+    def _failure(self, group: int, problem: str) -> SourceError:
+        start, end = self.starts[group : group + 2]
+        return SourceError(f"row group {group} (records {start} to {end - 1}): {problem}", offset=start, resume_at=end)
+
+
+def _raise_if_of_the_disk(error: Exception) -> None:
+    """Raises an error that comes from reading bytes, and not from what they say."""
+    if isinstance(error, OSError) and error.errno is not None:
+        raise error
