@@ -117,3 +117,16 @@ def test_the_evaluation_gives_exactly_the_metrics_of_one_process_in_any_number(i
     assert re.search(r"accuracy    9\d\d of 1003\nmedian loss 0\.\d+\nmean loss   0\.\d+\n", alone), alone
     for world in (2, 3):
         assert printed(interpreters.run_as_torchrun(world, "examples/evaluate.py")) == alone
+
+
+def test_training_on_parquet_goes_on_in_an_epoch_and_is_the_same_in_one_process_and_in_two(
+    interpreters: Interpreters,
+) -> None:
+    outputs = [
+        printed(interpreters.run(["examples/train_parquet.py"])),
+        printed(interpreters.run_as_torchrun(2, "examples/train_parquet.py")),
+    ]
+    alone, two = ([float(loss) for loss in re.findall(r"loss (\S+) over 8000 records", each)] for each in outputs)
+    assert len(alone) == len(two) == 6
+    assert alone[-1] < 0.5 * alone[0]
+    assert all(abs(one - other) < 0.02 for one, other in zip(alone, two, strict=True))

@@ -79,41 +79,9 @@ def _write_tfrecords(folder: Path) -> None:
 # ------------------------------------------------------------------------------------------------------ map-style
 
 
-def columns_of_parquet(folder: Path, workers: int) -> Any:
-    pq: Any = import_module("pyarrow.parquet")
-
-    table = pq.read_table(folder / "rows.parquet", columns=["x"])
-    columns: Any = {name: table[name].to_numpy() for name in table.column_names}
-    return tdi.DataLoader(columns, batch_size=G, num_workers=workers)
-
-
-class RowGroups(Dataset[Any]):
-    """The rows of a Parquet file that is larger than memory: the row group read last is kept."""
-
-    def __init__(self, path: Path) -> None:
-        pq: Any = import_module("pyarrow.parquet")
-
-        self.path = str(path)
-        with pq.ParquetFile(self.path) as file:
-            sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
-        self.ends = np.cumsum(sizes)
-        self.held: tuple[int, list[Any]] = (-1, [])
-
-    def __len__(self) -> int:
-        return int(self.ends[-1])
-
-    def __getitem__(self, index: int) -> Any:
-        pq: Any = import_module("pyarrow.parquet")
-
-        group = int(np.searchsorted(self.ends, index, side="right"))
-        if self.held[0] != group:
-            with pq.ParquetFile(self.path) as file:
-                self.held = (group, file.read_row_group(group).to_pylist())
-        return self.held[1][index - int(self.ends[group])]
-
-
-def row_groups(folder: Path, workers: int) -> Any:
-    return tdi.DataLoader(RowGroups(folder / "rows.parquet"), batch_size=G, num_workers=workers)
+def parquet(folder: Path, workers: int) -> Any:
+    files = tdi.FileDataset(str(folder / "rows.parquet"), tdi.readers.parquet(["x"]))
+    return tdi.DataLoader(files, batch_size=G, num_workers=workers)
 
 
 def h5py_columns(folder: Path, workers: int) -> Any:
@@ -245,8 +213,7 @@ def torchdata_nodes(folder: Path, workers: int) -> Any:
 
 
 KINDS = {
-    "Parquet, columns": Kind(columns_of_parquet, ("pyarrow",)),
-    "Parquet, row groups": Kind(row_groups, ("pyarrow",)),
+    "Parquet": Kind(parquet, ("pyarrow",)),
     "h5py": Kind(h5py_columns, ("h5py",)),
     "zarr": Kind(zarr_array, ("zarr",)),
     "memmap": Kind(memory_map),

@@ -169,8 +169,9 @@ class _Rows:
         """The records ``[lo, hi)`` of a row group."""
         from torchdistinput.sources.files.formats.arrow import columns_of
 
+        table = self.group(group)
         try:
-            return columns_of(self.group(group).slice(lo, hi - lo), self._fill_null)
+            return columns_of(table.slice(lo, hi - lo), self._fill_null)
         except SourceError as error:
             raise self._failure(group, str(error)) from error
 
@@ -184,7 +185,8 @@ class _Rows:
 
     def _failure(self, group: int, problem: str) -> SourceError:
         start, end = self.starts[group : group + 2]
-        return SourceError(f"row group {group} (records {start} to {end - 1}): {problem}", offset=start, resume_at=end)
+        where = f"row group {group} (records {start} to {end - 1})"
+        return SourceError(f"{where}: {' '.join(problem.split())}", offset=start, resume_at=end)
 
 
 def _raise_if_of_the_disk(error: Exception) -> None:

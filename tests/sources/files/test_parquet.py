@@ -1,0 +1,458 @@
+"""``readers.parquet`` with files that pyarrow writes: on several ranks, in one process, and with damage."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+import torch
+from torch.utils.data import DataLoader, default_collate
+
+import torchdistinput as tdi
+from torchdistinput import Fragment, readers
+from torchdistinput.sources.files.reader_api import blocks_of
+from torchdistinput.testing import check_source, run_ranks
+
+SIZES, GROUP, BATCH = (41, 7, 55), 12, 10
+ROWS = sum(SIZES)
+FILE, DATA = tdi.AutoShardPolicy.FILE, tdi.AutoShardPolicy.DATA
+
+
+def table(first: int, count: int) -> pa.Table:
+    """Records ``first`` to ``first + count - 1``: each value follows from the number of the record."""
+    numbers = np.arange(first, first + count)
+    vectors = pa.array(np.repeat(numbers, 2).astype("float32"))
+    return pa.table(
+        {
+            "x": numbers,
+            "half": (numbers / 2).astype("float32"),
+            "text": [f"r{number}" for number in numbers],
+            "list": [[*range(number % 4)] for number in numbers],
+            "vector": pa.FixedSizeListArray.from_arrays(vectors, 2),
+            "inner": [{"odd": bool(number % 2), "name": str(number)} for number in numbers],
+            "kind": pa.array([str(number % 3) for number in numbers]).dictionary_encode(),
+            "day": pa.array(numbers, pa.int32()).cast(pa.date32()),
+        }
+    )
+
+
+def batch_of(numbers: Sequence[int]) -> dict[str, Any]:
+    """What the columns of ``table`` make of these records."""
+    x = torch.tensor(numbers, dtype=torch.int64)
+    return {
+        "x": x,
+        "half": (x / 2).float(),
+        "text": [f"r{number}" for number in numbers],
+        "list": [torch.arange(number % 4) for number in numbers],
+        "vector": x.float()[:, None].repeat(1, 2),
+        "inner": {"odd": x % 2 == 1, "name": [str(number) for number in numbers]},
+        "kind": [str(number % 3) for number in numbers],
+        "day": x,
+    }
+
+
+def write(folder: Path, sizes: Sequence[int] = SIZES) -> str:
+    first = 0
+    for number, size in enumerate(sizes):
+        pq.write_table(table(first, size), folder / f"{number}.parquet", row_group_size=GROUP)
+        first += size
+    return str(folder / "*.parquet")
+
+
+def assert_equal(batch: Any, expected: Any) -> None:
+    if isinstance(expected, dict):
+        assert list(batch) == list(expected)
+        for name, value in expected.items():
+            assert_equal(batch[name], value)
+    elif isinstance(expected, torch.Tensor):
+        assert batch.dtype == expected.dtype
+        assert torch.equal(batch, expected)
+    elif expected and isinstance(expected[0], torch.Tensor):
+        assert len(batch) == len(expected)
+        for one, other in zip(batch, expected, strict=True):
+            assert_equal(one, other)
+    else:
+        assert batch == expected
+
+
+# -------------------------------------------------------------------------------------------------------- on ranks
+
+MIXED: dict[str, Any] = {"shuffle_files": True, "shuffle_buffer": 8, "cycle_length": 2, "block_length": 3, "seed": 5}
+WAYS: dict[str, tuple[tdi.AutoShardPolicy, dict[str, Any], int]] = {
+    "FILE": (FILE, {}, 0),
+    "DATA": (DATA, {}, 0),
+    "FILE mixed": (FILE, MIXED, 0),
+    "DATA mixed": (DATA, MIXED, 0),
+    "DATA interleaved": (DATA, {"cycle_length": 2, "block_length": 3}, 0),
+    "DATA by loader workers": (DATA, {}, 2),
+}
+
+
+def distributed(pattern: str, way: str, **options: Any) -> tdi.DistributedDataset:
+    policy, settings, workers = WAYS[way]
+    data: Any = tdi.FileDataset(pattern, readers.parquet(), **settings)
+    if workers:
+        data = DataLoader(data, batch_size=BATCH, num_workers=workers)
+    size = None if workers else BATCH
+    chosen = tdi.InputOptions(auto_shard_policy=policy, **options)
+    return tdi.Strategy(["cpu"]).distribute_dataset(data, chosen, global_batch_size=size)
+
+
+def steps(loader: tdi.DistributedDataset, most: int | None = None) -> list[list[int]]:
+    """The numbers of this rank's records of each step; their other values are checked."""
+    made: list[list[int]] = []
+    with closing(iter(loader)) as iterator:
+        for part in iterator:
+            made.append(part["x"].tolist())
+            assert_equal(part, batch_of(made[-1]))
+            if len(made) == most:
+                break
+    return made
+
+
+def read(pattern: str, damaged: str, states: dict[str, Any]) -> dict[str, Any]:
+    """One rank: whole epochs; an epoch that goes on from a state, and is left; damage; lists of tuples."""
+    found: dict[str, Any] = {}
+    for way in WAYS:
+        loader = distributed(pattern, way)
+        found[f"{way}, length"] = len(loader) if way.startswith("DATA") else None
+        found[way] = steps(loader)
+        loader = distributed(pattern, way)
+        if way in states:
+            loader.load_state_dict(states[way])
+        found[f"{way}, left"] = steps(loader, 2), loader.state_dict()
+    for way in ("FILE", "DATA"):
+        skipping = distributed(damaged, way, on_error="skip")
+        with pytest.raises(TypeError, match="not known"):
+            len(skipping)
+        found[f"{way}, skipped"] = steps(skipping), skipping.stats()["skipped"]
+        with pytest.raises(tdi.SourceError) as caught:
+            steps(distributed(damaged, way))
+        found[f"{way}, failed"] = str(caught.value)
+    rows = tdi.Strategy(["cpu"]).distribute_dataset(
+        tdi.FileDataset(pattern, readers.parquet(["x", "text"])),
+        tdi.InputOptions(auto_shard_policy=DATA),
+        global_batch_size=BATCH,
+        collate_fn=lambda records: [(int(record["x"]), record["text"]) for record in records],
+    )
+    found["rows"] = [list(part) for part in rows]
+    kept = tdi.FileDataset(pattern, readers.parquet(["x"], filters=[("x", ">=", 38), ("x", "<", 60)]))
+    for policy in (FILE, DATA):
+        chosen = tdi.Strategy(["cpu"]).distribute_dataset(
+            kept, tdi.InputOptions(auto_shard_policy=policy), global_batch_size=BATCH
+        )
+        found[f"{policy.name}, kept"] = [part["x"].tolist() for part in chosen]
+    return found
+
+
+def joined(lists: Iterable[Iterable[Any]]) -> list[Any]:
+    return [*chain.from_iterable(lists)]
+
+
+def together(ranks: Sequence[list[list[Any]]]) -> list[list[Any]]:
+    """The global batches of the parts of all ranks."""
+    return [joined(step) for step in zip(*ranks, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def patterns(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    good, bad = write(tmp_path_factory.mktemp("good")), tmp_path_factory.mktemp("bad")
+    return good, damaged(bad)
+
+
+def damaged(folder: Path) -> str:
+    """The same files; the first page of the second row group of the last one is damaged."""
+    pattern = write(folder)
+    path = folder / "2.parquet"
+    about = pq.ParquetFile(path).metadata.row_group(1).column(0)
+    start = about.dictionary_page_offset or about.data_page_offset
+    content = bytearray(path.read_bytes())
+    content[start : start + 20] = bytes(20)
+    path.write_bytes(content)
+    return pattern
+
+
+Worlds = dict[int, list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def worlds(patterns: tuple[str, str]) -> Worlds:
+    """By world; each goes on where the one before it has left."""
+    found: Worlds = {}
+    states: dict[str, Any] = {}
+    for world in (2, 3, 1):
+        found[world] = run_ranks(world, read, *patterns, states)
+        states = {way: found[world][0][f"{way}, left"][1] for way in WAYS}
+        for way in WAYS:
+            assert all(rank[f"{way}, left"][1] == states[way] for rank in found[world])
+    return found
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_each_record_comes_once_at_any_world_size(way: str, worlds: Worlds) -> None:
+    alone: list[list[int]] = worlds[1][0][way]
+    assert sorted(joined(alone)) == list(range(ROWS))
+    assert (alone == [[*range(lo, min(lo + BATCH, ROWS))] for lo in range(0, ROWS, BATCH)]) == (
+        way in {"FILE", "DATA", "DATA by loader workers"}
+    )
+    for found in worlds.values():
+        batches = together([rank[way] for rank in found])
+        assert sorted(joined(batches)) == list(range(ROWS))
+        if way.startswith("DATA"):
+            assert batches == alone
+            assert {rank[f"{way}, length"] for rank in found} == ({len(alone)})
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_epoch_that_three_worlds_read_in_turn_is_one_epoch(
+    way: str, worlds: Worlds, patterns: tuple[str, str]
+) -> None:
+    parts = [together([rank[f"{way}, left"][0] for rank in worlds[world]]) for world in (2, 3, 1)]
+    rest = distributed(patterns[0], way)
+    rest.load_state_dict(worlds[1][0][f"{way}, left"][1])
+    batches = [*joined(parts), *steps(rest)]
+    assert sorted(joined(batches)) == list(range(ROWS))
+    assert way.startswith("FILE") or batches == worlds[1][0][way]
+
+
+def test_a_damaged_row_group_is_left_out_as_one_record_or_is_named(worlds: Worlds) -> None:
+    first = SIZES[0] + SIZES[1] + GROUP
+    left = [number for number in range(ROWS) if not first <= number < first + GROUP]
+    for found in worlds.values():
+        for way in ("FILE", "DATA"):
+            batches = together([rank[f"{way}, skipped"][0] for rank in found])
+            assert sorted(joined(batches)) == left
+            assert sum(rank[f"{way}, skipped"][1] for rank in found) == 1
+            for rank in found:
+                assert f"2.parquet: row group 1 (records {GROUP} to {2 * GROUP - 1}): cannot" in rank[f"{way}, failed"]
+
+
+def test_a_collate_fn_gets_records_as_dicts_on_any_number_of_ranks(worlds: Worlds) -> None:
+    for found in worlds.values():
+        batches = together([rank["rows"] for rank in found])
+        assert joined(batches) == [(number, f"r{number}") for number in range(ROWS)]
+
+
+def test_filters_keep_each_wanted_record_once_at_any_world_size(worlds: Worlds) -> None:
+    for found in worlds.values():
+        assert sorted(joined(together([rank["FILE, kept"] for rank in found]))) == list(range(38, 60))
+        assert together([rank["DATA, kept"] for rank in found]) == [[*range(38, 48)], [*range(48, 58)], [58, 59]]
+
+
+# -------------------------------------------------------------------------------------------------- in one process
+
+
+def only(source: Any, **options: Any) -> list[dict[str, Any]]:
+    return [*tdi.Strategy(["cpu"]).distribute_dataset(source, tdi.InputOptions(**options), global_batch_size=BATCH)]
+
+
+def test_a_record_is_a_dict_and_default_collate_of_records_is_the_batch_of_columns(tmp_path: Path) -> None:
+    plain = ["x", "half", "text", "vector", "inner", "kind", "day"]
+    dataset = tdi.FileDataset(write(tmp_path, [25]), readers.parquet(plain))
+    records = [*dataset]
+    assert records[3]["text"] == "r3"
+    assert type(records[3]["half"]) is np.float32
+    batches = only(dataset)
+    assert len(batches) == 3
+    for lo, batch in zip(range(0, 25, BATCH), batches, strict=True):
+        assert_equal(batch, default_collate(records[lo : lo + BATCH]))
+    batches[0]["x"].fill_(7)
+    records[0]["vector"][:] = 7
+    assert_equal(only(dataset)[0], default_collate([*dataset][:BATCH]))
+
+
+def test_map_fn_gets_one_record(tmp_path: Path) -> None:
+    dataset = tdi.FileDataset(write(tmp_path), readers.parquet(["x", "list"]), map_fn=lambda record: record["x"] * 2)
+    assert torch.cat([*map(torch.as_tensor, only(dataset))]).tolist() == [2 * number for number in range(ROWS)]
+
+
+def test_columns_come_in_the_order_that_was_asked_for(tmp_path: Path) -> None:
+    assert list(only(tdi.FileDataset(write(tmp_path), readers.parquet(["text", "x"])))[0]) == ["text", "x"]
+
+
+def test_one_record_after_the_other_in_loader_workers_of_plain_torch(tmp_path: Path) -> None:
+    dataset = tdi.FileDataset(write(tmp_path), readers.parquet(["x"]))
+    found = [int(record["x"]) for record in DataLoader(dataset, batch_size=None, num_workers=2)]
+    assert found == list(range(ROWS))
+
+
+def test_a_reader_pickles_and_a_filter_may_be_an_expression(tmp_path: Path) -> None:
+    read = pickle.loads(pickle.dumps(readers.parquet(["text"], filters=pc.field("x") == 45)))
+    (batch,) = only(tdi.FileDataset(write(tmp_path), read))
+    assert batch == {"text": ["r45"]}
+
+
+def test_missing_values_are_filled_or_refused_with_the_column(tmp_path: Path) -> None:
+    holes = pa.table({"n": [1, None, 3], "s": ["a", None, None], "v": [[1, None], [], [2]]})
+    path = tmp_path / "holes.parquet"
+    pq.write_table(holes, path)
+    for column, missing in (("n", "column n: 1 of 3"), ("s", "column s: 2 of 3"), ("v", "the lists of v: 1 of 3")):
+        with pytest.raises(tdi.SourceError, match=rf"row group 0 .*{missing} values are missing .*fill_null"):
+            only(tdi.FileDataset(str(path), readers.parquet([column])))
+    (batch,) = only(tdi.FileDataset(str(path), readers.parquet(fill_null={"n": -1, "s": "", "v": 9})))
+    assert_equal(batch["n"], torch.tensor([1, -1, 3]))
+    assert batch["s"] == ["a", "", ""]
+    assert_equal(batch["v"], [torch.tensor([1, 9]), torch.tensor([], dtype=torch.int64), torch.tensor([2])])
+    with pytest.raises(tdi.SourceError, match="column n: .*fill_null='no' is no int64"):
+        only(tdi.FileDataset(str(path), readers.parquet(["n"], fill_null="no")))
+
+
+Damage = Callable[[Path], object]
+
+
+@pytest.mark.parametrize(
+    ("damage", "columns", "message"),
+    [
+        (lambda path: None, ["x", "zz"], r"1\.parquet: there is no column 'zz'; the file has \['x', 'half'"),
+        (lambda path: path.write_bytes(b""), ["x"], r"1\.parquet: this is not a Parquet file"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-3]), ["x"], r"1\.parquet: this is not a Parquet file"),
+        (lambda path: path.write_text("x,y\n1,2\n"), ["x"], r"1\.parquet: this is not a Parquet file"),
+        (
+            lambda path: pq.write_table(pa.table({"x": [1.5], "half": [1]}), path),
+            ["x"],
+            r"1\.parquet: its columns differ from those of .*0\.parquet: x: float64 here, x: int64 there",
+        ),
+    ],
+)
+def test_a_bad_file_is_named_with_its_problem(damage: Damage, columns: list[str], message: str, tmp_path: Path) -> None:
+    pattern = write(tmp_path)
+    if columns == ["x", "zz"]:
+        pq.write_table(table(0, SIZES[0]).append_column("zz", pa.array([0] * SIZES[0])), tmp_path / "0.parquet")
+    damage(tmp_path / "1.parquet")
+    windows: tuple[dict[str, Any], ...] = ({}, {"shuffle_buffer": 4})
+    for settings in windows:
+        with pytest.raises(tdi.SourceError, match=message):
+            only(tdi.FileDataset(pattern, readers.parquet(columns), **settings))
+
+
+def test_a_filter_of_a_column_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(tdi.SourceError, match=r"0\.parquet: the filter does not fit the columns \['x'.*zz"):
+        only(tdi.FileDataset(write(tmp_path), readers.parquet(["x"], filters=[("zz", "==", 1)])))
+
+
+def test_files_without_records_are_passed_over(tmp_path: Path) -> None:
+    pattern = write(tmp_path)
+    empty = table(0, 0)
+    pq.write_table(empty, tmp_path / "1.parquet")
+    with pq.ParquetWriter(tmp_path / "3.parquet", empty.schema):
+        pass  # without any row group
+    loader = tdi.Strategy(["cpu"]).distribute_dataset(
+        tdi.FileDataset(pattern, readers.parquet(["x"])),
+        tdi.InputOptions(auto_shard_policy=DATA),
+        global_batch_size=BATCH,
+    )
+    assert len(loader) == len([*loader]) == 10
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [({"columns": "x"}, TypeError), ({"columns": [3]}, TypeError), ({"columns": []}, ValueError),
+     ({"columns": ["x", "x"]}, ValueError), ({"filters": "x > 3"}, Exception)],
+)  # fmt: skip
+def test_wrong_arguments_are_refused_at_once(arguments: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        readers.parquet(**arguments)
+
+
+# ----------------------------------------------------------------------------------------------------- bytes read
+
+
+class Counted(io.BytesIO):
+    """A file that notes which bytes are read."""
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__(content)
+        self.ranges: list[tuple[int, int]] = []
+
+    def read(self, count: int | None = -1) -> bytes:
+        start = self.tell()
+        data = super().read(count)
+        self.ranges.append((start, start + len(data)))
+        return data
+
+    def readinto(self, buffer: Any) -> int:
+        data = self.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def touched(self) -> int:
+        return len(set(chain.from_iterable(range(lo, hi) for lo, hi in self.ranges)))
+
+
+def test_only_the_wanted_columns_and_row_groups_are_read() -> None:
+    whole, size = io.BytesIO(), 80_000
+    wide = pa.table({name: np.random.default_rng(0).random(size) for name in ("a", "b", "c", "d")})
+    pq.write_table(wide, whole, row_group_size=size // 4, compression="none", use_dictionary=False)
+    content = whole.getvalue()
+    column = size * 8
+
+    def bytes_of(offset: int, count: int | None, **arguments: Any) -> int:
+        file = Counted(content)
+        entered = blocks_of(readers.parquet(**arguments))
+        assert entered is not None
+        found = sum(len(records) for _, records in entered(file, offset))
+        assert count is None or found == count
+        return file.touched()
+
+    everything = bytes_of(0, size)
+    assert everything > 4 * column
+    assert column <= bytes_of(0, size, columns=["b"]) < 1.25 * column
+    assert bytes_of(size * 9 // 10, size // 10, columns=["b"]) < 0.5 * column
+    assert bytes_of(0, 0, columns=["b"], filters=[("a", ">", 2.0)]) < 0.25 * column
+
+
+# --------------------------------------------------------------------------- columns from a source of the user's own
+
+
+class Blocks:
+    """Two fragments of records in columns."""
+
+    def fragments(self) -> Sequence[Fragment]:
+        return [Fragment("a", 20), Fragment("b", 13)]
+
+    def read(self, fragment: Fragment, position: Any) -> Iterator[tuple[Any, Mapping[str, Any]]]:
+        first, count = (0, 20) if fragment.name == "a" else (20, 13)
+        for lo in range(position or 0, count, 6):
+            numbers = range(first + lo, first + min(lo + 6, count))
+            yield lo, {"x": [*numbers], "y": torch.tensor([[n, n] for n in numbers]), "s": [str(n) for n in numbers]}
+
+
+def test_a_source_may_yield_columns() -> None:
+    check_source(Blocks())
+    mixed: tuple[dict[str, Any], ...] = ({}, {"cycle_length": 2}, {"shuffle_buffer": 5, "shuffle_fragments": True})
+    for settings in mixed:
+        dataset = tdi.FragmentDataset(Blocks(), **settings)
+        batches = only(dataset)
+        for batch in batches:
+            numbers = batch["x"].tolist()
+            assert_equal(batch, {"x": torch.tensor(numbers), "y": torch.tensor([[n, n] for n in numbers]),
+                                 "s": [str(n) for n in numbers]})  # fmt: skip
+        assert sorted(joined(batch["x"].tolist() for batch in batches)) == list(range(33))
+
+
+class Uneven(Blocks):
+    def read(self, fragment: Fragment, position: Any) -> Iterator[tuple[Any, Mapping[str, Any]]]:
+        yield 0, {"x": [1, 2], "y": [1]}
+
+
+class Scalars(Blocks):
+    def read(self, fragment: Fragment, position: Any) -> Iterator[tuple[Any, Mapping[str, Any]]]:
+        yield 0, {"x": 3}
+
+
+@pytest.mark.parametrize(
+    ("source", "message"), [(Uneven, "one length, got .*'x': 2, 'y': 1"), (Scalars, "'x' is a int")]
+)
+def test_columns_that_do_not_fit_are_refused(source: type[Blocks], message: str) -> None:
+    with pytest.raises(tdi.SourceError, match=message):
+        only(source())
