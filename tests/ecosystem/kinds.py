@@ -47,6 +47,8 @@ def write_all(folder: Path, have: set[str]) -> None:
         _write_parquet(folder)
     if "tfrecord" in have:
         _write_tfrecords(folder)
+    if "webdataset" in have:
+        _write_tars(folder)
     if "h5py" in have:
         h5py: Any = import_module("h5py")
 
@@ -74,6 +76,15 @@ def _write_tfrecords(folder: Path) -> None:
         for number in part:
             writer.write({"x": (number, "int")})
         writer.close()
+
+
+def _write_tars(folder: Path) -> None:
+    wds: Any = import_module("webdataset")
+
+    for place, part in enumerate(PARTS):
+        with wds.TarWriter(str(folder / f"{place}.tar")) as writer:
+            for number in part:
+                writer.write({"__key__": f"{number:06}", "x.npy": ROWS[number], "txt": f"sample {number}"})
 
 
 # ------------------------------------------------------------------------------------------------------ map-style
@@ -198,6 +209,15 @@ def parsed(record: bytes) -> int:
     return int(example.FromString(record).features.feature["x"].int64_list.value[0])
 
 
+def tars(folder: Path, workers: int) -> Any:
+    data = tdi.FileDataset(f"{folder}/*.tar", tdi.readers.webdataset(decode="auto"), map_fn=row_in)
+    return tdi.DataLoader(data, batch_size=G, num_workers=workers)
+
+
+def row_in(sample: dict[str, Any]) -> Any:
+    return sample["x.npy"]
+
+
 def grain_stream(folder: Path, workers: int) -> Any:
     grain: Any = import_module("grain")
 
@@ -226,6 +246,7 @@ KINDS = {
     "text": Kind(text),
     "remote": Kind(remote),
     "TFRecord": Kind(tfrecords, ("tfrecord",)),
+    "WebDataset": Kind(tars, ("webdataset",)),
     "Grain, IterDataset": Kind(grain_stream, ("grain",), workers=(0,)),
     "torchdata.nodes": Kind(torchdata_nodes, ("torchdata",), workers=(0,)),
 }

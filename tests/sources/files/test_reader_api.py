@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
 from tests.sources.files.test_readers import npy, tfrecord
+from tests.sources.files.test_webdataset import tar
 from torchdistinput.errors import SourceError
 from torchdistinput.sources.files import io as filesystem
 from torchdistinput.sources.files import reader_api
@@ -73,6 +74,7 @@ CONTENTS: dict[str, tuple[Reader, bytes]] = {
     "tfrecords": (readers.tfrecords, b"".join(map(tfrecord, (b"", b"a", b"bb" * 20, b"c", b"d")))),
     "fixed_length_records": (readers.fixed_length_records(3), bytes(range(99))),
     "fixed_length_records, large": (readers.fixed_length_records(33), bytes(range(99))),
+    "webdataset": (readers.webdataset(), tar([(f"{n}.{end}", bytes(n)) for n in range(5) for end in ("a", "b")])),
     "one's own": (pairs, b"a\nb\nc\nd\ne"),
     "one's own, with an option": (functools.partial(pairs, upper=True), b"a\nb\nc\nd\ne"),
 }

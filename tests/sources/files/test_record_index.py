@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
+from tests.sources.files.test_webdataset import tar
 from torchdistinput import SourceError, readers
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.file_resharding import ReaderCursor
@@ -57,8 +58,12 @@ FILES: dict[str, tuple[Any, list[bytes]]] = {
     "text": (readers.text_lines, ["\ufeffa\nb\r\n\nd".encode(), b"", b"x\n" * 9, "é\n\n\n\ufeff".encode()]),
     "json": (readers.json_lines, [b"\xef\xbb\xbf1\n\n[2]\n  \n3", b"", b'{"a": 4}\n' * 9, b"\n \n"]),
     "tfrecords": (readers.tfrecords, [tfrecord(*(b"a" * k for k in range(n))) for n in (5, 0, 9)]),
+    "tar": (
+        readers.webdataset("auto", ["cls", "txt"]),
+        [tar([(f"{k}.{end}", b"%d" % k) for k in range(n) for end in ("txt", "no", "cls")]) for n in (5, 0, 9)],
+    ),
 }
-INDEXED = ("text", "json", "tfrecords")
+INDEXED = ("text", "json", "tfrecords", "tar")
 
 
 def written(folder: Path, kind: str) -> list[str]:
@@ -84,7 +89,7 @@ def plain(records: list[Any]) -> list[Any]:
 READERS_THEN = {"text": "text_lines", "json": "json_lines", "tfrecords": "tfrecords"}
 
 
-@pytest.mark.parametrize("kind", INDEXED)
+@pytest.mark.parametrize("kind", READERS_THEN)
 def test_an_index_lies_where_version_0_1_put_it_and_names_the_same_reader(tmp_path: Path, kind: str) -> None:
     data = dataset(tmp_path, kind)
     folder = tmp_path / "indices"

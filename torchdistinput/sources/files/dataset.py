@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from functools import partial
 from typing import Any, Final, final
 
 import torch
@@ -18,7 +19,7 @@ from torchdistinput.sources.files.fragment_dataset import FragmentDataset
 from torchdistinput.sources.files.glob import FileNames, expand, listed
 from torchdistinput.sources.files.io import OpenedFile, check_compression, file_size, open_file
 from torchdistinput.sources.files.open_file import Opened, Read
-from torchdistinput.sources.files.reader_api import Layout, blocks_of, kind_of, layout_of
+from torchdistinput.sources.files.reader_api import Layout, blocks_of, decoder_of, kind_of, layout_of
 from torchdistinput.sources.files.record_index import IndexFolder
 from torchdistinput.sources.files.retry import one_line
 
@@ -76,9 +77,9 @@ class FileDataset(FragmentDataset):
 
     **What is read.** Where a rank, or a loader worker, needs only a part of each batch (policy DATA; several loader
     workers), it reads nothing else of an uncompressed file whose records can be found without reading it: those of
-    ``fixed_length_records``, ``npy_rows`` and ``parquet`` by the file itself; those of ``text_lines``, ``json_lines``
-    and ``tfrecords`` by an index. It reads all other files, and all files with a ``shuffle_buffer``, in full, and
-    decodes its part.
+    ``fixed_length_records``, ``npy_rows`` and ``parquet`` by the file itself; those of ``text_lines``, ``json_lines``,
+    ``tfrecords`` and ``webdataset`` by an index. It reads all other files, and all files with a ``shuffle_buffer``, in
+    full, and decodes its part.
 
     Args:
       files: a pattern, or a list of names and patterns, as for ``list_files``. A name that stands in a list twice is
@@ -122,6 +123,10 @@ class FileDataset(FragmentDataset):
         check_compression(compression)
         self._files = _Files(files, read, storage_options, compression, index_folder)
         shuffle = ("shuffle_files", shuffle_files)
+        if (decode := decoder_of(read)) is not None:
+            if map_fn is not None:
+                check_callable("map_fn", map_fn)
+            map_fn = decode if map_fn is None else partial(_decode_and_map, decode, map_fn)
         self._begin(self._files, map_fn, shuffle, shuffle_buffer, seed, cycle_length, block_length)
 
     @property
@@ -166,6 +171,10 @@ class FileDataset(FragmentDataset):
             raise ValueError("this FileDataset has no index_folder; give one that all ranks see")
         names = list(dict.fromkeys(self.files))[worker::num_workers]
         return sum(map(self._files.build_index, names))
+
+
+def _decode_and_map(decode: Callable[[Any], Any], map_fn: Callable[[Any], Any], record: Any) -> Any:
+    return map_fn(decode(record))
 
 
 class _Files:

@@ -293,9 +293,8 @@ class FragmentDataset(IterableDataset[Any]):
                     decoded.append(record if self.map_fn is None else self.map_fn(record))
                 except Exception as error:
                     place = places()[position]
-                    left_out[position] = (
-                        f"{one_line(place.file)}, record {place.record}: map_fn failed: {in_one_line(error)}"
-                    )
+                    told = str(error) if isinstance(error, SourceError) else f"map_fn failed: {in_one_line(error)}"
+                    left_out[position] = f"{one_line(place.file)}, record {place.record}: {told}"
         return decoded, left_out
 
     def fingerprint(self) -> dict[str, Any]:
@@ -468,6 +467,7 @@ def _known_of_all(values: Sequence[int | None]) -> list[int] | None:
 
 
 def _undecodable(place: RecordPlace, error: Exception) -> SourceError:
-    return SourceError(
-        f"{one_line(place.file)}: map_fn failed on record {place.record}: {in_one_line(error)}", file=place.file
-    )
+    told = f"map_fn failed on record {place.record}: {in_one_line(error)}"
+    if isinstance(error, SourceError):  # of the reader's decoder, which says what failed
+        told = f"record {place.record}: {error}"
+    return SourceError(f"{one_line(place.file)}: {told}", file=place.file)

@@ -43,6 +43,7 @@ __all__ = [
     "Records",
     "StartsOf",
     "blocks_of",
+    "decoder_of",
     "grouped",
     "in_blocks",
     "kind_of",
@@ -105,27 +106,28 @@ Block: TypeAlias = tuple[int, Records[T]]
 
 @final
 class Part:
-    """A file object with some bytes of a file at their original offsets, for a reader that starts at these bytes.
+    """A file object that ends at an offset of a file, for a reader that starts at an offset before it.
 
     Args:
-      data: the bytes.
-      offset: where they start in the file; the content ends after them.
+      file: the file.
+      start: where reading starts, in bytes.
+      end: where the content ends.
     """
 
-    def __init__(self, data: bytes, offset: int) -> None:
-        self._data = data
-        self._offset = offset
-        self._at = offset
+    def __init__(self, file: BinaryIO, start: int, end: int) -> None:
+        self._file = file
+        self._at = start
+        self._end = end
 
     def seek(self, offset: int) -> int:
-        """Goes to an offset of the file; nothing can be read in front of the bytes."""
+        """Goes to an offset of the file."""
         self._at = offset
         return offset
 
     def read(self, count: int) -> bytes:
         """Up to ``count`` bytes."""
-        start = self._at - self._offset
-        found = self._data[start : start + count] if start >= 0 else b""
+        self._file.seek(self._at)
+        found = self._file.read(max(0, min(count, self._end - self._at)))
         self._at += len(found)
         return found
 
@@ -147,8 +149,12 @@ RecordKind: TypeAlias = Literal["strings", "rows"]
 """The type of all records of a reader: strings, or rows of arrays."""
 LayoutOf: TypeAlias = Callable[..., Layout | None]
 """Finds the layout of a file from its content (at its start) and its size in bytes; ``None`` if it must be read."""
-StartsOf: TypeAlias = Callable[..., Iterator[npt.NDArray[np.int64]]]
+StartsOf: TypeAlias = Callable[[BinaryIO], Iterator[npt.NDArray[np.int64]]]
 """Finds the offsets of the records of a file, in pieces, by reading its content (from its start)."""
+Decoder: TypeAlias = Callable[[Any], Any]
+"""Decodes a record."""
+DecoderOf: TypeAlias = Callable[..., Decoder | None]
+"""Makes the decoder of a reader's records; ``None`` if they need none."""
 
 
 @final
@@ -159,6 +165,7 @@ class BlockReader(Generic[P, T]):
       blocks: the function.
       layout: finds the records by the size of a file.
       starts: finds the records by reading the file.
+      decoder: makes the decoder of the records.
       records: the type of all records: strings, or rows of arrays; ``None``: any.
     """
 
@@ -171,6 +178,7 @@ class BlockReader(Generic[P, T]):
         layout: LayoutOf | None = None,
         starts: StartsOf | None = None,
         *,
+        decoder: DecoderOf | None = None,
         records: RecordKind | None = None,
     ) -> None:
         update_wrapper(self, blocks)
@@ -180,11 +188,14 @@ class BlockReader(Generic[P, T]):
         self.blocks = blocks
         self.layout = layout
         self.starts = starts
+        self.decoder = decoder
         self.records = records
 
     def __call__(self, file: BinaryIO, /, *args: P.args, **options: P.kwargs) -> Iterator[T]:
-        """All records of a file, from its front."""
-        return chain.from_iterable(map(_records_of, self.blocks(file, 0, *args, **options)))
+        """All records of a file, decoded, from its front."""
+        records: Iterator[T] = chain.from_iterable(map(_records_of, self.blocks(file, 0, *args, **options)))
+        decode = None if self.decoder is None else self.decoder(**options)
+        return records if decode is None else map(decode, records)
 
     def __repr__(self) -> str:
         return f"<reader {self.__module__}.{self.__qualname__}>"
@@ -199,7 +210,11 @@ def in_blocks(blocks: Callable[Concatenate[BinaryIO, int, P], Iterator[Block[T]]
 
 @overload
 def in_blocks(
-    *, layout: LayoutOf | None = None, starts: StartsOf | None = None, records: RecordKind | None = None
+    *,
+    layout: LayoutOf | None = None,
+    starts: StartsOf | None = None,
+    decoder: DecoderOf | None = None,
+    records: RecordKind | None = None,
 ) -> Callable[[Callable[Concatenate[BinaryIO, int, P], Iterator[Block[T]]]], BlockReader[P, T]]: ...
 
 
@@ -208,6 +223,7 @@ def in_blocks(
     *,
     layout: LayoutOf | None = None,
     starts: StartsOf | None = None,
+    decoder: DecoderOf | None = None,
     records: RecordKind | None = None,
 ) -> Any:
     """Makes a reader that can start inside a file, so that a resumed run need not read the file from its start.
@@ -232,8 +248,10 @@ def in_blocks(
         start at ``offset``, and then raises the same error again, and at ``resume_at``.
       layout: finds the records by the size of a file alone: a function of the file, its size and the same keyword
         arguments, which returns a ``Layout`` or ``None``. A rank then reads only its part of the file (DATA).
-      starts: yields the offsets of the records, by reading the file: a function of the file and the same keyword
-        arguments, for the index of ``FileDataset(index_folder=...)``.
+      starts: yields the offsets of the records, by reading the file, for the index of
+        ``FileDataset(index_folder=...)``: a function of the file alone, so the keyword arguments must not move records.
+      decoder: a function of the same keyword arguments, which returns a function that decodes one record, or ``None``.
+        As ``map_fn``, it is called for the records that are kept, and no others.
       records: the type of all records, if it is certain: ``"strings"``, or ``"rows"`` of arrays, which are stacked at
         once.
 
@@ -242,8 +260,8 @@ def in_blocks(
       at the top of its module.
     """
     if blocks is None:
-        return partial(BlockReader, layout=layout, starts=starts, records=records)
-    return BlockReader(blocks, layout, starts, records=records)
+        return partial(BlockReader, layout=layout, starts=starts, decoder=decoder, records=records)
+    return BlockReader(blocks, layout, starts, decoder=decoder, records=records)
 
 
 def blocks_of(read: Callable[..., Iterable[Any]]) -> Callable[[BinaryIO, int], Iterator[Block[Any]]] | None:
@@ -263,6 +281,12 @@ def layout_of(read: Callable[..., Iterable[Any]]) -> Callable[[BinaryIO, int], L
         inner = layout_of(read.func)
         return None if inner is None else partial(inner, **read.keywords)
     return read.layout if isinstance(read, BlockReader) else None
+
+
+def decoder_of(read: Callable[..., Iterable[Any]]) -> Decoder | None:
+    """The function that decodes a reader's records; ``None`` if they need none."""
+    inner, options = (read.func, read.keywords) if isinstance(read, partial) and not read.args else (read, {})
+    return inner.decoder(**options) if isinstance(inner, BlockReader) and inner.decoder is not None else None
 
 
 def kind_of(read: Callable[..., Iterable[Any]]) -> RecordKind | None:

@@ -18,6 +18,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -60,17 +61,18 @@ class IndexFolder:
     def __init__(self, folder: str | os.PathLike[str], read: Callable[..., Any]) -> None:
         if not isinstance(as_object(folder), str | os.PathLike):
             raise TypeError(f"index_folder must be the path of a folder, got {folder!r}")
-        if not isinstance(read, BlockReader) or read.starts is None:
+        inner = read.func if isinstance(read, partial) and not read.args else read
+        if not isinstance(inner, BlockReader) or inner.starts is None:
             raise ValueError(
                 f"index_folder was given with the reader {read!r:.100}, of which no index can be made: text_lines, "
-                "json_lines and tfrecords have one; fixed_length_records and npy_rows need none"
+                "json_lines, tfrecords and webdataset have one; fixed_length_records and npy_rows need none"
             )
         self._folder = os.path.abspath(os.fspath(folder))
-        self._starts: StartsOf = read.starts
-        module = read.__module__
+        self._starts: StartsOf = inner.starts
+        module = inner.__module__
         if module.startswith(_FORMATS):
             module = _READERS
-        self._reader = f"{module}.{read.__qualname__}"
+        self._reader = f"{module}.{inner.__qualname__}"
 
     def has(self, name: str) -> bool:
         """Whether there is an index of a file."""

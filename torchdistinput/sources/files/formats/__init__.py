@@ -9,5 +9,6 @@
 - ``parquet``: Parquet, with pyarrow.
 - ``arrow``: Columns of an Arrow table.
 - ``fixed_length``: Records of one length.
+- ``webdataset``: Samples in tar archives.
 - ``crc32c``: The checksum of TFRecord.
 """

@@ -1,0 +1,411 @@
+"""The reader of tar archives in the layout of WebDataset: see ``readers``.
+
+**Samples.** A member of the archive is a file ``folder/name.extension``: its *key* is the folder and the name up to the
+first dot, its *extension* is the rest, in lower case (https://github.com/webdataset/webdataset). A sample is a run of
+members with the same key. Members without a name or a dot (``README``, ``.hidden``), folders, and names that begin with
+``__name__`` (metadata) belong to no sample.
+
+**Headers.** The header of an ordinary member is read here, which takes a tenth of the time of ``tarfile``. All other
+headers (long names, pax records, sizes beyond 8 GiB) are read by ``tarfile``.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import struct
+import tarfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, BinaryIO, Final, NamedTuple, TypeAlias, cast, final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from torchdistinput.coordination.failures import in_one_line
+from torchdistinput.errors import SourceError
+from torchdistinput.sources.checks import as_object
+from torchdistinput.sources.files.exact_reads import cut_off, read_pieces
+from torchdistinput.sources.files.io import skip_to
+from torchdistinput.sources.files.reader_api import Block, Part, grouped, in_blocks
+
+__all__ = ["webdataset"]
+
+Sample: TypeAlias = dict[str, Any]
+Decode: TypeAlias = Callable[[str, bytes], Any]
+
+_KEY: Final = "__key__"
+_METADATA: Final = re.compile(r"__[^/]*__(?:$|/)")
+
+_BLOCK: Final = 512
+_ZEROS: Final = bytes(_BLOCK)
+_HEADER: Final = struct.Struct("100s24x12s12x8sc100x6s82x155s12x")  # name, size, checksum, kind, magic, prefix
+_MAGICS: Final = (b"ustar\0", b"ustar ")
+_EXTENDED: Final = tuple(b"xgXLK")  # headers that say more of the member behind them
+_MAX_EXTENDED: Final = 16
+_MAX_EXTENDED_BYTES: Final = 1 << 20
+_DROPPED_BYTES: Final = 1 << 20
+_UNREADABLE: Final = (tarfile.TarError, ValueError, LookupError, ArithmeticError)  # of tarfile, for damaged headers
+
+
+def webdataset(
+    decode: str | Decode | Mapping[str, str | Callable[[bytes], Any]] | None = None,
+    keys: Sequence[str] | None = None,
+) -> Callable[[BinaryIO], Iterator[Sample]]:
+    """Makes a reader of tar archives in the layout of WebDataset; it pickles if ``decode`` does.
+
+    A sample is a dict: ``"__key__"`` is its key, and under each extension lies the content of that member. A key that
+    comes again after members of another key is another sample, so the members of a sample must follow each other
+    (``tar --sort=name``).
+
+    Args:
+      decode: ``None`` leaves each content as bytes. A function of (extension, bytes) returns the value. A mapping has
+        for some extensions a function of the bytes, or the name of a usual one; other contents stay bytes. ``"auto"``
+        takes the usual one by the part of the extension behind its last dot: ``txt``, ``text`` and ``transcript`` are
+        texts; ``cls``, ``cls2``, ``id``, ``index`` and ``inx`` are ints; ``json``, ``jsn``, ``npy``, ``npz`` (a dict of
+        arrays), ``pt`` and ``pth`` (``torch.load`` of weights only). Others stay bytes: also pickles, as unpickling
+        runs code of the file. Like ``map_fn``, ``decode`` is called only for samples that are kept.
+      keys: the extensions of a sample, in this order. A sample that lacks one is a ``SourceError``; members of other
+        extensions are passed over without reading them. ``None`` takes all members that a sample has.
+
+    Its ``SourceError`` is a damaged or cut archive, and one without an end mark; with ``resume_at``, a sample that has
+    an extension twice, lacks one of ``keys``, or has a link or a sparse file, whose content is elsewhere.
+
+    Raises:
+      TypeError: an argument is of another type.
+      ValueError: ``keys`` is empty or has an extension twice, or ``decode`` has a name that is not known.
+    """
+    if keys is not None:
+        if isinstance(as_object(keys), str) or not all(isinstance(as_object(key), str) for key in keys):
+            raise TypeError(f'keys must be a list of extensions, as ["jpg", "cls"], got {keys!r:.200}')
+        keys = tuple(key.removeprefix(".").lower() for key in keys)
+        if not keys or len(set(keys)) < len(keys):
+            raise ValueError(f"keys must be one or more extensions, each once, got {keys!r:.200}")
+    return partial(_samples_of_tar, decode=_checked_decode(decode), keys=keys)
+
+
+def _starts_of_samples(file: BinaryIO) -> Iterator[npt.NDArray[np.int64]]:
+    starts, key, members = [], None, _Members(file, 0)
+    for member in members:
+        if member.key != key:
+            starts.append(member.start)
+            key = member.key
+    members.check_nothing_follows()
+    yield np.array(starts, np.int64)
+
+
+def _decoder(decode: Decode | None, keys: object) -> Callable[[Sample], Sample] | None:
+    return None if decode is None else partial(_decoded, decode)
+
+
+@in_blocks(starts=_starts_of_samples, decoder=_decoder)
+def _samples_of_tar(
+    file: BinaryIO, offset: int, *, decode: Decode | None, keys: Sequence[str] | None
+) -> Iterator[Block[Sample]]:
+    yield from grouped(_samples(file, offset, keys), offset)
+
+
+def _samples(file: BinaryIO, offset: int, keys: Sequence[str] | None) -> Iterator[tuple[int, Sample]]:
+    """The samples from an offset on, undecoded, each with the offset at which the next one starts."""
+    members = _Members(file, offset)
+    wanted = None if keys is None else frozenset(keys)
+    sample: Sample = {}
+    start, problem = offset, ""
+    for member in members:
+        if sample and sample[_KEY] != member.key:
+            yield member.start, _whole(sample, start, member.start, problem, keys)
+            sample = {}
+        if not sample:
+            sample, start, problem = {_KEY: member.key}, member.start, ""
+        if wanted is not None and member.extension not in wanted:
+            continue
+        if member.lacks:
+            problem = f"{member.extension!r} is {member.lacks}"
+        elif member.extension in sample:
+            problem = f"{member.extension!r} comes twice"
+        else:
+            sample[member.extension] = members.content(member)
+    if sample:
+        yield members.end, _whole(sample, start, members.end, problem, keys)
+    members.check_nothing_follows()
+
+
+def _whole(sample: Sample, start: int, end: int, problem: str, keys: Sequence[str] | None) -> Sample:
+    """The sample with its extensions in the order of ``keys``.
+
+    Raises:
+      SourceError: the sample has a problem, or lacks an extension.
+    """
+    missing = [] if keys is None else [key for key in keys if key not in sample]
+    if missing and not problem:
+        problem = (
+            f"{missing[0]!r} of keys={keys!r:.100} is not there; the members of a sample must follow each other in the "
+            "archive (tar --sort=name)"
+        )
+    if problem:
+        raise SourceError(f"the sample {sample[_KEY]!r:.100} at byte {start}: {problem}", offset=start, resume_at=end)
+    return sample if keys is None else {key: sample[key] for key in (_KEY, *keys)}
+
+
+# ------------------------------------------------------------------------------------------------------------ members
+
+
+class _Member(NamedTuple):
+    """A file in an archive that belongs to a sample."""
+
+    key: str
+    extension: str
+    start: int
+    """The offset of its first header, in bytes."""
+    data: int
+    """The offset of its content."""
+    size: int
+    lacks: str
+    """Why its content is not there; empty if it is."""
+
+
+@final
+class _Members:
+    """The members of an archive that belong to samples, in order. Contents that are not asked for are not read.
+
+    Args:
+      file: the archive, at its start; or a ``Part`` of one, with whole members.
+      offset: the offset of a header, at which to begin.
+    """
+
+    def __init__(self, file: BinaryIO, offset: int) -> None:
+        skip_to(file, offset)
+        self._file = file
+        self._is_part = isinstance(as_object(file), Part)
+        self._begun = offset
+        self._at = offset  # of the file object
+        self.end = offset
+        """The offset of the next header; after the last member, the end of the members."""
+
+    def __iter__(self) -> Iterator[_Member]:
+        """The members.
+
+        Raises:
+          SourceError: the archive is damaged or cut off.
+        """
+        while (head := self._read_head()) is not None:
+            start = self.end
+            found = _ordinary(head)
+            if found is None:
+                about, headers = self._by_tarfile(head, start)
+                name, size, lacks = about.name, _stored_size(about), _what_lacks(about)
+                is_file = about.isreg() or bool(lacks)
+            else:
+                (name, size), lacks, is_file, headers = found, "", True, _BLOCK
+            data = start + headers
+            self.end = data + _padded(size)
+            place = _key_of(name) if is_file else None
+            if place is not None:
+                yield _Member(*place, start, data, size, lacks)
+
+    def content(self, member: _Member) -> bytes:
+        """The content of the member that was yielded last.
+
+        Raises:
+          SourceError: the archive is cut off in it.
+        """
+        content = read_pieces(self._file, member.size)
+        self._at += len(content)
+        if len(content) < member.size:
+            what = f"member {member.key}.{member.extension}"
+            raise cut_off(member.start, member.data - member.start + member.size, self._at - member.start, what)
+        return content
+
+    def _read_head(self) -> bytes | None:
+        """The header at ``end``; ``None`` at the end of the members."""
+        before = self.end - self._at
+        if before >= _BLOCK:
+            skip_to(self._file, self.end, self._at)
+            before, self._at = 0, self.end
+        head = read_pieces(self._file, before + _BLOCK)[before:]
+        self._at = self.end + len(head)
+        if head == _ZEROS:
+            return None
+        if len(head) == _BLOCK:
+            return head
+        if not head and (self._is_part or self.end == self._begun > 0):  # by an index, which has seen the end mark
+            return None
+        if head:
+            raise cut_off(self.end, _BLOCK, len(head), "header")
+        raise SourceError(
+            f"the archive ends at byte {self.end} without its end mark (a block of zeros): the file is cut off, was "
+            "not closed by its writer, or is not a tar archive; write it again",
+            offset=self.end,
+        )
+
+    def check_nothing_follows(self) -> None:
+        """Checks, at the end of the archive, that the file ends too.
+
+        Raises:
+          SourceError: something follows.
+        """
+        while piece := self._file.read(_DROPPED_BYTES):
+            if piece.count(0) < len(piece):
+                raise SourceError(
+                    f"the archive ends at byte {self.end}, but the file goes on: it may be several archives in one "
+                    "file; join them with tar --concatenate, or give each as a file of its own",
+                    offset=self.end,
+                )
+
+    def _by_tarfile(self, head: bytes, start: int) -> tuple[tarfile.TarInfo, int]:
+        """What ``tarfile`` reads in the headers of a member, and how many bytes they have.
+
+        Args:
+          head: the first header.
+          start: its offset.
+        """
+        headers, extended = [head], 0
+        try:
+            while headers[-1][156] in _EXTENDED:
+                size = _padded(tarfile.TarInfo.frombuf(headers[-1], "utf-8", "backslashreplace").size)
+                extended += 1
+                if not 0 <= size <= _MAX_EXTENDED_BYTES or extended > _MAX_EXTENDED:
+                    raise tarfile.ReadError(f"{extended} extended header(s), the last one of {size} bytes")
+                more = read_pieces(self._file, size + _BLOCK)
+                self._at += len(more)
+                if len(more) < size + _BLOCK:
+                    raise cut_off(start, _BLOCK + size, len(more), "extended header")
+                headers += more[:size], more[size:]
+            content = b"".join(headers)
+            with tarfile.open(
+                fileobj=io.BytesIO(content), mode="r:", encoding="utf-8", errors="backslashreplace"
+            ) as archive:
+                about = archive.next()
+                if about is None or about.size < 0:
+                    raise tarfile.ReadError("no member, or one of a negative size")
+        except _UNREADABLE as error:
+            raise SourceError(
+                f"the header at byte {start} cannot be read: {error}; the file is damaged here, or not a tar archive "
+                '(a compressed one needs compression="gzip", or a name that ends in .gz)',
+                offset=start,
+            ) from error
+        return about, len(content)
+
+
+def _ordinary(head: bytes) -> tuple[str, int] | None:
+    """The name and size in the header of an ordinary file; ``None`` if ``tarfile`` must read the header."""
+    name, size, checksum, kind, magic, prefix = _HEADER.unpack(head)
+    size, stored = size.strip(b" \0"), checksum.strip(b" \0")
+    if kind != b"0" or magic not in _MAGICS or not (size.isdigit() and stored.isdigit()):
+        return None
+    # The sum of all bytes, where spaces stand for the checksum. The lower half of Adler-32 is 1 and the sum of the
+    # bytes, modulo 65521.
+    total = (zlib.adler32(head) & 0xFFFF) - 1 - sum(checksum) + 8 * ord(" ")
+    try:
+        if (total - int(stored, 8)) % 65521:
+            return None
+        length = int(size, 8)
+    except ValueError:
+        return None
+    if prefix[0]:
+        name = prefix.partition(b"\0")[0] + b"/" + name
+    return name.partition(b"\0")[0].decode("utf-8", "backslashreplace"), length
+
+
+def _stored_size(about: tarfile.TarInfo) -> int:
+    """How many bytes of content follow the header: links and folders have none, whatever their header says."""
+    return about.size if about.isreg() or about.type not in tarfile.SUPPORTED_TYPES else 0
+
+
+def _what_lacks(about: tarfile.TarInfo) -> str:
+    if about.islnk() or about.issym():
+        return "a link; make the archive with tar --dereference --hard-dereference"
+    return "a sparse file; make the archive without --sparse" if about.issparse() else ""
+
+
+def _key_of(name: str) -> tuple[str, str] | None:
+    """The key and the extension; ``None`` if the member belongs to no sample."""
+    folder, slash, base = name.rpartition("/")
+    stem, dot, extension = base.partition(".")
+    if not (stem and dot) or _METADATA.match(name):
+        return None
+    return folder + slash + stem, extension.lower()
+
+
+def _padded(size: int) -> int:
+    return -(-size // _BLOCK) * _BLOCK
+
+
+# ----------------------------------------------------------------------------------------------------------- decoding
+
+
+def _npz(data: bytes) -> dict[str, npt.NDArray[Any]]:
+    with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
+        return dict(arrays)
+
+
+def _npy(data: bytes) -> npt.NDArray[Any]:
+    array: npt.NDArray[Any] = np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
+    return array
+
+
+def _saved(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+
+_USUAL: Final[dict[str, Callable[[bytes], Any]]] = {
+    **dict.fromkeys(("txt", "text", "transcript"), bytes.decode),
+    **dict.fromkeys(("cls", "cls2", "id", "index", "inx"), int),
+    **dict.fromkeys(("json", "jsn"), json.loads),
+    **dict.fromkeys(("pt", "pth"), _saved),
+    "npy": _npy,
+    "npz": _npz,
+}
+
+
+def _checked_decode(decode: object) -> Decode | None:
+    """``decode`` as a function of (extension, bytes); ``None`` if contents stay bytes."""
+    if decode is None:
+        return None
+    if callable(decode):
+        return cast(Decode, decode)
+    if decode == "auto":
+        return _by_last_part
+    if not isinstance(decode, Mapping):
+        raise TypeError(
+            f'decode must be None, "auto", a function of (extension, bytes) or a dict of functions, got {decode!r:.200}'
+        )
+    table: dict[str, Callable[[bytes], Any]] = {}
+    for extension, function in decode.items():
+        if not callable(function) and function not in _USUAL:
+            raise ValueError(
+                f"decode[{extension!r:.100}] must be a function of bytes, or one of {', '.join(sorted(_USUAL))}; got "
+                f"{function!r:.100}"
+            )
+        table[str(extension).removeprefix(".").lower()] = function if callable(function) else _USUAL[function]
+    return partial(_by_extension, table)
+
+
+def _by_last_part(extension: str, data: bytes) -> Any:
+    return _by_extension(_USUAL, extension.rpartition(".")[2], data)
+
+
+def _by_extension(table: Mapping[str, Callable[[bytes], Any]], extension: str, data: bytes) -> Any:
+    function = table.get(extension)
+    return data if function is None else function(data)
+
+
+def _decoded(decode: Decode, sample: Sample) -> Sample:
+    """The sample with its contents decoded.
+
+    Raises:
+      SourceError: naming the sample and the extension.
+    """
+    found, extension = {_KEY: sample[_KEY]}, ""
+    try:
+        for extension, data in sample.items():
+            if extension != _KEY:
+                found[extension] = decode(extension, data)
+    except Exception as error:
+        raise SourceError(
+            f"the sample {sample[_KEY]!r:.100}: {extension!r} cannot be decoded: {in_one_line(error)}"
+        ) from error
+    return found
