@@ -18,5 +18,6 @@
 - ``exact_reads``: Reads a claimed number of bytes safely.
 - ``io``: Opens files by name, with fsspec.
 - ``glob``: Expands patterns to the names of files.
+- ``braces``: Expands ``{000..012}`` and ``{a,b}`` in names.
 - ``retry``: Repeats requests that failed for a moment.
 """

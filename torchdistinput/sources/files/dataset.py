@@ -39,7 +39,9 @@ def list_files(
 
     Args:
       pattern: a pattern, whose files come sorted by name, or a list of names and patterns, which keeps its order.
-        Local, or with the protocol of any fsspec filesystem. ``**`` matches folders at any depth.
+        Local, or with the protocol of any fsspec filesystem. ``**`` matches folders at any depth. Braces are expanded
+        first, without a look-up, in the order as written: ``"data-{000..012}.tar"``, ``"{train,extra}/*.txt"``. Braces
+        without ``..`` or a comma stay as they are; ``[{]``, ``[*]`` stand for the character itself.
       shuffle: whether to permute the whole list by the seed.
       seed: an int that all ranks share; needed for shuffling, and for nothing else.
       storage_options: arguments of the filesystem.

@@ -17,6 +17,7 @@ from operator import itemgetter
 from typing import Any, Final, NamedTuple, TypeAlias, final
 
 from torchdistinput.errors import SourceError
+from torchdistinput.sources.files.braces import expand_braces
 from torchdistinput.sources.files.io import filesystem_of
 from torchdistinput.sources.files.retry import is_passing, one_line, reason, retried
 
@@ -49,9 +50,10 @@ def expand(files: FileNames, storage_options: Mapping[str, Any] | None = None) -
 def listed(files: FileNames, storage_options: Mapping[str, Any] | None = None) -> list[Listed]:
     """Turns a pattern, a name, or a list of both into names of files. Local: no communication.
 
-    A pattern (``*``, ``**``, ``?``, ``[ab]``) becomes the files that it matches, without directories, sorted by name. A
-    name stays as it is and is not looked up, unless it contains one of these characters and may be a pattern. A list
-    keeps its order and its repetitions. ``~`` is the home directory; ``file://`` is dropped. A folder that cannot be
+    Braces (``{000..012}``, ``{a,b}``) become names or patterns, in the order as written; see ``braces``. A pattern
+    (``*``, ``**``, ``?``, ``[ab]``) becomes the files that it matches, without directories, sorted by name. A name
+    stays as it is and is not looked up, unless it contains one of these characters and may be a pattern. A list keeps
+    its order and its repetitions. ``~`` is the home directory; ``file://`` is dropped. A folder that cannot be
     listed is an error, so that no file is left out; one that may not be listed is passed over, as in a shell, with a
     warning.
 
@@ -62,7 +64,7 @@ def listed(files: FileNames, storage_options: Mapping[str, Any] | None = None) -
 
     Raises:
       TypeError: if ``dataset`` is neither a name nor a list of names.
-      ValueError: if the list is empty, or a name in it.
+      ValueError: if the list is empty, or a name in it, or braces stand for too many names.
       SourceError: if a pattern matches no file, or its filesystem cannot be asked.
     """
     options = storage_options or {}
@@ -92,6 +94,12 @@ def _expand_entry(position: int, entry: object, options: Mapping[str, Any]) -> l
     if name.startswith("file://") and "::" not in name:
         name = name.removeprefix("file://")
     name = os.path.expanduser(name)
+    return [each for one in expand_braces(name) for each in _expand_wildcards(one, options)]
+
+
+def _expand_wildcards(name: str, options: Mapping[str, Any]) -> list[Listed]:
+    if not name:
+        raise ValueError("a brace pattern stands for an empty name; a file needs one")
     if not _WILDCARD.search(name):
         return [Listed(name, None)]
     is_local = "://" not in name and "::" not in name
