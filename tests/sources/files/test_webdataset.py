@@ -20,7 +20,7 @@ from torchdistinput import Fragment, readers
 from torchdistinput.errors import SourceError
 from torchdistinput.sources.files import reader_api
 from torchdistinput.sources.files.dataset import FileDataset
-from torchdistinput.sources.files.formats import webdataset as module
+from torchdistinput.sources.files.formats import tar_headers
 from torchdistinput.sources.files.reader_api import blocks_of, decoder_of
 from torchdistinput.testing import check_source
 
@@ -322,7 +322,7 @@ def test_bytes_that_are_no_archive_are_told() -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_random_damage_of_headers_is_an_error_or_passed_over_but_never_another_exception(form: str) -> None:
+def test_damaged_headers_are_errors_or_read_as_tarfile_reads_them(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a checksum that fits, so that the damage is read."""
     rng = random.Random(form)
     about = tarfile.TarInfo("a" * 150 + ".txt" if form != "ustar" else "a.txt")
@@ -331,15 +331,24 @@ def test_random_damage_of_headers_is_an_error_or_passed_over_but_never_another_e
     for _ in range(600):
         damaged = bytearray(content[: 512 * 8])
         for _ in range(rng.randrange(1, 4)):
-            damaged[rng.randrange(0, 512 * 4)] = rng.randrange(256)
+            damaged[rng.choice((rng.randrange(2048), 512 + rng.randrange(40)))] = rng.choice(
+                b"0129=\n ,.xgLSK\x80\xff\0"
+            )
         for start in range(0, 512 * 4, 512):
             if rng.random() < 0.7 and damaged[start + 257 : start + 262] == b"ustar":
                 damaged[start : start + 512] = checked(damaged[start : start + 512])
-        try:
-            found = read(bytes(damaged))
-        except SourceError:
-            continue
-        assert len(found) <= 2
+        found = read_or_none(bytes(damaged))
+        with monkeypatch.context() as patched:
+            patched.setattr(tar_headers, "_ordinary", lambda _: None)
+            wanted = read_or_none(bytes(damaged))
+        assert wanted in (None, found)  # tarfile also refuses what is not needed, as a time that is no number
+
+
+def read_or_none(content: bytes) -> list[Any] | None:
+    try:
+        return read(content)
+    except SourceError:
+        return None
 
 
 def test_headers_that_claim_much_are_not_believed() -> None:
@@ -348,7 +357,7 @@ def test_headers_that_claim_much_are_not_believed() -> None:
         header[156:157], header[124:136] = kind, size
         found, error = failing(checked(header) * 40)
         assert not found
-        assert "cut off" in str(error) or "extended header(s)" in str(error)
+        assert "cut off" in str(error) or "extended header" in str(error)
     header[156:157] = b"0"
     header[124:136] = b"\x80" + (1 << 60).to_bytes(11, "big")
     assert "needs 1152921504606847488 bytes" in str(failing(checked(header))[1])
@@ -365,7 +374,7 @@ def test_ordinary_headers_are_read_as_tarfile_reads_them(monkeypatch: pytest.Mon
         nonlocal slow
         slow += 1
 
-    monkeypatch.setattr(module, "_ordinary", none)
+    monkeypatch.setattr(tar_headers, "_ordinary", none)
     assert [read(content) for content in contents] == fast
     assert slow == 3 * len(ODD_NAMES)
 

@@ -10,5 +10,6 @@
 - ``arrow``: Columns of an Arrow table.
 - ``fixed_length``: Records of one length.
 - ``webdataset``: Samples in tar archives.
+- ``tar_headers``: The headers of tar archives.
 - ``crc32c``: The checksum of TFRecord.
 """

@@ -4,9 +4,6 @@
 first dot, its *extension* is the rest, in lower case (https://github.com/webdataset/webdataset). A sample is a run of
 members with the same key. Members without a name or a dot (``README``, ``.hidden``), folders, and names that begin with
 ``__name__`` (metadata) belong to no sample.
-
-**Headers.** The header of an ordinary member is read here, which takes a tenth of the time of ``tarfile``. All other
-headers (long names, pax records, sizes beyond 8 GiB) are read by ``tarfile``.
 """
 
 from __future__ import annotations
@@ -14,9 +11,6 @@ from __future__ import annotations
 import io
 import json
 import re
-import struct
-import tarfile
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, BinaryIO, Final, NamedTuple, TypeAlias, cast, final
@@ -29,6 +23,7 @@ from torchdistinput.coordination.failures import in_one_line
 from torchdistinput.errors import SourceError
 from torchdistinput.sources.checks import as_object
 from torchdistinput.sources.files.exact_reads import cut_off, read_pieces
+from torchdistinput.sources.files.formats.tar_headers import BLOCK_SIZE, extended_size, padded, read_header
 from torchdistinput.sources.files.io import skip_to
 from torchdistinput.sources.files.reader_api import Block, Part, grouped, in_blocks
 
@@ -40,15 +35,9 @@ Decode: TypeAlias = Callable[[str, bytes], Any]
 _KEY: Final = "__key__"
 _METADATA: Final = re.compile(r"__[^/]*__(?:$|/)")
 
-_BLOCK: Final = 512
-_ZEROS: Final = bytes(_BLOCK)
-_HEADER: Final = struct.Struct("100s24x12s12x8sc100x6s82x155s12x")  # name, size, checksum, kind, magic, prefix
-_MAGICS: Final = (b"ustar\0", b"ustar ")
-_EXTENDED: Final = tuple(b"xgXLK")  # headers that say more of the member behind them
+_ZEROS: Final = bytes(BLOCK_SIZE)
 _MAX_EXTENDED: Final = 16
-_MAX_EXTENDED_BYTES: Final = 1 << 20
 _DROPPED_BYTES: Final = 1 << 20
-_UNREADABLE: Final = (tarfile.TarError, ValueError, LookupError, ArithmeticError)  # of tarfile, for damaged headers
 
 
 def webdataset(
@@ -193,15 +182,9 @@ class _Members:
         """
         while (head := self._read_head()) is not None:
             start = self.end
-            found = _ordinary(head)
-            if found is None:
-                about, headers = self._by_tarfile(head, start)
-                name, size, lacks = about.name, _stored_size(about), _what_lacks(about)
-                is_file = about.isreg() or bool(lacks)
-            else:
-                (name, size), lacks, is_file, headers = found, "", True, _BLOCK
-            data = start + headers
-            self.end = data + _padded(size)
+            name, size, is_file, lacks = read_header(self._with_extended(head, start), start)
+            data = self._at
+            self.end = data + padded(size)
             place = _key_of(name) if is_file else None
             if place is not None:
                 yield _Member(*place, start, data, size, lacks)
@@ -222,24 +205,38 @@ class _Members:
     def _read_head(self) -> bytes | None:
         """The header at ``end``; ``None`` at the end of the members."""
         before = self.end - self._at
-        if before >= _BLOCK:
+        if before >= BLOCK_SIZE:
             skip_to(self._file, self.end, self._at)
             before, self._at = 0, self.end
-        head = read_pieces(self._file, before + _BLOCK)[before:]
+        head = read_pieces(self._file, before + BLOCK_SIZE)[before:]
         self._at = self.end + len(head)
         if head == _ZEROS:
             return None
-        if len(head) == _BLOCK:
+        if len(head) == BLOCK_SIZE:
             return head
         if not head and (self._is_part or self.end == self._begun > 0):  # by an index, which has seen the end mark
             return None
         if head:
-            raise cut_off(self.end, _BLOCK, len(head), "header")
+            raise cut_off(self.end, BLOCK_SIZE, len(head), "header")
         raise SourceError(
             f"the archive ends at byte {self.end} without its end mark (a block of zeros): the file is cut off, was "
             "not closed by its writer, or is not a tar archive; write it again",
             offset=self.end,
         )
+
+    def _with_extended(self, head: bytes, start: int) -> list[bytes]:
+        """The headers of a member, given the first one, and its offset: see ``read_header``."""
+        headers = [head]
+        while (size := extended_size(headers[-1], start)) is not None:
+            more = read_pieces(self._file, size + BLOCK_SIZE)
+            self._at += len(more)
+            if len(more) < size + BLOCK_SIZE:
+                raise cut_off(start, self._at - len(more) + size + BLOCK_SIZE - start, self._at - start, "header")
+            headers += more[:size], more[size:]
+            if len(headers) > 2 * _MAX_EXTENDED:
+                message = f"the member at byte {start} has more than {_MAX_EXTENDED} extended headers: it is damaged"
+                raise SourceError(message, offset=start)
+        return headers
 
     def check_nothing_follows(self) -> None:
         """Checks, at the end of the archive, that the file ends too.
@@ -255,71 +252,6 @@ class _Members:
                     offset=self.end,
                 )
 
-    def _by_tarfile(self, head: bytes, start: int) -> tuple[tarfile.TarInfo, int]:
-        """What ``tarfile`` reads in the headers of a member, and how many bytes they have.
-
-        Args:
-          head: the first header.
-          start: its offset.
-        """
-        headers, extended = [head], 0
-        try:
-            while headers[-1][156] in _EXTENDED:
-                size = _padded(tarfile.TarInfo.frombuf(headers[-1], "utf-8", "backslashreplace").size)
-                extended += 1
-                if not 0 <= size <= _MAX_EXTENDED_BYTES or extended > _MAX_EXTENDED:
-                    raise tarfile.ReadError(f"{extended} extended header(s), the last one of {size} bytes")
-                more = read_pieces(self._file, size + _BLOCK)
-                self._at += len(more)
-                if len(more) < size + _BLOCK:
-                    raise cut_off(start, _BLOCK + size, len(more), "extended header")
-                headers += more[:size], more[size:]
-            content = b"".join(headers)
-            with tarfile.open(
-                fileobj=io.BytesIO(content), mode="r:", encoding="utf-8", errors="backslashreplace"
-            ) as archive:
-                about = archive.next()
-                if about is None or about.size < 0:
-                    raise tarfile.ReadError("no member, or one of a negative size")
-        except _UNREADABLE as error:
-            raise SourceError(
-                f"the header at byte {start} cannot be read: {error}; the file is damaged here, or not a tar archive "
-                '(a compressed one needs compression="gzip", or a name that ends in .gz)',
-                offset=start,
-            ) from error
-        return about, len(content)
-
-
-def _ordinary(head: bytes) -> tuple[str, int] | None:
-    """The name and size in the header of an ordinary file; ``None`` if ``tarfile`` must read the header."""
-    name, size, checksum, kind, magic, prefix = _HEADER.unpack(head)
-    size, stored = size.strip(b" \0"), checksum.strip(b" \0")
-    if kind != b"0" or magic not in _MAGICS or not (size.isdigit() and stored.isdigit()):
-        return None
-    # The sum of all bytes, where spaces stand for the checksum. The lower half of Adler-32 is 1 and the sum of the
-    # bytes, modulo 65521.
-    total = (zlib.adler32(head) & 0xFFFF) - 1 - sum(checksum) + 8 * ord(" ")
-    try:
-        if (total - int(stored, 8)) % 65521:
-            return None
-        length = int(size, 8)
-    except ValueError:
-        return None
-    if prefix[0]:
-        name = prefix.partition(b"\0")[0] + b"/" + name
-    return name.partition(b"\0")[0].decode("utf-8", "backslashreplace"), length
-
-
-def _stored_size(about: tarfile.TarInfo) -> int:
-    """How many bytes of content follow the header: links and folders have none, whatever their header says."""
-    return about.size if about.isreg() or about.type not in tarfile.SUPPORTED_TYPES else 0
-
-
-def _what_lacks(about: tarfile.TarInfo) -> str:
-    if about.islnk() or about.issym():
-        return "a link; make the archive with tar --dereference --hard-dereference"
-    return "a sparse file; make the archive without --sparse" if about.issparse() else ""
-
 
 def _key_of(name: str) -> tuple[str, str] | None:
     """The key and the extension; ``None`` if the member belongs to no sample."""
@@ -328,10 +260,6 @@ def _key_of(name: str) -> tuple[str, str] | None:
     if not (stem and dot) or _METADATA.match(name):
         return None
     return folder + slash + stem, extension.lower()
-
-
-def _padded(size: int) -> int:
-    return -(-size // _BLOCK) * _BLOCK
 
 
 # ----------------------------------------------------------------------------------------------------------- decoding
