@@ -130,3 +130,11 @@ def test_training_on_parquet_goes_on_in_an_epoch_and_is_the_same_in_one_process_
     assert len(alone) == len(two) == 6
     assert alone[-1] < 0.5 * alone[0]
     assert all(abs(one - other) < 0.02 for one, other in zip(alone, two, strict=True))
+
+
+def test_training_on_tar_archives_learns_in_any_number_of_processes(interpreters: Interpreters) -> None:
+    command = "examples/train_tar.py"
+    for ended in (interpreters.run([command]), interpreters.run_as_torchrun(2, command)):
+        losses = [float(loss) for loss in re.findall(r"loss (\S+) over 720 samples, each once", printed(ended))]
+        assert len(losses) == 5
+        assert losses[-1] < 0.5 * losses[0]
