@@ -1,0 +1,187 @@
+"""Parquet: 4 files of 500,000 records with 8 numbers and a text, as columns and as tuples, over one rank and two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+import torchdistinput as tdi
+from benches.model import Column, Contender, Measured, Table, Target, rate
+from benches.peers import peer
+from benches.timing import epochs
+
+__all__ = ["tables"]
+
+RATE = "records/s"
+COLUMNS_LIMIT = "pyarrow iter_batches on files[rank::world], to tensors"
+ROWS_LIMIT = "pyarrow iter_batches on files[rank::world], to tuples"
+FILES, GLOBAL_BATCH = 4, 4096
+NUMBERS = [f"n{number}" for number in range(8)]
+Tuples = list[tuple[Any, ...]]
+
+
+def names(folder: str) -> list[str]:
+    """The files, in order."""
+    return sorted(str(path) for path in Path(folder).iterdir())
+
+
+def world() -> tuple[int, int]:
+    """This rank, and the number of ranks."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def mine(folder: str) -> list[str]:
+    """The files of this rank."""
+    rank, size = world()
+    return names(folder)[rank::size]
+
+
+class Bare:
+    """The loop without a loader."""
+
+    def __init__(self, folder: str, columns: Sequence[str], convert: Callable[[Any], Any]) -> None:
+        self.files, self.columns, self.convert = mine(folder), list(columns), convert
+
+    def __iter__(self) -> Iterator[Any]:
+        parquet = peer("pyarrow.parquet")
+        for name in self.files:
+            with parquet.ParquetFile(name) as file:
+                for batch in file.iter_batches(GLOBAL_BATCH // world()[1], columns=self.columns):
+                    yield self.convert(batch)
+
+
+def as_tensors(batch: Any) -> dict[str, torch.Tensor]:
+    """Columns in memory of their own, as a training step may change them."""
+    return {name: torch.tensor(column.to_numpy()) for name, column in zip(batch.schema.names, batch, strict=True)}
+
+
+def as_tuples(batch: Any) -> Tuples:
+    """Rows of Python values."""
+    return list(zip(*(column.to_pylist() for column in batch.columns), strict=True))
+
+
+def num_records(batch: Any) -> int:
+    """The records of a batch of any contender."""
+    return len(batch[NUMBERS[0]]) if isinstance(batch, dict) else len(batch)
+
+
+def timed(loader: Iterable[Any], repeats: int) -> Measured:
+    """Whole epochs."""
+    return epochs(loader, num_records, repeats=repeats, steps_ahead=0)
+
+
+def bare_columns(folder: str, repeats: int) -> Measured:
+    """The limit of columns."""
+    return timed(Bare(folder, NUMBERS, as_tensors), repeats)
+
+
+def bare_rows(folder: str, repeats: int) -> Measured:
+    """The limit of rows."""
+    return timed(Bare(folder, [*NUMBERS[:2], "text"], as_tuples), repeats)
+
+
+def columns(folder: str, repeats: int, policy: str) -> Measured:
+    """Ours, as columns."""
+    return ours(folder, repeats, policy, NUMBERS)
+
+
+def rows(folder: str, repeats: int, policy: str) -> Measured:
+    """Ours, as tuples."""
+    return ours(folder, repeats, policy, [*NUMBERS[:2], "text"], empty_fn=list, collate_fn=tuples_of)
+
+
+def tuples_of(records: Sequence[dict[str, Any]]) -> Tuples:
+    """Tuples of the values of records."""
+    return [tuple(record.values()) for record in records]
+
+
+def ours(
+    folder: str, repeats: int, policy: str, wanted: Sequence[str], empty_fn: Any = None, collate_fn: Any = None
+) -> Measured:
+    """A ``FileDataset`` under a policy."""
+    files = tdi.FileDataset(names(folder), tdi.readers.parquet(wanted))
+    chosen = tdi.InputOptions(auto_shard_policy=tdi.AutoShardPolicy[policy], empty_fn=empty_fn)
+    with tdi.Strategy(["cpu"]).distribute_dataset(
+        files, chosen, global_batch_size=GLOBAL_BATCH, collate_fn=collate_fn
+    ) as dataset:
+        return timed(dataset, repeats)
+
+
+def hugging_face(folder: str, repeats: int) -> Measured:
+    """Datasets, streaming, split by node, in batches of Arrow."""
+    rank, size = world()
+    load = peer("datasets").load_dataset
+    stream = load("parquet", data_files=names(folder), split="train", streaming=True, columns=NUMBERS)
+    part = peer("datasets.distributed").split_dataset_by_node(stream, rank, size).with_format("torch")
+    return timed(DataLoader(part.batch(GLOBAL_BATCH // size), batch_size=None), repeats)
+
+
+def grain(folder: str, repeats: int) -> Measured:
+    """Grain's reader of Parquet files, file by file, batched."""
+    of = peer("grain")
+    part: Any = of.experimental.ParquetIterDataset
+    files = of.MapDataset.source(mine(folder)).map(part)
+    data = of.experimental.InterleaveIterDataset(files, cycle_length=1)
+    return timed(data.map(_numbers).batch(GLOBAL_BATCH // world()[1]), repeats)
+
+
+def _numbers(record: dict[str, Any]) -> dict[str, Any]:
+    return {name: record[name] for name in NUMBERS}
+
+
+def write(folder: Path, records: int) -> str:
+    """The files; numbers of several types, and a text."""
+    pa, parquet = peer("pyarrow"), peer("pyarrow.parquet")
+    folder.mkdir()
+    for number in range(FILES):
+        random = np.random.default_rng(number)
+        of = {name: random.random(records).astype("f4" if place % 2 else "f8") for place, name in enumerate(NUMBERS)}
+        text = [f"record {each} of file {number}" for each in range(records)]
+        parquet.write_table(pa.table({**of, "text": text}), folder / f"{number}.parquet", row_group_size=100_000)
+    return str(folder)
+
+
+def tables(*, small: bool, folder: Path) -> Sequence[Table]:
+    """Columns and rows, over one rank and two."""
+    records, repeats = 2_000 if small else 500_000, 1 if small else 3
+    where, less = write(folder / "parquet", records), write(folder / "less", records // 10)  # for what is slow
+    found = []
+    for size in (1, 2):
+        fast, slow = (where, repeats), (less, 1)
+        found.append(
+            Table(
+                f"Parquet as columns, {size} process(es)",
+                (Column(RATE, "more", rate("samples", "seconds")),),
+                (
+                    Contender(COLUMNS_LIMIT, "limit", bare_columns, fast),
+                    Contender("FILE", "ours", columns, (*fast, "FILE")),
+                    Contender("DATA", "ours", columns, (*fast, "DATA")),
+                    Contender("datasets, streaming", "peer", hugging_face, slow, ("datasets",), once=True),
+                    Contender("grain ParquetIterDataset", "peer", grain, slow, ("grain",), once=True),
+                ),
+                size,
+                1 if small else 3,
+                tuple(Target(RATE, name, 0.9, (COLUMNS_LIMIT,)) for name in ("FILE", "DATA")),
+            )
+        )
+        found.append(
+            Table(
+                f"Parquet as tuples, {size} process(es)",
+                (Column(RATE, "more", rate("samples", "seconds")),),
+                (
+                    Contender(ROWS_LIMIT, "limit", bare_rows, fast),
+                    Contender("FILE", "ours", rows, (*fast, "FILE")),
+                    Contender("DATA", "ours", rows, (*fast, "DATA")),
+                ),
+                size,
+                1 if small else 3,
+                (Target(RATE, "FILE", 0.9, (ROWS_LIMIT,)),),
+            )
+        )
+    return found
