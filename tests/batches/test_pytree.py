@@ -316,3 +316,28 @@ def test_the_bytes_that_a_batch_holds_are_those_of_its_tensors_and_texts() -> No
     assert long == short + 1000
     assert pytree.bytes_held((torch.zeros(2), ["a", "b"])) == 8 + short
     assert pytree.bytes_held([1, 2]) is None
+
+
+@pytest.mark.parametrize(
+    "sample", [{"a": 1, "b": "x"}, (np.float32(1), "x"), {"a": torch.ones(3)}, [np.ones(3), "x"]], ids=repr
+)
+@pytest.mark.parametrize("size", [5, 4096])
+def test_a_list_of_samples_is_one_leaf_that_is_cut_between_samples(sample: Any, size: int) -> None:
+    batch = [sample] * size
+    found = pytree.read(batch, size)
+    assert found is not None
+    assert found.structure.empty() == []
+    assert found.cut(1, size) == batch[1:]
+    assert pytree.holds_arrays(batch) == isinstance(sample, list)
+    assert pytree.holds_tensors(batch) == (("a" in sample and "b" not in sample) or isinstance(sample, list))
+
+
+def test_a_list_of_columns_is_no_list_of_samples() -> None:
+    columns = [{"a": torch.arange(2)}, {"a": torch.ones(2)}]
+    found = pytree.read(columns, 2)
+    assert found is not None
+    assert len(found.leaves) == 2
+    configs = {"x": torch.arange(2), "settings": [{"rate": 1.0}, {"decay": 2.0}]}
+    found = pytree.read(configs, 2)
+    assert found is not None
+    assert found.cut(0, 1)["settings"] == configs["settings"]

@@ -9,7 +9,7 @@ import torch
 
 from torchdistinput.batches.padding import Pad
 from torchdistinput.batches.per_replica import PerReplica
-from torchdistinput.batches.pytree import flatten
+from torchdistinput.batches.pytree import flatten, holds_tensors
 from torchdistinput.batches.schema import TensorSpec
 from torchdistinput.batches.schema_check import SchemaChecker
 from torchdistinput.errors import InputError
@@ -66,6 +66,7 @@ class Elements:
         if self._checker.looks is None:  # opaque batches
             return 0
         if of_row is None or self._pad is None:
-            leaves = (leaf for piece in pieces for leaf in flatten(piece)[0] if isinstance(leaf, torch.Tensor))
+            held = (flatten(piece)[0] for piece in pieces if holds_tensors(piece))
+            leaves = (leaf for each in held for leaf in each if isinstance(leaf, torch.Tensor))
             return sum(leaf.numel() * leaf.element_size() for leaf in leaves)
         return self._local * self._pad.rows * (of_row + 1)  # a mask has a byte for each row

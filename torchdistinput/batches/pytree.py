@@ -11,7 +11,7 @@ several sizes, dicts of boxes): see ``read``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, final
 
 import numpy as np
@@ -28,6 +28,7 @@ __all__ = [
     "cut",
     "flatten",
     "holds_arrays",
+    "holds_tensors",
     "map_leaves",
     "map_values",
     "moves_itself",
@@ -41,6 +42,7 @@ __all__ = [
 
 _SINGLE_SAMPLES: Final = "If the source yields single samples, give global_batch_size= so that they are batched."
 _TEXTS_WEIGHED: Final = 32
+_FEW_ENTRIES: Final = 16
 _BYTES_OF_AN_OBJECT: Final = 64  # about, with its place in a list
 
 
@@ -153,13 +155,30 @@ def objects_in(leaves: Iterable[Any], structure: Structure) -> Iterator[Any]:
 
 
 def holds_arrays(batch: Any) -> bool:
-    """Whether some leaf is a NumPy array. Local."""
+    """Whether some leaf is a NumPy array; of a list of samples only the first is looked at. Local."""
     if isinstance(batch, np.ndarray):
         return True
     if isinstance(batch, list | tuple) and PLAIN_TYPES.issuperset(map(type, batch)):
         return False
+    if is_list_of_samples(batch):
+        return holds_arrays(batch[0])
     container = None if isinstance(batch, torch.Tensor) else open_container(batch)
     return container is not None and any(holds_arrays(child) for child in container.children)
+
+
+def holds_tensors(batch: Any) -> bool:
+    """Whether some leaf is a tensor; of a list of samples only the first is looked at. Local."""
+    if is_list_of_samples(batch):
+        return holds_tensors(batch[0])
+    return isinstance(batch, torch.Tensor) or any(isinstance(leaf, torch.Tensor) for leaf in flatten(batch)[0])
+
+
+def is_list_of_samples(batch: Any) -> bool:
+    """Whether the batch is a list of dicts, or of tuples, or of lists. It may have thousands. Local."""
+    if type(batch) is not list or len(batch) < _FEW_ENTRIES:
+        return False
+    kinds = set(map(type, batch))
+    return len(kinds) == 1 and issubclass(kinds.pop(), dict | tuple | list)
 
 
 def named_leaves(value: Any, path: str = "") -> Iterable[tuple[str, Any]]:
@@ -299,16 +318,37 @@ def _read_into(leaves: list[Any], value: Any, size: int, takes: _Takes) -> tuple
     if container is None:
         return Structure("constant", constant=value), True
     before = len(leaves)
+    may_be_rows = container.kind in ("list", "tuple") and len(container.children) == size
+    if may_be_rows and _are_samples(container.children, size, takes) and takes(container, size, False):
+        leaves.append(value)
+        return Structure("rows", dtype=object, cls=type(value)), False
     parts = [_read_into(leaves, child, size, takes) for child in container.children]
     children = tuple(part for part, _ in parts if part is not None)
     is_readable = len(children) == len(parts)
-    if container.kind in ("list", "tuple") and len(parts) == size and takes(container, size, is_readable):
+    if may_be_rows and takes(container, size, is_readable):
         leaves[before:] = [value]
         return Structure("rows", dtype=object, cls=type(value)), False
     if not is_readable:
         return None, False
     structure = Structure(container.kind, container.keys, children, cls=type(value))
     return structure, all(has_rows for _, has_rows in parts)
+
+
+def _are_samples(entries: Sequence[Any], size: int, takes: _Takes) -> bool:
+    """Whether the entries are containers of one kind, the first of which cannot be columns: it holds no leaf.
+
+    The others are not taken apart: a batch may have thousands.
+    """
+    first = entries[0]
+    if open_container(first) is None or is_tensor_collection(first) or set(map(type, entries)) != {type(first)}:
+        return False
+    leaves: list[Any] = []
+    structure, _ = _read_into(leaves, first, size, takes)
+    if structure is None:
+        return True
+    if leaves:
+        return False
+    return not isinstance(first, Mapping) or all(entry.keys() == first.keys() for entry in entries)
 
 
 def _takes_unread_entries(container: Container, size: int, is_readable: bool) -> bool:  # noqa: FBT001 - see _Takes

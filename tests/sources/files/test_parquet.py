@@ -140,10 +140,10 @@ def read(pattern: str, damaged: str, states: dict[str, Any]) -> dict[str, Any]:
             steps(distributed(damaged, way))
         found[f"{way}, failed"] = str(caught.value)
     rows = tdi.Strategy(["cpu"]).distribute_dataset(
-        tdi.FileDataset(pattern, readers.parquet(["x", "text"])),
+        tdi.FileDataset(pattern, readers.parquet(["x", "half", "text"])),
         tdi.InputOptions(auto_shard_policy=DATA),
         global_batch_size=BATCH,
-        collate_fn=lambda records: [(int(record["x"]), record["text"]) for record in records],
+        collate_fn=list,
     )
     found["rows"] = [list(part) for part in rows]
     kept = tdi.FileDataset(pattern, readers.parquet(["x"], filters=[("x", ">=", 38), ("x", "<", 60)]))
@@ -240,7 +240,9 @@ def test_a_damaged_row_group_is_left_out_as_one_record_or_is_named(worlds: World
 def test_a_collate_fn_gets_records_as_dicts_on_any_number_of_ranks(worlds: Worlds) -> None:
     for found in worlds.values():
         batches = together([rank["rows"] for rank in found])
-        assert joined(batches) == [(number, f"r{number}") for number in range(ROWS)]
+        assert joined(batches) == [
+            {"x": number, "half": np.float32(number / 2), "text": f"r{number}"} for number in range(ROWS)
+        ]
 
 
 def test_filters_keep_each_wanted_record_once_at_any_world_size(worlds: Worlds) -> None:
@@ -261,7 +263,7 @@ def test_a_record_is_a_dict_and_default_collate_of_records_is_the_batch_of_colum
     dataset = tdi.FileDataset(write(tmp_path, [25]), readers.parquet(plain))
     records = [*dataset]
     assert records[3]["text"] == "r3"
-    assert type(records[3]["half"]) is np.float32
+    assert (type(records[3]["half"]), type(records[3]["x"])) == (np.float32, int)
     batches = only(dataset)
     assert len(batches) == 3
     for lo, batch in zip(range(0, 25, BATCH), batches, strict=True):

@@ -8,7 +8,7 @@ lists that hold no numbers: they stay lists.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any, TypeAlias, cast, final
 
 import numpy as np
@@ -20,6 +20,7 @@ from torchdistinput.errors import SourceError
 __all__ = ["Columns", "RecordList", "SchemaOfFiles", "as_records", "collated", "in_windows", "joined"]
 
 _NUMBERS = (bool, int, float)
+_TYPES_OF_PYTHON = (np.dtype(np.bool_), np.dtype(np.int64), np.dtype(np.float64))
 
 
 @final
@@ -47,9 +48,8 @@ class Columns:
         return self._size
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        names, values = self._columns.keys(), map(_values, self._columns.values())
-        for row in zip(*values, strict=True):
-            yield dict(zip(names, row, strict=True))
+        rows = zip(*map(_values, self._columns.values()), strict=True)
+        return map(dict, map(zip, repeat(tuple(self._columns)), rows))  # no Python code runs for a record
 
     def __getitem__(self, wanted: slice) -> Columns:
         return _of({name: column[wanted] for name, column in self._columns.items()})
@@ -184,7 +184,7 @@ def _column(name: str, column: Any) -> Any:
         return column if column.dtype.kind in "biufc" else column.tolist()
     if isinstance(column, list | tuple):
         kinds = set(map(type, column))
-        return np.asarray(column) if kinds and kinds <= set(_NUMBERS) and len(kinds) == 1 else list(column)
+        return np.asarray(column) if kinds and kinds <= set(_NUMBERS) else list(column)
     if isinstance(column, Columns):
         return column
     raise SourceError(
@@ -194,8 +194,10 @@ def _column(name: str, column: Any) -> Any:
 
 
 def _values(column: Any) -> Any:
-    """The value of each record. Rows of arrays can be written to."""
-    return column.copy() if isinstance(column, np.ndarray) else column
+    """The value of each record, of which ``default_collate`` makes the type of the column. Rows can be written to."""
+    if not isinstance(column, np.ndarray):
+        return column
+    return column.tolist() if column.ndim == 1 and column.dtype in _TYPES_OF_PYTHON else column.copy()
 
 
 def _taken(column: Any, index: npt.NDArray[np.int64]) -> Any:
@@ -219,4 +221,5 @@ def _batch(column: Any) -> Any:
 def _collated(values: list[Any]) -> Any:
     if isinstance(values[0], dict):
         return collated(values)
-    return _batch(np.stack(values)) if isinstance(values[0], np.ndarray | np.generic) else values
+    kind = type(values[0])
+    return _batch(np.stack(values)) if kind in _NUMBERS or issubclass(kind, np.ndarray | np.generic) else values
