@@ -6,6 +6,7 @@ Each function writes its files once (``write_all``), imports its package itself,
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
@@ -49,6 +50,10 @@ def write_all(folder: Path, have: set[str]) -> None:
         _write_tfrecords(folder)
     if "webdataset" in have:
         _write_tars(folder)
+    if "litdata" in have:
+        write_litdata(folder / "litdata")
+    if "streaming" in have:
+        write_mosaicml(folder / "mosaicml")
     if "h5py" in have:
         h5py: Any = import_module("h5py")
 
@@ -232,6 +237,57 @@ def torchdata_nodes(folder: Path, workers: int) -> Any:
     return tdi.Strategy(["cpu"]).distribute_dataset(nodes.Loader(mapped), global_batch_size=G)
 
 
+class ByIndex(Dataset[Any]):
+    """The samples of a stream that divides itself when it is iterated, and not when it is asked by index."""
+
+    def __init__(self, stream: Any, length: int) -> None:
+        self.stream, self.length = stream, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        return self.stream[index]
+
+
+def write_litdata(folder: Path) -> None:
+    module: Any = import_module("litdata.streaming.writer")
+
+    folder.mkdir()
+    writer = module.BinaryWriter(str(folder), chunk_size=10)
+    for number in range(SAMPLES):
+        writer.add_item(number, {"x": number})
+    writer.done()
+    writer.merge(1)
+
+
+def litdata_stream(folder: Path) -> Any:
+    return import_module("litdata").StreamingDataset(str(folder), shuffle=False)
+
+
+def litdata(folder: Path, workers: int) -> Any:
+    stream, index = litdata_stream(folder / "litdata"), json.loads((folder / "litdata" / "index.json").read_text())
+    length = sum(chunk["chunk_size"] for chunk in index["chunks"])  # len() tells that of a rank's part
+    return tdi.DataLoader(ByIndex(stream, length), batch_size=G, num_workers=workers)
+
+
+def write_mosaicml(folder: Path) -> None:
+    streaming: Any = import_module("streaming")
+
+    with streaming.MDSWriter(out=str(folder), columns={"x": "int"}, size_limit=400) as writer:
+        for number in range(SAMPLES):
+            writer.write({"x": number})
+
+
+def mosaicml_stream(folder: Path) -> Any:
+    return import_module("streaming").StreamingDataset(local=str(folder), shuffle=False, batch_size=G)
+
+
+def mosaicml(folder: Path, workers: int) -> Any:
+    stream = mosaicml_stream(folder / "mosaicml")
+    return tdi.DataLoader(ByIndex(stream, stream.num_samples), batch_size=G, num_workers=workers)
+
+
 KINDS = {
     "Parquet": Kind(parquet, ("pyarrow",)),
     "h5py": Kind(h5py_columns, ("h5py",)),
@@ -247,6 +303,8 @@ KINDS = {
     "remote": Kind(remote),
     "TFRecord": Kind(tfrecords, ("tfrecord",)),
     "WebDataset": Kind(tars, ("webdataset",)),
+    "LitData": Kind(litdata, ("litdata",)),
+    "MosaicML": Kind(mosaicml, ("streaming",)),
     "Grain, IterDataset": Kind(grain_stream, ("grain",), workers=(0,)),
     "torchdata.nodes": Kind(torchdata_nodes, ("torchdata",), workers=(0,)),
 }

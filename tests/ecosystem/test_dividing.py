@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
+from tests.ecosystem import kinds
 from tests.support.epochs import raised
 from torchdistinput.testing import run_ranks
 
@@ -101,3 +102,49 @@ def test_a_source_that_divides_itself(kind: str, workers: int, tmp_path: Path) -
         ranks = play(splits, policy, workers)
         assert [error for error, _, _ in ranks] == [None, None]
         assert sorted(number for _, seen, _ in ranks for number in seen) == list(range(SAMPLES)), (splits, policy)
+
+
+# ---------------------------------------------------- streams that drop or repeat samples to make parts of one size
+
+STREAMS = {
+    "litdata": (kinds.write_litdata, kinds.litdata_stream),
+    "streaming": (kinds.write_mosaicml, kinds.mosaicml_stream),
+}
+
+
+def read_stream(package: str, folder: str, workers: int) -> tuple[Any, list[str], list[int], list[int]]:
+    """What DATA says and warns of; the samples of this rank under OFF; those that the library gives it by itself."""
+    make = partial(STREAMS[package][1], Path(folder))
+
+    def numbers(loader: Any) -> list[int]:
+        with loader:
+            return [number for batch in loader for number in batch["x"].tolist()]
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        error = raised(lambda: numbers(tdi.DataLoader(make(), batch_size=10, num_workers=workers)))
+    off = tdi.AutoShardPolicy.OFF
+    ours = numbers(tdi.DataLoader(make(), batch_size=10, num_workers=workers, policy=off))
+    alone = [
+        number for batch in DataLoader(make(), batch_size=5, num_workers=workers) for number in batch["x"].tolist()
+    ]
+    return error, [str(each.message) for each in told], ours, alone
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("package", STREAMS)
+def test_a_stream_is_refused_under_data_and_divided_by_its_own_rule_under_off(
+    package: str, workers: int, tmp_path: Path
+) -> None:
+    pytest.importorskip(package)
+    folder = tmp_path / "stream"
+    STREAMS[package][0](folder)
+    seen = set()
+    for error, warned, ours, alone in run_ranks(2, read_stream, package, str(folder), workers, timeout_seconds=120):
+        assert error.kind == "RankDisagreement", error
+        assert "stream[index]" in error.message
+        assert "AutoShardPolicy.OFF" in error.message
+        assert not [each for each in warned if "reads and decodes all" in each]
+        assert sorted(ours) == sorted(alone)
+        seen.update(ours)
+    assert len(seen) >= SAMPLES - 1  # LitData drops, so that the parts are of one size; MosaicML repeats

@@ -23,11 +23,15 @@ from torchdistinput.sources.map_style.table import Table
 __all__ = ["PART_WAY_OUT", "divides_itself", "part_of", "way_out_for"]
 
 _OFF: Final = "auto_shard_policy=AutoShardPolicy.OFF (in the drop-in policy=AutoShardPolicy.OFF)"
+_BY_INDEX: Final = (
+    "For each sample once, at any number of ranks, give a map-style dataset whose __getitem__(index) returns "
+    f"stream[index]; or read it under {_OFF}."
+)
 _BY_LIBRARY: Final = {
-    "litdata": "A StreamingDataset of LitData divides itself by the default process group, and cannot be told not to: "
-    f"read it under {_OFF}.",
-    "streaming": "A StreamingDataset of MosaicML divides itself by RANK and WORLD_SIZE, and cannot be told not to: "
-    f"read it under {_OFF}.",
+    "litdata": "A StreamingDataset of LitData divides itself by the default process group where it is iterated. "
+    f"{_BY_INDEX} LitData drops samples then, so that the parts are of one size.",
+    "streaming": "A StreamingDataset of MosaicML divides itself by RANK and WORLD_SIZE where it is iterated. "
+    f"{_BY_INDEX} MosaicML repeats samples then, so that the parts are of one size.",
     "webdataset": "A WebDataset divides its shards by its nodesplitter: give nodesplitter=None, and where it shuffles "
     f"an rng= that is seeded alike on all ranks; or keep split_by_node, and read it under {_OFF}.",
     "datasets": "A dataset of Hugging Face is divided by split_dataset_by_node: leave that out, and seed shuffle() "
