@@ -22,7 +22,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benches import coordination, decode, device, files, memory, overhead, parquet, rss, shuffle, start
+from benches import coordination, decode, device, files, memory, overhead, parquet, rss, shuffle, start, tar
 from benches.model import Case, Table
 from benches.peers import missing
 from benches.report import as_json, machine, markdown, plot, summary
@@ -35,6 +35,7 @@ CASES: dict[str, tuple[Case, str]] = {
     "shuffle": (shuffle.tables, shuffle.__doc__ or ""),
     "files": (files.tables, files.__doc__ or ""),
     "parquet": (parquet.tables, parquet.__doc__ or ""),
+    "tar": (tar.tables, tar.__doc__ or ""),
     "decode": (decode.tables, decode.__doc__ or ""),
     "device": (device.tables, device.__doc__ or ""),
     "start": (start.tables, start.__doc__ or ""),

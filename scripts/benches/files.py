@@ -41,9 +41,9 @@ def bytes_read() -> int:
     return sum(int(Path(f"/proc/{pid}/io").read_text().split()[1]) for pid in ["self", *pids])
 
 
-def timed(loader: Iterable[Any], folder: str, repeats: int) -> Measured:
+def timed(loader: Iterable[Any], folder: str, repeats: int, count: Callable[[Any], int] = len) -> Measured:
     """Whole epochs; then one more, whose bytes are counted."""
-    found = epochs(loader, len, repeats=repeats, steps_ahead=0)
+    found = epochs(loader, count, repeats=repeats, steps_ahead=0)
     before = bytes_read()
     for _ in loader:
         pass
