@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-CASES = {"memory", "overhead", "coordination", "shuffle", "files", "tar", "decode", "device", "start", "rss"}
+CASES = {"memory", "overhead", "coordination", "shuffle", "files", "parquet", "tar", "decode", "device", "start", "rss"}
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 Main = Callable[[list[str]], int]
