@@ -22,7 +22,20 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benches import coordination, decode, device, files, memory, overhead, parquet, rss, shuffle, start, tar
+from benches import (
+    block_shuffle,
+    coordination,
+    decode,
+    device,
+    files,
+    memory,
+    overhead,
+    parquet,
+    rss,
+    shuffle,
+    start,
+    tar,
+)
 from benches.model import Case, Table
 from benches.peers import missing
 from benches.report import as_json, machine, markdown, plot, summary
@@ -33,6 +46,7 @@ CASES: dict[str, tuple[Case, str]] = {
     "overhead": (overhead.tables, overhead.__doc__ or ""),
     "coordination": (coordination.tables, coordination.__doc__ or ""),
     "shuffle": (shuffle.tables, shuffle.__doc__ or ""),
+    "block_shuffle": (block_shuffle.tables, block_shuffle.__doc__ or ""),
     "files": (files.tables, files.__doc__ or ""),
     "parquet": (parquet.tables, parquet.__doc__ or ""),
     "tar": (tar.tables, tar.__doc__ or ""),

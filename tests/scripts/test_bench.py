@@ -11,7 +11,10 @@ from typing import Any
 
 import pytest
 
-CASES = {"memory", "overhead", "coordination", "shuffle", "files", "parquet", "tar", "decode", "device", "start", "rss"}
+CASES = {
+    "block_shuffle", "coordination", "decode", "device", "files", "memory", "overhead", "parquet", "rss", "shuffle",
+    "start", "tar",
+}  # fmt: skip
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 Main = Callable[[list[str]], int]

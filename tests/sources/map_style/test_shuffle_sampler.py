@@ -10,8 +10,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+import torchdistinput as tdi
+from torchdistinput.plan.block_shuffle import BlockShuffle
 from torchdistinput.plan.permutation import Permutation
 from torchdistinput.sources.map_style.shuffle_sampler import ShuffleSampler
+from torchdistinput.testing import run_ranks
 
 
 @pytest.mark.parametrize("n", [0, 1, 10, 4096, 8192, 8193, 20_000])
@@ -88,3 +91,54 @@ def test_what_is_no_int_is_refused(arguments: tuple[Any, ...], name: str) -> Non
 def test_a_length_out_of_range_is_refused(n: int) -> None:
     with pytest.raises(ValueError, match=rf"n is {n}; a ShuffleSampler needs 0 <= n <= 2\*\*62"):
         ShuffleSampler(n)
+
+
+def test_blocks_are_shuffled_by_the_law_of_the_block_shuffle() -> None:
+    sampler = ShuffleSampler(1003, seed=4, block=10, window=3)
+    assert [*sampler] == [*BlockShuffle(1003, 10, 3, 4, 0)]
+    assert [*sampler] == [*BlockShuffle(1003, 10, 3, 4, 1)]
+    assert [*ShuffleSampler(1003, seed=4, block=10)] == [*BlockShuffle(1003, 10, 16, 4, 0)]
+    assert {ShuffleSampler(9, 4).key, sampler.key} == {4, "4, blocks of 10, 3 a window"}
+
+
+def in_blocks(left: dict[str, Any] | None) -> tuple[list[list[int]], dict[str, Any]]:
+    """One rank: an epoch, or the rest of one that was left, but for its last two steps; and the state there."""
+    data = TensorDataset(torch.arange(103))
+    loader = DataLoader(data, batch_size=10, sampler=ShuffleSampler(103, seed=3, block=8, window=2))
+    dataset = tdi.Strategy(["cpu"]).distribute_dataset(loader)
+    if left is not None:
+        dataset.load_state_dict(left)
+    iterator = iter(dataset)
+    parts = [next(iterator)[0].tolist() for _ in range(4 if left is None else 7)]
+    return parts, dataset.state_dict()
+
+
+def test_an_epoch_in_blocks_goes_on_at_another_world_size() -> None:
+    whole = [*ShuffleSampler(103, seed=3, block=8, window=2)]
+    first = run_ranks(2, in_blocks, None)
+    rest = run_ranks(3, in_blocks, first[0][1])
+    read = [number for ranks in (first, rest) for step in zip(*(parts for parts, _ in ranks), strict=True)
+            for part in step for number in part]  # fmt: skip
+    assert read == whole
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [({"window": 3}, ValueError), ({"block": 0}, ValueError), ({"block": 2, "window": 0}, ValueError),
+     ({"block": "a"}, TypeError)],
+)  # fmt: skip
+def test_wrong_blocks_are_refused(arguments: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error, match="block|window"):
+        ShuffleSampler(10, **arguments)
+
+
+def test_a_state_of_other_blocks_is_refused() -> None:
+    def loader(window: int) -> tdi.DistributedDataset:
+        sampler = ShuffleSampler(103, seed=3, block=8, window=window)
+        data = DataLoader(TensorDataset(torch.arange(103)), batch_size=10, sampler=sampler)
+        return tdi.Strategy(["cpu"]).distribute_dataset(data)
+
+    saved = loader(2)
+    next(iter(saved))
+    with pytest.raises(tdi.StateMismatch, match="blocks of 8, 2 a window"):
+        loader(3).load_state_dict(saved.state_dict())

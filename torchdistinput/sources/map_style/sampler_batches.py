@@ -31,6 +31,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
+from torchdistinput.plan.block_shuffle import BlockShuffle
 from torchdistinput.plan.permutation import Permutation
 from torchdistinput.sources.map_style.index_array import Digests, Numbers
 from torchdistinput.sources.map_style.shuffle_sampler import ShuffleSampler
@@ -437,7 +438,7 @@ def _chunks_of(chunks: Iterator[_Chunk]) -> _Chunks:
     return lambda _wanted: next(chunks, None)
 
 
-def _chunk_of_order(order: Permutation) -> _Chunk:
+def _chunk_of_order(order: Permutation | BlockShuffle) -> _Chunk:
     return _Chunk(len(order), order.block, _BLOCK)
 
 

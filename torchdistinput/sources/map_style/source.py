@@ -186,7 +186,7 @@ class MapLoaderSource:
             "batch size": self._cutter.global_batch_size,
             "drop_last": self._drop_last,
             "sampler": type(self._loader.sampler).__name__,
-            "sampler's seed": None if self._shuffle is None else self._shuffle.seed,
+            "sampler's seed": None if self._shuffle is None else self._shuffle.key,
         }
 
     @property
