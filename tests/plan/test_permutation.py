@@ -11,7 +11,7 @@ import statistics
 import numpy as np
 import pytest
 
-from torchdistinput.plan.permutation import Permutation, shuffled, word
+from torchdistinput.plan.permutation import Permutation, shuffled, word, words_after
 
 # Sizes on both sides of the change of method at 4096 and of powers of two, where the network's parts change.
 SMALL = [*range(130), 255, 256, 257, 1000, 4095, 4096, 4097, 5000, 8191, 8192, 8193, 16383, 16385, 65537]
@@ -259,3 +259,10 @@ def test_a_huge_order_looks_like_one_that_was_drawn(n: int) -> None:
         moved = elements ^ permutation.at(places ^ 2**bit)
         shares = (moved[:, None] >> np.arange(bits) & 1).mean(axis=0)
         assert np.abs(shares - 0.5).max() * 2 * math.sqrt(len(places)) < 5, bit
+
+
+@pytest.mark.parametrize("key", [(), (5,), (-3, 2**70)])
+def test_the_words_after_a_key_are_the_words_of_the_longer_key(key: tuple[int, ...]) -> None:
+    after = words_after(*key)
+    for last in (0, 1, 2, 77, -1, 2**63, 2**64 - 1, 2**64, -(2**64), 2**200):
+        assert after(last) == word(*key, last)

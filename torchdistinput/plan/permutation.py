@@ -25,14 +25,14 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     import numpy.typing as npt
 
     Indices: TypeAlias = npt.NDArray[np.int64]
     Words: TypeAlias = npt.NDArray[np.uint64]
 
-__all__ = ["Permutation", "random_words", "shuffled", "word"]
+__all__ = ["Permutation", "random_words", "shuffled", "word", "words_after"]
 
 _MAX_LENGTH: Final = 2**62
 _MAX_SORTED: Final = 2**12
@@ -70,12 +70,22 @@ def _digest(key: tuple[int, ...]) -> int:
     """One 64-bit word of all the ints of a key, of any size and sign; keys of different lengths differ too."""
     state = _mix(len(key) + _GOLDEN)
     for value in key:
-        magnitude, words = abs(value), [int(value < 0)]
-        while magnitude:
-            words.append(magnitude & _MASK)
-            magnitude >>= 64
-        for word in (len(words), *words):
-            state = _mix((state ^ word) + _GOLDEN & _MASK)
+        state = _with_value(state, value)
+    return state
+
+
+def _with_value(state: int, value: int) -> int:
+    """The state of a digest after one more int of the key."""
+    magnitude, words = abs(value), [int(value < 0)]
+    while magnitude:
+        words.append(magnitude & _MASK)
+        magnitude >>= 64
+    return _with_words(state, len(words), *words)
+
+
+def _with_words(state: int, *words: int) -> int:
+    for word in words:
+        state = _mix((state ^ word) + _GOLDEN & _MASK)
     return state
 
 
@@ -288,6 +298,21 @@ class _Network:
 def word(*key: int) -> int:
     """A 64-bit word that depends on every bit of the key's ints, of any size and sign; the same on every machine."""
     return _digest(key)
+
+
+def words_after(*key: int) -> Callable[[int], int]:
+    """A function of an int: the ``word`` of this key and the int, in a fifth of the time."""
+    state = _mix(len(key) + 1 + _GOLDEN)
+    for value in key:
+        state = _with_value(state, value)
+    common = _with_words(state, 2, 0)  # of all positive numbers of one word
+
+    def last(number: int) -> int:
+        if 0 < number <= _MASK:
+            return _mix((common ^ number) + _GOLDEN & _MASK)
+        return _with_value(state, number)
+
+    return last
 
 
 def shuffled(n: int, *key: int) -> list[int]:

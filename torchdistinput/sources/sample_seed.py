@@ -16,6 +16,7 @@ does, is the same everywhere too. NumPy's generator gets 32 bits of the seed, as
 from __future__ import annotations
 
 import contextvars
+import functools
 import operator
 import random
 from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ import numpy as np
 import torch
 
 from torchdistinput.errors import InputError
-from torchdistinput.plan.permutation import word
+from torchdistinput.plan.permutation import word, words_after
 from torchdistinput.sources.files.reading import RecordPlace, RecordReader
 from torchdistinput.sources.sample_index import number_of
 
@@ -39,6 +40,8 @@ _WAY_OUT = (
 
 _NUMPY_BITS: Final = 2**32 - 1
 
+_words_of = functools.lru_cache(maxsize=8)(words_after)  # all samples of an epoch have one key
+
 _current: contextvars.ContextVar[Samples | _LastOf | None] = contextvars.ContextVar("samples", default=None)
 
 
@@ -51,7 +54,7 @@ class Samples:
       seeds: whether the global generators are seeded for each sample, and restored at the end.
     """
 
-    __slots__ = ("_found", "_saved", "_seeds", "_token", "index", "key", "places")
+    __slots__ = ("_found", "_saved", "_seeds", "_token", "_word", "index", "key", "places")
 
     def __init__(self, key: int, *, seeds: bool = False) -> None:
         self.key = key
@@ -66,6 +69,7 @@ class Samples:
     def __enter__(self) -> Samples:
         self._token = _current.set(self)
         if self._seeds:
+            self._word = _words_of(self.key)
             self._saved = torch.get_rng_state(), np.random.get_state(legacy=False), random.getstate()
         return self
 
@@ -90,7 +94,7 @@ class Samples:
         if not self._seeds:
             return
         try:
-            seed = word(self.key, operator.index(self.number())) >> 1
+            seed = self._word(operator.index(index if self.places is None else self.number())) >> 1
         except TypeError:
             raise InputError(
                 f"seed_samples=True was given, and the index {index!r:.100} is a {type(index).__name__} and no int: no "
@@ -187,4 +191,4 @@ def sample_seed() -> int:
             f"sample_seed() was called for the sample {index!r}, whose index is a {type(index).__name__} and not an "
             f"int. {_WAY_OUT}"
         ) from None
-    return word(samples.key, number) >> 1
+    return _words_of(samples.key)(number) >> 1
