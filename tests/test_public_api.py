@@ -106,6 +106,7 @@ OPTION_FIELDS = [
     "split_fn",
     "empty_fn",
     "own_state",
+    "file_assignment",
 ]
 
 

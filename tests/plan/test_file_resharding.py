@@ -10,6 +10,7 @@ import pytest
 
 from torchdistinput.errors import StateMismatch
 from torchdistinput.plan.file_resharding import FileCursor, ReaderCursor, checked_deals, fresh_files, redeal
+from torchdistinput.plan.sharding import shares_of
 
 A, B, C, D, E = (FileCursor(file, 10 * file, file, 2 * file, 100) for file in range(5))
 
@@ -29,17 +30,18 @@ def test_a_change_leaves_the_files_that_nobody_opened_in_their_order() -> None:
     assert fresh_files(order, [[2, 4, 3]]) == []
 
 
+@pytest.mark.parametrize("sizes", [None, [5, 9, 1, 1, 30, 2, 9, 0]], ids=["in turn", "by size"])
 @pytest.mark.parametrize("num_files", [0, 1, 2, 3, 5, 8])
-def test_every_file_is_opened_once_over_three_worlds(num_files: int) -> None:
+def test_every_file_is_opened_once_over_three_worlds(num_files: int, sizes: list[int] | None) -> None:
     order = [file * 7 % (num_files or 1) for file in range(num_files)] if num_files % 7 else list(range(num_files))
     for worlds in itertools.product(range(1, 5), repeat=3):
         for seed in range(3):
             opened: list[int] = []
             deals: list[list[int]] = []
             for number, num_workers in enumerate(worlds):
-                fresh = fresh_files(order, deals)
+                fresh = fresh_files(order, deals, sizes)
                 assert fresh == [file for file in order if file not in opened]
-                shares = [fresh[worker::num_workers] for worker in range(num_workers)]
+                shares = shares_of(fresh, num_workers, sizes)
                 last = number == len(worlds) - 1
                 counts = [
                     len(share) if last else (worker * 3 + seed + number) % (len(share) + 1)
@@ -49,7 +51,7 @@ def test_every_file_is_opened_once_over_three_worlds(num_files: int) -> None:
                     opened += share[:taken]
                 _, deals = redeal([ReaderCursor(opened=taken) for taken in counts], deals, 1)
             assert sorted(opened) == sorted(order)
-            assert fresh_files(order, deals) == []
+            assert fresh_files(order, deals, sizes) == []
 
 
 # Lanes

@@ -11,7 +11,7 @@ import pytest
 
 import torchdistinput.plan
 from torchdistinput.errors import ShardingError
-from torchdistinput.plan.sharding import AutoShardPolicy, deal, resolve_policy
+from torchdistinput.plan.sharding import AutoShardPolicy, deal, resolve_policy, shares_of
 
 AUTO, FILE, DATA, HINT, OFF = (
     AutoShardPolicy.AUTO,
@@ -94,3 +94,36 @@ def test_no_worker_is_without_a_file_when_there_are_enough() -> None:
 @pytest.mark.parametrize("name", [each.name for each in pkgutil.iter_modules(torchdistinput.plan.__path__)])
 def test_the_examples_in_the_docstrings_are_true(name: str) -> None:
     assert doctest.testmod(importlib.import_module(f"torchdistinput.plan.{name}")).failed == 0
+
+
+def test_files_by_size_go_to_the_least_loaded_worker_the_largest_first() -> None:
+    for count, workers in itertools.product(range(6), range(1, 5)):
+        for sizes in itertools.product(range(4), repeat=count):
+            order = [number * 3 % count if count % 3 else number for number in range(count)]
+            shares = shares_of(order, workers, sizes)
+            loads = [0] * workers
+            wanted: list[set[int]] = [set() for _ in range(workers)]
+            for size in (3, 2, 1, 0):
+                for file in (file for file in order if sizes[file] == size):
+                    least = loads.index(min(loads))
+                    wanted[least].add(file)
+                    loads[least] += size
+            assert list(map(set, shares)) == wanted
+            assert sorted(file for share in shares for file in share) == list(range(count))
+            assert all(share == [file for file in order if file in share] for share in shares)
+            assert max(loads) - min(loads) <= max(sizes, default=0)
+
+
+def test_files_of_one_size_are_dealt_as_without_sizes() -> None:
+    for count, workers in itertools.product(range(9), range(1, 5)):
+        order = list(range(count))[::-1]
+        assert shares_of(order, workers, [5] * count) == shares_of(order, workers)
+        assert shares_of(order, workers) == [order[worker::workers] for worker in range(workers)]
+
+
+def test_half_of_all_bytes_in_one_file_that_is_cut_are_spread_evenly() -> None:
+    """16 files, half of everything in the first, which is cut in pieces of a 64th of it: the issue's figures."""
+    sizes = [6400 * 15 // 64] * 64 + [6400] * 15
+    for workers in range(1, 9):
+        loads = [sum(sizes[file] for file in share) for share in shares_of(range(len(sizes)), workers, sizes)]
+        assert max(loads) <= 1.05 * sum(loads) / workers

@@ -6,7 +6,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from torch.utils.data import DataLoader
@@ -33,6 +33,7 @@ class Case:
       policy: FILE or DATA.
       prefetch: steps ahead.
       replicas: of each process.
+      assignment: how FILE divides the files.
     """
 
     order: dict[str, Any]
@@ -40,6 +41,7 @@ class Case:
     policy: str = "FILE"
     prefetch: int = 2
     replicas: int = 1
+    assignment: Literal["in_turn", "by_size"] = "in_turn"
 
     @property
     def workers(self) -> Sequence[int]:
@@ -65,6 +67,8 @@ CASES = {
     "windows, loader": Case({"shuffle_buffer": 3, "shuffle_files": True}, {}, prefetch=1, replicas=2),
     "mixed, drop last": Case(MIXED, {"drop_last": True}),
     "mixed, drop last, 2 loader workers": Case(MIXED, {"drop_last": True, "num_workers": 2}),
+    "by size, mixed, loader": Case(MIXED, {}, assignment="by_size"),
+    "by size, in order, 2 loader workers": Case({}, {"num_workers": 2}, assignment="by_size"),
     "DATA, mixed, bare": Case(MIXED, None, "DATA", replicas=2),
     "DATA, mixed, 2 loader workers": Case(MIXED, {"num_workers": 2}, "DATA", prefetch=0),
     "DATA, in order, drop last": Case({}, {"drop_last": True}, "DATA"),
@@ -81,7 +85,11 @@ def open_case(folder: str, name: str, num_workers: int | None = None, prefetch: 
     case = CASES[name]
     files = tdi.FileDataset(folder + "/?.txt", readers.text_lines, map_fn=int, seed=9, **case.order)
     policy = tdi.AutoShardPolicy[case.policy]
-    options = tdi.InputOptions(auto_shard_policy=policy, prefetch=case.prefetch if prefetch is None else prefetch)
+    options = tdi.InputOptions(
+        auto_shard_policy=policy,
+        prefetch=case.prefetch if prefetch is None else prefetch,
+        file_assignment=case.assignment,
+    )
     strategy = tdi.Strategy(devices=["cpu"] * case.replicas)
     if case.through is None:
         dataset = strategy.distribute_dataset(files, options, global_batch_size=G)

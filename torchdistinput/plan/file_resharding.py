@@ -15,6 +15,7 @@ from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
 from torchdistinput.errors import StateMismatch
+from torchdistinput.plan.sharding import shares_of
 
 __all__ = ["Deals", "FileCursor", "ReaderCursor", "checked_deals", "fresh_files", "redeal"]
 
@@ -88,16 +89,21 @@ class ReaderCursor(NamedTuple):
         return place
 
 
-def fresh_files(order: Sequence[int], deals: Deals) -> list[int]:
-    """The files that no worker has opened, in their order; worker ``i`` of ``W`` reads ``[i::W]`` of them.
+def fresh_files(order: Sequence[int], deals: Deals, sizes: Sequence[int] | None = None) -> list[int]:
+    """The files that no worker has opened, in their order.
+
+    ``sharding.shares_of`` divides them among the workers.
 
     Args:
       order: all files of the epoch.
       deals: the changes of the number of workers so far; see the module.
+      sizes: of each file, by its number, if files are divided by size.
     """
     fresh = list(order)
     for num_workers, *opened in deals:
-        fresh = [file for j, file in enumerate(fresh) if j // num_workers >= opened[j % num_workers]]
+        shares = shares_of(fresh, num_workers, sizes)
+        left = {file for share, count in zip(shares, opened, strict=True) for file in share[count:]}
+        fresh = [file for file in fresh if file in left]
     return fresh
 
 

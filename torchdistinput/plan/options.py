@@ -67,6 +67,11 @@ class InputOptions:
       on_error: ``"raise"``: a sample that cannot be read is an error on every rank. ``"skip"``: it is left out of its
         step, counted and logged; nothing takes its place. For map-style data and files.
       max_errors: samples that may be left out in an epoch, over all ranks; one more is an error on every rank.
+      file_assignment: how policy FILE divides files or fragments. ``"in_turn"``: worker ``i`` reads files
+        ``i, i + W, ...``, as TensorFlow. ``"by_size"``: the largest file first to the worker with the fewest bytes so
+        far, so that all workers end at about the same time; the order of a worker's files stays that of the epoch. The
+        sizes come from the listing of folders, or are asked of the filesystem; no file is opened for them. See
+        ``FileDataset(fragment_bytes=)`` for files that are too large for one worker.
       own_state: whether a ``state_dict`` of an iterable, or of its iterator, is used to resume it. ``"auto"``: where it
         takes no arguments and can be saved (plain values, tensors and arrays, 1 MiB in all), unless it is known not to
         restore exactly (a Hugging Face shuffle buffer); else the data is read again, which a warning says. After a
@@ -91,8 +96,8 @@ class InputOptions:
     Raises:
       TypeError: a value of another type.
       ValueError: ``prefetch``, ``prefetch_bytes``, ``max_errors`` or ``log_every`` is negative, ``snapshot_every`` or
-        ``timeout_seconds`` is not positive, or ``coordination``, ``partial_batch``, ``on_error`` or ``own_state`` is
-        another word.
+        ``timeout_seconds`` is not positive, or ``coordination``, ``partial_batch``, ``on_error``, ``own_state`` or
+        ``file_assignment`` is another word.
     """
 
     auto_shard_policy: AutoShardPolicy = AutoShardPolicy.AUTO
@@ -113,6 +118,7 @@ class InputOptions:
     split_fn: Callable[[Any, list[int]], Sequence[Any]] | None = None
     empty_fn: Callable[[], Any] | None = None
     own_state: Literal["auto", "use", "ignore"] = "auto"
+    file_assignment: Literal["in_turn", "by_size"] = "in_turn"
 
     def __post_init__(self) -> None:
         if not isinstance(self.auto_shard_policy, AutoShardPolicy):
@@ -133,6 +139,7 @@ class InputOptions:
         for name in ("count_fn", "split_fn", "empty_fn"):
             _check_function(name, getattr(self, name))
         _check_word("own_state", self.own_state, "auto", "use", "ignore")
+        _check_word("file_assignment", self.file_assignment, "in_turn", "by_size")
         _check_bool("with_index", self.with_index)
         _check_bool("seed_samples", self.seed_samples)
         _check_bool("fetch_to_device", self.fetch_to_device)

@@ -7,12 +7,13 @@ short, TensorFlow fails on some workers at the first read; this library raises o
 from __future__ import annotations
 
 import enum
+import heapq
 from collections.abc import Sequence
 from typing import TypeVar
 
 from torchdistinput.errors import ShardingError
 
-__all__ = ["AutoShardPolicy", "deal", "resolve_policy"]
+__all__ = ["AutoShardPolicy", "deal", "resolve_policy", "shares_of"]
 
 T = TypeVar("T")
 
@@ -83,3 +84,29 @@ def deal(items: Sequence[T], num_workers: int, worker: int) -> list[T]:
     ['b', 'd']
     """
     return list(items[worker::num_workers])
+
+
+def shares_of(order: Sequence[int], num_workers: int, sizes: Sequence[int] | None = None) -> list[list[int]]:
+    """The files of each worker, in their order.
+
+    Without sizes, worker ``i`` gets the files ``[i::W]`` of the order. With sizes (law "FILE by size"), each file goes
+    to the worker that has the fewest bytes so far, the largest file first; of equal files the first one in the order
+    comes first, and of equal workers the first one gets the file.
+
+    Args:
+      order: the numbers of the files, in order.
+      num_workers: W.
+      sizes: the size in bytes of each file, by its number.
+
+    >>> shares_of([0, 1, 2, 3, 4], 2, [9, 1, 4, 4, 1])
+    [[0, 4], [1, 2, 3]]
+    """
+    if sizes is None:
+        return [deal(order, num_workers, worker) for worker in range(num_workers)]
+    loads = [(0, worker) for worker in range(num_workers)]  # a heap
+    places: list[list[int]] = [[] for _ in range(num_workers)]
+    for place in sorted(range(len(order)), key=lambda place: -sizes[order[place]]):
+        load, worker = loads[0]
+        places[worker].append(place)
+        heapq.heapreplace(loads, (load + sizes[order[place]], worker))
+    return [[order[place] for place in sorted(mine)] for mine in places]

@@ -18,7 +18,7 @@ from torch.utils.data import (
 )
 
 from torchdistinput.batches.containers import is_tensor_collection
-from torchdistinput.errors import BatchingError, InputError
+from torchdistinput.errors import BatchingError, InputError, ShardingError
 from torchdistinput.plan.batching import check_batch_size
 from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.sharding import AutoShardPolicy, resolve_policy
@@ -111,6 +111,11 @@ def recognise(
         _refuse_shuffling(data)
     inner = data.dataset if isinstance(data, DataLoader) else data
     files = inner.names if isinstance(inner, FragmentDataset) else None
+    if files is None and options.file_assignment == "by_size":
+        raise ShardingError(
+            'file_assignment="by_size" divides files or fragments, and the data has none; a FileDataset or a '
+            "FragmentSource is needed."
+        )
     source = inner if first is None else first
     resolved = resolve_policy(
         options.auto_shard_policy,

@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from fsspec.implementations.local import LocalFileSystem
 from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
 from tests.support.epochs import raised
-from torchdistinput import readers
+from torchdistinput import SourceError, readers
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.files.steps import told_of_skew
+from torchdistinput.sources.files.steps import sizes_of, told_of_skew
 from torchdistinput.testing import run_ranks
 
 UNEVEN = (11, 9, 73, 10)  # 103 records: worker 2 of 3 has 73
@@ -112,6 +114,50 @@ def test_of_even_files_nothing_is_told(tmp_path: Path) -> None:
     for dataset in (lines(pattern), lines(sorted(map(str, (tmp_path / "data").iterdir()))), indexed):
         assert not told(dataset)
     assert not told(lines(write(tmp_path / "empty", (0, 0, 0))))
+
+
+def test_files_by_size_are_told_of_by_their_shares(tmp_path: Path) -> None:
+    dataset = lines(write(tmp_path, (11, 9, 20, 10)))
+    topology = Topology(num_workers=3, replicas_per_worker=1, worker=0)
+    cutter = Cutter(topology, shared=False, global_batch_size=10)
+    sizes = sizes_of(dataset)
+    assert sizes == [44, 36, 80, 40]
+    assert "worker 0 reads 42% of the bytes" in told_of_skew(dataset, cutter, drop_last=False)
+    assert not told_of_skew(dataset, cutter, sizes, drop_last=False)
+
+
+def test_sizes_are_asked_for_where_no_folder_was_listed_and_no_file_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pattern = write(tmp_path, (2, 1))
+    monkeypatch.setattr(LocalFileSystem, "open", None)
+    names = [f"{tmp_path}/1.txt", pattern]
+    dataset = lines(names)
+    assert dataset.num_bytes() is None
+    assert sizes_of(dataset) == [4, 8, 4] == dataset.num_bytes()
+    with pytest.raises(SourceError, match=r"9\.txt: cannot be read"):
+        sizes_of(lines([pattern, f"{tmp_path}/9.txt"]))
+
+
+class Unsized:
+    """A source that does not know how large its fragments are."""
+
+    def fragments(self) -> list[tdi.Fragment]:
+        return [tdi.Fragment("a"), tdi.Fragment("b", num_bytes=1)]
+
+    def read(self, fragment: tdi.Fragment, position: Any) -> Any:
+        yield 0, [fragment.name]
+
+
+def test_data_without_sizes_and_without_files_is_not_divided_by_size() -> None:
+    options = tdi.InputOptions(file_assignment="by_size", auto_shard_policy=tdi.AutoShardPolicy.FILE)
+    with pytest.raises(tdi.ShardingError, match="needs the size of each fragment, and one of them is not known"):
+        tdi.Strategy(["cpu"]).distribute_dataset(Unsized(), options, global_batch_size=2)
+    for data in (range(3), [torch.zeros(2)]):
+        with pytest.raises(tdi.ShardingError, match="divides files or fragments, and the data has none"):
+            tdi.Strategy(["cpu"]).distribute_dataset(data, tdi.InputOptions(file_assignment="by_size"))
+    with pytest.raises(ValueError, match="file_assignment is 'size'; it must be 'in_turn' or 'by_size'"):
+        tdi.InputOptions(file_assignment="size")  # type: ignore[arg-type]
 
 
 def steps_and_what_was_told(pattern: str, policy: str) -> tuple[int, list[str]]:

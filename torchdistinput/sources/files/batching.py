@@ -22,7 +22,7 @@ from torchdistinput.errors import SourceError, StateMismatch
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.batching import Row as Limits
 from torchdistinput.plan.file_resharding import Deals, ReaderCursor, fresh_files
-from torchdistinput.plan.sharding import deal
+from torchdistinput.plan.sharding import shares_of
 from torchdistinput.sources.files.columns import Columns, RecordList, collated
 from torchdistinput.sources.files.fragment_dataset import FragmentDataset
 from torchdistinput.sources.files.reading import RecordPlace, RecordReader, Reserved
@@ -125,6 +125,7 @@ class RecordRows(IterableDataset[Any]):
       cutter: cuts batches by the laws of ``plan``.
       collate: makes a batch of a list of decoded samples; converts a decoded record where records are ready batches.
       by_file: whether the files are dealt out to the workers (policy FILE); else each worker reads all files.
+      sizes: of all files, in bytes, if they are dealt by size.
       drop_last: whether a short last batch is dropped.
       with_index: whether the numbers of the samples are wanted.
       ready: how records that are ready batches are counted and cut.
@@ -141,6 +142,7 @@ class RecordRows(IterableDataset[Any]):
         collate: Callable[[Any], Any],
         *,
         by_file: bool,
+        sizes: Sequence[int] | None = None,
         drop_last: bool,
         with_index: bool,
         ready: ReadyFns = AS_LEAVES,
@@ -153,6 +155,7 @@ class RecordRows(IterableDataset[Any]):
         self._cutter = cutter
         self._collate = collate
         self._by_file = by_file
+        self._sizes = sizes
         self._drop_last = drop_last
         self._with_index = with_index
         self._ready = ready
@@ -183,9 +186,10 @@ class RecordRows(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Cut | KnownRows | Failure]:
         epoch, entrance = int(self._epoch), self._entrance
-        order: Sequence[int] = fresh_files(self.dataset.file_order(epoch), entrance.deals)
+        order: Sequence[int] = fresh_files(self.dataset.file_order(epoch), entrance.deals, self._sizes)
         if self._by_file:
-            order = deal(order, self._cutter.topology.num_workers, self._cutter.topology.worker)
+            topology = self._cutter.topology
+            order = shares_of(order, topology.num_workers, self._sizes)[topology.worker]
         try:
             walk = self.dataset.walk(order, epoch, entrance.place, skip=self._skip, in_ranges=self._in_ranges)
             with closing(walk):

@@ -216,6 +216,20 @@ class _Files:
         sizes = [size for size in self._sizes if size is not None]
         return sizes if len(sizes) == len(self._sizes) else None
 
+    def ask_num_bytes(self) -> list[int] | None:
+        """See ``Fragments.ask_num_bytes``: one request for each file that was named without a pattern.
+
+        Raises:
+          SourceError: naming a file that is missing or whose size cannot be asked.
+        """
+        unknown = [index for index, size in enumerate(self._sizes) if size is None]
+        if unknown:
+            with ThreadPoolExecutor(min(_MAX_ASKED_AT_ONCE, len(unknown))) as pool:
+                asked = pool.map(lambda index: file_size(self.names[index], self._storage_options), unknown)
+                found = dict(zip(unknown, asked, strict=True))
+            self._sizes = tuple(found.get(index, size) for index, size in enumerate(self._sizes))
+        return self.num_bytes()
+
     def num_records(self) -> list[int] | None:
         """See ``Fragments.num_records``: known if all files have an index. Compressed files never have one.
 

@@ -68,6 +68,9 @@ class Fragments(Protocol):
     def num_bytes(self) -> list[int] | None:
         """How large each fragment is, if that is known for all."""
 
+    def ask_num_bytes(self) -> list[int] | None:
+        """``num_bytes``; asks for the sizes that are not known, but opens nothing."""
+
 
 class FragmentDataset(IterableDataset[Any]):
     """The records of a source of fragments, as a torch ``IterableDataset`` that the library can divide.
@@ -162,6 +165,14 @@ class FragmentDataset(IterableDataset[Any]):
     def num_bytes(self) -> list[int] | None:
         """How large each fragment is, if that is known for all. Local."""
         return self._fragments.num_bytes()
+
+    def ask_num_bytes(self) -> list[int] | None:
+        """``num_bytes``; asks for the sizes that are not known, but opens nothing. Local.
+
+        Raises:
+          SourceError: naming a file that is missing or whose size cannot be asked.
+        """
+        return self._fragments.ask_num_bytes()
 
     def prepare(self, worker: int, num_workers: int) -> None:
         """Prepares for reading records in ranges, once; each worker does its part. Local."""
@@ -411,6 +422,10 @@ class _SourceFragments:
     def num_bytes(self) -> list[int] | None:
         """See ``Fragments.num_bytes``."""
         return _known_of_all([each.num_bytes for each in self._all])
+
+    def ask_num_bytes(self) -> list[int] | None:
+        """See ``Fragments.ask_num_bytes``. A source has told all that it knows."""
+        return self.num_bytes()
 
 
 class _OpenedFragment:

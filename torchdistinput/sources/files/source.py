@@ -6,9 +6,11 @@ partly read files and unopened files are dealt anew.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from hashlib import sha256
 from typing import Any, cast, final
 
 import torch
@@ -18,13 +20,13 @@ from torchdistinput.errors import StateMismatch
 from torchdistinput.plan.batching import Cutter, check_batch_size
 from torchdistinput.plan.file_resharding import ReaderCursor, fresh_files, redeal
 from torchdistinput.plan.options import InputOptions
-from torchdistinput.plan.sharding import AutoShardPolicy
+from torchdistinput.plan.sharding import AutoShardPolicy, shares_of
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.base import Exchange, RowStream
 from torchdistinput.sources.files.batching import Entrance, KnownRows, RecordRows, pass_over
 from torchdistinput.sources.files.fragment_dataset import FragmentDataset
 from torchdistinput.sources.files.position import CommonPlaces, FilesPosition, Places
-from torchdistinput.sources.files.steps import counted_steps, known_steps, told_of_skew
+from torchdistinput.sources.files.steps import counted_steps, known_steps, sizes_of, told_of_skew
 from torchdistinput.sources.in_worker import Cut, Failure, as_is
 from torchdistinput.sources.rng import Draw
 from torchdistinput.sources.split_batches import ReadyFns
@@ -95,11 +97,14 @@ class RecordSource:
         in_ranges = num_readers > 1 or (shared and topology.num_workers > 1)
         if in_ranges:
             self._dataset.prepare(topology.worker, topology.num_workers)
+        by_size = by_file and options.file_assignment == "by_size"
+        self._sizes = sizes_of(self._dataset) if by_size else None
         self._rows = RecordRows(
             self._dataset,
             self._cutter,
             collate,
             by_file=by_file,
+            sizes=self._sizes,
             drop_last=self._drop_last,
             with_index=options.with_index,
             ready=ReadyFns(options.count_fn, options.split_fn),
@@ -109,7 +114,7 @@ class RecordSource:
             strings=self._lists_strings and self._reads_here,
         )
         if options.auto_shard_policy is AutoShardPolicy.AUTO and not shared and topology.worker == 0:
-            told = told_of_skew(self._dataset, self._cutter, drop_last=self._drop_last)
+            told = told_of_skew(self._dataset, self._cutter, self._sizes, drop_last=self._drop_last)
             if told:
                 _LOG.warning("%s", told)
         self.workers = None if self._loader is None else _runs_of(self._loader)
@@ -128,6 +133,8 @@ class RecordSource:
     def fingerprint(self) -> Mapping[str, Any]:
         """See ``Source.fingerprint``."""
         facts = {"kind": "files", "batch size": self._cutter.global_batch_size, "drop_last": self._drop_last}
+        if self._sizes is not None:  # a file of another size would be dealt otherwise
+            facts["file_assignment"] = f"by_size {sha256(json.dumps(self._sizes).encode()).hexdigest()[:16]}"
         return {**facts, **self._dataset.fingerprint()}
 
     def epoch_fingerprint(self) -> Mapping[str, Any]:
@@ -199,7 +206,8 @@ class RecordSource:
         workers, (row, place) = len(found.walks), found.walks[worker]
         there = Topology(num_workers=workers, replicas_per_worker=found.num_replicas // workers, worker=worker)
         cutter = Cutter(there, workers == 1, self._cutter.global_batch_size)
-        files = fresh_files(self._dataset.file_order(epoch), found.deals)[worker::workers]
+        fresh = fresh_files(self._dataset.file_order(epoch), found.deals, self._sizes)
+        files = shares_of(fresh, workers, self._sizes)[worker]
         walk = self._dataset.walk(files, epoch, place, skip=self._options.skips)
         try:
             passed = pass_over(walk, cutter, found.rows - row, drop_last=self._drop_last)

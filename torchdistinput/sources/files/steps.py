@@ -7,10 +7,12 @@ were listed (as for a pattern), or else the numbers of files.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
+from torchdistinput.errors import ShardingError
 from torchdistinput.plan.batching import Cutter, num_batches
-from torchdistinput.plan.sharding import deal
+from torchdistinput.plan.sharding import shares_of
 from torchdistinput.sources.files.fragment_dataset import FragmentDataset
 
 __all__ = ["counted_steps", "known_steps", "told_of_skew"]
@@ -42,12 +44,31 @@ def _steps_of(records: list[int] | None, global_batch_size: int, *, drop_last: b
     return sum(records) // global_batch_size if drop_last else num_batches(sum(records), global_batch_size)
 
 
-def told_of_skew(dataset: FragmentDataset, cutter: Cutter, *, drop_last: bool) -> str:
+def sizes_of(dataset: FragmentDataset) -> list[int]:
+    """The sizes of all files, to deal them by size. Local.
+
+    Raises:
+      ShardingError: a size is not known.
+      SourceError: naming a file whose size cannot be asked.
+    """
+    sizes = dataset.ask_num_bytes()
+    if sizes is None:
+        raise ShardingError(
+            f'file_assignment="by_size" needs the size of each {dataset.kind}, and one of them is not known. Give each '
+            'Fragment its num_bytes, or use file_assignment="in_turn".'
+        )
+    return sizes
+
+
+def told_of_skew(
+    dataset: FragmentDataset, cutter: Cutter, by_size: Sequence[int] | None = None, *, drop_last: bool
+) -> str:
     """The warning for uneven files in the first epoch under FILE; empty if they are even. Local.
 
     Args:
       dataset: the files.
       cutter: how the batches of a worker are cut.
+      by_size: the sizes of the files, if they are dealt by size.
       drop_last: whether a short last batch is dropped.
     """
     order, records, sizes = dataset.file_order(0), dataset.num_records(), dataset.num_bytes()
@@ -55,7 +76,7 @@ def told_of_skew(dataset: FragmentDataset, cutter: Cutter, *, drop_last: bool) -
     if known is None:
         known, what = [1] * len(order), "files"
     workers = range(cutter.topology.num_workers)
-    shares = [sum(deal([known[file] for file in order], len(workers), worker)) for worker in workers]
+    shares = [sum(known[file] for file in share) for share in shares_of(order, len(workers), by_size)]
     most, total = max(shares), sum(shares)
     if not total:
         return ""
@@ -73,8 +94,8 @@ def told_of_skew(dataset: FragmentDataset, cutter: Cutter, *, drop_last: bool) -
         f"policy FILE deals {len(order)} file(s) out to {len(workers)} workers: worker {shares.index(most)} reads "
         f"{_part(most, total)} of the {what}, worker {shares.index(min(shares))} {_part(min(shares), total)}. "
         f"{'If ' * (what == 'files')}{first} epoch takes {steps} under policy DATA, as it lasts until the worker with "
-        "the most is done, and the others have empty batches meanwhile. Use auto_shard_policy=AutoShardPolicy.DATA, or "
-        "more files of about one size."
+        "the most is done, and the others have empty batches meanwhile. Use auto_shard_policy=AutoShardPolicy.DATA, "
+        'file_assignment="by_size", or more files of about one size.'
     )
 
 
