@@ -528,4 +528,4 @@ def facts_of(source: Source, policy: str, options: InputOptions) -> Mapping[str,
     for name in ("count_fn", "split_fn", "empty_fn"):  # functions of two processes cannot be compared
         asked[name] = asked[name] is not None
     parts = {SAMPLES: source.part} if isinstance(source, TellsPart) else {}
-    return {**source.fingerprint(), **parts, **alone, **asked, "policy": policy}
+    return {**source.fingerprint(), **alone, **asked, "policy": policy, **parts}  # only some policies need equal parts

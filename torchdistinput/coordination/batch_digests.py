@@ -26,18 +26,17 @@ from torchdistinput.batches.containers import open_container
 from torchdistinput.step_types import LocalStep
 
 __all__ = [
-    "BATCHES_BETWEEN",
     "BatchDigests",
     "digest_of_batch",
     "digest_of_element",
     "digest_of_read",
+    "longer_gap",
     "number_of_size",
     "take_for_read",
     "words_of",
 ]
 
-BATCHES_BETWEEN: Final = 64
-"""Batches from one digest to the next."""
+_LONGEST_GAP: Final = 64
 _DIGEST: Final = 1 << 62  # this bit is set in a digest, and not in the number for a size (``number_of_size``)
 _MOST_ITEMS: Final = 6
 _MOST_PARTS: Final = 12
@@ -53,22 +52,30 @@ _PLAIN: Final = (str, bytes, int, float, bool, type(None))
 
 @final
 class BatchDigests:
-    """Computes a digest of the pieces for the first row of an epoch, and for each 64th row after it."""
+    """Computes a digest of the pieces for the first row of an epoch, and after it as ``longer_gap`` says."""
 
     def __init__(self) -> None:
-        self._until_next = 0
+        self._until_next, self._gap = 0, 1
 
     def next(self, row: Sequence[Any]) -> int:
         """The digest of the next row; 1 for a row without a digest (0 stands for the end of the data). Local."""
         if self._until_next:
             self._until_next -= 1
             return 1
-        self._until_next = BATCHES_BETWEEN - 1
+        self._until_next, self._gap = self._gap - 1, longer_gap(self._gap)
         return digest_of_batch(row)
 
     def __call__(self, step: LocalStep, row: Sequence[Any]) -> None:
         """Writes the digest of a row into its step. Local."""
         step.read = self.next(row)
+
+
+def longer_gap(gap: int) -> int:
+    """The batches from one digest to the next, given those to this one: 1, 2, 4, and so on; at most 64. Local.
+
+    Ranks that read different data often begin alike, for example with a common part. A short epoch has few batches.
+    """
+    return min(2 * gap, _LONGEST_GAP)
 
 
 def take_for_read(step: LocalStep, row: Sequence[Any]) -> None:

@@ -29,6 +29,11 @@ class Unread(Dataset[Any]):
 
 WHOLE = Unread()
 DIFFERENT: dict[str, tuple[Any, Any]] = {
+    "a list": ([1, 2], [3, 4]),
+    "a list of samples": ([(torch.zeros(2), "a")], [(torch.ones(2), "a")]),
+    "a range": (range(0, 8, 2), range(1, 8, 2)),
+    "an array": (np.arange(4), np.arange(4, 8)),
+    "a subset of a list": (Subset([1, 2], [0]), Subset([3, 4], [0])),  # type: ignore[arg-type]
     "a subset": (Subset(WHOLE, range(0, 8, 2)), Subset(WHOLE, range(1, 8, 2))),
     "a list of indices": (Subset(WHOLE, [0, 1]), Subset(WHOLE, [2, 3])),
     "a subset's subset": (Subset(Subset(WHOLE, [0, 1, 2]), [0, 1]), Subset(Subset(WHOLE, [3, 4, 5]), [0, 1])),
@@ -57,6 +62,7 @@ ALIKE: dict[str, tuple[Any, Any]] = {
     "folders": (Unread(2, files=["/node0/a", "/node0/b"]), Unread(2, files=["/node1/a", "/node1/b"])),
     "lists of another length": (Unread(2, names=["a"]), Unread(2, names=["b"])),
     "samples in a list": (Unread(1, data=[torch.zeros(2)]), Unread(1, data=[torch.ones(2)])),
+    "objects in a list": ([object()], [object()]),
     "an index as a range": (Subset(WHOLE, range(3)), Subset(WHOLE, [0, 1, 2])),
 }
 
@@ -67,7 +73,7 @@ def test_what_may_differ_from_rank_to_rank_counts_for_nothing(one: Any, other: A
 
 
 def test_nothing_is_told_of_a_dataset_that_keeps_nothing() -> None:
-    assert part_of(WHOLE) == part_of([1, 2]) == part_of(Subset(WHOLE, [])) == ""
+    assert part_of(WHOLE) == part_of([]) == part_of(Subset(WHOLE, [])) == ""
 
 
 def test_the_indices_of_a_subset_are_told_in_words() -> None:

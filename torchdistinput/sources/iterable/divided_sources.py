@@ -2,9 +2,10 @@
 
 Under policy DATA every rank must have the same data, and takes its part of it. For an opaque iterable, the ranks
 compare the batches that they read (see ``batch_digests``). For map-style data each rank reads other samples, so the
-ranks compare facts that are known without reading a sample: the indices of a ``Subset``, a few bytes of tensors in
-memory, a few rows of an Arrow table, and the names of files or samples that a dataset keeps in a list. Reading a sample
-might draw random numbers, count, or take long. So a user's dataset that picks samples by its rank is not detected.
+ranks compare facts that are known without reading a sample: the indices of a ``Subset``, a few entries of a list, a few
+bytes of tensors in memory, a few rows of an Arrow table, and the names of files or samples that a dataset keeps in a
+list. Reading a sample might draw random numbers, count, or take long. So a user's dataset that picks samples by its
+rank is not detected.
 """
 
 from __future__ import annotations
@@ -123,6 +124,10 @@ def _told_of(dataset: Any, depth: int) -> Iterator[int]:
     elif isinstance(dataset, ConcatDataset):
         for each in dataset.datasets[:_MOST_INSIDE]:
             yield from _told_of(each, depth - 1)
+    elif isinstance(dataset, list | tuple | range) and dataset:  # these are the samples themselves
+        yield _joined(map(digest_of_read, dataset[:: -(-len(dataset) // _MOST_COMPARED)]))
+    elif isinstance(dataset, np.ndarray | torch.Tensor):
+        yield digest_of_read(dataset)
     elif _library_of(dataset) == "datasets" and hasattr(dataset, "with_format"):
         yield _rows_of_arrow(dataset)
     elif isinstance(dataset, Dataset):
@@ -140,7 +145,8 @@ def _attributes_of(dataset: Dataset[Any], depth: int) -> Iterator[int]:
     """The attributes that describe a dataset's samples: indices or names, one for each, and a wrapped dataset."""
     length = length_of(dataset)
     for name, value in sorted(getattr(dataset, "__dict__", {}).items()):
-        if isinstance(value, Dataset) or _library_of(value) == "datasets":
+        is_inside = isinstance(value, Dataset) or _library_of(value) == "datasets"
+        if is_inside or (name == "dataset" and isinstance(dataset, Subset)):
             yield from _told_of(value, depth - 1)
         elif length and _is_sequence(value) and len(value) == length:
             some = value[:: -(-length // _MOST_COMPARED)]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast, final
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from torchdistinput.coordination.batch_digests import BATCHES_BETWEEN, digest_of_element
+from torchdistinput.coordination.batch_digests import digest_of_element, longer_gap
 from torchdistinput.errors import StateMismatch
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.sources.in_worker import ENDS, Cut, Failure, OnFailure, cut_of
@@ -150,7 +150,7 @@ class CapturingIterator(Iterator[Any]):
       number: the number of the first element.
       on_failure: how a failure of the iterator is handled.
       compares: whether the ranks compare batches. Then the first elements of some batches are ``Marked``: of the first
-        batch that is given, and of every 64th after it. The count starts anew whenever the reading does.
+        batch that is given, and after it as ``longer_gap`` says. The count starts anew whenever the reading does.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class CapturingIterator(Iterator[Any]):
     def _expect_marks(self) -> None:
         """Prepares for the next element to begin the first batch that is given."""
         self._state_due = self._next_state() if self._kept else -1
-        self._compare_due = self._number if self._compares else -1
+        self._compare_due, self._gap = self._number if self._compares else -1, 1
         self._find_due()
 
     def _next_state(self) -> int:
@@ -263,7 +263,8 @@ class CapturingIterator(Iterator[Any]):
             snapshot = self._kept.snapshot()
             self._state_due = -1 if snapshot.reads_again else self._number + self._interval
         if compared:
-            self._compare_due += BATCHES_BETWEEN * self._per_batch
+            self._compare_due += self._gap * self._per_batch
+            self._gap = longer_gap(self._gap)
         self._find_due()
         element = self._next()
         if isinstance(element, Failure):
