@@ -11,7 +11,7 @@ import pytest
 
 import torchdistinput.plan
 from torchdistinput.errors import ShardingError
-from torchdistinput.plan.sharding import AutoShardPolicy, deal, resolve_policy, shares_of
+from torchdistinput.plan.sharding import AutoShardPolicy, deal, parts_of, resolve_policy, shares_of
 
 AUTO, FILE, DATA, HINT, OFF = (
     AutoShardPolicy.AUTO,
@@ -121,9 +121,19 @@ def test_files_of_one_size_are_dealt_as_without_sizes() -> None:
         assert shares_of(order, workers) == [order[worker::workers] for worker in range(workers)]
 
 
+def test_the_parts_of_a_file_are_few_and_even_and_make_up_the_file() -> None:
+    for size, largest in itertools.product(range(40), range(1, 45)):
+        parts = parts_of(size, largest)
+        assert [byte for start, end in parts for byte in range(start, end)] == list(range(size))
+        sizes = [end - start for start, end in parts]
+        assert max(sizes) <= largest
+        assert max(sizes) - min(sizes) <= 1
+        assert (len(parts) - 1) * largest < max(1, size)
+
+
 def test_half_of_all_bytes_in_one_file_that_is_cut_are_spread_evenly() -> None:
-    """16 files, half of everything in the first, which is cut in pieces of a 64th of it: the issue's figures."""
-    sizes = [6400 * 15 // 64] * 64 + [6400] * 15
+    """16 files, half of everything in the first."""
+    sizes = [end - start for size in (96_000, *[6400] * 15) for start, end in parts_of(size, 1600)]
     for workers in range(1, 9):
         loads = [sum(sizes[file] for file in share) for share in shares_of(range(len(sizes)), workers, sizes)]
         assert max(loads) <= 1.05 * sum(loads) / workers

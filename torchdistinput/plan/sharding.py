@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import enum
 import heapq
+import itertools
 from collections.abc import Sequence
 from typing import TypeVar
 
 from torchdistinput.errors import ShardingError
 
-__all__ = ["AutoShardPolicy", "deal", "resolve_policy", "shares_of"]
+__all__ = ["AutoShardPolicy", "deal", "parts_of", "resolve_policy", "shares_of"]
 
 T = TypeVar("T")
 
@@ -110,3 +111,18 @@ def shares_of(order: Sequence[int], num_workers: int, sizes: Sequence[int] | Non
         places[worker].append(place)
         heapq.heapreplace(loads, (load + sizes[order[place]], worker))
     return [[order[place] for place in sorted(mine)] for mine in places]
+
+
+def parts_of(size: int, largest: int) -> list[tuple[int, int]]:
+    """The ranges in bytes of the parts of a file: as few as may be, and equally large but for one byte.
+
+    Args:
+      size: how many bytes the file has; an empty file is one part.
+      largest: how many bytes a part may have.
+
+    >>> parts_of(10, 4)
+    [(0, 3), (3, 6), (6, 10)]
+    """
+    count = max(1, -(-size // largest))
+    ends = [size * number // count for number in range(count + 1)]
+    return list(itertools.pairwise(ends))

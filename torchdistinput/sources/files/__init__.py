@@ -2,6 +2,7 @@
 
 - ``dataset``: ``FileDataset``, ``list_files``.
 - ``fragment_dataset``: ``FragmentDataset``, the base of ``FileDataset``: order, reading, decoding.
+- ``parts``: Large files in parts.
 - ``plain_epochs``: The epoch counter of datasets in plain torch.
 - ``source``: The source for such a dataset; resumes, also in another world.
 - ``batching``: Divides the decoding among ranks and loader workers, and cuts batches.

@@ -17,9 +17,10 @@ from torchdistinput.plan.permutation import shuffled
 from torchdistinput.sources.checks import as_object, check_callable, checked_int
 from torchdistinput.sources.files.fragment_dataset import FragmentDataset
 from torchdistinput.sources.files.glob import FileNames, expand, listed
-from torchdistinput.sources.files.io import OpenedFile, check_compression, file_size, open_file
+from torchdistinput.sources.files.io import OpenedFile, check_compression, file_size, is_plain, open_file
 from torchdistinput.sources.files.open_file import Opened, Read
-from torchdistinput.sources.files.reader_api import Layout, blocks_of, decoder_of, kind_of, layout_of
+from torchdistinput.sources.files.parts import FilePart, cut_file, reader_of_part
+from torchdistinput.sources.files.reader_api import Layout, blocks_of, decoder_of, kind_of, layout_of, next_start_of
 from torchdistinput.sources.files.record_index import IndexFolder
 from torchdistinput.sources.files.retry import one_line
 
@@ -97,6 +98,11 @@ class FileDataset(FragmentDataset):
       storage_options: arguments of the fsspec filesystem.
       compression: ``"infer"`` by the ends of the names, a name that fsspec knows, or ``None`` for the bytes as stored.
       index_folder: a local folder, seen by all ranks, for indices of the files; see ``build_index``. ``None``: without.
+      fragment_bytes: a file with more bytes is read in equal parts of at most so many bytes, as if each part were a
+        file: it is dealt out, interleaved, shuffled and numbered on its own. The parts follow from the sizes of the
+        files, without opening one. For files that are not compressed, and the readers ``text_lines``, ``json_lines``,
+        ``fixed_length_records``, ``npy_rows`` and ``parquet``, or any reader with an ``index_folder``. ``None``: files
+        are read whole.
 
     Raises:
       TypeError, ValueError: for arguments that cannot be right.
@@ -118,12 +124,15 @@ class FileDataset(FragmentDataset):
         storage_options: Mapping[str, Any] | None = None,
         compression: str | None = "infer",
         index_folder: str | os.PathLike[str] | None = None,
+        fragment_bytes: int | None = None,
     ) -> None:
         check_callable("read", read)
         if storage_options is not None and not isinstance(as_object(storage_options), Mapping):
             raise TypeError(f"storage_options must be a mapping of argument names to values, got {storage_options!r}")
         check_compression(compression)
-        self._files = _Files(files, read, storage_options, compression, index_folder)
+        if fragment_bytes is not None:
+            checked_int("fragment_bytes", fragment_bytes, at_least=1)
+        self._files = _Files(files, read, storage_options, compression, index_folder, fragment_bytes)
         shuffle = ("shuffle_files", shuffle_files)
         if (decode := decoder_of(read)) is not None:
             if map_fn is not None:
@@ -134,7 +143,12 @@ class FileDataset(FragmentDataset):
     @property
     def files(self) -> tuple[str, ...]:
         """The names of the files. Local."""
-        return self.names
+        return self._files.files
+
+    @property
+    def needs_preparing(self) -> bool:
+        """See ``FragmentDataset.needs_preparing``. Local."""
+        return self._files.needs_indices
 
     @property
     def yields_strings(self) -> bool:
@@ -188,6 +202,7 @@ class _Files:
       storage_options: arguments of the filesystem.
       compression: see ``FileDataset``.
       index_folder: see ``FileDataset``.
+      fragment_bytes: see ``FileDataset``.
     """
 
     kind = "file"
@@ -199,6 +214,7 @@ class _Files:
         storage_options: Mapping[str, Any] | None,
         compression: str | None,
         index_folder: str | os.PathLike[str] | None,
+        fragment_bytes: int | None,
     ) -> None:
         self.read = read
         self.in_blocks = blocks_of(read) is not None
@@ -206,15 +222,24 @@ class _Files:
         self._compression = compression
         self.indices = None if index_folder is None else IndexFolder(index_folder, read)
         found = listed(files, storage_options)
-        self.names = tuple(each.name for each in found)
-        self._sizes = tuple(each.size for each in found)
+        self.files = tuple(each.name for each in found)
+        self._sizes = [each.size for each in found]
+        if fragment_bytes is not None:
+            self._check_can_be_cut()
+            self._ask_sizes()
+        largest = [fragment_bytes if is_plain(name, compression) else None for name in self.files]
+        cut = map(cut_file, self.files, self._sizes, largest)
+        self._parts = tuple(part for parts in cut for part in parts)
+        self.names = tuple(part.name for part in self._parts)
+        self.needs_indices = len(self._parts) > len(self.files) and not (next_start_of(read) or layout_of(read))
         self._records: list[int] | None = None
         self._counted: list[int] | None = None
 
     def num_bytes(self) -> list[int] | None:
         """See ``Fragments.num_bytes``: the stored sizes, if the listing of folders gave all of them."""
-        sizes = [size for size in self._sizes if size is not None]
-        return sizes if len(sizes) == len(self._sizes) else None
+        sizes = [part.size for part in self._parts]
+        known = [size for size in sizes if size is not None]
+        return known if len(known) == len(sizes) else None
 
     def ask_num_bytes(self) -> list[int] | None:
         """See ``Fragments.ask_num_bytes``: one request for each file that was named without a pattern.
@@ -222,13 +247,30 @@ class _Files:
         Raises:
           SourceError: naming a file that is missing or whose size cannot be asked.
         """
+        self._ask_sizes()
+        sizes = dict(zip(self.files, self._sizes, strict=True))
+        self._parts = tuple(
+            FilePart(part.file, 0, sizes[part.file], sizes[part.file]) if part.whole is None else part
+            for part in self._parts
+        )
+        return self.num_bytes()
+
+    def _ask_sizes(self) -> None:
         unknown = [index for index, size in enumerate(self._sizes) if size is None]
         if unknown:
             with ThreadPoolExecutor(min(_MAX_ASKED_AT_ONCE, len(unknown))) as pool:
-                asked = pool.map(lambda index: file_size(self.names[index], self._storage_options), unknown)
-                found = dict(zip(unknown, asked, strict=True))
-            self._sizes = tuple(found.get(index, size) for index, size in enumerate(self._sizes))
-        return self.num_bytes()
+                asked = pool.map(lambda index: file_size(self.files[index], self._storage_options), unknown)
+                for index, size in zip(unknown, asked, strict=True):
+                    self._sizes[index] = size
+
+    def _check_can_be_cut(self) -> None:
+        known = [self.indices, next_start_of(self.read), layout_of(self.read)]
+        if not self.in_blocks or known == [None, None, None]:
+            raise ValueError(
+                f"fragment_bytes was given with the reader {self.read!r:.100}, whose files cannot be read in parts: "
+                "those of text_lines, json_lines, fixed_length_records, npy_rows and parquet can, and those of "
+                "tfrecords and webdataset with an index_folder"
+            )
 
     def num_records(self) -> list[int] | None:
         """See ``Fragments.num_records``: known if all files have an index. Compressed files never have one.
@@ -259,13 +301,14 @@ class _Files:
         return self._counted
 
     def _records_in(self, index: int) -> int | None:
-        with closing(open_file(self.names[index], self._compression, self._storage_options)) as opened:
-            layout = self._layout(opened)
+        opened, _, layout = self.open(index, in_ranges=True)
+        opened.close()
         return None if layout is None else layout.records
 
     def _records_of(self, index: int) -> int | None:
-        indices, name, size = self.indices, self.names[index], self._sizes[index]
-        if indices is None or not indices.has(name):
+        indices, part = self.indices, self._parts[index]
+        name, size = part.file, part.whole
+        if indices is None or not part.is_whole or not indices.has(name):
             return None
         return indices.records(name, file_size(name, self._storage_options) if size is None else size)
 
@@ -280,9 +323,13 @@ class _Files:
 
     def open(self, index: int, *, in_ranges: bool) -> tuple[Opened, Read, Layout | None]:
         """See ``Fragments.open``."""
-        opened = open_file(self.names[index], self._compression, self._storage_options)
+        part = self._parts[index]
+        opened = open_file(part.file, self._compression, self._storage_options)
+        find_layout = partial(self._layout, opened)
         try:
-            return opened, self.read, self._layout(opened) if in_ranges else None
+            if part.is_whole:
+                return opened, self.read, find_layout() if in_ranges else None
+            return opened, *reader_of_part(part, opened, self.read, find_layout, in_ranges=in_ranges)
         except BaseException:
             opened.close()
             raise
@@ -315,7 +362,7 @@ class _Files:
                     )
 
     def _stored_size(self, index: int) -> int | None:
-        name = self.names[index]
+        name = self._parts[index].file
         try:
             return file_size(name, self._storage_options)
         except SourceError as error:

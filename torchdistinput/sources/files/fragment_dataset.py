@@ -174,6 +174,11 @@ class FragmentDataset(IterableDataset[Any]):
         """
         return self._fragments.ask_num_bytes()
 
+    @property
+    def needs_preparing(self) -> bool:
+        """Whether ``prepare`` is needed also for reading whole fragments. Local."""
+        return False
+
     def prepare(self, worker: int, num_workers: int) -> None:
         """Prepares for reading records in ranges, once; each worker does its part. Local."""
 

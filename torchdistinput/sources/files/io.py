@@ -31,7 +31,7 @@ from torchdistinput.sources.files.retry import (
     retried,
 )
 
-__all__ = ["OpenedFile", "check_compression", "file_size", "filesystem_of", "open_file", "skip_to"]
+__all__ = ["OpenedFile", "check_compression", "file_size", "filesystem_of", "is_plain", "open_file", "skip_to"]
 
 _BUFFER_BYTES = 1 << 16  # the size of the readers' requests, which are then served without another copy
 _DROPPED_BYTES = 1 << 20
@@ -244,6 +244,13 @@ def file_size(name: str, storage_options: Mapping[str, Any] | None = None) -> in
 def _ask_size(name: str, storage_options: Mapping[str, Any]) -> Any:
     filesystem, path = filesystem_of(name, storage_options)
     return filesystem.size(path)
+
+
+def is_plain(name: str, compression: str | None) -> bool:
+    """Whether a file of this name is stored as it is, by its name alone. Local."""
+    from fsspec.utils import infer_compression
+
+    return (infer_compression(name) if compression == "infer" else compression) is None
 
 
 def check_compression(compression: str | None) -> None:

@@ -48,6 +48,7 @@ __all__ = [
     "in_blocks",
     "kind_of",
     "layout_of",
+    "next_start_of",
 ]
 
 BLOCK_BYTES: Final = 1 << 16
@@ -151,6 +152,8 @@ LayoutOf: TypeAlias = Callable[..., Layout | None]
 """Finds the layout of a file from its content (at its start) and its size in bytes; ``None`` if it must be read."""
 StartsOf: TypeAlias = Callable[[BinaryIO], Iterator[npt.NDArray[np.int64]]]
 """Finds the offsets of the records of a file, in pieces, by reading its content (from its start)."""
+NextStart: TypeAlias = Callable[[BinaryIO, int], int]
+"""Finds the offset of the first record that starts at an offset or behind it; the end of the file if there is none."""
 Decoder: TypeAlias = Callable[[Any], Any]
 """Decodes a record."""
 DecoderOf: TypeAlias = Callable[..., Decoder | None]
@@ -165,6 +168,7 @@ class BlockReader(Generic[P, T]):
       blocks: the function.
       layout: finds the records by the size of a file.
       starts: finds the records by reading the file.
+      next_start: finds a record behind an offset.
       decoder: makes the decoder of the records.
       records: the type of all records: strings, or rows of arrays; ``None``: any.
     """
@@ -178,6 +182,7 @@ class BlockReader(Generic[P, T]):
         layout: LayoutOf | None = None,
         starts: StartsOf | None = None,
         *,
+        next_start: NextStart | None = None,
         decoder: DecoderOf | None = None,
         records: RecordKind | None = None,
     ) -> None:
@@ -188,6 +193,7 @@ class BlockReader(Generic[P, T]):
         self.blocks = blocks
         self.layout = layout
         self.starts = starts
+        self.next_start = next_start
         self.decoder = decoder
         self.records = records
 
@@ -213,6 +219,7 @@ def in_blocks(
     *,
     layout: LayoutOf | None = None,
     starts: StartsOf | None = None,
+    next_start: NextStart | None = None,
     decoder: DecoderOf | None = None,
     records: RecordKind | None = None,
 ) -> Callable[[Callable[Concatenate[BinaryIO, int, P], Iterator[Block[T]]]], BlockReader[P, T]]: ...
@@ -223,6 +230,7 @@ def in_blocks(
     *,
     layout: LayoutOf | None = None,
     starts: StartsOf | None = None,
+    next_start: NextStart | None = None,
     decoder: DecoderOf | None = None,
     records: RecordKind | None = None,
 ) -> Any:
@@ -250,6 +258,8 @@ def in_blocks(
         arguments, which returns a ``Layout`` or ``None``. A rank then reads only its part of the file (DATA).
       starts: yields the offsets of the records, by reading the file, for the index of
         ``FileDataset(index_folder=...)``: a function of the file alone, so the keyword arguments must not move records.
+      next_start: a function of the file and an offset, which returns the offset of the first record that starts there
+        or behind it, or the size of the file. Then files are read in parts by ``FileDataset(fragment_bytes=...)``.
       decoder: a function of the same keyword arguments, which returns a function that decodes one record, or ``None``.
         As ``map_fn``, it is called for the records that are kept, and no others.
       records: the type of all records, if it is certain: ``"strings"``, or ``"rows"`` of arrays, which are stacked at
@@ -260,8 +270,10 @@ def in_blocks(
       at the top of its module.
     """
     if blocks is None:
-        return partial(BlockReader, layout=layout, starts=starts, decoder=decoder, records=records)
-    return BlockReader(blocks, layout, starts, decoder=decoder, records=records)
+        return partial(
+            BlockReader, layout=layout, starts=starts, next_start=next_start, decoder=decoder, records=records
+        )
+    return BlockReader(blocks, layout, starts, next_start=next_start, decoder=decoder, records=records)
 
 
 def blocks_of(read: Callable[..., Iterable[Any]]) -> Callable[[BinaryIO, int], Iterator[Block[Any]]] | None:
@@ -281,6 +293,12 @@ def layout_of(read: Callable[..., Iterable[Any]]) -> Callable[[BinaryIO, int], L
         inner = layout_of(read.func)
         return None if inner is None else partial(inner, **read.keywords)
     return read.layout if isinstance(read, BlockReader) else None
+
+
+def next_start_of(read: Callable[..., Iterable[Any]]) -> NextStart | None:
+    """The function that finds a record behind an offset; ``None`` for other readers."""
+    inner = read.func if isinstance(read, partial) and not read.args else read
+    return inner.next_start if isinstance(inner, BlockReader) else None
 
 
 def decoder_of(read: Callable[..., Iterable[Any]]) -> Decoder | None:

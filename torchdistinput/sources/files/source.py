@@ -95,7 +95,7 @@ class RecordSource:
         # If several workers read the same batches, each reads only its own part of them, if the files allow it.
         num_readers = 1 if self._loader is None else max(1, self._loader.num_workers)
         in_ranges = num_readers > 1 or (shared and topology.num_workers > 1)
-        if in_ranges:
+        if in_ranges or self._dataset.needs_preparing:
             self._dataset.prepare(topology.worker, topology.num_workers)
         by_size = by_file and options.file_assignment == "by_size"
         self._sizes = sizes_of(self._dataset) if by_size else None

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchdistinput.errors import SourceError
-from torchdistinput.sources.files.formats.text import BOM, blocks_of_lines, not_utf8
+from torchdistinput.sources.files.formats.text import BOM, blocks_of_lines, next_line, not_utf8
 from torchdistinput.sources.files.reader_api import BLOCK_BYTES, Block, grouped, in_blocks
 
 __all__ = ["json_lines"]
@@ -30,7 +30,7 @@ def _starts_of_json(file: BinaryIO) -> Iterator[npt.NDArray[np.int64]]:
         yield np.array(starts, np.int64)
 
 
-@in_blocks(starts=_starts_of_json)
+@in_blocks(starts=_starts_of_json, next_start=next_line)
 def json_lines(file: BinaryIO, offset: int) -> Iterator[Block[Any]]:
     """Yields the value of each line of a JSON Lines file; blank lines are passed over.
 

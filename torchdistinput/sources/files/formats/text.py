@@ -13,7 +13,7 @@ from torchdistinput.errors import SourceError
 from torchdistinput.sources.files.io import skip_to
 from torchdistinput.sources.files.reader_api import BLOCK_BYTES, Block, in_blocks
 
-__all__ = ["BOM", "blocks_of_lines", "not_utf8", "text_lines"]
+__all__ = ["BOM", "blocks_of_lines", "next_line", "not_utf8", "text_lines"]
 
 BOM: Final = codecs.BOM_UTF8.decode()
 _SCANNED_BYTES: Final = 1 << 20
@@ -31,7 +31,21 @@ def _starts_of_lines(file: BinaryIO) -> Iterator[npt.NDArray[np.int64]]:
         yield np.array([start])
 
 
-@in_blocks(starts=_starts_of_lines, records="strings")
+def next_line(file: BinaryIO, offset: int) -> int:
+    """See ``in_blocks``: the start of the first line that starts at an offset or behind it, or the end of the file."""
+    if not offset:
+        return 0
+    at = offset - 1
+    file.seek(at)
+    while chunk := file.read(BLOCK_BYTES):
+        found = chunk.find(b"\n")
+        if found >= 0:
+            return at + found + 1
+        at += len(chunk)
+    return at
+
+
+@in_blocks(starts=_starts_of_lines, next_start=next_line, records="strings")
 def text_lines(file: BinaryIO, offset: int) -> Iterator[Block[str]]:
     r"""Yields the lines of a UTF-8 text, without their ends (``\n`` or ``\r\n``) and without a byte order mark.
 

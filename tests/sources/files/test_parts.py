@@ -1,0 +1,203 @@
+"""Files in parts: each record is in one part, whichever way the parts are read, and each part is entered anywhere."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fsspec.implementations.local import LocalFileSystem
+from torch.utils.data import DataLoader
+
+import torchdistinput as tdi
+from tests.sources.files.test_record_index import FILES, INDEXED, dataset, plain, written
+from tests.sources.files.test_webdataset import tar
+from torchdistinput import FileDataset, SourceError, readers
+from torchdistinput.sources.files.formats.text import next_line
+from torchdistinput.testing import run_ranks
+
+KINDS = [*FILES]
+SIZES = (1, 7, 40, 1000)
+
+
+@pytest.mark.parametrize("largest", SIZES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_record_is_in_one_part_and_each_part_is_entered_anywhere(kind: str, largest: int, tmp_path: Path) -> None:
+    whole = dataset(tmp_path, kind)
+    wanted = plain(list(whole.walk(range(len(whole.names)), 0)))
+    sizes = [Path(name).stat().st_size for name in whole.files]
+    largest = max(largest, max(sizes) // 60)
+    index: Any = {"index_folder": tmp_path / "indices"} if kind in INDEXED else {}
+    data = FileDataset(whole.files, FILES[kind][0], fragment_bytes=largest, **index)
+    assert data.files == whole.files
+    assert len(data.names) == sum(max(1, -(-size // largest)) for size in sizes)
+    order = range(len(data.names))
+    assert plain(list(data.walk(order, 0))) == wanted
+    for in_ranges, count in itertools.product((False, True), (1, 3)):
+        walk, at = data.walk(order, 0, in_ranges=in_ranges), 0
+        while taken := walk.reserve(count)[:] if in_ranges else walk.take(count):
+            assert plain([*taken]) == wanted[at : at + count]
+            at += len(taken)
+            rest = data.walk(order, 0, walk.position(), in_ranges=not in_ranges)
+            assert plain([*rest.take(2)] if in_ranges else [*rest.reserve(2)[:]]) == wanted[at : at + 2]
+        assert at == len(wanted)
+
+
+def test_parts_are_found_by_sizes_and_no_file_is_opened_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = written(tmp_path, "text")
+    monkeypatch.setattr(LocalFileSystem, "open", None)
+    data = FileDataset([*names, f"{tmp_path}/*.data"], readers.text_lines, fragment_bytes=9)
+    assert data.names[:3] == (f"{names[0]}[0:5]", f"{names[0]}[5:10]", names[1])
+    assert data.num_bytes() == [5, 5, 0, 9, 9, 8] * 2
+
+
+def test_compressed_files_stay_whole_and_one_that_hides_it_is_read_with_its_first_part(tmp_path: Path) -> None:
+    content = b"".join(b"line %d\n" % number for number in range(50))
+    (tmp_path / "a.gz").write_bytes(gzip.compress(content))
+    lines = content.decode().splitlines()
+    data = FileDataset(f"{tmp_path}/a.gz", readers.text_lines, fragment_bytes=10)
+    assert data.names == data.files
+    assert list(data) == lines
+    hidden = FileDataset(f"{tmp_path}/a.gz", readers.npy_rows, compression=None, fragment_bytes=10)
+    with pytest.raises(SourceError, match=r"a\.gz\[0:\d+\]: this is not a \.npy file"):
+        list(hidden)
+
+
+def test_lines_longer_than_a_part_leave_parts_without_a_record(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"x" * 300_000 + b"\n" + b"y\n" * 3)
+    data = FileDataset(f"{tmp_path}/a.txt", readers.text_lines, fragment_bytes=50_000)
+    found = [len(list(data.walk([part], 0))) for part in range(len(data.names))]
+    assert found == [1, 0, 0, 0, 0, 0, 3]
+    with (tmp_path / "a.txt").open("rb") as file:
+        assert [next_line(file, at) for at in (0, 1, 300_000, 300_001, 300_002, 300_007)] == [
+            0, 300_001, 300_001, 300_001, 300_003, 300_007,
+        ]  # fmt: skip
+
+
+def test_a_file_that_changed_since_it_was_cut_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("1\n2\n3\n")
+    data = FileDataset(f"{tmp_path}/a.txt", readers.text_lines, fragment_bytes=2)
+    (tmp_path / "a.txt").write_text("1\n2\n3\n4\n")
+    with pytest.raises(SourceError, match=r"a\.txt\[0:2\]: the file has 8 bytes, but had 6 when it was cut in parts"):
+        list(data)
+
+
+@pytest.mark.parametrize("read", [readers.csv_rows, readers.tfrecords, readers.webdataset(), iter])
+def test_readers_whose_files_cannot_be_cut_are_refused(read: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="fragment_bytes was given with the reader .*, whose files cannot be read in"):
+        FileDataset(["a"], read, fragment_bytes=100)
+    with pytest.raises(ValueError, match="fragment_bytes must be at least 1"):
+        FileDataset(["a"], readers.text_lines, fragment_bytes=0)
+
+
+def test_parts_of_parquet_have_records_of_some_row_groups(tmp_path: Path) -> None:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    pq.write_table(pa.table({"x": range(50), "y": range(50)}), tmp_path / "a.parquet", row_group_size=16)
+    whole = FileDataset(f"{tmp_path}/a.parquet", readers.parquet(["x"]))
+    data = FileDataset(f"{tmp_path}/a.parquet", readers.parquet(["x"]), fragment_bytes=300)
+    assert len(data.names) > 3
+    assert sum(data.count_records() or []) == 50
+    for in_ranges in (False, True):
+        walk = data.walk(range(len(data.names)), 0, in_ranges=in_ranges)
+        found = [[*(walk.reserve(7)[:] if in_ranges else walk.take(7))] for _ in range(8)]
+        assert [record for records in found for record in records] == list(whole)
+
+
+def test_a_line_that_cannot_be_read_is_left_out_of_its_part(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"1\n2\n\xff\n4\n5\n")
+    data = FileDataset(f"{tmp_path}/a.txt", readers.text_lines, fragment_bytes=3)
+    found = list(data.walk(range(len(data.names)), 0, skip=True))
+    assert [type(each).__name__ for each in found] == ["str", "str", "CorruptRecord", "str", "str"]
+    assert "offset 4: " in found[2].reason
+
+
+# --------------------------------------------------------------------------------------------------------- on ranks
+
+G, STOP = 4, 3
+CASES: dict[str, dict[str, Any]] = {
+    "text": {"read": readers.text_lines, "map_fn": int},
+    "text, shuffled, 2 loader workers": {
+        "read": readers.text_lines, "map_fn": int, "shuffle_files": True, "shuffle_buffer": 5, "cycle_length": 2,
+        "workers": 2,
+    },
+    "tar": {"read": readers.webdataset("auto", ["cls"]), "map_fn": lambda sample: sample["cls"], "index": True},
+    "npy": {"read": readers.npy_rows},
+}  # fmt: skip
+LINES = {0: range(1000, 1090), **{number: range(1000 * number + 1000, 1000 * number + 1006) for number in range(1, 16)}}
+"""16 files, half of everything in the first."""
+ALL = sorted(number for numbers in LINES.values() for number in numbers)
+
+
+def write(folder: Path) -> None:
+    for number, values in LINES.items():
+        (folder / f"{number:02}.text").write_text("".join(f"{value}\n" for value in values))
+        np.save(folder / f"{number:02}.npy", np.array(values))
+        (folder / f"{number:02}.tar").write_bytes(tar([(f"{value}.cls", b"%d" % value) for value in values]))
+
+
+def opened(folder: str, name: str) -> Any:
+    case = dict(CASES[name])
+    workers = case.pop("workers", 0)
+    if case.pop("index", False):
+        case["index_folder"] = f"{folder}/index"
+    largest = {"text": 20, "npy": 100, "tar": 6000}[name.partition(",")[0]]
+    data = FileDataset(f"{folder}/*.{name.partition(',')[0]}", fragment_bytes=largest, **case)
+    options = tdi.InputOptions(file_assignment="by_size", auto_shard_policy=tdi.AutoShardPolicy.FILE)
+    return tdi.Strategy(["cpu"]).distribute_dataset(DataLoader(data, G, num_workers=workers), options)
+
+
+Played = dict[str, tuple[list[list[int]], list[list[int]] | None, str]]
+
+
+def play(folder: str, states: dict[str, str]) -> Played:
+    """One rank: an epoch of each case, and the rest of another world's epoch."""
+    found: Played = {}
+    for name in CASES:
+        with opened(folder, name) as loader:
+            iterator = iter(loader)
+            epoch = [next(iterator).tolist() for _ in range(STOP)]
+            state = json.dumps(loader.state_dict())
+            epoch += [batch.tolist() for batch in iterator]
+        rest = None
+        if name in states:
+            with opened(folder, name) as loader:
+                loader.load_state_dict(json.loads(states[name]))
+                rest = [batch.tolist() for batch in loader]
+        found[name] = (epoch, rest, state)
+    return found
+
+
+def flat(epochs: Any) -> list[int]:
+    return sorted(number for steps in epochs for step in steps for number in step)
+
+
+def test_parts_are_dealt_evenly_and_resumed_at_any_world_size(tmp_path: Path) -> None:
+    write(tmp_path)
+    states: dict[str, str] = {}
+    before: list[Played] = []
+    for world in (2, 3, 1, 2):
+        ranks = run_ranks(world, play, str(tmp_path), states, timeout_seconds=240)
+        for name in CASES:
+            assert flat(rank[name][0] for rank in ranks) == ALL
+            assert len({len(rank[name][0]) for rank in ranks}) == 1
+            assert len({rank[name][2] for rank in ranks}) == 1
+            shares = [len(flat([rank[name][0]])) for rank in ranks]
+            assert max(shares) <= 1.1 * len(ALL) / world, (name, shares)
+            if before:
+                first = flat(rank[name][0][:STOP] for rank in before)
+                assert sorted([*first, *flat(rank[name][1] for rank in ranks)]) == ALL, (name, world)
+        states, before = {name: state for name, (_, _, state) in ranks[0].items()}, ranks
+
+
+@pytest.mark.parametrize("kind", [kind for kind in INDEXED if kind in ("tar", "tfrecords")])
+def test_without_its_index_a_part_says_so(kind: str, tmp_path: Path) -> None:
+    names = written(tmp_path, kind)
+    data = FileDataset(names, FILES[kind][0], index_folder=tmp_path / "none", fragment_bytes=40)
+    with pytest.raises(SourceError, match="is not there. Every rank must see the same index_folder"):
+        list(data)
