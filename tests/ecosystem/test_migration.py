@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
 from tests.support.epochs import epoch, pieces
-from tests.support.migration import FROM_TENSORFLOW, TABLES, result
+from tests.support.migration import FROM_TENSORFLOW, FROM_WEBDATASET, TABLES, result, run
 
 
 def train_step(x: Tensor) -> Tensor:
@@ -72,6 +76,38 @@ def test_files(tmp_path: Path) -> None:
     files = here("list_files", pattern=str(tmp_path / "*.txt"))
     assert [Path(file).name for file in files] == ["a.txt", "b.txt"]
     assert len(list(here("records", files=files))) == 4
+
+
+def test_tar_archives_of_webdataset(tmp_path: Path) -> None:
+    wds = pytest.importorskip("webdataset")
+    for shard in range(3):
+        with wds.TarWriter(f"{tmp_path}/{shard:03}.tar") as writer:
+            for number in range(shard, 30, 3):
+                writer.write(
+                    {"__key__": str(number), "npy": np.arange(3) + number, "cls": number, "bin": b"%d" % number}
+                )
+    scope: dict[str, Any] = {"wds": wds, "tdi": tdi, "decode": int, "B": 5, "N": 1, "DataLoader": DataLoader}
+    scope |= {"strategy": tdi.Strategy(["cpu"]), "urls": f"{tmp_path}/{{000..002}}.tar"}
+
+    def both(name: str, made: str = "dataset") -> list[list[Any]]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            row = FROM_WEBDATASET[name]
+            return [[*run(code, dict(scope))[made]] for code in (row.before, row.after)]
+
+    for name in ("read", "decoder"):
+        before, after = both(name)
+        for sample in before:
+            del sample["__url__"], sample["__local_path__"]
+        assert list(map(repr, after)) == list(map(repr, before))
+    before, after = both("decode")
+    assert list(map(repr, after)) == list(map(repr, before))
+    before, after = both("shuffle")
+    assert sorted(sample["__key__"] for sample in after) == sorted(sample["__key__"] for sample in before)
+    assert after != run(FROM_WEBDATASET["read"].after, dict(scope))["dataset"]
+    before, after = both("split", "loader")
+    keys = [sorted(sample["__key__"] for batch in side for sample in batch) for side in (before, after)]
+    assert keys[0] == keys[1] == sorted(map(str, range(30)))
 
 
 def test_every_row_of_every_table_is_run() -> None:

@@ -208,10 +208,55 @@ FROM_TENSORFLOW = {
     "records": Row(("tf.data.TextLineDataset(files)",), ("tdi.FileDataset(files, tdi.readers.text_lines)",)),
 }
 
+FROM_WEBDATASET = {
+    "read": Row(
+        ("dataset = wds.WebDataset(urls, shardshuffle=False)",),
+        ("dataset = tdi.FileDataset(urls, tdi.readers.webdataset())",),
+        "`urls`: names, patterns and braces, local or of any fsspec protocol; a sample has `__key__`, but no `__url__`",
+    ),
+    "decode": Row(
+        ('dataset = wds.WebDataset(urls, shardshuffle=False).decode().to_tuple("npy", "cls")',),
+        (
+            'read = tdi.readers.webdataset(decode="auto", keys=["npy", "cls"])',
+            'dataset = tdi.FileDataset(urls, read, map_fn=lambda sample: (sample["npy"], sample["cls"]))',
+        ),
+        "other members are not read; pickles stay bytes",
+    ),
+    "decoder": Row(
+        ('dataset = wds.WebDataset(urls, shardshuffle=False).decode(wds.handle_extension("bin", decode))',),
+        (
+            'read = tdi.readers.webdataset(decode={"bin": decode, "cls": "cls", "npy": "npy"})',
+            "dataset = tdi.FileDataset(urls, read)",
+        ),
+        "as for `jpg` and the function of an image library; called only for the samples that this rank keeps",
+    ),
+    "shuffle": Row(
+        ("dataset = wds.WebDataset(urls, shardshuffle=100).shuffle(1000)",),
+        (
+            "read = tdi.readers.webdataset()",
+            "dataset = tdi.FileDataset(urls, read, shuffle_files=True, shuffle_buffer=1000, cycle_length=4)",
+        ),
+        "new in each epoch, by `seed=`; the same at any number of loader workers, and entered anywhere on a resume",
+    ),
+    "split": Row(
+        (
+            "dataset = wds.WebDataset(urls, shardshuffle=False, nodesplitter=wds.split_by_node)",
+            "loader = DataLoader(dataset, batch_size=B, num_workers=2, collate_fn=list)",
+        ),
+        (
+            "dataset = tdi.FileDataset(urls, tdi.readers.webdataset())",
+            "loader = DataLoader(dataset, batch_size=B * N, num_workers=2, collate_fn=list)",
+            "loader = strategy.distribute_dataset(loader)",
+        ),
+        "each sample once, and equal steps on all ranks: so no `resampled=True`, `with_epoch` or `repeat`",
+    ),
+}
+
 TABLES = {
     "`DistributedSampler`": FROM_SAMPLER,
     "accelerate": FROM_ACCELERATE,
     "`tf.distribute`": FROM_TENSORFLOW,
+    "webdataset": FROM_WEBDATASET,
 }
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+import torchdistinput as tdi
 from torchdistinput import Fragment, readers
 from torchdistinput.errors import SourceError
 from torchdistinput.sources.files import reader_api
@@ -106,9 +107,9 @@ def test_samples_are_those_that_the_package_reads(form: str, tmp_path: Path) -> 
     wanted = by_the_package(tmp_path / "a.tar")
     assert len(wanted) == (9 if form == "ustar" else 10)
     assert read((tmp_path / "a.tar").read_bytes()) == wanted
-    (tmp_path / "a.tar.gz").write_bytes(gzip.compress((tmp_path / "a.tar").read_bytes()))
-    assert by_the_package(tmp_path / "a.tar.gz") == wanted
-    assert [*FileDataset(f"{tmp_path}/a.tar.gz", readers.webdataset())] == wanted
+    (tmp_path / "a.tgz").write_bytes(gzip.compress((tmp_path / "a.tar").read_bytes()))
+    assert by_the_package(tmp_path / "a.tgz") == wanted
+    assert [*FileDataset(f"{tmp_path}/a.tgz", readers.webdataset())] == wanted
 
 
 def test_what_the_package_writes_is_read_and_decoded_as_it_reads_it(tmp_path: Path) -> None:
@@ -213,6 +214,16 @@ def test_a_content_that_cannot_be_decoded_names_its_file_record_sample_and_exten
     (tmp_path / "a.tar").write_bytes(tar([("a.cls", b"1"), ("b.cls", b"x")]))
     with pytest.raises(SourceError, match=r"a\.tar: record 1: the sample 'b': 'cls' cannot be decoded: ValueError"):
         list(FileDataset([f"{tmp_path}/a.tar"], readers.webdataset("auto")))
+
+
+def test_a_content_that_cannot_be_decoded_is_left_out_if_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "a.tar").write_bytes(tar([("a.cls", b"1"), ("b.cls", b"x"), ("c.cls", b"3")]))
+    data = FileDataset([f"{tmp_path}/a.tar"], readers.webdataset("auto"), map_fn=lambda sample: sample["cls"])
+    with tdi.Strategy(["cpu"]).distribute_dataset(
+        data, tdi.InputOptions(on_error="skip"), global_batch_size=3
+    ) as loader:
+        assert [batch.tolist() for batch in loader] == [[1, 3]]
+        assert loader.stats()["skipped"] == 1
 
 
 @pytest.mark.parametrize(

@@ -136,8 +136,8 @@ def open_file(
 
     Args:
       name: a name from ``glob.expand``.
-      compression: ``"infer"`` by the end of the name (``.gz``, ``.bz2``, ``.xz``, …), a name that fsspec knows, or
-        ``None`` to read the bytes as they are.
+      compression: ``"infer"`` by the end of the name (``.gz``, ``.tgz``, ``.bz2``, ``.xz``, …), a name that fsspec
+        knows, or ``None`` to read the bytes as they are.
       storage_options: arguments of the filesystem.
 
     Raises:
@@ -145,12 +145,11 @@ def open_file(
         raises one too, whose text leaves the name to the caller, when a remote file cannot be read any more.
     """
     from fsspec.compression import compr
-    from fsspec.utils import infer_compression
 
     ask = partial(_open_stored, name, storage_options or {})
     filesystem, path, stored = retried(ask, name, "cannot be opened", named=True)
     try:
-        method = infer_compression(path) if compression == "infer" else compression
+        method = _method_of(path, compression)
         content = stored
         if isinstance(stored, io.BytesIO):
             # The memory filesystem gives every reader the same object, with one position for all.
@@ -248,9 +247,15 @@ def _ask_size(name: str, storage_options: Mapping[str, Any]) -> Any:
 
 def is_plain(name: str, compression: str | None) -> bool:
     """Whether a file of this name is stored as it is, by its name alone. Local."""
+    return _method_of(name, compression) is None
+
+
+def _method_of(name: str, compression: str | None) -> str | None:
     from fsspec.utils import infer_compression
 
-    return (infer_compression(name) if compression == "infer" else compression) is None
+    if compression == "infer":
+        return "gzip" if name.endswith(".tgz") else cast("str | None", infer_compression(name))
+    return compression
 
 
 def check_compression(compression: str | None) -> None:
