@@ -51,8 +51,8 @@ class InputOptions:
         whichever replica gets the sample, as ``Strategy.gather_ordered`` takes it:
 
         - map-style datasets: the index that the sampler drew (or the position in the epoch, if the index is no int);
-        - ``FileDataset``: ``file * 2**40 + record``, by the places in the list of files and in the file, whatever the
-          shuffling;
+        - ``FileDataset``: ``file * 2**40 + record``, by the places in the list of files (or of their parts, with
+          ``fragment_bytes``) and in the file, whatever the shuffling;
         - other iterables: the position in the epoch's order. Where workers have data of their own (OFF, HINT, a
           dataset function), ``worker * 2**48`` plus the position in the worker's order; for map-style datasets under
           HINT, plus the index in the shard;

@@ -88,11 +88,12 @@ def reader_of_part(
             file=part.file,
         )
     if next_start is not None and opened.plain:
-        start, end = (next_start(opened.stream, offset) for offset in (part.start, part.end))
-        opened.stream.seek(0)
+        start, end = (next_start(opened.exact, offset) for offset in (part.start, part.end))
+        opened.exact.seek(0)  # where its buffer expects it
 
         def between(file: BinaryIO, offset: int) -> Iterator[Block[Any]]:
-            return blocks(cast(BinaryIO, Part(file, start, end)), max(offset, start))
+            unbuffered = opened.exact if file is opened.stream else file  # a buffer would read beyond the part
+            return blocks(cast(BinaryIO, Part(unbuffered, start, end)), max(offset, start))
 
         layout = find_layout() if in_ranges else None
         records = (0, 0) if layout is None else (_record_at(layout, start), _record_at(layout, end))

@@ -95,7 +95,7 @@ def told_of_skew(
         f"{_part(most, total)} of the {what}, worker {shares.index(min(shares))} {_part(min(shares), total)}. "
         f"{'If ' * (what == 'files')}{first} epoch takes {steps} under policy DATA, as it lasts until the worker with "
         "the most is done, and the others have empty batches meanwhile. Use auto_shard_policy=AutoShardPolicy.DATA, "
-        'file_assignment="by_size", or more files of about one size.'
+        'file_assignment="by_size" (with fragment_bytes= for large files), or more files of about one size.'
     )
 
 

@@ -17,6 +17,7 @@ __all__ = ["BOM", "blocks_of_lines", "next_line", "not_utf8", "text_lines"]
 
 BOM: Final = codecs.BOM_UTF8.decode()
 _SCANNED_BYTES: Final = 1 << 20
+_FIRST_SCANNED_BYTES: Final = 1 << 12
 
 
 def _starts_of_lines(file: BinaryIO) -> Iterator[npt.NDArray[np.int64]]:
@@ -35,13 +36,14 @@ def next_line(file: BinaryIO, offset: int) -> int:
     """See ``in_blocks``: the start of the first line that starts at an offset or behind it, or the end of the file."""
     if not offset:
         return 0
-    at = offset - 1
+    at, size = offset - 1, _FIRST_SCANNED_BYTES
     file.seek(at)
-    while chunk := file.read(BLOCK_BYTES):
+    while chunk := file.read(size):
         found = chunk.find(b"\n")
         if found >= 0:
             return at + found + 1
         at += len(chunk)
+        size = min(2 * size, BLOCK_BYTES)
     return at
 
 
