@@ -75,6 +75,10 @@ CONTENTS: dict[str, tuple[Reader, bytes]] = {
     "fixed_length_records": (readers.fixed_length_records(3), bytes(range(99))),
     "fixed_length_records, large": (readers.fixed_length_records(33), bytes(range(99))),
     "webdataset": (readers.webdataset(), tar([(f"{n}.{end}", bytes(n)) for n in range(5) for end in ("a", "b")])),
+    "webdataset, one extension": (
+        readers.webdataset(keys=["b"]),
+        tar([(f"{n}.{end}", bytes(n * size)) for n in range(5) for end, size in (("a", 700), ("b", 1), ("c", 900))]),
+    ),
     "one's own": (pairs, b"a\nb\nc\nd\ne"),
     "one's own, with an option": (functools.partial(pairs, upper=True), b"a\nb\nc\nd\ne"),
 }

@@ -85,7 +85,7 @@ def reader_of_part(
         raise SourceError(
             f"{part.name}: the file has {opened.size} bytes, but had {part.whole} when it was cut in parts: it was "
             "written since; make the FileDataset again",
-            file=part.file,
+            file=part.name,
         )
     if next_start is not None and opened.plain:
         start, end = (next_start(opened.exact, offset) for offset in (part.start, part.end))

@@ -127,8 +127,11 @@ class Part:
 
     def read(self, count: int) -> bytes:
         """Up to ``count`` bytes."""
+        count = min(count, self._end - self._at)
+        if count <= 0:
+            return b""
         self._file.seek(self._at)
-        found = self._file.read(max(0, min(count, self._end - self._at)))
+        found = self._file.read(count)
         self._at += len(found)
         return found
 

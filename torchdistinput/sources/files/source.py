@@ -134,7 +134,8 @@ class RecordSource:
         """See ``Source.fingerprint``."""
         facts = {"kind": "files", "batch size": self._cutter.global_batch_size, "drop_last": self._drop_last}
         if self._sizes is not None:  # a file of another size would be dealt otherwise
-            facts["file_assignment"] = f"by_size {sha256(json.dumps(self._sizes).encode()).hexdigest()[:16]}"
+            sizes = sha256(json.dumps(self._sizes).encode()).hexdigest()[:16]
+            facts |= {"file_assignment": "by_size", "sizes of files": sizes}
         return {**facts, **self._dataset.fingerprint()}
 
     def epoch_fingerprint(self) -> Mapping[str, Any]:
