@@ -30,7 +30,6 @@ KNOWN: Final = {
     "TestInitialState_shard0.test_load_state_after_initial_state_dict": _KEYS,
     "TestInitialState_shard0.test_load_state_before_initial_state_dict": _DRAWS,
     "TestInitialState_shard0.test_load_then_state": _ALIVE,
-    "TestStatefulDataLoaderIterable2_shard0.test_no_mp": _NEVER_RESET,
     "TestStatefulDataLoaderIterable2_shard0.test_random_state": _NEVER_RESET,
     "TestDynamicStateIterableDataset_shard0.test": _KEYS,
     "TestDatasetIteratorStateDuplication_shard0.test": _KEYS,
