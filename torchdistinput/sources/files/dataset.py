@@ -20,7 +20,15 @@ from torchdistinput.sources.files.glob import FileNames, expand, listed
 from torchdistinput.sources.files.io import OpenedFile, check_compression, file_size, is_plain, open_file
 from torchdistinput.sources.files.open_file import Opened, Read
 from torchdistinput.sources.files.parts import FilePart, cut_file, reader_of_part
-from torchdistinput.sources.files.reader_api import Layout, blocks_of, decoder_of, kind_of, layout_of, next_start_of
+from torchdistinput.sources.files.reader_api import (
+    Layout,
+    blocks_of,
+    decoder_of,
+    kind_of,
+    layout_of,
+    next_start_of,
+    reads_ranges,
+)
 from torchdistinput.sources.files.record_index import IndexFolder
 from torchdistinput.sources.files.retry import one_line
 
@@ -324,7 +332,8 @@ class _Files:
     def open(self, index: int, *, in_ranges: bool) -> tuple[Opened, Read, Layout | None]:
         """See ``Fragments.open``."""
         part = self._parts[index]
-        opened = open_file(part.file, self._compression, self._storage_options)
+        ranges = reads_ranges(self.read)
+        opened = open_file(part.file, self._compression, self._storage_options, in_ranges=ranges)
         find_layout = partial(self._layout, opened)
         try:
             if part.is_whole:

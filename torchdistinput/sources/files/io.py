@@ -131,6 +131,8 @@ def open_file(
     name: str,
     compression: str | None,
     storage_options: Mapping[str, Any] | None = None,
+    *,
+    in_ranges: bool = False,
 ) -> OpenedFile:
     """Opens a file for reading its uncompressed bytes. Local: no communication.
 
@@ -139,6 +141,8 @@ def open_file(
       compression: ``"infer"`` by the end of the name (``.gz``, ``.tgz``, ``.bz2``, ``.xz``, …), a name that fsspec
         knows, or ``None`` to read the bytes as they are.
       storage_options: arguments of the filesystem.
+      in_ranges: whether parts of it are read here and there. Then the stream of an uncompressed file has no buffer, and
+        nothing is read ahead of a remote file.
 
     Raises:
       SourceError: naming the file, if it is missing or cannot be read; the original is its ``__cause__``. Reading
@@ -146,7 +150,7 @@ def open_file(
     """
     from fsspec.compression import compr
 
-    ask = partial(_open_stored, name, storage_options or {})
+    ask = partial(_open_stored, name, storage_options or {}, in_ranges=in_ranges)
     filesystem, path, stored = retried(ask, name, "cannot be opened", named=True)
     try:
         method = _method_of(path, compression)
@@ -157,13 +161,14 @@ def open_file(
         elif _is_local(stored):
             content = _unwrapped(stored)
         elif not isinstance(stored, _PLAIN):  # plain files need no retries
-            reopen, ask_size = partial(filesystem.open, path, "rb"), partial(filesystem.size, path)
+            reopen = partial(_opened_by, filesystem, path, in_ranges=in_ranges)
+            ask_size = partial(filesystem.size, path)
             content = stored = RetryingFile(name, stored, reopen, ask_size, plain=method is None)
         if method is not None:
             # Some decompressors take a short read for the last one.
             whole = io.BufferedReader(stored, _BUFFER_BYTES) if isinstance(stored, RetryingFile) else stored
             content = compr[method](whole, mode="r")
-        stream = io.BufferedReader(content, _BUFFER_BYTES)
+        stream = io.BufferedReader(content, _BUFFER_BYTES) if method is not None or not in_ranges else content
     except Exception as error:
         stored.close()
         raise _failed(name, "cannot be opened", error) from error
@@ -175,10 +180,19 @@ def _unwrapped(stored: Any) -> io.FileIO:
     return io.FileIO(stored.fileno(), closefd=False)
 
 
-def _open_stored(name: str, storage_options: Mapping[str, Any]) -> tuple[Any, str, Any]:
+def _open_stored(name: str, storage_options: Mapping[str, Any], *, in_ranges: bool) -> tuple[Any, str, Any]:
     """The filesystem, its path of the file, and the open file."""
     filesystem, path = filesystem_of(name, storage_options)
-    return filesystem, path, filesystem.open(path, "rb")
+    return filesystem, path, _opened_by(filesystem, path, in_ranges=in_ranges)
+
+
+def _opened_by(filesystem: Any, path: str, *, in_ranges: bool) -> Any:
+    if in_ranges:
+        try:
+            return filesystem.open(path, "rb", cache_type="none")
+        except TypeError:  # its files know no such argument: they may read ahead
+            pass
+    return filesystem.open(path, "rb")
 
 
 def filesystem_of(name: str, storage_options: Mapping[str, Any]) -> tuple[Any, str]:

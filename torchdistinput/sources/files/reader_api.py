@@ -49,6 +49,7 @@ __all__ = [
     "kind_of",
     "layout_of",
     "next_start_of",
+    "reads_ranges",
 ]
 
 BLOCK_BYTES: Final = 1 << 16
@@ -174,6 +175,7 @@ class BlockReader(Generic[P, T]):
       next_start: finds a record behind an offset.
       decoder: makes the decoder of the records.
       records: the type of all records: strings, or rows of arrays; ``None``: any.
+      ranges: whether it reads parts here and there.
     """
 
     __name__: str
@@ -188,6 +190,7 @@ class BlockReader(Generic[P, T]):
         next_start: NextStart | None = None,
         decoder: DecoderOf | None = None,
         records: RecordKind | None = None,
+        ranges: bool = False,
     ) -> None:
         update_wrapper(self, blocks)
         signature = inspect.signature(blocks)
@@ -199,6 +202,7 @@ class BlockReader(Generic[P, T]):
         self.next_start = next_start
         self.decoder = decoder
         self.records = records
+        self.ranges = ranges
 
     def __call__(self, file: BinaryIO, /, *args: P.args, **options: P.kwargs) -> Iterator[T]:
         """All records of a file, decoded, from its front."""
@@ -225,6 +229,7 @@ def in_blocks(
     next_start: NextStart | None = None,
     decoder: DecoderOf | None = None,
     records: RecordKind | None = None,
+    ranges: bool = False,
 ) -> Callable[[Callable[Concatenate[BinaryIO, int, P], Iterator[Block[T]]]], BlockReader[P, T]]: ...
 
 
@@ -236,6 +241,7 @@ def in_blocks(
     next_start: NextStart | None = None,
     decoder: DecoderOf | None = None,
     records: RecordKind | None = None,
+    ranges: bool = False,
 ) -> Any:
     """Makes a reader that can start inside a file, so that a resumed run need not read the file from its start.
 
@@ -267,6 +273,8 @@ def in_blocks(
         As ``map_fn``, it is called for the records that are kept, and no others.
       records: the type of all records, if it is certain: ``"strings"``, or ``"rows"`` of arrays, which are stacked at
         once.
+      ranges: whether it reads parts of a file here and there, in requests of its own size. Then nothing is read ahead
+        of a remote file.
 
     Returns:
       A function of a binary file object, and the same keyword arguments, that yields the records. It pickles if it is
@@ -274,9 +282,15 @@ def in_blocks(
     """
     if blocks is None:
         return partial(
-            BlockReader, layout=layout, starts=starts, next_start=next_start, decoder=decoder, records=records
+            BlockReader,
+            layout=layout,
+            starts=starts,
+            next_start=next_start,
+            decoder=decoder,
+            records=records,
+            ranges=ranges,
         )
-    return BlockReader(blocks, layout, starts, next_start=next_start, decoder=decoder, records=records)
+    return BlockReader(blocks, layout, starts, next_start=next_start, decoder=decoder, records=records, ranges=ranges)
 
 
 def blocks_of(read: Callable[..., Iterable[Any]]) -> Callable[[BinaryIO, int], Iterator[Block[Any]]] | None:
@@ -308,6 +322,12 @@ def decoder_of(read: Callable[..., Iterable[Any]]) -> Decoder | None:
     """The function that decodes a reader's records; ``None`` if they need none."""
     inner, options = (read.func, read.keywords) if isinstance(read, partial) and not read.args else (read, {})
     return inner.decoder(**options) if isinstance(inner, BlockReader) and inner.decoder is not None else None
+
+
+def reads_ranges(read: Callable[..., Iterable[Any]]) -> bool:
+    """Whether a reader reads parts of a file here and there."""
+    inner = read.func if isinstance(read, partial) and not read.args else read
+    return isinstance(inner, BlockReader) and inner.ranges
 
 
 def kind_of(read: Callable[..., Iterable[Any]]) -> RecordKind | None:

@@ -81,7 +81,7 @@ def _layout(
     return Layout(rows.starts[-1], int, rows.read_range)
 
 
-@in_blocks(layout=_layout)
+@in_blocks(layout=_layout, ranges=True)
 def _parquet(
     file: BinaryIO, offset: int, *, columns: tuple[str, ...] | None, filters: Any, fill_null: Any
 ) -> Iterator[Block[dict[str, Any]]]:
