@@ -108,9 +108,9 @@ class FileDataset(FragmentDataset):
       index_folder: a local folder, seen by all ranks, for indices of the files; see ``build_index``. ``None``: without.
       fragment_bytes: a file with more bytes is read in equal parts of at most so many bytes, as if each part were a
         file: it is dealt out, interleaved, shuffled and numbered on its own. The parts follow from the sizes of the
-        files, without opening one. For files that are not compressed, and the readers ``text_lines``, ``json_lines``,
-        ``fixed_length_records``, ``npy_rows`` and ``parquet``, or any reader with an ``index_folder``. ``None``: files
-        are read whole.
+        files, without opening one. A Parquet file is cut between row groups. For files that are not compressed, and the
+        readers ``text_lines``, ``json_lines``, ``fixed_length_records``, ``npy_rows`` and ``parquet``, or any reader
+        with an ``index_folder``. ``None``: files are read whole.
 
     Raises:
       TypeError, ValueError: for arguments that cannot be right.

@@ -2,8 +2,8 @@
 
 The parts follow from the sizes of the files alone, so no file is opened to find them. A part of a text has the lines
 that start in it. A part of a file with a layout (records of one length, arrays, row groups, an index) has its share of
-the records. So each record is in one part, whichever way the part is read. If the layout of a file cannot be found, the
-first part has all its records, and the others have none.
+the records, or of whole row groups. So each record is in one part, whichever way the part is read. If the layout of a
+file cannot be found, the first part has all its records, and the others have none.
 """
 
 from __future__ import annotations
@@ -102,6 +102,8 @@ def reader_of_part(
     if layout is None:
         return (BlockReader(_nothing) if part.start else read), None
     lo, hi = (layout.records * offset // part.whole for offset in (part.start, part.end))
+    if layout.boundary_from is not None:
+        lo, hi = layout.boundary_from(lo), layout.boundary_from(hi)
     return BlockReader(_limited(blocks, layout, lo, hi)), _within(layout, lo, hi) if in_ranges else None
 
 
@@ -118,17 +120,11 @@ def _limited(
         at = max(lo, _record_at(layout, offset))
         if at >= hi:
             return
-        first = layout.offset_of(at)
-        try:
-            for position, records in blocks(file, first):
-                at = _record_at(layout, position)
-                yield position, records if at + len(records) <= hi else cast(Any, records)[: hi - at]
-                if at + len(records) >= hi:
-                    return
-        except SourceError as error:
-            if error.offset is not None:  # of a row group, it may be in front of the part
-                error.offset = max(first, error.offset)
-            raise
+        for position, records in blocks(file, layout.offset_of(at)):
+            at = _record_at(layout, position)
+            yield position, records if at + len(records) <= hi else cast(Any, records)[: hi - at]
+            if at + len(records) >= hi:
+                return
 
     return between
 

@@ -148,6 +148,9 @@ class Layout(NamedTuple):
     """Reads the records from the first number up to the second; ``None``: the bytes between their offsets are read."""
     read_rows: Callable[[BinaryIO, int, int], npt.NDArray[Any]] | None = None
     """Reads the records as the rows of one array, if they are such rows."""
+    boundary_from: Callable[[int], int] | None = None
+    """Where the file is cut in parts: the first number, from the given one on, at which a unit of reading begins, such
+    as a row group; of ``records``: ``records``. ``None``: at each record."""
 
 
 RecordKind: TypeAlias = Literal["strings", "rows"]

@@ -8,7 +8,7 @@ so a rank can read its part of a file without the rest, and the number of record
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
@@ -78,7 +78,7 @@ def _layout(
         rows = _Rows(file, columns, filters, fill_null)
     except SourceError:  # which the reader raises, at the step to which it belongs
         return None
-    return Layout(rows.starts[-1], int, rows.read_range)
+    return Layout(rows.starts[-1], int, rows.read_range, boundary_from=rows.boundary_from)
 
 
 @in_blocks(layout=_layout, ranges=True)
@@ -174,6 +174,10 @@ class _Rows:
             return columns_of(table.slice(lo, hi - lo), self._fill_null)
         except SourceError as error:
             raise self._failure(group, str(error)) from error
+
+    def boundary_from(self, record: int) -> int:
+        """See ``Layout.boundary_from``."""
+        return int(self.starts[bisect_left(self.starts, record)])
 
     def read_range(self, file: BinaryIO, lo: int, hi: int) -> RecordList:
         """See ``Layout.read``. It reads the file in which the footer was read."""
