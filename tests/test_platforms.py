@@ -17,7 +17,7 @@ from tests.support.interpreters import ROOT
 LOADED = """
 import ctypes, importlib, mmap, multiprocessing, os, pkgutil, select, signal, sys
 import multiprocessing.context, multiprocessing.reduction, multiprocessing.queues
-import fsspec, numpy, torch, torch.distributed.checkpoint, torch.utils.data
+import fsspec, numpy, pyarrow.compute, torch, torch.distributed.checkpoint, torch.utils.data
 
 def lose(module, *names):
     for name in names:

@@ -18,6 +18,7 @@
 - ``record_index``: Index files with the offsets of the records of a file.
 - ``exact_reads``: Reads a claimed number of bytes safely.
 - ``io``: Opens files by name, with fsspec.
+- ``file_cache``: Copies of remote files in a local folder, for all processes of a host.
 - ``glob``: Expands patterns to the names of files.
 - ``braces``: Expands ``{000..012}`` and ``{a,b}`` in names.
 - ``retry``: Repeats requests that failed for a moment.

@@ -15,6 +15,7 @@ from torchdistinput.errors import SourceError, StateMismatch
 from torchdistinput.plan.file_resharding import FileCursor
 from torchdistinput.plan.permutation import shuffled
 from torchdistinput.sources.checks import as_object, check_callable, checked_int
+from torchdistinput.sources.files.file_cache import FileCache
 from torchdistinput.sources.files.fragment_dataset import FragmentDataset
 from torchdistinput.sources.files.glob import FileNames, expand, listed
 from torchdistinput.sources.files.io import OpenedFile, check_compression, file_size, is_plain, open_file
@@ -111,6 +112,10 @@ class FileDataset(FragmentDataset):
         files, without opening one. A Parquet file is cut between row groups. For files that are not compressed, and the
         readers ``text_lines``, ``json_lines``, ``fixed_length_records``, ``npy_rows`` and ``parquet``, or any reader
         with an ``index_folder``. ``None``: files are read whole.
+      cache: a local folder for copies of remote files, made at their first opening: one download for all processes of
+        a host. A file that has changed is copied anew. ``None``: remote files are read from where they are.
+      cache_bytes: how many bytes the copies may have together; those that were not opened for the longest time are
+        removed. ``None``: no limit.
 
     Raises:
       TypeError, ValueError: for arguments that cannot be right.
@@ -133,14 +138,19 @@ class FileDataset(FragmentDataset):
         compression: str | None = "infer",
         index_folder: str | os.PathLike[str] | None = None,
         fragment_bytes: int | None = None,
+        cache: str | os.PathLike[str] | None = None,
+        cache_bytes: int | None = None,
     ) -> None:
         check_callable("read", read)
+        if cache is None and cache_bytes is not None:
+            raise ValueError(f"cache_bytes={cache_bytes!r} was given without cache, the folder that it limits")
         if storage_options is not None and not isinstance(as_object(storage_options), Mapping):
             raise TypeError(f"storage_options must be a mapping of argument names to values, got {storage_options!r}")
         check_compression(compression)
         if fragment_bytes is not None:
             checked_int("fragment_bytes", fragment_bytes, at_least=1)
-        self._files = _Files(files, read, storage_options, compression, index_folder, fragment_bytes)
+        kept = None if cache is None else FileCache(cache, cache_bytes)
+        self._files = _Files(files, read, storage_options, compression, index_folder, fragment_bytes, kept)
         shuffle = ("shuffle_files", shuffle_files)
         if (decode := decoder_of(read)) is not None:
             if map_fn is not None:
@@ -211,6 +221,7 @@ class _Files:
       compression: see ``FileDataset``.
       index_folder: see ``FileDataset``.
       fragment_bytes: see ``FileDataset``.
+      cache: keeps remote files on this host.
     """
 
     kind = "file"
@@ -223,11 +234,13 @@ class _Files:
         compression: str | None,
         index_folder: str | os.PathLike[str] | None,
         fragment_bytes: int | None,
+        cache: FileCache | None,
     ) -> None:
         self.read = read
         self.in_blocks = blocks_of(read) is not None
         self._storage_options = None if storage_options is None else dict(storage_options)
         self._compression = compression
+        self._cache = cache
         self.indices = None if index_folder is None else IndexFolder(index_folder, read)
         found = listed(files, storage_options)
         self.files = tuple(each.name for each in found)
@@ -333,7 +346,7 @@ class _Files:
         """See ``Fragments.open``."""
         part = self._parts[index]
         ranges = reads_ranges(self.read)
-        opened = open_file(part.file, self._compression, self._storage_options, in_ranges=ranges)
+        opened = open_file(part.file, self._compression, self._storage_options, in_ranges=ranges, cache=self._cache)
         find_layout = partial(self._layout, opened)
         try:
             if part.is_whole:

@@ -18,11 +18,13 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, BinaryIO, Final, cast, final
 
 from torchdistinput.errors import SourceError
+from torchdistinput.sources.files.file_cache import FileCache, Remote
 from torchdistinput.sources.files.retry import (
     RetryingFile,
     known_size,
@@ -104,7 +106,7 @@ class OpenedFile:
         """
         ask = partial(self.filesystem.info, self.path)
         about = retried(ask, self.name, "cannot be read", named=True)
-        return next((f"{key} {about[key]}" for key in _CHANGES if about.get(key)), "")
+        return _change_in(about)
 
     def where(self) -> tuple[int | None, str]:
         """See ``open_file.Opened``."""
@@ -133,6 +135,7 @@ def open_file(
     storage_options: Mapping[str, Any] | None = None,
     *,
     in_ranges: bool = False,
+    cache: FileCache | None = None,
 ) -> OpenedFile:
     """Opens a file for reading its uncompressed bytes. Local: no communication.
 
@@ -143,6 +146,7 @@ def open_file(
       storage_options: arguments of the filesystem.
       in_ranges: whether parts of it are read here and there. Then the stream of an uncompressed file has no buffer, and
         nothing is read ahead of a remote file.
+      cache: keeps remote files on this host; they are read from there.
 
     Raises:
       SourceError: naming the file, if it is missing or cannot be read; the original is its ``__cause__``. Reading
@@ -151,7 +155,8 @@ def open_file(
     from fsspec.compression import compr
 
     ask = partial(_open_stored, name, storage_options or {}, in_ranges=in_ranges)
-    filesystem, path, stored = retried(ask, name, "cannot be opened", named=True)
+    kept = None if cache is None else _kept(cache, name, storage_options or {})
+    filesystem, path, stored = kept or retried(ask, name, "cannot be opened", named=True)
     try:
         method = _method_of(path, compression)
         content = stored
@@ -173,6 +178,28 @@ def open_file(
         stored.close()
         raise _failed(name, "cannot be opened", error) from error
     return OpenedFile(stream, stored, filesystem, name, path, method is None)
+
+
+def _kept(cache: FileCache, name: str, storage_options: Mapping[str, Any]) -> tuple[Any, str, Any] | None:
+    """The filesystem, its path of a remote file, and the open copy of it; ``None`` if there is to be no copy."""
+    from fsspec.implementations.local import LocalFileSystem
+
+    filesystem, path = filesystem_of(name, storage_options)
+    if isinstance(filesystem, LocalFileSystem):
+        return None
+    about = retried(partial(filesystem.info, path), name, "cannot be read", named=True)
+    size = about.get("size")
+    remote = Remote(name, filesystem.unstrip_protocol(path), None if size is None else int(size), _change_in(about))
+    try:
+        file = cache.opened(remote, lambda: closing(open_file(name, None, storage_options).stream))
+    except (OSError, EOFError) as error:
+        raise _failed(name, "no copy of it can be made in the folder of cache=", error) from error
+    return None if file is None else (filesystem, path, file)
+
+
+def _change_in(about: Mapping[str, Any]) -> str:
+    """The mark of the last change in what a filesystem says of a file; empty if there is none."""
+    return next((f"{key} {about[key]}" for key in _CHANGES if about.get(key)), "")
 
 
 def _unwrapped(stored: Any) -> io.FileIO:

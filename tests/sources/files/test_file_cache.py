@@ -1,0 +1,216 @@
+"""Copies of remote files: one download for all processes, room, changed files, and processes that are killed."""
+
+from __future__ import annotations
+
+import fcntl
+import gzip
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+import torchdistinput as tdi
+from tests.support.object_store import ObjectStore, object_store
+from torchdistinput import readers
+from torchdistinput.sources.files import file_cache
+from torchdistinput.sources.files.io import open_file
+from torchdistinput.testing import run_ranks
+
+SIZE = 1000
+
+
+@pytest.fixture
+def remote() -> Iterator[Any]:
+    """Five files of 1,000 bytes that are not on this machine's disks."""
+    files = fsspec.filesystem("memory")
+    files.mkdirs("/far", exist_ok=True)
+    for number in range(5):
+        files.pipe(f"/far/{number}.txt", f"{number}\n".encode() * (SIZE // 2))
+    yield files
+    files.rm("/far", recursive=True)
+
+
+def read(folder: Path, number: int, max_bytes: int | None = None) -> bytes:
+    cache = file_cache.FileCache(folder, max_bytes)
+    with closing(open_file(f"memory://far/{number}.txt", "infer", cache=cache)) as opened:
+        assert opened.size == SIZE
+        return opened.stream.read()
+
+
+def content(number: int) -> bytes:
+    return f"{number}\n".encode() * (SIZE // 2)
+
+
+def copies(folder: Path) -> list[int]:
+    """The numbers of the files whose copies are there."""
+    assert not [*folder.glob("*.part")]
+    return sorted(int(path.read_bytes()[:1]) for path in folder.glob("*.data"))
+
+
+def test_a_file_is_read_from_its_copy(remote: Any, tmp_path: Path) -> None:
+    for _ in range(2):
+        assert read(tmp_path, 3) == content(3)
+    (copy,) = tmp_path.glob("*.data")
+    copy.write_bytes(b"x" * SIZE)
+    assert read(tmp_path, 3) == b"x" * SIZE
+
+
+def test_the_copies_that_were_not_opened_for_the_longest_time_make_room(remote: Any, tmp_path: Path) -> None:
+    for number, left in ((0, [0]), (1, [0, 1]), (0, [0, 1]), (2, [0, 2]), (3, [2, 3])):
+        assert read(tmp_path, number, 2 * SIZE + 5) == content(number)
+        assert copies(tmp_path) == left
+
+
+def test_a_file_that_has_no_room_is_read_without_the_folder(
+    remote: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert read(tmp_path, 1, SIZE - 1) == content(1)
+    assert copies(tmp_path) == []
+    assert "memory://far/1.txt: not kept in" in caplog.text
+
+
+def test_a_changed_file_is_copied_anew(remote: Any, tmp_path: Path) -> None:
+    assert read(tmp_path, 1) == content(1)
+    time.sleep(0.01)
+    remote.pipe("/far/1.txt", content(4))
+    assert read(tmp_path, 1) == content(4)
+    assert copies(tmp_path) == [1, 4]
+
+
+def test_a_download_that_fails_leaves_nothing_and_is_named(
+    remote: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = file_cache.FileCache(tmp_path)
+    remote.store["/far/1.txt"].truncate(10)
+    about = {**remote.info("/far/1.txt"), "size": SIZE}
+    monkeypatch.setattr(type(remote), "info", lambda *_, **__: about)
+    with pytest.raises(tdi.SourceError, match=r"far/1\.txt: no copy .* ends 990"):
+        open_file("memory://far/1.txt", "infer", cache=cache)
+    assert copies(tmp_path) == []
+
+
+def test_what_a_killed_process_has_left_is_removed(remote: Any, tmp_path: Path) -> None:
+    read(tmp_path, 0)
+    (copy,) = tmp_path.glob("*.data")
+    copy.rename(copy.with_suffix(".part"))  # as if it was killed while it downloaded
+    (tmp_path / "of-another.part").write_bytes(bytes(SIZE))
+    assert read(tmp_path, 1, 2 * SIZE) == content(1)
+    assert len([*tmp_path.glob("*.part")]) == 1  # room was needed for one file only
+    assert read(tmp_path, 0, 2 * SIZE) == content(0)
+    assert copies(tmp_path) == [0, 1]
+
+
+def test_a_download_that_stands_still_is_not_waited_for(
+    remote: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(file_cache, "_STALLED_SECONDS", 0.3)
+    read(tmp_path, 2)
+    (copy,) = tmp_path.glob("*.data")
+    copy.unlink()
+    with copy.with_suffix(".lock").open("rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert read(tmp_path, 2) == content(2)
+    assert "another process has downloaded nothing" in caplog.text
+    assert copies(tmp_path) == []
+
+
+def test_a_removed_copy_is_read_to_its_end(remote: Any, tmp_path: Path) -> None:
+    with closing(open_file("memory://far/1.txt", None, cache=file_cache.FileCache(tmp_path, SIZE))) as opened:
+        assert opened.stream.read(4) == content(1)[:4]
+        assert read(tmp_path, 2, SIZE) == content(2)
+        assert copies(tmp_path) == [2]
+        assert opened.stream.read() == content(1)[4:]
+
+
+def test_a_compressed_file_is_kept_as_it_is_stored(remote: Any, tmp_path: Path) -> None:
+    remote.pipe("/far/z.txt.gz", gzip.compress(content(7)))
+    cache = file_cache.FileCache(tmp_path)
+    for _ in range(2):
+        with closing(open_file("memory://far/z.txt.gz", "infer", cache=cache)) as opened:
+            assert opened.stream.read() == content(7)
+
+
+def test_files_of_this_machine_are_not_copied(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("1\n2\n")
+    folder = tmp_path / "cache"
+    assert [*tdi.FileDataset(str(tmp_path / "*.txt"), readers.text_lines, cache=folder)] == ["1", "2"]
+    assert not folder.exists()
+
+
+def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="cache must be the path"):
+        tdi.FileDataset("memory://x", readers.text_lines, cache=3)  # type: ignore[arg-type] # that is the test
+    wrong: tuple[dict[str, Any], ...] = ({"cache_bytes": 5}, {"cache": tmp_path, "cache_bytes": 0})
+    for options in wrong:
+        with pytest.raises(ValueError, match="cache_bytes"):
+            tdi.FileDataset("memory://x", readers.text_lines, **options)
+
+
+# --------------------------------------------------------------------------------------------- with many processes
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[ObjectStore]:
+    with object_store() as made:
+        files = made.filesystem()
+        for number in range(6):
+            files.pipe(f"data/{number}.txt", "".join(f"{number * 100 + each}\n" for each in range(100)).encode() * 50)
+        yield made
+
+
+def lines(options: dict[str, Any], folder: str, *, epochs: int) -> list[list[int]]:
+    """One rank: the lines of each epoch."""
+    files = tdi.FileDataset("s3://data/*.txt", readers.text_lines, storage_options=options, cache=folder)
+    chosen = tdi.InputOptions(auto_shard_policy=tdi.AutoShardPolicy.DATA)
+    loader = tdi.Strategy(["cpu"]).distribute_dataset(files, chosen, global_batch_size=500)
+    return [[int(line) for batch in loader for line in batch] for _ in range(epochs)]
+
+
+def two_epochs(options: dict[str, Any], folder: str) -> list[list[int]]:
+    return lines(options, folder, epochs=2)
+
+
+def test_each_file_is_downloaded_once_for_all_ranks_and_epochs(store: ObjectStore, tmp_path: Path) -> None:
+    store.requests.clear()
+    ranks = run_ranks(3, two_epochs, store.options(), str(tmp_path))
+    for epoch in range(2):
+        assert sorted(line for rank in ranks for line in rank[epoch]) == sorted([*range(600)] * 50)
+    got = [path for method, path, _ in store.requests if method == "GET" and path.endswith(".txt")]
+    assert sorted(got) == [f"/data/{number}.txt" for number in range(6)]
+
+
+def killed(options: dict[str, Any], folder: str, number: int) -> None:
+    """A process that ends itself in the middle of a download."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("os.fsync", lambda _: os.kill(os.getpid(), signal.SIGKILL))
+        open_file(f"s3://data/{number}.txt", None, options, cache=file_cache.FileCache(folder))
+
+
+def test_a_process_that_is_killed_in_a_download_leaves_a_folder_that_serves(store: ObjectStore, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="rank 0"):
+        run_ranks(1, killed, store.options(), str(tmp_path), 2)
+    assert len([*tmp_path.glob("*.part")]) == 1
+    (epoch,) = lines(store.options(), str(tmp_path), epochs=1)
+    assert sorted(epoch) == sorted([*range(600)] * 50)
+    assert len([*tmp_path.glob("*.data")]) == 6
+    assert not [*tmp_path.glob("*.part")]
+
+
+def test_threads_that_want_one_file_download_it_once(store: ObjectStore, tmp_path: Path) -> None:
+    store.requests.clear()
+    cache = file_cache.FileCache(tmp_path)
+
+    def one(_: int) -> int:
+        with closing(open_file("s3://data/3.txt", None, store.options(), cache=cache)) as opened:
+            return len(opened.stream.read())
+
+    with ThreadPoolExecutor(8) as pool:
+        assert len({*pool.map(one, range(16))}) == 1
+    assert len([each for each in store.requests if each[0] == "GET"]) == 1
