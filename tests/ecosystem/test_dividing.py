@@ -123,8 +123,15 @@ def read_stream(package: str, folder: str, workers: int) -> tuple[Any, list[str]
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         error = raised(lambda: numbers(tdi.DataLoader(make(), batch_size=10, num_workers=workers)))
-    off = tdi.AutoShardPolicy.OFF
-    ours = numbers(tdi.DataLoader(make(), batch_size=10, num_workers=workers, policy=off))
+    settings: Any = {"batch_size": 10, "num_workers": workers, "policy": tdi.AutoShardPolicy.OFF}
+    ours = numbers(tdi.DataLoader(make(), **settings))
+    with tdi.DataLoader(make(), **settings) as begun:
+        iterator = iter(begun)
+        part = [number for _ in range(3) for number in next(iterator)["x"].tolist()]
+        state = begun.state_dict()
+    with tdi.DataLoader(make(), **settings) as resumed:
+        resumed.load_state_dict(state)
+        assert part + numbers(resumed) == ours
     alone = [
         number for batch in DataLoader(make(), batch_size=5, num_workers=workers) for number in batch["x"].tolist()
     ]
