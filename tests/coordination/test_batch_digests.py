@@ -15,6 +15,7 @@ from torchdistinput.coordination.batch_digests import (
     digest_of_batch,
     digest_of_element,
     digest_of_read,
+    digest_of_samples,
     number_of_size,
     words_of,
 )
@@ -120,6 +121,10 @@ def test_a_digest_looks_at_a_bounded_part_of_what_was_read() -> None:
 
     digest_of_read([[Row([1] * 50) for _ in range(1000)] for _ in range(50)])
     assert len(found) <= 24
+    found.clear()
+    samples = [Row([number]) for number in range(50)]
+    assert digest_of_samples(samples) != digest_of_samples(samples[:-1])
+    assert len(found) <= 12
 
 
 def test_an_element_is_told_from_one_that_differs_in_one_of_many_values_but_not_in_the_order_of_its_keys() -> None:

@@ -30,6 +30,7 @@ __all__ = [
     "digest_of_batch",
     "digest_of_element",
     "digest_of_read",
+    "digest_of_samples",
     "longer_gap",
     "number_of_size",
     "take_for_read",
@@ -39,6 +40,7 @@ __all__ = [
 _LONGEST_GAP: Final = 64
 _DIGEST: Final = 1 << 62  # this bit is set in a digest, and not in the number for a size (``number_of_size``)
 _MOST_ITEMS: Final = 6
+_MOST_SAMPLES: Final = 3
 _MOST_PARTS: Final = 12
 _LONGEST_NAME: Final = 1024
 _MOST_LEAVES: Final = 16
@@ -89,7 +91,7 @@ def number_of_size(samples: int) -> int:
 
 
 def digest_of_read(value: Any) -> int:
-    """The digest of a batch as an iterable yielded it: an object of any kind, or a list of samples. Local.
+    """The digest of a batch as an iterable yielded it: an object of any kind. Local.
 
     It covers a few items of each list and mapping, a few bytes of each tensor, array and text, and the types of all
     other objects. Numbers that are not finite count by their bytes.
@@ -99,8 +101,13 @@ def digest_of_read(value: Any) -> int:
     return int.from_bytes(found.digest(), "little") | _DIGEST
 
 
+def digest_of_samples(samples: Sequence[Any]) -> int:
+    """The digest of the samples of a batch: of their number, and of three of them. Local."""
+    return digest_of_read((len(samples), samples[:: -(-len(samples) // _MOST_SAMPLES) or 1]))
+
+
 def words_of(number: int) -> str:
-    """A number from ``digest_of_read`` or ``number_of_size`` in words: a checksum, or a size. Local."""
+    """A number from ``digest_of_...`` or ``number_of_size`` in words: a checksum, or a size. Local."""
     return f"{number:x}" if number & _DIGEST else "no batch" if not number else f"{number - 1} sample(s)"
 
 

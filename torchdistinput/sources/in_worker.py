@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
-from torchdistinput.coordination.batch_digests import digest_of_read, number_of_size
+from torchdistinput.coordination.batch_digests import digest_of_samples, number_of_size
 from torchdistinput.coordination.failures import in_one_line, kind_of, plain_indices, text_of, traceback_of
 from torchdistinput.errors import InputError, SourceError
 from torchdistinput.plan.batching import Cutter
@@ -461,7 +461,7 @@ class CutSamples:
         try:
             read = 0
             if self._cutter.read_by_all:
-                read = digest_of_read(samples) if compared else number_of_size(len(samples))
+                read = digest_of_samples(samples) if compared else number_of_size(len(samples))
             limits = self._cutter.rows(len(samples))
             rows = [[self._collate(samples[lo:hi]) if lo < hi else None for lo, hi in row] for row in limits]
             return Cut(rows, len(samples), sizes_in(limits), None, worker_number(), snapshot, None, read)
