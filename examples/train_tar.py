@@ -29,7 +29,7 @@ import torchdistinput as tdi
 
 ARCHIVES, SAMPLES, SIZE = 6, 120, 16
 GLOBAL_BATCH = 32
-EPOCHS = 5
+EPOCHS = 3
 PGM = b"P5 %d %d 255\n" % (SIZE, SIZE)
 
 

@@ -136,5 +136,5 @@ def test_training_on_tar_archives_learns_in_any_number_of_processes(interpreters
     command = "examples/train_tar.py"
     for ended in (interpreters.run([command]), interpreters.run_as_torchrun(2, command)):
         losses = [float(loss) for loss in re.findall(r"loss (\S+) over 720 samples, each once", printed(ended))]
-        assert len(losses) == 5
+        assert len(losses) == 3
         assert losses[-1] < 0.5 * losses[0]
