@@ -88,6 +88,8 @@ class _OfTorch(Generic[T]):
     def __get__(self, loader: DataLoader[Any], owner: type) -> T: ...
 
     def __get__(self, loader: DataLoader[Any] | None, owner: type) -> Any:
+        if loader is not None and self._name == "dataset":
+            _hide_from_overfitting()
         return self if loader is None else getattr(loader.torch_loader, self._name)
 
     def __set__(self, loader: DataLoader[Any], value: T) -> None:
@@ -107,13 +109,19 @@ class _GivenOfTorch(_OfTorch[T]):
 
     def __get__(self, loader: DataLoader[Any] | None, owner: type) -> Any:
         value = super().__get__(loader, owner)
-        if loader is not None and self._name == "sampler" and lightning_replaces_sampler():
-            raise AttributeError("Lightning can put no other sampler in; iter() checks the order of the data.")
+        if loader is not None and self._name == "sampler":
+            _hide_from_overfitting()
         hidden = loader is not None and value is not None and loader._is_divided  # noqa: SLF001 - as above
         return self._given(value) if hidden else value
 
     def __set__(self, loader: DataLoader[Any], value: T) -> None:
         super().__set__(loader, cast(T, _own(value)))
+
+
+def _hide_from_overfitting() -> None:
+    """Raises an ``AttributeError`` for an attribute by which Lightning would put another sampler in. Local."""
+    if lightning_replaces_sampler():
+        raise AttributeError("Lightning can put no other sampler in; iter() checks the order of the data.")
 
 
 def _own(given: Any) -> Any:

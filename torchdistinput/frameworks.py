@@ -185,8 +185,8 @@ def check_trainer() -> None:
 
 
 def lightning_replaces_sampler() -> bool:
-    """Whether Lightning asks for the sampler to put another one in. Called by an attribute. Local."""
-    asker = _caller(3)
+    """Whether Lightning asks, to put another sampler in. Called by a function that an attribute calls. Local."""
+    asker = _caller(4)
     in_turn = () if asker is None else (asker, asker.f_back)  # it may ask in a loop that is a frame of its own
     return any(each is not None and each.f_code.co_name == "_resolve_overfit_batches" for each in in_turn)
 

@@ -136,7 +136,18 @@ def overfitted(folder: str) -> tuple[dict[str, str], Any]:
     told["validation"] = refusal(
         lambda: trainer_of(folder, overfit_batches=2).fit(module, loader, loader_of(tdi.DataLoader))
     )
-    seen = [
+    module = module_of(None)
+    firsts: list[Any] = []
+    module.on_train_epoch_start = lambda: firsts.append([])
+
+    def step(batches: Any) -> Any:
+        firsts[-1].append(batches[0][0].tolist())
+        return module.net(batches[0][1]).sum() + module.net(batches[1][1]).sum()
+
+    module.training_step = step
+    beside = [loader, loader_of(DataLoader)]  # Lightning makes another one of the second
+    trainer_of(folder, overfit_batches=2).fit(module, beside)
+    seen = [firsts] + [
         fitted(folder, tdi.DataLoader(each, batch_size=BATCH), ours=False, overfit_batches=2)[0]
         for each in (files(folder), InOrder())
     ]
