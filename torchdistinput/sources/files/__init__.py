@@ -11,6 +11,7 @@
 - ``interleave``: Interleaves the records of several open files.
 - ``open_file``: One open file: its records, and its cursor.
 - ``steps``: How many steps an epoch takes, if that is known.
+- ``flat_map``: Several samples, or none, for a record.
 - ``window_shuffle``: The shuffle of the records of a file.
 - ``corrupt_records``: Goes on after a record that cannot be read.
 - ``columns``: The records of a block as columns.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
@@ -99,6 +99,9 @@ class FileDataset(FragmentDataset):
       read: takes a binary file object and yields the records in it; see ``readers``. A resumed run seeks to the block
         of the last record if the reader allows it (``readers.in_blocks``); else it reads its open files from the start.
       map_fn: decodes a record, for example into tensors; called only for records that are kept. ``None`` keeps them.
+      flat_map_fn: gives the samples of a record, as a list or another iterable; called before ``map_fn``, and for all
+        records that are read, on each rank under policy DATA. It may not call ``sample_seed``. ``None``: each record is
+        one sample.
       shuffle_files: whether each epoch has its own order of the files.
       shuffle_buffer: records of a file that are shuffled together, and so held in memory, for each open file; 0: none.
       seed: an int, the same on every rank.
@@ -129,6 +132,7 @@ class FileDataset(FragmentDataset):
         read: Read,
         *,
         map_fn: Callable[[Any], Any] | None = None,
+        flat_map_fn: Callable[[Any], Iterable[Any]] | None = None,
         shuffle_files: bool = False,
         shuffle_buffer: int = 0,
         seed: int = 0,
@@ -155,8 +159,12 @@ class FileDataset(FragmentDataset):
         if (decode := decoder_of(read)) is not None:
             if map_fn is not None:
                 check_callable("map_fn", map_fn)
-            map_fn = decode if map_fn is None else partial(_decode_and_map, decode, map_fn)
-        self._begin(self._files, map_fn, shuffle, shuffle_buffer, seed, cycle_length, block_length)
+            if flat_map_fn is not None:
+                check_callable("flat_map_fn", flat_map_fn)
+                flat_map_fn = partial(_decode_and_map, decode, flat_map_fn)
+            else:
+                map_fn = decode if map_fn is None else partial(_decode_and_map, decode, map_fn)
+        self._begin(self._files, map_fn, flat_map_fn, shuffle, shuffle_buffer, seed, cycle_length, block_length)
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -171,12 +179,13 @@ class FileDataset(FragmentDataset):
     @property
     def yields_strings(self) -> bool:
         """See ``FragmentDataset.yields_strings``. Local."""
-        return self.map_fn is None and kind_of(self._files.read) == "strings"
+        return self.map_fn is None and self.flat_map_fn is None and kind_of(self._files.read) == "strings"
 
     @property
     def yields_rows(self) -> bool:
         """See ``FragmentDataset.yields_rows``. Local."""
-        return kind_of(self._files.read) == "rows" and self.map_fn in (None, torch.from_numpy)
+        is_plain = self.flat_map_fn is None and self.map_fn in (None, torch.from_numpy)
+        return is_plain and kind_of(self._files.read) == "rows"
 
     def prepare(self, worker: int, num_workers: int) -> None:
         """Makes the missing indices, if the dataset has an ``index_folder``. Local."""

@@ -26,6 +26,7 @@ from torchdistinput.plan.permutation import shuffled
 from torchdistinput.sources.checks import as_object, check_callable, checked_int
 from torchdistinput.sources.files.columns import SchemaOfFiles, as_records
 from torchdistinput.sources.files.corrupt_records import CorruptRecord
+from torchdistinput.sources.files.flat_map import flat_mapped
 from torchdistinput.sources.files.interleave import Interleave
 from torchdistinput.sources.files.open_file import Opened, OpenFile, Read, RecordPlace
 from torchdistinput.sources.files.plain_epochs import EpochCounter
@@ -81,6 +82,9 @@ class FragmentDataset(IterableDataset[Any]):
     Args:
       source: the fragments, and how they are read.
       map_fn: decodes a record, for example into tensors; called only for records that are kept. ``None`` keeps them.
+      flat_map_fn: gives the samples of a record, as a list or another iterable; called before ``map_fn``, and for all
+        records that are read, on each rank under policy DATA. It may not call ``sample_seed``. ``None``: each record is
+        one sample.
       shuffle_fragments: whether each epoch has its own order of the fragments.
       shuffle_buffer: records of a fragment that are shuffled together, and so held in memory; 0: none.
       seed: an int, the same on every rank.
@@ -97,6 +101,7 @@ class FragmentDataset(IterableDataset[Any]):
         source: FragmentSource,
         *,
         map_fn: Callable[[Any], Any] | None = None,
+        flat_map_fn: Callable[[Any], Iterable[Any]] | None = None,
         shuffle_fragments: bool = False,
         shuffle_buffer: int = 0,
         seed: int = 0,
@@ -108,6 +113,7 @@ class FragmentDataset(IterableDataset[Any]):
         self._begin(
             _SourceFragments(source),
             map_fn,
+            flat_map_fn,
             ("shuffle_fragments", shuffle_fragments),
             shuffle_buffer,
             seed,
@@ -119,6 +125,7 @@ class FragmentDataset(IterableDataset[Any]):
         self,
         fragments: Fragments,
         map_fn: Callable[[Any], Any] | None,
+        flat_map_fn: Callable[[Any], Iterable[Any]] | None,
         shuffle: tuple[str, bool],
         shuffle_buffer: int,
         seed: int,
@@ -129,9 +136,12 @@ class FragmentDataset(IterableDataset[Any]):
         super().__init__()
         if map_fn is not None:
             check_callable("map_fn", map_fn)
+        if flat_map_fn is not None:
+            check_callable("flat_map_fn", flat_map_fn)
         if not isinstance(as_object(shuffle[1]), bool):
             raise TypeError(f"{shuffle[0]} must be True or False, got {shuffle[1]!r}")
         self.map_fn = map_fn
+        self.flat_map_fn = flat_map_fn
         self.seed = checked_int("seed", seed)
         self._shuffles = shuffle
         self._shuffle_buffer = checked_int("shuffle_buffer", shuffle_buffer, at_least=0)
@@ -152,7 +162,7 @@ class FragmentDataset(IterableDataset[Any]):
 
     def num_records(self) -> list[int] | None:
         """How many records each fragment has, if that is known for all. Local."""
-        return self._fragments.num_records()
+        return self._fragments.num_records() if self.flat_map_fn is None else None
 
     def count_records(self) -> list[int] | None:
         """How many records each fragment has, if that can be found without reading them. May open each. Local.
@@ -160,7 +170,7 @@ class FragmentDataset(IterableDataset[Any]):
         Raises:
           SourceError: naming a fragment that is missing or cannot be opened.
         """
-        return self._fragments.count_records()
+        return self._fragments.count_records() if self.flat_map_fn is None else None
 
     def num_bytes(self) -> list[int] | None:
         """How large each fragment is, if that is known for all. Local."""
@@ -366,6 +376,8 @@ class FragmentDataset(IterableDataset[Any]):
             layout = None  # it could not go on behind a record that cannot be read
         key = (self.seed, epoch, start.file)
         name = self.names[start.file]
+        if self.flat_map_fn is not None:
+            read, layout = flat_mapped(read, self.flat_map_fn, name, skip=skip), None
         return OpenFile(name, opened, read, self._shuffle_buffer, key, start, skip=skip, layout=layout, schema=schema)
 
     def _check_place(self, place: ReaderCursor, dealt: int) -> None:

@@ -1,0 +1,59 @@
+"""``flat_map_fn``: several samples, or none, for a record. They count as records of their fragment.
+
+The function is applied where records are read. So numbers, windows, cursors and batches are those of its samples, and a
+resumed run calls it again for the records of the block in which it goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import chain
+from typing import Any, BinaryIO
+
+from torchdistinput.coordination.failures import in_one_line
+from torchdistinput.errors import SourceError
+from torchdistinput.sources.files.corrupt_records import CorruptRecord
+from torchdistinput.sources.files.open_file import Read
+from torchdistinput.sources.files.reader_api import Block, BlockReader, blocks_of
+from torchdistinput.sources.files.retry import one_line
+
+__all__ = ["flat_mapped"]
+
+
+def flat_mapped(read: Read, flat_map_fn: Callable[[Any], Iterable[Any]], name: str, *, skip: bool) -> Read:
+    """A reader of the samples that a function makes of the records of another reader.
+
+    Args:
+      read: the reader of the records.
+      flat_map_fn: gives the samples of a record.
+      name: the file, or fragment, for messages.
+      skip: whether a record for which the function fails is left out; else it is a ``SourceError``.
+    """
+    samples_of = partial(_samples_of, flat_map_fn, name, skip=skip)
+    blocks = blocks_of(read)
+    if blocks is None:
+        return lambda file: chain.from_iterable(map(samples_of, read(file)))
+
+    def flat(file: BinaryIO, offset: int) -> Iterator[Block[Any]]:
+        for position, records in blocks(file, offset):
+            made: list[Any] = []
+            try:
+                for record in records:
+                    made += samples_of(record)
+            except SourceError:
+                yield position, made  # the samples in front come first
+                raise
+            yield position, made
+
+    return BlockReader(flat)
+
+
+def _samples_of(flat_map_fn: Callable[[Any], Iterable[Any]], name: str, record: Any, *, skip: bool) -> list[Any]:
+    try:
+        return list(flat_map_fn(record))
+    except Exception as error:
+        problem = f"flat_map_fn failed: {in_one_line(error)}; the record is {record!r:.100}"
+        if skip:
+            return [CorruptRecord(f"{one_line(name)}: {problem}")]
+        raise SourceError(problem) from error
