@@ -23,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benches import (
+    arrow,
     block_shuffle,
     coordination,
     decode,
@@ -52,6 +53,7 @@ CASES: dict[str, tuple[Case, str]] = {
     "files": (files.tables, files.__doc__ or ""),
     "parquet": (parquet.tables, parquet.__doc__ or ""),
     "tar": (tar.tables, tar.__doc__ or ""),
+    "arrow": (arrow.tables, arrow.__doc__ or ""),
     "decode": (decode.tables, decode.__doc__ or ""),
     "device": (device.tables, device.__doc__ or ""),
     "start": (start.tables, start.__doc__ or ""),
