@@ -18,7 +18,7 @@ import torchdistinput as tdi
 from tests.support.interruptions import Interruption
 from tests.support.processes import in_fork
 from tests.support.scripted import Party, Script, compose, values
-from torchdistinput import build_pipeline as walk_module
+from torchdistinput import build_pipeline as pipeline_module
 from torchdistinput.batches import element_spec as elements_module
 from torchdistinput.pipeline import prefetch_thread as background_module
 from torchdistinput.pipeline import prefetcher as buffer_module
@@ -249,7 +249,7 @@ def test_an_interruption_of_an_iter_leaves_no_thread_behind(monkeypatch: pytest.
             iter(dataset)
     assert has_ended(_threads)
     for line in itertools.count(1, 1 if all_cells else 5):
-        interruption = Interruption(line, walk_module, background_module, buffer_module, elements_module)
+        interruption = Interruption(line, pipeline_module, background_module, buffer_module, elements_module)
         opened: list[Any] = []
         came = interruption.press_in(partial(opened.extend, map(iter, [dataset])))
         for iterator in opened:

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
 from tests.support.upstream import Calls
-from torchdistinput import build_pipeline as walk_module
+from torchdistinput import build_pipeline as pipeline_module
 from torchdistinput.batches import pytree
 from torchdistinput.batches.schema_check import SchemaChecker
 from torchdistinput.coordination.exchanges import Exchange
@@ -278,10 +278,10 @@ def test_without_read_ahead_a_step_is_waited_for_from_its_draw_on_and_read_until
         assert held is incomplete
         return incomplete
 
-    walk = Calls(draw, produce, print, nothing, nothing, nothing)
+    calls = Calls(draw, produce, print, nothing, nothing, nothing)
     votes = Said([incomplete, complete, EmptyStep(None), complete, End()])
     buffer = Prefetcher(
-        PrefetchThread(walk, votes, depth=0, threaded=False, meter=meter), helps=True, timeout_seconds=9, names=int
+        PrefetchThread(calls, votes, depth=0, threaded=False, meter=meter), helps=True, timeout_seconds=9, names=int
     )
     found = []
     while buffer.take() is not None:
@@ -312,7 +312,7 @@ def test_no_time_is_lost_where_a_step_is_completed_while_another_one_is_filled_i
     clock, meter, checker = OfTwoThreads(), Metrics(), SchemaChecker()
     monkeypatch.setattr(upstream, "perf_counter", clock.perf_counter)
     checker.see(torch.zeros(2), 2)
-    stream = walk_module._BrokenStream(ValueError())  # of which nothing is read
+    stream = pipeline_module._BrokenStream(ValueError())  # of which nothing is read
     own = StepMaker(Fetch(stream, checker), checker, None, ToDevice([]), 1, meter, OpenRuns(), print)
     for first, second in ((own.fill, own.complete), (own.complete, own.fill)):
         before = meter.window()["seconds_copying"]
@@ -327,7 +327,7 @@ def test_no_time_is_lost_where_a_step_is_completed_while_another_one_is_filled_i
 def test_skipped_samples_are_counted_also_in_steps_that_lost_all_of_them() -> None:
     meter = Metrics()
     left: list[LocalStep] = []
-    walk = Calls(lambda: Drawn(0), lambda drawn: LocalStep([], ()), left.extend, nothing, nothing, nothing)
+    calls = Calls(lambda: Drawn(0), lambda drawn: LocalStep([], ()), left.extend, nothing, nothing, nothing)
     votes = Said(
         [
             EmptyStep(LocalStep([], (0,), skipped=Skipped(2, ("a", "b")))),
@@ -337,7 +337,7 @@ def test_skipped_samples_are_counted_also_in_steps_that_lost_all_of_them() -> No
             End(),
         ]
     )
-    background = PrefetchThread(walk, votes, depth=0, threaded=False, meter=meter)
+    background = PrefetchThread(calls, votes, depth=0, threaded=False, meter=meter)
     buffer = Prefetcher(background, helps=True, timeout_seconds=9, names=int)
     progress = Progress(
         0, Start(), tuple, meter, Topology(num_workers=1, replicas_per_worker=1, worker=0), knows_all=True, log_every=0

@@ -259,13 +259,13 @@ def test_a_long_wait_is_told_once_in_a_warning_that_names_the_rank(
 def test_time_spent_on_its_own_data_is_no_reason_to_give_up() -> None:
     script = Script((1,) * 3)
     party = compose(FakeCollectives(1), 0, script, depth=0, timeout_seconds=0.1)
-    walk = party.buffer._background.upstream
+    calls = party.buffer._background.upstream
 
     def takes_long(drawn: Drawn | Held) -> Held:
         time.sleep(0.3)
-        return walk.produce(drawn)
+        return calls.produce(drawn)
 
-    party.buffer._background.upstream = dataclasses.replace(calls_of(walk), produce=takes_long)
+    party.buffer._background.upstream = dataclasses.replace(calls_of(calls), produce=takes_long)
     assert len(read(party, script).steps) == 3
 
 
@@ -345,7 +345,7 @@ def calls_of(upstream: Upstream) -> Calls:
 
 
 def bare_upstream(party: list[str], **others: object) -> Calls:
-    walk = Calls(
+    calls = Calls(
         draw=lambda: LocalStep([], (1,)),
         produce=lambda drawn: LocalStep([], (1,)),
         discard=lambda shares: None,
@@ -353,11 +353,11 @@ def bare_upstream(party: list[str], **others: object) -> Calls:
         close_source=lambda: party.append("source"),
         close_devices=lambda: party.append("devices"),
     )
-    return dataclasses.replace(walk, **others)  # type: ignore[arg-type]
+    return dataclasses.replace(calls, **others)  # type: ignore[arg-type]
 
 
-def bare_buffer(walk: Calls, votes: Hearing, *, helps: bool = False) -> Prefetcher:
-    background = PrefetchThread(walk, votes, depth=0, threaded=True, meter=Metrics())
+def bare_buffer(calls: Calls, votes: Hearing, *, helps: bool = False) -> Prefetcher:
+    background = PrefetchThread(calls, votes, depth=0, threaded=True, meter=Metrics())
     background.begin()
     return Prefetcher(background, helps=helps, timeout_seconds=5.0, names=lambda rank: rank)
 

@@ -81,7 +81,7 @@ def test_every_lane_is_dealt_once_between_all_worlds() -> None:
             for num_workers in (new, newer):
                 places, deals = redeal(places, deals, num_workers)
                 assert len(places) == num_workers
-                assert sorted(lane.file for place in places for lane in place.cursors) == list(every)
+                assert sorted(cursor.file for place in places for cursor in place.cursors) == list(every)
                 counts = [len(place.cursors) for place in places]
                 assert max(counts) - min(counts) <= 1
                 assert all(place == ReaderCursor(waiting=place.waiting) for place in places)
@@ -113,8 +113,8 @@ def test_a_place_survives_being_written_down(place: ReaderCursor) -> None:
 
 
 def test_a_file_in_progress_costs_less_than_64_bytes() -> None:
-    lane = FileCursor(54_321, 12_345_678_901, 123_456_789, 123_456_999, 98_765_432_109)
-    one, two = (len(json.dumps(ReaderCursor((lane,) * number).to_json())) for number in (1, 2))
+    cursor = FileCursor(54_321, 12_345_678_901, 123_456_789, 123_456_999, 98_765_432_109)
+    one, two = (len(json.dumps(ReaderCursor((cursor,) * number).to_json())) for number in (1, 2))
     assert two - one < 64
 
 
@@ -124,28 +124,31 @@ GOOD = PLACES[2].to_json()
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda value: None, r"the place of a walk must be \[slots, turn, taken, waiting, opened\], found None"),
-        (lambda value: value[:4], r"the place of a walk must be"),
-        (lambda value: [*value, 0], r"the place of a walk must be"),
-        (lambda value: [None, *value[1:]], r"the place of a walk must be"),
-        (lambda value: [value[0], 3, *value[2:]], r"the turn of a walk must be the number of one of its 3 slots, foun"),
-        (lambda value: [[], 1, *value[2:]], r"the turn of a walk must be"),
+        (lambda value: None, r"the cursor of a reader must be \[slots, turn, taken, waiting, opened\], found None"),
+        (lambda value: value[:4], r"the cursor of a reader must be"),
+        (lambda value: [*value, 0], r"the cursor of a reader must be"),
+        (lambda value: [None, *value[1:]], r"the cursor of a reader must be"),
+        (
+            lambda value: [value[0], 3, *value[2:]],
+            r"the turn of a reader must be the number of one of its 3 slots",
+        ),
+        (lambda value: [[], 1, *value[2:]], r"the turn of a reader must be"),
         (
             lambda value: [value[0], -1, *value[2:]],
-            r"turn in the place of a walk must be an int of at least 0, found -",
+            r"turn in the cursor of a reader must be an int of at least 0, found -",
         ),
-        (lambda value: [value[0], 0, 1.0, *value[3:]], r"taken in the place of a walk must be an int"),
-        (lambda value: [*value[:4], True], r"opened in the place of a walk must be an int"),
-        (lambda value: [*value[:4], "3"], r"opened in the place of a walk must be an int"),
+        (lambda value: [value[0], 0, 1.0, *value[3:]], r"taken in the cursor of a reader must be an int"),
+        (lambda value: [*value[:4], True], r"opened in the cursor of a reader must be an int"),
+        (lambda value: [*value[:4], "3"], r"opened in the cursor of a reader must be an int"),
         (lambda value: [[3], 0, *value[2:]], r"the place of a file must be \[file, offset, record, delivered, size\]"),
         (lambda value: [[[1, 2, 3, 4]], 0, *value[2:]], r"the place of a file must be"),
         (lambda value: [[[1, 2, 3, 4, None]], 0, *value[2:]], r"the place of a file must be"),
         (lambda value: [[[1, 2, 3, 4, -2]], 0, *value[2:]], r"the place of a file must be"),
         (lambda value: [[[1, 2, 3, 4, True]], 0, *value[2:]], r"the place of a file must be"),
-        (lambda value: [[[-1, 2, 3, 4, 5]], 0, *value[2:]], r"lane in the place of a walk must be"),
+        (lambda value: [[[-1, 2, 3, 4, 5]], 0, *value[2:]], r"an open file in the cursor of a reader must be"),
         (lambda value: [[[1, 2, 5, 4, 5]], 0, *value[2:]], r"an anchor that is not behind the records that were deliv"),
         (lambda value: [*value[:3], [None], 0], r"the place of a file must be"),
-        (lambda value: [*value[:3], {}, 0], r"the place of a walk must be"),
+        (lambda value: [*value[:3], {}, 0], r"the cursor of a reader must be"),
     ],
 )
 def test_a_place_that_is_none_is_refused_with_what_was_found(damage: Any, message: str) -> None:

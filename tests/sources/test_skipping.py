@@ -152,12 +152,12 @@ READ: dict[str, tuple[Any, bytes, list[Any]]] = {
 }  # fmt: skip
 
 
-def told(walk: Any) -> list[Any]:
-    """The records of a walk, with a word for those that are spoiled, and for an error."""
+def told(reader: Any) -> list[Any]:
+    """The records of a reader, with a word for those that are spoiled, and for an error."""
     found: list[Any] = []
 
     def read() -> None:
-        for each in walk:
+        for each in reader:
             found.append(SPOILED if isinstance(each, CorruptRecord) else each)
 
     error = raised(read)
@@ -172,15 +172,15 @@ def test_a_walk_goes_on_after_a_bad_record_where_it_is_certain_how(case: str, tm
     read, content, want = READ[case]
     (tmp_path / "f").write_bytes(content)
     files = tdi.FileDataset(str(tmp_path / "f"), read)
-    assert told(files.walk([0], 0, skip=True)) == want
+    assert told(files.reader([0], 0, skip=True)) == want
     until_first = want[: want.index(SPOILED)] if SPOILED in want else want[:-1]
-    assert told(files.walk([0], 0)) == [*until_first, ERROR]
+    assert told(files.reader([0], 0)) == [*until_first, ERROR]
 
 
 def test_the_first_bad_record_of_a_file_is_told_with_its_place(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"good\n\xff\n")
     files = tdi.FileDataset(str(tmp_path / "f"), readers.text_lines)
-    good, bad = files.walk([0], 0, skip=True)
+    good, bad = files.reader([0], 0, skip=True)
     assert good == "good"
     assert bad.reason.startswith(f"{tmp_path / 'f'}, offset 5: the line at byte 5 is not UTF-8")
 
@@ -190,7 +190,7 @@ def test_a_plain_reader_cannot_be_entered_again_so_its_error_stays(tmp_path: Pat
         yield from readers.text_lines(file)
 
     (tmp_path / "f").write_bytes(b"good\n\xff\nb\n")
-    assert told(tdi.FileDataset(str(tmp_path / "f"), plain).walk([0], 0, skip=True)) == ["good", ERROR]
+    assert told(tdi.FileDataset(str(tmp_path / "f"), plain).reader([0], 0, skip=True)) == ["good", ERROR]
 
 
 @readers.in_blocks
@@ -211,7 +211,7 @@ def test_a_reader_of_ones_own_may_say_where_to_go_on(name: str, tmp_path: Path) 
     content = b"#12x4yz7"
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
     files = tdi.FileDataset(str(tmp_path / name), digits)
-    assert told(files.walk([0], 0, skip=True)) == [1, 2, SPOILED, 4, SPOILED, SPOILED, 7]
+    assert told(files.reader([0], 0, skip=True)) == [1, 2, SPOILED, 4, SPOILED, SPOILED, 7]
 
 
 @readers.in_blocks
@@ -223,7 +223,7 @@ def going_back(file: Any, offset: int) -> Iterator[Any]:
 
 def test_a_reader_that_would_go_back_for_ever_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"abc")
-    assert told(tdi.FileDataset(str(tmp_path / "f"), going_back).walk([0], 0, skip=True)) == [0, ERROR]
+    assert told(tdi.FileDataset(str(tmp_path / "f"), going_back).reader([0], 0, skip=True)) == [0, ERROR]
 
 
 # Walks are left and entered again among spoiled records
@@ -270,12 +270,12 @@ def test_a_walk_left_after_any_record_goes_on_with_exactly_the_rest(kind: str, t
             str(tmp_path / "*"), read, shuffle_buffer=window, cycle_length=cycle, block_length=3, seed=4
         )
         whole, positions, origins = [], [], []
-        walk = files.walk(range(3), 1, skip=True)
-        positions.append(walk.position())
-        for each in walk:
+        reader = files.reader(range(3), 1, skip=True)
+        positions.append(reader.position())
+        for each in reader:
             whole.append(each)
-            positions.append(walk.position())
-            origins.append(walk.place)
+            positions.append(reader.position())
+            origins.append(reader.place)
         for each, origin in zip(whole, origins, strict=True):
             number = (0, 20, 40)[origin.file_number] + origin.record
             assert isinstance(each, CorruptRecord) == (number in broken)
@@ -283,7 +283,7 @@ def test_a_walk_left_after_any_record_goes_on_with_exactly_the_rest(kind: str, t
                 assert number_of(each) == number
         assert len(whole) == 46
         for done, position in enumerate(positions):
-            assert list(files.walk(range(3), 1, position, skip=True)) == whole[done:], (window, cycle, done)
+            assert list(files.reader(range(3), 1, position, skip=True)) == whole[done:], (window, cycle, done)
 
 
 # Map-style data
@@ -412,9 +412,9 @@ def test_the_rest_of_the_records_of_files_comes_once_in_its_place(tmp_path: Path
 
 def order_of(files: tdi.FileDataset) -> Iterator[tuple[int, int]]:
     """The records, as file and record, in the order of epoch 0."""
-    walk = files.walk(range(3), 0, skip=True)
-    for _ in walk:
-        yield walk.place.file_number, walk.place.record
+    reader = files.reader(range(3), 0, skip=True)
+    for _ in reader:
+        yield reader.place.file_number, reader.place.record
 
 
 def index_of(number: int) -> int:

@@ -1,4 +1,4 @@
-"""The places of the workers' walks are known for as long as a periodic sync may ask for them."""
+"""The places of the workers' readers are known for as long as a periodic sync may ask for them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ROWS = 140
 
 @dataclasses.dataclass
 class Reader:
-    """One worker's walk, whose place after a row is that row; told every so many batches.
+    """One worker's reader, whose place after a row is that row; told every so many batches.
 
     Args:
       workers: the rows of a batch.
@@ -57,7 +57,7 @@ class Reader:
         self.told = [front]
         self.read = self.begins_at
         begun = FilesPosition(self.workers, [], [(front, place_after(front))] * self.workers, self.begins_at)
-        self.places = Places(begun.walks[0], self.begins_at, self.read_ahead)
+        self.places = Places(begun.cursors[0], self.begins_at, self.read_ahead)
         self.common = CommonPlaces(self.places, begun, 0, self.read_ahead)
         self._rows = self.places.rows_of(self._cuts(front), None)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -105,7 +106,9 @@ def object_store() -> Iterator[ObjectStore]:
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
     thread.start()
     try:
+        urllib.request.urlopen(f"{store.url}/moto-api/reset", b"").close()  # its buckets are those of the process
         store.filesystem().mkdir("data")
+        store.requests.clear()
         yield store
     finally:
         server.shutdown()

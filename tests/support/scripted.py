@@ -181,10 +181,10 @@ def compose(
         begins_at=(0, 0),
         ahead=None if room is None else (depth, depth),
     )
-    walk = Calls(fetch.draw, produce, discard, _nothing, fetch.close, close_devices)
+    calls = Calls(fetch.draw, produce, discard, _nothing, fetch.close, close_devices)
     threaded = world is not None or depth > 0
     meter = Metrics()
-    background = PrefetchThread(walk, coordinate, depth=depth, threaded=threaded, meter=meter, room=room)
+    background = PrefetchThread(calls, coordinate, depth=depth, threaded=threaded, meter=meter, room=room)
     background.begin()
     buffer = Prefetcher(
         background,

@@ -83,9 +83,9 @@ class ReaderCursor(NamedTuple):
                     _count("opened", opened),
                 )
             case _:
-                raise _malformed("the place of a walk", "[slots, turn, taken, waiting, opened]", value)
+                raise _malformed("the cursor of a reader", "[slots, turn, taken, waiting, opened]", value)
         if place.turn >= max(1, len(place.slots)):
-            raise _malformed("the turn of a walk", f"the number of one of its {len(place.slots)} slots", place.turn)
+            raise _malformed("the turn of a reader", f"the number of one of its {len(place.slots)} slots", place.turn)
         return place
 
 
@@ -151,8 +151,8 @@ def checked_deals(value: object) -> list[list[int]]:
 def _cursor(value: object) -> FileCursor:
     match value:
         case [int(), int() | [_] as offset, int(), int(), int(size)] if not isinstance(size, bool) and size >= -1:
-            file, record, delivered = (_count("lane", value[number]) for number in (0, 2, 3))
-            offset = offset if isinstance(offset, list) else _count("lane", offset)
+            file, record, delivered = (_count("an open file", value[number]) for number in (0, 2, 3))
+            offset = offset if isinstance(offset, list) else _count("an open file", offset)
         case _:
             raise _malformed("the place of a file", "[file, offset, record, delivered, size], of ints", value)
     if record > delivered:
@@ -162,7 +162,7 @@ def _cursor(value: object) -> FileCursor:
 
 def _count(name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise _malformed(f"{name} in the place of a walk", "an int of at least 0", value)
+        raise _malformed(f"{name} in the cursor of a reader", "an int of at least 0", value)
     return value
 
 

@@ -117,22 +117,22 @@ class Samples:
 class _LastOf:
     """The last record of a reader, as the sample that is being read."""
 
-    def __init__(self, walk: RecordReader, key: int) -> None:
+    def __init__(self, reader: RecordReader, key: int) -> None:
         self.key = key
-        self._walk = walk
+        self._reader = reader
 
     def number(self) -> int:
         """See ``Samples.number``."""
-        return number_of(self._walk.place)
+        return number_of(self._reader.place)
 
 
-def calls_on(walk: RecordReader, key: int) -> Callable[..., Any]:
+def calls_on(reader: RecordReader, key: int) -> Callable[..., Any]:
     """A function that calls another function, in which ``sample_seed`` is the seed of the reader's last record.
 
     The calls run in one context that is made now: entering it is cheaper than setting a variable for every record.
     """
     context = contextvars.copy_context()
-    context.run(_current.set, _LastOf(walk, key))
+    context.run(_current.set, _LastOf(reader, key))
     return context.run
 
 

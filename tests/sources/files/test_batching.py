@@ -28,7 +28,7 @@ def files(folder: Path, sizes: tuple[int, ...] = (7, 0, 12, 5), bad: tuple[int, 
 
 
 def told(rows: RecordRows, entrance: Entrance) -> tuple[list[Any], list[Any], list[Any]]:
-    """The rows, where the walk stood after some of them, and the sizes of those that are known."""
+    """The rows, where the reader stood after some of them, and the sizes of those that are known."""
     found: list[Any] = []
     places: list[Any] = []
     sized: list[Any] = []

@@ -48,7 +48,7 @@ def text(names: FileNames, **arguments: Any) -> FileDataset:
 
 
 def whole_walk(dataset: FileDataset, epoch: int = 0) -> list[str]:
-    return list(dataset.walk(dataset.file_order(epoch), epoch))
+    return list(dataset.reader(dataset.file_order(epoch), epoch))
 
 
 def open_files(folder: Path) -> int:
@@ -98,8 +98,8 @@ def test_files_are_read_one_after_the_other_in_the_order_of_the_list(tmp_path: P
     a, b, c = write(tmp_path, 2, 0, 3)
     assert whole_walk(text([c, b, a])) == ["c0", "c1", "c2", "a0", "a1"]
     assert whole_walk(text([a, c, a])) == ["a0", "a1", "c0", "c1", "c2", "a0", "a1"]
-    assert list(text(f"{tmp_path}/*.txt").walk([2, 0], 0)) == ["c0", "c1", "c2", "a0", "a1"]
-    assert list(text([a]).walk([], 0)) == []
+    assert list(text(f"{tmp_path}/*.txt").reader([2, 0], 0)) == ["c0", "c1", "c2", "a0", "a1"]
+    assert list(text([a]).reader([], 0)) == []
 
 
 def test_interleaving_is_that_of_tensorflows_example(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_every_combination_yields_each_record_once_in_tensorflows_interleaving(
 
 
 def whole_lane(dataset: FileDataset, index: int, epoch: int) -> list[str]:
-    return list(dataset.walk([index], epoch))
+    return list(dataset.reader([index], epoch))
 
 
 @pytest.mark.parametrize("buffer", [1, 2, 3, 4, 7, 10, 11, 100])
@@ -171,7 +171,7 @@ def test_a_window_of_a_file_is_permuted_by_seed_epoch_file_and_window(buffer: in
             for window, start in enumerate(range(0, 10, buffer)):
                 order = shuffled(min(buffer, 10 - start), 8, epoch, index, window)
                 expected += [f"{letter}{start + place}" for place in order]
-            assert list(dataset.walk([index], epoch)) == expected
+            assert list(dataset.reader([index], epoch)) == expected
 
 
 def test_shuffled_orders_are_a_promise(tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_epochs_seeds_and_files_differ_and_repeat(tmp_path: Path) -> None:
     assert len(set(orders)) == len(orders)
     assert orders == [order(seed, epoch) for seed in (0, 1, -1) for epoch in (0, 1, 2)]
     dataset = text(names, shuffle_buffer=30)
-    assert len({tuple(record[1:] for record in dataset.walk([index], 0)) for index in range(3)}) == 3
+    assert len({tuple(record[1:] for record in dataset.reader([index], 0)) for index in range(3)}) == 3
 
 
 def test_without_shuffling_the_order_of_the_files_is_the_list_in_every_epoch(tmp_path: Path) -> None:
@@ -212,37 +212,37 @@ def place_of(folder: Path, record: str) -> RecordPlace:
 def test_the_place_names_the_file_and_the_record(asked: str, tmp_path: Path) -> None:
     for sizes, cycle, block, buffer in COMBINATIONS[:: 1 if asked == "always" else 3]:
         dataset = text(write(tmp_path, *sizes), cycle_length=cycle, block_length=block, shuffle_buffer=buffer)
-        walk = dataset.walk(range(len(sizes)), 0)
+        reader = dataset.reader(range(len(sizes)), 0)
         record = None
-        for position, record in enumerate(walk):
+        for position, record in enumerate(reader):
             if asked == "always" or (asked == "sometimes" and position % 3 == 1):
-                assert walk.place == place_of(tmp_path, record)
-                assert walk.place.record == int(record[1:])
+                assert reader.place == place_of(tmp_path, record)
+                assert reader.place.record == int(record[1:])
         if record is not None:
-            assert walk.place == place_of(tmp_path, record)
+            assert reader.place == place_of(tmp_path, record)
 
 
 def test_the_places_of_taken_records_are_known_for_any_part_of_them(all_cells: bool, tmp_path: Path) -> None:
     for (sizes, cycle, block, buffer), taking in cells(COMBINATIONS, {"count": COUNTS}, everything=all_cells):
         dataset = text(write(tmp_path, *sizes), cycle_length=cycle, block_length=block, shuffle_buffer=buffer)
-        walk = dataset.walk(range(len(sizes)), 0)
+        reader = dataset.reader(range(len(sizes)), 0)
         taken: list[str] = []
-        while records := [*walk.take(taking["count"])]:
+        while records := [*reader.take(taking["count"])]:
             for lo, hi in ((0, len(records)), (1, 3), (len(records) - 1, len(records)), (2, 2)):
-                assert walk.places(lo, hi) == [place_of(tmp_path, record) for record in records[lo:hi]]
+                assert reader.places(lo, hi) == [place_of(tmp_path, record) for record in records[lo:hi]]
             taken += records
-        assert taken == list(dataset.walk(range(len(sizes)), 0))
+        assert taken == list(dataset.reader(range(len(sizes)), 0))
 
 
 def test_the_place_is_known_however_the_walk_is_iterated(tmp_path: Path) -> None:
     names = write(tmp_path, 10)
-    walk = text(names).walk([0], 0)
+    reader = text(names).reader([0], 0)
     with pytest.raises(RuntimeError, match="no record yet"):
-        _ = walk.place
-    assert [next(walk), walk.place.record] == ["a0", 0]
-    assert [list(itertools.islice(walk, 3)), walk.place.record] == [["a1", "a2", "a3"], 3]
-    assert [list(itertools.islice(walk, 1, 6, 2)), walk.place.record] == [["a5", "a7", "a9"], 9]
-    assert [list(walk), walk.place.record] == [[], 9]
+        _ = reader.place
+    assert [next(reader), reader.place.record] == ["a0", 0]
+    assert [list(itertools.islice(reader, 3)), reader.place.record] == [["a1", "a2", "a3"], 3]
+    assert [list(itertools.islice(reader, 1, 6, 2)), reader.place.record] == [["a5", "a7", "a9"], 9]
+    assert [list(reader), reader.place.record] == [[], 9]
 
 
 # Decoding
@@ -256,12 +256,12 @@ def test_map_fn_is_called_for_the_records_that_are_decoded_only(tmp_path: Path) 
         return int(record[1:])
 
     dataset = text(write(tmp_path, 3), map_fn=decode)
-    walk = dataset.walk([0], 0)
-    assert list(walk) == ["a0", "a1", "a2"]
+    reader = dataset.reader([0], 0)
+    assert list(reader) == ["a0", "a1", "a2"]
     assert seen == []
-    assert dataset.decode(["a7"], lambda: [walk.place], 0) == [7]
+    assert dataset.decode(["a7"], lambda: [reader.place], 0) == [7]
     assert list(dataset) == [0, 1, 2]
-    assert text(write(tmp_path, 1)).decode(["x"], lambda: [walk.place], 0) == ["x"]
+    assert text(write(tmp_path, 1)).decode(["x"], lambda: [reader.place], 0) == ["x"]
 
 
 def test_a_record_that_cannot_be_decoded_is_named(tmp_path: Path) -> None:
@@ -280,23 +280,23 @@ def test_a_record_that_cannot_be_decoded_is_named(tmp_path: Path) -> None:
 
 def test_a_missing_file_is_named_after_the_records_before_it(tmp_path: Path) -> None:
     (a,) = write(tmp_path, 2)
-    walk = text([a, f"{tmp_path}/missing.txt"]).walk([0, 1], 0)
-    assert [next(walk), next(walk)] == ["a0", "a1"]
+    reader = text([a, f"{tmp_path}/missing.txt"]).reader([0, 1], 0)
+    assert [next(reader), next(reader)] == ["a0", "a1"]
     with pytest.raises(SourceError, match=r"missing\.txt: cannot be opened: FileNotFoundError") as caught:
-        next(walk)
+        next(reader)
     assert caught.value.file == f"{tmp_path}/missing.txt"
     assert isinstance(caught.value.__cause__, FileNotFoundError)
-    assert list(walk) == []
+    assert list(reader) == []
 
 
 def test_a_failing_walk_closes_all_its_files(tmp_path: Path) -> None:
     names = [*write(tmp_path, 5, 5), f"{tmp_path}/missing.txt"]
-    walk = text(names, cycle_length=3).walk([0, 1, 2], 0)
-    assert [next(walk), next(walk), open_files(tmp_path)] == ["a0", "b0", 2]
+    reader = text(names, cycle_length=3).reader([0, 1, 2], 0)
+    assert [next(reader), next(reader), open_files(tmp_path)] == ["a0", "b0", 2]
     with pytest.raises(SourceError):
-        next(walk)
+        next(reader)
     assert open_files(tmp_path) == 0
-    assert walk.place == RecordPlace(names[1], 0, 1)
+    assert reader.place == RecordPlace(names[1], 0, 1)
 
 
 def test_a_folder_is_named_when_it_is_read(tmp_path: Path) -> None:
@@ -308,10 +308,10 @@ def test_a_folder_is_named_when_it_is_read(tmp_path: Path) -> None:
 def test_damaged_content_names_the_file_and_the_offset(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"good\nb\xffd\n")
     dataset = text([str(tmp_path / "a.txt")])
-    walk = dataset.walk([0], 0)
-    assert next(walk) == "good"
+    reader = dataset.reader([0], 0)
+    assert next(reader) == "good"
     with pytest.raises(SourceError, match=r"a\.txt: the line at byte 5 is not UTF-8") as caught:
-        next(walk)
+        next(reader)
     assert (caught.value.file, caught.value.offset) == (str(tmp_path / "a.txt"), 5)
     assert isinstance(caught.value.__cause__, SourceError)
 
@@ -361,34 +361,34 @@ def test_an_error_of_a_file_pickles_with_its_file_and_offset() -> None:
 def test_files_are_open_only_in_their_turn(tmp_path: Path) -> None:
     names = write(tmp_path, 3, 3, 3, 3)
     for cycle in (1, 2, 3):
-        walk = text(names, cycle_length=cycle).walk([0, 1, 2, 3], 0)
+        reader = text(names, cycle_length=cycle).reader([0, 1, 2, 3], 0)
         assert open_files(tmp_path) == 0
         most = 0
-        for _ in walk:
+        for _ in reader:
             most = max(most, open_files(tmp_path))
         assert (most, open_files(tmp_path)) == (cycle, 0)
 
 
 def test_closing_a_walk_ends_it_and_closes_its_files(tmp_path: Path) -> None:
-    walk = text(write(tmp_path, 3, 3), cycle_length=2).walk([0, 1], 0)
-    assert [next(walk), next(walk), open_files(tmp_path)] == ["a0", "b0", 2]
-    walk.close()
-    walk.close()
-    assert (open_files(tmp_path), list(walk), walk.place.record) == (0, [], 0)
+    reader = text(write(tmp_path, 3, 3), cycle_length=2).reader([0, 1], 0)
+    assert [next(reader), next(reader), open_files(tmp_path)] == ["a0", "b0", 2]
+    reader.close()
+    reader.close()
+    assert (open_files(tmp_path), list(reader), reader.place.record) == (0, [], 0)
 
 
 def test_a_dropped_walk_closes_its_files_without_the_garbage_collector(tmp_path: Path) -> None:
     dataset = text(write(tmp_path, 30, 30), cycle_length=2, shuffle_buffer=3)
     gc.disable()
     try:
-        walk: RecordReader | None = dataset.walk([0, 1], 0)
-        assert walk is not None
-        next(walk)
-        next(walk)
+        reader: RecordReader | None = dataset.reader([0, 1], 0)
+        assert reader is not None
+        next(reader)
+        next(reader)
         assert open_files(tmp_path) == 2
-        walk = None
+        reader = None
         assert open_files(tmp_path) == 0
-        for record in dataset.walk([0, 1], 0):
+        for record in dataset.reader([0, 1], 0):
             if record == "a1":
                 break
         loop = iter(dataset)
@@ -408,9 +408,9 @@ def test_a_generator_reader_ends_before_its_file_is_closed(tmp_path: Path) -> No
         finally:
             ended.append(file.tell())
 
-    walk = FileDataset(write(tmp_path, 3), reader).walk([0], 0)
-    assert next(walk) == b"a0\n"
-    walk.close()
+    records = FileDataset(write(tmp_path, 3), reader).reader([0], 0)
+    assert next(records) == b"a0\n"
+    records.close()
     assert ended == [3]
 
 
@@ -433,7 +433,7 @@ def test_at_most_a_window_of_records_is_held_for_each_open_file(cycle: int, tmp_
 
     dataset = FileDataset(write(tmp_path, 1, 1, 1, 1), reader, cycle_length=cycle, shuffle_buffer=8)
     most, number = 0, 0
-    for _ in dataset.walk(range(4), 0):
+    for _ in dataset.reader(range(4), 0):
         most, number = max(most, Record.alive), number + 1
     assert number == 200
     assert most <= 8 * cycle + 2
@@ -593,9 +593,9 @@ def test_files_that_have_the_size_that_they_had_are_unchanged(tmp_path: Path) ->
         with fsspec.open("memory://folder/m.txt", "wb") as file:
             file.write(b"m0\nm1\n")
         dataset = text([*names, "memory://folder/m.txt"], cycle_length=12)
-        walk = dataset.walk(range(12), 0)
-        walk.take(12)
-        places = walk.position().cursors
+        reader = dataset.reader(range(12), 0)
+        reader.take(12)
+        places = reader.position().cursors
         assert [lane.size for lane in places] == [*[6] * 10, (tmp_path / "z.gz").stat().st_size, 6]
         dataset.check_unchanged(places)
         dataset.check_unchanged(lanes(-1, 6))
@@ -661,7 +661,7 @@ def test_a_file_that_is_not_there_cannot_be_walked(tmp_path: Path) -> None:
     dataset = text(write(tmp_path, 1))
     for index in (1, -1):
         with pytest.raises(IndexError, match=f"there is no file {index}: the dataset has 1 files"):
-            dataset.walk([index], 0)
+            dataset.reader([index], 0)
     with pytest.raises(TypeError, match="epoch must be an int"):
         dataset.set_epoch(0.5)  # type: ignore[arg-type]
 

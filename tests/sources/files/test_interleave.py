@@ -1,4 +1,4 @@
-"""Whole rounds of an interleaved walk: bit for bit what the turns one by one give, wherever blocks and files end."""
+"""Whole rounds of an interleaved reader: bit for bit what the turns one by one give, wherever blocks and files end."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ def dataset_of(folder: Path, rng: random.Random) -> FileDataset:
 
 
 def one_by_one(dataset: FileDataset) -> tuple[list[Any], list[RecordPlace], list[ReaderCursor]]:
-    """Every record, where it comes from, and where the walk stood before each and after all."""
-    walk = dataset.walk(range(len(dataset.files)), 0)
-    records, places, stood = [], [], [walk.position()]
-    for record in walk:
+    """Every record, where it comes from, and where the reader stood before each and after all."""
+    reader = dataset.reader(range(len(dataset.files)), 0)
+    records, places, stood = [], [], [reader.position()]
+    for record in reader:
         records.append(record)
-        places.append(walk.place)
-        stood.append(walk.position())
+        places.append(reader.place)
+        stood.append(reader.position())
     return records, places, stood
 
 
 def entered(dataset: FileDataset, stood: list[ReaderCursor], start: int) -> RecordReader:
-    return dataset.walk(range(len(dataset.files)), 0, stood[start])
+    return dataset.reader(range(len(dataset.files)), 0, stood[start])
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -62,16 +62,16 @@ def test_rounds_are_what_the_turns_one_by_one_give(seed: int, tmp_path: Path) ->
     dataset = dataset_of(tmp_path, rng)
     records, places, stood = one_by_one(dataset)
     for start in (0, rng.randrange(len(records) + 1)):
-        walk, at = entered(dataset, stood, start), start
-        while taken := walk.take(size := rng.randrange(1, 40)):
+        reader, at = entered(dataset, stood, start), start
+        while taken := reader.take(size := rng.randrange(1, 40)):
             assert taken == records[at : at + size]
-            assert walk.places(0, len(taken)) == places[at : at + size]
-            assert walk.place == places[at + len(taken) - 1]
+            assert reader.places(0, len(taken)) == places[at : at + size]
+            assert reader.place == places[at + len(taken) - 1]
             at += len(taken)
-            assert at == len(records) or walk.position() == stood[at]
+            assert at == len(records) or reader.position() == stood[at]
             for _ in range(rng.choice([0, 0, 1, 2])):
                 if at < len(records):
-                    assert next(walk) == records[at]
+                    assert next(reader) == records[at]
                     at += 1
         assert at == len(records)
 
@@ -81,17 +81,17 @@ def test_reserved_and_ready_records_come_in_rounds_too(seed: int, tmp_path: Path
     rng = random.Random(seed)
     dataset = dataset_of(tmp_path, rng)
     records, places, stood = one_by_one(dataset)
-    walk, at = entered(dataset, stood, 0), 0
-    while len(reserved := walk.reserve(size := rng.randrange(1, 40))):
+    reader, at = entered(dataset, stood, 0), 0
+    while len(reserved := reader.reserve(size := rng.randrange(1, 40))):
         assert len(reserved) == len(records[at : at + size])
         lo, hi = sorted((rng.randrange(size + 1), rng.randrange(size + 1)))
         assert reserved[lo:hi] == records[at : at + size][lo:hi]
-        assert walk.places(lo, hi) == places[at : at + size][lo:hi]
+        assert reader.places(lo, hi) == places[at : at + size][lo:hi]
         at += len(reserved)
-        assert at == len(records) or walk.position() == stood[at]
+        assert at == len(records) or reader.position() == stood[at]
     found: list[Any] = []
-    walk = entered(dataset, stood, 0)
-    while ready := walk.take_ready():
+    reader = entered(dataset, stood, 0)
+    while ready := reader.take_ready():
         found += ready
     assert (at, found) == (len(records), records)
     assert list(dataset) == records
@@ -100,9 +100,9 @@ def test_reserved_and_ready_records_come_in_rounds_too(seed: int, tmp_path: Path
 def test_files_that_need_no_reading_are_taken_in_one_piece(tmp_path: Path) -> None:
     for number in range(2):
         (tmp_path / str(number)).write_text("".join(f"{number}-{record}\n" for record in range(500)))
-    walk = FileDataset(str(tmp_path / "*"), readers.text_lines, cycle_length=2).walk([0, 1], 0)
-    walk.take(10)  # both have read
-    assert walk.take_ready() == [f"{k % 2}-{k // 2}" for k in range(10, 266)]
+    reader = FileDataset(str(tmp_path / "*"), readers.text_lines, cycle_length=2).reader([0, 1], 0)
+    reader.take(10)  # both have read
+    assert reader.take_ready() == [f"{k % 2}-{k // 2}" for k in range(10, 266)]
 
 
 @pytest.mark.parametrize("length", range(1, 7))

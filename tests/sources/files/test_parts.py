@@ -28,7 +28,7 @@ SIZES = (7, 300)
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_record_is_in_one_part_and_each_part_is_entered_anywhere(kind: str, largest: int, tmp_path: Path) -> None:
     whole = dataset(tmp_path, kind)
-    wanted = plain(list(whole.walk(range(len(whole.names)), 0)))
+    wanted = plain(list(whole.reader(range(len(whole.names)), 0)))
     sizes = [Path(name).stat().st_size for name in whole.files]
     largest = max(largest, max(sizes) // 30)
     index: Any = {"index_folder": tmp_path / "indices"} if kind in INDEXED else {}
@@ -36,13 +36,13 @@ def test_each_record_is_in_one_part_and_each_part_is_entered_anywhere(kind: str,
     assert data.files == whole.files
     assert len(data.names) == sum(max(1, -(-size // largest)) for size in sizes)
     order = range(len(data.names))
-    assert plain(list(data.walk(order, 0))) == wanted
+    assert plain(list(data.reader(order, 0))) == wanted
     for in_ranges, count in itertools.product((False, True), (1, 3)):
-        walk, at = data.walk(order, 0, in_ranges=in_ranges), 0
-        while taken := walk.reserve(count)[:] if in_ranges else walk.take(count):
+        reader, at = data.reader(order, 0, in_ranges=in_ranges), 0
+        while taken := reader.reserve(count)[:] if in_ranges else reader.take(count):
             assert plain([*taken]) == wanted[at : at + count]
             at += len(taken)
-            rest = data.walk(order, 0, walk.position(), in_ranges=not in_ranges)
+            rest = data.reader(order, 0, reader.position(), in_ranges=not in_ranges)
             assert plain([*rest.take(2)] if in_ranges else [*rest.reserve(2)[:]]) == wanted[at : at + 2]
         assert at == len(wanted)
 
@@ -72,7 +72,7 @@ def test_compressed_files_stay_whole_and_one_that_hides_it_is_read_with_its_firs
 def test_lines_longer_than_a_part_leave_parts_without_a_record(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"x" * 300_000 + b"\n" + b"y\n" * 3)
     data = FileDataset(f"{tmp_path}/a.txt", readers.text_lines, fragment_bytes=50_000)
-    found = [len(list(data.walk([part], 0))) for part in range(len(data.names))]
+    found = [len(list(data.reader([part], 0))) for part in range(len(data.names))]
     assert found == [1, 0, 0, 0, 0, 0, 3]
     with (tmp_path / "a.txt").open("rb") as file:
         assert [next_line(file, at) for at in (0, 1, 300_000, 300_001, 300_002, 300_007)] == [
@@ -105,15 +105,15 @@ def test_parts_of_parquet_have_records_of_some_row_groups(tmp_path: Path) -> Non
     assert {*(data.count_records() or ())} == {0, 2, 16}
     assert sum(data.count_records() or []) == 50
     for in_ranges in (False, True):
-        walk = data.walk(range(len(data.names)), 0, in_ranges=in_ranges)
-        found = [[*(walk.reserve(7)[:] if in_ranges else walk.take(7))] for _ in range(8)]
+        reader = data.reader(range(len(data.names)), 0, in_ranges=in_ranges)
+        found = [[*(reader.reserve(7)[:] if in_ranges else reader.take(7))] for _ in range(8)]
         assert [record for records in found for record in records] == list(whole)
 
 
 def test_a_line_that_cannot_be_read_is_left_out_of_its_part(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"1\n2\n\xff\n4\n5\n")
     data = FileDataset(f"{tmp_path}/a.txt", readers.text_lines, fragment_bytes=3)
-    found = list(data.walk(range(len(data.names)), 0, skip=True))
+    found = list(data.reader(range(len(data.names)), 0, skip=True))
     assert [type(each).__name__ for each in found] == ["str", "str", "CorruptRecord", "str", "str"]
     assert "offset 4: " in found[2].reason
 

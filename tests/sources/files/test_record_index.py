@@ -106,13 +106,13 @@ def test_an_index_lies_where_version_0_1_put_it_and_names_the_same_reader(tmp_pa
 def test_slices_of_what_is_reserved_are_those_of_the_whole_walk(
     tmp_path: Path, kind: str, cycle: int, block: int
 ) -> None:
-    """And both walks can be left for each other between any two batches."""
+    """And both readers can be left for each other between any two batches."""
     data = dataset(tmp_path, kind, cycle_length=cycle, block_length=block)
     order = range(len(data.files))
-    whole = list(data.walk(order, 0))
+    whole = list(data.reader(order, 0))
     for count in (1, 3, 4, 50):
-        walk, other, at = data.walk(order, 0, in_ranges=True), data.walk(order, 0), 0
-        while reserved := walk.reserve(count):
+        reader, other, at = data.reader(order, 0, in_ranges=True), data.reader(order, 0), 0
+        while reserved := reader.reserve(count):
             size = len(other.take(count))
             assert len(reserved) == size
             for lo in range(size + 1):
@@ -120,13 +120,13 @@ def test_slices_of_what_is_reserved_are_those_of_the_whole_walk(
                     got = [*reserved[lo:hi]]
                     assert plain(got) == plain(whole[at + lo : at + hi])
                     assert list(map(type, got)) == list(map(type, whole[at + lo : at + hi]))
-            assert walk.places(0, size) == other.places(0, size)
+            assert reader.places(0, size) == other.places(0, size)
             at += size
-            assert plain(list(data.walk(order, 0, walk.position()))) == plain(whole[at:])
-            entered = data.walk(order, 0, other.position(), in_ranges=True)
+            assert plain(list(data.reader(order, 0, reader.position()))) == plain(whole[at:])
+            entered = data.reader(order, 0, other.position(), in_ranges=True)
             assert plain([*entered.reserve(3)[:]]) == plain(whole[at : at + 3])
         assert at == len(whole)
-        assert not walk.reserve(count)
+        assert not reader.reserve(count)
 
 
 def cuts(
@@ -201,7 +201,7 @@ def test_the_workers_together_read_the_files_once(tmp_path: Path, kind: str, mon
         counted.bytes = 0
         for worker in range(num_workers):
             assert cuts(data, worker, num_workers, in_ranges=True, first=1)
-        first_batch = (len(large) - header) // len(list(data.walk([0], 0))) * 6
+        first_batch = (len(large) - header) // len(list(data.reader([0], 0))) * 6
         assert counted.bytes == len(large) - header - first_batch
 
 
@@ -212,7 +212,7 @@ def index_files(folder: Path) -> list[str]:
 def test_an_index_is_made_only_where_it_is_asked_for_and_once(tmp_path: Path) -> None:
     names = written(tmp_path, "text")
     before = sorted(os.listdir(tmp_path))
-    list(FileDataset(names, readers.text_lines).walk([0], 0, in_ranges=True).reserve(9)[:])
+    list(FileDataset(names, readers.text_lines).reader([0], 0, in_ranges=True).reserve(9)[:])
     assert sorted(os.listdir(tmp_path)) == before
     data = FileDataset([*names, names[0]], readers.text_lines, index_folder=tmp_path / "indices")
     assert index_files(tmp_path) == []
@@ -274,16 +274,16 @@ def test_an_index_that_does_not_fit_is_refused(
     (index,) = (tmp_path / "indices").iterdir()
     harm(Path(data.files[0]), index)
     with pytest.raises(SourceError, match=said) as raised:
-        data.walk([0], 0, in_ranges=True).reserve(1)
+        data.reader([0], 0, in_ranges=True).reserve(1)
     assert raised.value.file == data.files[0]
-    assert list(data.walk([0], 0))[:3] in (["a", "bb", "ccccc"], ["a", "bb", "cccccmore"])
+    assert list(data.reader([0], 0))[:3] in (["a", "bb", "ccccc"], ["a", "bb", "cccccmore"])
 
 
 def test_a_file_that_shrinks_behind_its_index_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(FILES, "text", (readers.text_lines, [b"a\n" * 50]))
     data = dataset(tmp_path, "text")
-    walk = data.walk([0], 0, in_ranges=True)
-    reserved = walk.reserve(50)
+    reader = data.reader([0], 0, in_ranges=True)
+    reserved = reader.reserve(50)
     Path(data.files[0]).write_bytes(b"a\n" * 20)
     with pytest.raises(SourceError, match=r"0.data: found 5 of the 25 records from number 15 on"):
         reserved[15:40]
@@ -304,7 +304,7 @@ def test_compressed_files_are_read_as_before(tmp_path: Path) -> None:
     name.write_bytes(gzip.compress(b"a\nb\nc\n"))
     data = FileDataset([str(name)], readers.text_lines, index_folder=tmp_path / "indices")
     assert data.build_index() == 0
-    assert data.walk([0], 0, in_ranges=True).reserve(2)[1:] == ["b"]
+    assert data.reader([0], 0, in_ranges=True).reserve(2)[1:] == ["b"]
 
 
 DAMAGED = tfrecord(b"a", b"b")[:-3] + b"???" + tfrecord(b"c", b"d")  # the checksum of b
@@ -351,7 +351,7 @@ def test_a_source_makes_its_part_of_the_indices_and_its_loader_workers_use_them(
     assert len(index_files(tmp_path)) == (2 if kind in INDEXED else 0)
     RecordSource(data, AutoShardPolicy.DATA, topology[1], InputOptions(), 4)
     assert len(index_files(tmp_path)) == (4 if kind in INDEXED else 0)
-    wanted = [len(record) for record in data.walk(range(len(names)), 0)]
+    wanted = [len(record) for record in data.reader(range(len(names)), 0)]
     loader = tdi.Strategy().distribute_dataset(DataLoader(data, batch_size=4, num_workers=2))
     assert torch.cat(list(loader)).tolist() == wanted
 
@@ -388,7 +388,7 @@ def test_ranks_deliver_and_resume_what_one_process_reads(tmp_path: Path) -> None
     for kind in ("text", "fixed"):
         (tmp_path / kind).mkdir()
         data = FileDataset(written(tmp_path / kind, kind), FILES[kind][0], cycle_length=2)
-        wholes.append(list(data.walk(range(len(data.files)), 0)))
+        wholes.append(list(data.reader(range(len(data.files)), 0)))
     first, second = run_ranks(2, read_all_as_rank, str(tmp_path))
     assert len(index_files(tmp_path / "text")) == 4
     for (one, state), (other, its_state), whole in zip(first, second, [*wholes, wholes[0]], strict=True):

@@ -300,7 +300,7 @@ def test_a_sample_that_is_not_whole_is_an_error_and_reading_can_go_on_behind_it(
         raise error
     (tmp_path / "a.tar").write_bytes(content)
     data = FileDataset([f"{tmp_path}/a.tar"], readers.webdataset(keys=keys))
-    kinds = [type(each).__name__ for each in data.walk([0], 0, skip=True)]
+    kinds = [type(each).__name__ for each in data.reader([0], 0, skip=True)]
     assert kinds == ["dict", "CorruptRecord", "dict"]
 
 

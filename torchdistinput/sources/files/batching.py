@@ -89,20 +89,20 @@ class Passed:
     missing: int = 0
 
 
-def pass_over(walk: RecordReader, cutter: Cutter, rows: int, *, drop_last: bool, in_ranges: bool = False) -> Passed:
+def pass_over(reader: RecordReader, cutter: Cutter, rows: int, *, drop_last: bool, in_ranges: bool = False) -> Passed:
     """Skips rows: reads their batches undecoded; stops at the end of the data.
 
     Args:
-      walk: the reader of the records.
+      reader: the reader of the records.
       cutter: cuts batches by the laws of ``plan``.
       rows: how many rows.
       drop_last: whether a short last batch is dropped.
       in_ranges: whether batches are reserved, so that they are read only if there is no other way.
     """
-    take: Callable[[int], Batch] = walk.reserve if in_ranges else walk.take
+    take: Callable[[int], Batch] = reader.reserve if in_ranges else reader.take
     size = cutter.global_batch_size or 1
     while rows > 0:
-        place = walk.position()
+        place = reader.position()
         records = take(size)
         if not records or (len(records) < size and drop_last):
             break
@@ -110,7 +110,7 @@ def pass_over(walk: RecordReader, cutter: Cutter, rows: int, *, drop_last: bool,
         if count > rows:
             return Passed(records, rows, place)
         rows -= count
-    return Passed([], 0, walk.position(), rows)
+    return Passed([], 0, reader.position(), rows)
 
 
 @final
@@ -191,22 +191,22 @@ class RecordRows(IterableDataset[Any]):
             topology = self._cutter.topology
             order = shares_of(order, topology.num_workers, self._sizes)[topology.worker]
         try:
-            walk = self.dataset.walk(order, epoch, entrance.place, skip=self._skip, in_ranges=self._in_ranges)
-            with closing(walk):
-                yield from self._cuts(walk, entrance, epoch_key(self.dataset.seed, epoch))
+            reader = self.dataset.reader(order, epoch, entrance.place, skip=self._skip, in_ranges=self._in_ranges)
+            with closing(reader):
+                yield from self._cuts(reader, entrance, epoch_key(self.dataset.seed, epoch))
         except (SourceError, StateMismatch) as error:
             yield Failure(error, "")
 
-    def _cuts(self, walk: RecordReader, entrance: Entrance, key: int) -> Iterator[Cut | KnownRows | Failure]:
+    def _cuts(self, reader: RecordReader, entrance: Entrance, key: int) -> Iterator[Cut | KnownRows | Failure]:
         """This loader worker's share of the batches from the entrance on."""
         info = get_worker_info()
         worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
         size = self._cutter.global_batch_size or 1
         # Records and batches until the next cursor is reported; files that were open at the last report.
         untold, untold_batches, opened = 0, 0, 0
-        take: Callable[[int], Batch] = walk.reserve if self._in_ranges else walk.take
+        take: Callable[[int], Batch] = reader.reserve if self._in_ranges else reader.take
         rows = entrance.rows
-        passed = pass_over(walk, self._cutter, rows, drop_last=self._drop_last, in_ranges=self._in_ranges)
+        passed = pass_over(reader, self._cutter, rows, drop_last=self._drop_last, in_ranges=self._in_ranges)
         if passed.missing and entrance.must_exist:
             raise StateMismatch(f"the files end {passed.missing} step(s) before the one where the epoch was to begin.")
         first, records = passed.rows_left, passed.records
@@ -217,36 +217,36 @@ class RecordRows(IterableDataset[Any]):
             if number % num_workers == worker:
                 place = None
                 untold, untold_batches = untold - len(records), untold_batches - 1
-                if (untold <= 0 and untold_batches <= 0) or walk.opened > opened:
-                    place = walk.position()
+                if (untold <= 0 and untold_batches <= 0) or reader.opened > opened:
+                    place = reader.position()
                     untold, untold_batches = _RECORDS_BETWEEN_PLACES * max(1, len(place.slots)), _BATCHES_BETWEEN_PLACES
                     opened = place.opened
                 if self._slices_strings and type(records) is list:
                     yield KnownRows(self._sliced(records)[first:], place)
                 else:
-                    yield self._cut(records, walk, key, first, place)
+                    yield self._cut(records, reader, key, first, place)
             first, records = 0, []
 
     def _cut(
-        self, records: Batch, walk: RecordReader, key: int, first: int, place: ReaderCursor | None
+        self, records: Batch, reader: RecordReader, key: int, first: int, place: ReaderCursor | None
     ) -> Cut | Failure:
         try:
             if self._cutter.global_batch_size is None:
-                return self._cut_ready([*records[:]], partial(walk.places, 0, 1), key, first)._replace(place=place)
+                return self._cut_ready([*records[:]], partial(reader.places, 0, 1), key, first)._replace(place=place)
             rows: list[Row] = []
             numbers: list[list[Any]] | None = [] if self._with_index else None
             all_limits = self._limits(len(records))[first:]
             for limits in all_limits:
-                rows.append([self._piece(records, lo, hi, walk, key) if lo < hi else None for lo, hi in limits])
+                rows.append([self._piece(records, lo, hi, reader, key) if lo < hi else None for lo, hi in limits])
                 if numbers is not None:
                     numbers.append(
-                        [np.array([*map(number_of, walk.places(lo, hi))], dtype=np.int64) for lo, hi in limits]
+                        [np.array([*map(number_of, reader.places(lo, hi))], dtype=np.int64) for lo, hi in limits]
                     )
             return Cut(rows, len(records), sizes_in(all_limits), numbers, 0, None, place)
         except Exception as error:
             if isinstance(error, SourceError):
                 return Failure(error, "")
-            start = walk.places(0, 1)[0]
+            start = reader.places(0, 1)[0]
             where = f"collating from record {start.record} of {start.file} on"
             return Failure(error, where, Origin(file=start.file))
 
@@ -265,7 +265,7 @@ class RecordRows(IterableDataset[Any]):
             self._last_limits = size, self._cutter.rows(size)
         return self._last_limits[1]
 
-    def _piece(self, batch: Batch, lo: int, hi: int, walk: RecordReader, key: int) -> Any:
+    def _piece(self, batch: Batch, lo: int, hi: int, reader: RecordReader, key: int) -> Any:
         """The collated piece of some records of a batch, ``PartialPiece`` if some were left out."""
         if self._stacks and isinstance(batch, Reserved):
             # Rows that the user's code does not convert are converted by collating, on torch's default device.
@@ -279,10 +279,12 @@ class RecordRows(IterableDataset[Any]):
             records = list(records)
         if not self._skip:
             if self.dataset.map_fn is not None:
-                records = self.dataset.decode(records, partial(walk.places, lo, hi), key, seeds=self._seeds)
+                records = self.dataset.decode(records, partial(reader.places, lo, hi), key, seeds=self._seeds)
             return self._collate(records)
-        samples, left_out = self.dataset.decode_readable(records, partial(walk.places, lo, hi), key, seeds=self._seeds)
-        if samples and walk.of_columns and self._joins_columns:  # these are beside a record that cannot be read
+        samples, left_out = self.dataset.decode_readable(
+            records, partial(reader.places, lo, hi), key, seeds=self._seeds
+        )
+        if samples and reader.of_columns and self._joins_columns:  # these are beside a record that cannot be read
             return thinned(left_out, self._handed_on(collated(samples), len(samples)))
         return thinned(left_out, self._collate(samples) if samples else None)
 

@@ -1,6 +1,6 @@
 """``FragmentDataset``: data in fragments as a torch dataset: the order of an epoch, reading, and decoding.
 
-Reading is separate from decoding: a reader (``walk``) yields undecoded records, and ``map_fn`` is called only for the
+Reading is separate from decoding: a ``reader`` yields undecoded records, and ``map_fn`` is called only for the
 records that are kept. The order of the records is a function of (fragments, seed, epoch) and the given order of
 fragments. It does not depend on the process that reads, or on the number of processes. So every rank and every loader
 worker can find its own part.
@@ -215,7 +215,7 @@ class FragmentDataset(IterableDataset[Any]):
             return list(range(len(self.names)))
         return shuffled(len(self.names), self.seed, epoch)
 
-    def walk(
+    def reader(
         self,
         order: Sequence[int],
         epoch: int,
@@ -346,28 +346,30 @@ class FragmentDataset(IterableDataset[Any]):
         epoch = self._epochs.take()
         info = get_worker_info()
         worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
-        walk = self.walk(self.file_order(epoch), epoch)
+        reader = self.reader(self.file_order(epoch), epoch)
         if self.map_fn is None:  # no Python code runs for a record of a block
-            return chain.from_iterable(self._undecoded(walk, worker, num_workers))
-        read = partial(calls_on(walk, epoch_key(self.seed, epoch)), self.map_fn)
-        return self._decoded(walk, read, worker, num_workers)
+            return chain.from_iterable(self._undecoded(reader, worker, num_workers))
+        read = partial(calls_on(reader, epoch_key(self.seed, epoch)), self.map_fn)
+        return self._decoded(reader, read, worker, num_workers)
 
-    def _undecoded(self, walk: RecordReader, worker: int, num_workers: int) -> Iterator[Iterable[Any]]:
-        with closing(walk):
+    def _undecoded(self, reader: RecordReader, worker: int, num_workers: int) -> Iterator[Iterable[Any]]:
+        with closing(reader):
             if not self._fragments.in_blocks:
-                yield islice(walk, worker, None, num_workers)
+                yield islice(reader, worker, None, num_workers)
                 return
-            while records := walk.take_ready():
+            while records := reader.take_ready():
                 yield records[worker::num_workers]
                 worker = (worker - len(records)) % num_workers
 
-    def _decoded(self, walk: RecordReader, read: Callable[[Any], Any], worker: int, num_workers: int) -> Iterator[Any]:
-        with closing(walk):
-            for record in islice(walk, worker, None, num_workers):
+    def _decoded(
+        self, reader: RecordReader, read: Callable[[Any], Any], worker: int, num_workers: int
+    ) -> Iterator[Any]:
+        with closing(reader):
+            for record in islice(reader, worker, None, num_workers):
                 try:
                     decoded = read(record)
                 except Exception as error:
-                    raise _undecodable(walk.place, error) from error
+                    raise _undecodable(reader.place, error) from error
                 yield decoded
 
     def _open(self, epoch: int, skip: bool, in_ranges: bool, schema: SchemaOfFiles, start: FileCursor) -> OpenFile:  # noqa: FBT001 - for partial
@@ -385,7 +387,7 @@ class FragmentDataset(IterableDataset[Any]):
             self._check_cursor(cursor)
         if place.opened > dealt:
             raise StateMismatch(
-                f"the saved state has opened {place.opened} fresh {self.kind}s of a walk that is dealt {dealt}: it "
+                f"the saved state has opened {place.opened} fresh {self.kind}s for a reader that is dealt {dealt}: it "
                 f"belongs to another list of {self.kind}s, or is damaged; load a state of this dataset"
             )
 

@@ -1,9 +1,9 @@
 """The saved position of a dataset of files: its format, and how the workers exchange their cursors.
 
-**The position** is ``["files", replicas, deals, walks, rows]``: the number of replicas; the changes of the world so far
-(``plan.file_resharding``); for each worker ``[row, place]``: the cursor of its reader after ``row`` rows, as JSON text;
-and the rows delivered. Rows count from the last change of the world. After a resume at the cursor, ``rows - row`` rows
-are read again, undecoded.
+**The position** is ``["files", replicas, deals, cursors, rows]``: the number of replicas; the changes of the world so
+far (``plan.file_resharding``); for each worker ``[row, cursor]``: the cursor of its reader after ``row`` rows, as JSON
+text; and the rows delivered. Rows count from the last change of the world. After a resume at the cursor, ``rows - row``
+rows are read again, undecoded.
 
 **The exchange.** If all workers read the same (DATA, or one worker), each worker knows the cursor. Under FILE each
 worker has a cursor of its own. The workers exchange them after 1, 2, 4, ... and then every 64 rows (256 if steps are
@@ -35,7 +35,7 @@ class FilesPosition(NamedTuple):
 
     num_replicas: int
     deals: Deals
-    walks: Sequence[tuple[int, ReaderCursor]]
+    cursors: Sequence[tuple[int, ReaderCursor]]
     rows: int
 
     @classmethod
@@ -46,30 +46,30 @@ class FilesPosition(NamedTuple):
           StateMismatch: the value is not a position.
         """
         match value:
-            case ["files", int(num_replicas), list() as deals, list() as walks, int(rows)] if walks:
-                places = [(row, ReaderCursor.from_json(place)) for row, place in map(_walk, walks)]
+            case ["files", int(num_replicas), list() as deals, list() as cursors, int(rows)] if cursors:
+                places = [(row, ReaderCursor.from_json(place)) for row, place in map(_cursor_of, cursors)]
                 return cls(num_replicas, checked_deals(deals), places, rows)
             case _:
                 raise StateMismatch(f"position: found {value!r:.100} in the state, not one of files.")
 
     def to_json(self) -> list[Any]:
         """The position as a saved state has it."""
-        return self.json_at(self.rows, [(row, place.to_text()) for row, place in self.walks])
+        return self.json_at(self.rows, [(row, place.to_text()) for row, place in self.cursors])
 
-    def json_at(self, rows: int, walks: Sequence[tuple[int, str]]) -> list[Any]:
+    def json_at(self, rows: int, cursors: Sequence[tuple[int, str]]) -> list[Any]:
         """``to_json`` for other rows, with the cursors as texts."""
-        return ["files", self.num_replicas, list(map(list, self.deals)), list(map(list, walks)), rows]
+        return ["files", self.num_replicas, list(map(list, self.deals)), list(map(list, cursors)), rows]
 
 
-def _walk(value: object) -> tuple[int, object]:
+def _cursor_of(value: object) -> tuple[int, object]:
     match value:
         case [int(row), str(place)]:
             try:
                 return row, json.loads(place)
             except (ValueError, RecursionError) as error:
-                raise StateMismatch(f"position: found {place!r:.100} in the state as the place of a walk.") from error
+                raise StateMismatch(f"position: found {place!r:.100} in the state as a reader's cursor.") from error
         case _:
-            raise StateMismatch(f"position: found {value!r:.100} in the state as a walk; [row, place] is needed.")
+            raise StateMismatch(f"position: found {value!r:.100} in the state of a reader; [row, cursor] is needed.")
 
 
 @final
@@ -136,8 +136,8 @@ class CommonPlaces:
         self._worker = worker
         self._first_row = begun.rows
         self._keep = 2 + read_ahead // self.every + self.every.bit_length()
-        walks = {number: (row, place.to_text()) for number, (row, place) in enumerate(begun.walks)}
-        self._known: deque[tuple[int, dict[int, tuple[int, str]]]] = deque([(begun.rows, walks)])
+        cursors = {number: (row, place.to_text()) for number, (row, place) in enumerate(begun.cursors)}
+        self._known: deque[tuple[int, dict[int, tuple[int, str]]]] = deque([(begun.rows, cursors)])
 
     def mine(self, rows: int) -> str:
         """See ``PeriodicSync.mine``."""
@@ -167,7 +167,7 @@ def _told_place(text: str) -> tuple[int, tuple[int, str]]:
             return worker, (row, place)
         case _:
             raise InputError(
-                f"another rank sent {told!r:.100} as the place of its walk; every rank must run the same version of "
+                f"another rank sent {told!r:.100} as the cursor of its reader; every rank must run the same version of "
                 "torchdistinput."
             )
 

@@ -54,7 +54,7 @@ class RecordReader:
           RuntimeError: before the first record.
         """
         if self._table.last is None:
-            raise RuntimeError("the walk has yielded no record yet, so there is no place")
+            raise RuntimeError("the reader has yielded no record yet, so there is no place")
         return self._table.last.place()
 
     @property

@@ -171,13 +171,13 @@ class RecordSource:
     def check(self, position: Sequence[Any]) -> None:
         """See ``Source.check``."""
         found = FilesPosition.from_json(position)
-        workers, rows = len(found.walks), {(found.rows - row) % len(found.walks) for row, _ in found.walks}
+        workers, rows = len(found.cursors), {(found.rows - row) % len(found.cursors) for row, _ in found.cursors}
         if self._cutter.global_batch_size is None and rows != {0} and not self._is_of_this_world(found):
             raise StateMismatch(
                 f"step: the state was saved in the middle of ready batches, each of which {workers} workers deliver in "
                 f"{workers} steps. Save after a multiple of {workers} steps, or resume with {workers} workers."
             )
-        self._dataset.check_unchanged(cursor for _, place in found.walks for cursor in place.cursors)
+        self._dataset.check_unchanged(cursor for _, place in found.cursors for cursor in place.cursors)
 
     def resume(self, epoch: int, start: Start, share: Exchange) -> Start:
         """See ``Source.resume``. In another world, deals the files anew."""
@@ -185,13 +185,13 @@ class RecordSource:
             return start
         found = FilesPosition.from_json(start.position)
         topology = self._cutter.topology
-        num_walks = 1 if self._cutter.shared else topology.num_workers
+        num_readers_then = 1 if self._cutter.shared else topology.num_workers
         if self._is_of_this_world(found):
             return start
-        mine = range(topology.worker, len(found.walks), topology.num_workers)
+        mine = range(topology.worker, len(found.cursors), topology.num_workers)
         told = share(lambda: [[worker, self._forward(epoch, found, worker).to_json()] for worker in mine])
         places = {worker: ReaderCursor.from_json(place) for each in told for worker, place in each}
-        dealt, deals = redeal([places[worker] for worker in range(len(found.walks))], found.deals, num_walks)
+        dealt, deals = redeal([places[worker] for worker in range(len(found.cursors))], found.deals, num_readers_then)
         position = FilesPosition(topology.num_replicas, deals, [(0, place) for place in dealt], 0)
         return replace(start, position=position.to_json())
 
@@ -199,24 +199,24 @@ class RecordSource:
         """Whether the position has the same number of workers and replicas as this world."""
         topology = self._cutter.topology
         if self._cutter.shared:
-            return len(found.walks) == 1
-        return len(found.walks) == topology.num_workers and found.num_replicas == topology.num_replicas
+            return len(found.cursors) == 1
+        return len(found.cursors) == topology.num_workers and found.num_replicas == topology.num_replicas
 
     def _forward(self, epoch: int, found: FilesPosition, worker: int) -> ReaderCursor:
         """The cursor of a worker of the other world after the last row that was delivered there."""
-        workers, (row, place) = len(found.walks), found.walks[worker]
+        workers, (row, place) = len(found.cursors), found.cursors[worker]
         there = Topology(num_workers=workers, replicas_per_worker=found.num_replicas // workers, worker=worker)
         cutter = Cutter(there, workers == 1, self._cutter.global_batch_size)
         fresh = fresh_files(self._dataset.file_order(epoch), found.deals, self._sizes)
         files = shares_of(fresh, workers, self._sizes)[worker]
-        walk = self._dataset.walk(files, epoch, place, skip=self._options.skips)
+        reader = self._dataset.reader(files, epoch, place, skip=self._options.skips)
         try:
-            passed = pass_over(walk, cutter, found.rows - row, drop_last=self._drop_last)
+            passed = pass_over(reader, cutter, found.rows - row, drop_last=self._drop_last)
             if not passed.rows_left:
-                return walk.position()
+                return reader.position()
         finally:
-            walk.close()
-        again = self._dataset.walk(files, epoch, passed.place, skip=self._options.skips)
+            reader.close()
+        again = self._dataset.reader(files, epoch, passed.place, skip=self._options.skips)
         try:
             again.take(cutter.rows(len(passed.records))[passed.rows_left - 1][-1][1])
             return again.position()
@@ -227,7 +227,7 @@ class RecordSource:
         """See ``Source.open``."""
         position = self._position_of(start)
         worker = 0 if self._cutter.shared else self._cutter.topology.worker
-        row, place = walk = position.walks[worker]
+        row, place = begun = position.cursors[worker]
         rows = self._rows
         if position.rows or start.position is not None:
             rows = rows.of_epoch(epoch, Entrance(position.deals, place, position.rows - row, self._cutter.shared))
@@ -245,7 +245,7 @@ class RecordSource:
             # Without loader workers and pinning, torch's loader would hand on each batch unchanged. Only its start is
             # needed, for the random seed that it draws.
             cuts, close = iter(rows) if self._reads_here else run, lambda: runs.finish(run)
-        own = Places(walk, position.rows, self._options.most_ahead)
+        own = Places(begun, position.rows, self._options.most_ahead)
         common = None if self._cutter.shared else CommonPlaces(own, position, worker, self._options.most_ahead)
         return RowStream(
             own.rows_of(cuts, self._rows.label if self._options.with_index else None),
@@ -261,8 +261,8 @@ class RecordSource:
         if start.position is not None:
             return FilesPosition.from_json(start.position)
         topology = self._cutter.topology
-        walks = 1 if self._cutter.shared else topology.num_workers
-        return FilesPosition(topology.num_replicas, [], [(0, ReaderCursor())] * walks, start.steps)
+        cursors = 1 if self._cutter.shared else topology.num_workers
+        return FilesPosition(topology.num_replicas, [], [(0, ReaderCursor())] * cursors, start.steps)
 
 
 def _runs_of(loader: DataLoader[Any]) -> LoaderRuns:
