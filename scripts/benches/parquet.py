@@ -93,22 +93,16 @@ def columns(folder: str, repeats: int, policy: str) -> Measured:
 
 def rows(folder: str, repeats: int, policy: str) -> Measured:
     """Ours, as tuples."""
-    return ours(folder, repeats, policy, [*NUMBERS[:2], "text"], empty_fn=list, collate_fn=tuples_of)
+    return ours(folder, repeats, policy, [*NUMBERS[:2], "text"], as_tuples=True)
 
 
-def tuples_of(records: Sequence[dict[str, Any]]) -> Tuples:
-    """Tuples of the values of records."""
-    return [tuple(record.values()) for record in records]
-
-
-def ours(
-    folder: str, repeats: int, policy: str, wanted: Sequence[str], empty_fn: Any = None, collate_fn: Any = None
-) -> Measured:
+def ours(folder: str, repeats: int, policy: str, wanted: Sequence[str], *, as_tuples: bool = False) -> Measured:
     """A ``FileDataset`` under a policy."""
-    files = tdi.FileDataset(names(folder), tdi.readers.parquet(wanted))
-    chosen = tdi.InputOptions(auto_shard_policy=tdi.AutoShardPolicy[policy], empty_fn=empty_fn)
+    files = tdi.FileDataset(names(folder), tdi.readers.parquet(wanted, as_tuples=as_tuples))
+    chosen = tdi.InputOptions(auto_shard_policy=tdi.AutoShardPolicy[policy])
+    collate = list if as_tuples else None
     with tdi.Strategy(["cpu"]).distribute_dataset(
-        files, chosen, global_batch_size=GLOBAL_BATCH, collate_fn=collate_fn
+        files, chosen, global_batch_size=GLOBAL_BATCH, collate_fn=collate
     ) as dataset:
         return timed(dataset, repeats)
 

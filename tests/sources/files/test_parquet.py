@@ -146,6 +146,11 @@ def read(pattern: str, damaged: str, states: dict[str, Any]) -> dict[str, Any]:
         collate_fn=list,
     )
     found["rows"] = [list(part) for part in rows]
+    tuples = tdi.FileDataset(pattern, readers.parquet(["text", "list"], as_tuples=True))
+    for policy in (FILE, DATA):
+        options = tdi.InputOptions(auto_shard_policy=policy)
+        loader = tdi.Strategy(["cpu"]).distribute_dataset(tuples, options, global_batch_size=BATCH, collate_fn=list)
+        found[f"{policy.name}, tuples"] = [list(part) for part in loader]
     kept = tdi.FileDataset(pattern, readers.parquet(["x"], filters=[("x", ">=", 38), ("x", "<", 60)]))
     for policy in (FILE, DATA):
         chosen = tdi.Strategy(["cpu"]).distribute_dataset(
@@ -245,6 +250,13 @@ def test_a_collate_fn_gets_records_as_dicts_on_any_number_of_ranks(worlds: World
         ]
 
 
+def test_records_may_be_tuples_of_python_values(worlds: Worlds) -> None:
+    wanted = [(f"r{number}", [*range(number % 4)]) for number in range(ROWS)]
+    for found in worlds.values():
+        assert joined(together([rank["DATA, tuples"] for rank in found])) == wanted
+        assert sorted(joined(together([rank["FILE, tuples"] for rank in found]))) == sorted(wanted)
+
+
 def test_filters_keep_each_wanted_record_once_at_any_world_size(worlds: Worlds) -> None:
     for found in worlds.values():
         assert sorted(joined(together([rank["FILE, kept"] for rank in found]))) == list(range(38, 60))
@@ -303,6 +315,7 @@ def test_missing_values_are_filled_or_refused_with_the_column(tmp_path: Path) ->
             only(tdi.FileDataset(str(path), readers.parquet([column])))
     (batch,) = only(tdi.FileDataset(str(path), readers.parquet(fill_null={"n": -1, "s": "", "v": 9})))
     assert_equal(batch["n"], torch.tensor([1, -1, 3]))
+    assert [*tdi.FileDataset(str(path), readers.parquet(as_tuples=True))][1] == (None, None, [])
     assert batch["s"] == ["a", "", ""]
     assert_equal(batch["v"], [torch.tensor([1, 9]), torch.tensor([], dtype=torch.int64), torch.tensor([2])])
     with pytest.raises(tdi.SourceError, match="column n: .*fill_null='no' is no int64"):
@@ -359,7 +372,8 @@ def test_files_without_records_are_passed_over(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [({"columns": "x"}, TypeError), ({"columns": [3]}, TypeError), ({"columns": []}, ValueError),
-     ({"columns": ["x", "x"]}, ValueError), ({"filters": "x > 3"}, Exception)],
+     ({"columns": ["x", "x"]}, ValueError), ({"as_tuples": True, "fill_null": 0}, ValueError),
+     ({"filters": "x > 3"}, Exception)],
 )  # fmt: skip
 def test_wrong_arguments_are_refused_at_once(arguments: dict[str, Any], error: type[Exception]) -> None:
     with pytest.raises(error):

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, Final, final
 
 from torchdistinput.errors import InputError, SourceError
 from torchdistinput.sources.checks import as_object
-from torchdistinput.sources.files.columns import Columns, RecordList, joined
+from torchdistinput.sources.files.columns import RecordList, joined
 from torchdistinput.sources.files.reader_api import Block, Layout, in_blocks
 
 __all__ = ["parquet"]
@@ -25,8 +25,8 @@ _RECORDS_AT_ONCE: Final = 1 << 14
 
 
 def parquet(
-    columns: Sequence[str] | None = None, *, filters: Any = None, fill_null: Any = None
-) -> Callable[[BinaryIO], Iterator[dict[str, Any]]]:
+    columns: Sequence[str] | None = None, *, filters: Any = None, fill_null: Any = None, as_tuples: bool = False
+) -> Callable[[BinaryIO], Iterator[Any]]:
     """Makes a reader of Parquet files; it pickles. It needs pyarrow: ``pip install torchdistinput[parquet]``.
 
     A record is a dict with the value of each column. Batches are made of whole columns, without a Python object for
@@ -48,6 +48,8 @@ def parquet(
         such as ``[("age", ">", 17)]``. Row groups without such a record by their statistics are not read.
       fill_null: what takes the place of missing values: one value, or a dict of values by the names of columns.
         ``None``: a missing value is an error.
+      as_tuples: whether a record is a tuple of Python values instead, as a ``collate_fn`` or ``map_fn`` of your own may
+        want them. Each value is what pyarrow's ``to_pylist`` makes of it; a missing one is ``None``.
 
     Raises:
       InputError: pyarrow is not installed.
@@ -66,16 +68,19 @@ def parquet(
             raise ValueError(f"columns must be names of columns, each once, got {[*columns]!r:.100}")
     if filters is not None:
         filters = pyarrow.parquet.filters_to_expression(filters)
-    return partial(_parquet, columns=None if columns is None else tuple(columns), filters=filters, fill_null=fill_null)
+    if as_tuples and fill_null is not None:
+        raise ValueError("fill_null was given with as_tuples=True, with which a missing value is None")
+    wanted = None if columns is None else tuple(columns)
+    return partial(_parquet, columns=wanted, filters=filters, fill_null=fill_null, as_tuples=bool(as_tuples))
 
 
 def _layout(
-    file: BinaryIO, size: int, *, columns: tuple[str, ...] | None, filters: Any, fill_null: Any
+    file: BinaryIO, size: int, *, columns: tuple[str, ...] | None, filters: Any, fill_null: Any, as_tuples: bool
 ) -> Layout | None:
     if filters is not None:
         return None
     try:
-        rows = _Rows(file, columns, filters, fill_null)
+        rows = _Rows(file, columns, filters, fill_null, as_tuples=as_tuples)
     except SourceError:  # which the reader raises, at the step to which it belongs
         return None
     return Layout(rows.starts[-1], int, rows.read_range, boundary_from=rows.boundary_from)
@@ -83,16 +88,16 @@ def _layout(
 
 @in_blocks(layout=_layout, ranges=True)
 def _parquet(
-    file: BinaryIO, offset: int, *, columns: tuple[str, ...] | None, filters: Any, fill_null: Any
-) -> Iterator[Block[dict[str, Any]]]:
-    rows = _Rows(file, columns, filters, fill_null)
+    file: BinaryIO, offset: int, *, columns: tuple[str, ...] | None, filters: Any, fill_null: Any, as_tuples: bool
+) -> Iterator[Block[Any]]:
+    rows = _Rows(file, columns, filters, fill_null, as_tuples=as_tuples)
     if offset > rows.starts[-1]:
         raise SourceError(f"reading is to go on at record {offset}, but the file has {rows.starts[-1]}", offset=offset)
     for group in range(rows.group_of(offset), len(rows.starts) - 1):
         start = rows.starts[group]
         table = rows.group(group)
         for lo in range(max(0, offset - start), len(table), _RECORDS_AT_ONCE):
-            yield start + lo, rows.columns(group, lo, lo + _RECORDS_AT_ONCE)
+            yield start + lo, rows.records(group, lo, lo + _RECORDS_AT_ONCE)
 
 
 @final
@@ -103,7 +108,9 @@ class _Rows:
       SourceError: the footer is damaged, or a wanted column is not there.
     """
 
-    def __init__(self, file: BinaryIO, columns: tuple[str, ...] | None, filters: Any, fill_null: Any) -> None:
+    def __init__(
+        self, file: BinaryIO, columns: tuple[str, ...] | None, filters: Any, fill_null: Any, *, as_tuples: bool
+    ) -> None:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -130,6 +137,7 @@ class _Rows:
         self._columns = None if columns is None else [*columns]
         self._filters = filters
         self._fill_null = fill_null
+        self._as_tuples = as_tuples
         self._source = file
         self._fragment: Any = None
         self._last: tuple[int, Any] = (-1, None)
@@ -165,13 +173,15 @@ class _Rows:
             self._fragment = ds.ParquetFileFormat().make_fragment(self._source)
         return self._fragment.subset(row_group_ids=[group]).to_table(columns=self._columns, filter=self._filters)
 
-    def columns(self, group: int, lo: int, hi: int) -> Columns:
+    def records(self, group: int, lo: int, hi: int) -> RecordList:
         """The records ``[lo, hi)`` of a row group."""
         from torchdistinput.sources.files.formats.arrow import columns_of
 
-        table = self.group(group)
+        table = self.group(group).slice(lo, hi - lo)
+        if self._as_tuples:
+            return list(zip(*(column.to_pylist() for column in table.columns), strict=True))
         try:
-            return columns_of(table.slice(lo, hi - lo), self._fill_null)
+            return columns_of(table, self._fill_null)
         except SourceError as error:
             raise self._failure(group, str(error)) from error
 
@@ -184,7 +194,7 @@ class _Rows:
         parts = []
         for group in range(self.group_of(lo), self.group_of(hi - 1) + 1):
             start = self.starts[group]
-            parts.append(self.columns(group, max(0, lo - start), min(hi, self.starts[group + 1]) - start))
+            parts.append(self.records(group, max(0, lo - start), min(hi, self.starts[group + 1]) - start))
         return joined(parts)
 
     def _failure(self, group: int, problem: str) -> SourceError:
