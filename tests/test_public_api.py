@@ -9,6 +9,7 @@ import types
 import torchdistinput as tdi
 
 PUBLIC_NAMES = [
+    "Analysis",
     "AutoShardPolicy",
     "BatchingError",
     "CoordinationTimeout",
@@ -38,12 +39,14 @@ PUBLIC_NAMES = [
     "Strategy",
     "TensorSpec",
     "ValueContext",
+    "analyze",
     "average_loss",
     "get_replica_context",
     "get_strategy",
     "list_files",
     "readers",
     "sample_seed",
+    "statistics",
 ]
 
 STRATEGY_NAMES = [

@@ -10,6 +10,8 @@ from __future__ import annotations
 import types
 import typing
 
+from torchdistinput import statistics
+from torchdistinput.analysis import Analysis, analyze
 from torchdistinput.batches.per_replica import PerReplica, ReduceOp
 from torchdistinput.batches.schema import TensorSpec
 from torchdistinput.data_loader import DataLoader
@@ -41,6 +43,7 @@ from torchdistinput.sources.sample_seed import sample_seed
 from torchdistinput.strategy import Strategy, get_strategy
 
 __all__ = [
+    "Analysis",
     "AutoShardPolicy",
     "BatchingError",
     "CoordinationTimeout",
@@ -70,12 +73,14 @@ __all__ = [
     "Strategy",
     "TensorSpec",
     "ValueContext",
+    "analyze",
     "average_loss",
     "get_replica_context",
     "get_strategy",
     "list_files",
     "readers",
     "sample_seed",
+    "statistics",
 ]
 
 if typing.TYPE_CHECKING:

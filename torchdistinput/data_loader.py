@@ -64,7 +64,7 @@ from torchdistinput.sources.torch_loader.private_names import set_in_spite_of_in
 from torchdistinput.sources.torch_loader.settings import TORCH_SAMPLERS, LikeTorch, check_loader, sampler_in
 from torchdistinput.strategy import Strategy
 
-__all__ = ["DataLoader"]
+__all__ = ["DataLoader", "shared_strategy"]
 
 _LOG = logging.getLogger("torchdistinput")
 
@@ -602,6 +602,11 @@ class _SharedStrategies:
 
 
 _SHARED = _SharedStrategies()
+
+
+def shared_strategy(device: str | torch.device | None = None) -> Strategy:
+    """The strategy of all loaders that are given none; see ``_SharedStrategies``. Collective."""
+    return _SHARED.get(device)
 
 
 def _fetch_is_ours(loader: TorchDataLoader[Any]) -> bool:

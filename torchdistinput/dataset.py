@@ -32,7 +32,7 @@ from torchdistinput.sources.rng import (
     state_of_epoch,
 )
 
-__all__ = ["SAMPLES", "DistributedDataset", "check_partial_batch", "facts_of"]
+__all__ = ["SAMPLES", "DistributedDataset", "check_partial_batch", "facts_of", "setting_of"]
 
 SAMPLES: Final = "the samples"
 """The name of the fact that identifies the samples of map-style data."""
@@ -486,6 +486,11 @@ class DistributedDataset:
             state = _default_of(entry)
             ranks.broadcast_from_first(state)
         return SharedRng(state, self._setting.lent)
+
+
+def setting_of(dataset: DistributedDataset) -> Setting:
+    """The topology, devices and ranks that a dataset is divided among. Local."""
+    return dataset._setting  # noqa: SLF001 - no attribute that users see
 
 
 def check_partial_batch(source: Source, options: InputOptions) -> None:

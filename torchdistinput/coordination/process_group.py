@@ -37,7 +37,16 @@ from torchdistinput.coordination.connections import Departed
 from torchdistinput.coordination.endpoint import Address, Endpoint, Late
 from torchdistinput.coordination.exchanges import Exchange, StartedExchange
 from torchdistinput.coordination.launch import Members, find_launch, store_of_default_group
-from torchdistinput.coordination.recursive_doubling import Array, Messenger, Round, add_up, broadcast, partners, spread
+from torchdistinput.coordination.recursive_doubling import (
+    Array,
+    Messenger,
+    Round,
+    add_up,
+    broadcast,
+    combine,
+    partners,
+    spread,
+)
 from torchdistinput.coordination.store import prefixed, within
 from torchdistinput.coordination.store_barrier import StoreBarrier, did_not_come
 from torchdistinput.errors import CoordinationTimeout, InputError, RankLost
@@ -105,6 +114,9 @@ class Ranks(Protocol):
           CoordinationTimeout: a rank did not come; it is named.
           RankLost: a rank went away meanwhile.
         """
+
+    def combine(self, mine: bytes, merge: Callable[[bytes, bytes], bytes]) -> bytes:
+        """One value merged from those of all ranks; see ``recursive_doubling.combine``. Collective."""
 
     def free_channels(self) -> list[int]:
         """The numbers of the channels that this rank could use again; the next unused number comes last. Local."""
@@ -364,6 +376,10 @@ class ProcessGroupRanks:
         else:
             dist.all_reduce(result, group=self._group)
         return result.to(tensor.device)
+
+    def combine(self, mine: bytes, merge: Callable[[bytes, bytes], bytes]) -> bytes:
+        """See ``Ranks.combine``."""
+        return self._exchange("a merge", lambda group: combine(group, mine, merge))
 
     def all_gather_uneven(self, tensor: Tensor, sizes: Sequence[int], axis: int) -> list[Tensor]:
         """See ``Ranks.all_gather_uneven``."""

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from torchdistinput.coordination.exchanges import Pending
 
-__all__ = ["Messenger", "Round", "Words", "add_up", "broadcast", "partners", "spread", "sum_up"]
+__all__ = ["Messenger", "Round", "Words", "add_up", "broadcast", "combine", "partners", "spread", "sum_up"]
 
 Words = npt.NDArray[np.int64]
 """A contiguous array of one dimension."""
@@ -25,7 +25,7 @@ Words = npt.NDArray[np.int64]
 Array = npt.NDArray[Any]
 """A contiguous array of one dimension, of any type of numbers."""
 
-_SUMS, _ROWS, _FIRST = 1, 2, 3  # tags
+_SUMS, _ROWS, _FIRST, _PARTS = 1, 2, 3, 4  # tags
 
 
 class Messenger(Protocol):
@@ -136,6 +136,53 @@ def add_up(group: Messenger, mine: Array, add: Callable[[Array, Array], None]) -
         distance *= 2
     if stands_for is not None:
         yield Round(group.send(mine, stands_for, _SUMS))
+
+
+def combine(group: Messenger, mine: bytes, merge: Callable[[bytes, bytes], bytes]) -> Generator[Round, None, bytes]:
+    """One value, merged from those of all ranks, of any length. Collective: every rank of the group calls this.
+
+    Each rank merges ``log2 W`` times, and holds two values at a time. Every merge gets the value of the lower ranks
+    first, so all ranks get the same bytes if ``merge`` depends on nothing else.
+
+    Args:
+      group: the ranks.
+      mine: this rank's value, one byte or more.
+      merge: one value from two.
+    """
+    rank, num_ranks = group.rank(), group.size()
+    power = _power_below(num_ranks)
+
+    def meet(peer: int, *, sends: bool, receives: bool) -> Generator[Round, None, bytes]:
+        """Sends this rank's value, and returns the peer's: first the lengths, then the contents."""
+        length = np.zeros(1, np.int64)
+        yield from _swap(group, peer, np.array([len(mine)]) if sends else None, length if receives else None)
+        content = np.empty(int(length[0]), np.uint8)
+        yield from _swap(group, peer, np.frombuffer(mine, np.uint8) if sends else None, content if receives else None)
+        return content.tobytes()
+
+    if rank >= power:
+        yield from meet(rank - power, sends=True, receives=False)
+        return (yield from meet(rank - power, sends=False, receives=True))
+    stands_for = rank + power if rank + power < num_ranks else None
+    if stands_for is not None:
+        mine = merge(mine, (yield from meet(stands_for, sends=False, receives=True)))
+    distance = 1
+    while distance < power:
+        theirs = yield from meet(rank ^ distance, sends=True, receives=True)
+        mine = merge(mine, theirs) if rank < rank ^ distance else merge(theirs, mine)
+        distance *= 2
+    if stands_for is not None:
+        yield from meet(stands_for, sends=True, receives=False)
+    return mine
+
+
+def _swap(group: Messenger, peer: int, own: Array | None, theirs: Array | None) -> Generator[Round, None, None]:
+    """Sends one array, or receives another, or both."""
+    sent = None if own is None else group.send(own, peer, _PARTS)
+    if theirs is not None:
+        yield Round(group.recv(theirs, peer, _PARTS), sent)
+    elif sent is not None:
+        yield Round(sent)
 
 
 def spread(group: Messenger, own: Array) -> Generator[Round, None, list[Array]]:

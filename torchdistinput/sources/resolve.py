@@ -36,7 +36,7 @@ from torchdistinput.sources.map_style.table import Table, is_table, refuse_frame
 from torchdistinput.sources.sample_seed import cannot_seed
 from torchdistinput.sources.torch_loader.settings import LikeTorch, not_pinning
 
-__all__ = ["as_dataset", "recognise"]
+__all__ = ["as_dataset", "is_map_style", "recognise"]
 
 Collate = Callable[[Any], Any]
 
@@ -88,7 +88,7 @@ def recognise(
     refuse(data)
     _refuse(data)
     first = None
-    if callable(data) and not isinstance(data, Iterable | Dataset | DataLoader) and not _is_map_style(data):
+    if callable(data) and not isinstance(data, Iterable | Dataset | DataLoader) and not is_map_style(data):
         first = data()
         refuse(first)
         refuse_ray(first, "what the function returned")
@@ -132,7 +132,7 @@ def recognise(
         from torchdistinput.sources.files.source import RecordSource  # noqa: PLC0415 - imported only if files are read
 
         return RecordSource(data, *place, *batching), resolved
-    if _is_map_style(data):
+    if is_map_style(data):
         return MapLoaderSource(_loader(data, *batching, shuffle), *place), resolved
     _refuse_without_numbers(f"an iterable ({type(data).__name__})", options)
     return IterableSource(data, *place, *batching, first=first), resolved
@@ -206,7 +206,8 @@ def _refuse_second_batching(loader: DataLoader[Any], global_batch_size: int | No
         )
 
 
-def _is_map_style(data: Any) -> bool:
+def is_map_style(data: Any) -> bool:
+    """Whether the data has samples by index. Local."""
     if isinstance(data, Dataset):
         return not isinstance(data, IterableDataset)
     return issubclass(type(data), _MapStyle) and not isinstance(data, list | tuple)  # instances have what it has
@@ -220,7 +221,7 @@ def _refuse_shuffling(data: Any) -> None:
         way = f"give the {type(data).__name__} shuffle_{data.kind}s=True and a shuffle_buffer"
     else:
         way = "shuffle inside of it, or give a map-style dataset (with __getitem__ and __len__)"
-    if isinstance(data, DataLoader) or not _is_map_style(data):
+    if isinstance(data, DataLoader) or not is_map_style(data):
         raise InputError(
             f"shuffle=True was given with a {type(data).__name__}; it is for map-style datasets and dicts of tensors "
             f"with global_batch_size=. For this one, {way}."
@@ -261,7 +262,7 @@ def _refuse(data: Any) -> None:
         if isinstance(data, str | bytes):
             hint = "Give FileDataset(pattern, read=...) for files, or an iterable of batches."
         raise InputError(f"found a {type(data).__name__} as data; it is no dataset. {hint}")
-    if not (isinstance(data, Iterable | Iterator) or callable(data) or _is_map_style(data)):
+    if not (isinstance(data, Iterable | Iterator) or callable(data) or is_map_style(data)):
         raise InputError(
             f"found a {type(data).__name__} as data; a DataLoader, a Dataset, a FileDataset, an iterable of global "
             "batches, or a function that returns one is needed."

@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, Literal, TypeVar, cast, final
 
 from torch import Tensor, zeros_like
@@ -26,7 +27,7 @@ __all__ = ["FakeChannel", "FakeCollectives", "FakeRanks", "Message"]
 
 T = TypeVar("T")
 
-_Kind = Literal["exchange", "gather", "agreement", "tensor"]
+_Kind = Literal["exchange", "gather", "agreement", "tensor", "merge"]
 
 
 @final
@@ -378,6 +379,11 @@ class FakeRanks:
             return self._room().meet(self.rank, "agreement", text)
         except InputError as error:
             raise type(error)(f"{what}: {error}") from error
+
+    def combine(self, mine: bytes, merge: Callable[[bytes, bytes], bytes]) -> bytes:
+        """See ``Ranks.combine``."""
+        found: bytes = reduce(merge, self._room().meet(self.rank, "merge", mine))
+        return found
 
     def free_channels(self) -> list[int]:
         """See ``Ranks.free_channels``."""

@@ -1,0 +1,217 @@
+"""``analyze``: the same bits at every world size, under every policy; its errors; its state."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import torchdistinput as tdi
+from tests.support.epochs import raised
+from torchdistinput.analysis import Progress
+from torchdistinput.statistics import Counts, Covariance, Distinct, Histogram, Moments, Quantiles, State, Statistic
+from torchdistinput.testing import run_ranks
+
+N = 211
+WORDS = ["the", "of", "and", "é", "x\0"]
+
+
+def table() -> dict[str, Any]:
+    torch.manual_seed(0)
+    x = torch.randn(N, 3) * torch.tensor([1e-3, 1.0, 1e6])
+    return {"x": x, "n": torch.randint(-(2**62), 2**62, (N,)), "label": torch.arange(N) % 7}
+
+
+SPEC = {
+    "x": [Moments(), Quantiles([0.1, 0.5]), Histogram([-1, 0, 1]), Covariance()],
+    "n": [Moments(), Quantiles(0.25, method="lower")],
+    "label": [Counts(), Distinct()],
+    "ratio": (lambda batch: batch["x"][:, 0] / 3, Moments(dtype="float32")),
+}
+
+
+class Longest(Statistic):
+    """A user's own statistic: the longest text."""
+
+    def start(self) -> State:
+        return ""
+
+    def update(self, state: State, batch: Any) -> State:
+        return self.merge(state, max(batch, key=lambda text: (len(text), text)))
+
+    def merge(self, state: State, other: State) -> State:
+        return max(state, other, key=lambda text: (len(text), text))
+
+    def result(self, state: State) -> str:
+        return str(state)
+
+
+def bits(result: Any) -> Any:
+    """The result as plain values; arrays as their bytes."""
+    match result:
+        case dict():
+            return {name: bits(value) for name, value in result.items()}
+        case list() | tuple():
+            return [bits(value) for value in result]
+        case np.ndarray():
+            return result.dtype.str, result.shape, result.tobytes()
+        case str() | int() | float() | np.generic():
+            return result
+        case _:
+            return bits(vars(result))
+
+
+def files(folder: Path) -> tdi.FileDataset:
+    return tdi.FileDataset(str(folder / "*.txt"), tdi.readers.text_lines)
+
+
+def write_files(folder: Path) -> None:
+    for number in range(7):
+        lines = [f"{WORDS[(number * each) % 5].strip(chr(0))} {each % 3}" for each in range(5 * number + 1)]
+        (folder / f"{number}.txt").write_text("".join(f"{line}\n" for line in lines))
+
+
+FILE_SPEC = {
+    "words": (lambda lines: [line.split() for line in lines], [Counts(), Distinct()]),
+    "lengths": (lambda lines: np.array([len(line) for line in lines]), Quantiles([0, 0.5, 1])),
+    "longest": (lambda lines: lines, Longest()),
+}
+
+
+def every_way(folder: str) -> list[Any]:
+    """The results of all kinds of data and policies."""
+    strategy = tdi.Strategy(["cpu"])
+    found = []
+    data = table()
+    with strategy.scope():
+        found.append(bits(tdi.analyze(data, SPEC)))
+        found.append(bits(tdi.analyze(data, SPEC, global_batch_size=10)))
+        pairs = TensorDataset(data["x"], data["label"])
+        loader = DataLoader(pairs, batch_size=16, shuffle=True, num_workers=2)
+        found.append(bits(tdi.analyze(loader, {0: SPEC["x"], 1: Counts()})))
+        for policy in (tdi.AutoShardPolicy.FILE, tdi.AutoShardPolicy.DATA):
+            options = tdi.InputOptions(auto_shard_policy=policy)
+            found.append(bits(tdi.analyze(files(Path(folder)), FILE_SPEC, options=options)))
+    seen: list[Progress] = []
+    dataset = strategy.distribute_dataset(DataLoader(pairs, batch_size=9))
+    found.append(bits(tdi.analyze(dataset, {0: SPEC["x"], 1: Counts()}, progress=seen.append)))
+    assert [seen[0], seen[-1]] == [Progress(0, 1, 9), Progress(1, 24, N)]
+    return found
+
+
+def test_results_have_the_same_bits_at_every_world_size(tmp_path: Path) -> None:
+    write_files(tmp_path)
+    one = every_way(str(tmp_path))
+    assert one[0] == one[1]
+    assert one[2] == one[5]
+    assert one[2][0] == one[0]["x"]
+    assert one[3] == one[4]
+    for world_size in (2, 3):
+        for found in run_ranks(world_size, every_way, str(tmp_path)):
+            assert found == one
+
+
+def test_several_replicas_of_a_process_are_read_like_one() -> None:
+    four = tdi.analyze(table(), SPEC, strategy=tdi.Strategy(["cpu"] * 4), global_batch_size=10)
+    assert bits(four) == bits(tdi.analyze(table(), SPEC))
+
+
+def test_bare_tensors_and_arrays() -> None:
+    x = table()["x"]
+    assert tdi.analyze(x, Moments()).mean.tolist() == tdi.analyze(table(), {"x": Moments()})["x"].mean.tolist()
+    assert tdi.analyze(x.numpy(), [Moments(axis=None), Quantiles(0.5)])[0].count == 3 * N
+    assert tdi.analyze([torch.ones(2), torch.ones(3)], Moments()).count == 5
+    assert tdi.analyze(x.bfloat16(), Moments()).maximum.dtype == np.float32
+
+
+class Broken(Dataset[Any]):
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 13 and self.kind == "nan":
+            return torch.tensor([float("nan")])
+        if index == 13 and self.kind == "raises":
+            raise ValueError("no sample 13")
+        return torch.tensor([index], dtype=torch.float64 if self.kind == "dtype" and index > 9 else torch.float32)
+
+
+def errors_on_ranks() -> list[Any]:
+    strategy = tdi.Strategy(["cpu"])
+    rank = strategy.input_pipeline_id
+    found = []
+    with strategy.scope():
+        skip = tdi.InputOptions(on_error="skip")
+        assert tdi.analyze(Broken("raises"), Moments(), options=skip, global_batch_size=4).count.tolist() == [19]
+        found.append(raised(lambda: tdi.analyze(Broken("nan"), Moments(nan_policy="raise"), global_batch_size=4)))
+        found.append(raised(lambda: tdi.analyze(Broken("dtype"), Moments(), global_batch_size=20)))
+        found.append(raised(lambda: tdi.analyze(Broken("raises"), Moments(), global_batch_size=4)))
+        found.append(raised(lambda: tdi.analyze(table(), {"y": Moments()})))
+        found.append(raised(lambda: tdi.analyze(table(), Moments())))
+        found.append(raised(lambda: tdi.analyze({"x": torch.zeros(0, 3)}, {"x": Moments()})))
+        found.append(raised(lambda: tdi.analyze(table(), {"x": Moments() if rank else Moments})))
+        found.append(raised(lambda: tdi.analyze(table(), {"x": Moments() if rank else Covariance()})))
+        # One sample: rank 1 has no data.
+        assert tdi.analyze({"x": torch.ones(1, 2)}, {"x": Moments()})["x"].count.tolist() == [1, 1]
+    return found
+
+
+def test_errors_are_raised_on_all_ranks() -> None:
+    on_ranks = run_ranks(2, errors_on_ranks)
+    told, on_the_other = ([f"{each.kind}: {each.message.splitlines()[0]}" for each in found] for found in on_ranks)
+    assert told == on_the_other
+    expected = [
+        ("ValueError", "rank 1: 1 NaN and 0 infinite among 10 numbers"),
+        ("TypeError", "the leaf is float32 in some batches and float64 in others"),
+        ("SourceError", "no sample 13"),
+        ("InputError", "the spec names the leaf 'y'; the elements are of type dict, the leaves are 'x', 'n', 'label'"),
+        ("InputError", "Name the leaf"),
+        ("ValueError", "there is no data"),
+        ("TypeError", "rank 0: the spec holds <class"),
+        ("RankDisagreement", "the spec"),
+    ]
+    for text, (kind, part) in zip(told, expected, strict=True):
+        assert text.startswith(kind), text
+        assert part in text
+
+
+def until(steps: int, state: str | None, folder: str) -> tuple[Any, Any]:
+    """The state after some steps, or the result; an analysis that goes on from a state, if there is one."""
+    strategy = tdi.Strategy(["cpu"])
+    analysis = tdi.Analysis(table(), {"x": SPEC["x"]}, global_batch_size=10, strategy=strategy)
+    with analysis:
+        if state is not None:
+            analysis.load_state_dict(json.loads(state))
+        for number, _ in enumerate(analysis, 1):
+            if number == steps:
+                return json.dumps(analysis.state_dict()), None
+        return None, bits(analysis.result())
+
+
+def test_a_state_is_taken_up_at_another_world_size(tmp_path: Path) -> None:
+    expected = bits(tdi.analyze(table(), {"x": SPEC["x"]}))
+    state, _ = run_ranks(2, until, 9, None, str(tmp_path))[0]
+    state, _ = run_ranks(3, until, 20, state, str(tmp_path))[0]  # in the second pass
+    for _, found in run_ranks(2, until, 1000, state, str(tmp_path)):
+        assert found == expected
+    assert until(1000, state, str(tmp_path))[1] == expected
+    other = tdi.Analysis(table(), {"x": Moments()}, strategy=tdi.Strategy(["cpu"]))
+    with pytest.raises(tdi.StateMismatch, match="this analysis is of version 1 and of"):
+        other.load_state_dict(json.loads(state))
+
+
+def test_options_that_change_the_samples_are_refused() -> None:
+    with pytest.raises(tdi.InputError, match="leave them out"):
+        tdi.analyze(table(), {"x": Moments()}, options=tdi.InputOptions(partial_batch="pad"))
+    with pytest.raises(ValueError, match="the spec is empty"):
+        tdi.analyze(table(), {})
+    with pytest.raises(tdi.InputError, match="cannot start again"):
+        tdi.analyze(iter([torch.ones(2)]), Quantiles(0.5))

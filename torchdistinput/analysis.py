@@ -1,0 +1,451 @@
+"""``analyze``: exact statistics of a distributed dataset, the same to the last bit at any number of ranks.
+
+The dataset is distributed as for training, so each sample is read once, on one rank. Each rank updates the states of
+the statistics with its samples. At the end of a pass the states of all ranks are merged in ``log2 W`` rounds of
+messages; some statistics then need another pass. An error on a rank is raised on all ranks, at the same step.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias, final
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import TensorDataset
+
+from torchdistinput.batches.per_replica import local_results
+from torchdistinput.coordination.fingerprints import agree
+from torchdistinput.data_loader import shared_strategy
+from torchdistinput.dataset import DistributedDataset, setting_of
+from torchdistinput.errors import InputError, StateMismatch
+from torchdistinput.plan.options import InputOptions
+from torchdistinput.sources.files.fragment_dataset import FragmentDataset
+from torchdistinput.sources.fragments import FragmentSource
+from torchdistinput.sources.resolve import is_map_style
+from torchdistinput.statistics.base import State, Statistic
+from torchdistinput.statistics.encoding import decoded, encoded
+from torchdistinput.strategy import Strategy, ranks_of, strategy_of_scope
+
+__all__ = ["Analysis", "Progress", "analyze"]
+
+_LOG = logging.getLogger("torchdistinput")
+
+_AT_ONCE: Final = 2**20  # numbers of small batches that are put together before an update
+_ROWS: Final = 256  # samples of a worker in a step, if the caller does not say
+_BYTES: Final = 8 << 20  # of a worker's tensors in a step, if the data is in memory
+_MEETING: Final = 64  # steps after which the ranks ask each other for errors
+_LOG_SECONDS: Final = 30.0
+
+_Path: TypeAlias = tuple[str | int, int]
+"""A statistic of the spec: the name of the leaf, and its place in the list under this name."""
+
+_BARE: Final = "all"
+
+
+@final
+@dataclass(frozen=True)
+class Progress:
+    """How far an analysis is.
+
+    Args:
+      number: the pass over the data, from 0.
+      step: the steps of this pass that are done.
+      samples: the samples of these steps, over all ranks.
+    """
+
+    number: int
+    step: int
+    samples: int
+
+
+def analyze(
+    data: Any,
+    spec: Any,
+    *,
+    options: InputOptions | None = None,
+    global_batch_size: int | None = None,
+    collate_fn: Callable[[Any], Any] | None = None,
+    strategy: Strategy | None = None,
+    progress: Callable[[Progress], None] | None = None,
+) -> Any:
+    """Computes exact statistics of a dataset, each sample once. Collective: every rank calls this with the same data.
+
+    The result has the same bits for any number of ranks, policy, batch size, order and number of loader workers. The
+    data must be the same in each pass: random augmentation is not.
+
+        tdi.analyze(images, {0: Moments(axis=1)})[0].mean  # of each channel; elements are (image, label)
+        tdi.analyze(files, {"x": [Moments(), Quantiles([0.01, 0.99])]})["x"]
+        tdi.analyze(text, {"words": (lambda lines: [line.split() for line in lines], Counts(top=10_000))})
+
+    Args:
+      data: as for ``Strategy.distribute_dataset``; also a tensor, an array, or a ``DistributedDataset``, whose step
+        comes with the samples of this rank.
+      spec: a dict of statistics by the name of a leaf: the key of a dict, the field of a named tuple, or the place in a
+        tuple or list. Instead of a statistic a list of several, or ``(function, statistic)`` (or a list of them): the
+        function makes what is analysed of a batch, and the name is free. A single statistic, or list of them, is of
+        elements that are one leaf.
+      options: as for ``distribute_dataset``; batches stay on the CPU. Under policy OFF each rank's data counts.
+      global_batch_size: samples of a step over all ranks; it has no effect on the result. Iterables of single samples
+        need it. Without it map-style data and files are read 256 samples a worker and step, data in memory 8 MiB.
+      collate_fn: as for ``distribute_dataset``.
+      strategy: the ranks; by default those of the ``scope``, else all ranks, as for ``torchdistinput.DataLoader``.
+      progress: is called on each rank after each step.
+
+    Returns:
+      The results in the structure of the spec.
+
+    Raises:
+      InputError: a leaf is not there, or options that change the samples; and what ``distribute_dataset`` raises.
+      TypeError: the spec holds no statistic; a statistic does not take data of this type.
+      ValueError: there is no data; or what a statistic refuses, for example NaN under ``nan_policy="raise"``.
+        These three are raised on every rank, and name the rank.
+    """
+    with Analysis(
+        data, spec, options=options, global_batch_size=global_batch_size, collate_fn=collate_fn, strategy=strategy
+    ) as analysis:
+        for each in analysis:
+            if progress is not None:
+                progress(each)
+        return analysis.result()
+
+
+@final
+class Analysis:
+    """The passes of ``analyze``, step by step, with a state that can be saved and taken up at another world size.
+
+        analysis = Analysis(data, spec)
+        for progress in analysis:
+            if progress.step % 1000 == 0: save(analysis.state_dict())
+        results = analysis.result()
+
+    Collective: every rank makes it and iterates.
+
+    Args:
+      data, spec, options, global_batch_size, collate_fn, strategy: see ``analyze``.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        spec: Any,
+        *,
+        options: InputOptions | None = None,
+        global_batch_size: int | None = None,
+        collate_fn: Callable[[Any], Any] | None = None,
+        strategy: Strategy | None = None,
+    ) -> None:
+        problem: Exception | None = None
+        facts: dict[str, Any] = {}
+        try:
+            self._spec, self._wanted = _parsed(spec)
+            facts["spec"] = _described(self._wanted)
+            options = _checked(options)
+        except Exception as error:  # every rank must hear of it, or the others would wait
+            problem, options = error, InputOptions()
+        self._owns = not isinstance(data, DistributedDataset)
+        if isinstance(data, DistributedDataset):
+            agree(setting_of(data).ranks, "analyze()", facts, error=problem)
+            self._loader = data
+        else:
+            used = strategy or strategy_of_scope() or shared_strategy()
+            agree(ranks_of(used), "analyze()", facts, error=problem)
+            plain = _as_table(data)
+            size = global_batch_size or _default_batch_size(plain, used.num_input_pipelines)
+            self._loader = used.distribute_dataset(plain, options, global_batch_size=size, collate_fn=collate_fn)
+            if plain is not data:
+                self._wanted = {path: (_only_leaf(select), each) for path, (select, each) in self._wanted.items()}
+        setting = setting_of(self._loader)
+        self._ranks, self._num_local = setting.ranks, len(setting.devices)
+        self._number = self._samples = 0
+        self._results: dict[_Path, Any] = {}
+        self._done: list[bytes] = []  # the merged states of the passes before
+        self._begin({path: statistic for path, (_, statistic) in self._wanted.items()})
+
+    def _begin(self, statistics: Mapping[_Path, Statistic]) -> None:
+        self._statistics = dict(statistics)
+        self._states = {path: each.start() for path, each in statistics.items()}
+        self._waiting: dict[_Path, list[Any]] = {path: [] for path in statistics}
+
+    def __iter__(self) -> Iterator[Progress]:
+        """Goes on to the end, yielding after each step. Collective."""
+        while self._statistics:
+            yield from self._pass()
+            self._conclude(self._merged())
+
+    def _pass(self) -> Iterator[Progress]:
+        problem: Exception | None = None
+        logged = time.monotonic()
+        for done, element in enumerate(self._loader):
+            step = self._loader.step
+            if problem is None:
+                try:
+                    self._update(element, step.local_sizes)
+                except Exception as error:  # every rank must hear of it, at the same step
+                    problem = error
+            if done % _MEETING == 0 or done & (done - 1) == 0:
+                agree(self._ranks, "analyze()", {}, error=problem)
+            self._samples += step.global_size or 0
+            if time.monotonic() - logged > _LOG_SECONDS:
+                logged = time.monotonic()
+                _LOG.info("analyze: pass %d, step %d, %d samples", self._number + 1, step.index + 1, self._samples)
+            yield Progress(self._number, step.index + 1, self._samples)
+        try:
+            if problem is None:
+                self._flush()
+        except Exception as error:  # as above
+            problem = error
+        agree(self._ranks, "analyze()", {}, error=problem)
+
+    def _update(self, element: Any, sizes: Sequence[int]) -> None:
+        pieces = local_results(element, self._num_local)
+        for piece, size in zip(pieces, sizes, strict=True):
+            if not size:
+                continue
+            for path in self._statistics:
+                select, _ = self._wanted[path]
+                self._put(path, _plain(select(piece)))
+
+    def _put(self, path: _Path, leaf: Any) -> None:
+        """Updates a state, with several small arrays at once."""
+        waiting = self._waiting[path]
+        if not isinstance(leaf, np.ndarray) or leaf.ndim == 0:
+            self._states[path] = self._statistics[path].update(self._states[path], leaf)
+            return
+        if waiting and (waiting[0].dtype != leaf.dtype or waiting[0].shape[1:] != leaf.shape[1:]):
+            self._flush_one(path)
+        waiting = self._waiting[path]
+        waiting.append(leaf)
+        if len(waiting) * leaf.size >= _AT_ONCE or leaf.size >= _AT_ONCE // 4:
+            self._flush_one(path)
+
+    def _flush_one(self, path: _Path) -> None:
+        waiting, self._waiting[path] = self._waiting[path], []
+        if waiting:
+            batch = waiting[0] if len(waiting) == 1 else np.concatenate(waiting)
+            self._states[path] = self._statistics[path].update(self._states[path], batch)
+
+    def _flush(self) -> None:
+        for path in self._statistics:
+            self._flush_one(path)
+
+    def _merged(self) -> dict[_Path, State]:
+        """The states of all ranks as one. Collective."""
+        if self._ranks is None:
+            return self._states
+        paths = list(self._statistics)
+        counts = self._ranks.rank in self._ranks.firsts  # of ranks that get the same batches, the first one
+        states = [self._states[path] if counts else self._statistics[path].start() for path in paths]
+
+        def merge(first: bytes, second: bytes) -> bytes:
+            one, other = decoded(first), decoded(second)
+            if isinstance(one, str) or isinstance(other, str):
+                return first if isinstance(one, str) else second
+            try:
+                return encoded(
+                    [
+                        self._statistics[path].merge(mine, theirs)
+                        for path, mine, theirs in zip(paths, one, other, strict=True)
+                    ]
+                )
+            except (TypeError, ValueError) as error:
+                return encoded(f"{type(error).__name__}: {error}")
+
+        found = decoded(self._ranks.combine(encoded(states), merge))
+        if isinstance(found, str):
+            kind, _, text = found.partition(": ")
+            raise (TypeError if kind == "TypeError" else ValueError)(f"analyze(): the ranks' data does not fit: {text}")
+        return dict(zip(paths, found, strict=True))
+
+    def _conclude(self, merged: Mapping[_Path, State]) -> None:
+        """Ends a pass: takes the results that are ready, and begins the next pass with the others."""
+        self._done.append(encoded(list(merged.values())))
+        following = {}
+        for path, statistic in self._statistics.items():
+            after = statistic.next_pass(merged[path])
+            if after is None:
+                self._results[path] = statistic.result(merged[path])
+            else:
+                following[path] = after
+        self._number, self._samples = self._number + 1, 0
+        self._begin(following)
+
+    def result(self) -> Any:
+        """The results in the structure of the spec; goes on to the end, if it is not reached. Collective."""
+        for _ in self:
+            pass
+        if isinstance(self._spec, dict):
+            return {name: self._of(name, how) for name, how in self._spec.items()}
+        return self._of(_BARE, self._spec)
+
+    def _of(self, name: str | int, how: int | None) -> Any:
+        if how is None:
+            return self._results[name, 0]
+        return [self._results[name, place] for place in range(how)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state after the steps done so far: plain values. Collective: every rank calls this.
+
+        Its size is that of the statistics' states (512 KiB for a quantile), once for each pass. It does not depend on
+        the number of ranks, except where that of the data does; see ``DistributedDataset.state_dict``.
+        """
+        self._flush()
+        merged = self._merged()
+        return {
+            "version": 1,
+            "spec": _described(self._wanted),
+            "samples": self._samples,
+            "done": [base64.b64encode(each).decode() for each in self._done],
+            "states": base64.b64encode(encoded(list(merged.values()))).decode(),
+            "data": self._loader.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on after the steps of a saved state. Local: every rank calls this with the same state, before a step.
+
+        Raises:
+          StateMismatch: the state is of another spec, of another version, or of other data.
+        """
+        if state.get("version") != 1 or state.get("spec") != _described(self._wanted):
+            raise StateMismatch(
+                f"the state is of version {state.get('version')!r} and of {state.get('spec')!r:.300}; this analysis "
+                f"is of version 1 and of {_described(self._wanted)!r:.300}."
+            )
+        for content in state["done"]:
+            self._conclude(dict(zip(self._statistics, decoded(base64.b64decode(content)), strict=True)))
+        if self._ranks is None or self._ranks.rank == 0:  # one rank goes on from it; the others add to it
+            states = decoded(base64.b64decode(state["states"]))
+            self._states = dict(zip(self._statistics, states, strict=True))
+        self._samples = state["samples"]
+        self._loader.load_state_dict(state["data"])
+
+    def close(self) -> None:
+        """Closes the distributed dataset, unless it was given. Idempotent."""
+        if self._owns:
+            self._loader.close()
+
+    def __enter__(self) -> Analysis:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _parsed(spec: Any) -> tuple[Any, dict[_Path, tuple[Callable[[Any], Any], Statistic]]]:
+    """The structure of the results (the length of each list, or ``None``), and each statistic with its leaf."""
+    if not isinstance(spec, Mapping):
+        how, statistics = _listed(spec)
+        return how, {(_BARE, place): (_whole, each) for place, each in enumerate(statistics)}
+    if not spec:
+        raise ValueError("the spec is empty; it needs a statistic for a leaf, such as {'x': Moments()}.")
+    structure, wanted = {}, {}
+    for name, entry in spec.items():
+        select, what = entry if isinstance(entry, tuple) and len(entry) == 2 else (_leaf(name), entry)
+        if not callable(select):
+            raise TypeError(f"the spec of {name!r} is {entry!r:.100}; (function, statistic) is needed, or a statistic.")
+        structure[name], statistics = _listed(what)
+        wanted.update({(name, place): (select, each) for place, each in enumerate(statistics)})
+    return structure, wanted
+
+
+def _listed(what: Any) -> tuple[int | None, list[Statistic]]:
+    statistics = list(what) if isinstance(what, list) else [what]
+    for each in statistics:
+        if not isinstance(each, Statistic):
+            hint = (
+                " Moments() makes one of the class." if isinstance(each, type) and issubclass(each, Statistic) else ""
+            )
+            raise TypeError(f"the spec holds {each!r:.100}; a torchdistinput.statistics.Statistic is needed.{hint}")
+    if not statistics:
+        raise ValueError("the spec holds an empty list; a statistic is needed.")
+    return (len(statistics) if isinstance(what, list) else None), statistics
+
+
+def _described(wanted: Mapping[_Path, tuple[Any, Statistic]]) -> list[str]:
+    lines = []
+    for (name, _), (_, each) in wanted.items():
+        plain = type(each).__repr__ is object.__repr__  # which tells an address, and so differs between ranks
+        lines.append(f"{name!r}: {type(each).__qualname__ if plain else repr(each)}")
+    return lines
+
+
+def _whole(element: Any) -> Any:
+    if isinstance(element, Mapping | tuple):
+        raise InputError(
+            f"the elements are of type {type(element).__name__}; a statistic without a name is of elements that are "
+            "one leaf. Name the leaf: {'x': Moments()}, or {0: Moments()} in a tuple."
+        )
+    return element
+
+
+def _leaf(name: str | int) -> Callable[[Any], Any]:
+    def select(element: Any) -> Any:
+        if isinstance(element, Mapping):
+            names, found = list(element), element.get(name) if name in element else None
+        elif isinstance(name, str):
+            names = list(getattr(element, "_fields", ()))
+            found = getattr(element, name) if name in names else None
+        else:
+            names = list(range(len(element))) if isinstance(element, list | tuple) else []
+            found = element[name] if name in names else None
+        if found is None:
+            has = f"the leaves are {', '.join(map(repr, names))}" if names else "they are one leaf without a name"
+            raise InputError(
+                f"the spec names the leaf {name!r}; the elements are of type {type(element).__name__}, {has}. "
+                "(function, statistic) takes anything else from a batch."
+            )
+        return found
+
+    return select
+
+
+_COLUMN: Final = "data"
+
+
+def _as_table(data: Any) -> Any:
+    """A tensor or array as a table of one column; other data as it is."""
+    return {_COLUMN: data} if isinstance(data, torch.Tensor | np.ndarray) else data
+
+
+def _only_leaf(select: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda element: select(element[_COLUMN])
+
+
+def _plain(leaf: Any) -> Any:
+    """A tensor as a NumPy array on the host; anything else as it is."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    if leaf.is_nested or leaf.layout is not torch.strided:
+        raise TypeError("the leaf is a nested or sparse tensor; a function of the spec can make a dense one of it.")
+    host = leaf.detach().cpu()
+    return (host.float() if host.dtype is torch.bfloat16 else host).numpy()
+
+
+def _checked(options: InputOptions | None) -> InputOptions:
+    options = options or InputOptions()
+    if not isinstance(options, InputOptions):
+        raise TypeError(f"options is a {type(options).__name__}; InputOptions is needed.")
+    if options.partial_batch != "keep" or options.with_index or options.coordination != "on":
+        raise InputError(
+            "analyze() reads without partial_batch='pad', with_index and coordination='off'; leave them out."
+        )
+    return dataclasses.replace(options, fetch_to_device=False)
+
+
+def _default_batch_size(data: Any, workers: int) -> int | None:
+    """The samples of a step, where ``distribute_dataset`` needs to be told."""
+    columns = list(data.values()) if isinstance(data, Mapping) else []
+    if isinstance(data, TensorDataset):
+        columns = list(data.tensors)
+    if columns and all(isinstance(each, torch.Tensor | np.ndarray) and len(each) for each in columns):
+        row: int = sum(each.nbytes // len(each) for each in columns)
+        return workers * max(1, min(_AT_ONCE, _BYTES // max(1, row)))
+    batched = isinstance(data, TorchDataLoader)
+    has_samples = is_map_style(data) or isinstance(data, FragmentDataset | FragmentSource)
+    return workers * _ROWS if has_samples and not batched else None

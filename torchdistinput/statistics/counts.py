@@ -1,0 +1,173 @@
+"""``Counts`` and ``Distinct``: how often each value occurs, and how many values there are."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, final
+
+import numpy as np
+
+from torchdistinput.statistics.base import State, Statistic
+
+__all__ = ["Counts", "CountsResult", "Distinct"]
+
+
+@final
+@dataclass(frozen=True)
+class CountsResult:
+    """What ``Counts`` found.
+
+    Args:
+      values: the values, the most frequent first; of equally frequent ones the larger first (text by code points).
+      counts: how often each occurs.
+      total: how many values were counted, also those that are not in ``values``.
+      distinct: how many different values there are; with ``max_values`` those that are left.
+      error_bound: 0: the counts are exact. Else ``max_values`` was reached, and each count may be too small by up to
+        this number; a value that occurs more often than this is always among the counted ones.
+    """
+
+    values: list[Any]
+    counts: list[int]
+    total: int
+    distinct: int
+    error_bound: int
+
+
+@final
+@dataclass(frozen=True)
+class Counts(Statistic):
+    """How often each value occurs: of strings, ints or bools. A vocabulary, most frequent first.
+
+    The state has an entry for each different value (some 100 bytes, and the text), on each rank.
+
+    Args:
+      top: how many values the result has at most.
+      min_count: values that occur less often are not in the result.
+      max_values: bounds the entries of the state. The counts are then approximate once there are more values, and
+        depend on the order of the data: the result tells the bound of the error, at most ``total / (max_values + 1)``
+        for each merge of states. (Misra and Gries, "Finding repeated elements", 1982.)
+
+    Raises:
+      ValueError: an argument is less than 1.
+    """
+
+    top: int | None = None
+    min_count: int = 1
+    max_values: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("top", "min_count", "max_values"):
+            number = getattr(self, name)
+            if number is not None and number < 1:
+                raise ValueError(f"{name}={number}; it must be 1 or more.")
+
+    def start(self) -> State:
+        """See ``Statistic.start``."""
+        return {"kind": None, "counts": {}, "total": 0, "error": 0}
+
+    def update(self, state: State, batch: Any) -> State:
+        """See ``Statistic.update``; the batch is an array, or lists of values, nested to any depth.
+
+        Raises:
+          TypeError: the values are no strings, ints or bools, or of another kind than before.
+        """
+        kind, counts = _counted(batch)
+        if kind is None:
+            return state
+        _check_kinds(state["kind"], kind)
+        state["kind"] = kind
+        before = state["counts"]
+        for value, number in counts.items():
+            before[value] = before.get(value, 0) + number
+        state["total"] += sum(counts.values())
+        return self._pruned(state)
+
+    def _pruned(self, state: State) -> State:
+        counts = state["counts"]
+        if self.max_values is None or len(counts) <= self.max_values:
+            return state
+        cut = sorted(counts.values(), reverse=True)[self.max_values]
+        state["counts"] = {value: number - cut for value, number in counts.items() if number > cut}
+        state["error"] += cut
+        return state
+
+    def merge(self, state: State, other: State) -> State:
+        """See ``Statistic.merge``."""
+        kind = _check_kinds(state["kind"], other["kind"])
+        counts = dict(state["counts"])
+        for value, number in other["counts"].items():
+            counts[value] = counts.get(value, 0) + number
+        total, error = state["total"] + other["total"], state["error"] + other["error"]
+        return self._pruned({"kind": kind, "counts": counts, "total": total, "error": error})
+
+    def result(self, state: State) -> CountsResult:
+        """See ``Statistic.result``. No data is an empty vocabulary."""
+        counts = state["counts"]
+        kept = [(number, value) for value, number in counts.items() if number >= self.min_count]
+        kept.sort(reverse=True)
+        kept = kept[: self.top]
+        values = [value for _, value in kept]
+        return CountsResult(values, [number for number, _ in kept], state["total"], len(counts), state["error"])
+
+
+@final
+@dataclass(frozen=True)
+class Distinct(Statistic):
+    """How many different values there are: of strings, ints or bools. The result is an int, exact.
+
+    The state has an entry for each different value, on each rank.
+    """
+
+    def start(self) -> State:
+        """See ``Statistic.start``."""
+        return {"kind": None, "values": set()}
+
+    def update(self, state: State, batch: Any) -> State:
+        """See ``Statistic.update``, and ``Counts.update`` for batches and errors."""
+        kind, counts = _counted(batch)
+        return self.merge(state, {"kind": kind, "values": counts.keys()})
+
+    def merge(self, state: State, other: State) -> State:
+        """See ``Statistic.merge``."""
+        kind = _check_kinds(state["kind"], other["kind"])
+        values = state["values"]
+        values |= other["values"]
+        return {"kind": kind, "values": values}
+
+    def result(self, state: State) -> int:
+        """See ``Statistic.result``."""
+        return len(state["values"])
+
+
+def _check_kinds(first: str | None, second: str | None) -> str | None:
+    if first is not None and second is not None and first != second:
+        raise TypeError(f"the values are {first} in some batches and {second} in others; one type is needed.")
+    return second if first is None else first
+
+
+def _counted(batch: Any) -> tuple[str | None, Counter[Any]]:
+    """The type of the values of a batch, and how often each occurs; ``None`` of no values."""
+    if isinstance(batch, np.ndarray) and batch.dtype.kind in "biu":
+        if not batch.size:
+            return None, Counter()
+        values, counts = np.unique(batch, return_counts=True)
+        return "int", Counter(dict(zip(map(int, values), counts.tolist(), strict=True)))
+    found: Counter[Any] = Counter()
+    _count_into(found, batch.tolist() if isinstance(batch, np.ndarray) else batch)
+    kinds = {"int" if issubclass(each, int) else each.__name__ for each in {*map(type, found)}}
+    if not kinds <= {"str", "int"} or len(kinds) > 1:
+        raise TypeError(f"the leaf holds {' and '.join(sorted(kinds))}; strings, or ints and bools, can be counted.")
+    return (kinds.pop() if kinds else None), found
+
+
+def _count_into(found: Counter[Any], values: Any) -> None:
+    if isinstance(values, str | int | float | bytes) or not isinstance(values, Iterable):
+        found[values] += 1
+        return
+    values = list(values)
+    while values and isinstance(values[0], list | tuple | np.ndarray):
+        values = list(chain.from_iterable(values))
+    found.update(values)

@@ -1,0 +1,104 @@
+"""``Histogram``: how many numbers lie between given edges."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+import numpy.typing as npt
+
+from torchdistinput.statistics.base import NanPolicy, State, Statistic, by_feature, check_nan_policy, same_kind
+
+__all__ = ["Histogram", "HistogramResult"]
+
+Ints = npt.NDArray[np.int64]
+
+
+@final
+@dataclass(frozen=True)
+class HistogramResult:
+    """What ``Histogram`` found; int64 arrays.
+
+    Args:
+      counts: ``(*features, len(edges) - 1)``: numbers in each bin.
+      below: ``features``: numbers below the first edge.
+      above: numbers above the last edge.
+      nans: NaNs.
+    """
+
+    counts: Ints
+    below: Ints
+    above: Ints
+    nans: Ints
+
+
+@final
+@dataclass(frozen=True)
+class Histogram(Statistic):
+    """The numbers of each feature in bins: bin ``i`` is ``[edges[i], edges[i + 1])``, and the last has its upper edge.
+
+    These are the bins of ``numpy.histogram``. Numbers are compared with the edges as float64. The state takes 8 bytes
+    for each feature and bin.
+
+    Args:
+      edges: two numbers or more, rising.
+      axis: the dims that tell features apart; see ``Moments``. ``None``: one histogram of all numbers.
+      nan_policy: ``"propagate"`` and ``"omit"`` count NaNs apart; ``"raise"``: a number that is not finite is an error.
+
+    Raises:
+      ValueError: the edges are fewer than two, do not rise, or are NaN.
+    """
+
+    edges: Sequence[float]
+    axis: int | Sequence[int] | None = None
+    nan_policy: NanPolicy = "propagate"
+
+    def __post_init__(self) -> None:
+        check_nan_policy(self.nan_policy)
+        edges = np.asarray(self.edges, np.float64)
+        if edges.ndim != 1 or len(edges) < 2 or not (np.diff(edges) > 0).all():
+            raise ValueError(f"edges={list(self.edges)!r:.100}; two or more rising numbers are needed.")
+
+    def start(self) -> State:
+        """See ``Statistic.start``."""
+        return {"dtype": None, "shape": None}
+
+    def update(self, state: State, batch: Any) -> State:
+        """See ``Statistic.update``.
+
+        Raises:
+          TypeError: the batch holds no numbers, or others than the batches before.
+          ValueError: the features have another shape than before; or a number is not finite under ``"raise"``.
+        """
+        values, shape = by_feature(batch, self.axis)
+        if not values.size:
+            return state
+        dtype, kept = same_kind(state, values.dtype.name, shape)
+        edges = np.asarray(self.edges, np.float64)
+        bins = len(edges) + 2  # below, the bins, above, NaN
+        plain = values.astype(np.float64)
+        if self.nan_policy == "raise" and not np.isfinite(plain).all():
+            raise ValueError(f"{int((~np.isfinite(plain)).sum())} of {plain.size} numbers are NaN or infinite.")
+        place = np.searchsorted(edges, plain, side="right")
+        place[plain == edges[-1]] = len(edges) - 1
+        place[np.isnan(plain)] = bins - 1
+        place += np.arange(len(values))[:, None] * bins
+        counts = np.bincount(place.reshape(-1), minlength=len(values) * bins).reshape(len(values), bins)
+        return self.merge(state, {"dtype": dtype, "shape": kept, "counts": counts.astype(np.int64)})
+
+    def merge(self, state: State, other: State) -> State:
+        """See ``Statistic.merge``."""
+        if other["dtype"] is None or state["dtype"] is None:
+            return state if other["dtype"] is None else other
+        dtype, shape = same_kind(state, other["dtype"], other["shape"])
+        return {"dtype": dtype, "shape": shape, "counts": state["counts"] + other["counts"]}
+
+    def result(self, state: State) -> HistogramResult:
+        """See ``Statistic.result``."""
+        if state["dtype"] is None:
+            raise ValueError("there is no data: no batch had a sample.")
+        counts, shape = state["counts"], tuple(state["shape"])
+        below, above, nans = (counts[:, column].reshape(shape) for column in (0, -2, -1))
+        return HistogramResult(counts[:, 1:-2].reshape(*shape, -1), below, above, nans)

@@ -1,0 +1,354 @@
+"""``Quantiles``: exact order statistics, found digit by digit, 16 bits in each pass over the data.
+
+Numbers are taken as unsigned ints in the same order. The first pass counts their highest 16 bits; so it is known which
+highest digits the wanted numbers have, and how many numbers stand below those. The next pass counts the next 16 bits
+of the numbers with these highest digits, and so on: two passes for 32 bits, four for 64. Counts are ints, so no order
+of the data and no cut changes the result.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, Final, Literal, final
+
+import numpy as np
+import numpy.typing as npt
+
+from torchdistinput.statistics.base import (
+    NanPolicy,
+    State,
+    Statistic,
+    by_feature,
+    check_float_dtype,
+    check_nan_policy,
+    same_kind,
+)
+from torchdistinput.statistics.exact_sums import rounded
+
+__all__ = ["Method", "Quantiles"]
+
+Method = Literal["linear", "lower", "higher", "inverted_cdf", "interpolated_inverted_cdf"]
+
+Numbers = npt.NDArray[Any]
+
+_METHODS: Final = ("linear", "lower", "higher", "inverted_cdf", "interpolated_inverted_cdf")
+_DIGIT: Final = 16
+_MOST_BYTES: Final = 1 << 30
+
+
+@final
+@dataclass(frozen=True)
+class Quantiles(Statistic):
+    """Quantiles of each feature, exact. Takes one pass over numbers of up to 16 bits, two for 32 bits, four for 64.
+
+    The state takes 512 KiB a feature in the first pass, and in the others 512 KiB for each wanted number with other
+    upper digits; more than 1 GiB is refused.
+
+    Args:
+      q: a number from 0 to 1, or several. A float counts as the decimal number that Python prints for it; a
+        ``fractions.Fraction`` as itself.
+      axis: the dims that tell features apart; see ``Moments``.
+      method: how a quantile between two numbers is found, named as in ``numpy.quantile``. ``"linear"``,
+        ``"interpolated_inverted_cdf"`` interpolate; ``"lower"``, ``"higher"`` and ``"inverted_cdf"`` give a number of
+        the data.
+      nan_policy: see ``Moments``. Infinities have their place in the order.
+      dtype: of the result: "float64", or "float32" for the nearest float32 numbers.
+
+    Raises:
+      ValueError: a quantile is not from 0 to 1, or an argument is another word.
+    """
+
+    q: float | Fraction | Sequence[float | Fraction]
+    axis: int | Sequence[int] | None = -1
+    method: Method = "linear"
+    nan_policy: NanPolicy = "propagate"
+    dtype: Literal["float64", "float32"] = "float64"
+
+    def __post_init__(self) -> None:
+        check_nan_policy(self.nan_policy)
+        check_float_dtype(self.dtype)
+        if self.method not in _METHODS:
+            raise ValueError(f"method is {self.method!r}; it must be {', '.join(map(repr, _METHODS))}.")
+        for each in self.wanted():
+            if not 0 <= each <= 1:
+                raise ValueError(f"q={float(each):g} is no quantile; it must be from 0 to 1.")
+
+    def wanted(self) -> list[Fraction]:
+        """The quantiles as fractions."""
+        given = self.q if isinstance(self.q, Sequence | np.ndarray) else [self.q]
+        return [each if isinstance(each, Fraction) else Fraction(str(each)) for each in given]
+
+    def start(self) -> State:
+        """See ``Statistic.start``."""
+        return _Digits(self.axis, self.nan_policy).start()
+
+    def update(self, state: State, batch: Any) -> State:
+        """See ``Statistic.update``.
+
+        Raises:
+          TypeError: the batch holds no numbers, or others than the batches before.
+          ValueError: the features have another shape than before, or are too many; or a number is not finite under
+            ``"raise"``.
+        """
+        return _Digits(self.axis, self.nan_policy).update(state, batch)
+
+    def merge(self, state: State, other: State) -> State:
+        """See ``Statistic.merge``."""
+        return _Digits(self.axis, self.nan_policy).merge(state, other)
+
+    def result(self, state: State) -> Numbers:
+        """The quantiles: ``(len(q), *features)``, without the first dim where ``q`` is one number.
+
+        Raises:
+          ValueError: there is no data.
+        """
+        return _result(self, state)
+
+    def next_pass(self, state: State) -> Statistic | None:
+        """See ``Statistic.next_pass``."""
+        return _next(self, state)
+
+    def ranks(self, count: int) -> list[tuple[int, int, Fraction]]:
+        """For each quantile of ``count`` numbers: the ranks of two numbers, from 0, and the share of the upper one."""
+        found = []
+        for q in self.wanted():
+            if self.method in ("inverted_cdf", "interpolated_inverted_cdf"):
+                place = min(max(count * q, Fraction(1)), Fraction(count)) - 1
+                place = Fraction(math.ceil(place)) if self.method == "inverted_cdf" else place
+            else:
+                place = (count - 1) * q
+            lower = math.floor(place)
+            upper = math.ceil(place)
+            if self.method == "lower":
+                upper = lower
+            if self.method == "higher":
+                lower = upper
+            found.append((lower, upper, place - lower if upper > lower else Fraction(0)))
+        return found
+
+
+@final
+@dataclass(frozen=True)
+class _NextDigit(Statistic):
+    """One more pass for ``Quantiles``: counts the next digit of the numbers that begin with given digits.
+
+    Args:
+      quantiles: what is wanted.
+      dtype: of the data.
+      shape: of the features.
+      known: digits that are known of each wanted number.
+      prefixes: for each feature, the known digits of the wanted numbers: sorted, each once.
+      places: for each feature and wanted rank ``[rank, index of its prefix, its rank among the numbers with it]``.
+      counts: numbers of each feature, without NaNs.
+      nans: NaNs of each feature.
+    """
+
+    quantiles: Quantiles
+    dtype: str
+    shape: tuple[int, ...]
+    known: int
+    prefixes: tuple[tuple[int, ...], ...]
+    places: tuple[tuple[tuple[int, int, int], ...], ...]
+    counts: tuple[int, ...]
+    nans: tuple[int, ...]
+
+    def _digits(self) -> _Digits:
+        return _Digits(self.quantiles.axis, self.quantiles.nan_policy, self.known, self.prefixes)
+
+    def start(self) -> State:
+        return self._digits().start()
+
+    def update(self, state: State, batch: Any) -> State:
+        return self._digits().update(state, batch)
+
+    def merge(self, state: State, other: State) -> State:
+        return self._digits().merge(state, other)
+
+    def result(self, state: State) -> Numbers:
+        self._check(state)
+        return _result(self.quantiles, state, self)
+
+    def next_pass(self, state: State) -> Statistic | None:
+        self._check(state)
+        return _next(self.quantiles, state, self)
+
+    def _check(self, state: State) -> None:
+        now = (state["dtype"], tuple(state["shape"] or ()), tuple(state["count"].tolist()))
+        before = (self.dtype, self.shape, self.counts)
+        if now != before:
+            raise ValueError(
+                f"the data changed between two passes: dtype, shape and counts were {before}, and are {now}. Quantiles "
+                "read the data more than once; each pass must give the same samples."
+            )
+
+
+@final
+@dataclass(frozen=True)
+class _Digits:
+    """The counts of one digit of the numbers that begin with known digits."""
+
+    axis: int | Sequence[int] | None
+    nan_policy: NanPolicy
+    known: int = 0
+    prefixes: tuple[tuple[int, ...], ...] | None = None
+
+    def start(self) -> dict[str, Any]:
+        return {"dtype": None, "shape": None, "count": np.zeros(0, np.int64)}
+
+    def update(self, state: State, batch: Any) -> State:
+        values, shape = by_feature(batch, self.axis)
+        if not values.size:
+            return state
+        dtype, kept = same_kind(state, values.dtype.name, shape)
+        prefixes = [(0,)] * len(values) if self.prefixes is None else self.prefixes
+        if len(prefixes) != len(values):
+            raise ValueError(f"the data has {len(values)} features; it had {len(prefixes)} in the pass before.")
+        bits = 8 * values.dtype.itemsize
+        width = min(_DIGIT, bits)
+        offsets = np.cumsum([0, *map(len, prefixes)])
+        if state["dtype"] is None:
+            rows = int(offsets[-1])
+            if rows * 8 << width > _MOST_BYTES:
+                raise ValueError(
+                    f"quantiles of {len(values)} features of {dtype} need counts of {rows * 8 << width >> 20:,} MiB in "
+                    f"a pass; {_MOST_BYTES >> 20:,} MiB is the most. Take fewer features at a time, fewer quantiles, "
+                    "or axis=None for one set of quantiles over all."
+                )
+            zeros = {name: np.zeros(len(values), np.int64) for name in ("count", "nans")}
+            state = {"dtype": dtype, "shape": kept, **zeros, "bins": np.zeros((rows, 1 << width), np.int64)}
+        for feature, row in enumerate(values):
+            numbers = self._without_nans(row, state, feature)
+            state["count"][feature] += len(numbers)
+            keys = _keys(numbers)
+            bins = state["bins"][offsets[feature] : offsets[feature + 1]]
+            if not self.known:
+                bins[0] += np.bincount((keys >> np.uint64(bits - width)).astype(np.int64), minlength=1 << width)
+                continue
+            known = np.array(prefixes[feature], np.uint64)
+            upper = keys >> np.uint64(bits - self.known)
+            place = np.minimum(np.searchsorted(known, upper), len(known) - 1)
+            inside = known[place] == upper
+            digit = (keys[inside] >> np.uint64(bits - self.known - width)) & np.uint64((1 << width) - 1)
+            index = (place[inside].astype(np.int64) << width) + digit.astype(np.int64)
+            bins += np.bincount(index, minlength=bins.size).reshape(bins.shape)
+        return state
+
+    def _without_nans(self, row: Numbers, state: State, feature: int) -> Numbers:
+        if row.dtype.kind != "f":
+            return row
+        nans = np.isnan(row)
+        number = int(nans.sum())
+        if self.nan_policy == "raise":
+            infinite = int(np.isinf(row).sum())
+            if number or infinite:
+                raise ValueError(f"{number} NaN and {infinite} infinite among {row.size} numbers of feature {feature}.")
+        if not number:
+            return row
+        state["nans"][feature] += number
+        found: Numbers = row[~nans]
+        return found
+
+    def merge(self, state: State, other: State) -> State:
+        if other["dtype"] is None or state["dtype"] is None:
+            return state if other["dtype"] is None else other
+        dtype, shape = same_kind(state, other["dtype"], other["shape"])
+        sums = {name: state[name] + other[name] for name in ("count", "nans", "bins")}
+        return {"dtype": dtype, "shape": shape, **sums}
+
+
+def _keys(values: Numbers) -> npt.NDArray[np.uint64]:
+    """Unsigned ints in the order of the values; -0.0 and 0.0 are one number."""
+    bits = 8 * values.dtype.itemsize
+    unsigned = np.dtype(f"u{values.dtype.itemsize}")
+    top = unsigned.type(1 << (bits - 1))
+    if values.dtype.kind == "f":
+        keys = (values + values.dtype.type(0)).view(unsigned)
+        keys = np.where(keys & top, ~keys, keys | top)
+    elif values.dtype.kind == "i":
+        keys = np.ascontiguousarray(values).view(unsigned) ^ top
+    else:
+        keys = np.ascontiguousarray(values).view(unsigned)
+    wide: npt.NDArray[np.uint64] = keys.astype(np.uint64)
+    return wide
+
+
+def _value(key: int, dtype: str) -> Fraction | float:
+    """The value of a key: a fraction, or an infinity."""
+    kind = np.dtype(dtype)
+    unsigned = np.dtype(f"u{kind.itemsize}")
+    top = 1 << (8 * kind.itemsize - 1)
+    if kind.kind == "f":
+        bits = key ^ top if key & top else key ^ (2 * top - 1)
+        number = float(np.array(bits, unsigned).view(kind))
+        return number if math.isinf(number) else Fraction(number)
+    return Fraction(key - top if kind.kind == "i" else key)
+
+
+def _found(
+    quantiles: Quantiles, state: State, before: _NextDigit | None
+) -> tuple[int, list[dict[int, tuple[int, int]]]]:
+    """How many digits are known now; for each feature and wanted rank its key so far and its rank among equal keys."""
+    bits = 8 * np.dtype(state["dtype"]).itemsize
+    width = min(_DIGIT, bits)
+    found: list[dict[int, tuple[int, int]]] = []
+    row = 0
+    for feature, count in enumerate(state["count"].tolist()):
+        if before is None:
+            wanted = (
+                sorted({each for lower, upper, _ in quantiles.ranks(count) for each in (lower, upper)}) if count else []
+            )
+            prefixes: tuple[int, ...] = (0,)
+            places = [(rank, 0, rank) for rank in wanted]
+        else:
+            prefixes, places = before.prefixes[feature], list(before.places[feature])
+        sums = [np.cumsum(each) for each in state["bins"][row : row + len(prefixes)]]
+        row += len(prefixes)
+        keys = {}
+        for rank, index, inside in places:
+            digit = int(np.searchsorted(sums[index], inside, side="right"))
+            below = int(sums[index][digit - 1]) if digit else 0
+            keys[rank] = ((prefixes[index] << width) + digit, inside - below)
+        found.append(keys)
+    return (0 if before is None else before.known) + width, found
+
+
+def _next(quantiles: Quantiles, state: State, before: _NextDigit | None = None) -> Statistic | None:
+    if state["dtype"] is None:
+        return None
+    known, found = _found(quantiles, state, before)
+    if known == 8 * np.dtype(state["dtype"]).itemsize:
+        return None
+    prefixes = tuple(tuple(sorted({key for key, _ in keys.values()})) or (0,) for keys in found)
+    places = tuple(
+        tuple((rank, prefixes[feature].index(key), inside) for rank, (key, inside) in keys.items())
+        for feature, keys in enumerate(found)
+    )
+    counts, nans = tuple(state["count"].tolist()), tuple(state["nans"].tolist())
+    return _NextDigit(quantiles, state["dtype"], tuple(state["shape"]), known, prefixes, places, counts, nans)
+
+
+def _result(quantiles: Quantiles, state: State, before: _NextDigit | None = None) -> Numbers:
+    if state["dtype"] is None:
+        raise ValueError("there is no data: no batch had a sample.")
+    _, found = _found(quantiles, state, before)
+    columns = []
+    for count, nans, keys in zip(state["count"].tolist(), state["nans"].tolist(), found, strict=True):
+        ranks = quantiles.ranks(count) if count else []
+        if not count or (nans and quantiles.nan_policy == "propagate"):
+            columns.append([np.nan] * len(quantiles.wanted()))
+            continue
+        values = {rank: _value(key, state["dtype"]) for rank, (key, _) in keys.items()}
+        columns.append([_between(values[low], values[high], share, quantiles.dtype) for low, high, share in ranks])
+    one = not isinstance(quantiles.q, Sequence | np.ndarray)
+    table: Numbers = np.array(columns, quantiles.dtype).T.reshape(-1, *state["shape"])
+    return table.reshape(state["shape"]) if one else table
+
+
+def _between(low: Fraction | float, high: Fraction | float, share: Fraction, dtype: str) -> float:
+    if isinstance(low, Fraction) and isinstance(high, Fraction):
+        exact = low + (high - low) * share
+        return rounded(exact.numerator, exact.denominator, dtype)
+    return float(low) if not share else float(low) + float(high) * float(share)
