@@ -169,14 +169,14 @@ def test_errors_are_raised_on_all_ranks() -> None:
     told, on_the_other = ([f"{each.kind}: {each.message.splitlines()[0]}" for each in found] for found in on_ranks)
     assert told == on_the_other
     expected = [
-        ("ValueError", "rank 1: 1 NaN and 0 infinite among 10 numbers"),
+        ("ValueError", ": 1 NaN and 0 infinite among 10 numbers"),
         ("TypeError", "the leaf is float32 in some batches and float64 in others"),
         ("SourceError", "no sample 13"),
         ("InputError", "the spec names the leaf 'y'; the elements are of type dict, the leaves are 'x', 'n', 'label'"),
         ("InputError", "Name the leaf"),
         ("ValueError", "there is no data"),
         ("TypeError", "rank 0: the spec holds <class"),
-        ("RankDisagreement", "the spec"),
+        ("RankDisagreement", "the ranks differ in spec"),
     ]
     for text, (kind, part) in zip(told, expected, strict=True):
         assert text.startswith(kind), text
