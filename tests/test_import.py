@@ -32,6 +32,7 @@ LATER = {
     "torchdistinput.sources.files.position",
     "torchdistinput.sources.files.batching",
     "torchdistinput.sources.files.source",
+    "torchdistinput.preprocessing",
     "torchdistinput.testing",
 }
 

@@ -44,6 +44,7 @@ PUBLIC_NAMES = [
     "get_replica_context",
     "get_strategy",
     "list_files",
+    "preprocessing",
     "readers",
     "sample_seed",
     "statistics",

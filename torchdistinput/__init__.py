@@ -7,6 +7,7 @@ the promises, and follows a batch from the data to the loop.
 
 from __future__ import annotations
 
+import importlib
 import types
 import typing
 
@@ -78,21 +79,25 @@ __all__ = [
     "get_replica_context",
     "get_strategy",
     "list_files",
+    "preprocessing",
     "readers",
     "sample_seed",
     "statistics",
 ]
 
 if typing.TYPE_CHECKING:
+    from torchdistinput import preprocessing
     from torchdistinput.sources.files.formats import readers
 else:  # hidden from type checkers, which would accept every attribute
 
     def __getattr__(name: str) -> types.ModuleType:
-        """Imports ``readers`` at its first use; see ``tests/test_import.py``."""
+        """Imports ``readers`` and ``preprocessing`` at their first use; see ``tests/test_import.py``."""
         if name == "readers":
             from torchdistinput.sources.files.formats import readers  # noqa: PLC0415 - only file datasets need them
 
             return readers
+        if name == "preprocessing":
+            return importlib.import_module("torchdistinput.preprocessing")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

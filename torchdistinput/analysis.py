@@ -33,7 +33,7 @@ from torchdistinput.statistics.base import State, Statistic
 from torchdistinput.statistics.encoding import decoded, encoded
 from torchdistinput.strategy import Strategy, ranks_of, strategy_of_scope
 
-__all__ = ["Analysis", "Progress", "analyze"]
+__all__ = ["Analysis", "Progress", "analyze", "chosen_strategy"]
 
 _LOG = logging.getLogger("torchdistinput")
 
@@ -154,7 +154,7 @@ class Analysis:
             agree(setting_of(data).ranks, "analyze()", facts, error=problem)
             self._loader = data
         else:
-            used = strategy or strategy_of_scope() or shared_strategy()
+            used = chosen_strategy(strategy)
             agree(ranks_of(used), "analyze()", facts, error=problem)
             plain = _as_table(data)
             size = global_batch_size or _default_batch_size(plain, used.num_input_pipelines)
@@ -335,6 +335,11 @@ class Analysis:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def chosen_strategy(strategy: Strategy | None) -> Strategy:
+    """The strategy that is given, that of the ``scope``, or that of all ranks. Collective."""
+    return strategy or strategy_of_scope() or shared_strategy()
 
 
 def _parsed(spec: Any) -> tuple[Any, dict[_Path, tuple[Callable[[Any], Any], Statistic]]]:

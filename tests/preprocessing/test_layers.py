@@ -1,0 +1,182 @@
+"""The layers beyond Keras's answers: learned on ranks, saved, used in a pipeline, and what they refuse."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import torchdistinput as tdi
+from tests.support.epochs import raised
+from torchdistinput.preprocessing import (
+    CategoryEncoding,
+    Discretization,
+    Hashing,
+    IntegerLookup,
+    Normalization,
+    StringLookup,
+    TextVectorization,
+)
+from torchdistinput.preprocessing.hashes import buckets
+from torchdistinput.testing import run_ranks
+
+LINES = [f"{('the', 'a', 'of', 'to', 'in')[each % 5]} word{each % 17}, Word{each % 3}!" for each in range(97)]
+X = torch.from_numpy(np.random.default_rng(0).standard_normal((211, 3)).astype(np.float32))
+IDS = torch.from_numpy(np.random.default_rng(1).zipf(1.5, 300) % 50)
+
+
+def adapted(folder: str, only: bool = False) -> Any:
+    """What layers learn, by their states."""
+    strategy = tdi.Strategy(["cpu"], timeout_seconds=5.0)
+    if only and strategy.input_pipeline_id == 0:
+        found = raised(lambda: Normalization().adapt(X, strategy=strategy))
+        return None if found is None else (found.kind, found.message)
+    if only:
+        return None
+    files = tdi.FileDataset(folder + "/*.txt", tdi.readers.text_lines)
+    layers: list[Any] = [
+        Normalization(),
+        Discretization(num_bins=7),
+        IntegerLookup(max_tokens=20, output_mode="tf_idf"),
+        StringLookup(),
+        TextVectorization(ngrams=2, output_mode="tf_idf"),
+    ]
+    with strategy.scope():
+        layers[0].adapt(DataLoader(X, batch_size=10, shuffle=True))  # type: ignore[arg-type]
+        layers[1].adapt(X)
+        layers[2].adapt(IDS.reshape(100, 3))
+        layers[3].adapt(LINES)
+        layers[4].adapt(files)
+    states = [layer.get_extra_state() for layer in [*layers[:4], layers[4].lookup]]
+    return [
+        {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
+        for state in states
+    ]
+
+
+def test_layers_learn_the_same_at_every_world_size(tmp_path: Path) -> None:
+    for number in range(4):
+        (tmp_path / f"{number}.txt").write_text("".join(f"{line}\n" for line in LINES[number::4]))
+    one = adapted(str(tmp_path))
+    for world_size in (2, 3):
+        for found in run_ranks(world_size, adapted, str(tmp_path)):
+            assert found == one
+
+
+def test_adapt_on_one_rank_only_names_the_others(tmp_path: Path) -> None:
+    kind, message = run_ranks(2, adapted, str(tmp_path), True)[0]
+    assert kind in ("CoordinationTimeout", "RankLost")
+    assert "rank 1" in message
+
+
+def test_a_state_holds_the_vocabulary_and_is_loaded_without_ranks() -> None:
+    layer = TextVectorization(max_tokens=10, output_mode="tf_idf", pad_to_max_tokens=True)
+    layer.adapt(LINES)
+    model = nn.Sequential(layer, nn.Linear(10, 1))
+    content = io.BytesIO()
+    torch.save(model.state_dict(), content)
+    empty = TextVectorization(max_tokens=10, output_mode="tf_idf", pad_to_max_tokens=True)
+    again = nn.Sequential(empty, nn.Linear(10, 1))
+    again.load_state_dict(torch.load(io.BytesIO(content.getvalue()), weights_only=True))
+    assert torch.equal(again(LINES[:3]), model(LINES[:3]))
+    assert empty.get_vocabulary() == layer.get_vocabulary()
+    with pytest.raises(ValueError, match="the vocabulary was given"):
+        StringLookup(vocabulary=["a"]).adapt(["b"])
+
+
+def test_a_vocabulary_comes_from_a_file_of_any_filesystem() -> None:
+    with fsspec.open("memory://terms.txt", "w") as file:
+        file.write("b\na\n")
+    assert StringLookup(vocabulary="memory://terms.txt")(["a", "b", "c"]).tolist() == [2, 1, 0]
+    with fsspec.open("memory://ids.txt", "w") as file:
+        file.write("7\n5\n")
+    assert IntegerLookup(vocabulary="memory://ids.txt")([5, 7, 9]).tolist() == [2, 1, 0]
+
+
+def unknown_token() -> Any:
+    strategy = tdi.Strategy(["cpu"])
+    lookup = StringLookup(vocabulary=["a", "b"], num_oov_indices=0)
+    data = ["a", "b", "a", "b", "a", "zebra", "b", "a"]
+    loader = strategy.distribute_dataset(
+        DataLoader(data, batch_size=4, collate_fn=lookup)  # type: ignore[arg-type] # a list is a dataset
+    )
+    steps: list[Any] = []
+    found = raised(lambda: steps.extend(loader))
+    assert found is not None
+    return len(steps), found.kind, found.message.splitlines()[0]
+
+
+def test_an_unknown_token_in_a_pipeline_is_named_on_all_ranks_at_the_same_step() -> None:
+    for steps, kind, message in run_ranks(2, unknown_token):
+        assert (steps, kind) == (1, "SourceError")
+        assert "'zebra' is not in the vocabulary" in message
+
+
+def test_a_layer_runs_in_a_pipeline_and_in_a_model() -> None:
+    strategy = tdi.Strategy(["cpu"] * 2)
+    norm = Normalization()
+    norm.adapt(X)
+    data = TensorDataset(X, IDS[:211])
+    loader = strategy.distribute_dataset(DataLoader(data, batch_size=50))
+    model = nn.Sequential(norm, nn.Linear(3, 1)).eval()
+    x = next(iter(loader))[0].values[1]
+    assert torch.equal(model(x), model[1](norm(x)))
+    loader.close()
+    assert norm(X).mean(dim=0).abs().max() < 1e-6
+    mirrored = strategy.mirror(norm)
+    assert torch.equal(mirrored.values[1](X), norm(X))
+
+
+def test_siphash_is_that_of_its_authors() -> None:
+    # The test vector of the paper's appendix: the key 00 01 ... 0f, the message 00 01 ... 0e.
+    key = tuple(int.from_bytes(bytes(range(start, start + 8)), "little") for start in (0, 8))
+    text = bytes(range(15)).decode()
+    assert buckets([text, "", text], 2**62, (key[0], key[1])).tolist()[0] == 0xA129CA6149BE45E5 % 2**62
+
+
+def test_hashing_without_its_package_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "farmhash", None)
+    with pytest.raises(ImportError, match=r"torchdistinput\[farmhash\]"):
+        Hashing(10)(["a"])
+    assert Hashing(10, salt=[1, 2])(["a", "b", "a"]).tolist()[0] == Hashing(10, salt=[1, 2])("a")
+    assert StringLookup(vocabulary=["a"])(["x", "a"]).tolist() == [0, 1]
+    with pytest.raises(ImportError, match=r"torchdistinput\[farmhash\]"):
+        StringLookup(vocabulary=["a"], num_oov_indices=2)(["x"])
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: StringLookup(vocabulary=["a", "b", "a"]), "the term 'a' more than once"),
+        (lambda: StringLookup(vocabulary=["a", "", "b"], mask_token=""), "the mask token '' is term 1"),
+        (lambda: StringLookup(vocabulary=[1, 2]), "str is needed"),
+        (lambda: IntegerLookup(vocabulary=["a"]), "int is needed"),
+        (lambda: StringLookup(max_tokens=2, vocabulary=["a", "b"]), "3 tokens, special ones too"),
+        (lambda: StringLookup(vocabulary=["a"])([["a"], ["a", "a"]]), "rows of lengths"),
+        (lambda: StringLookup(vocabulary=["a"])([1]), "strings are needed"),
+        (lambda: IntegerLookup(vocabulary=[1])([1.5]), "ints are needed"),
+        (lambda: Normalization(mean=0.0, variance=-1.0), "a variance is -1.0"),
+        (lambda: Normalization()(X), "there is no mean yet"),
+        (lambda: Normalization().adapt(torch.zeros(0, 3)), "there is no data"),
+        (lambda: Normalization().adapt(["a"]), "numbers are needed"),
+        (lambda: Discretization(bin_boundaries=[1.0, 0.0]), "do not rise"),
+        (lambda: CategoryEncoding(3)([3]), "the id 3 is not from 0 to 2"),
+        (lambda: CategoryEncoding(3, dtype="float"), None),
+        (lambda: CategoryEncoding(3, dtype="no dtype"), "a torch dtype"),
+    ],
+)
+def test_bad_arguments_are_told(make: Any, told: str | None) -> None:
+    if told is None:
+        make()
+        return
+    with pytest.raises((ValueError, TypeError, RuntimeError)) as caught:
+        make()
+    assert told in str(caught.value)

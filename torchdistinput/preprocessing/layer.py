@@ -1,0 +1,105 @@
+"""What the layers share: ``adapt``, and the output modes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from torchdistinput.analysis import analyze
+from torchdistinput.dataset import DistributedDataset
+
+__all__ = ["OUTPUT_MODES", "check_mode", "encoded", "learned"]
+
+_TEXTS: Final = 1024  # texts of a step
+
+OUTPUT_MODES: Final = ("int", "one_hot", "multi_hot", "count", "tf_idf")
+
+
+def check_mode(layer: str, mode: object, *, allowed: tuple[str, ...], sparse: object = False) -> None:
+    """Refuses an unknown output mode, and sparse outputs.
+
+    Raises:
+      ValueError: the mode is another word, or ``sparse`` is true.
+    """
+    if mode not in allowed:
+        raise ValueError(f"{layer}: output_mode is {mode!r}; it must be {', '.join(map(repr, allowed))}.")
+    if sparse:
+        raise ValueError(f"{layer}: sparse outputs are not offered; the dense output can be made sparse.")
+
+
+class _Rows(Dataset[Any]):
+    """A list as a map-style dataset of its items."""
+
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.rows[index]
+
+
+class _RowsOfBatches(IterableDataset[Any]):
+    """The rows of ready batches, one by one: texts, or nested lists of them."""
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.batches:
+            yield from batch
+
+
+def learned(
+    layer: str, data: Any, spec: Mapping[str, Any], *, of_texts: bool = False, strategy: Any = None
+) -> dict[str, Any]:
+    """The results of ``analyze`` for a layer. Collective: every rank calls this.
+
+    Args:
+      layer: the name of the layer, for messages.
+      data: a tensor, an array or a list: its rows are samples. A ``DataLoader``, dataset or iterable: its elements are
+        batches, which are one leaf. A ``DistributedDataset`` as it is.
+      spec: names, functions of a batch and statistics.
+      of_texts: whether the batches of an iterable are texts: their rows are then read one by one.
+      strategy: the ranks; see ``analyze``.
+
+    Raises:
+      ValueError: there is no batch, or what a statistic refuses.
+    """
+    collate, size = None, None
+    if isinstance(data, list | tuple) or (isinstance(data, np.ndarray) and data.dtype.kind not in "biuf"):
+        data, collate = _Rows(data), list
+    elif of_texts and isinstance(data, Iterable) and not isinstance(data, DataLoader | Dataset | DistributedDataset):
+        data, collate, size = _RowsOfBatches(data), list, _TEXTS
+    found: dict[str, Any] = analyze(data, spec, collate_fn=collate, global_batch_size=size, strategy=strategy)
+    return found
+
+
+def encoded(ids: Tensor, mode: str, depth: int, *, weights: Tensor | None = None, dtype: torch.dtype) -> Tensor:
+    """Ids in an output mode other than "int"; negative ids count for nothing.
+
+    Args:
+      ids: int64, of any shape.
+      mode: ``"one_hot"`` gives each id a row of ``depth`` numbers (a last dim of 1 gives way to it); the others
+        give one row for the last dim: ``"multi_hot"`` 1 for each id that is there, ``"count"`` how often.
+      depth: how many ids there are.
+      weights: what each id counts, of the shape of ``ids``.
+      dtype: of the result.
+    """
+    if mode == "one_hot":
+        if ids.dim() > 1 and ids.shape[-1] == 1:
+            ids = ids.squeeze(-1)
+        ids, weights = ids.unsqueeze(-1), None
+    if not ids.dim():
+        ids, weights = ids.unsqueeze(0), None if weights is None else weights.unsqueeze(0)
+    # Negative ids go to a last column, which is cut off.
+    columns = torch.where(ids < 0, depth, ids)
+    ones = torch.ones_like(ids, dtype=dtype) if weights is None else weights.to(dtype).expand_as(ids)
+    found = ids.new_zeros((*ids.shape[:-1], depth + 1), dtype=dtype).scatter_add_(-1, columns, ones)[..., :depth]
+    return (found > 0).to(dtype) if mode == "multi_hot" else found.contiguous()
