@@ -23,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benches import (
+    analyze,
     arrow,
     block_shuffle,
     coordination,
@@ -54,6 +55,7 @@ CASES: dict[str, tuple[Case, str]] = {
     "parquet": (parquet.tables, parquet.__doc__ or ""),
     "tar": (tar.tables, tar.__doc__ or ""),
     "arrow": (arrow.tables, arrow.__doc__ or ""),
+    "analyze": (analyze.tables, analyze.__doc__ or ""),
     "decode": (decode.tables, decode.__doc__ or ""),
     "device": (device.tables, device.__doc__ or ""),
     "start": (start.tables, start.__doc__ or ""),

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
+
+import pytest
 
 from tests.support.interpreters import Interpreters, printed
 
@@ -103,12 +106,22 @@ def test_the_guide_prints_the_tables_of_the_guide(interpreters: Interpreters) ->
     assert printed(interpreters.run(["examples/guide.py"])) == GUIDE
 
 
-def test_preprocessing_is_the_same_in_one_process_and_in_two(interpreters: Interpreters) -> None:
-    alone = printed(interpreters.run(["examples/preprocessing.py"]))
-    losses = [float(loss) for loss in re.findall(r"loss (\S+) over 80 reviews", alone)]
-    assert len(losses) == 5
-    assert losses[-1] < 0.5 * losses[0]
-    assert printed(interpreters.run_as_torchrun(2, "examples/preprocessing.py")) == alone
+def test_preprocessing_is_the_same_in_any_number_of_processes_and_goes_on_in_another(
+    interpreters: Interpreters, tmp_path: Path
+) -> None:
+    command = "examples/preprocessing.py"
+    alone = printed(interpreters.run([command, "--folder", str(tmp_path / "alone")]))
+    there = ("--folder", str(tmp_path / "moved"))
+    before = printed(interpreters.run_as_torchrun(2, command, *there, "--stop-after", "2"))
+    after = printed(interpreters.run([command, *there]))
+    for pattern in (r"^\d+ modules; .*$", r"^packages .*$"):  # to the last bit
+        assert re.findall(pattern, alone, re.M) == re.findall(pattern, before, re.M) == re.findall(pattern, after, re.M)
+    figures = r"^(?:epoch \d: loss|accuracy|served without ranks:) (\S+)"
+    expected = [float(each) for each in re.findall(figures, alone, re.M)]
+    found = [float(each) for each in re.findall(figures, before, re.M)[:2] + re.findall(figures, after, re.M)]
+    assert len(expected) == 7
+    assert expected[4] < 0.9 * expected[0]
+    assert found == pytest.approx(expected, abs=0.004)
 
 
 def test_the_evaluation_gives_exactly_the_metrics_of_one_process_in_any_number(interpreters: Interpreters) -> None:
