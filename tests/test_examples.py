@@ -124,6 +124,16 @@ def test_preprocessing_is_the_same_in_any_number_of_processes_and_goes_on_in_ano
     assert found == pytest.approx(expected, abs=0.004)
 
 
+def test_statistics_of_files_are_the_same_to_the_last_digit_in_one_process_and_in_two(
+    interpreters: Interpreters, tmp_path: Path
+) -> None:
+    command = ("examples/analyze.py", "--plot", str(tmp_path / "lengths.png"))
+    alone = printed(interpreters.run(command))
+    assert re.search(r"mean \d+\.\d{10,}, standard deviation", alone), alone
+    assert printed(interpreters.run_as_torchrun(2, "examples/analyze.py")) == alone
+    assert (tmp_path / "lengths.png").stat().st_size > 5_000
+
+
 def test_the_evaluation_gives_exactly_the_metrics_of_one_process_in_any_number(interpreters: Interpreters) -> None:
     alone = printed(interpreters.run(["examples/evaluate.py"]))
     assert "1003 points, each once" in alone

@@ -215,3 +215,46 @@ def test_options_that_change_the_samples_are_refused() -> None:
         tdi.analyze(table(), {})
     with pytest.raises(tdi.InputError, match="cannot start again"):
         tdi.analyze(iter([torch.ones(2)]), Quantiles(0.5))
+
+
+def drawn(seed: int) -> tuple[Any, Any, dict[str, Any]]:
+    """A random program: data, spec and arguments; the same on every rank."""
+    rng = np.random.default_rng(seed)
+    count = int(rng.integers(1, 90))
+    dtype = rng.choice(["float32", "float64", "float16", "int64", "uint8"])
+    x = (rng.standard_normal((count, 2)) * 10.0 ** rng.integers(-3, 4)).astype(dtype)
+    if dtype in ("float32", "float64"):
+        x[rng.random(x.shape) < 0.02] = np.nan
+    spec = {
+        "x": [Moments(ddof=1), Moments(nan_policy="omit", axis=None), Quantiles([0.2, 0.5], nan_policy="omit")],
+        "id": [Counts(top=5), Distinct()],
+    }
+    data: Any = {"x": torch.from_numpy(x), "id": torch.from_numpy(rng.integers(0, 9, count))}
+    how = int(rng.integers(4))
+    size = int(rng.integers(1, 40))
+    if how == 0:
+        return data, spec, {"global_batch_size": size}
+    pairs = TensorDataset(data["x"], data["id"])
+    tuples = {0: spec["x"], 1: spec["id"]}
+    if how == 1:
+        return DataLoader(pairs, batch_size=size, shuffle=True), tuples, {}
+    if how == 2:
+        return (lambda: ((x, y) for x, y in DataLoader(pairs, batch_size=size))), tuples, {}
+    return pairs, tuples, {"global_batch_size": size, "options": tdi.InputOptions(prefetch=size % 3)}
+
+
+def run_drawn(seeds: list[int]) -> list[Any]:
+    strategy = tdi.Strategy(["cpu"])
+    results = []
+    for seed in seeds:
+        data, spec, arguments = drawn(seed)
+        results.append(list(bits(tdi.analyze(data, spec, strategy=strategy, **arguments)).values()))
+    return results
+
+
+def test_random_programs_have_the_same_bits_at_every_world_size(all_cells: bool) -> None:
+    seeds = list(range(250 if all_cells else 12))
+    alone = run_drawn(seeds)
+    for world_size in (2, 3, 5, 7) if all_cells else (3,):
+        for found in run_ranks(world_size, run_drawn, seeds, timeout_seconds=400.0):
+            assert found == alone
