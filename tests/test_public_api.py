@@ -25,6 +25,7 @@ PUBLIC_NAMES = [
     "InputError",
     "InputOptions",
     "InputReplicationMode",
+    "Mixture",
     "OutOfRangeError",
     "PerReplica",
     "RankDisagreement",

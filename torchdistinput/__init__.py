@@ -38,6 +38,7 @@ from torchdistinput.sources.files.fragment_dataset import FragmentDataset
 from torchdistinput.sources.fragments import Fragment, FragmentSource
 from torchdistinput.sources.iterable.source import ShardedIterableDataset
 from torchdistinput.sources.map_style.index_batches import DistributedBatchSampler
+from torchdistinput.sources.map_style.mixture import Mixture
 from torchdistinput.sources.map_style.shuffle_sampler import ShuffleSampler
 from torchdistinput.sources.sample_seed import sample_seed
 from torchdistinput.strategy import Strategy, get_strategy
@@ -59,6 +60,7 @@ __all__ = [
     "InputError",
     "InputOptions",
     "InputReplicationMode",
+    "Mixture",
     "OutOfRangeError",
     "PerReplica",
     "RankDisagreement",

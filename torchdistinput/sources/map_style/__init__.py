@@ -9,4 +9,5 @@
 - ``columns``: One tensor or array of such a dataset.
 - ``table``: A dict of tensors and arrays as a dataset.
 - ``shuffle_sampler``: ``ShuffleSampler``.
+- ``mixture``: ``Mixture``.
 """
