@@ -72,6 +72,7 @@ def names() -> dict[str, Any]:
         "tdi": tdi,
         "F": F,
         "DataLoader": DataLoader,
+        "TensorDataset": TensorDataset,
         "itertools": itertools,
         "strategy": strategy,
         "x": x,

@@ -165,7 +165,7 @@ class Analysis:
         self._ranks, self._num_local = setting.ranks, len(setting.devices)
         self._number = self._samples = 0
         self._results: dict[_Path, Any] = {}
-        self._done: list[bytes] = []  # the merged states of the passes before
+        self._done: list[list[State]] = []  # the merged states of the passes before
         self._begin({path: statistic for path, (_, statistic) in self._wanted.items()})
 
     def _begin(self, statistics: Mapping[_Path, Statistic]) -> None:
@@ -204,7 +204,7 @@ class Analysis:
         agree(self._ranks, "analyze()", {}, error=problem)
 
     def _update(self, element: Any, sizes: Sequence[int]) -> None:
-        pieces = local_results(element, self._num_local)
+        pieces = (element,) if self._num_local == 1 else local_results(element, self._num_local)
         for piece, size in zip(pieces, sizes, strict=True):
             if not size:
                 continue
@@ -265,7 +265,7 @@ class Analysis:
 
     def _conclude(self, merged: Mapping[_Path, State]) -> None:
         """Ends a pass: takes the results that are ready, and begins the next pass with the others."""
-        self._done.append(encoded(list(merged.values())))
+        self._done.append(list(merged.values()))
         following = {}
         for path, statistic in self._statistics.items():
             after = statistic.next_pass(merged[path])
@@ -301,7 +301,7 @@ class Analysis:
             "version": 1,
             "spec": _described(self._wanted),
             "samples": self._samples,
-            "done": [base64.b64encode(each).decode() for each in self._done],
+            "done": [base64.b64encode(encoded(each)).decode() for each in self._done],
             "states": base64.b64encode(encoded(list(merged.values()))).decode(),
             "data": self._loader.state_dict(),
         }
