@@ -38,6 +38,7 @@ from torchdistinput.sources.files.fragment_dataset import FragmentDataset
 from torchdistinput.sources.fragments import Fragment, FragmentSource
 from torchdistinput.sources.iterable.source import ShardedIterableDataset
 from torchdistinput.sources.map_style.index_batches import DistributedBatchSampler
+from torchdistinput.sources.map_style.length_batches import BucketBatchSampler, TokenBatchSampler
 from torchdistinput.sources.map_style.mixture import Mixture
 from torchdistinput.sources.map_style.shuffle_sampler import ShuffleSampler
 from torchdistinput.sources.sample_seed import sample_seed
@@ -47,6 +48,7 @@ __all__ = [
     "Analysis",
     "AutoShardPolicy",
     "BatchingError",
+    "BucketBatchSampler",
     "CoordinationTimeout",
     "DataLoader",
     "DistributedBatchSampler",
@@ -74,6 +76,7 @@ __all__ = [
     "Step",
     "Strategy",
     "TensorSpec",
+    "TokenBatchSampler",
     "ValueContext",
     "analyze",
     "average_loss",

@@ -10,4 +10,5 @@
 - ``table``: A dict of tensors and arrays as a dataset.
 - ``shuffle_sampler``: ``ShuffleSampler``.
 - ``mixture``: ``Mixture``.
+- ``length_batches``: Batch samplers by the lengths of samples.
 """
