@@ -225,14 +225,11 @@ class _Digits:
             keys = _keys(numbers)
             bins = state["bins"][offsets[feature] : offsets[feature + 1]]
             if not self.known:
-                bins[0] += np.bincount((keys >> np.uint64(bits - width)).astype(np.int64), minlength=1 << width)
+                bins[0] += np.bincount((keys >> keys.dtype.type(bits - width)).astype(np.int64), minlength=1 << width)
                 continue
-            known = np.array(prefixes[feature], np.uint64)
-            upper = keys >> np.uint64(bits - self.known)
-            place = np.minimum(np.searchsorted(known, upper), len(known) - 1)
-            inside = known[place] == upper
-            digit = (keys[inside] >> np.uint64(bits - self.known - width)) & np.uint64((1 << width) - 1)
-            index = (place[inside].astype(np.int64) << width) + digit.astype(np.int64)
+            inside, place = _with_prefix(keys >> keys.dtype.type(bits - self.known), prefixes[feature], self.known)
+            digit = keys[inside] >> keys.dtype.type(bits - self.known - width) & keys.dtype.type((1 << width) - 1)
+            index = (place << width) + digit.astype(np.int64)
             bins += np.bincount(index, minlength=bins.size).reshape(bins.shape)
         return state
 
@@ -259,20 +256,32 @@ class _Digits:
         return {"dtype": dtype, "shape": shape, **sums}
 
 
-def _keys(values: Numbers) -> npt.NDArray[np.uint64]:
+def _with_prefix(upper: Numbers, prefixes: Sequence[int], known: int) -> tuple[Numbers, npt.NDArray[np.int64]]:
+    """The places of the numbers with one of these upper digits, and which one each has."""
+    if known == _DIGIT:  # a table is faster than a search
+        table = np.full(1 << _DIGIT, -1, np.int64)
+        table[list(prefixes)] = np.arange(len(prefixes))
+        found = table[upper]
+        inside = np.flatnonzero(found >= 0)
+        return inside, found[inside]
+    wanted = np.array(prefixes, upper.dtype)
+    place = np.minimum(np.searchsorted(wanted, upper), len(wanted) - 1)
+    inside = np.flatnonzero(wanted[place] == upper)
+    return inside, place[inside]
+
+
+def _keys(values: Numbers) -> Numbers:
     """Unsigned ints in the order of the values; -0.0 and 0.0 are one number."""
-    bits = 8 * values.dtype.itemsize
-    unsigned = np.dtype(f"u{values.dtype.itemsize}")
-    top = unsigned.type(1 << (bits - 1))
+    size = values.dtype.itemsize
+    unsigned, signed = np.dtype(f"u{size}"), np.dtype(f"i{size}")
+    top = unsigned.type(1 << (8 * size - 1))
     if values.dtype.kind == "f":
-        keys = (values + values.dtype.type(0)).view(unsigned)
-        keys = np.where(keys & top, ~keys, keys | top)
-    elif values.dtype.kind == "i":
-        keys = np.ascontiguousarray(values).view(unsigned) ^ top
-    else:
-        keys = np.ascontiguousarray(values).view(unsigned)
-    wide: npt.NDArray[np.uint64] = keys.astype(np.uint64)
-    return wide
+        keys = (values + values.dtype.type(0)).view(signed)
+        negative = keys >> signed.type(8 * size - 1)  # all bits of negative numbers, none of the others
+        ordered: Numbers = keys.view(unsigned) ^ (negative.view(unsigned) | top)
+        return ordered
+    ordered = np.ascontiguousarray(values).view(unsigned)
+    return ordered ^ top if values.dtype.kind == "i" else ordered
 
 
 def _value(key: int, dtype: str) -> Fraction | float:
