@@ -164,6 +164,7 @@ class Analysis:
         setting = setting_of(self._loader)
         self._ranks, self._num_local = setting.ranks, len(setting.devices)
         self._number = self._samples = 0
+        self._is_left = False  # whether a pass was begun and not ended
         self._results: dict[_Path, Any] = {}
         self._done: list[list[State]] = []  # the merged states of the passes before
         self._begin({path: statistic for path, (_, statistic) in self._wanted.items()})
@@ -174,7 +175,9 @@ class Analysis:
         self._waiting: dict[_Path, list[Any]] = {path: [] for path in statistics}
 
     def __iter__(self) -> Iterator[Progress]:
-        """Goes on to the end, yielding after each step. Collective."""
+        """Goes on to the end, yielding after each step; after a loop that was left, from there. Collective."""
+        if self._is_left:  # else the next epoch would begin, and samples would count twice
+            self._loader.load_state_dict(self._loader.state_dict())
         while self._statistics:
             yield from self._pass()
             self._conclude(self._merged())
@@ -182,6 +185,7 @@ class Analysis:
     def _pass(self) -> Iterator[Progress]:
         problem: Exception | None = None
         logged = time.monotonic()
+        self._is_left = True
         for done, element in enumerate(self._loader):
             step = self._loader.step
             if problem is None:
@@ -202,6 +206,7 @@ class Analysis:
         except Exception as error:  # as above
             problem = error
         agree(self._ranks, "analyze()", {}, error=problem)
+        self._is_left = False
 
     def _update(self, element: Any, sizes: Sequence[int]) -> None:
         pieces = (element,) if self._num_local == 1 else local_results(element, self._num_local)

@@ -208,6 +208,22 @@ def test_a_state_is_taken_up_at_another_world_size(tmp_path: Path) -> None:
         other.load_state_dict(json.loads(state))
 
 
+def left_and_taken_up() -> Any:
+    analysis = tdi.Analysis(table(), {"x": SPEC["x"]}, global_batch_size=10, strategy=tdi.Strategy(["cpu"]))
+    with analysis:
+        for steps in (3, 1, 25):  # the last in the second pass
+            for number, _ in enumerate(analysis, 1):
+                if number == steps:
+                    break
+        return bits(analysis.result())
+
+
+def test_a_loop_that_was_left_goes_on_where_it_was() -> None:
+    expected = bits(tdi.analyze(table(), {"x": SPEC["x"]}))
+    assert left_and_taken_up() == expected
+    assert run_ranks(2, left_and_taken_up) == [expected] * 2
+
+
 def test_options_that_change_the_samples_are_refused() -> None:
     with pytest.raises(tdi.InputError, match="leave them out"):
         tdi.analyze(table(), {"x": Moments()}, options=tdi.InputOptions(partial_batch="pad"))

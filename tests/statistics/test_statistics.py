@@ -212,6 +212,9 @@ def test_counts_are_ordered_by_count_then_by_value() -> None:
     assert passes(Counts(), [[[["x", "y"], ["x"]]], [["x"]]]).values == ["x", "y"]
     assert passes(Distinct(), [[words], [words]]) == 5
     assert passes(Counts(), []).values == []
+    many = {"kind": "str", "counts": {"a": 2**40}, "total": 2**40, "error": 0}
+    twice = Counts().merge(decoded(encoded(many)), decoded(encoded(many)))
+    assert Counts().result(twice).counts == [2**41]
 
 
 @pytest.mark.parametrize("bad", [[1.5], [None], ["a", 1], np.array([0.5])])
