@@ -28,6 +28,7 @@ PUBLIC_NAMES = [
     "InputReplicationMode",
     "Mixture",
     "OutOfRangeError",
+    "Packed",
     "PerReplica",
     "RankDisagreement",
     "RankLost",

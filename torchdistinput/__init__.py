@@ -40,6 +40,7 @@ from torchdistinput.sources.iterable.source import ShardedIterableDataset
 from torchdistinput.sources.map_style.index_batches import DistributedBatchSampler
 from torchdistinput.sources.map_style.length_batches import BucketBatchSampler, TokenBatchSampler
 from torchdistinput.sources.map_style.mixture import Mixture
+from torchdistinput.sources.map_style.packed import Packed
 from torchdistinput.sources.map_style.shuffle_sampler import ShuffleSampler
 from torchdistinput.sources.sample_seed import sample_seed
 from torchdistinput.strategy import Strategy, get_strategy
@@ -64,6 +65,7 @@ __all__ = [
     "InputReplicationMode",
     "Mixture",
     "OutOfRangeError",
+    "Packed",
     "PerReplica",
     "RankDisagreement",
     "RankLost",

@@ -10,5 +10,6 @@
 - ``table``: A dict of tensors and arrays as a dataset.
 - ``shuffle_sampler``: ``ShuffleSampler``.
 - ``mixture``: ``Mixture``.
+- ``packed``: ``Packed``.
 - ``length_batches``: Batch samplers by the lengths of samples.
 """

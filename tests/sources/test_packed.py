@@ -1,0 +1,130 @@
+"""``Packed``: the same packs at every world size and after every resume, what a pack holds, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import torchdistinput as tdi
+from tests.support.epochs import cut_by_s, raised
+from torchdistinput.testing import run_ranks
+
+LENGTHS = (np.random.default_rng(0).lognormal(2, 0.8, 500).astype(int) % 60 + 1).tolist()
+
+
+class Texts(Dataset[torch.Tensor]):
+    """Sample ``i`` has ``LENGTHS[i]`` tokens ``1000 i, 1000 i + 1, ...``."""
+
+    def __init__(self, wrong: int | None = None) -> None:
+        self.wrong = wrong
+
+    def __len__(self) -> int:
+        return len(LENGTHS)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.arange(LENGTHS[index] + (index == self.wrong)) + 1000 * index
+
+
+def packed(**more: Any) -> tdi.Packed:
+    return tdi.Packed(Texts(), 64, **{"lengths": LENGTHS, "window": 100, **more})
+
+
+def test_a_pack_holds_tokens_segments_positions_and_ends() -> None:
+    packs = packed()
+    seen: list[int] = []
+    for number in range(len(packs)):
+        pack = packs[number]
+        ends = pack["cu_seqlens"].tolist()
+        assert ends[-1] == len(pack["tokens"]) <= 64
+        for segment, (start, stop) in enumerate(itertools.pairwise(ends), 1):
+            own = pack["tokens"][start:stop]
+            assert set(pack["segment_ids"][start:stop].tolist()) == {segment}
+            assert pack["positions"][start:stop].tolist() == (own % 1000).tolist()
+            assert len(set((own // 1000).tolist())) == 1
+        seen += pack["tokens"].tolist()
+    assert sorted(seen) == [1000 * index + place for index, length in enumerate(LENGTHS) for place in range(length)]
+    assert packs.efficiency > 0.95
+    assert packed(strategy="concat").efficiency >= packs.efficiency
+
+
+def test_padded_packs_have_one_length_and_fields_of_their_own() -> None:
+    class Rows(Texts):
+        def __getitem__(self, index: int) -> Any:
+            tokens = super().__getitem__(index)
+            return {"input_ids": tokens, "labels": tokens + 1, "name": f"row {index}"}
+
+    packs = tdi.Packed(Rows(), 64, fields=["input_ids", "labels"], pad={"labels": -100})
+    assert set(packs[0]) == {"input_ids", "labels", "segment_ids", "positions"}
+    for number in range(len(packs)):
+        pack = packs[number]
+        assert {len(column) for column in pack.values()} == {64}
+        filled = pack["segment_ids"] > 0
+        assert torch.equal(pack["labels"][filled], pack["input_ids"][filled] + 1)
+        assert set(pack["labels"][~filled].tolist()) <= {-100}
+
+
+def test_dropped_and_truncated_tokens_are_counted() -> None:
+    over = [length for length in LENGTHS if length > 20]
+    assert tdi.Packed(Texts(), 20, lengths=LENGTHS, overflow="drop").dropped_tokens == sum(over)
+    assert tdi.Packed(Texts(), 20, overflow="truncate").truncated_tokens == sum(over) - 20 * len(over)
+    split = tdi.Packed(Texts(), 20, overflow="split")
+    assert sum(len(split[number]["tokens"]) for number in range(len(split))) == sum(LENGTHS)
+
+
+def packs_of(state: str | None, steps: int, workers: int) -> tuple[list[list[Any]], str]:
+    strategy = tdi.Strategy(["cpu"])
+    torch.manual_seed(5)
+    loader = strategy.distribute_dataset(DataLoader(packed(pad=0), 8, shuffle=True, num_workers=workers))
+    if state is not None:
+        loader.load_state_dict(json.loads(state))
+    found = []
+    for batch in loader:
+        found.append(batch["tokens"].tolist())
+        if len(found) == steps:
+            break
+    saved = json.dumps(loader.state_dict())
+    loader.close()
+    return found, saved
+
+
+def test_packs_are_those_of_one_process_at_every_world_size_and_after_a_resume() -> None:
+    wanted = packs_of(None, 1000, 0)[0]
+    first = run_ranks(2, packs_of, None, 3, 1)
+    second = run_ranks(3, packs_of, first[0][1], 1000, 0)
+    for ranks, start in ((first, 0), (second, 3)):
+        for number in range(len(ranks[0][0])):
+            pieces = cut_by_s(torch.tensor(wanted[start + number]), len(ranks))
+            assert [each[0][number] for each in ranks] == pieces
+    assert 3 + len(second[0][0]) == len(wanted)
+    assert len(first[0][1]) < 4096
+
+
+def wrong_length() -> Any:
+    packs = tdi.Packed(Texts(wrong=77), 64, lengths=LENGTHS, window=100, pad=0)
+    loader = tdi.Strategy(["cpu"]).distribute_dataset(DataLoader(packs, 8))
+    steps: list[Any] = []
+    found = raised(lambda: steps.extend(loader))
+    assert found is not None
+    return len(steps), found.kind, found.message.splitlines()[0]
+
+
+def test_a_length_that_is_wrong_is_named_on_all_ranks_at_the_same_step() -> None:
+    first, second = run_ranks(2, wrong_length)
+    assert first == second
+    assert first[1] == "SourceError"
+    assert "sample 77 has shape" in first[2]
+
+
+def test_bad_arguments_are_told() -> None:
+    with pytest.raises(ValueError, match="more than max_length=8"):
+        tdi.Packed(Texts(), 8)
+    with pytest.raises(ValueError, match=r"lengths has shape \(3,\)"):
+        tdi.Packed(Texts(), 64, lengths=[1, 2, 3])
+    with pytest.raises(IndexError, match="pack 9999 is outside"):
+        packed().items(9999)

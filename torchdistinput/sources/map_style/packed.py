@@ -1,0 +1,159 @@
+"""``Packed``: samples of different lengths in rows of one length. The law is ``plan.packing``."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from torchdistinput.plan.packing import Item, Overflow, Packing, Strategy, check_packing, pack_window
+
+__all__ = ["Packed"]
+
+_TOKENS = "tokens"
+
+
+@final
+class Packed(Dataset[dict[str, Tensor]]):
+    """Packs of samples of a map-style dataset. A map-style dataset itself: a pack is one sample of a global batch.
+
+    The packs follow from the lengths of the samples, before any split, so they are the same at any number of ranks, and
+    a resume is that of any map-style data. A loader may shuffle the packs. The constructor plans all windows once, some
+    2 us a sample, and keeps 8 bytes a sample for the lengths; a window is planned again when one of its packs is read.
+
+    Each pack is a dict: the fields, concatenated; ``segment_ids``, int32, from 1 in the order of the items; and
+    ``positions``, int64, the place of each token in its sample. Without ``pad`` there is ``cu_seqlens`` too, int32: the
+    ends of the items, from 0, as attention of variable length takes them; packs then have different lengths.
+
+    Args:
+      dataset: samples are one-dimensional tensors, arrays or lists; or dicts of them, with ``fields``.
+      max_length: tokens of a pack at most.
+      lengths: the number of tokens of each sample: an array, or a function of the index. ``None``: each sample is read
+        once, here.
+      window: how many consecutive samples are packed together.
+      strategy: "best_fit", "first_fit", or "concat", which cuts samples where a pack is full.
+      overflow: what is done with a sample of more than ``max_length`` tokens: "error", "split", "truncate" or "drop".
+      fields: the fields of a dict that have an entry for each token.
+      pad: the value that fills packs up to ``max_length``, or one for each field; its segment is 0.
+
+    Raises:
+      TypeError: the dataset has no length.
+      ValueError: an argument is out of range or another word; a sample is too long (it is named), or a length negative.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        max_length: int,
+        *,
+        lengths: Sequence[int] | Callable[[int], int] | None = None,
+        window: int = 4096,
+        strategy: Strategy = "best_fit",
+        overflow: Overflow = "error",
+        fields: Sequence[str] | None = None,
+        pad: float | Mapping[str, float] | None = None,
+    ) -> None:
+        check_packing(max_length, window, strategy, overflow)
+        self._dataset, self._max_length, self._window = dataset, max_length, window
+        self._strategy: Strategy = strategy
+        self._overflow: Overflow = overflow
+        self._fields = None if fields is None else list(fields)
+        names = [_TOKENS] if fields is None else list(fields)
+        self._pad = pad if isinstance(pad, Mapping) or pad is None else dict.fromkeys(names, pad)
+        self._lengths = self._measured(lengths)
+        self.dropped_tokens = self.truncated_tokens = 0
+        """Tokens of samples that were left out, and tokens that were cut off."""
+        counts = []
+        for number in range(-(-len(self._lengths) // window)):
+            planned = self._planned(number)
+            counts.append(len(planned.packs))
+            self.dropped_tokens += planned.dropped
+            self.truncated_tokens += planned.truncated
+        self._ends = list(accumulate(counts))
+        self._plan = lru_cache(2)(self._planned)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a loader worker gets: all but the windows that were planned last."""
+        return {**self.__dict__, "_plan": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._plan = lru_cache(2)(self._planned)
+
+    def _measured(self, lengths: Sequence[int] | Callable[[int], int] | None) -> Any:
+        count = len(self._dataset)
+        if lengths is None:
+            return np.array([len(self._columns(index)[0]) for index in range(count)], np.int64)
+        if callable(lengths):
+            return np.array([lengths(index) for index in range(count)], np.int64)
+        found = np.asarray(lengths, np.int64)
+        if found.shape != (count,):
+            raise ValueError(
+                f"lengths has shape {found.shape}; the dataset has {count} samples, each needs one number."
+            )
+        return found
+
+    def _planned(self, number: int) -> Packing:
+        start = number * self._window
+        part = self._lengths[start : start + self._window]
+        return pack_window(part, start, self._max_length, self._strategy, self._overflow)
+
+    def _columns(self, index: int) -> list[Any]:
+        sample = self._dataset[index]
+        return [sample] if self._fields is None else [sample[name] for name in self._fields]
+
+    def __len__(self) -> int:
+        """How many packs there are."""
+        return self._ends[-1] if self._ends else 0
+
+    @property
+    def efficiency(self) -> float:
+        """The tokens of all packs, of the places that they have."""
+        kept = int(self._lengths.sum()) - self.dropped_tokens - self.truncated_tokens
+        return kept / max(1, len(self) * self._max_length)
+
+    def items(self, pack: int) -> list[Item]:
+        """The samples of a pack, and the tokens of them that it has. Local, reads no sample."""
+        if not 0 <= pack < len(self):
+            raise IndexError(f"pack {pack} is outside of {len(self)} packs")
+        number = bisect_right(self._ends, pack)
+        before = self._ends[number - 1] if number else 0
+        return self._plan(number).packs[pack - before]
+
+    def __getitem__(self, pack: int) -> dict[str, Tensor]:
+        """A pack; see the class.
+
+        Raises:
+          ValueError: a sample has another length than was told; it is named.
+        """
+        items = self.items(pack)
+        parts: list[list[Tensor]] = []
+        for item in items:
+            columns = [torch.as_tensor(column) for column in self._columns(item.sample)]
+            for column in columns:
+                if column.shape[:1] != (int(self._lengths[item.sample]),):
+                    raise ValueError(
+                        f"sample {item.sample} has shape {tuple(column.shape)}; its length was given as "
+                        f"{self._lengths[item.sample]}."
+                    )
+            parts.append([column[item.start : item.stop] for column in columns])
+        names = [_TOKENS] if self._fields is None else self._fields
+        found = {name: torch.cat(list(each)) for name, each in zip(names, zip(*parts, strict=True), strict=True)}
+        sizes = torch.tensor([item.stop - item.start for item in items])
+        found["segment_ids"] = torch.arange(1, len(items) + 1, dtype=torch.int32).repeat_interleave(sizes)
+        found["positions"] = torch.cat([torch.arange(item.start, item.stop) for item in items])
+        if self._pad is None:
+            found["cu_seqlens"] = torch.nn.functional.pad(sizes.cumsum(0), (1, 0)).to(torch.int32)
+            return found
+        missing = self._max_length - int(sizes.sum())
+        return {
+            name: torch.nn.functional.pad(column, (0, missing), value=self._pad.get(name, 0))
+            for name, column in found.items()
+        }
