@@ -1,4 +1,4 @@
-"""``tdi.analyze`` and ``StringLookup``: beside NumPy, Python and Ray Data."""
+"""``tdi.analyze``, ``StringLookup`` and ``Normalization``: beside NumPy, Python, Ray Data and Keras."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torchdistinput as tdi
 from benches.model import Column, Contender, Measured, Table, Target, rate
 from benches.peers import peer
 from benches.timing import seconds_of
-from torchdistinput.preprocessing import StringLookup
+from torchdistinput.preprocessing import Normalization, StringLookup
 from torchdistinput.statistics import Counts, Moments, Quantiles
 
 __all__ = ["tables"]
@@ -27,6 +27,8 @@ SORTED, ONE_PASS = "NumPy: mean, var, quantile (a sort)", "NumPy: mean, var"
 SKETCH, EXACT = "Ray Data, ApproximateQuantile", "Ray Data, Quantile"
 COUNTER, RAY_COUNTS = "collections.Counter", "Ray Data, groupby().count()"
 DICT = "a list comprehension over a dict"
+KERAS_LOOKUP, KERAS_NORMALIZE = "Keras, StringLookup (TensorFlow)", "Keras, Normalization (TensorFlow)"
+KERAS = ("keras", "tensorflow_cpu")
 
 
 def measured(count: int, call: Callable[[], object]) -> Measured:
@@ -120,6 +122,44 @@ def lookup(count: int, *, layer: bool) -> Measured:
     return measured(count, lambda: [torch.tensor([places.get(word, 0) for word in batch]) for batch in batches])
 
 
+def keras_lookup(count: int) -> Measured:
+    """The same by Keras: lists become tensors of strings."""
+    os.environ["KERAS_BACKEND"] = "tensorflow"
+    tensorflow, layers = peer("tensorflow"), peer("keras.layers")
+    data = words(count)
+    table = layers.StringLookup(vocabulary=[term for term, _ in Counter(data).most_common(50_000)])
+    batches = [data[start : start + 100_000] for start in range(0, count, 100_000)]
+    return measured(count, lambda: [table(tensorflow.constant(batch)).numpy() for batch in batches])
+
+
+def keras_normalize(count: int) -> Measured:
+    """``adapt`` and a call, in batches of 64 numbers a row."""
+    os.environ["KERAS_BACKEND"] = "tensorflow"
+    layers = peer("keras.layers")
+    data = numbers(count).reshape(-1, 64)
+    layer = layers.Normalization()
+
+    def call() -> None:
+        layer.adapt(data)
+        for start in range(0, len(data), 4096):
+            layer(data[start : start + 4096])
+
+    return measured(count, call)
+
+
+def normalize(count: int) -> Measured:
+    """The same by ours."""
+    data = torch.from_numpy(numbers(count).reshape(-1, 64))
+    layer = Normalization()
+
+    def call() -> None:
+        layer.adapt(data)
+        for start in range(0, len(data), 4096):
+            layer(data[start : start + 4096])
+
+    return measured(count, call)
+
+
 def our_moments(count: int) -> Measured:
     """Moments alone."""
     return ours(count, quantiles=False)
@@ -155,7 +195,7 @@ def tables(*, small: bool, folder: Path) -> Sequence[Table]:
     del folder
     columns = (Column(RATE, "more", rate("items", "seconds")),)
     rounds = 1 if small else 3
-    size, text = (100_000, 10_000) if small else (10**8, 10**7)
+    size, text = (128_000, 10_000) if small else (10**8, 10**7)
     analyze, both = "tdi.analyze: Moments", "tdi.analyze: Moments, Quantiles"
     moments = (
         Contender(ONE_PASS, "before", numpy_moments, (size,)),
@@ -173,10 +213,30 @@ def tables(*, small: bool, folder: Path) -> Sequence[Table]:
     lookups = (
         Contender(DICT, "before", dict_lookup, (text // 4,)),
         Contender("StringLookup", "ours", layer_lookup, (text // 4,)),
+        Contender(KERAS_LOOKUP, "peer", keras_lookup, (text // 4,), KERAS, fresh=True),
+    )
+    normalizing = (
+        Contender("Normalization", "ours", normalize, (size // 5,)),
+        Contender(KERAS_NORMALIZE, "peer", keras_normalize, (size // 5,), KERAS, fresh=True),
     )
     targets = (Target(RATE, both, 1.0, (SKETCH,)), Target(RATE, both, 5.0, (EXACT,)))
     return [
         Table(f"Statistics of {size:,} float32 numbers", columns, moments, 1, rounds, targets),
         Table(f"Counts of {text:,} words of a Zipf law", columns, counts, 1, rounds),
-        Table("Indices of words, vocabulary of 50,000", columns, lookups, 1, rounds),
+        Table(
+            "Indices of words, vocabulary of 50,000",
+            columns,
+            lookups,
+            1,
+            rounds,
+            (Target(RATE, "StringLookup", 1.0, (KERAS_LOOKUP,)),),
+        ),
+        Table(
+            "Normalization: adapt, and a call",
+            columns,
+            normalizing,
+            1,
+            rounds,
+            (Target(RATE, "Normalization", 1.0, (KERAS_NORMALIZE,)),),
+        ),
     ]

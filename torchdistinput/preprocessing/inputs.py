@@ -61,7 +61,7 @@ def strings(inputs: Any, layer: str) -> tuple[list[str], tuple[int, ...]]:
             flat = list(chain.from_iterable(flat))
     else:
         flat, shape = [inputs], ()
-    wrong = {type(each).__name__ for each in flat if not isinstance(each, str)}
+    wrong = {kind.__name__ for kind in set(map(type, flat)) if not issubclass(kind, str)}
     if wrong:
         raise TypeError(f"{layer}: the input holds {', '.join(sorted(wrong))}; strings are needed, or lists of them.")
     return flat, shape

@@ -201,6 +201,8 @@ class Vocabulary:
         """The indices of texts that are no terms: masks, and others by their hash."""
         settings = self.settings
         start = int(settings.has_mask)
+        if settings.mask_token is None and settings.num_oov_indices == 1:
+            return start
         masks = np.array([text == settings.mask_token for text in texts])
         others = [text for text, is_mask in zip(texts, masks, strict=True) if not is_mask]
         found = np.full(len(texts), 0 if settings.has_mask else _NOWHERE)
