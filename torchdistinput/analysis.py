@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, TypeAlias, final
 
 import numpy as np
@@ -20,6 +21,7 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import TensorDataset
 
+from torchdistinput.batches.containers import open_container
 from torchdistinput.batches.per_replica import local_results
 from torchdistinput.coordination.fingerprints import agree
 from torchdistinput.data_loader import shared_strategy
@@ -28,10 +30,11 @@ from torchdistinput.errors import InputError, StateMismatch
 from torchdistinput.plan.options import InputOptions
 from torchdistinput.sources.files.fragment_dataset import FragmentDataset
 from torchdistinput.sources.fragments import FragmentSource
+from torchdistinput.sources.map_style.table import columns_in, is_table
 from torchdistinput.sources.resolve import is_map_style
 from torchdistinput.statistics.base import State, Statistic
 from torchdistinput.statistics.encoding import decoded, encoded
-from torchdistinput.strategy import Strategy, ranks_of, strategy_of_scope
+from torchdistinput.strategy import Strategy, strategy_of_scope
 
 __all__ = ["Analysis", "Progress", "analyze", "chosen_strategy"]
 
@@ -46,7 +49,8 @@ _LOG_SECONDS: Final = 30.0
 _Path: TypeAlias = tuple[str | int, int]
 """A statistic of the spec: the name of the leaf, and its place in the list under this name."""
 
-_BARE: Final = "all"
+_BARE: Final = "all"  # the name of statistics without one
+_COLUMN: Final = "data"  # the name of a bare tensor or array, as a table
 
 
 @final
@@ -87,8 +91,8 @@ def analyze(
     Args:
       data: as for ``Strategy.distribute_dataset``; also a tensor, an array, or a ``DistributedDataset``, whose step
         comes with the samples of this rank.
-      spec: a dict of statistics by the name of a leaf: the key of a dict, the field of a named tuple, or the place in a
-        tuple or list. Instead of a statistic a list of several, or ``(function, statistic)`` (or a list of them): the
+      spec: a dict of statistics by the name of a leaf: the key of a dict, the field of a named tuple or dataclass, or
+        the place in a tuple or list. Instead of a statistic a list of several, or ``(function, statistic)`` (or a list of them): the
         function makes what is analysed of a batch, and the name is free. A single statistic, or list of them, is of
         elements that are one leaf.
       options: as for ``distribute_dataset``; batches stay on the CPU. Under policy OFF each rank's data counts.
@@ -148,21 +152,20 @@ class Analysis:
             facts["spec"] = _described(self._wanted)
             options = _checked(options)
         except Exception as error:  # every rank must hear of it, or the others would wait
-            problem, options = error, InputOptions()
+            problem, options = error, _checked(None)
         self._owns = not isinstance(data, DistributedDataset)
+        self._is_bare = isinstance(data, torch.Tensor | np.ndarray)
         if isinstance(data, DistributedDataset):
-            agree(setting_of(data).ranks, "analyze()", facts, error=problem)
             self._loader = data
         else:
             used = chosen_strategy(strategy)
-            agree(ranks_of(used), "analyze()", facts, error=problem)
-            plain = _as_table(data)
-            size = global_batch_size or _default_batch_size(plain, used.num_input_pipelines)
-            self._loader = used.distribute_dataset(plain, options, global_batch_size=size, collate_fn=collate_fn)
-            if plain is not data:
-                self._wanted = {path: (_only_leaf(select), each) for path, (select, each) in self._wanted.items()}
+            data = {_COLUMN: data} if self._is_bare else data
+            size = global_batch_size or _default_batch_size(data, used.num_input_pipelines)
+            self._loader = used.distribute_dataset(data, options, global_batch_size=size, collate_fn=collate_fn)
         setting = setting_of(self._loader)
         self._ranks, self._num_local = setting.ranks, len(setting.devices)
+        agree(self._ranks, "analyze()", facts, error=problem)
+        self._problem: Exception | None = None  # of this rank's data, until all ranks have heard of it
         self._number = self._samples = 0
         self._is_left = False  # whether a pass was begun and not ended
         self._results: dict[_Path, Any] = {}
@@ -183,39 +186,38 @@ class Analysis:
             self._conclude(self._merged())
 
     def _pass(self) -> Iterator[Progress]:
-        problem: Exception | None = None
         logged = time.monotonic()
         self._is_left = True
         for done, element in enumerate(self._loader):
             step = self._loader.step
-            if problem is None:
-                try:
-                    self._update(element, step.local_sizes)
-                except Exception as error:  # every rank must hear of it, at the same step
-                    problem = error
+            self._try(partial(self._update, element, step.local_sizes))
             if done % _MEETING == 0 or done & (done - 1) == 0:
-                agree(self._ranks, "analyze()", {}, error=problem)
+                agree(self._ranks, "analyze()", {}, error=self._problem)
             self._samples += step.global_size or 0
             if time.monotonic() - logged > _LOG_SECONDS:
                 logged = time.monotonic()
                 _LOG.info("analyze: pass %d, step %d, %d samples", self._number + 1, step.index + 1, self._samples)
             yield Progress(self._number, step.index + 1, self._samples)
-        try:
-            if problem is None:
-                self._flush()
-        except Exception as error:  # as above
-            problem = error
-        agree(self._ranks, "analyze()", {}, error=problem)
         self._is_left = False
 
+    def _try(self, call: Callable[[], None]) -> None:
+        """Keeps the error of a call, until all ranks are told; after an error nothing is called."""
+        if self._problem is None:
+            try:
+                call()
+            except Exception as error:  # every rank must hear of it, at the same step
+                self._problem = error
+
     def _update(self, element: Any, sizes: Sequence[int]) -> None:
+        element = element[_COLUMN] if self._is_bare else element
         pieces = (element,) if self._num_local == 1 else local_results(element, self._num_local)
         for piece, size in zip(pieces, sizes, strict=True):
-            if not size:
-                continue
-            for path in self._statistics:
-                select, _ = self._wanted[path]
-                self._put(path, _plain(select(piece)))
+            leaves: dict[str | int, Any] = {}
+            for path in self._statistics if size else ():
+                name = path[0]
+                if name not in leaves:  # once for all statistics of a name
+                    leaves[name] = _plain(self._wanted[path][0](piece))
+                self._put(path, leaves[name])
 
     def _put(self, path: _Path, leaf: Any) -> None:
         """Updates a state, with several small arrays at once."""
@@ -224,48 +226,45 @@ class Analysis:
             self._states[path] = self._statistics[path].update(self._states[path], leaf)
             return
         if waiting and (waiting[0].dtype != leaf.dtype or waiting[0].shape[1:] != leaf.shape[1:]):
-            self._flush_one(path)
-        waiting = self._waiting[path]
+            self._flush(path)
         waiting.append(leaf)
         if len(waiting) * leaf.size >= _AT_ONCE or leaf.size >= _AT_ONCE // 4:
-            self._flush_one(path)
+            self._flush(path)
 
-    def _flush_one(self, path: _Path) -> None:
-        waiting, self._waiting[path] = self._waiting[path], []
+    def _flush(self, path: _Path) -> None:
+        waiting = self._waiting[path]
         if waiting:
             batch = waiting[0] if len(waiting) == 1 else np.concatenate(waiting)
+            waiting.clear()
             self._states[path] = self._statistics[path].update(self._states[path], batch)
 
-    def _flush(self) -> None:
-        for path in self._statistics:
-            self._flush_one(path)
-
     def _merged(self) -> dict[_Path, State]:
-        """The states of all ranks as one. Collective."""
+        """The states of all ranks as one. Collective.
+
+        Raises:
+          Exception: the error of a rank's data, on all ranks.
+        """
+        paths = list(self._statistics)
+        for path in paths:
+            self._try(partial(self._flush, path))
+        agree(self._ranks, "analyze()", {}, error=self._problem)
         if self._ranks is None:
             return self._states
-        paths = list(self._statistics)
         counts = self._ranks.rank in self._ranks.firsts  # of ranks that get the same batches, the first one
-        states = [self._states[path] if counts else self._statistics[path].start() for path in paths]
+        mine = [self._states[path] if counts else self._statistics[path].start() for path in paths]
 
         def merge(first: bytes, second: bytes) -> bytes:
+            """Both states as one; an error is told to all ranks in the place of a state, as a text."""
             one, other = decoded(first), decoded(second)
             if isinstance(one, str) or isinstance(other, str):
                 return first if isinstance(one, str) else second
-            try:
-                return encoded(
-                    [
-                        self._statistics[path].merge(mine, theirs)
-                        for path, mine, theirs in zip(paths, one, other, strict=True)
-                    ]
-                )
-            except (TypeError, ValueError) as error:
-                return encoded(f"{type(error).__name__}: {error}")
+            pairs = zip(paths, one, other, strict=True)
+            return _encoded(lambda: [self._statistics[path].merge(mine, theirs) for path, mine, theirs in pairs])
 
-        found = decoded(self._ranks.combine(encoded(states), merge))
+        found = decoded(self._ranks.combine(_encoded(lambda: mine), merge))
         if isinstance(found, str):
             kind, _, text = found.partition(": ")
-            raise (TypeError if kind == "TypeError" else ValueError)(f"analyze(): the ranks' data does not fit: {text}")
+            raise (TypeError if kind == "TypeError" else ValueError)(f"analyze(): {text}")
         return dict(zip(paths, found, strict=True))
 
     def _conclude(self, merged: Mapping[_Path, State]) -> None:
@@ -300,7 +299,6 @@ class Analysis:
         Its size is that of the statistics' states (512 KiB for a quantile), once for each pass. It does not depend on
         the number of ranks, except where that of the data does; see ``DistributedDataset.state_dict``.
         """
-        self._flush()
         merged = self._merged()
         return {
             "version": 1,
@@ -396,35 +394,26 @@ def _whole(element: Any) -> Any:
 
 def _leaf(name: str | int) -> Callable[[Any], Any]:
     def select(element: Any) -> Any:
-        if isinstance(element, Mapping):
-            names, found = list(element), element.get(name) if name in element else None
-        elif isinstance(name, str):
-            names = list(getattr(element, "_fields", ()))
-            found = getattr(element, name) if name in names else None
-        else:
-            names = list(range(len(element))) if isinstance(element, list | tuple) else []
-            found = element[name] if name in names else None
-        if found is None:
-            has = f"the leaves are {', '.join(map(repr, names))}" if names else "they are one leaf without a name"
-            raise InputError(
-                f"the spec names the leaf {name!r}; the elements are of type {type(element).__name__}, {has}. "
-                "(function, statistic) takes anything else from a batch."
-            )
-        return found
+        container = open_container(element)
+        if container is not None and name in container.keys:
+            return container.children[container.keys.index(name)]
+        has = "they are one leaf without a name"
+        if container is not None:
+            has = f"the leaves are {', '.join(map(repr, container.keys))}"
+        raise InputError(
+            f"the spec names the leaf {name!r}; the elements are of type {type(element).__name__}, {has}. "
+            "(function, statistic) takes anything else from a batch."
+        )
 
     return select
 
 
-_COLUMN: Final = "data"
-
-
-def _as_table(data: Any) -> Any:
-    """A tensor or array as a table of one column; other data as it is."""
-    return {_COLUMN: data} if isinstance(data, torch.Tensor | np.ndarray) else data
-
-
-def _only_leaf(select: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda element: select(element[_COLUMN])
+def _encoded(make: Callable[[], list[State]]) -> bytes:
+    """The states as bytes; or the text of the error, where they do not fit together or cannot be sent."""
+    try:
+        return encoded(make())
+    except (TypeError, ValueError) as error:
+        return encoded(f"{type(error).__name__}: {error}")
 
 
 def _plain(leaf: Any) -> Any:
@@ -450,10 +439,8 @@ def _checked(options: InputOptions | None) -> InputOptions:
 
 def _default_batch_size(data: Any, workers: int) -> int | None:
     """The samples of a step, where ``distribute_dataset`` needs to be told."""
-    columns = list(data.values()) if isinstance(data, Mapping) else []
-    if isinstance(data, TensorDataset):
-        columns = list(data.tensors)
-    if columns and all(isinstance(each, torch.Tensor | np.ndarray) and len(each) for each in columns):
+    columns = columns_in(data) if is_table(data) else list(data.tensors) if isinstance(data, TensorDataset) else []
+    if columns and all(len(each) for each in columns):
         row: int = sum(each.nbytes // len(each) for each in columns)
         return workers * max(1, min(_AT_ONCE, _BYTES // max(1, row)))
     batched = isinstance(data, TorchDataLoader)

@@ -19,7 +19,7 @@ from torchdistinput.build_pipeline import Setting
 from torchdistinput.coordination import launch as launcher
 from torchdistinput.coordination import reduce as reductions
 from torchdistinput.coordination.fingerprints import agree
-from torchdistinput.coordination.process_group import ProcessGroupRanks, Ranks, without_repeats
+from torchdistinput.coordination.process_group import ProcessGroupRanks, without_repeats
 from torchdistinput.dataset import SAMPLES, DistributedDataset, check_partial_batch, facts_of
 from torchdistinput.devices.accelerators import Accelerators, resolve_devices, set_current, streams_here
 from torchdistinput.errors import ShardingError
@@ -35,7 +35,7 @@ from torchdistinput.sources.resolve import recognise
 from torchdistinput.sources.rng import lent_among
 from torchdistinput.sources.torch_loader.settings import not_pinning
 
-__all__ = ["ClusterResolver", "Strategy", "get_strategy", "ranks_of", "strategy_of_scope"]
+__all__ = ["ClusterResolver", "Strategy", "get_strategy", "strategy_of_scope"]
 
 _LOG = logging.getLogger("torchdistinput")
 _LONGEST_SECONDS = 10**9  # what torch's groups and stores take, with room to spare
@@ -550,11 +550,6 @@ _current: contextvars.ContextVar[Strategy | None] = contextvars.ContextVar("stra
 def get_strategy() -> Strategy:
     """The strategy of the current ``scope``; outside of any, one of this process only, as in TensorFlow. Local."""
     return _current.get() or _alone()
-
-
-def ranks_of(strategy: Strategy) -> Ranks | None:
-    """The ranks of a strategy; ``None`` if this process is the only one. Local."""
-    return strategy._ranks  # noqa: SLF001 - no attribute that users see
 
 
 def strategy_of_scope() -> Strategy | None:

@@ -14,7 +14,7 @@ import pytest
 
 from torchdistinput.statistics import Counts, Covariance, Distinct, Histogram, Moments, Quantiles, Statistic
 from torchdistinput.statistics.encoding import decoded, encoded
-from torchdistinput.statistics.exact_sums import add, pieces_of, rounded, total
+from torchdistinput.statistics.exact_sums import add, parts_of, rounded, total
 
 
 def passes(statistic: Statistic, parts: list[list[Any]]) -> Any:
@@ -81,8 +81,8 @@ def test_sums_are_those_of_fractions(dtype: str) -> None:
     for size in (1, 2, 7, 300):
         values = wild(rng, (2, size), dtype)
         limbs: dict[int, npt.NDArray[np.int64]] = {}
-        for piece, exponent in pieces_of(values):
-            add(limbs, piece, exponent)
+        for part, exponent in parts_of(values):
+            add(limbs, part, exponent)
         for feature, row in enumerate(values.tolist()):
             number, power = total(limbs, feature)
             assert Fraction(number, 2**power) == sum(map(Fraction, row))
@@ -158,12 +158,12 @@ def test_quantiles_are_those_of_the_sorted_data(dtype: str) -> None:
         found = passes(statistic, [[data]])
         for feature in range(2):
             ordered = sorted(Fraction(each) for each in data[:, feature].tolist())
-            exact = [ordered[low] + (ordered[high] - ordered[low]) * share for low, high, share in statistic.ranks(61)]
+            exact = [ordered[low] + (ordered[high] - ordered[low]) * share for low, high, share in statistic.places(61)]
             assert found[:, feature].tolist() == [rounded(each.numerator, each.denominator) for each in exact]
         assert bits(passes(statistic, cuts(data, rng))) == bits(found)
 
 
-def test_ranks_of_quantiles_are_numpys() -> None:
+def test_places_of_quantiles_are_numpys() -> None:
     data = np.arange(10, 33) ** 2 * 1.0
     for method in ("linear", "lower", "higher", "inverted_cdf", "interpolated_inverted_cdf"):
         for q in (0, 0.03125, 0.25, 0.5, 0.625, 1):

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["NanPolicy", "State", "Statistic", "by_feature", "check_float_dtype", "check_nan_policy", "same_kind"]
+__all__ = [
+    "NanPolicy",
+    "State",
+    "Statistic",
+    "check_float_dtype",
+    "check_has_data",
+    "check_nan_policy",
+    "joined",
+    "no_data",
+    "taken",
+]
 
 State: TypeAlias = Any
 """Dicts, lists, sets, strings, numbers, ``None`` and NumPy arrays, nested: it is sent to other ranks and saved."""
@@ -57,7 +67,7 @@ class Statistic(ABC):
         return None
 
 
-def by_feature(batch: Any, axis: int | Sequence[int] | None) -> tuple[npt.NDArray[Any], tuple[int, ...]]:
+def _by_feature(batch: Any, axis: int | Sequence[int] | None) -> tuple[npt.NDArray[Any], tuple[int, ...]]:
     """The numbers of a batch as ``(features, m)``, and the shape of the features.
 
     Args:
@@ -72,8 +82,8 @@ def by_feature(batch: Any, axis: int | Sequence[int] | None) -> tuple[npt.NDArra
     values = np.asarray(batch)
     if values.dtype.kind not in "biuf":
         raise TypeError(f"the leaf holds {_described(batch, values)}; numbers are needed: bool, int or float.")
-    if values.dtype == np.longdouble and values.dtype.itemsize > 8:
-        raise TypeError("the leaf holds numpy.longdouble; float64 or a shorter type is needed.")
+    if values.dtype.itemsize > 8:
+        raise TypeError(f"the leaf holds {values.dtype}; float64 or a shorter type is needed.")
     if axis is None or (axis == -1 and values.ndim == 1):
         return values.reshape(1, -1), ()
     given = [axis] if isinstance(axis, int) else list(axis)
@@ -95,22 +105,67 @@ def _described(batch: Any, values: npt.NDArray[Any]) -> str:
     return f"{type(batch).__name__} of dtype {values.dtype}"
 
 
-def same_kind(state: Mapping[str, Any], dtype: str | None, shape: Sequence[int] | None) -> tuple[str, list[int]]:
-    """The dtype and the shape of the features, which no batch may change.
+def no_data() -> dict[str, Any]:
+    """The state of a statistic of numbers before its first batch."""
+    return {"dtype": None, "shape": None}
+
+
+def taken(
+    state: Mapping[str, Any], batch: Any, axis: int | Sequence[int] | None
+) -> tuple[npt.NDArray[Any], dict[str, Any]]:
+    """The numbers of a batch as ``(features, m)``, and their dtype and the shape of the features, as states have them.
 
     Raises:
-      TypeError: the dtype is another one than before.
-      ValueError: the shape is another one.
+      TypeError: the batch holds no numbers, or another dtype than the batches before.
+      ValueError: ``axis`` is no dim of the samples, or the features have another shape than before.
     """
-    old_dtype, old_shape = state["dtype"], state["shape"]
-    if old_dtype is not None and dtype is not None and old_dtype != dtype:
-        raise TypeError(f"the leaf is {old_dtype} in some batches and {dtype} in others; one dtype is needed.")
-    if old_shape is not None and shape is not None and list(old_shape) != list(shape):
-        raise ValueError(
-            f"the features have shape {tuple(old_shape)} in some batches and {tuple(shape)} in others; one shape is "
-            "needed. axis=None takes all numbers as one feature."
+    values, shape = _by_feature(batch, axis)
+    kind = {"dtype": values.dtype.name, "shape": list(shape)}
+    if values.size:
+        _check_kinds(state, kind)
+    return values, kind
+
+
+def joined(
+    state: Mapping[str, Any],
+    other: Mapping[str, Any],
+    join: Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]],
+) -> State:
+    """The state of the data of two states of numbers; ``join`` is called where both have data.
+
+    Raises:
+      TypeError: the states are of different dtypes.
+      ValueError: the states are of features of different shapes.
+    """
+    if state["dtype"] is None or other["dtype"] is None:
+        return other if state["dtype"] is None else state
+    _check_kinds(state, other)
+    return {"dtype": state["dtype"], "shape": state["shape"], **join(state, other)}
+
+
+def _check_kinds(state: Mapping[str, Any], other: Mapping[str, Any]) -> None:
+    """Refuses numbers of another dtype, or features of another shape, than those of the state, if it has data."""
+    if state["dtype"] is None:
+        return
+    if state["dtype"] != other["dtype"]:
+        raise TypeError(
+            f"the leaf is {state['dtype']} in some batches and {other['dtype']} in others; one dtype is needed."
         )
-    return old_dtype if dtype is None else dtype, old_shape if shape is None else list(shape)
+    if state["shape"] != other["shape"]:
+        raise ValueError(
+            f"the features have shape {tuple(state['shape'])} in some batches and {tuple(other['shape'])} in others; "
+            "one shape is needed. axis=None takes all numbers as one feature."
+        )
+
+
+def check_has_data(state: Mapping[str, Any]) -> None:
+    """Refuses to make a result of no data.
+
+    Raises:
+      ValueError: no batch had a sample.
+    """
+    if state["dtype"] is None:
+        raise ValueError("there is no data: no batch had a sample.")
 
 
 def check_nan_policy(policy: object) -> None:

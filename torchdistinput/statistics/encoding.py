@@ -11,8 +11,6 @@ from torchdistinput.statistics.base import State
 
 __all__ = ["decoded", "encoded"]
 
-_ARRAY, _PAIRS, _SET = "array", "dict", "set"
-
 
 def encoded(state: State) -> bytes:
     """The bytes of a state: its structure as JSON, after the length of that text, then the contents of its arrays.
@@ -34,14 +32,14 @@ def decoded(content: bytes | memoryview) -> State:
     def restored(item: Any) -> Any:
         nonlocal place
         match item:
-            case [str() as kind, str() as dtype, [*shape]] if kind == _ARRAY:
+            case ["array", str() as dtype, [*shape]]:
                 array = np.empty(shape, dtype)
                 array.reshape(-1).view(np.uint8)[:] = np.frombuffer(view, np.uint8, array.nbytes, place)
                 place += array.nbytes
                 return array
-            case [str() as kind, [*keys], [*values]] if kind == _PAIRS:
+            case ["dict", [*keys], [*values]]:
                 return {key: restored(value) for key, value in zip(keys, values, strict=True)}
-            case [str() as kind, [*values]] if kind == _SET:
+            case ["set", [*values]]:
                 return set(values)
             case ["list", [*values]]:
                 return [restored(value) for value in values]
@@ -58,11 +56,11 @@ def _plain(item: Any, arrays: list[bytes]) -> Any:
     match item:
         case np.ndarray():
             arrays.append(np.ascontiguousarray(item).tobytes())
-            return [_ARRAY, item.dtype.str, list(item.shape)]
+            return ["array", item.dtype.str, list(item.shape)]
         case dict():
-            return [_PAIRS, list(item), [_plain(value, arrays) for value in item.values()]]
+            return ["dict", list(item), [_plain(value, arrays) for value in item.values()]]
         case set():
-            return [_SET, list(item)]
+            return ["set", list(item)]
         case list() | tuple():
             return ["list", [_plain(value, arrays) for value in item]]
         case np.generic():

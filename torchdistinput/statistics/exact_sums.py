@@ -18,12 +18,12 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Limbs", "Pieces", "add", "add_products", "merged", "pieces_of", "rounded", "total"]
+__all__ = ["Limbs", "Parts", "add", "add_products", "merged", "parts_of", "rounded", "total"]
 
 Limbs: TypeAlias = dict[int, npt.NDArray[np.int64]]
 """By exponent: one number for each feature."""
 
-Pieces: TypeAlias = list[tuple[npt.NDArray[np.float64], int]]
+Parts: TypeAlias = list[tuple[npt.NDArray[np.float64], int]]
 """Arrays and exponents: the values are the sum of ``array * 2**exponent``. No number has more than 26 bits."""
 
 _ALIGNED: Final = 16  # exponents of limbs are multiples of this one, so that a sum has few of them
@@ -33,17 +33,17 @@ _CARRIED: Final = 32  # bits that stay in a limb when the rest is carried to a h
 _HUGE, _TINY, _SCALE = 2.0**500, 2.0**-480, 600  # products of values in between neither overflow nor lose bits
 
 
-def pieces_of(values: npt.NDArray[Any]) -> Pieces:
+def parts_of(values: npt.NDArray[Any]) -> Parts:
     """Finite numbers of any real type as a sum of float64 numbers with short mantissas: products of two are exact."""
     if values.dtype.kind in "biu":
-        return list(_pieces_of_ints(values))
+        return list(_parts_of_ints(values))
     plain = values.astype(np.float64)
     if values.dtype.itemsize <= 4:
         return [(plain, 0)]
     size = np.abs(plain)
     if size.size == 0 or (size.max() < _HUGE and size.min() >= _TINY):
         return [(part, 0) for part in _halves(plain)]
-    found: Pieces = []
+    found: Parts = []
     for inside, exponent in ((size >= _HUGE, _SCALE), ((size < _HUGE) & (size >= _TINY), 0), (size < _TINY, -_SCALE)):
         if inside.any():
             scaled = np.ldexp(np.where(inside, plain, 0.0), -exponent)
@@ -60,7 +60,7 @@ def _halves(values: npt.NDArray[np.float64]) -> Iterator[npt.NDArray[np.float64]
         yield rest
 
 
-def _pieces_of_ints(values: npt.NDArray[Any]) -> Iterator[tuple[npt.NDArray[np.float64], int]]:
+def _parts_of_ints(values: npt.NDArray[Any]) -> Iterator[tuple[npt.NDArray[np.float64], int]]:
     if values.dtype.itemsize <= 2 or values.size == 0 or (values.max() < 2**26 and values.min() > -(2**26)):
         yield values.astype(np.float64), 0
         return
@@ -93,7 +93,7 @@ def add(limbs: Limbs, values: npt.NDArray[np.float64], exponent: int = 0) -> Non
         values = rest
 
 
-def add_products(limbs: Limbs, left: Pieces, right: Pieces) -> None:
+def add_products(limbs: Limbs, left: Parts, right: Parts) -> None:
     """Adds the products of two arrays, element by element, of shape ``(features, m)`` together."""
     for first, power in left:
         for second, other in right:

@@ -9,7 +9,16 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
-from torchdistinput.statistics.base import NanPolicy, State, Statistic, by_feature, check_nan_policy, same_kind
+from torchdistinput.statistics.base import (
+    NanPolicy,
+    State,
+    Statistic,
+    check_has_data,
+    check_nan_policy,
+    joined,
+    no_data,
+    taken,
+)
 
 __all__ = ["Histogram", "HistogramResult"]
 
@@ -63,7 +72,7 @@ class Histogram(Statistic):
 
     def start(self) -> State:
         """See ``Statistic.start``."""
-        return {"dtype": None, "shape": None}
+        return no_data()
 
     def update(self, state: State, batch: Any) -> State:
         """See ``Statistic.update``.
@@ -72,10 +81,9 @@ class Histogram(Statistic):
           TypeError: the batch holds no numbers, or others than the batches before.
           ValueError: the features have another shape than before; or a number is not finite under ``"raise"``.
         """
-        values, shape = by_feature(batch, self.axis)
+        values, kind = taken(state, batch, self.axis)
         if not values.size:
             return state
-        dtype, kept = same_kind(state, values.dtype.name, shape)
         edges = np.asarray(self.edges, np.float64)
         bins = len(edges) + 2  # below, the bins, above, NaN
         plain = values.astype(np.float64)
@@ -86,19 +94,15 @@ class Histogram(Statistic):
         place[np.isnan(plain)] = bins - 1
         place += np.arange(len(values))[:, None] * bins
         counts = np.bincount(place.reshape(-1), minlength=len(values) * bins).reshape(len(values), bins)
-        return self.merge(state, {"dtype": dtype, "shape": kept, "counts": counts.astype(np.int64)})
+        return self.merge(state, {**kind, "counts": counts.astype(np.int64)})
 
     def merge(self, state: State, other: State) -> State:
         """See ``Statistic.merge``."""
-        if other["dtype"] is None or state["dtype"] is None:
-            return state if other["dtype"] is None else other
-        dtype, shape = same_kind(state, other["dtype"], other["shape"])
-        return {"dtype": dtype, "shape": shape, "counts": state["counts"] + other["counts"]}
+        return joined(state, other, lambda one, two: {"counts": one["counts"] + two["counts"]})
 
     def result(self, state: State) -> HistogramResult:
         """See ``Statistic.result``."""
-        if state["dtype"] is None:
-            raise ValueError("there is no data: no batch had a sample.")
+        check_has_data(state)
         counts, shape = state["counts"], tuple(state["shape"])
         below, above, nans = (counts[:, column].reshape(shape) for column in (0, -2, -1))
         return HistogramResult(counts[:, 1:-2].reshape(*shape, -1), below, above, nans)

@@ -13,12 +13,14 @@ from torchdistinput.statistics.base import (
     NanPolicy,
     State,
     Statistic,
-    by_feature,
     check_float_dtype,
+    check_has_data,
     check_nan_policy,
-    same_kind,
+    joined,
+    no_data,
+    taken,
 )
-from torchdistinput.statistics.exact_sums import add, add_products, merged, pieces_of, rounded, total
+from torchdistinput.statistics.exact_sums import add, add_products, merged, parts_of, rounded, total
 
 __all__ = ["Covariance", "CovarianceResult", "Moments", "MomentsResult"]
 
@@ -80,7 +82,7 @@ class Moments(Statistic):
 
     def start(self) -> State:
         """See ``Statistic.start``."""
-        return {"dtype": None, "shape": None}
+        return no_data()
 
     def update(self, state: State, batch: Any) -> State:
         """See ``Statistic.update``.
@@ -89,12 +91,11 @@ class Moments(Statistic):
           TypeError: the batch holds no numbers, or others than the batches before.
           ValueError: the features have another shape than before; or a number is not finite under ``"raise"``.
         """
-        values, shape = by_feature(batch, self.axis)
+        values, kind = taken(state, batch, self.axis)
         if not values.size:
             return state
-        dtype, kept = same_kind(state, values.dtype.name, shape)
         if state["dtype"] is None:
-            state = _empty(dtype, kept, len(values))
+            state = {**kind, **_zeros(values.dtype, len(values))}
         width = max(1, _AT_ONCE // len(values))
         for begin in range(0, values.shape[1], width):
             self._add(state, values[:, begin : begin + width])
@@ -108,29 +109,27 @@ class Moments(Statistic):
         state["count"] += count
         state["minimum"] = np.minimum(state["minimum"], low.min(axis=1))
         state["maximum"] = np.maximum(state["maximum"], high.max(axis=1))
-        pieces = pieces_of(values)
-        for piece, exponent in pieces:
-            add(state["sum"], piece, exponent)
-        add_products(state["squares"], pieces, pieces)
+        parts = parts_of(values)
+        for part, exponent in parts:
+            add(state["sum"], part, exponent)
+        add_products(state["squares"], parts, parts)
 
     def merge(self, state: State, other: State) -> State:
         """See ``Statistic.merge``."""
-        if other["dtype"] is None or state["dtype"] is None:
-            return state if other["dtype"] is None else other
-        dtype, shape = same_kind(state, other["dtype"], other["shape"])
-        return {
-            "dtype": dtype,
-            "shape": shape,
-            "minimum": np.minimum(state["minimum"], other["minimum"]),
-            "maximum": np.maximum(state["maximum"], other["maximum"]),
-            **{name: state[name] + other[name] for name in ("count", "nans", "above", "below")},
-            **{name: merged(state[name], other[name]) for name in ("sum", "squares")},
-        }
+        return joined(
+            state,
+            other,
+            lambda one, two: {
+                "minimum": np.minimum(one["minimum"], two["minimum"]),
+                "maximum": np.maximum(one["maximum"], two["maximum"]),
+                **{name: one[name] + two[name] for name in ("count", "nans", "above", "below")},
+                **{name: merged(one[name], two[name]) for name in ("sum", "squares")},
+            },
+        )
 
     def result(self, state: State) -> MomentsResult:
         """See ``Statistic.result``."""
-        if state["dtype"] is None:
-            raise ValueError("there is no data: no batch had a sample.")
+        check_has_data(state)
         features = range(len(state["count"]))
         found = [self._of_feature(state, feature) for feature in features]
         shape = state["shape"]
@@ -164,14 +163,14 @@ def _central(count: int, second: int, power: int, product: int, of_product: int,
     return rounded(exact, (count * free) << common, dtype)
 
 
-def _empty(dtype: str, shape: Sequence[int], features: int) -> dict[str, Any]:
-    kind = np.dtype(dtype)
+def _zeros(kind: np.dtype[Any], features: int) -> dict[str, Any]:
+    """The moments of no numbers."""
     zeros = {name: np.zeros(features, np.int64) for name in ("count", "nans", "above", "below")}
     low, high = (-np.inf, np.inf) if kind.kind == "f" else (False, True)
     if kind.kind in "iu":
         low, high = np.iinfo(kind).min, np.iinfo(kind).max
     ends = {"minimum": np.full(features, high, kind), "maximum": np.full(features, low, kind)}
-    return {"dtype": dtype, "shape": list(shape), **zeros, **ends, "sum": {}, "squares": {}}
+    return {**zeros, **ends, "sum": {}, "squares": {}}
 
 
 def _finite(
@@ -247,7 +246,7 @@ class Covariance(Statistic):
 
     def start(self) -> State:
         """See ``Statistic.start``."""
-        return {"dtype": None, "shape": None}
+        return no_data()
 
     def update(self, state: State, batch: Any) -> State:
         """See ``Statistic.update``.
@@ -259,40 +258,41 @@ class Covariance(Statistic):
         shape = np.shape(batch)
         if len(shape) != 2:
             raise ValueError(f"a batch has shape {tuple(shape)}; Covariance needs (n, D), one row for each sample.")
-        values, features = by_feature(batch, -1)
+        values, kind = taken(state, batch, -1)
         if not values.size:
             return state
         if not np.isfinite(values).all():
             raise ValueError("a number is NaN or infinite; a covariance of it is not defined.")
-        dtype, kept = same_kind(state, values.dtype.name, features)
         if state["dtype"] is None:
-            state = {"dtype": dtype, "shape": kept, "count": 0, "sum": {}, "products": {}}
+            state = {**kind, "count": 0, "sum": {}, "products": {}}
         state["count"] += values.shape[1]
         size = len(values)
         width = max(1, _AT_ONCE // size)
         for begin in range(0, values.shape[1], width):
-            pieces = pieces_of(values[:, begin : begin + width])
-            for piece, exponent in pieces:
-                add(state["sum"], piece, exponent)
+            parts = parts_of(values[:, begin : begin + width])
+            for part, exponent in parts:
+                add(state["sum"], part, exponent)
             for column in range(size):  # the products with the columns from this one on
-                own = [(piece[column : column + 1], exponent) for piece, exponent in pieces]
-                others = [(piece[column:], exponent) for piece, exponent in pieces]
+                own = [(part[column : column + 1], exponent) for part, exponent in parts]
+                others = [(part[column:], exponent) for part, exponent in parts]
                 add_products(state["products"].setdefault(column, {}), own, others)
         return state
 
     def merge(self, state: State, other: State) -> State:
         """See ``Statistic.merge``."""
-        if other["dtype"] is None or state["dtype"] is None:
-            return state if other["dtype"] is None else other
-        dtype, shape = same_kind(state, other["dtype"], other["shape"])
-        products = {each: merged(state["products"][each], other["products"][each]) for each in state["products"]}
-        count, sums = state["count"] + other["count"], merged(state["sum"], other["sum"])
-        return {"dtype": dtype, "shape": shape, "count": count, "sum": sums, "products": products}
+        return joined(
+            state,
+            other,
+            lambda one, two: {
+                "count": one["count"] + two["count"],
+                "sum": merged(one["sum"], two["sum"]),
+                "products": {each: merged(sums, two["products"][each]) for each, sums in one["products"].items()},
+            },
+        )
 
     def result(self, state: State) -> CovarianceResult:
         """See ``Statistic.result``."""
-        if state["dtype"] is None:
-            raise ValueError("there is no data: no batch had a sample.")
+        check_has_data(state)
         count, size = state["count"], state["shape"][0]
         sums = [total(state["sum"], column) for column in range(size)]
         mean = np.array([rounded(number, count << power) for number, power in sums])

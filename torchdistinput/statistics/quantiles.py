@@ -21,10 +21,12 @@ from torchdistinput.statistics.base import (
     NanPolicy,
     State,
     Statistic,
-    by_feature,
     check_float_dtype,
+    check_has_data,
     check_nan_policy,
-    same_kind,
+    joined,
+    no_data,
+    taken,
 )
 from torchdistinput.statistics.exact_sums import rounded
 
@@ -83,7 +85,7 @@ class Quantiles(Statistic):
 
     def start(self) -> State:
         """See ``Statistic.start``."""
-        return _Digits(self.axis, self.nan_policy).start()
+        return _Pass(self).start()
 
     def update(self, state: State, batch: Any) -> State:
         """See ``Statistic.update``.
@@ -93,11 +95,11 @@ class Quantiles(Statistic):
           ValueError: the features have another shape than before, or are too many; or a number is not finite under
             ``"raise"``.
         """
-        return _Digits(self.axis, self.nan_policy).update(state, batch)
+        return _Pass(self).update(state, batch)
 
     def merge(self, state: State, other: State) -> State:
         """See ``Statistic.merge``."""
-        return _Digits(self.axis, self.nan_policy).merge(state, other)
+        return _Pass(self).merge(state, other)
 
     def result(self, state: State) -> Numbers:
         """The quantiles: ``(len(q), *features)``, without the first dim where ``q`` is one number.
@@ -105,14 +107,14 @@ class Quantiles(Statistic):
         Raises:
           ValueError: there is no data.
         """
-        return _result(self, state)
+        return _Pass(self).result(state)
 
     def next_pass(self, state: State) -> Statistic | None:
         """See ``Statistic.next_pass``."""
-        return _next(self, state)
+        return _Pass(self).next_pass(state)
 
-    def ranks(self, count: int) -> list[tuple[int, int, Fraction]]:
-        """For each quantile of ``count`` numbers: the ranks of two numbers, from 0, and the share of the upper one."""
+    def places(self, count: int) -> list[tuple[int, int, Fraction]]:
+        """For each quantile of ``count`` sorted numbers: the places of two, from 0, and the share of the upper one."""
         found = []
         for q in self.wanted():
             if self.method in ("inverted_cdf", "interpolated_inverted_cdf"):
@@ -132,113 +134,90 @@ class Quantiles(Statistic):
 
 @final
 @dataclass(frozen=True)
-class _NextDigit(Statistic):
-    """One more pass for ``Quantiles``: counts the next digit of the numbers that begin with given digits.
+class _Known:
+    """What the passes before found.
 
     Args:
-      quantiles: what is wanted.
       dtype: of the data.
       shape: of the features.
-      known: digits that are known of each wanted number.
-      prefixes: for each feature, the known digits of the wanted numbers: sorted, each once.
-      places: for each feature and wanted rank ``[rank, index of its prefix, its rank among the numbers with it]``.
       counts: numbers of each feature, without NaNs.
-      nans: NaNs of each feature.
+      bits: how many of the highest bits of the wanted numbers are known.
+      prefixes: for each feature, these bits: sorted, each once.
+      places: for each feature and wanted number: its place among all, the index of its prefix, and its place among the
+        numbers with this prefix.
     """
 
-    quantiles: Quantiles
     dtype: str
-    shape: tuple[int, ...]
-    known: int
-    prefixes: tuple[tuple[int, ...], ...]
-    places: tuple[tuple[tuple[int, int, int], ...], ...]
-    counts: tuple[int, ...]
-    nans: tuple[int, ...]
-
-    def _digits(self) -> _Digits:
-        return _Digits(self.quantiles.axis, self.quantiles.nan_policy, self.known, self.prefixes)
-
-    def start(self) -> State:
-        return self._digits().start()
-
-    def update(self, state: State, batch: Any) -> State:
-        return self._digits().update(state, batch)
-
-    def merge(self, state: State, other: State) -> State:
-        return self._digits().merge(state, other)
-
-    def result(self, state: State) -> Numbers:
-        self._check(state)
-        return _result(self.quantiles, state, self)
-
-    def next_pass(self, state: State) -> Statistic | None:
-        self._check(state)
-        return _next(self.quantiles, state, self)
-
-    def _check(self, state: State) -> None:
-        now = (state["dtype"], tuple(state["shape"] or ()), tuple(state["count"].tolist()))
-        before = (self.dtype, self.shape, self.counts)
-        if now != before:
-            raise ValueError(
-                f"the data changed between two passes: dtype, shape and counts were {before}, and are {now}. Quantiles "
-                "read the data more than once; each pass must give the same samples."
-            )
+    shape: list[int]
+    counts: list[int]
+    bits: int
+    prefixes: list[list[int]]
+    places: list[list[tuple[int, int, int]]]
 
 
 @final
 @dataclass(frozen=True)
-class _Digits:
-    """The counts of one digit of the numbers that begin with known digits."""
+class _Pass(Statistic):
+    """A pass for ``Quantiles``: counts the next digit of the numbers that begin with known bits.
 
-    axis: int | Sequence[int] | None
-    nan_policy: NanPolicy
-    known: int = 0
-    prefixes: tuple[tuple[int, ...], ...] | None = None
+    Args:
+      quantiles: what is wanted.
+      known: what the passes before found; ``None`` in the first one.
+    """
 
-    def start(self) -> dict[str, Any]:
-        return {"dtype": None, "shape": None, "count": np.zeros(0, np.int64)}
+    quantiles: Quantiles
+    known: _Known | None = None
+
+    def start(self) -> State:
+        return no_data()
 
     def update(self, state: State, batch: Any) -> State:
-        values, shape = by_feature(batch, self.axis)
+        values, kind = taken(state, batch, self.quantiles.axis)
         if not values.size:
             return state
-        dtype, kept = same_kind(state, values.dtype.name, shape)
-        prefixes = [(0,)] * len(values) if self.prefixes is None else self.prefixes
+        prefixes = [[0]] * len(values) if self.known is None else self.known.prefixes
         if len(prefixes) != len(values):
             raise ValueError(f"the data has {len(values)} features; it had {len(prefixes)} in the pass before.")
-        bits = 8 * values.dtype.itemsize
-        width = min(_DIGIT, bits)
+        width = _width(values.dtype)
         offsets = np.cumsum([0, *map(len, prefixes)])
         if state["dtype"] is None:
             rows = int(offsets[-1])
             if rows * 8 << width > _MOST_BYTES:
                 raise ValueError(
-                    f"quantiles of {len(values)} features of {dtype} need counts of {rows * 8 << width >> 20:,} MiB in "
-                    f"a pass; {_MOST_BYTES >> 20:,} MiB is the most. Take fewer features at a time, fewer quantiles, "
-                    "or axis=None for one set of quantiles over all."
+                    f"quantiles of {len(values)} features of {values.dtype} need counts of {rows * 8 << width >> 20:,} "
+                    f"MiB in a pass; {_MOST_BYTES >> 20:,} MiB is the most. Take fewer features at a time, fewer "
+                    "quantiles, or axis=None for one set of quantiles over all."
                 )
             zeros = {name: np.zeros(len(values), np.int64) for name in ("count", "nans")}
-            state = {"dtype": dtype, "shape": kept, **zeros, "bins": np.zeros((rows, 1 << width), np.int64)}
+            state = {**kind, **zeros, "bins": np.zeros((rows, 1 << width), np.int64)}
         for feature, row in enumerate(values):
             numbers = self._without_nans(row, state, feature)
             state["count"][feature] += len(numbers)
-            keys = _keys(numbers)
             bins = state["bins"][offsets[feature] : offsets[feature + 1]]
-            if not self.known:
-                bins[0] += np.bincount((keys >> keys.dtype.type(bits - width)).astype(np.int64), minlength=1 << width)
-                continue
-            inside, place = _with_prefix(keys >> keys.dtype.type(bits - self.known), prefixes[feature], self.known)
-            digit = keys[inside] >> keys.dtype.type(bits - self.known - width) & keys.dtype.type((1 << width) - 1)
-            index = (place << width) + digit.astype(np.int64)
+            index = self._digits(_keys(numbers), prefixes[feature])
             bins += np.bincount(index, minlength=bins.size).reshape(bins.shape)
         return state
+
+    def _digits(self, keys: Numbers, prefixes: Sequence[int]) -> npt.NDArray[np.int64]:
+        """The next digits of the numbers with these prefixes; behind them those of the next prefix."""
+        width = _width(keys.dtype)
+        bits = 8 * keys.dtype.itemsize
+        unsigned = keys.dtype.type
+        if self.known is None:
+            first: npt.NDArray[np.int64] = (keys >> unsigned(bits - width)).astype(np.int64)
+            return first
+        known = self.known.bits
+        inside, place = _with_prefix(keys >> unsigned(bits - known), prefixes, known)
+        digit = keys[inside] >> unsigned(bits - known - width) & unsigned((1 << width) - 1)
+        index: npt.NDArray[np.int64] = (place << width) + digit.astype(np.int64)
+        return index
 
     def _without_nans(self, row: Numbers, state: State, feature: int) -> Numbers:
         if row.dtype.kind != "f":
             return row
         nans = np.isnan(row)
         number = int(nans.sum())
-        if self.nan_policy == "raise":
+        if self.quantiles.nan_policy == "raise":
             infinite = int(np.isinf(row).sum())
             if number or infinite:
                 raise ValueError(f"{number} NaN and {infinite} infinite among {row.size} numbers of feature {feature}.")
@@ -249,11 +228,81 @@ class _Digits:
         return found
 
     def merge(self, state: State, other: State) -> State:
-        if other["dtype"] is None or state["dtype"] is None:
-            return state if other["dtype"] is None else other
-        dtype, shape = same_kind(state, other["dtype"], other["shape"])
-        sums = {name: state[name] + other[name] for name in ("count", "nans", "bins")}
-        return {"dtype": dtype, "shape": shape, **sums}
+        return joined(
+            state, other, lambda one, two: {name: one[name] + two[name] for name in ("count", "nans", "bins")}
+        )
+
+    def next_pass(self, state: State) -> Statistic | None:
+        self._check(state)
+        if state["dtype"] is None:
+            return None
+        bits, found = self._found(state)
+        if bits == 8 * np.dtype(state["dtype"]).itemsize:
+            return None
+        prefixes = [sorted({key for key, _ in keys.values()}) or [0] for keys in found]
+        places = [
+            [(place, own.index(key), inside) for place, (key, inside) in keys.items()]
+            for own, keys in zip(prefixes, found, strict=True)
+        ]
+        counts = state["count"].tolist()
+        return _Pass(self.quantiles, _Known(state["dtype"], state["shape"], counts, bits, prefixes, places))
+
+    def result(self, state: State) -> Numbers:
+        self._check(state)
+        check_has_data(state)
+        quantiles = self.quantiles
+        columns = []
+        counted = zip(state["count"].tolist(), state["nans"].tolist(), self._found(state)[1], strict=True)
+        for count, nans, keys in counted:
+            if not count or (nans and quantiles.nan_policy == "propagate"):
+                columns.append([np.nan] * len(quantiles.wanted()))
+                continue
+            values = {place: _value(key, state["dtype"]) for place, (key, _) in keys.items()}
+            wanted = quantiles.places(count)
+            columns.append([_between(values[low], values[high], share, quantiles.dtype) for low, high, share in wanted])
+        table: Numbers = np.array(columns, quantiles.dtype).T.reshape(-1, *state["shape"])
+        return table if isinstance(quantiles.q, Sequence | np.ndarray) else table.reshape(state["shape"])
+
+    def _found(self, state: State) -> tuple[int, list[dict[int, tuple[int, int]]]]:
+        """How many bits are known now; for each feature and wanted place: the bits, and the place among equal ones."""
+        width = _width(np.dtype(state["dtype"]))
+        known = self.known
+        found: list[dict[int, tuple[int, int]]] = []
+        row = 0
+        for feature, count in enumerate(state["count"].tolist()):
+            if known is None:
+                wanted = (
+                    {each for low, high, _ in self.quantiles.places(count) for each in (low, high)} if count else ()
+                )
+                prefixes, places = [0], [(place, 0, place) for place in sorted(wanted)]
+            else:
+                prefixes, places = known.prefixes[feature], known.places[feature]
+            sums = [np.cumsum(each) for each in state["bins"][row : row + len(prefixes)]]
+            row += len(prefixes)
+            keys = {}
+            for place, index, inside in places:
+                digit = int(np.searchsorted(sums[index], inside, side="right"))
+                below = int(sums[index][digit - 1]) if digit else 0
+                keys[place] = ((prefixes[index] << width) + digit, inside - below)
+            found.append(keys)
+        return (0 if known is None else known.bits) + width, found
+
+    def _check(self, state: State) -> None:
+        """Refuses data that is not that of the passes before."""
+        if self.known is None:
+            return
+        before = (self.known.dtype, self.known.shape, self.known.counts)
+        now = (state["dtype"], state["shape"], state["count"].tolist() if state["dtype"] else [])
+        if now != before:
+            raise ValueError(
+                f"the data changed between two passes: dtype, shape and counts were {before}, and are {now}. Quantiles "
+                "read the data more than once; each pass must give the same samples."
+            )
+
+
+def _width(dtype: np.dtype[Any]) -> int:
+    """The bits of a digit."""
+    return min(_DIGIT, 8 * dtype.itemsize)
 
 
 def _with_prefix(upper: Numbers, prefixes: Sequence[int], known: int) -> tuple[Numbers, npt.NDArray[np.int64]]:
@@ -271,7 +320,7 @@ def _with_prefix(upper: Numbers, prefixes: Sequence[int], known: int) -> tuple[N
 
 
 def _keys(values: Numbers) -> Numbers:
-    """Unsigned ints in the order of the values; -0.0 and 0.0 are one number."""
+    """The numbers as unsigned ints in the same order; -0.0 and 0.0 are one number."""
     size = values.dtype.itemsize
     unsigned, signed = np.dtype(f"u{size}"), np.dtype(f"i{size}")
     top = unsigned.type(1 << (8 * size - 1))
@@ -294,66 +343,6 @@ def _value(key: int, dtype: str) -> Fraction | float:
         number = float(np.array(bits, unsigned).view(kind))
         return number if math.isinf(number) else Fraction(number)
     return Fraction(key - top if kind.kind == "i" else key)
-
-
-def _found(
-    quantiles: Quantiles, state: State, before: _NextDigit | None
-) -> tuple[int, list[dict[int, tuple[int, int]]]]:
-    """How many digits are known now; for each feature and wanted rank its key so far and its rank among equal keys."""
-    bits = 8 * np.dtype(state["dtype"]).itemsize
-    width = min(_DIGIT, bits)
-    found: list[dict[int, tuple[int, int]]] = []
-    row = 0
-    for feature, count in enumerate(state["count"].tolist()):
-        if before is None:
-            wanted = (
-                sorted({each for lower, upper, _ in quantiles.ranks(count) for each in (lower, upper)}) if count else []
-            )
-            prefixes: tuple[int, ...] = (0,)
-            places = [(rank, 0, rank) for rank in wanted]
-        else:
-            prefixes, places = before.prefixes[feature], list(before.places[feature])
-        sums = [np.cumsum(each) for each in state["bins"][row : row + len(prefixes)]]
-        row += len(prefixes)
-        keys = {}
-        for rank, index, inside in places:
-            digit = int(np.searchsorted(sums[index], inside, side="right"))
-            below = int(sums[index][digit - 1]) if digit else 0
-            keys[rank] = ((prefixes[index] << width) + digit, inside - below)
-        found.append(keys)
-    return (0 if before is None else before.known) + width, found
-
-
-def _next(quantiles: Quantiles, state: State, before: _NextDigit | None = None) -> Statistic | None:
-    if state["dtype"] is None:
-        return None
-    known, found = _found(quantiles, state, before)
-    if known == 8 * np.dtype(state["dtype"]).itemsize:
-        return None
-    prefixes = tuple(tuple(sorted({key for key, _ in keys.values()})) or (0,) for keys in found)
-    places = tuple(
-        tuple((rank, prefixes[feature].index(key), inside) for rank, (key, inside) in keys.items())
-        for feature, keys in enumerate(found)
-    )
-    counts, nans = tuple(state["count"].tolist()), tuple(state["nans"].tolist())
-    return _NextDigit(quantiles, state["dtype"], tuple(state["shape"]), known, prefixes, places, counts, nans)
-
-
-def _result(quantiles: Quantiles, state: State, before: _NextDigit | None = None) -> Numbers:
-    if state["dtype"] is None:
-        raise ValueError("there is no data: no batch had a sample.")
-    _, found = _found(quantiles, state, before)
-    columns = []
-    for count, nans, keys in zip(state["count"].tolist(), state["nans"].tolist(), found, strict=True):
-        ranks = quantiles.ranks(count) if count else []
-        if not count or (nans and quantiles.nan_policy == "propagate"):
-            columns.append([np.nan] * len(quantiles.wanted()))
-            continue
-        values = {rank: _value(key, state["dtype"]) for rank, (key, _) in keys.items()}
-        columns.append([_between(values[low], values[high], share, quantiles.dtype) for low, high, share in ranks])
-    one = not isinstance(quantiles.q, Sequence | np.ndarray)
-    table: Numbers = np.array(columns, quantiles.dtype).T.reshape(-1, *state["shape"])
-    return table.reshape(state["shape"]) if one else table
 
 
 def _between(low: Fraction | float, high: Fraction | float, share: Fraction, dtype: str) -> float:
