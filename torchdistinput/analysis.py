@@ -92,9 +92,9 @@ def analyze(
       data: as for ``Strategy.distribute_dataset``; also a tensor, an array, or a ``DistributedDataset``, whose step
         comes with the samples of this rank.
       spec: a dict of statistics by the name of a leaf: the key of a dict, the field of a named tuple or dataclass, or
-        the place in a tuple or list. Instead of a statistic a list of several, or ``(function, statistic)`` (or a list of them): the
-        function makes what is analysed of a batch, and the name is free. A single statistic, or list of them, is of
-        elements that are one leaf.
+        the place in a tuple or list. Instead of a statistic a list of several, or ``(function, statistic)`` (or a list
+        of them): the function makes what is analysed of a batch, and the name is free. A single statistic, or list of
+        them, is of elements that are one leaf.
       options: as for ``distribute_dataset``; batches stay on the CPU. Under policy OFF each rank's data counts.
       global_batch_size: samples of a step over all ranks; it has no effect on the result. Iterables of single samples
         need it. Without it map-style data and files are read 256 samples a worker and step, data in memory 8 MiB.

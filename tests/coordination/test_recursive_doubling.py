@@ -14,7 +14,7 @@ import pytest
 from tests.support.socket_ranks import channels, end_all, on_threads
 from torchdistinput.coordination.channel import ProcessGroupChannel
 from torchdistinput.coordination.exchanges import StartedExchange
-from torchdistinput.coordination.recursive_doubling import add_up, broadcast, spread
+from torchdistinput.coordination.recursive_doubling import add_up, broadcast, combine, spread
 from torchdistinput.errors import RankLost
 
 CASES = 1
@@ -36,7 +36,7 @@ class Play:
         dice = random.Random(seed)
         self.seed, self.num_ranks, self.leaver = seed, num_ranks, leaver
         self.schedule = [
-            (dice.choice(["sum", "sum", "text", "rows", "total", "first"]), dice.choice(SIZES))
+            (dice.choice(["sum", "sum", "text", "rows", "total", "first", "merge"]), dice.choice(SIZES))
             for _ in range(EXCHANGES)
         ]
         self.until = dice.randrange(EXCHANGES)
@@ -56,6 +56,10 @@ class Play:
         everyone = range(self.num_ranks)
         if kind == "text":
             return channel.gather(self.text(rank, number)), [self.text(each, number) for each in everyone]
+        if kind == "merge":
+            lines = [f"{each} {self.text(each, number)}".encode() for each in everyone]
+            merged = b"\n".join(sorted(lines))
+            return channel.collective(lambda group: combine(group, lines[rank], merge)), merged
         rows = [self.words(each, number, length) for each in everyone]
         with np.errstate(over="ignore"):
             total = np.sum(rows, axis=0)
@@ -90,6 +94,10 @@ class Play:
         except RankLost as error:
             return str(error)
         return "came to the end"
+
+
+def merge(one: bytes, other: bytes) -> bytes:
+    return b"\n".join(sorted([*one.split(b"\n"), *other.split(b"\n")]))
 
 
 def add(mine: Any, theirs: Any) -> None:

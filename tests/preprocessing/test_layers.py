@@ -135,6 +135,16 @@ def test_a_layer_runs_in_a_pipeline_and_in_a_model() -> None:
     assert torch.equal(mirrored.values[1](X), norm(X))
 
 
+def test_arrays_of_texts_are_learned_from_as_lists_are() -> None:
+    layers = [StringLookup(), StringLookup()]
+    layers[0].adapt(["a", "b", "a"])
+    layers[1].adapt(np.array([["a"], ["b"], ["a"]]))
+    assert layers[0].get_vocabulary() == layers[1].get_vocabulary() == ["[UNK]", "a", "b"]
+    assert Hashing(5, salt=1)(np.array("a")).shape == ()
+    with pytest.raises(TypeError, match="the data holds 3; str is needed"):
+        StringLookup().adapt(torch.tensor([3, 3]))
+
+
 def test_siphash_is_that_of_its_authors() -> None:
     # The test vector of the paper's appendix: the key 00 01 ... 0f, the message 00 01 ... 0e.
     key = tuple(int.from_bytes(bytes(range(start, start + 8)), "little") for start in (0, 8))

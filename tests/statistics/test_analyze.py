@@ -144,6 +144,32 @@ class Broken(Dataset[Any]):
         return torch.tensor([index], dtype=torch.float64 if self.kind == "dtype" and index > 9 else torch.float32)
 
 
+class Unsendable(Statistic):
+    """A statistic whose state is an object, which cannot be sent to another rank."""
+
+    def start(self) -> State:
+        return object()
+
+    def update(self, state: State, batch: Any) -> State:
+        del batch
+        return state
+
+    def merge(self, state: State, other: State) -> State:
+        del other
+        return state
+
+    def result(self, state: State) -> int:
+        del state
+        return 0
+
+
+def save_with_a_nan() -> None:
+    """The NaN waits for more numbers when the state is saved, on one rank only."""
+    with tdi.Analysis(Broken("nan"), Moments(nan_policy="raise"), global_batch_size=20) as analysis:
+        for _ in analysis:
+            analysis.state_dict()
+
+
 def errors_on_ranks() -> list[Any]:
     strategy = tdi.Strategy(["cpu"])
     rank = strategy.input_pipeline_id
@@ -159,6 +185,9 @@ def errors_on_ranks() -> list[Any]:
         found.append(raised(lambda: tdi.analyze({"x": torch.zeros(0, 3)}, {"x": Moments()})))
         found.append(raised(lambda: tdi.analyze(table(), {"x": Moments() if rank else Moments})))
         found.append(raised(lambda: tdi.analyze(table(), {"x": Moments() if rank else Covariance()})))
+        found.append(raised(save_with_a_nan))
+        if strategy.num_input_pipelines > 1:
+            found.append(raised(lambda: tdi.analyze(table(), {"x": Unsendable()})))
         # One sample: rank 1 has no data.
         assert tdi.analyze({"x": torch.ones(1, 2)}, {"x": Moments()})["x"].count.tolist() == [1, 1]
     return found
@@ -177,6 +206,8 @@ def test_errors_are_raised_on_all_ranks() -> None:
         ("ValueError", "there is no data"),
         ("TypeError", "rank 0: the spec holds <class"),
         ("RankDisagreement", "the ranks differ in spec"),
+        ("ValueError", ": 1 NaN and 0 infinite among 10 numbers"),
+        ("TypeError", "a state holds a object"),
     ]
     for text, (kind, part) in zip(told, expected, strict=True):
         assert text.startswith(kind), text

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from torchdistinput.preprocessing.hashes import buckets
-from torchdistinput.preprocessing.inputs import ints, strings
-from torchdistinput.preprocessing.layer import check_mode, encoded
+from torchdistinput.preprocessing.inputs import holds_strings, ints, strings
+from torchdistinput.preprocessing.layer import as_vectors, check_mode
 
 __all__ = ["CategoryEncoding", "Hashing", "salt_of"]
 
@@ -67,7 +67,7 @@ class CategoryEncoding(nn.Module):
         if count_weights is not None and self.output_mode != "count":
             raise ValueError(f'CategoryEncoding: count_weights need output_mode="count", not {self.output_mode!r}.')
         weights = None if count_weights is None else torch.as_tensor(count_weights, device=ids.device)
-        return encoded(ids, self.output_mode, self.num_tokens, weights=weights, dtype=self.dtype)
+        return as_vectors(ids, self.output_mode, self.num_tokens, weights=weights, dtype=self.dtype)
 
 
 def dtype_of(dtype: str | torch.dtype) -> torch.dtype:
@@ -136,18 +136,17 @@ class Hashing(nn.Module):
           ImportError: FarmHash is needed, and not installed.
         """
         device = inputs.device if isinstance(inputs, Tensor) else None
-        first = np.asarray(inputs).reshape(-1)[:1] if not isinstance(inputs, Tensor) else None
-        if first is not None and (not first.size or isinstance(first[0], str)):
+        if holds_strings(inputs):
             flat, shape = strings(inputs, "Hashing")
         else:
-            numbers = ints(inputs, "Hashing")
-            flat, shape = [str(each) for each in numbers.reshape(-1).tolist()], tuple(numbers.shape)
+            ids = ints(inputs, "Hashing")
+            flat, shape = [str(each) for each in ids.reshape(-1).tolist()], tuple(ids.shape)
         masked = None if self.mask_value is None else str(self.mask_value)
         others = self.num_bins if masked is None else max(1, self.num_bins - 1)
         found = buckets(flat, others, self.salt)
         if masked is not None:
             found = np.where([each == masked for each in flat], 0, found + min(1, self.num_bins - 1))
-        ids = torch.from_numpy(found).reshape(shape).to(device)
+        bins = torch.from_numpy(found).reshape(shape).to(device)
         if self.output_mode == "int":
-            return ids.to(self.dtype)
-        return encoded(ids, self.output_mode, self.num_bins, dtype=self.dtype)
+            return bins.to(self.dtype)
+        return as_vectors(bins, self.output_mode, self.num_bins, dtype=self.dtype)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["ints", "nested", "numbers", "strings"]
+__all__ = ["holds_strings", "ints", "nested", "numbers", "strings"]
 
 
 def numbers(inputs: Any, layer: str) -> Tensor:
@@ -39,6 +39,15 @@ def ints(inputs: Any, layer: str) -> Tensor:
             raise TypeError(f"{layer}: the input is {found.dtype}; ints are needed, as a fraction would be lost.")
         return found.to(torch.int64)  # an empty list has no type
     return found.to(torch.int64)
+
+
+def holds_strings(inputs: Any) -> bool:
+    """Whether the first value of the input is a string; an empty list may be one of strings."""
+    while isinstance(inputs, list | tuple) or (isinstance(inputs, np.ndarray) and inputs.ndim):
+        if not len(inputs):
+            return True
+        inputs = inputs[0]
+    return isinstance(inputs.item() if isinstance(inputs, np.ndarray) else inputs, str)
 
 
 def strings(inputs: Any, layer: str) -> tuple[list[str], tuple[int, ...]]:

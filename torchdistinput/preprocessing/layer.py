@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from functools import partial
+from itertools import chain
 from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 from torchdistinput.analysis import analyze
 from torchdistinput.dataset import DistributedDataset
+from torchdistinput.strategy import Strategy
 
-__all__ = ["OUTPUT_MODES", "check_mode", "encoded", "learned"]
+__all__ = ["OUTPUT_MODES", "as_it_is", "as_vectors", "check_mode", "learn_from"]
 
 _TEXTS: Final = 1024  # texts of a step
+
+_KNOWN: Final = (Tensor, np.ndarray, DataLoader, Dataset, DistributedDataset)
+"""What ``analyze`` takes as it is, beside iterables."""
 
 OUTPUT_MODES: Final = ("int", "one_hot", "multi_hot", "count", "tf_idf")
 
@@ -32,37 +38,17 @@ def check_mode(layer: str, mode: object, *, allowed: tuple[str, ...], sparse: ob
         raise ValueError(f"{layer}: sparse outputs are not offered; the dense output can be made sparse.")
 
 
-class _Rows(Dataset[Any]):
-    """A list as a map-style dataset of its items."""
-
-    def __init__(self, rows: Any) -> None:
-        self.rows = rows
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.rows[index]
+def as_it_is(batch: Any) -> Any:
+    """The whole batch, for a spec of ``analyze``."""
+    return batch
 
 
-class _RowsOfBatches(IterableDataset[Any]):
-    """The rows of ready batches, one by one: texts, or nested lists of them."""
-
-    def __init__(self, batches: Iterable[Any]) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in self.batches:
-            yield from batch
-
-
-def learned(
-    layer: str, data: Any, spec: Mapping[str, Any], *, of_texts: bool = False, strategy: Any = None
+def learn_from(
+    data: Any, spec: Mapping[str, Any], *, of_texts: bool = False, strategy: Strategy | None = None
 ) -> dict[str, Any]:
     """The results of ``analyze`` for a layer. Collective: every rank calls this.
 
     Args:
-      layer: the name of the layer, for messages.
       data: a tensor, an array or a list: its rows are samples. A ``DataLoader``, dataset or iterable: its elements are
         batches, which are one leaf. A ``DistributedDataset`` as it is.
       spec: names, functions of a batch and statistics.
@@ -73,15 +59,17 @@ def learned(
       ValueError: there is no batch, or what a statistic refuses.
     """
     collate, size = None, None
-    if isinstance(data, list | tuple) or (isinstance(data, np.ndarray) and data.dtype.kind not in "biuf"):
-        data, collate = _Rows(data), list
-    elif of_texts and isinstance(data, Iterable) and not isinstance(data, DataLoader | Dataset | DistributedDataset):
-        data, collate, size = _RowsOfBatches(data), list, _TEXTS
+    if isinstance(data, np.ndarray) and data.dtype.kind not in "biuf":
+        data = data.tolist()
+    if isinstance(data, list | tuple):
+        data = DataLoader(data, _TEXTS, collate_fn=list)  # type: ignore[arg-type] # a list is a dataset
+    elif of_texts and isinstance(data, Iterable) and not isinstance(data, _KNOWN):
+        data, collate, size = partial(chain.from_iterable, data), list, _TEXTS
     found: dict[str, Any] = analyze(data, spec, collate_fn=collate, global_batch_size=size, strategy=strategy)
     return found
 
 
-def encoded(ids: Tensor, mode: str, depth: int, *, weights: Tensor | None = None, dtype: torch.dtype) -> Tensor:
+def as_vectors(ids: Tensor, mode: str, depth: int, *, weights: Tensor | None = None, dtype: torch.dtype) -> Tensor:
     """Ids in an output mode other than "int"; negative ids count for nothing.
 
     Args:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import chain
 from typing import Any, final
 
 import numpy as np
@@ -12,15 +11,16 @@ from torch import Tensor, nn
 
 from torchdistinput.preprocessing.categories import salt_of
 from torchdistinput.preprocessing.inputs import ints, nested, strings
-from torchdistinput.preprocessing.layer import check_mode
+from torchdistinput.preprocessing.layer import as_it_is
 from torchdistinput.preprocessing.vocabulary import Settings, Vocabulary
 from torchdistinput.sources.files.dataset import FileDataset
 from torchdistinput.sources.files.formats.readers import text_lines
+from torchdistinput.strategy import Strategy
 
 __all__ = ["IntegerLookup", "StringLookup", "rows_of_texts", "started"]
 
 
-def started(settings: Settings, vocabulary: Any, idf_weights: Any, convert: type[str | int]) -> Vocabulary | None:
+def started(settings: Settings, vocabulary: Any, idf_weights: Any) -> Vocabulary | None:
     """The vocabulary that a constructor was given: a sequence, or the path of a file with one term in each line.
 
     Raises:
@@ -32,13 +32,13 @@ def started(settings: Settings, vocabulary: Any, idf_weights: Any, convert: type
             raise ValueError(f'{settings.layer}: idf_weights need output_mode="tf_idf".')
         return None
     if isinstance(vocabulary, str):
-        vocabulary = [convert(line) for line in FileDataset([vocabulary], text_lines)]
+        vocabulary = [settings.kind(line) for line in FileDataset([vocabulary], text_lines)]
     tokens = vocabulary.tolist() if isinstance(vocabulary, Tensor | np.ndarray) else list(vocabulary)
     tokens = [int(each) if isinstance(each, np.integer) else each for each in tokens]
     special = set(settings.special_tokens)
-    wrong = [each for each in tokens if type(each) is not convert and each not in special]
+    wrong = [each for each in tokens if type(each) is not settings.kind and each not in special]
     if wrong:
-        raise TypeError(f"{settings.layer}: the vocabulary holds {wrong[0]!r:.60}; {convert.__name__} is needed.")
+        raise TypeError(f"{settings.layer}: the vocabulary holds {wrong[0]!r:.60}; {settings.kind.__name__} is needed.")
     weights = idf_weights.tolist() if isinstance(idf_weights, Tensor | np.ndarray) else idf_weights
     return Vocabulary.given(settings, tokens, weights)
 
@@ -64,13 +64,8 @@ def _rows_of_ints(batch: Any) -> list[Any]:
     return [row.reshape(-1).tolist() for row in values]
 
 
-def _plain_ints(batch: Any) -> Any:
-    values = np.asarray(batch)
-    return values.astype(np.int64) if values.dtype == object else values
-
-
 class _Lookup(nn.Module):
-    """The state of a lookup layer: its vocabulary, fixed or learned."""
+    """What both lookup layers are: a module with a vocabulary, which is given or learned, and saved."""
 
     def __init__(self, settings: Settings, vocabulary: Vocabulary | None) -> None:
         super().__init__()
@@ -84,7 +79,7 @@ class _Lookup(nn.Module):
         rows_of: Callable[[Any], list[Any]],
         *,
         tokens_of: Callable[[Any], Any] | None = None,
-        strategy: Any = None,
+        strategy: Strategy | None = None,
     ) -> None:
         """Learns the vocabulary of data; see ``Vocabulary.learned``. Collective: every rank calls this.
 
@@ -95,8 +90,8 @@ class _Lookup(nn.Module):
             raise ValueError(f"{self.settings.layer}: the vocabulary was given; there is nothing to learn.")
         self._vocabulary = Vocabulary.learned(self.settings, data, tokens_of or rows_of, rows_of, strategy=strategy)
 
-    def table(self) -> Vocabulary:
-        """The vocabulary.
+    def vocabulary(self) -> Vocabulary:
+        """What the layer looks values up in.
 
         Raises:
           RuntimeError: nothing was learned yet.
@@ -183,33 +178,34 @@ class StringLookup(_Lookup):
             raise ValueError(f"StringLookup: encoding={encoding!r}; strings of Python are read as utf-8.")
         if oov_method not in ("floormod", "farmhash"):
             raise ValueError(f"StringLookup: oov_method={oov_method!r}; it must be 'floormod' or 'farmhash'.")
-        check_mode("StringLookup", "int", allowed=("int",), sparse=sparse)
         settings = Settings(
-            "StringLookup",
-            max_tokens,
-            num_oov_indices,
-            mask_token,
-            oov_token,
-            output_mode,
-            pad_to_max_tokens,
-            invert,
-            salt_of("StringLookup", salt),
-            hashes_ints=True,
+            layer="StringLookup",
+            kind=str,
+            max_tokens=max_tokens,
+            num_oov_indices=num_oov_indices,
+            mask_token=mask_token,
+            oov_token=oov_token,
+            output_mode=output_mode,
+            pad_to_max_tokens=pad_to_max_tokens,
+            invert=invert,
+            sparse=sparse,
+            hashes=True,
+            salt=salt_of("StringLookup", salt),
         )
-        super().__init__(settings, started(settings, vocabulary, idf_weights, str))
+        super().__init__(settings, started(settings, vocabulary, idf_weights))
 
-    def adapt(self, data: Any, *, strategy: Any = None) -> None:
+    def adapt(self, data: Any, *, strategy: Strategy | None = None) -> None:
         """Learns the vocabulary; what was learned before is forgotten. Collective: every rank calls this.
 
         Args:
-          data: see ``layer.learned``.
+          data: see ``layer.learn_from``.
           strategy: the ranks; see ``analyze``.
 
         Raises:
           ValueError: the vocabulary was given.
           TypeError: the data holds no strings.
         """
-        self.learn(data, rows_of_texts, tokens_of=_only_texts, strategy=strategy)
+        self.learn(data, rows_of_texts, tokens_of=as_it_is, strategy=strategy)
 
     def forward(self, inputs: Any) -> Any:
         """Indices or vectors, by the output mode; with ``invert`` nested lists of strings. Local.
@@ -222,20 +218,12 @@ class StringLookup(_Lookup):
           ValueError: a string is not in the vocabulary, and ``num_oov_indices`` is 0; it is named.
           TypeError: the input is of another type.
         """
-        table = self.table()
+        vocabulary = self.vocabulary()
         if self.settings.invert:
             ids = ints(inputs, "StringLookup")
-            return nested(table.values_at(ids), ids.shape)
+            return nested(vocabulary.values_at(ids), ids.shape)
         flat, shape = strings(inputs, "StringLookup")
-        return table.output(table.ids_of_texts(flat).reshape(shape))
-
-
-def _only_texts(batch: Any) -> Any:
-    """The strings of a batch, whose rows may have different lengths."""
-    flat = list(batch)
-    while flat and not isinstance(flat[0], str) and isinstance(flat[0], list | tuple | np.ndarray):
-        flat = list(chain.from_iterable(flat))
-    return strings(flat, "StringLookup")[0]
+        return vocabulary.output(vocabulary.ids_of_texts(flat).reshape(shape))
 
 
 @final
@@ -284,24 +272,25 @@ class IntegerLookup(_Lookup):
             raise ValueError(f"IntegerLookup: oov_method={oov_method!r}; it must be 'floormod' or 'farmhash'.")
         if salt is not None and oov_method != "farmhash":
             raise ValueError('IntegerLookup: salt needs oov_method="farmhash".')
-        check_mode("IntegerLookup", "int", allowed=("int",), sparse=sparse)
         settings = Settings(
-            "IntegerLookup",
-            max_tokens,
-            num_oov_indices,
-            mask_token,
-            oov_token,
-            output_mode,
-            pad_to_max_tokens,
-            invert,
-            salt_of("IntegerLookup", salt),
-            hashes_ints=oov_method == "farmhash",
+            layer="IntegerLookup",
+            kind=int,
+            max_tokens=max_tokens,
+            num_oov_indices=num_oov_indices,
+            mask_token=mask_token,
+            oov_token=oov_token,
+            output_mode=output_mode,
+            pad_to_max_tokens=pad_to_max_tokens,
+            invert=invert,
+            sparse=sparse,
+            hashes=oov_method == "farmhash",
+            salt=salt_of("IntegerLookup", salt),
         )
-        super().__init__(settings, started(settings, vocabulary, idf_weights, int))
+        super().__init__(settings, started(settings, vocabulary, idf_weights))
 
-    def adapt(self, data: Any, *, strategy: Any = None) -> None:
+    def adapt(self, data: Any, *, strategy: Strategy | None = None) -> None:
         """Learns the vocabulary; see ``StringLookup.adapt``. Collective: every rank calls this."""
-        self.learn(data, _rows_of_ints, tokens_of=_plain_ints, strategy=strategy)
+        self.learn(data, _rows_of_ints, tokens_of=as_it_is, strategy=strategy)
 
     def forward(self, inputs: Any) -> Tensor:
         """Indices or vectors, by the output mode; with ``invert`` ints. Local.
@@ -311,8 +300,10 @@ class IntegerLookup(_Lookup):
           ValueError: an int is not in the vocabulary, and ``num_oov_indices`` is 0; it is named.
           TypeError: the input holds no ints.
         """
-        table = self.table()
+        vocabulary = self.vocabulary()
         values = ints(inputs, "IntegerLookup")
         if self.settings.invert:
-            return torch.tensor(table.values_at(values), dtype=torch.int64, device=values.device).reshape(values.shape)
-        return table.output(table.ids_of_ints(values))
+            return torch.tensor(vocabulary.values_at(values), dtype=torch.int64, device=values.device).reshape(
+                values.shape
+            )
+        return vocabulary.output(vocabulary.ids_of_ints(values))

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from torchdistinput.analysis import chosen_strategy
 from torchdistinput.preprocessing.inputs import numbers
-from torchdistinput.preprocessing.layer import check_mode, encoded, learned
+from torchdistinput.preprocessing.layer import as_it_is, as_vectors, check_mode, learn_from
 from torchdistinput.statistics import Counts, Moments, Quantiles
+from torchdistinput.strategy import Strategy
 
 __all__ = ["Discretization", "Normalization"]
 
@@ -60,11 +61,11 @@ class Normalization(nn.Module):
         if self.variance is not None and bool((self.variance < 0).any()):
             raise ValueError(f"Normalization: a variance is {float(self.variance.min())}; it must be 0 or more.")
 
-    def adapt(self, data: Any, *, strategy: Any = None) -> None:
+    def adapt(self, data: Any, *, strategy: Strategy | None = None) -> None:
         """Learns mean and variance, exactly. Collective: every rank calls this with the same data.
 
         Args:
-          data: see ``layer.learned``: a tensor or array of samples, or batches.
+          data: see ``layer.learn_from``: a tensor or array of samples, or batches.
           strategy: the ranks; see ``analyze``.
 
         Raises:
@@ -94,7 +95,7 @@ class Normalization(nn.Module):
 
         moments = Moments(axis=shifted or None, dtype="float32")
         spec = {"x": (select, moments), "dims": (lambda batch: [numbers(batch, "Normalization").dim()], Counts())}
-        found = learned("Normalization", data, spec, strategy=used)
+        found = learn_from(data, spec, strategy=used)
         self._dims = max(found["dims"].values) - added
         self._set(found["x"].mean, found["x"].variance)
 
@@ -117,21 +118,22 @@ class Normalization(nn.Module):
         scale = variance.sqrt().clamp_min(_LEAST_STD)
         return mean + x * scale if self.invert else (x - mean) / scale
 
-    def _along(self, learned_numbers: Tensor, x: Tensor) -> Tensor:
-        if not learned_numbers.dim():
-            return learned_numbers
-        kept = [each + x.dim() if each < 0 else each for each in self.axis][-learned_numbers.dim() :]
+    def _along(self, features: Tensor, x: Tensor) -> Tensor:
+        """The numbers of the features in a shape that broadcasts with ``x``."""
+        if not features.dim():
+            return features
+        kept = [each + x.dim() if each < 0 else each for each in self.axis][-features.dim() :]
         shape = [1] * x.dim()
         wanted = [x.shape[each] if 0 <= each < x.dim() else -1 for each in kept]
-        if wanted != list(learned_numbers.shape) and learned_numbers.numel() > 1:
+        if wanted != list(features.shape) and features.numel() > 1:
             raise ValueError(
                 f"Normalization: the input has shape {tuple(x.shape)}, so axis={self.axis} is {wanted} wide; the mean "
-                f"has shape {list(learned_numbers.shape)}."
+                f"has shape {list(features.shape)}."
             )
-        for each, size in zip(kept, learned_numbers.shape, strict=True):
+        for each, size in zip(kept, features.shape, strict=True):
             if 0 <= each < x.dim():
                 shape[each] = size
-        return learned_numbers.reshape(shape)
+        return features.reshape(shape)
 
     def get_extra_state(self) -> dict[str, Any]:
         """What was learned, for ``state_dict``."""
@@ -141,10 +143,6 @@ class Normalization(nn.Module):
         """Takes over what was learned, from ``load_state_dict``."""
         self._dims = state["dims"]
         self._set(state["mean"], state["variance"])
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
 
 
 @final
@@ -188,13 +186,13 @@ class Discretization(nn.Module):
             raise ValueError(f"Discretization: the boundaries {found.tolist()!r:.80} do not rise.")
         self.register_buffer("bin_boundaries", found, persistent=False)
 
-    def adapt(self, data: Any, *, strategy: Any = None) -> None:
+    def adapt(self, data: Any, *, strategy: Strategy | None = None) -> None:
         """Learns the boundaries: exact quantiles ``k / num_bins``. Collective: every rank calls this.
 
         The quantile is interpolated in the rank, counted from 1, as Keras's rule is.
 
         Args:
-          data: see ``layer.learned``.
+          data: see ``layer.learn_from``.
           strategy: the ranks; see ``analyze``.
 
         Raises:
@@ -204,7 +202,7 @@ class Discretization(nn.Module):
             raise ValueError("Discretization: bin_boundaries were given; there is nothing to learn.")
         q = [Fraction(each, self.num_bins) for each in range(1, self.num_bins)]
         quantiles = Quantiles(q, axis=None, method="interpolated_inverted_cdf", dtype="float32", nan_policy="omit")
-        self._set(learned("Discretization", data, {"x": (_as_it_is, quantiles)}, strategy=strategy)["x"])
+        self._set(learn_from(data, {"x": (as_it_is, quantiles)}, strategy=strategy)["x"])
 
     def forward(self, inputs: Any) -> Tensor:
         """The bins, in the output mode. Local.
@@ -221,7 +219,7 @@ class Discretization(nn.Module):
         bins = torch.where(x.isnan(), len(self.bin_boundaries), bins)
         if self.output_mode == "int":
             return bins.to(torch.int32)
-        return encoded(bins, self.output_mode, len(self.bin_boundaries) + 1, dtype=torch.float32)
+        return as_vectors(bins, self.output_mode, len(self.bin_boundaries) + 1, dtype=torch.float32)
 
     def get_extra_state(self) -> dict[str, Any]:
         """What was learned, for ``state_dict``."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torchdistinput.preprocessing.inputs import strings
 from torchdistinput.preprocessing.layer import check_mode
 from torchdistinput.preprocessing.lookup import StringLookup
+from torchdistinput.strategy import Strategy
 
 __all__ = ["TextVectorization"]
 
@@ -101,9 +102,9 @@ class TextVectorization(nn.Module):
             encoding=encoding,
         )
 
-    def adapt(self, data: Any, *, strategy: Any = None) -> None:
+    def adapt(self, data: Any, *, strategy: Strategy | None = None) -> None:
         """Learns the vocabulary; see ``StringLookup.adapt``. Collective: every rank calls this."""
-        self.lookup.learn(data, self._rows, strategy=strategy)
+        self.lookup.learn(data, lambda batch: self._rows(batch)[0], strategy=strategy)
 
     def get_vocabulary(self, include_special_tokens: bool = True) -> list[str]:  # noqa: FBT001, FBT002 - as Keras
         """The tokens by index. Local."""
@@ -122,8 +123,8 @@ class TextVectorization(nn.Module):
         """With ``"tf_idf"``, the weight of each token, float32."""
         return self.lookup.idf_weights
 
-    def _rows(self, inputs: Any) -> list[list[str]]:
-        """The tokens of each text; of rank 2 without ``split``, those of each row."""
+    def _rows(self, inputs: Any) -> tuple[list[list[str]], tuple[int, ...]]:
+        """The tokens of each text (of rank 2 without ``split``, of each row), and the shape of the input."""
         flat, shape = strings(inputs, "TextVectorization")
         if self.split is not None and (len(shape) > 2 or (len(shape) == 2 and shape[1] != 1)):
             raise ValueError(
@@ -137,7 +138,9 @@ class TextVectorization(nn.Module):
         else:
             split = self.split if callable(self.split) else _SPLIT[self.split]
             rows = [split(text) for text in texts]
-        return rows if self.widths is None else [_joined(row, self.widths) for row in rows]
+        if self.widths is not None:
+            rows = [_joined(row, self.widths) for row in rows]
+        return rows, shape
 
     def _standard(self, text: str) -> str:
         if callable(self.standardize):
@@ -157,17 +160,16 @@ class TextVectorization(nn.Module):
           TypeError: the input holds no strings.
           ValueError: the shape does not fit.
         """
-        table = self.lookup.table()
-        rows = self._rows(inputs)
-        shape = strings(inputs, "TextVectorization")[1]
-        ids = table.ids_of_texts(list(chain.from_iterable(rows)))
+        vocabulary = self.lookup.vocabulary()
+        rows, shape = self._rows(inputs)
+        ids = vocabulary.ids_of_texts(list(chain.from_iterable(rows)))
         lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
         longest = int(lengths.max()) if len(rows) else 0
         padding = 0 if self.output_mode == "int" else -1
         found = torch.full((len(rows), longest), padding, dtype=torch.int64)
         found[torch.arange(longest) < lengths.unsqueeze(1)] = ids
         if self.output_mode != "int":
-            found = table.output(found)
+            found = vocabulary.output(found)
             return found if shape else found[0]
         if self.output_sequence_length is not None:
             found = found[:, : self.output_sequence_length]

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from torchdistinput.preprocessing.hashes import buckets
-from torchdistinput.preprocessing.layer import OUTPUT_MODES, check_mode, encoded, learned
-from torchdistinput.statistics import Counts, CountsResult
+from torchdistinput.preprocessing.layer import OUTPUT_MODES, as_vectors, check_mode, learn_from
+from torchdistinput.statistics import Counts, CountsResult, State, Statistic
+from torchdistinput.strategy import Strategy
 
 __all__ = ["Settings", "Vocabulary"]
 
@@ -26,15 +27,21 @@ _NOWHERE: Final = -1
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Settings:
     """What a lookup layer was constructed with; see ``StringLookup``.
+
+    Args:
+      layer: its name, for messages.
+      kind: the type of its values.
+      hashes: whether several OOV indices are chosen by a hash; else by the remainder of the value.
 
     Raises:
       ValueError: arguments contradict each other.
     """
 
     layer: str
+    kind: type[str | int]
     max_tokens: int | None
     num_oov_indices: int
     mask_token: Any
@@ -42,11 +49,12 @@ class Settings:
     output_mode: str
     pad_to_max_tokens: bool
     invert: bool
+    sparse: bool
+    hashes: bool
     salt: tuple[int, int] | None
-    hashes_ints: bool
 
     def __post_init__(self) -> None:
-        check_mode(self.layer, self.output_mode, allowed=OUTPUT_MODES)
+        check_mode(self.layer, self.output_mode, allowed=OUTPUT_MODES, sparse=self.sparse)
         if self.num_oov_indices < 0:
             raise ValueError(f"{self.layer}: num_oov_indices={self.num_oov_indices}; it must be 0 or more.")
         if self.max_tokens is not None and self.max_tokens <= 1:
@@ -74,6 +82,43 @@ class Settings:
 
 
 @final
+@dataclass(frozen=True)
+class _DocumentsResult:
+    """What ``_Documents`` found.
+
+    Args:
+      tokens: how often each token occurs.
+      documents: in how many documents each token occurs.
+      number: how many documents there are.
+    """
+
+    tokens: CountsResult
+    documents: CountsResult
+    number: int
+
+
+@final
+@dataclass(frozen=True)
+class _Documents(Statistic):
+    """Counts of tokens, and of the documents that they are in; a batch is a list of documents, which are lists."""
+
+    def start(self) -> State:
+        return {"tokens": Counts().start(), "documents": Counts().start(), "number": 0}
+
+    def update(self, state: State, batch: Any) -> State:
+        tokens = Counts().update(state["tokens"], batch)
+        documents = Counts().update(state["documents"], [list(set(document)) for document in batch])
+        return {"tokens": tokens, "documents": documents, "number": state["number"] + len(batch)}
+
+    def merge(self, state: State, other: State) -> State:
+        both = {name: Counts().merge(state[name], other[name]) for name in ("tokens", "documents")}
+        return {**both, "number": state["number"] + other["number"]}
+
+    def result(self, state: State) -> _DocumentsResult:
+        return _DocumentsResult(Counts().result(state["tokens"]), Counts().result(state["documents"]), state["number"])
+
+
+@final
 class Vocabulary:
     """The terms of a lookup layer, and their weights.
 
@@ -89,7 +134,6 @@ class Vocabulary:
     def __init__(self, settings: Settings, terms: Sequence[Any], idf_weights: Sequence[float] | None) -> None:
         self.settings, self.terms = settings, list(terms)
         layer, first = settings.layer, len(settings.special_tokens)
-        self._first = first
         if len(set(self.terms)) < len(self.terms):
             twice = next(each for place, each in enumerate(self.terms) if each in self.terms[:place])
             raise ValueError(f"{layer}: the vocabulary has the term {twice!r} more than once.")
@@ -150,33 +194,32 @@ class Vocabulary:
         tokens_of: Callable[[Any], Any],
         rows_of: Callable[[Any], list[Any]],
         *,
-        strategy: Any = None,
+        strategy: Strategy | None = None,
     ) -> Vocabulary:
         """The vocabulary of data. Collective: every rank calls this.
 
         Args:
           settings: what the layer was constructed with.
-          data: see ``layer.learned``.
+          data: see ``layer.learn_from``.
           tokens_of: the tokens of a batch, as ``Counts`` takes them.
           rows_of: the tokens of each document of a batch.
           strategy: the ranks.
         """
-        spec: dict[str, Any] = {"terms": (tokens_of, Counts())}
-        if settings.output_mode == "tf_idf":
-            spec["documents"] = (lambda batch: [list(set(row)) for row in rows_of(batch)], Counts())
-            spec["number"] = (lambda batch: np.zeros(len(rows_of(batch)), np.int8), Counts())
-        found: dict[str, CountsResult] = learned(
-            settings.layer, data, spec, of_texts=settings.layer == "StringLookup", strategy=strategy
-        )
+        weighs = settings.output_mode == "tf_idf"
+        spec = {"found": (rows_of, _Documents()) if weighs else (tokens_of, Counts())}
+        found = learn_from(data, spec, of_texts=settings.kind is str, strategy=strategy)["found"]
+        counted = found.tokens if weighs else found
         special = {settings.mask_token, settings.oov_token}
-        terms = [term for term in found["terms"].values if term not in special]
+        terms = [term for term in counted.values if term not in special]
+        wrong = [term for term in terms[:1] if not isinstance(term, settings.kind)]  # all have one type
+        if wrong:
+            raise TypeError(f"{settings.layer}: the data holds {wrong[0]!r:.60}; {settings.kind.__name__} is needed.")
         if settings.max_tokens is not None:
             terms = terms[: settings.max_tokens - len(settings.special_tokens)]
-        if settings.output_mode != "tf_idf":
+        if not weighs:
             return cls(settings, terms, None)
-        number = found["number"].total
-        inside = dict(zip(found["documents"].values, found["documents"].counts, strict=True))
-        weights = [math.log(1 + number / (1 + inside[term])) for term in terms]
+        inside = dict(zip(found.documents.values, found.documents.counts, strict=True))
+        weights = [math.log(1 + found.number / (1 + inside[term])) for term in terms]
         average = math.fsum(weights) / len(weights) if weights else 0.0
         return cls(settings, terms, [average] * len(settings.special_tokens) + weights)
 
@@ -247,7 +290,7 @@ class Vocabulary:
 
     def _oov_of_ints(self, values: Tensor) -> Tensor:
         number = self.settings.num_oov_indices
-        if number == 1 or not self.settings.hashes_ints:
+        if number == 1 or not self.settings.hashes:
             return torch.remainder(values, number)
         hashed = buckets([str(each) for each in values.reshape(-1).tolist()], number, self.settings.salt)
         return torch.from_numpy(hashed).reshape(values.shape).to(values.device)
@@ -258,8 +301,8 @@ class Vocabulary:
         if mode == "int":
             return ids
         if mode == "tf_idf" and self.weights is not None:
-            return encoded(ids, "count", self.depth, dtype=torch.float32) * self.weights.to(ids.device)
-        return encoded(ids, mode, self.depth, dtype=torch.int64)
+            return as_vectors(ids, "count", self.depth, dtype=torch.float32) * self.weights.to(ids.device)
+        return as_vectors(ids, mode, self.depth, dtype=torch.int64)
 
     def values_at(self, ids: Tensor) -> list[Any]:
         """The tokens at indices; the OOV token where there is none."""
