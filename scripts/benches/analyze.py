@@ -22,6 +22,7 @@ from torchdistinput.statistics import Counts, Moments, Quantiles
 __all__ = ["tables"]
 
 RATE = "million a second"
+MOMENTS, QUANTILES = "moments", "moments and quantiles"
 Q = [0.01, 0.5, 0.99]
 SORTED, ONE_PASS = "NumPy: mean, var, quantile (a sort)", "NumPy: mean, var"
 SKETCH, EXACT = "Ray Data, ApproximateQuantile", "Ray Data, Quantile"
@@ -41,21 +42,21 @@ def numbers(count: int) -> Any:
     return np.random.default_rng(0).standard_normal(count, np.float32)
 
 
-def ours(count: int, *, quantiles: bool) -> Measured:
+def ours(count: int, what: str) -> Measured:
     """Exact moments, and exact quantiles too."""
     data = torch.from_numpy(numbers(count))
-    spec = [Moments(), Quantiles(Q)] if quantiles else [Moments()]
+    spec = [Moments(), Quantiles(Q)] if what == QUANTILES else [Moments()]
     return measured(count, lambda: tdi.analyze(data, spec))
 
 
-def by_numpy(count: int, *, quantiles: bool) -> Measured:
+def by_numpy(count: int, what: str) -> Measured:
     """All at once in memory; the sums are rounded."""
     data = numbers(count)
 
     def call() -> None:
         data.mean(dtype=np.float64)
         data.var(dtype=np.float64)
-        if quantiles:
+        if what == QUANTILES:
             np.quantile(data, Q)
 
     return measured(count, call)
@@ -110,34 +111,38 @@ def ray_counts(count: int) -> Measured:
     return found
 
 
-def lookup(count: int, *, layer: bool) -> Measured:
-    """Batches of 100,000 words."""
+def texts(count: int) -> tuple[list[list[str]], list[str]]:
+    """Batches of 100,000 words, and the 50,000 most frequent ones."""
     data = words(count)
     terms = [term for term, _ in Counter(data).most_common(50_000)]
-    batches = [data[start : start + 100_000] for start in range(0, count, 100_000)]
+    return [data[start : start + 100_000] for start in range(0, count, 100_000)], terms
+
+
+def lookup(count: int) -> Measured:
+    """The layer."""
+    batches, terms = texts(count)
     table = StringLookup(vocabulary=terms)
+    return measured(count, lambda: [table(batch) for batch in batches])
+
+
+def dict_lookup(count: int) -> Measured:
+    """By hand."""
+    batches, terms = texts(count)
     places = {term: place for place, term in enumerate(terms, 1)}
-    if layer:
-        return measured(count, lambda: [table(batch) for batch in batches])
     return measured(count, lambda: [torch.tensor([places.get(word, 0) for word in batch]) for batch in batches])
 
 
 def keras_lookup(count: int) -> Measured:
-    """The same by Keras: lists become tensors of strings."""
+    """By Keras: lists become tensors of strings."""
     os.environ["KERAS_BACKEND"] = "tensorflow"
     tensorflow, layers = peer("tensorflow"), peer("keras.layers")
-    data = words(count)
-    table = layers.StringLookup(vocabulary=[term for term, _ in Counter(data).most_common(50_000)])
-    batches = [data[start : start + 100_000] for start in range(0, count, 100_000)]
+    batches, terms = texts(count)
+    table = layers.StringLookup(vocabulary=terms)
     return measured(count, lambda: [table(tensorflow.constant(batch)).numpy() for batch in batches])
 
 
-def keras_normalize(count: int) -> Measured:
-    """``adapt`` and a call, in batches of 64 numbers a row."""
-    os.environ["KERAS_BACKEND"] = "tensorflow"
-    layers = peer("keras.layers")
-    data = numbers(count).reshape(-1, 64)
-    layer = layers.Normalization()
+def adapted(count: int, layer: Any, data: Any) -> Measured:
+    """``adapt`` and calls, in rows of 64 numbers."""
 
     def call() -> None:
         layer.adapt(data)
@@ -148,46 +153,14 @@ def keras_normalize(count: int) -> Measured:
 
 
 def normalize(count: int) -> Measured:
-    """The same by ours."""
-    data = torch.from_numpy(numbers(count).reshape(-1, 64))
-    layer = Normalization()
-
-    def call() -> None:
-        layer.adapt(data)
-        for start in range(0, len(data), 4096):
-            layer(data[start : start + 4096])
-
-    return measured(count, call)
-
-
-def our_moments(count: int) -> Measured:
-    """Moments alone."""
-    return ours(count, quantiles=False)
-
-
-def our_quantiles(count: int) -> Measured:
-    """Moments and quantiles."""
-    return ours(count, quantiles=True)
-
-
-def numpy_moments(count: int) -> Measured:
-    """Mean and variance."""
-    return by_numpy(count, quantiles=False)
-
-
-def numpy_quantiles(count: int) -> Measured:
-    """Quantiles too."""
-    return by_numpy(count, quantiles=True)
-
-
-def layer_lookup(count: int) -> Measured:
     """The layer."""
-    return lookup(count, layer=True)
+    return adapted(count, Normalization(), torch.from_numpy(numbers(count).reshape(-1, 64)))
 
 
-def dict_lookup(count: int) -> Measured:
-    """By hand."""
-    return lookup(count, layer=False)
+def keras_normalize(count: int) -> Measured:
+    """By Keras."""
+    os.environ["KERAS_BACKEND"] = "tensorflow"
+    return adapted(count, peer("keras.layers").Normalization(), numbers(count).reshape(-1, 64))
 
 
 def tables(*, small: bool, folder: Path) -> Sequence[Table]:
@@ -198,10 +171,10 @@ def tables(*, small: bool, folder: Path) -> Sequence[Table]:
     size, text = (128_000, 10_000) if small else (10**8, 10**7)
     analyze, both = "tdi.analyze: Moments", "tdi.analyze: Moments, Quantiles"
     moments = (
-        Contender(ONE_PASS, "before", numpy_moments, (size,)),
-        Contender(SORTED, "before", numpy_quantiles, (size,)),
-        Contender(analyze, "ours", our_moments, (size,)),
-        Contender(both, "ours", our_quantiles, (size,)),
+        Contender(ONE_PASS, "before", by_numpy, (size, MOMENTS)),
+        Contender(SORTED, "before", by_numpy, (size, QUANTILES)),
+        Contender(analyze, "ours", ours, (size, MOMENTS)),
+        Contender(both, "ours", ours, (size, QUANTILES)),
         Contender(SKETCH, "peer", by_ray, (size, SKETCH), ("ray", "datasketches"), fresh=True, once=True),
         Contender(EXACT, "peer", by_ray, (size, EXACT), ("ray",), fresh=True, once=True),
     )
@@ -212,7 +185,7 @@ def tables(*, small: bool, folder: Path) -> Sequence[Table]:
     )
     lookups = (
         Contender(DICT, "before", dict_lookup, (text // 4,)),
-        Contender("StringLookup", "ours", layer_lookup, (text // 4,)),
+        Contender("StringLookup", "ours", lookup, (text // 4,)),
         Contender(KERAS_LOOKUP, "peer", keras_lookup, (text // 4,), KERAS, fresh=True),
     )
     normalizing = (

@@ -119,7 +119,6 @@ def test_a_position_far_away_is_found_at_once() -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (([0, 1], [(0, shares([1, 1]))], "first", (1,)), "source 0 has a weight and no sample"),
         (([1, 1], [(1, shares([1, 1]))], "first", (1,)), "rising positions from 0"),
         (([1, 1], [(0, shares([1, 1]))], "repeat", (1,)), "needs a number of samples"),
     ],

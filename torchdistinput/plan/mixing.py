@@ -107,6 +107,15 @@ class _Segment:
         """How many samples of each source came after so many of its blocks, with those before the segment."""
         return [a + b for a, b in zip(self.before, _counts(self.weights, blocks * self.block), strict=True)]
 
+    def block_of(self, source: int, index: int) -> int:
+        """The block in which this sample of a source comes."""
+        wanted = index - self.before[source]
+        # By M2 the share of a source is off by less than one sample, so it cannot come before this block.
+        found = max(0, math.floor((wanted - 1) / self.weights[source]) // self.block - 1)
+        while self.counts(found + 1)[source] <= index:
+            found += 1
+        return found
+
 
 @final
 class MixedOrder:
@@ -120,7 +129,7 @@ class MixedOrder:
       length: how many positions there are, for ``"repeat"``; for the others at most.
 
     Raises:
-      ValueError: a source that has a weight is empty, changes are not in order, or ``"repeat"`` has no length.
+      ValueError: changes are not in order, or ``"repeat"`` has no length.
     """
 
     def __init__(
@@ -134,10 +143,6 @@ class MixedOrder:
         self._sizes, self._key = list(sizes), tuple(key)
         if not changes or changes[0][0] != 0 or any(a[0] >= b[0] for a, b in pairwise(changes)):
             raise ValueError(f"weights change at {[at for at, _ in changes]}; rising positions from 0 on are needed.")
-        for _, weights in changes:
-            for source, (weight, size) in enumerate(zip(weights, sizes, strict=True)):
-                if weight and not size:
-                    raise ValueError(f"source {source} has a weight and no sample; give it the weight 0.")
         if stop == "repeat" and length is None:
             raise ValueError('a mixture that repeats its sources has no end; stop="repeat" needs a number of samples.')
         self._blocks: dict[tuple[int, int], tuple[Ints, Ints]] = {}
@@ -164,10 +169,7 @@ class MixedOrder:
                 number, segment = len(segments), _Segment.begin(start, [each / total for each in alive], before)
                 segments.append(segment)
                 end = None if stop == "repeat" else self._first_end(segment, number)
-                if end is None or (until is not None and until <= end):
-                    start = start if until is None else until
-                else:
-                    start = end
+                start = min(each for each in (end, until) if each is not None)
                 before = self._counted(segment, number, start)
                 if start == end and stop == "first":
                     return segments, start
@@ -181,20 +183,11 @@ class MixedOrder:
     def _first_end(self, segment: _Segment, number: int) -> int:
         """The first position of the segment at which a source would begin another epoch."""
         block = min(
-            self._block_of(segment, source, size) for source, size in enumerate(self._sizes) if segment.weights[source]
+            segment.block_of(source, size) for source, size in enumerate(self._sizes) if segment.weights[source]
         )
         sources, indices = self._block(segment, number, block)
         over = indices >= np.array(self._sizes)[sources]
         return segment.start + block * segment.block + int(np.flatnonzero(over)[0])
-
-    @staticmethod
-    def _block_of(segment: _Segment, source: int, index: int) -> int:
-        """The block in which this sample of a source comes."""
-        wanted = index - segment.before[source]
-        low = max(0, math.floor((wanted - 1) / segment.weights[source]) // segment.block - 1)
-        while segment.counts(low + 1)[source] <= index:
-            low += 1
-        return low
 
     def _counted(self, segment: _Segment, number: int, position: int) -> list[int]:
         """How many samples of each source come before a position of the segment."""

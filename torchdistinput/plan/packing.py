@@ -24,9 +24,9 @@ from typing import Final, Literal, NamedTuple, TypeAlias, final
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Item", "Overflow", "Packing", "Strategy", "check_packing", "pack_window"]
+__all__ = ["Item", "Overflow", "Packing", "PackingStrategy", "check_packing", "pack_window"]
 
-Strategy: TypeAlias = Literal["best_fit", "first_fit", "concat"]
+PackingStrategy: TypeAlias = Literal["best_fit", "first_fit", "concat"]
 Overflow: TypeAlias = Literal["error", "split", "truncate", "drop"]
 
 _STRATEGIES: Final = ("best_fit", "first_fit", "concat")
@@ -72,7 +72,7 @@ def check_packing(max_length: int, window: int, strategy: object, overflow: obje
 
 
 def pack_window(
-    lengths: npt.NDArray[np.int64], first: int, max_length: int, strategy: Strategy, overflow: Overflow
+    lengths: npt.NDArray[np.int64], first: int, max_length: int, strategy: PackingStrategy, overflow: Overflow
 ) -> Packing:
     """Packs the samples of a window (K1 to K5).
 

@@ -24,6 +24,7 @@ __all__ = [
     "HoldsTorchLoader",
     "KeepsBetweenEpochs",
     "KnowsEpochs",
+    "MapStyle",
     "ReadByAll",
     "RowStream",
     "SeedsSamples",
@@ -161,6 +162,15 @@ class SeedsSamples(Protocol):
 
     def give_sample_seed(self, seed: int | None) -> None:
         """Sets the base seed of this and later epochs; ``None``: it is taken from the random state."""
+
+
+@runtime_checkable
+class MapStyle(Protocol):
+    """Data of the user's with samples by index. A class counts by its methods: ``issubclass(type(data), MapStyle)``."""
+
+    def __getitem__(self, index: Any) -> Any: ...
+
+    def __len__(self) -> int: ...
 
 
 @runtime_checkable

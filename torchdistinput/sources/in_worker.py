@@ -52,6 +52,7 @@ __all__ = [
     "Cut",
     "CutSamples",
     "Failure",
+    "FetchesBatches",
     "Keep",
     "OnFailure",
     "PieceDataset",
@@ -151,7 +152,9 @@ def _picklable(error: Exception) -> Exception:
 
 
 @runtime_checkable
-class _FetchesBatches(Protocol):
+class FetchesBatches(Protocol):
+    """A dataset that reads many samples at once, as torch's loader asks for them."""
+
     def __getitems__(self, indices: list[Any]) -> list[Any]: ...
 
 
@@ -229,7 +232,7 @@ class PieceDataset(Dataset[Any]):
         self._make = swift(collate)
         self._skip = skip
         self._seeds = seeds
-        self._fetches_batches = isinstance(dataset, _FetchesBatches) and not seeds
+        self._fetches_batches = isinstance(dataset, FetchesBatches) and not seeds
         self._gather: InMemoryRows | None = None
         self._looked = False  # whether a way to gather was searched for
         self._keep: Keep | None = None

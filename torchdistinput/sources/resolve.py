@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from torchdistinput.plan.batching import check_batch_size
 from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.sharding import AutoShardPolicy, resolve_policy
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.base import HoldsTorchLoader, Shards, Source
+from torchdistinput.sources.base import HoldsTorchLoader, MapStyle, Shards, Source
 from torchdistinput.sources.checks import refuse_class, refuse_ray
 from torchdistinput.sources.files.fragment_dataset import FragmentDataset
 from torchdistinput.sources.fragments import FragmentSource
@@ -41,13 +41,6 @@ __all__ = ["as_dataset", "is_map_style", "recognise"]
 Collate = Callable[[Any], Any]
 
 _COLUMNS: Final = (torch.Tensor, np.ndarray)
-
-
-@runtime_checkable
-class _MapStyle(Protocol):
-    def __getitem__(self, index: Any) -> Any: ...
-
-    def __len__(self) -> int: ...
 
 
 def recognise(
@@ -210,7 +203,7 @@ def is_map_style(data: Any) -> bool:
     """Whether the data has samples by index. Local."""
     if isinstance(data, Dataset):
         return not isinstance(data, IterableDataset)
-    return issubclass(type(data), _MapStyle) and not isinstance(data, list | tuple)  # instances have what it has
+    return issubclass(type(data), MapStyle) and not isinstance(data, list | tuple)  # instances have what it has
 
 
 def _refuse_shuffling(data: Any) -> None:

@@ -19,33 +19,33 @@ from typing import Any, Final, Protocol, final, runtime_checkable
 from torchdistinput.sources.files.plain_epochs import SharedEpoch
 from torchdistinput.sources.map_style.shuffle_sampler import ShuffleSampler
 
-__all__ = ["HearsEpochs", "ToldEpochs", "tell_epoch", "wants_epochs"]
+__all__ = ["HearsEpochs", "SetsEpoch", "ToldEpochs", "tell_epoch", "wants_epochs"]
 
 _HOLDERS: Final = ("sampler", "batch_sampler", "dataset", "datasets", "given")
 _MOST_LOOKED_INTO: Final = 256
 
 
 @runtime_checkable
-class _SetsEpoch(Protocol):
+class SetsEpoch(Protocol):
     """A sampler or dataset with torch's ``set_epoch``."""
 
     def set_epoch(self, epoch: int) -> Any:
         """Takes the number of the coming epoch."""
 
 
-def wants_epochs(*objects: Any) -> list[_SetsEpoch]:
+def wants_epochs(*objects: Any) -> list[SetsEpoch]:
     """The objects with ``set_epoch``. An object without it is searched: its sampler, batch sampler and datasets. Local.
 
     A ``ShuffleSampler`` is left out: its epoch is set where its order is drawn.
     """
-    found: list[_SetsEpoch] = []
+    found: list[SetsEpoch] = []
     left, seen = deque(objects), set[int]()
     while left and len(seen) < _MOST_LOOKED_INTO:
         each = left.popleft()
         if each is None or id(each) in seen or isinstance(each, type | ShuffleSampler):
             continue
         seen.add(id(each))
-        if isinstance(each, _SetsEpoch):
+        if isinstance(each, SetsEpoch):
             found.append(each)
             continue
         held = getattr(each, "__dict__", {})  # not ``getattr``, which could run user code

@@ -14,14 +14,16 @@ from typing import Any, Literal, TypeAlias, final
 from torch.utils.data import Sampler
 
 from torchdistinput.sources.checks import checked_int
+from torchdistinput.sources.set_epoch import SetsEpoch
 
-__all__ = ["BucketBatchSampler", "TokenBatchSampler"]
+__all__ = ["BucketBatchSampler", "Lengths", "TokenBatchSampler", "length_reader"]
 
 Lengths: TypeAlias = Sequence[int] | Callable[[int], int]
 """An array with the length of each sample, or a function of the index."""
 
 
-def _reader(lengths: Lengths) -> Callable[[int], int]:
+def length_reader(lengths: Lengths) -> Callable[[int], int]:
+    """The length of a sample by its index; a negative one is a ``ValueError``."""
     of = lengths if callable(lengths) else lengths.__getitem__
 
     def length_of(index: int) -> int:
@@ -71,7 +73,7 @@ class TokenBatchSampler(Sampler[list[int]]):
         self.drop_last = drop_last
         self.dropped = 0
         """Samples that were too long, in the epoch that was begun last."""
-        self._length_of = _reader(lengths)
+        self._length_of = length_reader(lengths)
         self._max_tokens = checked_int("max_tokens", max_tokens, at_least=1)
         self._max_samples = None if max_samples is None else checked_int("max_samples", max_samples, at_least=1)
         self._padded, self._too_long = padded, too_long
@@ -134,7 +136,7 @@ class BucketBatchSampler(Sampler[list[int]]):
     ) -> None:
         self.sampler = sampler
         self.drop_last = drop_last
-        self._length_of = _reader(lengths)
+        self._length_of = length_reader(lengths)
         self._boundaries = list(boundaries)
         if any(low >= high for low, high in pairwise(self._boundaries)):
             raise ValueError(f"boundaries={self._boundaries}; rising lengths are needed.")
@@ -162,7 +164,6 @@ class BucketBatchSampler(Sampler[list[int]]):
 
 
 def _set_epoch(sampler: Any, epoch: int) -> None:
-    """Torch's samplers without epochs have no such method."""
-    set_epoch = getattr(sampler, "set_epoch", None)
-    if set_epoch is not None:
-        set_epoch(epoch)
+    """Also of a ``ShuffleSampler``, which ``tell_epoch`` leaves out: its order is drawn here, and nowhere else."""
+    if isinstance(sampler, SetsEpoch):
+        sampler.set_epoch(epoch)

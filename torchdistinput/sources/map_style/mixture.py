@@ -10,7 +10,9 @@ from torch.utils.data import Dataset, Sampler
 
 from torchdistinput.plan.mixing import MixedOrder, Stop, shares
 from torchdistinput.plan.permutation import Permutation
+from torchdistinput.sources.base import MapStyle
 from torchdistinput.sources.checks import checked_int
+from torchdistinput.sources.in_worker import FetchesBatches
 
 __all__ = ["Mixture", "MixtureSampler"]
 
@@ -142,8 +144,7 @@ class Mixture(Dataset[Any]):
             rows = [row for row, (own, _) in enumerate(located) if own == source]
             data = self._sources[source]
             indices = [located[row][1] for row in rows]
-            together = getattr(data, "__getitems__", None)
-            read = [data[index] for index in indices] if together is None else together(indices)
+            read = data.__getitems__(indices) if isinstance(data, FetchesBatches) else [data[each] for each in indices]
             for row, sample in zip(rows, read, strict=True):
                 samples[row] = (self._names[source], sample) if self._with_source else sample
         return samples
@@ -180,7 +181,7 @@ class MixtureSampler(Sampler[int]):
 
 
 def _checked(name: str, source: Any) -> Any:
-    if not (hasattr(type(source), "__getitem__") and hasattr(type(source), "__len__")):
+    if not issubclass(type(source), MapStyle):
         raise TypeError(
             f"the source {name!r} is a {type(source).__name__}; a map-style dataset is needed, with __len__ and "
             "__getitem__."

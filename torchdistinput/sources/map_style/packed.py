@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any, final
@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from torchdistinput.plan.packing import Item, Overflow, Packing, Strategy, check_packing, pack_window
+from torchdistinput.plan.packing import Item, Overflow, Packing, PackingStrategy, check_packing, pack_window
+from torchdistinput.sources.map_style.length_batches import Lengths, length_reader
 
 __all__ = ["Packed"]
 
@@ -53,16 +54,16 @@ class Packed(Dataset[dict[str, Tensor]]):
         dataset: Any,
         max_length: int,
         *,
-        lengths: Sequence[int] | Callable[[int], int] | None = None,
+        lengths: Lengths | None = None,
         window: int = 4096,
-        strategy: Strategy = "best_fit",
+        strategy: PackingStrategy = "best_fit",
         overflow: Overflow = "error",
         fields: Sequence[str] | None = None,
         pad: float | Mapping[str, float] | None = None,
     ) -> None:
         check_packing(max_length, window, strategy, overflow)
         self._dataset, self._max_length, self._window = dataset, max_length, window
-        self._strategy: Strategy = strategy
+        self._strategy: PackingStrategy = strategy
         self._overflow: Overflow = overflow
         self._fields = None if fields is None else list(fields)
         names = [_TOKENS] if fields is None else list(fields)
@@ -87,12 +88,12 @@ class Packed(Dataset[dict[str, Tensor]]):
         self.__dict__.update(state)
         self._plan = lru_cache(2)(self._planned)
 
-    def _measured(self, lengths: Sequence[int] | Callable[[int], int] | None) -> Any:
+    def _measured(self, lengths: Lengths | None) -> Any:
         count = len(self._dataset)
         if lengths is None:
             return np.array([len(self._columns(index)[0]) for index in range(count)], np.int64)
         if callable(lengths):
-            return np.array([lengths(index) for index in range(count)], np.int64)
+            return np.fromiter(map(length_reader(lengths), range(count)), np.int64, count)
         found = np.asarray(lengths, np.int64)
         if found.shape != (count,):
             raise ValueError(
