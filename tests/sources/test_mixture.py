@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from typing import Any
 
@@ -12,8 +11,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchdistinput as tdi
-from tests.support.epochs import cut_by_s
-from torchdistinput.testing import run_ranks
+from tests.support.resume import check_worlds
 
 A, B, C = range(300), range(1000, 1200), range(5000, 5050)
 
@@ -70,41 +68,17 @@ def test_weights_change_at_a_position_and_temperature_evens_them_out() -> None:
     assert sum(each >= 1000 for each in even.__getitems__(range(256))) == 23  # 1/11 of 256
 
 
-def batches_of(world_free: bool, state: str | None, steps: int) -> tuple[list[list[int]], str]:
-    strategy = tdi.Strategy(["cpu"])
+def make_loader(num_workers: int) -> DataLoader[Any]:
     mixed = mixture()
-    workers = strategy.num_input_pipelines - 1 if world_free else 0
-    loader = strategy.distribute_dataset(DataLoader(mixed, 20, sampler=mixed.sampler(), num_workers=workers))
-    if state is not None:
-        loader.load_state_dict(json.loads(state))
-    found = []
-    for batch in loader:
-        found.append(batch.tolist())
-        if len(found) == steps:
-            break
-    saved = json.dumps(loader.state_dict())
-    loader.close()
-    return found, saved
+    return DataLoader(mixed, 20, sampler=mixed.sampler(), num_workers=num_workers)
 
 
-def test_the_order_is_that_of_one_process_at_every_world_size_and_after_every_resume() -> None:
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_the_order_is_that_of_one_process_at_every_world_size_and_after_every_resume(num_workers: int) -> None:
     mixed = mixture()
     order = mixed.__getitems__(range(len(mixed)))
     batches = [order[start : start + 20] for start in range(0, len(order), 20)]
-    state = None
-    done = 0
-    for world_size, steps in ((2, 7), (3, 9), (1, 100)):
-        ranks = (
-            run_ranks(world_size, batches_of, True, state, steps)
-            if world_size > 1
-            else [batches_of(True, state, steps)]
-        )
-        for number in range(len(ranks[0][0])):
-            pieces = cut_by_s(torch.tensor(batches[done + number]), world_size)
-            assert [each[0][number] for each in ranks] == pieces
-        done += len(ranks[0][0])
-        state = ranks[0][1]
-    assert done == len(batches)
+    check_worlds(make_loader, (num_workers,), batches, [(2, 7), (3, 9), (1, 100)])
 
 
 def test_a_batched_source_is_asked_for_many_samples_at_once() -> None:

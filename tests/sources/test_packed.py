@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import torchdistinput as tdi
-from tests.support.epochs import cut_by_s, raised
+from tests.support.epochs import raised
+from tests.support.resume import check_worlds
 from torchdistinput.testing import run_ranks
 
 LENGTHS = (np.random.default_rng(0).lognormal(2, 0.8, 500).astype(int) % 60 + 1).tolist()
@@ -77,32 +77,19 @@ def test_dropped_and_truncated_tokens_are_counted() -> None:
     assert sum(len(split[number]["tokens"]) for number in range(len(split))) == sum(LENGTHS)
 
 
-def packs_of(state: str | None, steps: int, workers: int) -> tuple[list[list[Any]], str]:
-    strategy = tdi.Strategy(["cpu"])
-    torch.manual_seed(5)
-    loader = strategy.distribute_dataset(DataLoader(packed(pad=0), 8, shuffle=True, num_workers=workers))
-    if state is not None:
-        loader.load_state_dict(json.loads(state))
-    found = []
-    for batch in loader:
-        found.append(batch["tokens"].tolist())
-        if len(found) == steps:
-            break
-    saved = json.dumps(loader.state_dict())
-    loader.close()
-    return found, saved
+def tokens(packs: list[Any]) -> torch.Tensor:
+    return torch.stack([pack["tokens"] for pack in packs])
+
+
+def make_loader(num_workers: int) -> DataLoader[Any]:
+    shuffled = torch.Generator().manual_seed(5)
+    return DataLoader(packed(pad=0), 8, shuffle=True, generator=shuffled, num_workers=num_workers, collate_fn=tokens)
 
 
 def test_packs_are_those_of_one_process_at_every_world_size_and_after_a_resume() -> None:
-    wanted = packs_of(None, 1000, 0)[0]
-    first = run_ranks(2, packs_of, None, 3, 1)
-    second = run_ranks(3, packs_of, first[0][1], 1000, 0)
-    for ranks, start in ((first, 0), (second, 3)):
-        for number in range(len(ranks[0][0])):
-            pieces = cut_by_s(torch.tensor(wanted[start + number]), len(ranks))
-            assert [each[0][number] for each in ranks] == pieces
-    assert 3 + len(second[0][0]) == len(wanted)
-    assert len(first[0][1]) < 4096
+    batches = [batch.tolist() for batch in make_loader(0)]
+    state = check_worlds(make_loader, (1,), batches, [(2, 3), (3, 1000)])
+    assert len(state) < 4096
 
 
 def wrong_length() -> Any:

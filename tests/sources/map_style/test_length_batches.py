@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from itertools import pairwise
 from typing import Any
@@ -13,8 +12,7 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 import torchdistinput as tdi
-from tests.support.epochs import cut_by_s
-from torchdistinput.testing import run_ranks
+from tests.support.resume import check_worlds
 
 LENGTHS = np.random.default_rng(0).lognormal(3, 1, 400).astype(int) % 300
 DATA = torch.arange(400)
@@ -64,31 +62,13 @@ def make(kind: str) -> Any:
     return tdi.BucketBatchSampler(sampler, LENGTHS.tolist(), [10, 40], 16)
 
 
-def batches_of(kind: str, state: str | None, steps: int) -> tuple[list[list[int]], str]:
-    strategy = tdi.Strategy(["cpu"])
-    loader = strategy.distribute_dataset(DataLoader(DATA, batch_sampler=make(kind)))  # type: ignore[arg-type]
-    if state is not None:
-        loader.load_state_dict(json.loads(state))
-    found = []
-    for batch in loader:
-        found.append(batch.tolist())
-        if len(found) == steps:
-            break
-    saved = json.dumps(loader.state_dict())
-    loader.close()
-    return found, saved
+def make_loader(kind: str) -> DataLoader[Any]:
+    return DataLoader(DATA, batch_sampler=make(kind))  # type: ignore[arg-type] # a tensor is a dataset
 
 
 @pytest.mark.parametrize("kind", ["tokens", "buckets"])
 def test_batches_are_those_of_one_process_at_every_world_size_and_after_a_resume(kind: str) -> None:
-    wanted = list(make(kind))
-    first = run_ranks(2, batches_of, kind, None, 5)
-    second = run_ranks(3, batches_of, kind, first[0][1], 1000)
-    for ranks, start in ((first, 0), (second, 5)):
-        for number in range(len(ranks[0][0])):
-            pieces = cut_by_s(torch.tensor(wanted[start + number]), len(ranks))
-            assert [each[0][number] for each in ranks] == pieces
-    assert 5 + len(second[0][0]) == len(wanted)
+    check_worlds(make_loader, (kind,), list(make(kind)), [(2, 5), (3, 1000)])
 
 
 def test_epochs_are_those_of_the_sampler() -> None:
