@@ -103,7 +103,7 @@ else:  # hidden from type checkers, which would accept every attribute
 
             return readers
         if name == "preprocessing":
-            import torchdistinput.preprocessing as layers  # noqa: PLC0415 - as above
+            import torchdistinput.preprocessing as layers  # noqa: PLC0415 - only who preprocesses needs them
 
             return layers
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
