@@ -19,7 +19,6 @@ from torchdistinput.devices.accelerators import make_copier
 from torchdistinput.iterator import DistributedIterator, LastStep, Progress
 from torchdistinput.pipeline.fetch import Fetch
 from torchdistinput.pipeline.metrics import StatsSync
-from torchdistinput.pipeline.prefetch_thread import PrefetchThread
 from torchdistinput.pipeline.prefetcher import Prefetcher
 from torchdistinput.pipeline.to_device import ToDevice
 from torchdistinput.pipeline.upstream import StepMaker
@@ -143,29 +142,26 @@ def build_pipeline(
         ahead=(depth, options.least_ahead) if grows else None,
     )
     threaded = channel is not None or (depth > 0 and (stream.in_background or copies))
-    thread = PrefetchThread(
+    prefetcher = Prefetcher(
         maker,
         step_sync,
         depth=depth if threaded else 0,
         threaded=threaded,
+        helps=not copies and _makes_plain_tensors(),
         meter=progress.meter,
+        timeout_seconds=timeout_seconds,
+        names=_itself if ranks is None else ranks.name,
         room=options.prefetch_bytes if grows else None,
+        first_step=progress.steps,
+        deeper=last.read_ahead,
     )
     try:
-        thread.begin()
-        prefetcher = Prefetcher(
-            thread,
-            helps=not copies and _makes_plain_tensors(),
-            timeout_seconds=timeout_seconds,
-            names=_itself if ranks is None else ranks.name,
-            first_step=progress.steps,
-            deeper=last.read_ahead,
-        )
+        prefetcher.begin()
         elements = Elements(checker, source.certain_piece_size, setting.topology.replicas_per_worker, pad)
         catch_up = stream.catch_up if isinstance(stream, CatchesUp) and stream.draws_ahead else None
         return DistributedIterator(prefetcher, to_device, elements, progress, last, catch_up)
     except BaseException:  # no other code would end the thread
-        thread.stop(0)
+        prefetcher.close()
         raise
 
 

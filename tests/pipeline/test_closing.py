@@ -20,9 +20,9 @@ from tests.support.processes import in_fork
 from tests.support.scripted import Party, Script, compose, values
 from torchdistinput import build_pipeline as pipeline_module
 from torchdistinput.batches import element_spec as elements_module
-from torchdistinput.pipeline import prefetch_thread as background_module
 from torchdistinput.pipeline import prefetcher as buffer_module
-from torchdistinput.pipeline import shutdown
+from torchdistinput.pipeline import voter as voter_module
+from torchdistinput.pipeline.end_errors import left_to_parent
 from torchdistinput.testing import FakeCollectives
 
 BOUND_SECONDS = 30.0
@@ -137,7 +137,7 @@ def test_an_iterator_whose_close_was_cut_short_is_closed_by_the_next_call_or_whe
         iterator = iter(_of(DataLoader(Slow(), 2, num_workers=1), 2))
         next(iterator)
         with monkeypatch.context() as patch:
-            patch.setattr(buffer_module.Prefetcher, "_end_thread", _interrupted)
+            patch.setattr(threading.Thread, "join", _interrupted)
             with pytest.raises(KeyboardInterrupt):
                 iterator.close()
         assert _threads()
@@ -157,14 +157,13 @@ def _threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "torchdistinput-input"]
 
 
-MODULES = (buffer_module, background_module, shutdown)
+MODULES = (buffer_module, voter_module)
 
 
 def check_closed(party: Party) -> None:
     party.buffer.close()
     assert party.buffer.closed
-    thread = party.buffer._background.thread
-    assert thread is None or not thread.is_alive()
+    assert not _threads()
     assert party.stream.closed >= 1
     assert party.devices_closed <= 1
     lines = Interruption(0, *MODULES)
@@ -184,7 +183,7 @@ WORLDS: dict[str, tuple[Callable[[], FakeCollectives | None], int]] = {
 def test_a_close_that_is_interrupted_at_any_line_is_finished_by_the_next_one(
     world: Callable[[], FakeCollectives | None], depth: int, peeks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(buffer_module, "_GRACE_SECONDS", 5.0)
+    monkeypatch.setattr(buffer_module, "GRACE_SECONDS", 5.0)
     not_given_back = set()
     for line in itertools.count(1):
         party = compose(world(), 0, Script((1,) * 5, in_background=depth > 0), depth=depth)
@@ -209,9 +208,9 @@ def test_wherever_reading_is_interrupted_nothing_is_left_behind_when_it_is_close
     world: Callable[[], FakeCollectives | None], depth: int, always_soon: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not the vote either, which the thread would wait for."""
-    monkeypatch.setattr(buffer_module, "_GRACE_SECONDS", 5.0)
+    monkeypatch.setattr(buffer_module, "GRACE_SECONDS", 5.0)
     if always_soon:
-        monkeypatch.setattr(buffer_module, "_SOON_SECONDS", BOUND_SECONDS)
+        monkeypatch.setattr(buffer_module, "SOON_SECONDS", BOUND_SECONDS)
     for line in itertools.count(1):
         party = compose(world(), 0, Script((1,) * 2, in_background=depth > 0), depth=depth)
 
@@ -249,7 +248,7 @@ def test_an_interruption_of_an_iter_leaves_no_thread_behind(monkeypatch: pytest.
             iter(dataset)
     assert has_ended(_threads)
     for line in itertools.count(1, 1 if all_cells else 5):
-        interruption = Interruption(line, pipeline_module, background_module, buffer_module, elements_module)
+        interruption = Interruption(line, pipeline_module, voter_module, buffer_module, elements_module)
         opened: list[Any] = []
         came = interruption.press_in(partial(opened.extend, map(iter, [dataset])))
         for iterator in opened:
@@ -278,7 +277,7 @@ def test_a_fork_reads_on_only_where_that_takes_nothing_that_it_lacks(
     left = read()
     assert len(left) == 4
     if depth:
-        assert found == [repr(shutdown.left_to_parent())] * 2
+        assert found == [repr(left_to_parent())] * 2
     else:
         assert found == [left, left]
     check_closed(party)

@@ -29,7 +29,6 @@ from torchdistinput.pipeline import metrics, upstream
 from torchdistinput.pipeline import prefetcher as buffer_module
 from torchdistinput.pipeline.fetch import Fetch
 from torchdistinput.pipeline.metrics import Metrics, StatsSync, summary
-from torchdistinput.pipeline.prefetch_thread import PrefetchThread
 from torchdistinput.pipeline.prefetcher import Prefetcher
 from torchdistinput.pipeline.to_device import ToDevice
 from torchdistinput.pipeline.upstream import StepMaker
@@ -281,7 +280,7 @@ def test_without_read_ahead_a_step_is_waited_for_from_its_draw_on_and_read_until
     calls = Calls(draw, produce, print, nothing, nothing, nothing)
     votes = Said([incomplete, complete, EmptyStep(None), complete, End()])
     buffer = Prefetcher(
-        PrefetchThread(calls, votes, depth=0, threaded=False, meter=meter), helps=True, timeout_seconds=9, names=int
+        calls, votes, depth=0, threaded=False, helps=True, meter=meter, timeout_seconds=9, names=int
     )
     found = []
     while buffer.take() is not None:
@@ -337,8 +336,9 @@ def test_skipped_samples_are_counted_also_in_steps_that_lost_all_of_them() -> No
             End(),
         ]
     )
-    background = PrefetchThread(calls, votes, depth=0, threaded=False, meter=meter)
-    buffer = Prefetcher(background, helps=True, timeout_seconds=9, names=int)
+    buffer = Prefetcher(
+        calls, votes, depth=0, threaded=False, helps=True, meter=meter, timeout_seconds=9, names=int
+    )
     progress = Progress(
         0, Start(), tuple, meter, Topology(num_workers=1, replicas_per_worker=1, worker=0), knows_all=True, log_every=0
     )

@@ -121,7 +121,7 @@ def test_one_rank_whose_steps_are_long_beside_the_votes_keeps_the_read_ahead_sho
         most = 0
         while party.buffer.take() is not None:
             party.meter.deliver(1, 1)
-            most = max(most, party.buffer._depth)
+            most = max(most, party.buffer.depth)
             if rank:
                 time.sleep(0.02)
         party.buffer.close()

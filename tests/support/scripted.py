@@ -15,7 +15,6 @@ from torchdistinput.batches.schema_check import SchemaChecker
 from torchdistinput.coordination.step_sync import StepSync
 from torchdistinput.pipeline.fetch import Fetch
 from torchdistinput.pipeline.metrics import Metrics
-from torchdistinput.pipeline.prefetch_thread import PrefetchThread
 from torchdistinput.pipeline.prefetcher import Prefetcher
 from torchdistinput.step_types import Counted, Drawn, Failed, Held, LocalStep
 from torchdistinput.testing import FakeCollectives
@@ -109,6 +108,7 @@ class Party:
     stream: ScriptedStream
     coordinate: StepSync
     meter: Metrics
+    calls: Calls
     sent: list[LocalStep] = field(default_factory=list)
     discarded: list[LocalStep] = field(default_factory=list)
     devices_closed: int = 0
@@ -184,16 +184,20 @@ def compose(
     calls = Calls(fetch.draw, produce, discard, _nothing, fetch.close, close_devices)
     threaded = world is not None or depth > 0
     meter = Metrics()
-    background = PrefetchThread(calls, coordinate, depth=depth, threaded=threaded, meter=meter, room=room)
-    background.begin()
     buffer = Prefetcher(
-        background,
+        calls,
+        coordinate,
+        depth=depth,
+        threaded=threaded,
         helps=helps,
+        meter=meter,
         timeout_seconds=timeout_seconds,
         names=lambda rank: rank,
+        room=room,
         deeper=deeper,
     )
-    party = Party(buffer, stream, coordinate, meter)
+    buffer.begin()
+    party = Party(buffer, stream, coordinate, meter, calls)
     return party
 
 

@@ -1,4 +1,4 @@
-"""The stages before the vote, as calls of a test's own; see ``pipeline.prefetch_thread.Upstream``."""
+"""The stages before the vote, as calls of a test's own; see ``pipeline.interfaces.Upstream``."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ _WARN_SECONDS = 5.0
 
 
 class _Exchange(Protocol):
-    """The exchange that the consumer waits for; see ``prefetch_thread.Votes``."""
+    """The exchange that the consumer waits for; see ``interfaces.Votes``."""
 
     def waiting_since(self) -> float | None: ...
 

@@ -3,8 +3,9 @@
 - ``fetch``: Turns the rows of a source into this worker's part of a step, counted and checked.
 - ``upstream``: The stages before the vote: read, check, pad, copy, and measure a step.
 - ``to_device``: Copies the pieces of a step to their devices.
-- ``prefetcher``: The consumer's side: draws steps ahead and delivers agreed steps to ``next``.
-- ``prefetch_thread``: The background thread: completes steps and votes for them.
-- ``shutdown``: Releases the resources of an iterator, and makes the errors that later calls raise.
+- ``prefetcher``: Draws steps ahead, completes them, and delivers the agreed ones to ``next``; with a background thread.
+- ``voter``: Begins the votes of this rank when they are due, and continues them, with or without waiting.
+- ``interfaces``: What the prefetcher needs of the stages before the vote, and of the vote.
+- ``end_errors``: The errors of an iterator that ended.
 - ``metrics``: Measures where the time of an input goes.
 """

@@ -77,7 +77,6 @@ class Metrics:
         """Bytes of the largest step."""
         # Written by the consumer; `last` is when the last step was delivered:
         self.waiting = self.drawing = 0.0
-        self.reading_in_line = 0.0  # counts as waiting and as reading: the consumer reads the step itself
         self.began = self.last = time.perf_counter()
         # The first two are written by the thread that completes steps, the others by the thread that votes:
         self.fetching = self.copying = 0.0
@@ -96,11 +95,10 @@ class Metrics:
         self.steps = steps
 
     def _totals(self, steps: int) -> tuple[float, ...]:
-        waiting = self.waiting + self.reading_in_line
-        reading = self.drawing + self.fetching + self.reading_in_line
+        reading = self.drawing + self.fetching
         return (
             *(steps, self.samples, self.bytes, self.skipped),
-            *(self.last - self.began, waiting, reading, self.coordinating, self.copying + self.filling),
+            *(self.last - self.began, self.waiting, reading, self.coordinating, self.copying + self.filling),
         )
 
     def window(self) -> dict[str, Any]:

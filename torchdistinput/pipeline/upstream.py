@@ -11,8 +11,8 @@ from torchdistinput.batches.pytree import bytes_held
 from torchdistinput.batches.schema_check import SchemaChecker
 from torchdistinput.errors import InputError
 from torchdistinput.pipeline.fetch import Fetch
+from torchdistinput.pipeline.interfaces import LoaderWorkers
 from torchdistinput.pipeline.metrics import COPY, FETCH, Metrics, in_range
-from torchdistinput.pipeline.prefetch_thread import LoaderWorkers
 from torchdistinput.pipeline.to_device import ToDevice
 from torchdistinput.step_types import Drawn, Failed, Held, LocalStep
 
@@ -21,7 +21,7 @@ __all__ = ["StepMaker"]
 
 @final
 class StepMaker:
-    """Makes the steps of this rank; see ``prefetch_thread.Upstream``.
+    """Makes the steps of this rank; see ``interfaces.Upstream``.
 
     Args:
       fetch: reads the rows.

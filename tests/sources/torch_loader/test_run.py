@@ -27,7 +27,7 @@ import torchdistinput as tdi
 from tests.support.interruptions import Interruption
 from tests.support.platforms import linux_memory
 from tests.support.processes import in_fork
-from torchdistinput.pipeline.shutdown import left_to_parent
+from torchdistinput.pipeline.end_errors import left_to_parent
 from torchdistinput.sources.in_worker import PieceDataset, as_is
 from torchdistinput.sources.iterable import from_function as functions_module
 from torchdistinput.sources.torch_loader import run as runs_module

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 from torchdistinput.coordination.failures import plain_indices
 from torchdistinput.coordination.fork_safety import told_of_forks
 from torchdistinput.coordination.private_names import look_up
-from torchdistinput.pipeline.shutdown import left_to_parent
+from torchdistinput.pipeline.end_errors import left_to_parent
 from torchdistinput.sources.in_worker import few, indices_of
 from torchdistinput.sources.map_style.index_batches import IndexFeed
 from torchdistinput.sources.torch_loader.open_runs import OpenRuns, late
