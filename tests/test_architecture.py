@@ -51,6 +51,7 @@ NEIGHBOURS_MAY_MEET = {
         "statistics",
         "batches",
         "plan",
+        "step_types",
         "coordination",
         "devices",
         "pipeline",

@@ -28,9 +28,9 @@ from torchdistinput.epoch_draws import EpochDraws, RngSnapshot
 from torchdistinput.errors import InputError, StateMismatch
 from torchdistinput.iterator import Progress
 from torchdistinput.plan.checkpoint_format import SavedState, differences
+from torchdistinput.plan.seed_schedule import SeedSchedule
 from torchdistinput.sources.base import DrawsAlone, KeepsBetweenEpochs, KnowsEpochs, SeedsSamples, Source, TellsEpochs
 from torchdistinput.sources.rng import Draw, SharedRng, SharedRngState
-from torchdistinput.sources.torch_loader.base_seeds import once_drawn
 from torchdistinput.step_types import Start, Stream
 
 __all__ = ["Checkpoint", "Entry"]
@@ -174,7 +174,7 @@ class Checkpoint:
         start = Start(saved.step, saved.samples, saved.drawn, self._own(saved.position))
         if random is None:
             return Entry(epoch, start, saved.mark, None)
-        start = replace(start, replay=random.replay, base_seed=random.base_seed)
+        start = replace(start, replay=random.replay, seeds=random.seeds)
         if not pending.restores:
             return Entry(epoch, start, saved.mark, None)
         random.restore(self._source)
@@ -205,7 +205,7 @@ class Checkpoint:
         random = self._random
         if random is not None:
             random.replay = entry.start.replay
-            random.base_seed = entry.start.base_seed or random.base_seed
+            random.seeds = entry.start.seeds or random.seeds
             self._known.append((entry.epoch, random))
         self._told_then = self._told
         self._progress, self._stream = progress, stream
@@ -251,13 +251,13 @@ class Checkpoint:
         def drawn_there(random: EpochDraws) -> EpochDraws:
             states = dict(zip(map(id, own), random.generators, strict=True))  # a new generator keeps its state
             generators = [states.get(id(each), each.get_state()) for each in others]
-            return EpochDraws(random.base_seed, random.replay, random.default, generators)
+            return EpochDraws(random.seeds, random.replay, random.default, generators)
 
         pending = self._pending
         if pending is not None and pending.random is not None:
             random = drawn_there(pending.random)
-            if pending.unread and random.base_seed != once_drawn("every"):  # the new source decides how it begins
-                random.base_seed = source.base_seed
+            if pending.unread and random.seeds is not SeedSchedule.EVERY_EPOCH_THIS_ONE_DRAWN:
+                random.seeds = source.seeds  # the new source decides how its epoch begins
             pending = pending._replace(saved=replace(pending.saved, random=random.texts()), random=random)
         # Other ranks may not have these states.
         known = [(epoch, drawn_there(random)) for epoch, random in self._known if ranks is self._ranks]
@@ -477,4 +477,4 @@ class Checkpoint:
                 "ShuffleSampler(n, seed), whose epochs follow from the seed."
             )
         random = by_base[max(before)]
-        return EpochDraws(random.base_seed, epoch - max(before), random.default, random.generators)
+        return EpochDraws(random.seeds, epoch - max(before), random.default, random.generators)

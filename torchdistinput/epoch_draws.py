@@ -8,9 +8,9 @@ from typing import Any, final
 import torch
 
 from torchdistinput.errors import StateMismatch
+from torchdistinput.plan.seed_schedule import SeedSchedule
 from torchdistinput.sources.base import Source
 from torchdistinput.sources.rng import Draw, SharedRng, packed, unpacked
-from torchdistinput.sources.torch_loader.base_seeds import TIMES, once_drawn
 
 __all__ = ["EpochDraws", "RngSnapshot"]
 
@@ -20,16 +20,16 @@ class EpochDraws:
     """The random states from which the order of an epoch is drawn.
 
     Args:
-      base_seed: when torch's loader draws the seed of its loader workers.
+      seeds: when torch's loader draws the base seed of its loader workers.
       replay: the number of whole epochs whose draws come before this epoch's.
       default: torch's default random state; ``None`` where it does not matter, or is not known on this rank.
       generators: the states of the input's generators.
     """
 
     def __init__(
-        self, base_seed: str, replay: int, default: torch.Tensor | None, generators: Sequence[torch.Tensor]
+        self, seeds: SeedSchedule, replay: int, default: torch.Tensor | None, generators: Sequence[torch.Tensor]
     ) -> None:
-        self.base_seed = base_seed
+        self.seeds = seeds
         self.replay = replay
         self.default = default
         self.generators = generators
@@ -39,7 +39,7 @@ class EpochDraws:
     def of(cls, source: Source, default: torch.Tensor | None) -> EpochDraws:
         """The states of an epoch that would begin now."""
         wanted = default if source.needs_default_state else None
-        return cls(source.base_seed, 0, wanted, [generator.get_state() for generator in source.generators()])
+        return cls(source.seeds, 0, wanted, [generator.get_state() for generator in source.generators()])
 
     @classmethod
     def from_texts(cls, texts: Sequence[str], source: Source) -> EpochDraws:
@@ -54,11 +54,11 @@ class EpochDraws:
                 f"random: the state has {max(len(texts) - 2, 0)} generator(s), the input here has {expected}. Give "
                 "the input the generators that it had (generator= of the DataLoader and of its sampler)."
             )
-        base_seed, _, replay = texts[0].partition(" ")
-        if base_seed not in TIMES or not replay.isdecimal():
+        word, _, replay = texts[0].partition(" ")
+        if word not in {each.value for each in SeedSchedule} or not replay.isdecimal():
             raise StateMismatch(f"random: found {texts[0]!r:.60} as its first entry. Load the state as it was saved.")
         default = unpacked(texts[1]) if texts[1] else None
-        return cls(base_seed, int(replay), default, [unpacked(text) for text in texts[2:]])
+        return cls(SeedSchedule(word), int(replay), default, [unpacked(text) for text in texts[2:]])
 
     def restore(self, source: Source) -> None:
         """Sets the input's generators to the recorded states."""
@@ -66,8 +66,8 @@ class EpochDraws:
             generator.set_state(state)
 
     def begin_at(self, default: torch.Tensor | None, generators: Sequence[torch.Tensor]) -> None:
-        """Records that the first batch is drawn from these states, after the seed of the loader workers was drawn."""
-        self.base_seed, self.replay = once_drawn(self.base_seed), 0
+        """Records that the first batch is drawn from these states, after the base seed of this epoch was drawn."""
+        self.seeds, self.replay = self.seeds.after_draw, 0
         self.default, self.generators = default, generators
         self._texts = None
 
@@ -75,7 +75,7 @@ class EpochDraws:
         """The states as texts, as a saved state holds them. Packed at the first call."""
         if self._texts is None:
             default = "" if self.default is None else packed(self.default)
-            self._texts = (f"{self.base_seed} {self.replay}", default, *map(packed, self.generators))
+            self._texts = (f"{self.seeds.value} {self.replay}", default, *map(packed, self.generators))
         return self._texts
 
 

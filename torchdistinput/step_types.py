@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol, final, runtime_checkable
 
+from torchdistinput.plan.seed_schedule import SeedSchedule
+
 __all__ = [
     "MOST_TOLD",
     "NOTHING_SKIPPED",
@@ -174,7 +176,7 @@ class Start:
       drawn: the digest of the sampler's draw for the last of these steps; 0 where there is none to compare.
       position: the value of the stream's ``position`` there; ``None``: after ``steps`` steps from the first row.
       replay: whole epochs whose random draws come before this one.
-      base_seed: when a loader draws the seed of its workers; see ``sources.base.Source``.
+      seeds: when torch's loader draws the base seed of its loader workers; ``None``: as the source says.
     """
 
     steps: int = 0
@@ -182,7 +184,7 @@ class Start:
     drawn: int = 0
     position: Sequence[Any] | None = None
     replay: int = 0
-    base_seed: str = ""
+    seeds: SeedSchedule | None = None
 
 
 class PeriodicSync(Protocol):

@@ -563,12 +563,12 @@ def test_workers_of_a_function_that_live_on_draw_no_second_seed() -> None:
     states, seeds, epochs = [], [], []
     for _ in range(4):
         states.append([generator.get_state() for generator in source.generators()])
-        seeds.append(source.base_seed)
+        seeds.append(source.seeds)
         epochs.append(read(source))
-    assert seeds == ["first", "never", "never", "never"]
+    assert [each.value for each in seeds] == ["first", "never", "never", "never"]
     for epoch, row in ((0, 3), (1, 0), (2, 4)):
         resumed = in_new_state(make, states[epoch])
-        start = Start(steps=row, position=epochs[epoch][1][row] if row else None, base_seed=seeds[epoch])
+        start = Start(steps=row, position=epochs[epoch][1][row] if row else None, seeds=seeds[epoch])
         assert read(resumed, start)[0] == epochs[epoch][0][row:]
         assert read(resumed)[0] == epochs[epoch + 1][0]
         resumed.close()

@@ -10,6 +10,7 @@ from typing import Any, Protocol, cast, final, runtime_checkable
 import torch
 
 from torchdistinput.errors import InputError
+from torchdistinput.plan.seed_schedule import SeedSchedule
 from torchdistinput.sources.in_worker import Failure
 from torchdistinput.sources.iterable.cursor import Compared
 from torchdistinput.sources.rng import Draw, plainly
@@ -71,13 +72,8 @@ class Source(Protocol):
         """The loader workers of this process; ``None`` where it cannot have any."""
 
     @property
-    def base_seed(self) -> str:
-        """When torch's loader draws a base seed for its workers: "every" epoch, the "first" one only, or "never" again.
-
-        The seed comes from the random state on which the order of the data may depend. "+again": torch calls
-        ``iter(sampler)`` before each such draw, and once more after it. "+drawn": the saved random states were taken
-        after the base seed of their epoch was drawn.
-        """
+    def seeds(self) -> SeedSchedule:
+        """When torch's loader draws the base seed of its loader workers, from the next epoch on."""
 
     def fingerprint(self) -> Mapping[str, Any]:
         """Plain facts that must be equal on all ranks."""

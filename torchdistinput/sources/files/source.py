@@ -20,6 +20,7 @@ from torchdistinput.errors import StateMismatch
 from torchdistinput.plan.batching import Cutter, check_batch_size
 from torchdistinput.plan.file_resharding import ReaderCursor, fresh_files, redeal
 from torchdistinput.plan.options import InputOptions
+from torchdistinput.plan.seed_schedule import SeedSchedule
 from torchdistinput.plan.sharding import AutoShardPolicy, shares_of
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.base import Exchange, RowStream
@@ -60,7 +61,7 @@ class RecordSource:
       collate: makes a batch of samples; torch's ``default_collate`` if not given.
     """
 
-    base_seed = "every"
+    seeds = SeedSchedule.EVERY_EPOCH
     needs_default_state = False
     draws_order = False
     collective_state = False

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from torchdistinput.errors import BatchingError, InputError, StateMismatch
 from torchdistinput.plan.options import InputOptions
+from torchdistinput.plan.seed_schedule import SeedSchedule
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.base import Exchange, RowStream
 from torchdistinput.sources.checks import refuse_class, refuse_ray
@@ -83,10 +84,11 @@ class FunctionSource:
             _check(dataset)
 
     @property
-    def base_seed(self) -> str:
-        """See ``Source.base_seed``."""
-        lasting = any(isinstance(each, DataLoader) and each.persistent_workers for each in self._datasets)
-        return ("never" if self._has_begun else "first") if lasting else "every"
+    def seeds(self) -> SeedSchedule:
+        """See ``Source.seeds``."""
+        persistent = any(isinstance(each, DataLoader) and each.persistent_workers for each in self._datasets)
+        seeds = SeedSchedule.of(persistent=persistent)
+        return seeds.next if self._has_begun else seeds
 
     def fingerprint(self) -> Mapping[str, Any]:
         """See ``Source.fingerprint``. Lengths may differ from worker to worker."""
@@ -254,7 +256,7 @@ class FunctionSource:
     ) -> DataLoader[Any]:
         """The loader, or one that begins later. With persistent loader workers the later one replaces the loader."""
         begun = loader.persistent_workers and self._has_begun
-        if not (reader.since or start.replay or (start.base_seed == "never" and not begun)):
+        if not (reader.since or start.replay or (start.seeds is SeedSchedule.NO_EPOCH and not begun)):
             return loader
         if number in self._lasting:  # from an earlier resume
             self._lasting.pop(number).close()

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from torchdistinput.plan.batching import Cutter, check_batch_size
 from torchdistinput.plan.options import InputOptions
+from torchdistinput.plan.seed_schedule import SeedSchedule
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.base import Exchange, RowStream, Shards, length_of
@@ -97,7 +98,7 @@ class IterableLoaderSource:
         self._unused = why_unused(dataset, options.own_state)
         self._owns_state = keeps_state(dataset, options.own_state)
         self._between = BetweenEpochs(options.own_state, self._dataset)
-        self._seeds = BaseSeeds(loader.generator, lasting=lasting)
+        self._seeds = BaseSeeds(loader.generator, SeedSchedule.of(persistent=lasting))
         self._cut: CutReady | CutSamples
         if size is None:
             ready = ReadyFns(options.count_fn, options.split_fn)
@@ -148,9 +149,9 @@ class IterableLoaderSource:
         self.workers.close()
 
     @property
-    def base_seed(self) -> str:
-        """See ``Source.base_seed``."""
-        return self._seeds.when
+    def seeds(self) -> SeedSchedule:
+        """See ``Source.seeds``."""
+        return self._seeds.schedule
 
     def generators(self) -> Sequence[torch.Generator]:
         """See ``Source.generators``."""
@@ -215,17 +216,18 @@ class IterableLoaderSource:
 
     def _draw_seeds(self) -> None:
         """Makes the draws of torch's loader at the start of an epoch."""
-        pipe, starts_workers = self._pipe, self._loader.num_workers > 0 and self._seeds.when != "never"
+        pipe, seeds = self._pipe, self._seeds
+        starts_workers = self._loader.num_workers > 0 and seeds.schedule is not SeedSchedule.NO_EPOCH
         if pipe is not None:
             pipe.draw(self._loader.generator)
-        self._seeds.draw()
+        seeds.draw()
         if pipe is not None and starts_workers:  # torch draws another seed for the pipe, and does not use it
             torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
 
     def _from(self, place: Place, start: Start) -> CapturingIterable:
         """The user's dataset from a position on. Persistent loader workers are ended: their position is another one."""
         per_batch = self._cutter.global_batch_size or 1
-        lived_on = self._loader.num_workers > 0 and start.base_seed == "never"
+        lived_on = self._loader.num_workers > 0 and start.seeds is SeedSchedule.NO_EPOCH
         warn_of_reading_again(start, place, per_batch, self._dataset, unused=self._unused, lived_on=lived_on)
         self.workers.close()
         return self._guarded(entrances_at(place))
@@ -250,7 +252,7 @@ class IterableLoaderSource:
 
         Without loader workers this process reads by itself: torch's loader would do nothing else.
         """
-        self._seeds.when = start.base_seed or self._seeds.when
+        self._seeds.schedule = start.seeds or self._seeds.schedule
         for _ in range(start.replay + 1):
             self._draw_seeds()
         if self._reads_here:

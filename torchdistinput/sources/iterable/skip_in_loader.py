@@ -9,6 +9,7 @@ from typing import Any, TypeGuard, final
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from torchdistinput.errors import StateMismatch
+from torchdistinput.plan.seed_schedule import SeedSchedule
 from torchdistinput.sources.map_style.sampler_batches import Batches, batches_of
 from torchdistinput.sources.map_style.shuffle_sampler import ShuffleSampler
 from torchdistinput.sources.torch_loader.base_seeds import BaseSeeds
@@ -35,14 +36,13 @@ def passing_over(loader: DataLoader[Any], batches: int, at_least: int, start: St
       start: says how many whole epochs of draws come first, and whether this epoch draws a seed for the loader workers.
     """
     own: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    seeds = BaseSeeds(loader.generator, lasting=loader.persistent_workers)
-    seeds.when = start.base_seed or seeds.when
+    seeds = BaseSeeds(loader.generator, start.seeds or SeedSchedule.of(persistent=loader.persistent_workers))
     shuffler = _shuffler(loader)
     number = 0 if shuffler is None else shuffler.epoch
 
     def begun() -> Batches:
-        """An epoch as torch begins it; see ``base_seeds``."""
-        again = loader.num_workers > 0 and shuffler is None and seeds.when != "never"
+        """An epoch as torch begins it; see ``plan.seed_schedule``."""
+        again = loader.num_workers > 0 and shuffler is None and seeds.schedule is not SeedSchedule.NO_EPOCH
         asked = batches_of(own)
         seeds.draw()
         return batches_of(own) if again else asked

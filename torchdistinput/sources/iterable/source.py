@@ -21,6 +21,7 @@ from torchdistinput.plan.batching import (
     refuse_empty_pieces,
 )
 from torchdistinput.plan.options import InputOptions
+from torchdistinput.plan.seed_schedule import SeedSchedule
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.base import Exchange, RowStream, Shards, length_of
@@ -63,7 +64,7 @@ class IterableSource:
     """
 
     workers = None
-    base_seed = "every"
+    seeds = SeedSchedule.EVERY_EPOCH
     draws_order = False
 
     def __init__(

@@ -24,6 +24,7 @@ from torch.utils.data import (
 from torchdistinput.errors import ShardingError, StateMismatch
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.options import InputOptions
+from torchdistinput.plan.seed_schedule import SeedSchedule
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.base import Exchange, Shards, Source, length_of
@@ -105,9 +106,9 @@ class MapLoaderSource:
         self._cutter = Cutter(topology, shared, size)
         self._drop_last = bool(self._collates and getattr(self._batches, "drop_last", False))
         self._feed = IndexFeed()
-        again = loader.num_workers > 0 and type(self._batches) not in (BatchSampler, *TORCH_SAMPLERS)
+        twice = loader.num_workers > 0 and type(self._batches) not in (BatchSampler, *TORCH_SAMPLERS)
         lasting = loader.persistent_workers and loader.num_workers > 0
-        self._base_seeds = BaseSeeds(loader.generator, lasting=lasting, again=again)
+        self._base_seeds = BaseSeeds(loader.generator, SeedSchedule.of(persistent=lasting, sampler_twice=twice))
         self._reads_here = is_read_here(loader)
         collate = cast(Callable[[Any], Any], loader.collate_fn)
         self.told = ToldEpochs(loader.sampler, loader.batch_sampler, loader.dataset, self._dataset, lasting=lasting)
@@ -231,9 +232,9 @@ class MapLoaderSource:
         self.workers.close()
 
     @property
-    def base_seed(self) -> str:
-        """See ``Source.base_seed``."""
-        return self._base_seeds.when
+    def seeds(self) -> SeedSchedule:
+        """See ``Source.seeds``."""
+        return self._base_seeds.schedule
 
     def generators(self) -> Sequence[torch.Generator]:
         """See ``Source.generators``. Under HINT each worker has its own, see ``DrawsAlone``."""
@@ -268,7 +269,7 @@ class MapLoaderSource:
 
     def open(self, epoch: int, draws: Draw, start: Start) -> Stream:
         """See ``Source.open``."""
-        self._base_seeds.when = start.base_seed or self._base_seeds.when
+        self._base_seeds.schedule = start.seeds or self._base_seeds.schedule
         rows = start.steps
         if start.position is not None:
             rows = start.position[1]

@@ -1,71 +1,55 @@
-"""The seed of a loader's workers, which torch draws from the user's random state when it makes an iterator.
+"""Draws the base seeds of a loader's workers from the user's random state, when torch would; see ``seed_schedule``.
 
-Torch draws one for each epoch, with persistent workers one for the first epoch only; on the default device, if one is
-set, which a generator must then be of. A resumed epoch, which starts workers anew, must draw when the uninterrupted one
-drew and not else, or all that is drawn later would differ.
-
-Torch asks the sampler for its iterator before that. Where it starts workers it asks once more afterwards, and uses the
-second: a sampler that draws as soon as it is asked, as those do that return ``iter(batches)``, draws twice.
+A base seed is drawn on torch's default device, if one is set; a generator must then be of that device.
 """
 
 from __future__ import annotations
 
-from typing import Final, final
+from typing import final
 
 import torch
 
 from torchdistinput.devices.accelerators import default_state, new_generator
+from torchdistinput.plan.seed_schedule import SeedSchedule
 
-__all__ = ["TIMES", "BaseSeeds", "once_drawn"]
-
-_AGAIN: Final = "+again"
-_DRAWN: Final = "every+drawn"
-TIMES: Final = ("every", "first", "never", _DRAWN, f"every{_AGAIN}", f"first{_AGAIN}")
-"""What a state may say of when seeds are drawn; see ``Source.base_seed``."""
-
-
-def once_drawn(when: str) -> str:
-    """What to say of when seeds are drawn, beside random states as they were after that of the epoch was drawn."""
-    return {"every": _DRAWN, "first": "never"}.get(when, when)
+__all__ = ["BaseSeeds"]
 
 
 @final
 class BaseSeeds:
-    """Draws the seeds of one loader's workers.
+    """Draws the base seeds of one loader's workers.
 
     Args:
-      generator: the loader's; ``None`` for torch's default random state.
-      lasting: whether its workers live on from epoch to epoch.
-      again: whether torch asks the sampler once more when it starts workers, and that may matter.
+      generator: the generator of the loader; ``None`` for torch's default random state.
+      schedule: when a seed is drawn.
 
     Raises:
-      TypeError: the generator is none.
+      TypeError: the generator is no ``torch.Generator``.
+
+    Attributes:
+      schedule: when a seed is drawn, from the next epoch on.
+      generator: a generator for torch's loader in place of the user's. torch draws the same seed from it, and the
+        user's random state stays as it is.
     """
 
-    def __init__(self, generator: torch.Generator | None, *, lasting: bool, again: bool = False) -> None:
+    def __init__(self, generator: torch.Generator | None, schedule: SeedSchedule) -> None:
         if not isinstance(generator, torch.Generator | None):
             raise TypeError(
                 f"generator of the DataLoader is a {type(generator).__name__}; a torch.Generator is needed, such as "
                 "torch.Generator().manual_seed(1), or None."
             )
         self._generator = generator
-        self.when = ("first" if lasting else "every") + (_AGAIN if again else "")
-        """When the next one is drawn: see ``Source.base_seed``."""
+        self.schedule = schedule
         self.generator = torch.Generator()
-        """For torch's loader, in place of the user's: what it draws there is the seed, and costs the user nothing."""
 
     def draw(self) -> bool:
-        """An epoch begins: its seed is drawn, if it has one. Whether the sampler is then to be asked again."""
-        own = self._generator
+        """Begins an epoch: draws its seed, if it has one. Returns whether ``iter(sampler)`` is to be called again."""
+        own, schedule = self._generator, self.schedule
         device = torch.get_default_device() if own is None else own.device
         if self.generator.device != device:
             self.generator = new_generator(device)
         self.generator.set_state(default_state(device) if own is None else own.get_state())
-        if self.when not in ("never", _DRAWN):
+        if schedule.draws:
             torch.empty((), dtype=torch.int64).random_(generator=own)
-        again = self.when.endswith(_AGAIN)
-        if self.when == _DRAWN:
-            self.when = "every"
-        elif self.when.startswith("first"):
-            self.when = "never"
-        return again
+        self.schedule = schedule.next
+        return schedule.sampler_twice
