@@ -21,6 +21,7 @@ from tests.support.scripted import Party, Script, compose, values
 from torchdistinput import build_pipeline as pipeline_module
 from torchdistinput.batches import element_spec as elements_module
 from torchdistinput.pipeline import prefetcher as buffer_module
+from torchdistinput.pipeline import ready_queue
 from torchdistinput.pipeline import voter as voter_module
 from torchdistinput.pipeline.end_errors import left_to_parent
 from torchdistinput.testing import FakeCollectives
@@ -157,7 +158,7 @@ def _threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "torchdistinput-input"]
 
 
-MODULES = (buffer_module, voter_module)
+MODULES = (buffer_module, voter_module, ready_queue)
 
 
 def check_closed(party: Party) -> None:

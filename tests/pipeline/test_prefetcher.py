@@ -35,6 +35,7 @@ from torchdistinput.coordination import timeouts
 from torchdistinput.coordination.exchanges import Exchange
 from torchdistinput.errors import CoordinationTimeout, InputError, RankLost, SourceError
 from torchdistinput.pipeline import prefetcher as buffer_module
+from torchdistinput.pipeline import ready_queue
 from torchdistinput.pipeline import voter as voter_module
 from torchdistinput.pipeline.metrics import Metrics
 from torchdistinput.pipeline.prefetcher import Prefetcher
@@ -548,7 +549,7 @@ def read_with_an_interruption(world: FakeCollectives | None, moment: int, found:
 
     Not while it closes, when nothing comes any more.
     """
-    files = {buffer_module.__file__, voter_module.__file__}
+    files = {buffer_module.__file__, voter_module.__file__, ready_queue.__file__}
     party = compose(world, 0, Script((1, 0, 1, 1, 1), in_background=True), depth=2)
     moments = itertools.count()
 

@@ -48,7 +48,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from time import perf_counter
 from typing import Any, Final, NamedTuple, final
 
@@ -61,6 +61,7 @@ from torchdistinput.coordination.timeouts import StragglerTimeout
 from torchdistinput.pipeline.end_errors import after_the_error, closed_elsewhere, left_to_parent, not_an_end
 from torchdistinput.pipeline.interfaces import Upstream, Votes
 from torchdistinput.pipeline.metrics import FETCH, Metrics, in_range
+from torchdistinput.pipeline.ready_queue import ReadyQueue
 from torchdistinput.pipeline.voter import Voter
 from torchdistinput.plan.prefetch_depth import drawn_at_once, is_deep
 from torchdistinput.step_types import Ahead, Drawn, EmptyStep, End, Held, LocalStep, Missed, Outcome, Raised
@@ -127,10 +128,8 @@ class Prefetcher:
         self._straggler_timeout = StragglerTimeout(votes, timeout_seconds, names)
         self._first_step = first_step
         self._deeper = deeper
-        self._ready: deque[Outcome] = deque()  # the outcomes that nobody took yet
-        self._voter = Voter(
-            votes, self._ready, self._deliver, depth=depth, room=room, meter=meter, weigh=upstream.weigh
-        )
+        self._ready = ReadyQueue()
+        self._voter = Voter(votes, self._ready, depth=depth, room=room, meter=meter, weigh=upstream.weigh)
         self._thread: threading.Thread | None = None
         if threaded:
             self._thread = threading.Thread(target=self._run, name="torchdistinput-input", daemon=True)
@@ -149,8 +148,6 @@ class Prefetcher:
         self._closed = False
         # Between the two threads:
         self._work_items: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._wake_up: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._is_waited_for = False
         self._made = 0  # work items that the background thread completed
         self._watched = False  # whether the consumer polls the votes
         self._looks = 0  # how often the consumer polled
@@ -234,7 +231,7 @@ class Prefetcher:
         meter = self._meter
         try:
             try:
-                outcome = self._ready.popleft()
+                outcome = self._ready.take()
             except IndexError:  # closed by another thread
                 return None
             if type(outcome) is LocalStep:
@@ -389,13 +386,7 @@ class Prefetcher:
         """Leaves the votes to the background thread, and sleeps until there is an outcome, for at most ``seconds``."""
         self._watched = False
         self._work_items.put(_LOOK)
-        self._is_waited_for = True
-        try:
-            if not self._ready:  # checked again: an outcome put before ``_is_waited_for`` was set wakes nobody
-                with contextlib.suppress(queue.Empty):
-                    self._wake_up.get(timeout=seconds)
-        finally:
-            self._is_waited_for = False
+        self._ready.wait(seconds)
 
     # Either thread
 
@@ -411,20 +402,15 @@ class Prefetcher:
         if self._with_others:
             self._voter.hold(held, seconds)
         else:
-            self._deliver((self._votes.settle(held),))
+            self._ready.put((self._votes.settle(held),))
         return seconds
-
-    def _deliver(self, outcomes: Iterable[Outcome]) -> None:
-        self._ready.extend(outcomes)
-        if self._is_waited_for:
-            self._wake_up.put(None)
 
     def _fail(self, error: BaseException) -> None:
         self._has_failed = True
         try:
             self._votes.abort(f"failed: {type(error).__name__}: {error}")
         finally:
-            self._deliver([Raised(not_an_end(error))])
+            self._ready.put([Raised(not_an_end(error))])
 
     # The background thread
 
@@ -572,7 +558,7 @@ class Prefetcher:
             left = self._left
             with contextlib.suppress(IndexError):  # a consumer on another thread may take the last one
                 while self._ready:
-                    left.append(self._ready.popleft())
+                    left.append(self._ready.take())
             steps = [each.share if isinstance(each, EmptyStep) else each for each in left]
             self._upstream.discard([step for step in steps if isinstance(step, LocalStep)])
             left.clear()

@@ -16,7 +16,7 @@ Prefetch depth. An explicit depth is fixed. Otherwise the depth is two steps at 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Callable
 from time import perf_counter
 from typing import final
 
@@ -24,6 +24,7 @@ from torchdistinput.coordination.exchanges import StartedExchange, conclude
 from torchdistinput.coordination.private_names import holds
 from torchdistinput.pipeline.interfaces import Votes
 from torchdistinput.pipeline.metrics import COORDINATE, Metrics, in_range
+from torchdistinput.pipeline.ready_queue import ReadyQueue
 from torchdistinput.plan.prefetch_depth import PrefetchDepth, shows
 from torchdistinput.step_types import Ahead, Held, LocalStep, Outcome
 
@@ -38,8 +39,7 @@ class Voter:
 
     Args:
       votes: the stage in which all ranks agree.
-      ready: the agreed outcomes that nobody took yet.
-      deliver: is called with the outcomes of each vote.
+      ready: the outcomes of each vote are put here.
       depth: the prefetch depth at first: steps ahead of the one that the consumer waits for.
       room: bytes of steps ahead within which the depth may grow; ``None`` for a fixed depth.
       meter: collects the time that votes take.
@@ -49,8 +49,7 @@ class Voter:
     def __init__(
         self,
         votes: Votes,
-        ready: Sized,
-        deliver: Callable[[Iterable[Outcome]], None],
+        ready: ReadyQueue,
         *,
         depth: int,
         room: int | None,
@@ -59,7 +58,6 @@ class Voter:
     ) -> None:
         self._votes = votes
         self._ready = ready
-        self._deliver = deliver
         self._depth = PrefetchDepth(depth, room, votes.rounds)
         self._grows = room is not None
         self._meter = meter
@@ -87,7 +85,7 @@ class Voter:
 
     @property
     def in_progress(self) -> bool:
-        """Whether a vote began and its outcomes were not delivered yet."""
+        """Whether a vote began and its outcomes are not known yet."""
         return self._vote is not None
 
     @property
@@ -134,7 +132,7 @@ class Voter:
             self._stopped = True
             dropped = self._votes.stop(delivered)
         if self._votes.alone:
-            self._deliver(conclude(self._votes.vote()))
+            self._ready.put(conclude(self._votes.vote()))
         return dropped
 
     def let_go(self) -> None:
@@ -151,7 +149,7 @@ class Voter:
         return vote
 
     def _finish(self) -> None:
-        """Waits for the outcomes of the vote, and delivers them.
+        """Waits for the outcomes of the vote, and puts them into the queue.
 
         A vote may make and send pieces without a sample; this time counts as copying.
         """
@@ -168,4 +166,4 @@ class Voter:
         for outcome in outcomes:
             if isinstance(outcome, Ahead):
                 self._depth.agreed(outcome.steps)
-        self._deliver(outcomes)
+        self._ready.put(outcomes)
