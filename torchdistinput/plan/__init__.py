@@ -8,6 +8,7 @@ A rule is called a *law*; each has a letter and a number that no other law has (
 - ``step_agreement``: How all ranks agree on each step: the report of a rank, and the decision.
 - ``permutation``: A keyed shuffle of [0, n) with random access.
 - ``block_shuffle``: A keyed shuffle of [0, n) that takes whole blocks of stored samples.
+- ``balancing``: How a batch is divided by the costs of its samples.
 - ``mixing``: The order of a mixture of sources.
 - ``packing``: How samples are packed into rows of a fixed length.
 - ``prefetch_depth``: How many steps a rank reads ahead.

@@ -1,0 +1,210 @@
+"""The laws of the balanced split, over all small batches and worlds, against the rules written out one by one."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from torchdistinput.errors import BatchingError
+from torchdistinput.plan.balancing import CostCutter, Division, balanced_split, check_costs, runs_within
+from torchdistinput.plan.batching import Cutter
+from torchdistinput.plan.topology import Topology
+
+SMALL = [list(costs) for size in range(1, 6) for costs in itertools.product((0, 1, 2, 5), repeat=size)]
+WORLDS = [(workers, local) for workers in range(1, 5) for local in range(1, 4)]
+
+
+def dealt(costs: list[int], room: list[int], taken: list[int], loads: list[int], samples: list[int]) -> dict[int, int]:
+    """Law C2 for some samples: the replica of each; a replica takes no more than it has room for."""
+    found = {}
+    for place in sorted(samples, key=lambda place: (-costs[place], place)):
+        free = [k for k in range(len(room)) if taken[k] < room[k]]
+        owner = min(free, key=lambda k: (loads[k], taken[k], k))
+        found[place] = owner
+        loads[owner] += costs[place]
+        taken[owner] += 1
+    return found
+
+
+def by_rule(costs: list[int], replicas: int, *, equal: bool) -> list[list[int]]:
+    """Laws C2, C3 and C5: the places of each replica."""
+    everything = list(range(len(costs)))
+    owners = dealt(costs, [len(costs)] * replicas, [0] * replicas, [0] * replicas, everything)
+    if equal:
+        low, extra = divmod(len(costs), replicas)
+        room = [low + (k < extra) for k in range(replicas)]
+        falling = sorted(everything, key=lambda place: (-costs[place], place))
+        kept = {k: [place for place in falling if owners[place] == k][: room[k]] for k in range(replicas)}
+        taken = [len(kept[k]) for k in range(replicas)]
+        loads = [sum(costs[place] for place in kept[k]) for k in range(replicas)]
+        left = [place for place in everything if not any(place in mine for mine in kept.values())]
+        by_load = [(loads[k], k) for k in range(replicas)]
+        for place in sorted(left, key=lambda place: (-costs[place], place)):
+            load, owner = min((load, k) for load, k in by_load if taken[k] < room[k])
+            owners[place] = owner
+            taken[owner] += 1
+            by_load[owner] = (load + costs[place], owner)
+    return [[place for place in everything if owners[place] == k] for k in range(replicas)]
+
+
+def parts(costs: list[int], replicas: int, *, equal: bool = False) -> list[list[int]]:
+    order, sizes = balanced_split(np.array(costs, dtype=np.float64), replicas, equal_counts=equal)
+    ends = list(itertools.accumulate(sizes))
+    return [order[end - size : end].tolist() for end, size in zip(ends, sizes, strict=True)]
+
+
+@pytest.mark.parametrize("equal", [False, True])
+def test_each_sample_goes_to_the_replica_that_the_law_names(equal: bool) -> None:
+    for costs in SMALL:
+        for replicas in range(1, 7):
+            assert parts(costs, replicas, equal=equal) == by_rule(costs, replicas, equal=equal), (costs, replicas)
+
+
+@pytest.mark.parametrize("equal", [False, True])
+def test_larger_batches_follow_the_same_law(equal: bool) -> None:
+    drawn = np.random.default_rng(1)
+    for size, replicas in ((40, 3), (64, 8), (129, 64), (300, 7)):
+        costs = (drawn.lognormal(0, 1, size) * 100).astype(int).tolist()
+        assert parts(costs, replicas, equal=equal) == by_rule(costs, replicas, equal=equal)
+
+
+def test_a_replica_is_empty_only_if_there_are_fewer_samples_than_replicas() -> None:
+    for costs in SMALL:
+        for replicas in range(1, 7):
+            assert sum(map(bool, parts(costs, replicas))) == min(len(costs), replicas)
+
+
+def test_equal_counts_differ_by_one_at_most_and_fit_the_padded_size() -> None:
+    for costs in SMALL:
+        for replicas in range(1, 7):
+            sizes = [len(part) for part in parts(costs, replicas, equal=True)]
+            assert max(sizes) - min(sizes) <= 1
+            assert max(sizes) <= -(-len(costs) // replicas)
+
+
+@pytest.mark.parametrize("power", [1, 2])
+@pytest.mark.parametrize("replicas", [2, 4, 8, 16, 32, 64])
+def test_lognormal_lengths_are_balanced_to_five_percent_or_the_bound_of_the_largest(power: int, replicas: int) -> None:
+    drawn = np.random.default_rng(replicas)
+    for per_replica in (8, 16, 32):
+        costs = drawn.lognormal(0, 1, replicas * per_replica) ** power
+        falling = np.sort(costs)[::-1]
+        for equal in (False, True):
+            order, sizes = balanced_split(costs, replicas, equal_counts=equal)
+            ends = np.cumsum(sizes)
+            loads = [costs[order[end - size : end]].sum() for end, size in zip(ends, sizes, strict=True)]
+            mean = costs.sum() / replicas
+            # N + 1 samples are over N replicas; with equal counts the largest has others beside it.
+            least = max(mean, falling[0] + equal * falling[1 - per_replica :].sum(), sum(falling[replicas - 1 :][:2]))
+            assert max(loads) <= least * (1.1 if equal else 1.05)
+
+
+def test_costs_of_any_scale_give_the_same_split() -> None:
+    costs = np.random.default_rng(2).lognormal(0, 1, 50)
+    expected = balanced_split(costs, 4)
+    for scale in (2.0**-900, 2.0**-30, 2.0**900):
+        found = balanced_split(costs * scale, 4)
+        assert found.sizes == expected.sizes
+        assert (found.order == expected.order).all()
+    assert sum(balanced_split(np.full(6, 5e-324), 4).sizes) == 6
+
+
+def test_a_batch_that_is_too_large_for_one_word_is_refused() -> None:
+    with pytest.raises(BatchingError, match="too large to be balanced over 32768 replicas"):
+        balanced_split(np.ones(2**20), 2**15)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1.0, -float("inf")])
+def test_a_cost_that_is_no_cost_is_found(bad: float) -> None:
+    assert check_costs(np.array([0.0, 1.0, bad, 2.0, bad])) == 2
+    assert check_costs(np.array([0.0, 1.0])) is None
+
+
+# ------------------------------------------------------------------------------------------------------ whole worlds
+
+
+def divisions(costs: list[int], workers: int, local: int, *, shared: bool) -> Iterator[Division]:
+    """The division on each worker."""
+    for worker in range(workers):
+        topology = Topology(num_workers=workers, replicas_per_worker=local, worker=worker)
+        yield CostCutter(Cutter(topology, shared, len(costs))).divide(np.array(costs, dtype=np.float64))
+
+
+def taken(division: Division) -> list[list[list[int]]]:
+    return [[division.order[lo:hi].tolist() for lo, hi in row] for row in division.rows]
+
+
+def test_the_pieces_of_all_workers_are_the_global_batch_once() -> None:
+    for costs in SMALL[::7]:
+        for workers, local in WORLDS:
+            found = list(divisions(costs, workers, local, shared=True))
+            assert len({division.digest for division in found}) == 1
+            pieces = [piece for division in found for (row,) in [taken(division)] for piece in row]
+            assert pieces == by_rule(costs, workers * local, equal=False)
+            for division in found:
+                assert division.costs.tolist() == [costs[place] for place in division.order]
+
+
+def test_a_batch_of_one_worker_lasts_as_many_steps_as_without_balance_and_is_taken_in_order() -> None:
+    for costs in SMALL[::7]:
+        for workers, local in WORLDS:
+            for worker, division in enumerate(divisions(costs, workers, local, shared=False)):
+                topology = Topology(num_workers=workers, replicas_per_worker=local, worker=worker)
+                plain = Cutter(topology, shared=False, global_batch_size=len(costs)).rows(len(costs))
+                rows = taken(division)
+                assert len(rows) == len(plain)
+                done = 0
+                for row, limits in zip(rows, plain, strict=True):
+                    here = sorted(itertools.chain.from_iterable(row))
+                    assert here == list(range(done, done + len(here)))  # what was delivered is a prefix
+                    assert [piece == sorted(piece) for piece in row] == [True] * local
+                    assert here or len(costs) <= workers * local
+                    done += len(here)
+                    assert max(hi for _, hi in division.rows[len(rows) - 1]) == len(costs)
+                    if len(costs) <= workers * local:
+                        assert [len(piece) for piece in row] == [hi - lo for lo, hi in limits]
+                assert done == len(costs)
+
+
+def test_steps_of_a_batch_of_one_worker_have_about_equal_cost() -> None:
+    costs = np.random.default_rng(3).lognormal(0, 1, 256)
+    topology = Topology(num_workers=8, replicas_per_worker=1, worker=3)
+    division = CostCutter(Cutter(topology, shared=False, global_batch_size=256)).divide(costs)
+    loads = [division.costs[lo:hi].sum() for ((lo, hi),) in division.rows]
+    assert max(loads) <= costs.sum() / 8 + costs.max()
+    plain = [costs[start : start + 32].sum() for start in range(0, 256, 32)]
+    assert max(loads) < max(plain)
+
+
+# ------------------------------------------------------------------------------------------------------ micro-batches
+
+
+def test_micro_batches_are_within_the_bound_and_as_many_on_every_replica() -> None:
+    for costs in SMALL[::5]:
+        for workers, local in WORLDS:
+            bound = max(costs) + 1
+            found = [
+                (division, place, division.micro_batches(bound, 0, place))
+                for division in divisions(costs, workers, local, shared=True)
+                for place in range(local)
+            ]
+            assert len({len(slices) for _, _, slices in found}) == 1
+            needed = []
+            for division, place, slices in found:
+                lo, hi = division.rows[0][place]
+                mine = division.costs[lo:hi]
+                covered = [each for one in slices for each in range(hi - lo)[one]]
+                assert covered == list(range(hi - lo))
+                assert all(mine[one].sum() <= bound for one in slices)
+                needed.append(len(runs_within(mine, bound)))
+            assert len(slices) == max(needed)
+
+
+def test_a_sample_above_the_bound_is_refused_on_every_replica() -> None:
+    for division in divisions([1, 9, 1, 1], 2, 2, shared=True):
+        for place in range(2):
+            with pytest.raises(ValueError, match=r"max_cost is 8, and a sample of this step costs 9;"):
+                division.micro_batches(8, 0, place)
