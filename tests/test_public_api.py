@@ -93,7 +93,7 @@ DATASET_NAMES = [
 
 ITERATOR_NAMES = ["close", "element_spec", "get_next", "get_next_as_optional", "has_next", "is_live", "reads", "step"]
 
-STEP_FIELDS = ["epoch", "index", "global_size", "local_sizes", "num_replicas", "num_workers"]
+STEP_FIELDS = ["epoch", "index", "global_size", "local_sizes", "num_replicas", "num_workers", "costs"]
 
 OPTION_FIELDS = [
     "auto_shard_policy",
@@ -115,6 +115,8 @@ OPTION_FIELDS = [
     "empty_fn",
     "own_state",
     "file_assignment",
+    "balance",
+    "equal_counts",
 ]
 
 

@@ -174,6 +174,8 @@ class DataLoader(Generic[T_co]):
         Then the dataset draws other random numbers than with torch's loader.
       snapshot_every_n_steps: see ``InputOptions.snapshot_every``; the name is that of torchdata's loader.
       own_state: see ``InputOptions.own_state``.
+      balance: the costs of the samples, by which each batch is divided; see ``InputOptions.balance``.
+      equal_counts: see ``InputOptions.equal_counts``.
 
     Raises:
       ValueError: what torch raises for its arguments; both ``device`` and ``strategy``; a negative ``prefetch``.
@@ -230,6 +232,8 @@ class DataLoader(Generic[T_co]):
         seed_samples: bool = False,
         snapshot_every_n_steps: int = 16,
         own_state: Literal["auto", "use", "ignore"] = "auto",
+        balance: Any = None,
+        equal_counts: bool = False,
     ) -> None:
         if not isinstance(strategy, Strategy | None):
             raise TypeError(f"strategy is a {type(strategy).__name__}; a torchdistinput.Strategy is needed, or None.")
@@ -258,6 +262,7 @@ class DataLoader(Generic[T_co]):
         )
         self._snapshot_every, self._own_state = snapshot_every_n_steps, own_state
         self._seed_samples = seed_samples
+        self._balance, self._equal_counts = balance, equal_counts
         self._options(policy, prefetch)  # refuses wrong values
         check_loader(self._loader, policy, alone=True)
         self._prefetch = prefetch
@@ -525,6 +530,8 @@ class DataLoader(Generic[T_co]):
             snapshot_every=self._snapshot_every,
             own_state=self._own_state,
             seed_samples=self._seed_samples,
+            balance=self._balance,
+            equal_counts=self._equal_counts,
         )
 
     def _steps_ahead(self, strategy: Strategy) -> int | None:

@@ -31,6 +31,7 @@ from torchdistinput.sources.rng import (
     plainly,
     state_of_epoch,
 )
+from torchdistinput.sources.sample_costs import digest_of_costs
 
 __all__ = ["SAMPLES", "DistributedDataset", "check_partial_batch", "facts_of", "setting_of"]
 
@@ -530,6 +531,7 @@ def facts_of(source: Source, policy: str, options: InputOptions) -> Mapping[str,
     asked = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
     del asked["auto_shard_policy"]  # the policy in force counts
     asked["replication_mode"] = options.replication_mode.name
+    asked["balance"] = digest_of_costs(options.balance)
     for name in ("count_fn", "split_fn", "empty_fn"):  # functions of two processes cannot be compared
         asked[name] = asked[name] is not None
     parts = {SAMPLES: source.part} if isinstance(source, TellsPart) else {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable
-from typing import Any, Generic, NoReturn, TypeVar, final
+from typing import Any, Generic, NoReturn, TypeVar, cast, final
 
 from torchdistinput.batches.element_spec import Elements
 from torchdistinput.batches.per_replica import regroup_batches
@@ -14,9 +14,10 @@ from torchdistinput.errors import InputError, OutOfRangeError
 from torchdistinput.pipeline.metrics import WAIT, Metrics, in_range, summary
 from torchdistinput.pipeline.prefetcher import Prefetcher
 from torchdistinput.pipeline.to_device import ToDevice
+from torchdistinput.plan.balancing import StepCosts
 from torchdistinput.plan.options import Step
 from torchdistinput.plan.topology import Topology
-from torchdistinput.step_types import NOTHING_SKIPPED, LocalStep, Start
+from torchdistinput.step_types import NOTHING_SKIPPED, DividedDraw, LocalStep, Start
 
 __all__ = ["DistributedIterator", "LastStep", "Optional", "Progress", "delivered", "of_this_process"]
 
@@ -111,7 +112,9 @@ class Progress:
         if taken is None:
             return None
         size = taken.global_size if self._knows_all else None
-        return Step(self.epoch, self.steps - 1, size, taken.sizes, topology.num_replicas, topology.num_workers)
+        counts = (topology.num_replicas, topology.num_workers)
+        costs = cast("StepCosts | None", taken.divided)
+        return Step(self.epoch, self.steps - 1, size, taken.sizes, *counts, costs)
 
     @property
     def steps(self) -> int:
@@ -133,7 +136,9 @@ class Progress:
         self.ended = of_data
         taken = self._taken
         if taken is not None:
-            taken.drew = taken.digest  # the function that computes it would keep the order of the epoch in memory
+            digest = taken.digest  # the function that computes it would keep the order of the epoch in memory
+            if type(taken.drew) is not DividedDraw:
+                taken.drew = digest
 
     def add(self, taken: LocalStep, local: int, num_bytes: int) -> None:
         """Counts a delivered step, with its samples and bytes on this worker, and drops its pieces."""

@@ -27,7 +27,9 @@ from torchdistinput.strategy import get_strategy
 __all__ = ["average_loss"]
 
 
-def average_loss(per_sample_loss: Tensor, step: Step, weights: Tensor | None = None) -> Tensor:
+def average_loss(
+    per_sample_loss: Tensor, step: Step, weights: Tensor | None = None, *, rows: slice | None = None
+) -> Tensor:
     """This replica's part of the mean loss over the global batch, to call ``backward`` on.
 
     Local without weights. With weights collective: every replica calls this, in the same order.
@@ -41,6 +43,8 @@ def average_loss(per_sample_loss: Tensor, step: Step, weights: Tensor | None = N
         bool mask is false, the loss does not count, whatever it is.
         The weighted sum is then divided by the sum of the weights of all replicas instead of the number of samples;
         if that is 0 the result is 0. Outside of ``run`` this needs ``strategy.scope()``.
+      rows: the rows of the part that these are the losses of, from ``step.micro_batches``; by default all. The
+        gradients of all micro-batches of a step add up to those of the mean over the global batch.
 
     Returns:
       A scalar. Its gradients, summed over the replicas of a process and averaged over processes (as DDP and FSDP do),
@@ -48,10 +52,16 @@ def average_loss(per_sample_loss: Tensor, step: Step, weights: Tensor | None = N
 
     Raises:
       TypeError: if the loss or the weights are no tensor, or the step is no ``Step``.
-      ValueError: if the loss is a scalar, does not have one entry per sample, or the weights do not fit it.
+      ValueError: if the loss is a scalar, does not have one entry per sample, or the weights do not fit it; or if both
+        weights and rows are given: the weights of the other micro-batches are not known.
       RuntimeError: if the step has no global size, or the replicas to sum the weights over are not known here.
     """
     if weights is not None:
+        if rows is not None:
+            raise ValueError(
+                "average_loss got both weights and rows. The weights of the whole step are needed: sum them over the "
+                "replicas once, with strategy.reduce, and divide the weighted losses by the sum."
+            )
         total = _sum_over_replicas(_own_weight(per_sample_loss, step, weights), step).to(per_sample_loss.device)
         spread = weights.reshape(weights.shape + (1,) * (per_sample_loss.dim() - weights.dim()))
         if spread.dtype == torch.bool:
@@ -61,7 +71,7 @@ def average_loss(per_sample_loss: Tensor, step: Step, weights: Tensor | None = N
         return weighted * step.num_workers / torch.where(total == 0, 1.0, total).to(weighted.dtype)
     _check_loss(per_sample_loss)
     global_size = _global_size(step)
-    _check_size(per_sample_loss, step)
+    _check_size(per_sample_loss, step, rows)
     return per_sample_loss.sum() * step.num_workers / global_size
 
 
@@ -93,10 +103,12 @@ def _check_loss(loss: Tensor) -> None:
         )
 
 
-def _check_size(loss: Tensor, step: Step) -> None:
+def _check_size(loss: Tensor, step: Step, rows: slice | None) -> None:
     context = get_replica_context()
     sizes = step.local_sizes
     possible = sizes if context is None else (sizes[context.replica_id_in_sync_group % len(sizes)],)
+    if rows is not None:
+        possible = tuple(len(range(size)[rows]) for size in possible)
     if loss.shape[0] not in possible:
         raise ValueError(
             f"average_loss got {loss.shape[0]} losses (shape {list(loss.shape)}), and this replica's part of the "

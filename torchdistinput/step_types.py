@@ -28,6 +28,8 @@ __all__ = [
     "CatchesUp",
     "Counted",
     "Digest",
+    "Divided",
+    "DividedDraw",
     "Drawn",
     "EmptyStep",
     "End",
@@ -58,6 +60,51 @@ MOST_TOLD: Final = 10
 Digest = int | Callable[[], int]
 """A hash of the indices that the user's sampler drew, for the ranks to compare; or a function that makes the hash when
 it is needed. 0 where there is nothing to compare."""
+
+
+LeftOut = tuple[tuple[int, ...], ...]
+
+
+class Divided(Protocol):
+    """How the batch of a step was divided by cost."""
+
+    @property
+    def digest(self) -> int:
+        """A number for the ranks to compare: they must divide a batch alike."""
+
+
+@final
+class DividedDraw:
+    """The ``Digest`` of a draw whose batch was divided by cost. States do not depend on the division.
+
+    Args:
+      drew: the digest of the draw.
+      divided: returns how the batch was divided, given what was left out.
+    """
+
+    __slots__ = ("_divided", "drew", "left_out")
+
+    def __init__(self, drew: Digest, divided: Callable[[LeftOut], Divided]) -> None:
+        self.drew = drew
+        self.left_out: LeftOut = ()
+        """For each local replica, the places in its piece of the samples that could not be read; empty for none."""
+        self._divided = divided
+
+    def note_left_out(self, pieces: Row) -> None:
+        """Notes the samples that could not be read, before the pieces are passed on."""
+        if any(type(piece) is PartialPiece for piece in pieces):
+            self.left_out = tuple([piece.left_out if type(piece) is PartialPiece else () for piece in pieces])
+
+    def divided(self) -> Divided:
+        """How the batch was divided."""
+        return self._divided(self.left_out)
+
+    def __call__(self) -> int:
+        """The digest of the draw."""
+        if not isinstance(self.drew, int):
+            self.drew = self.drew()
+        return self.drew
+
 
 Row = list[Any]
 """One piece for each local replica; ``None`` for an empty one, ``PartialPiece`` around one that lost samples."""
@@ -294,9 +341,24 @@ class LocalStep:
     def digest(self) -> int:
         """The digest of the sampler's draw, computed at the first use: without other ranks it is rarely needed."""
         drew = self.drew
-        if not isinstance(drew, int):
-            drew = self.drew = drew()
-        return drew
+        if isinstance(drew, int):
+            return drew
+        found = drew()
+        if type(drew) is not DividedDraw:
+            self.drew = found
+        return found
+
+    @property
+    def divided(self) -> Divided | None:
+        """How the batch was divided by cost, if it was."""
+        drew = self.drew
+        return drew.divided() if type(drew) is DividedDraw else None
+
+    @property
+    def compared(self) -> int:
+        """The number of the draw and of the division that must be the same on all ranks."""
+        drew = self.drew
+        return drew() + drew.divided().digest if type(drew) is DividedDraw else self.digest
 
 
 @final

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from torchdistinput.errors import BatchingError
-from torchdistinput.plan.balancing import CostCutter, Division, balanced_split, check_costs, runs_within
+from torchdistinput.plan.balancing import CostCutter, Division, StepCosts, balanced_split, check_costs, runs_within
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.topology import Topology
 
@@ -187,7 +187,7 @@ def test_micro_batches_are_within_the_bound_and_as_many_on_every_replica() -> No
         for workers, local in WORLDS:
             bound = max(costs) + 1
             found = [
-                (division, place, division.micro_batches(bound, 0, place))
+                (division, place, StepCosts(division).micro_batches(bound, place))
                 for division in divisions(costs, workers, local, shared=True)
                 for place in range(local)
             ]
@@ -207,4 +207,10 @@ def test_a_sample_above_the_bound_is_refused_on_every_replica() -> None:
     for division in divisions([1, 9, 1, 1], 2, 2, shared=True):
         for place in range(2):
             with pytest.raises(ValueError, match=r"max_cost is 8, and a sample of this step costs 9;"):
-                division.micro_batches(8, 0, place)
+                StepCosts(division).micro_batches(8, place)
+
+
+def test_samples_that_could_not_be_read_are_missing_in_their_micro_batches() -> None:
+    (division,) = divisions([2, 1, 1, 2, 2], 1, 1, shared=True)
+    assert StepCosts(division).micro_batches(3, 0) == [slice(0, 2), slice(2, 4), slice(4, 5)]
+    assert StepCosts(division, ((1, 4),)).micro_batches(3, 0) == [slice(0, 1), slice(1, 3), slice(3, 3)]

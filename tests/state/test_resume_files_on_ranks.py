@@ -34,6 +34,7 @@ class Case:
       prefetch: steps ahead.
       replicas: of each process.
       assignment: how FILE divides the files.
+      by_cost: whether batches are divided by the costs of their records.
     """
 
     order: dict[str, Any]
@@ -42,6 +43,7 @@ class Case:
     prefetch: int = 2
     replicas: int = 1
     assignment: Literal["in_turn", "by_size"] = "in_turn"
+    by_cost: bool = False
 
     @property
     def workers(self) -> Sequence[int]:
@@ -72,12 +74,20 @@ CASES = {
     "DATA, mixed, bare": Case(MIXED, None, "DATA", replicas=2),
     "DATA, mixed, 2 loader workers": Case(MIXED, {"num_workers": 2}, "DATA", prefetch=0),
     "DATA, in order, drop last": Case({}, {"drop_last": True}, "DATA"),
+    "by cost, mixed, bare": Case(MIXED, None, by_cost=True),
+    "by cost, windows, loader": Case({"shuffle_buffer": 3}, {}, prefetch=1, replicas=2, by_cost=True),
+    "by cost, mixed, 2 loader workers": Case(MIXED, {"num_workers": 2}, by_cost=True),
+    "DATA, by cost, mixed, bare": Case(MIXED, None, "DATA", replicas=2, by_cost=True),
 }
 
 
 def write(folder: Path) -> None:
     for file, size in enumerate(SIZES):
         (folder / f"{file}.txt").write_text("".join(f"{100 * file + record}\n" for record in range(size)))
+
+
+def cost_of(line: str) -> float:
+    return int(line) % 7
 
 
 def open_case(folder: str, name: str, num_workers: int | None = None, prefetch: int | None = None) -> Run:
@@ -89,6 +99,7 @@ def open_case(folder: str, name: str, num_workers: int | None = None, prefetch: 
         auto_shard_policy=policy,
         prefetch=case.prefetch if prefetch is None else prefetch,
         file_assignment=case.assignment,
+        balance=cost_of if case.by_cost else None,
     )
     strategy = tdi.Strategy(devices=["cpu"] * case.replicas)
     if case.through is None:
@@ -246,7 +257,8 @@ def check_data(name: str, states: Sequence[Saved], parts: Sequence[Any], undistu
 
     def batches(ranks: Sequence[list[Delivered]]) -> list[list[int]]:
         rows = zip(*ranks, strict=True)
-        return [[sample for _, _, parts in row for part in parts for sample in part] for row in rows]
+        found = [[sample for _, _, parts in row for part in parts for sample in part] for row in rows]
+        return [sorted(batch) for batch in found] if CASES[name].by_cost else found
 
     first, three, last = parts
     whole = batches([rank[name][0] for rank in undisturbed])

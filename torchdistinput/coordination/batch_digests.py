@@ -16,14 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
-from typing import Any, Final, cast, final
+from typing import Any, Final, final
 
 import numpy as np
 import torch
 
 from torchdistinput.batches import pytree
 from torchdistinput.batches.containers import open_container
-from torchdistinput.step_types import LocalStep
+from torchdistinput.step_types import DividedDraw, LocalStep
 
 __all__ = [
     "BatchDigests",
@@ -82,7 +82,11 @@ def longer_gap(gap: int) -> int:
 
 def take_for_read(step: LocalStep, row: Sequence[Any]) -> None:
     """For a source without a sampler, whose rows carry the data's digest in ``drew``: moves it to ``read``. Local."""
-    step.read, step.drew = cast(int, step.drew), 0
+    step.read, drew = step.digest, step.drew
+    if isinstance(drew, DividedDraw):
+        drew.drew = 0
+    else:
+        step.drew = 0
 
 
 def number_of_size(samples: int) -> int:

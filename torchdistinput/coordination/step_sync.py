@@ -273,7 +273,7 @@ class StepSync:
             skipped = self._skipped_until_next() if self._counts else 0
         counts = self._counts
         sizes = tuple([None if type(held) is PastEnd else sum(held.sizes) if counts else 0 for held in next_steps])
-        drawn = tuple([held.digest if type(held) is LocalStep else 0 for held in next_steps])
+        drawn = tuple([held.compared if type(held) is LocalStep else 0 for held in next_steps])
         failed = self._next_failure() is not None
         read: tuple[int, ...] = ()
         if self._peer_weight:
@@ -381,7 +381,9 @@ class StepSync:
         drew = read = "ended"
         if isinstance(held, LocalStep):  # a digest of pieces uses all bits: show the whole number
             drew, read = f"{held.digest:x}", words_of(held.read) if self._way_out else f"{held.read:x}"
-        mine = json.dumps({"rank": self._name, "worker": self._worker, "drew": drew, "read": read})
+        divided = held.divided if isinstance(held, LocalStep) else None
+        cost = "ended" if divided is None else f"{divided.digest:x}"
+        mine = json.dumps({"rank": self._name, "worker": self._worker, "drew": drew, "read": read, "costs": cost})
         told = [plain_message(text) for text in (yield from self._texts_of_all(mine))]
         at = f"at step {self._steps} of epoch {self._epoch}"
         if self._way_out:
@@ -397,6 +399,12 @@ class StepSync:
                 f"the samplers of the ranks differ {at}; as checksums of the batch that each drew: {drawn}. Every "
                 "rank's sampler must draw the same: seed it alike on all ranks, not by the rank; the library takes "
                 "each rank's part."
+            )
+        if len({each["costs"] for each in told}) > 1:
+            costs = "; ".join(f"rank {each['rank']}: {each['costs']}" for each in told)
+            return errors.RankDisagreement(
+                f"the ranks differ in the costs of the samples {at}; as checksums of the costs: {costs}. Every rank "
+                "must find the same cost for a sample (balance=), as the costs say which rank gets it."
             )
         return errors.RankDisagreement(
             f"ranks that share a data-parallel coordinate of the mesh read different data {at}; as checksums of what "

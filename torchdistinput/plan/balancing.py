@@ -38,7 +38,16 @@ import numpy.typing as npt
 from torchdistinput.errors import BatchingError
 from torchdistinput.plan.batching import Cutter, Row
 
-__all__ = ["BalancedSplit", "CostCutter", "Costs", "Division", "balanced_split", "check_costs", "runs_within"]
+__all__ = [
+    "BalancedSplit",
+    "CostCutter",
+    "Costs",
+    "Division",
+    "StepCosts",
+    "balanced_split",
+    "check_costs",
+    "runs_within",
+]
 
 Costs: TypeAlias = npt.NDArray[np.float64]
 """The cost of each sample of a batch, ``(b,)``."""
@@ -180,13 +189,13 @@ class Division:
       order: the places of its samples, piece by piece.
       rows: the limits of this worker's pieces in that order, for each step that the batch lasts.
       costs: of the samples, in that order.
-      ends: where the piece of each replica ends in that order; ``None`` for a batch of one worker.
+      ends: where the piece of each replica ends in that order; empty for a batch of a worker's own.
     """
 
     order: Places
     rows: list[Row]
     costs: Costs
-    ends: tuple[int, ...] | None = None
+    ends: tuple[int, ...] = ()
 
     @cached_property
     def digest(self) -> int:
@@ -195,18 +204,15 @@ class Division:
         found.update(self.order.tobytes())
         return int.from_bytes(found.digest(), "little") // 2 + 1
 
-    def micro_batches(self, max_cost: float, row: int, replica: int) -> list[slice]:
-        """Law C6 for one of this worker's replicas. All ranks find the same number, as all know the costs.
+    def runs(self, max_cost: float, replica: int) -> list[int]:
+        """Law C6: where the micro-batches of one of this worker's pieces end, from the start of the piece.
+
+        For a batch that all workers share.
+        All ranks find the same number of them, as all know the costs.
 
         Raises:
           ValueError: a sample costs more; on every rank alike.
-          RuntimeError: the batch is one worker's own.
         """
-        if self.ends is None:
-            raise RuntimeError(
-                "micro_batches needs the costs of the whole global batch, and each worker has batches of its own here. "
-                "Use AutoShardPolicy.DATA, or cut the part yourself and agree on the number with strategy.reduce(MAX)."
-            )
         if self.costs.max() > max_cost:
             raise ValueError(
                 f"max_cost is {max_cost}, and a sample of this step costs {self.costs.max():g}; no micro-batch can "
@@ -214,9 +220,38 @@ class Division:
             )
         pieces = pairwise([0, *self.ends])
         most = max(len(runs_within(self.costs[lo:hi], max_cost)) for lo, hi in pieces)
-        lo, hi = self.rows[row][replica]
+        lo, hi = self.rows[0][replica]
         ends = runs_within(self.costs[lo:hi], max_cost)
-        ends += [hi - lo] * (most - len(ends))
+        return ends + [hi - lo] * (most - len(ends))
+
+
+@final
+@dataclass(frozen=True)
+class StepCosts:
+    """The costs of this worker's part of a step.
+
+    Args:
+      division: of the batch.
+      left_out: for each local replica, the places in its piece of the samples that could not be read.
+    """
+
+    division: Division
+    left_out: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def digest(self) -> int:
+        """See ``Division.digest``."""
+        return self.division.digest
+
+    def micro_batches(self, max_cost: float, replica: int) -> list[slice]:
+        """Law C6 for one local replica: slices of its part. What was left out is missing in them, and nothing else.
+
+        Raises:
+          ValueError: a sample costs more; on every rank alike.
+        """
+        ends = self.division.runs(max_cost, replica)
+        lost = self.left_out[replica] if self.left_out else ()
+        ends = [end - sum(place < end for place in lost) for end in ends]
         return [slice(*limits) for limits in pairwise([0, *ends])]
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence, Sized
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal, final
 
+from torchdistinput.plan.balancing import StepCosts
 from torchdistinput.plan.sharding import AutoShardPolicy
 
 __all__ = ["InputOptions", "InputReplicationMode", "Step", "check_seconds"]
@@ -92,12 +93,22 @@ class InputOptions:
       empty_fn: ``empty_fn()`` makes the batch of a replica without a sample, on the CPU, a new one at each call.
         ``None``: the batch is made like the batches before, with tensors of 0 rows and empty lists. Where this is not
         possible, and a replica may be left without a sample, the first step is an error on all ranks.
+      balance: divides the samples of each global batch among the replicas by cost instead of by place, so that no
+        replica waits long for a slower one: the largest first, to the replica with the least cost so far. The batches,
+        their means, the end and the state stay the same; the parts differ in size, as ``average_loss`` takes them. The
+        costs, 0 or more in any unit, say (for map-style data) an array with one for each index, or a function of the
+        index; for files and other data that is batched here a function of the record, before ``map_fn``. Under DATA
+        all ranks must find the same costs. Where each worker has batches of its own (FILE, OFF), a batch is cut into
+        steps of about equal cost. Files are then read by all ranks under DATA.
+      equal_counts: with ``balance``: the parts of a step differ by one sample at most. Not for batches of a worker's
+        own. ``partial_batch="pad"`` needs it.
 
     Raises:
       TypeError: a value of another type.
       ValueError: ``prefetch``, ``prefetch_bytes``, ``max_errors`` or ``log_every`` is negative, ``snapshot_every`` or
         ``timeout_seconds`` is not positive, or ``coordination``, ``partial_batch``, ``on_error``, ``own_state`` or
-        ``file_assignment`` is another word.
+        ``file_assignment`` is another word; ``equal_counts`` without ``balance``, or ``partial_batch="pad"`` with
+        ``balance`` and without ``equal_counts``.
     """
 
     auto_shard_policy: AutoShardPolicy = AutoShardPolicy.AUTO
@@ -119,6 +130,8 @@ class InputOptions:
     empty_fn: Callable[[], Any] | None = None
     own_state: Literal["auto", "use", "ignore"] = "auto"
     file_assignment: Literal["in_turn", "by_size"] = "in_turn"
+    balance: Any = field(default=None, compare=False, repr=False)
+    equal_counts: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.auto_shard_policy, AutoShardPolicy):
@@ -143,6 +156,21 @@ class InputOptions:
         _check_bool("with_index", self.with_index)
         _check_bool("seed_samples", self.seed_samples)
         _check_bool("fetch_to_device", self.fetch_to_device)
+        _check_bool("equal_counts", self.equal_counts)
+        self._check_balance()
+
+    def _check_balance(self) -> None:
+        if self.balance is None:
+            if self.equal_counts:
+                raise ValueError("equal_counts=True was given without balance; the costs of the samples are needed.")
+            return
+        if not callable(self.balance) and not isinstance(self.balance, Sized):
+            raise TypeError(f"balance is {self.balance!r:.100}; an array with a cost for each sample, or a function.")
+        if self.partial_batch == "pad" and not self.equal_counts:
+            raise ValueError(
+                "partial_batch='pad' pads every part to ceil(G / N) rows, and parts that are balanced by cost alone "
+                "may have more samples. Give equal_counts=True, too."
+            )
 
     @property
     def skips(self) -> bool:
@@ -207,6 +235,7 @@ class Step:
       local_sizes: samples of each local replica.
       num_replicas: replicas in sync.
       num_workers: processes that read.
+      costs: with ``InputOptions.balance`` and batches that all workers share: how the batch was divided.
     """
 
     epoch: int
@@ -215,3 +244,28 @@ class Step:
     local_sizes: tuple[int, ...]
     num_replicas: int
     num_workers: int
+    costs: StepCosts | None = field(default=None, compare=False, repr=False)
+
+    def micro_batches(self, max_cost: float, local_replica: int = 0) -> list[slice]:
+        """Cuts this replica's part into runs of samples of at most ``max_cost``, the same number on every rank. Local.
+
+        The last ones may be empty. For gradient accumulation, give each slice to ``average_loss`` with its losses.
+
+        Args:
+          max_cost: in the unit of ``InputOptions.balance``.
+          local_replica: which of this process's replicas.
+
+        Returns:
+          Slices of dim 0, in order.
+
+        Raises:
+          ValueError: a sample of the global batch costs more; on every rank alike.
+          RuntimeError: the costs of the global batch are not known: without ``balance``, or where each worker has
+            batches of its own (FILE, OFF, HINT).
+        """
+        if self.costs is None:
+            raise RuntimeError(
+                "micro_batches needs the costs of all samples of the global batch. Give InputOptions(balance=...), and "
+                "AutoShardPolicy.DATA: where each worker has batches of its own, no rank knows the costs of the others."
+            )
+        return self.costs.micro_batches(max_cost, local_replica)

@@ -10,6 +10,7 @@
 - ``converting``: Torch's conversion of ready batches.
 - ``set_epoch``: Calls ``set_epoch`` on the user's samplers and datasets.
 - ``sample_index``: The index of a sample, the same on whichever rank reads it.
+- ``sample_costs``: The costs of samples, by which batches are divided.
 - ``sample_seed``: ``sample_seed``, ``seed_samples``: a random seed for each sample.
 - ``order_advice``: What to write so that each epoch has the same order.
 - ``rng``: Random draws that are the same on all ranks.

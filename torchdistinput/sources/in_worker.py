@@ -25,11 +25,12 @@ from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.batching import Row as Limits
 from torchdistinput.plan.file_resharding import ReaderCursor
 from torchdistinput.sources.converting import swift
-from torchdistinput.sources.iterable.cursor import Marked, Wait, worker_number
+from torchdistinput.sources.iterable.cursor import Compared, Marked, Wait, worker_number
 from torchdistinput.sources.iterable.user_state import Snapshot
 from torchdistinput.sources.map_style.in_memory import NOT_THERE, InMemoryRows, gather_of, numbers_of
 from torchdistinput.sources.map_style.index_array import Numbers
 from torchdistinput.sources.opaque_batches import OpaqueCollate
+from torchdistinput.sources.sample_costs import Balance, picked
 from torchdistinput.sources.sample_index import labelled
 from torchdistinput.sources.sample_seed import Samples
 from torchdistinput.sources.set_epoch import HearsEpochs
@@ -37,6 +38,7 @@ from torchdistinput.step_types import (
     MOST_TOLD,
     NOWHERE,
     Counted,
+    Digest,
     Origin,
     PartialPiece,
     ReadFailure,
@@ -184,15 +186,20 @@ class Cut(NamedTuple):
     sizes: Sequence[Sequence[int]]
     """Samples in each piece of each row."""
     numbers: list[list[npt.NDArray[np.int64] | None]] | int | None = None
-    """The numbers of the samples of each piece, or the number of the first row of a ready batch, if they are known."""
+    """The numbers of the samples of each piece, or the number of the first row of a ready batch, if they are known. For
+    an iterable whose batch was divided by cost: the places of the samples in the batch."""
     worker: int = 0
     """The loader worker that read the batch; 0 in this process."""
     snapshot: Snapshot | None = None
     """The state of the user's own dataset or iterator after this batch, if it was taken."""
     place: ReaderCursor | None = None
     """The cursor of the file reader after this batch, if it was reported."""
-    read: int = 0
+    read: Digest = 0
     """A number of the whole batch that must be the same on all ranks; 0 if the ranks do not compare it."""
+
+    def compared(self, rows: list[Counted]) -> Sequence[Counted | Compared]:
+        """These rows of the batch, with the number that must be the same on all ranks, if they compare it."""
+        return [Compared(*row, self.read) for row in rows] if self.read else rows
 
     def counted(self, label: Callable[[Cut], list[Row]] | None = None) -> list[Counted]:
         """The rows with the sizes of their pieces, and with the index beside each piece if ``label`` puts it there."""
@@ -443,10 +450,19 @@ class CutSamples:
     Args:
       collate: makes a batch of a list of samples.
       cutter: cuts batches by the laws of ``plan``.
+      balance: divides batches by cost; ``None``: they are cut by place.
       on_failure: how a failure of ``collate`` is handled.
     """
 
-    def __init__(self, collate: Callable[[list[Any]], Any], cutter: Cutter, *, on_failure: OnFailure = ENDS) -> None:
+    def __init__(
+        self,
+        collate: Callable[[list[Any]], Any],
+        cutter: Cutter,
+        balance: Balance | None = None,
+        *,
+        on_failure: OnFailure = ENDS,
+    ) -> None:
+        self._balance = balance
         self._collate = collate
         self._cutter = cutter
         self._caught = on_failure.caught
@@ -462,12 +478,19 @@ class CutSamples:
         if isinstance(last, Marked) and len(samples) > 1:
             snapshot, _ = _taken_off(samples, -1)
         try:
-            read = 0
+            read: Digest = 0
             if self._cutter.read_by_all:
                 read = digest_of_samples(samples) if compared else number_of_size(len(samples))
-            limits = self._cutter.rows(len(samples))
+            places: list[list[npt.NDArray[np.int64] | None]] | None = None
+            if self._balance is None:
+                limits = self._cutter.rows(len(samples))
+            else:
+                division = self._balance.divide(samples)
+                limits, samples = division.rows, picked(samples, division.order)
+                read = self._balance.digest_of(division, read)
+                places = [[division.order[lo:hi] for lo, hi in row] for row in limits]
             rows = [[self._collate(samples[lo:hi]) if lo < hi else None for lo, hi in row] for row in limits]
-            return Cut(rows, len(samples), sizes_in(limits), None, worker_number(), snapshot, None, read)
+            return Cut(rows, len(samples), sizes_in(limits), places, worker_number(), snapshot, None, read)
         except self._caught as error:
             return Failure(error, "collating")
 

@@ -95,9 +95,25 @@ class Positions:
             numbered.append(batch)
         return numbered, self._next - first
 
-    def label(self, rows: Sequence[Row], size: int, cutter: Cutter) -> list[Row]:
-        """The rows of the next batch, each piece with its index."""
-        return _labelled_from(self.take(size), rows, size, cutter)
+    def label(self, rows: Sequence[Row], size: int, cutter: Cutter, places: Any = None) -> list[Row]:
+        """The rows of the next batch, each piece with its index.
+
+        Args:
+          rows: the pieces.
+          size: samples in the batch.
+          cutter: how it was cut.
+          places: for each piece, the places of its samples in the batch, if it was divided by cost.
+        """
+        first = self.take(size)
+        if places is None:
+            return _labelled_from(first, rows, size, cutter)
+        return [
+            [
+                None if piece is None else labelled(torch.from_numpy(place + first), piece)
+                for piece, place in zip(row, its, strict=True)
+            ]
+            for row, its in zip(rows, places, strict=True)
+        ]
 
 
 def labelled_batch(first: int, rows: Sequence[Row], size: int, cutter: Cutter) -> list[Row]:

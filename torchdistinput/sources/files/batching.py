@@ -19,21 +19,24 @@ import torch
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from torchdistinput.errors import SourceError, StateMismatch
+from torchdistinput.plan.balancing import Division
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.batching import Row as Limits
 from torchdistinput.plan.file_resharding import Deals, ReaderCursor, fresh_files
 from torchdistinput.plan.sharding import shares_of
 from torchdistinput.sources.files.columns import Columns, RecordList, collated
+from torchdistinput.sources.files.corrupt_records import CorruptRecord
 from torchdistinput.sources.files.fragment_dataset import FragmentDataset
 from torchdistinput.sources.files.reading import RecordPlace, RecordReader, Reserved
 from torchdistinput.sources.in_worker import Cut, Failure, labelled_piece, no_sizes, nothing_left, sizes_in, thinned
 from torchdistinput.sources.opaque_batches import OpaqueCollate
+from torchdistinput.sources.sample_costs import Balance, picked
 from torchdistinput.sources.sample_index import labelled_batch, number_of, number_of_first_row
 from torchdistinput.sources.sample_seed import epoch_key
 from torchdistinput.sources.split_batches import AS_LEAVES, CutReady, ReadyFns
-from torchdistinput.step_types import OpaqueBatch, Origin, Row, RowSizes, SizedRow, Skipped
+from torchdistinput.step_types import Digest, DividedDraw, OpaqueBatch, Origin, Row, RowSizes, SizedRow, Skipped
 
-__all__ = ["Entrance", "KnownRows", "Passed", "RecordRows", "pass_over"]
+__all__ = ["Entrance", "KnownRows", "Passed", "RecordRows", "divide_records", "pass_over"]
 
 # Reporting a cursor costs a microsecond or two for each file. A resume reads the records since the last cursor again,
 # undecoded.
@@ -133,6 +136,7 @@ class RecordRows(IterableDataset[Any]):
       seeds: whether the global generators are seeded for each record that is decoded.
       in_ranges: whether another process reads a part of each batch, or some batches.
       strings: whether the records are strings, and collating returns the list of them, in this process.
+      balance: divides batches by cost; ``None``: they are cut by place.
     """
 
     def __init__(  # noqa: PLR0913 - one kind of rows is one call
@@ -150,7 +154,9 @@ class RecordRows(IterableDataset[Any]):
         seeds: bool = False,
         in_ranges: bool = False,
         strings: bool = False,
+        balance: Balance | None = None,
     ) -> None:
+        self._balance = balance
         self.dataset = dataset
         self._cutter = cutter
         self._collate = collate
@@ -168,7 +174,8 @@ class RecordRows(IterableDataset[Any]):
         self._in_ranges = in_ranges or self._stacks
         self._entrance = Entrance()
         self._last_limits: tuple[int, Sequence[Limits]] = (0, ())
-        self._slices_strings = strings and not (with_index or skip) and cutter.global_batch_size is not None
+        as_strings = strings and balance is None and not (with_index or skip)
+        self._slices_strings = as_strings and cutter.global_batch_size is not None
         # In shared memory, so that persistent loader workers see it too.
         with torch.inference_mode(mode=False):  # an inference tensor could not be changed outside of inference mode
             self._epoch: torch.Tensor = torch.zeros(1, dtype=torch.int64, device="cpu").share_memory_()  # type: ignore[no-untyped-call] # torch has no types for it
@@ -235,14 +242,23 @@ class RecordRows(IterableDataset[Any]):
                 return self._cut_ready([*records[:]], partial(reader.places, 0, 1), key, first)._replace(place=place)
             rows: list[Row] = []
             numbers: list[list[Any]] | None = [] if self._with_index else None
-            all_limits = self._limits(len(records))[first:]
+            read: Digest = 0
+            origins: RecordReader | _InOrder = reader
+            if self._balance is None:
+                all_limits = self._limits(len(records))[first:]
+            else:
+                division = divide_records(self._balance, records)
+                records, origins = _in_order(records[:], division.order), _InOrder(reader, division.order)
+                all_limits, read = division.rows[first:], self._balance.digest_of(division, 0)
             for limits in all_limits:
-                rows.append([self._piece(records, lo, hi, reader, key) if lo < hi else None for lo, hi in limits])
+                rows.append([self._piece(records, lo, hi, origins, key) if lo < hi else None for lo, hi in limits])
                 if numbers is not None:
                     numbers.append(
-                        [np.array([*map(number_of, reader.places(lo, hi))], dtype=np.int64) for lo, hi in limits]
+                        [np.array([*map(number_of, origins.places(lo, hi))], dtype=np.int64) for lo, hi in limits]
                     )
-            return Cut(rows, len(records), sizes_in(all_limits), numbers, 0, None, place)
+            if isinstance(read, DividedDraw):
+                read.note_left_out(rows[0])
+            return Cut(rows, len(records), sizes_in(all_limits), numbers, 0, None, place, read)
         except Exception as error:
             if isinstance(error, SourceError):
                 return Failure(error, "")
@@ -265,7 +281,7 @@ class RecordRows(IterableDataset[Any]):
             self._last_limits = size, self._cutter.rows(size)
         return self._last_limits[1]
 
-    def _piece(self, batch: Batch, lo: int, hi: int, reader: RecordReader, key: int) -> Any:
+    def _piece(self, batch: Batch, lo: int, hi: int, reader: RecordReader | _InOrder, key: int) -> Any:
         """The collated piece of some records of a batch, ``PartialPiece`` if some were left out."""
         if self._stacks and isinstance(batch, Reserved):
             # Rows that the user's code does not convert are converted by collating, on torch's default device.
@@ -315,6 +331,47 @@ class RecordRows(IterableDataset[Any]):
             ]
             for row, numbers in zip(cut.rows, cut.numbers or (), strict=True)
         ]
+
+
+@final
+class _InOrder:
+    """The origins of the records of a batch in another order.
+
+    Args:
+      reader: took the batch.
+      order: the places of the records in it.
+    """
+
+    def __init__(self, reader: RecordReader, order: npt.NDArray[np.int64]) -> None:
+        self._reader = reader
+        self._order = order
+
+    @property
+    def of_columns(self) -> bool:
+        """See ``RecordReader.of_columns``."""
+        return self._reader.of_columns
+
+    def places(self, lo: int, hi: int) -> list[RecordPlace]:
+        """See ``RecordReader.places``."""
+        places = self._reader.places(0, len(self._order))
+        return [places[place] for place in self._order[lo:hi].tolist()]
+
+
+def _in_order(records: RecordList, order: npt.NDArray[np.int64]) -> RecordList:
+    return records.take(order) if isinstance(records, Columns) else picked(records, order)
+
+
+def divide_records(balance: Balance, batch: Batch) -> Division:
+    """How a batch of undecoded records is divided by cost. A record that cannot be read costs nothing.
+
+    Raises:
+      BatchingError: a cost is no cost, or cannot be found.
+    """
+    records = list(batch[:])
+    readable = [place for place, record in enumerate(records) if not isinstance(record, CorruptRecord)]
+    costs = np.zeros(len(records))
+    costs[readable] = balance.costs([records[place] for place in readable])
+    return balance.cutter.divide(costs)
 
 
 def _stacked(arrays: Sequence[npt.NDArray[Any]], device: str | None) -> torch.Tensor | None:

@@ -23,6 +23,7 @@ from torchdistinput.errors import InputError, StateMismatch
 from torchdistinput.plan.file_resharding import Deals, ReaderCursor, checked_deals
 from torchdistinput.sources.files.batching import KnownRows
 from torchdistinput.sources.in_worker import Cut, Failure
+from torchdistinput.sources.iterable.cursor import Compared
 from torchdistinput.step_types import ROWS_BETWEEN_LANDMARKS, Counted, Row, SizedRow
 
 __all__ = ["CommonPlaces", "FilesPosition", "Places"]
@@ -90,7 +91,7 @@ class Places:
 
     def rows_of(
         self, cuts: Iterator[Cut | KnownRows | Failure], label: Callable[[Cut], list[Row]] | None
-    ) -> Generator[Counted | SizedRow, None, None]:
+    ) -> Generator[Counted | Compared | SizedRow, None, None]:
         """The rows, one by one; a ``Failure`` is raised."""
         for cut in cuts:
             if isinstance(cut, Failure):
@@ -99,7 +100,7 @@ class Places:
             self._row += len(cut.rows)
             if cut.place is not None:
                 self._note(before, cut.place)
-            yield from cut.rows if isinstance(cut, KnownRows) else cut.counted(label)
+            yield from cut.rows if isinstance(cut, KnownRows) else cut.compared(cut.counted(label))
 
     def _note(self, row_before: int, place: ReaderCursor) -> None:
         with self._lock:

@@ -17,19 +17,22 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 from torchdistinput.errors import StateMismatch
+from torchdistinput.plan.balancing import CostCutter
 from torchdistinput.plan.batching import Cutter, check_batch_size
+from torchdistinput.plan.batching import Row as Limits
 from torchdistinput.plan.file_resharding import ReaderCursor, fresh_files, redeal
 from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.seed_schedule import SeedSchedule
 from torchdistinput.plan.sharding import AutoShardPolicy, shares_of
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.base import Exchange, RowStream
-from torchdistinput.sources.files.batching import Entrance, KnownRows, RecordRows, pass_over
+from torchdistinput.sources.files.batching import Batch, Entrance, KnownRows, RecordRows, divide_records, pass_over
 from torchdistinput.sources.files.fragment_dataset import FragmentDataset
 from torchdistinput.sources.files.position import CommonPlaces, FilesPosition, Places
 from torchdistinput.sources.files.steps import counted_steps, known_steps, sizes_of, told_of_skew
 from torchdistinput.sources.in_worker import Cut, Failure, as_is
 from torchdistinput.sources.rng import Draw
+from torchdistinput.sources.sample_costs import balance_by_record
 from torchdistinput.sources.split_batches import ReadyFns
 from torchdistinput.sources.torch_loader.run import LoaderRuns
 from torchdistinput.sources.torch_loader.settings import (
@@ -89,7 +92,9 @@ class RecordSource:
         self._dataset = cast(FragmentDataset, data.dataset if isinstance(data, DataLoader) else data)
         self._lists_strings = self._dataset.yields_strings and collate is default_collate  # which returns the list
         self._cutter = Cutter(topology, shared, global_batch_size)
+        self._balance = balance_by_record(options, self._cutter, "a dataset of files")
         by_file = policy is AutoShardPolicy.FILE
+        self._steps_by_cost = by_file and self._balance is not None
         self.bound_to_world = not shared and not by_file  # under OFF all workers read all files
         self._options = options
         self._reads_here = self._loader is None or is_read_here(self._loader)
@@ -113,6 +118,7 @@ class RecordSource:
             seeds=options.seed_samples,
             in_ranges=in_ranges,
             strings=self._lists_strings and self._reads_here,
+            balance=self._balance,
         )
         if options.auto_shard_policy is AutoShardPolicy.AUTO and not shared and topology.worker == 0:
             told = told_of_skew(self._dataset, self._cutter, self._sizes, drop_last=self._drop_last)
@@ -120,7 +126,7 @@ class RecordSource:
                 _LOG.warning("%s", told)
         self.workers = None if self._loader is None else _runs_of(self._loader)
         self.draws_from_default_generator = self._loader is not None and self._loader.generator is None
-        certain = shared and not options.skips
+        certain = shared and not options.skips and self._balance is None
         self.certain_piece_size = self._cutter.certain_piece_size(drop_last=self._drop_last) if certain else None
         self.largest_piece_size = self._cutter.largest_piece_size
         lacks = self._cutter.may_lack_samples(drop_last=self._drop_last, num_samples=None)
@@ -137,6 +143,8 @@ class RecordSource:
         if self._sizes is not None:  # a file of another size would be dealt otherwise
             sizes = sha256(json.dumps(self._sizes).encode()).hexdigest()[:16]
             facts |= {"file_assignment": "by_size", "sizes of files": sizes}
+        if self._steps_by_cost:  # a position in the middle of a batch depends on the steps that it is cut into
+            facts["balance"] = "by cost"
         return {**facts, **self._dataset.fingerprint()}
 
     def epoch_fingerprint(self) -> Mapping[str, Any]:
@@ -219,10 +227,16 @@ class RecordSource:
             reader.close()
         again = self._dataset.reader(files, epoch, passed.place, skip=self._options.skips)
         try:
-            again.take(cutter.rows(len(passed.records))[passed.rows_left - 1][-1][1])
+            again.take(self._rows_of(passed.records, cutter)[passed.rows_left - 1][-1][1])
             return again.position()
         finally:
             again.close()
+
+    def _rows_of(self, records: Batch, cutter: Cutter) -> Sequence[Limits]:
+        if self._balance is None:
+            return cutter.rows(len(records))
+        there = CostCutter(cutter, self._balance.cutter.equal_counts)
+        return divide_records(replace(self._balance, cutter=there), records).rows
 
     def open(self, epoch: int, draws: Draw, start: Start) -> Stream:
         """See ``Source.open``."""

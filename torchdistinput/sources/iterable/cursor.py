@@ -23,7 +23,7 @@ from torch.utils.data import get_worker_info
 
 from torchdistinput.errors import StateMismatch
 from torchdistinput.sources.iterable.user_state import Snapshot
-from torchdistinput.step_types import Row, Start
+from torchdistinput.step_types import Digest, Row, Start
 
 __all__ = [
     "Compared",
@@ -80,7 +80,7 @@ class Compared(NamedTuple):
 
     pieces: Row
     sizes: tuple[int, ...]
-    read: int
+    read: Digest
 
 
 @final

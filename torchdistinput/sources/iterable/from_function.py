@@ -69,6 +69,11 @@ class FunctionSource:
             raise cannot_skip("a dataset function")
         if options.seed_samples:
             raise cannot_seed("a dataset function")
+        if options.balance is not None:
+            raise InputError(
+                "balance was given with a dataset function, whose batches are taken as they are. Use "
+                "distribute_dataset, which divides the samples of global batches."
+            )
         self._datasets = datasets
         self._topology = topology
         self._options = options

@@ -29,6 +29,7 @@ from torchdistinput.sources.iterable.reading import (
 )
 from torchdistinput.sources.iterable.user_state import keeps_state, why_unused
 from torchdistinput.sources.rng import Draw, generators_of
+from torchdistinput.sources.sample_costs import balance_by_record
 from torchdistinput.sources.set_epoch import ToldEpochs
 from torchdistinput.sources.split_batches import CutReady, ReadyFns
 from torchdistinput.sources.torch_loader.base_seeds import BaseSeeds
@@ -99,12 +100,13 @@ class IterableLoaderSource:
         self._owns_state = keeps_state(dataset, options.own_state)
         self._between = BetweenEpochs(options.own_state, self._dataset)
         self._seeds = BaseSeeds(loader.generator, SeedSchedule.of(persistent=lasting))
+        balance = balance_by_record(options, cutter, "a DataLoader over an iterable")
         self._cut: CutReady | CutSamples
         if size is None:
             ready = ReadyFns(options.count_fn, options.split_fn)
             self._cut = CutReady(collate, cutter, ready, on_failure=self._on_failure)
         else:
-            self._cut = CutSamples(collate, cutter, on_failure=self._on_failure)
+            self._cut = CutSamples(collate, cutter, balance, on_failure=self._on_failure)
         build = partial(
             _build, loader, size, self._cut, self._seeds, self._pipe
         )  # a method would make a cycle; workers would live on
@@ -114,6 +116,8 @@ class IterableLoaderSource:
         self.collective_state = not shared or self._owns_state
         self.draws_from_default_generator = loader.generator is None
         self.certain_piece_size = cutter.certain_piece_size(drop_last=loader.drop_last) if shared else None
+        if balance is not None:
+            self.certain_piece_size = None
         self.largest_piece_size = cutter.largest_piece_size
         self.may_lack_samples = cutter.may_lack_samples(drop_last=loader.drop_last, num_samples=None)
 

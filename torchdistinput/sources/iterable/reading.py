@@ -391,7 +391,7 @@ def rows_logged(
                 plainly, reader = whole.snapshot is None, whole.worker
                 log.add(len(rows), whole.size, _one_of(reader) if plainly else (Taken(reader, 1, whole.snapshot),))
             entry = None
-            yield from [Compared(*row, whole.read) for row in rows[left:]] if whole.read else rows[left:]
+            yield from whole.compared(rows[left:])
             left = max(0, left - len(rows))
             closely = left > 0 or label is not None
             continue
@@ -418,4 +418,4 @@ def _one_of(reader: int) -> tuple[Taken]:
 def labels_by_position(cutter: Cutter, samples: int) -> Callable[[Cut], list[Row]]:
     """A function that adds the index to the pieces of an epoch's batches, by their order; ``samples`` come before."""
     positions = Positions(cutter.topology, shared=cutter.shared, taken=samples)
-    return lambda cut: positions.label(cut.rows, cut.size, cutter)
+    return lambda cut: positions.label(cut.rows, cut.size, cutter, cut.numbers)

@@ -33,6 +33,7 @@ from torchdistinput.sources.iterable.reading import CapturingIterable, entrances
 from torchdistinput.sources.iterable.reopening import Reopened, is_function
 from torchdistinput.sources.iterable.user_state import OwnState, keeps_state, why_unused
 from torchdistinput.sources.rng import Draw
+from torchdistinput.sources.sample_costs import balance_by_record
 from torchdistinput.sources.set_epoch import ToldEpochs
 from torchdistinput.sources.split_batches import CutReady, ReadyFns
 from torchdistinput.step_types import Start, Stream
@@ -90,6 +91,7 @@ class IterableSource:
         self._shared = policy is AutoShardPolicy.DATA or topology.num_workers == 1
         self._cutter = Cutter(topology, self._shared, global_batch_size)
         self._collate = collate
+        self._balance = balance_by_record(options, self._cutter, "an iterable")
         self._options = options
         # In-process data may draw from it. With several workers each has its own state; rank 0's is not used for all.
         self.needs_default_state = self.draws_from_default_generator = topology.num_workers == 1
@@ -175,7 +177,7 @@ class IterableSource:
             cut = CutReady(self._collate or as_is, self._cutter, ready)
         else:
             items = batched(elements, size, drop_last=False)
-            cut = CutSamples(self._collate or default_collate, self._cutter)
+            cut = CutSamples(self._collate or default_collate, self._cutter, self._balance)
         log = ReadLog(place, self._options.most_ahead, owns_state=self._owns_state, in_background=False)
         self._between.begun(log, data)
         label = labels_by_position(self._cutter, place.samples) if self._options.with_index else None

@@ -3,6 +3,7 @@
 - ``source``: Takes the user's ``DataLoader`` apart and builds the one of this worker.
 - ``rows``: The stream of rows of one epoch.
 - ``index_batches``: Cuts the batches of the user's batch sampler; ``DistributedBatchSampler``.
+- ``balanced_batch``: A batch of indices that is divided by cost.
 - ``sampler_batches``: Draws or skips the batches of a sampler.
 - ``index_array``: Indices as arrays; a digest of a batch of them.
 - ``in_memory``: Batches gathered from memory in one call for each tensor.

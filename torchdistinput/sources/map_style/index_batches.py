@@ -14,14 +14,16 @@ from typing import Any, NamedTuple, final
 
 from torch.utils.data import BatchSampler, Sampler
 
-from torchdistinput.errors import StateMismatch
+from torchdistinput.errors import BatchingError, StateMismatch
 from torchdistinput.plan.batching import Cutter, check_replica, distinct_steps, refuse_empty_pieces, split
 from torchdistinput.sources.in_worker import ENDS, NO_SAMPLES, PLAIN, OnFailure, Request
+from torchdistinput.sources.map_style.balanced_batch import BalancedBatch, LatePiece
 from torchdistinput.sources.map_style.index_array import Numbers, digest_of
 from torchdistinput.sources.map_style.sampler_batches import Passed, batches_of, size_of
 from torchdistinput.sources.rng import plainly
+from torchdistinput.sources.sample_costs import Balance
 from torchdistinput.sources.sample_index import SampleNumbers
-from torchdistinput.step_types import Digest, RowSizes
+from torchdistinput.step_types import Digest, DividedDraw, RowSizes
 
 __all__ = ["CutRow", "DistributedBatchSampler", "DrawnRow", "IndexFeed", "SamplerDraws"]
 
@@ -43,6 +45,8 @@ class DrawnRow(NamedTuple):
     """The sizes of the row, if all its pieces are gathered from memory."""
     failure: BaseException | None = None
     """The exception that the sampler raised in place of a batch; one request was made for it."""
+    late: tuple[BalancedBatch, int] | None = None
+    """The batch that is divided only when its pieces are requested, and the row; then sizes and numbers come later."""
 
 
 class CutRow(NamedTuple):
@@ -79,6 +83,7 @@ class SamplerDraws:
       draw: calls user code that may draw from the default random state.
       once: whether ``draw`` is used for the first batch only.
       numbers: numbers the samples, if the index is wanted.
+      balance: divides batches by cost; ``None``: they are cut by place.
       on_failure: how a failure of the sampler is handled. If reading goes on, as in torch's loader, empty lists are
         batches, too; else they are rows without a piece.
     """
@@ -86,7 +91,7 @@ class SamplerDraws:
     key = 0
     """The key of the epoch, for ``sample_seed``; set before the first request is taken."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one epoch is one call
         self,
         batches: Iterable[Any],
         cutter: Cutter,
@@ -96,8 +101,10 @@ class SamplerDraws:
         draw: Callable[[Callable[[], Any]], Any],
         once: bool = False,
         numbers: SampleNumbers | None = None,
+        balance: Balance | None = None,
         on_failure: OnFailure = ENDS,
     ) -> None:
+        self._balance = balance
         self._like_torch, self._caught = on_failure
         self._batches = batches_of(batches, (lambda batch: len(_sized(batch))) if collate else size_of)
         self._cutter = cutter
@@ -157,7 +164,8 @@ class SamplerDraws:
         while not self._requests:
             if not self._advance():
                 raise StopIteration
-        return self._requests.popleft()
+        many, wanted, key = request = self._requests.popleft()
+        return wanted.request(bool(many), key) if type(wanted) is LatePiece else request
 
     def give_back(self, requests: Sequence[Request]) -> None:
         """Takes back the requests that were taken last."""
@@ -173,7 +181,7 @@ class SamplerDraws:
     @property
     def comes_known(self) -> bool:
         """Whether the next rows are those of ``take_fixed``, and may be gathered without drawing them here."""
-        return not self._rows and self._numbers is None
+        return not self._rows and self._numbers is None and self._balance is None
 
     def take_fixed(self, rows: int) -> Sequence[Numbers]:
         """The next batches, for up to ``rows`` rows, whose indices are already determined. Caller's thread.
@@ -293,12 +301,34 @@ class SamplerDraws:
             self._rows.append(DrawnRow((True,), None, digest, None, 1, (0,)))
             return
         rows = self.rows_of(size)
+        if self._balance is not None and size:
+            balanced = BalancedBatch(indices if known else [*indices], self._balance, numbers)
+            self._add_balanced(balanced, first, len(rows), digest)
+            return
         for cut in rows[first:] if first else rows:
             index = None if numbers is None else tuple(numbers[lo:hi] for lo, hi in cut.limits)
             gathered = cut.sizes if known and index is None else None
             # The row comes last: after an interruption there is none whose requests are not there.
             self._requests += cut.requests(indices, self.key, collate=self._collate)
             self._rows.append(DrawnRow(cut.pieces, None, digest, index, cut.wanted, cut.sizes.pieces, gathered))
+
+    def _add_balanced(self, batch: BalancedBatch, first: int, rows: int, drew: Digest) -> None:
+        """The rows of a batch that is divided by cost. Without loader workers it is divided now, as it is read now."""
+        digest: Digest = DividedDraw(drew, batch.costs) if self._cutter.shared else drew
+        local = self._cutter.topology.replicas_per_worker
+        if self._lead:
+            for row in range(first, rows):
+                self._requests += [(self._collate, LatePiece(batch, row, piece), self.key) for piece in range(local)]
+                self._rows.append(DrawnRow((True,) * local, None, digest, None, local, late=(batch, row)))
+            return
+        for row in range(first, rows):
+            sizes, numbers = batch.sizes_of(row), batch.numbers_of(row)
+            parts = [batch.indices_of(row, piece) for piece in range(local) if sizes[piece]]
+            self._requests += [(self._collate, part, self.key) for part in parts]
+            pieces = tuple(size > 0 for size in sizes)
+            gathers = numbers is None and batch.is_known
+            gathered = RowSizes(sum(sizes), sizes, self._schema) if gathers else None
+            self._rows.append(DrawnRow(pieces, None, digest, numbers, len(parts), sizes, gathered))
 
     def digest_of(self, indices: Numbers | Sequence[Any]) -> Digest:
         """See ``DrawnRow.digest``."""
@@ -324,6 +354,11 @@ class SamplerDraws:
     def _add_whole(self, item: Any, first: int) -> None:
         """Adds the rows of one item that is a whole batch: it is requested once, and cut after it was read."""
         index = None if self._numbers is None else (self._numbers.of_item(item),)
+        if self._balance is not None:
+            raise BatchingError(
+                "balance was given, and the sampler drew an item that is a whole batch. Let it draw lists of indices, "
+                "or give the DataLoader a batch_size."
+            )
         if first == self._rows_a_batch:
             return
         self._requests.append((False, item, self.key))

@@ -32,7 +32,7 @@ from torchdistinput.sources.map_style.index_batches import CutRow, DrawnRow, Sam
 from torchdistinput.sources.rng import packed
 from torchdistinput.sources.sample_index import labelled_batch
 from torchdistinput.sources.split_batches import AS_LEAVES, CutReady, ReadyFns
-from torchdistinput.step_types import Counted, Digest, PartialPiece, ReadFailure, Row, SizedRow
+from torchdistinput.step_types import Counted, Digest, DividedDraw, PartialPiece, ReadFailure, Row, SizedRow
 
 __all__ = ["MapStream"]
 
@@ -154,7 +154,13 @@ class MapStream:
         if drawn.failure is not None:
             self._raise_failure_of_sampler(drawn.failure)
         if drawn.row_of_whole is None:
-            return Counted(pieces if drawn.numbers is None else _labelled(pieces, drawn.numbers), drawn.sizes)
+            sizes, numbers = drawn.sizes, drawn.numbers
+            if drawn.late is not None:
+                batch, row = drawn.late
+                sizes, numbers = batch.sizes_of(row), batch.numbers_of(row)
+            if type(drawn.digest) is DividedDraw:
+                drawn.digest.note_left_out(pieces)
+            return Counted(pieces if numbers is None else _labelled(pieces, numbers), sizes)
         if drawn.pieces[0]:  # the first row of a whole batch that is read
             self._rows_of_whole = self._cut_whole(pieces[0], drawn)
         return self._rows_of_whole[drawn.row_of_whole]

@@ -37,6 +37,7 @@ from torchdistinput.sources.map_style.sampler_batches import batches_of
 from torchdistinput.sources.map_style.shuffle_sampler import ShuffleSampler
 from torchdistinput.sources.order_advice import order_advice
 from torchdistinput.sources.rng import Draw, generators_of, packed, unpacked
+from torchdistinput.sources.sample_costs import Balance, balance_by_index
 from torchdistinput.sources.sample_index import SampleNumbers
 from torchdistinput.sources.sample_seed import epoch_key
 from torchdistinput.sources.set_epoch import ToldEpochs
@@ -104,6 +105,7 @@ class MapLoaderSource:
         size = self._batches.batch_size if type(self._batches) is BatchSampler else None
         shared = policy is AutoShardPolicy.DATA or topology.num_workers == 1
         self._cutter = Cutter(topology, shared, size)
+        self._balance = self._new_balance()
         self._drop_last = bool(self._collates and getattr(self._batches, "drop_last", False))
         self._feed = IndexFeed()
         twice = loader.num_workers > 0 and type(self._batches) not in (BatchSampler, *TORCH_SAMPLERS)
@@ -132,7 +134,8 @@ class MapLoaderSource:
         self.draws_from_default_generator = loader.generator is None or self.needs_default_state
         self.bound_to_world = not shared
         self.collective_state = self.draws_alone
-        certain = shared and not options.skips
+        by_place = options.balance is None or options.equal_counts
+        certain = shared and not options.skips and by_place
         self.certain_piece_size = self._cutter.certain_piece_size(drop_last=self._drop_last) if certain else None
         self.largest_piece_size = self._cutter.largest_piece_size
 
@@ -170,6 +173,15 @@ class MapLoaderSource:
             self._batches = BatchSampler(sampler, batches.batch_size, batches.drop_last)
         else:
             raise ShardingError("policy HINT does not fit a batch sampler of your own. Use AutoShardPolicy.DATA.")
+
+    def _new_balance(self) -> Balance | None:
+        """Divides batches by cost, as the options say."""
+        if self._options.balance is not None and self.draws_alone:
+            raise ShardingError(
+                "balance was given with policy HINT, where an index counts in a worker's own shard, and means another "
+                "sample than in the dataset. Use AutoShardPolicy.DATA."
+            )
+        return balance_by_index(self._options, self._cutter, length_of(self._dataset))
 
     @property
     def may_lack_samples(self) -> bool:
@@ -343,6 +355,7 @@ class MapLoaderSource:
             draw=draws,
             once=plain,
             numbers=numbers if self._options.with_index else None,
+            balance=self._balance,
             on_failure=self._on_failure,
         )
 

@@ -1,0 +1,206 @@
+"""The costs of samples (``InputOptions.balance``), by which a batch is divided: of indices, or of records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from hashlib import blake2b
+from typing import Any, final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from torchdistinput.coordination.failures import in_one_line
+from torchdistinput.errors import BatchingError, ShardingError
+from torchdistinput.plan.balancing import CostCutter, Costs, Division, StepCosts, check_costs
+from torchdistinput.plan.batching import Cutter
+from torchdistinput.plan.options import InputOptions
+from torchdistinput.sources.map_style.index_array import Numbers
+from torchdistinput.step_types import Digest, DividedDraw
+
+__all__ = ["Balance", "balance_by_index", "balance_by_record", "digest_of_costs", "picked"]
+
+
+@final
+@dataclass(frozen=True)
+class Balance:
+    """Divides batches by cost.
+
+    Args:
+      costs: the costs of a list of indices, or of records.
+      cutter: divides a batch by the laws of ``plan.balancing``.
+    """
+
+    costs: Callable[[Any], Costs]
+    cutter: CostCutter
+
+    def divide(self, samples: Any) -> Division:
+        """How a batch is divided; it has at least one sample.
+
+        Raises:
+          BatchingError: a cost is no cost, or cannot be found; the sample is named.
+        """
+        return self.cutter.divide(self.costs(samples))
+
+    def digest_of(self, division: Division, read: Digest) -> Digest:
+        """The digest of a batch, with its division if all workers share the batch."""
+        return DividedDraw(read, partial(StepCosts, division)) if self.cutter.cutter.shared else read
+
+
+def balance_by_index(options: InputOptions, cutter: Cutter, num_samples: int | None) -> Balance | None:
+    """For map-style data: the option is an array, or a function of the index. ``None`` without the option. Local.
+
+    Args:
+      options: the user's options.
+      cutter: where this worker stands.
+      num_samples: samples of the dataset, if they are known.
+
+    Raises:
+      TypeError: the option is neither an array of numbers nor a function.
+      BatchingError: the array has another length than the dataset, or a number in it is no cost.
+      ShardingError: the workers do not share their batches, and equal counts were asked for.
+    """
+    if options.balance is None:
+        return None
+    costs = _CostsByFunction(options.balance) if callable(options.balance) else _CostsByIndex(options.balance)
+    if isinstance(costs, _CostsByIndex) and num_samples not in (None, len(costs.array)):
+        raise BatchingError(
+            f"balance has {len(costs.array)} costs, and the dataset {num_samples} samples; give one cost for each "
+            "index, in order."
+        )
+    return Balance(costs, _cost_cutter(options, cutter))
+
+
+def balance_by_record(options: InputOptions, cutter: Cutter, what: str) -> Balance | None:
+    """For data without indices: the option is a function of the record. ``None`` without the option. Local.
+
+    Args:
+      options: the user's options.
+      cutter: where this worker stands.
+      what: the data, for messages.
+
+    Raises:
+      TypeError: the option is an array.
+      BatchingError: the source yields ready batches.
+      ShardingError: the workers do not share their batches, and equal counts were asked for.
+    """
+    if options.balance is None:
+        return None
+    if not callable(options.balance):
+        raise TypeError(
+            f"balance is a {type(options.balance).__name__}, and {what} has no samples by index; give a function that "
+            "returns the cost of a record."
+        )
+    if cutter.global_batch_size is None:
+        raise BatchingError(
+            f"balance was given with {what} that yields ready batches. Give single samples, with global_batch_size= or "
+            "the batch_size of a DataLoader."
+        )
+    return Balance(_CostsOfRecords(options.balance), _cost_cutter(options, cutter))
+
+
+def _cost_cutter(options: InputOptions, cutter: Cutter) -> CostCutter:
+    if options.equal_counts and not cutter.shared:
+        raise ShardingError(
+            "equal_counts=True was given, and each worker has batches of its own (policy FILE or OFF): the parts of a "
+            "step come from different batches, so that equal counts leave nothing to balance. Use "
+            "AutoShardPolicy.DATA, or equal_counts=False."
+        )
+    return CostCutter(cutter, options.equal_counts)
+
+
+def digest_of_costs(balance: Any) -> str | None:
+    """A text for the option ``balance``, for ranks to compare; two functions cannot be compared. Local."""
+    if balance is None or callable(balance):
+        return None if balance is None else "a function"
+    array = np.ascontiguousarray(_as_array(balance), np.float64)
+    return f"{len(array)} costs, checksum {blake2b(array.data, digest_size=8).hexdigest()}"
+
+
+def picked(samples: Any, places: npt.NDArray[np.int64]) -> Any:
+    """The samples of some places in a list, or in ``Numbers``: rising places, as law C5 says. Local."""
+    if len(places) == len(samples):
+        return samples
+    if isinstance(samples, Numbers):
+        return Numbers(samples.array()[places])
+    return [samples[place] for place in places.tolist()]
+
+
+def _as_array(balance: Any) -> npt.NDArray[Any]:
+    if isinstance(balance, torch.Tensor):
+        balance = balance.detach().to("cpu", torch.float64).numpy()
+    array = np.asarray(balance)
+    if array.ndim != 1 or array.dtype.kind not in "biuf":
+        raise TypeError(
+            f"balance is a {type(balance).__name__} of shape {array.shape} and dtype {array.dtype}; an array with one "
+            "number for each sample is needed, (n,), or a function that returns the cost of a sample."
+        )
+    return array
+
+
+@final
+class _CostsByIndex:
+    def __init__(self, balance: Any) -> None:
+        self.array = _as_array(balance)
+        wrong = check_costs(self.array)
+        if wrong is not None:
+            raise _no_cost(f"balance[{wrong}]", self.array[wrong])
+
+    def __call__(self, indices: Numbers | Sequence[Any]) -> Costs:
+        try:
+            found = self.array[indices.array() if isinstance(indices, Numbers) else indices]
+        except (IndexError, ValueError) as error:
+            raise BatchingError(
+                f"balance has {len(self.array)} costs, by index, and the sampler drew others: {in_one_line(error)}. "
+                "Give a function of the index, or one cost for each."
+            ) from error
+        return _checked(found.astype(np.float64, copy=False), indices, "sample")
+
+
+@final
+class _CostsByFunction:
+    def __init__(self, balance: Callable[[Any], Any]) -> None:
+        self._balance = balance
+
+    def __call__(self, indices: Numbers | Sequence[Any]) -> Costs:
+        listed = indices.tolist() if isinstance(indices, Numbers) else indices
+        advice = "For map-style data the function gets the index of a sample, not the sample"
+        return _checked(_costs_of(self._balance, listed, listed, advice), listed, "sample")
+
+
+@final
+class _CostsOfRecords:
+    def __init__(self, balance: Callable[[Any], Any]) -> None:
+        self._balance = balance
+
+    def __call__(self, records: Sequence[Any]) -> Costs:
+        advice = "The function gets a record as it was read, before map_fn"
+        return _checked(_costs_of(self._balance, records, range(len(records)), advice), range(len(records)), "record")
+
+
+def _costs_of(balance: Callable[[Any], Any], samples: Sequence[Any], names: Sequence[Any], advice: str) -> Costs:
+    costs = np.empty(len(samples))
+    place = 0
+    try:
+        for place, sample in enumerate(samples):
+            costs[place] = balance(sample)
+    except Exception as error:
+        raise BatchingError(
+            f"the cost of sample {names[place]!r:.100} could not be found: {in_one_line(error)}. {advice}; it returns "
+            "a number of 0 or more."
+        ) from error
+    return costs
+
+
+def _checked(costs: Costs, names: Any, what: str) -> Costs:
+    wrong = check_costs(costs)
+    if wrong is not None:
+        name = names.tolist()[wrong] if isinstance(names, Numbers) else names[wrong]
+        raise _no_cost(f"the cost of {what} {name!r:.100}", costs[wrong])
+    return costs
+
+
+def _no_cost(what: str, found: Any) -> BatchingError:
+    return BatchingError(f"{what} is {found}; a finite number of 0 or more is needed (balance=).")
