@@ -386,6 +386,13 @@ class StepSync:
         mine = json.dumps({"rank": self._name, "worker": self._worker, "drew": drew, "read": read, "costs": cost})
         told = [plain_message(text) for text in (yield from self._texts_of_all(mine))]
         at = f"at step {self._steps} of epoch {self._epoch}"
+        same = {(each["drew"], self._way_out and each["read"]) for each in told}
+        if len(same) == 1 < len({each["costs"] for each in told}):
+            costs = "; ".join(f"rank {each['rank']}: {each['costs']}" for each in told)
+            return errors.RankDisagreement(
+                f"the ranks differ in the costs of the samples {at}; as checksums of the costs: {costs}. Every rank "
+                "must find the same cost for a sample (balance=), as the costs say which rank gets it."
+            )
         if self._way_out:
             read = "; ".join(f"rank {each['rank']}: {each['read']}" for each in told)
             return errors.RankDisagreement(
@@ -399,12 +406,6 @@ class StepSync:
                 f"the samplers of the ranks differ {at}; as checksums of the batch that each drew: {drawn}. Every "
                 "rank's sampler must draw the same: seed it alike on all ranks, not by the rank; the library takes "
                 "each rank's part."
-            )
-        if len({each["costs"] for each in told}) > 1:
-            costs = "; ".join(f"rank {each['rank']}: {each['costs']}" for each in told)
-            return errors.RankDisagreement(
-                f"the ranks differ in the costs of the samples {at}; as checksums of the costs: {costs}. Every rank "
-                "must find the same cost for a sample (balance=), as the costs say which rank gets it."
             )
         return errors.RankDisagreement(
             f"ranks that share a data-parallel coordinate of the mesh read different data {at}; as checksums of what "

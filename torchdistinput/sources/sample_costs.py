@@ -120,9 +120,7 @@ def digest_of_costs(balance: Any) -> str | None:
 
 
 def picked(samples: Any, places: npt.NDArray[np.int64]) -> Any:
-    """The samples of some places in a list, or in ``Numbers``: rising places, as law C5 says. Local."""
-    if len(places) == len(samples):
-        return samples
+    """The samples of some places in a list, or in ``Numbers``. Local."""
     if isinstance(samples, Numbers):
         return Numbers(samples.array()[places])
     return [samples[place] for place in places.tolist()]

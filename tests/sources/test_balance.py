@@ -1,0 +1,325 @@
+"""Batches divided by cost, over the replicas of one process: who gets what, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
+
+import torchdistinput as tdi
+from tests.support.epochs import pieces
+from torchdistinput import readers
+from torchdistinput.plan.balancing import balanced_split
+
+SAMPLES, GLOBAL_BATCH = 23, 8
+COSTS = [float((7 * index) % 11) ** 2 for index in range(SAMPLES)]
+
+
+class Squares(Dataset[torch.Tensor]):
+    """Sample ``index`` is ``10 * index``; those named cannot be read."""
+
+    def __init__(self, unreadable: Sequence[int] = ()) -> None:
+        self.unreadable = unreadable
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index in self.unreadable:
+            raise OSError(f"sample {index} is lost")
+        return torch.tensor(10 * index)
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    """The same samples in order, as an iterable."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (torch.tensor(10 * index) for index in range(SAMPLES))
+
+
+def cost_of_index(index: int) -> float:
+    return COSTS[index]
+
+
+def cost_of_value(value: Any) -> float:
+    return COSTS[int(value) // 10]
+
+
+def shuffled(data: Any, **more: Any) -> DataLoader[Any]:
+    return DataLoader(data, GLOBAL_BATCH, shuffle=True, generator=torch.Generator().manual_seed(4), **more)
+
+
+def lines(folder: Path) -> tdi.FileDataset:
+    for file in range(3):
+        values = range(file * 8, min(SAMPLES, file * 8 + 8))
+        (folder / f"{file}.txt").write_text("".join(f"{10 * value}\n" for value in values))
+    return tdi.FileDataset(f"{folder}/?.txt", readers.text_lines, map_fn=int)
+
+
+KINDS: dict[str, tuple[Callable[[Path], Any], Any]] = {
+    "tensors": (lambda _: shuffled(torch.arange(0, 10 * SAMPLES, 10)), np.array(COSTS)),
+    "samples": (lambda _: shuffled(Squares()), COSTS),
+    "samples, a function": (lambda _: shuffled(Squares()), cost_of_index),
+    "samples, 2 loader workers": (lambda _: shuffled(Squares(), num_workers=2), torch.tensor(COSTS)),
+    "a batch sampler": (
+        lambda _: DataLoader(Squares(), batch_sampler=[[3, 1, 2], [5], [20, 21, 22, 4, 6, 7]]),
+        COSTS,
+    ),
+    "an iterable": (lambda _: DataLoader(Stream(), GLOBAL_BATCH), cost_of_value),
+    "an iterable, a loader worker": (lambda _: DataLoader(Stream(), GLOBAL_BATCH, num_workers=1), cost_of_value),
+    "files": (lambda folder: DataLoader(lines(folder), GLOBAL_BATCH), cost_of_value),
+    "files, 2 loader workers": (
+        lambda folder: DataLoader(lines(folder), GLOBAL_BATCH, num_workers=2),
+        cost_of_value,
+    ),
+}
+
+
+def read(data: Any, replicas: int, **options: Any) -> tuple[list[list[Any]], list[tdi.Step]]:
+    """The parts of each step, and the steps."""
+    strategy = tdi.Strategy(devices=["cpu"] * replicas)
+    found, steps = [], []
+    with strategy.distribute_dataset(data, tdi.InputOptions(**options)) as loader:
+        for element in loader:
+            found.append(pieces(strategy, element))
+            steps.append(loader.step)
+    return found, steps
+
+
+def by_law(batch: list[int], replicas: int, *, equal: bool = False) -> list[list[int]]:
+    order, sizes = balanced_split(np.array([cost_of_value(value) for value in batch]), replicas, equal_counts=equal)
+    ends = itertools.accumulate(sizes)
+    return [[batch[place] for place in order[end - size : end]] for end, size in zip(ends, sizes, strict=True)]
+
+
+@pytest.mark.parametrize("equal", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_parts_are_those_of_the_law_and_make_the_same_global_batch(kind: str, equal: bool, tmp_path: Path) -> None:
+    make, balance = KINDS[kind]
+    whole, _ = read(make(tmp_path), 1)
+    for replicas in (1, 3):
+        parts, steps = read(make(tmp_path), replicas, balance=balance, equal_counts=equal)
+        assert parts == [by_law(batch, replicas, equal=equal) for (batch,) in whole]
+        assert [step.local_sizes for step in steps] == [tuple(map(len, row)) for row in parts]
+        assert [step.global_size for step in steps] == [len(batch) for (batch,) in whole]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_index_tells_each_sample_and_outputs_come_back_in_order(kind: str, tmp_path: Path) -> None:
+    make, balance = KINDS[kind]
+    plain, _ = read(make(tmp_path), 1, with_index=True)
+    numbers = {value: number for ((index, batch),) in plain for number, value in zip(index, batch, strict=True)}
+    strategy = tdi.Strategy(devices=["cpu"] * 3)
+    options = tdi.InputOptions(balance=balance, with_index=True)
+    with strategy.distribute_dataset(make(tmp_path), options) as loader:
+        for index, element in loader:
+            for its, values in zip(pieces(strategy, index), pieces(strategy, element), strict=True):
+                assert its == [numbers[value] for value in values]
+            ordered = strategy.gather_ordered(index, element).tolist()
+            at = {number: value for value, number in numbers.items()}
+            assert ordered == [at[number] for number in sorted(itertools.chain(*pieces(strategy, index)))]
+
+
+def test_equal_counts_are_padded_to_one_size() -> None:
+    parts, _ = read(shuffled(Squares()), 3, balance=COSTS, equal_counts=True, partial_batch="pad", with_index=True)
+    whole, _ = read(shuffled(Squares()), 1)
+    for row, (batch,) in zip(parts, whole, strict=True):
+        for (index, values, mask), expected in zip(row, by_law(batch, 3, equal=True), strict=True):
+            assert len(mask) == 3
+            assert [value for value, real in zip(values, mask, strict=True) if real] == expected
+            assert [number for number, real in zip(index, mask, strict=True) if not real] == [-1] * mask.count(False)
+
+
+def test_samples_that_cannot_be_read_are_left_out_of_their_parts_and_micro_batches() -> None:
+    lost = (3, 4, 11, 17)
+    for workers in (0, 1):
+        parts, steps = read(
+            shuffled(Squares(lost), num_workers=workers), 3, balance=COSTS, on_error="skip", with_index=True
+        )
+        whole, _ = read(shuffled(Squares()), 1)
+        bound = max(COSTS)
+        for row, step, (batch,) in zip(parts, steps, whole, strict=True):
+            planned = by_law(batch, 3)
+            readable = [[value for value in part if value // 10 not in lost] for part in planned]
+            assert [values for _, values in row] == readable
+            counts = set()
+            for replica, values in enumerate(readable):
+                micro = [values[rows] for rows in step.micro_batches(bound, replica)]
+                assert list(itertools.chain.from_iterable(micro)) == values
+                assert all(sum(map(cost_of_value, each)) <= bound for each in micro)
+                counts.add(len(micro))
+            assert len(counts) == 1
+
+
+def test_micro_batches_add_up_to_the_average_loss() -> None:
+    strategy = tdi.Strategy(devices=["cpu"])
+    with strategy.distribute_dataset(shuffled(Squares()), tdi.InputOptions(balance=COSTS)) as loader:
+        for values in loader:
+            losses = values.double().square()
+            runs = loader.step.micro_batches(max(COSTS))
+            total = sum(tdi.average_loss(losses[rows], loader.step, rows=rows) for rows in runs)
+            assert total == pytest.approx(tdi.average_loss(losses, loader.step))
+            with pytest.raises(ValueError, match="this replica's part of the step has"):
+                tdi.average_loss(losses[:0], loader.step, rows=slice(0, 1))
+            with pytest.raises(ValueError, match="both weights and rows"):
+                tdi.average_loss(losses, loader.step, torch.ones(len(losses)), rows=slice(0, 1))
+
+
+def test_with_loader_workers_batches_are_divided_off_the_training_thread() -> None:
+    threads = []
+
+    def cost(index: int) -> float:
+        threads.append(threading.current_thread())
+        return COSTS[index]
+
+    loader = DataLoader(Squares(), 2, num_workers=1, prefetch_factor=1)
+    read(loader, 2, balance=cost, prefetch=1)
+    late = threads[len(threads) // 2 :]
+    assert threading.main_thread() not in late
+    assert len(threads) == SAMPLES
+
+
+def test_without_balance_nobody_knows_micro_batches() -> None:
+    _, steps = read(shuffled(Squares()), 2)
+    with pytest.raises(RuntimeError, match=r"Give InputOptions\(balance=...\)"):
+        steps[0].micro_batches(1.0)
+
+
+def test_the_drop_in_loader_divides_by_cost_too() -> None:
+    strategy = tdi.Strategy(devices=["cpu"] * 3)
+    made = torch.Generator().manual_seed(4)
+    loader = tdi.DataLoader(Squares(), GLOBAL_BATCH, shuffle=True, generator=made, strategy=strategy, balance=COSTS)
+    whole, _ = read(shuffled(Squares()), 1)
+    assert [pieces(strategy, element) for element in loader] == [by_law(batch, 3) for (batch,) in whole]
+    loader.close()
+
+
+def test_the_state_does_not_depend_on_the_costs() -> None:
+    strategy = tdi.Strategy(devices=["cpu"] * 3)
+    states = []
+    for balance in (None, COSTS, cost_of_index):
+        with strategy.distribute_dataset(shuffled(Squares()), tdi.InputOptions(balance=balance)) as loader:
+            next(iter(loader))
+            states.append(loader.state_dict())
+    assert states[0] == states[1] == states[2]
+    with strategy.distribute_dataset(shuffled(Squares()), tdi.InputOptions(balance=COSTS)) as loader:
+        loader.load_state_dict(states[0])
+        whole, _ = read(shuffled(Squares()), 1)
+        assert [pieces(strategy, each) for each in loader] == [by_law(batch, 3) for (batch,) in whole[1:]]
+
+
+# ------------------------------------------------------------------------------------------------------------ refused
+
+
+@pytest.mark.parametrize(
+    ("balance", "message"),
+    [
+        ([*COSTS[:5], float("nan"), *COSTS[6:]], r"balance\[5\] is nan; a finite number of 0 or more is needed"),
+        ([*COSTS[:5], -1.0, *COSTS[6:]], r"balance\[5\] is -1.0; a finite number"),
+        (np.array(COSTS[1:]), "balance has 22 costs, and the dataset 23 samples"),
+    ],
+)
+def test_an_array_that_does_not_fit_is_refused_when_the_data_is_distributed(balance: Any, message: str) -> None:
+    with pytest.raises(tdi.BatchingError, match=message):
+        read(shuffled(Squares()), 2, balance=balance)
+
+
+@pytest.mark.parametrize("balance", [np.ones((SAMPLES, 2)), ["a"] * SAMPLES, "costs"])
+def test_what_is_no_array_of_numbers_is_refused(balance: Any) -> None:
+    with pytest.raises(TypeError, match="an array with one number for each sample is needed"):
+        read(shuffled(Squares()), 2, balance=balance)
+
+
+def nan_later(index: int) -> float:
+    return float("nan") if index == 20 else 1.0
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("balance", "message"),
+    [
+        (nan_later, "the cost of sample 20 is nan; a finite number of 0 or more is needed"),
+        (len, "the cost of sample 0 could not be found: TypeError: .* For map-style data the function gets the index"),
+    ],
+)
+def test_a_function_that_finds_no_cost_is_an_error_at_the_step(balance: Any, message: str, workers: int) -> None:
+    seen: list[Any] = []
+    strategy = tdi.Strategy(devices=["cpu"] * 2)
+    loader = strategy.distribute_dataset(
+        DataLoader(Squares(), GLOBAL_BATCH, num_workers=workers), tdi.InputOptions(balance=balance, prefetch=1)
+    )
+    with loader, pytest.raises(tdi.InputError, match=message):
+        seen.extend(pieces(strategy, element) for element in loader)
+    assert len(seen) == (2 if balance is nan_later else 0)
+
+
+def test_a_record_without_a_cost_is_an_error_at_the_step(tmp_path: Path) -> None:
+    for data in (DataLoader(lines(tmp_path), GLOBAL_BATCH), DataLoader(Stream(), GLOBAL_BATCH)):
+        with pytest.raises(tdi.InputError, match="cost of sample 0 could not be found: .* The function gets a record"):
+            read(data, 2, balance=lambda record: record.cost)
+        with pytest.raises(tdi.InputError, match=r"the cost of record 3 is -1.0; a finite number"):
+            read(data, 2, balance=lambda record: -1.0 if int(record) == 30 else 1.0)
+
+
+def ready() -> Iterable[torch.Tensor]:
+    return [torch.arange(4), torch.arange(4)]
+
+
+REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
+    "an array for an iterable": (DataLoader(Stream(), 4), {}, TypeError, "has no samples by index; give a function"),
+    "ready batches": (ready(), {"balance": cost_of_value}, tdi.BatchingError, "yields ready batches"),
+    "whole batches by index": (
+        DataLoader(Squares(), batch_size=None),
+        {},
+        tdi.InputError,
+        "the sampler drew an item that is a whole batch",
+    ),
+    "another index": (
+        DataLoader(Squares(), sampler=[1, 99], batch_size=2),
+        {},
+        tdi.InputError,
+        "balance has 23 costs, by index, and the sampler drew others: IndexError",
+    ),
+    "padding": (DataLoader(Squares(), 4), {"partial_batch": "pad"}, ValueError, "Give equal_counts=True, too"),
+    "a number": (DataLoader(Squares(), 4), {"balance": 3}, TypeError, "balance is 3; an array with a cost"),
+    "equal counts alone": (
+        DataLoader(Squares(), 4),
+        {"balance": None, "equal_counts": True},
+        ValueError,
+        "equal_counts=True was given without balance",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_divided_by_cost_is_refused(name: str) -> None:
+    data, options, kind, message = REFUSED[name]
+    with pytest.raises(kind, match=message):
+        read(data, 2, **{"balance": COSTS, **options})
+
+
+def test_a_dataset_function_makes_its_own_batches() -> None:
+    strategy = tdi.Strategy(devices=["cpu"] * 2)
+    with pytest.raises(tdi.InputError, match="whose batches are taken as they are"):
+        strategy.distribute_datasets_from_function(lambda _: ready(), tdi.InputOptions(balance=COSTS))
+
+
+def test_lists_of_indices_that_the_dataset_reads_at_once_are_divided() -> None:
+    class ByList(Dataset[torch.Tensor]):
+        def __len__(self) -> int:
+            return SAMPLES
+
+        def __getitem__(self, indices: list[int]) -> torch.Tensor:
+            return torch.tensor(indices) * 10
+
+    loader = DataLoader(ByList(), batch_size=None, sampler=BatchSampler(SequentialSampler(range(SAMPLES)), 8, False))
+    parts, _ = read(loader, 3, balance=COSTS)
+    batches = [list(range(start * 10, min(SAMPLES, start + 8) * 10, 10)) for start in (0, 8, 16)]
+    assert parts == [by_law(batch, 3) for batch in batches]
