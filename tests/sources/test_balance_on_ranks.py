@@ -205,9 +205,9 @@ CASES = {
     "another function of records": Case("files", differs, "RankDisagreement", "differ in the costs of the samples", 1),
     "another function of elements": Case("iterable", differs, "RankDisagreement", "differ in the costs", 1),
     "no cost on any rank": Case("in order", nan_on_all, "BatchingError", "the cost of sample 15 is nan", 1),
-    "no cost on one rank": Case("in order", nan_on_one, "SourceError", "the cost of sample 15 is nan", 1),
+    "no cost on one rank": Case("in order", nan_on_one, "BatchingError", "the cost of sample 15 is nan", 1),
     "no cost on one rank, loader workers": Case(
-        "in order, loader workers", nan_on_one, "SourceError", "the cost of sample 15 is nan", 1
+        "in order, loader workers", nan_on_one, "BatchingError", "the cost of sample 15 is nan", 1
     ),
     "equal counts under FILE": Case("files, FILE", cost_of, "ShardingError", "equal counts leave nothing to balance"),
     "the index of a shard": Case("samples, HINT", COSTS, "ShardingError", "counts in a worker's own shard"),
