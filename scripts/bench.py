@@ -25,6 +25,7 @@ from pathlib import Path
 from benches import (
     analyze,
     arrow,
+    balance,
     block_shuffle,
     coordination,
     decode,
@@ -53,6 +54,7 @@ CASES: dict[str, tuple[Case, str]] = {
     "block_shuffle": (block_shuffle.tables, block_shuffle.__doc__ or ""),
     "seeding": (seeding.tables, seeding.__doc__ or ""),
     "files": (files.tables, files.__doc__ or ""),
+    "balance": (balance.tables, balance.__doc__ or ""),
     "packing": (packing.tables, packing.__doc__ or ""),
     "parquet": (parquet.tables, parquet.__doc__ or ""),
     "tar": (tar.tables, tar.__doc__ or ""),

@@ -57,6 +57,7 @@ Places: TypeAlias = npt.NDArray[np.int64]
 
 _BITS: Final = 62  # of a load: the cost, the samples and the number of a replica in one int
 _LEAST_BITS: Final = 8  # to tell costs apart
+_MANY: Final = 64  # replicas
 
 
 class BalancedSplit(NamedTuple):
@@ -118,8 +119,7 @@ def balanced_split(costs: Costs, num_replicas: int, *, equal_counts: bool = Fals
 
 def _owners(steps: Places, num_replicas: int, sizes: Places | None, for_place: int, for_replica: int) -> Places:
     """The replica of each sample, by falling cost: law C2; with sizes, law C3."""
-    loads = list(range(num_replicas))
-    before = np.fromiter([heapreplace(loads, loads[0] + step) for step in steps.tolist()], np.int64, len(steps))
+    before = _dealt_in_rounds(steps, num_replicas) if num_replicas >= _MANY else _dealt_singly(steps, num_replicas)
     owners = before & (1 << for_replica) - 1
     if sizes is None:
         return owners
@@ -130,6 +130,32 @@ def _owners(steps: Places, num_replicas: int, sizes: Places | None, for_place: i
     again = ~keeps
     owners[again] = _dealt_again(steps[again].tolist(), kept.tolist(), room.tolist())
     return owners
+
+
+def _dealt_singly(steps: Places, num_replicas: int) -> Places:
+    """Law C2: the load of the replica that gets each sample, before it gets it."""
+    loads = list(range(num_replicas))  # a heap
+    return np.fromiter([heapreplace(loads, loads[0] + step) for step in steps.tolist()], np.int64, len(steps))
+
+
+def _dealt_in_rounds(steps: Places, num_replicas: int) -> Places:
+    """The same, faster for many replicas: in a round, the samples go to the replicas by rising load.
+
+    The round ends before a replica with more than one that got a sample in this round would have by now.
+    """
+    loads = np.arange(num_replicas)
+    found = np.empty_like(steps)
+    done = 0
+    while done < len(steps):
+        loads.sort()
+        wanted = steps[done : done + num_replicas]
+        after = loads[: len(wanted)] + wanted
+        too_much = loads[1 : len(wanted)] > np.minimum.accumulate(after)[:-1]
+        taken = int(too_much.argmax()) + 1 if too_much.any() else len(wanted)
+        found[done : done + taken] = loads[:taken]
+        loads[:taken] = after[:taken]
+        done += taken
+    return found
 
 
 def _dealt_again(steps: list[int], loads: list[int], room: list[int]) -> list[int]:
