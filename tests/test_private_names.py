@@ -37,13 +37,13 @@ EXEMPT = {"testing/ranks.py": {"_run_exitfuncs", "_dynamo"}}
 to import is imported once, if it is there."""
 
 
-def table_of_accelerate() -> dict[str, str]:
-    """Read from the syntax tree: to import the adapter takes accelerate."""
-    for node in ast.parse((PACKAGE / "integrations/accelerate.py").read_text()).body:
+def table_of(adapter: str) -> dict[str, str]:
+    """Read from the syntax tree: to import the adapter takes the package."""
+    for node in ast.parse((PACKAGE / adapter).read_text()).body:
         if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "PRIVATE_NAMES":
             table: dict[str, str] = ast.literal_eval(node.value or ast.Constant(None))
             return table
-    raise AssertionError("the adapter of accelerate has no table")
+    raise AssertionError(f"{adapter} has no table")
 
 
 TABLES = {
@@ -52,7 +52,8 @@ TABLES = {
     "frameworks.py": frameworks.PRIVATE_NAMES,
     "sources/iterable/divided_sources.py": frameworks.PRIVATE_NAMES,
     "sources/iterable/inexact_states.py": frameworks.PRIVATE_NAMES,
-    "integrations/accelerate.py": table_of_accelerate(),
+    "integrations/accelerate.py": table_of("integrations/accelerate.py"),
+    "integrations/datasets.py": table_of("integrations/datasets.py"),
 }
 """The tables, by the files in which their names may stand."""
 

@@ -9,7 +9,8 @@ from typing import Any, Protocol, cast, final, runtime_checkable
 
 import torch
 
-from torchdistinput.errors import InputError
+from torchdistinput.coordination.failures import in_one_line
+from torchdistinput.errors import InputError, ShardingError
 from torchdistinput.plan.seed_schedule import SeedSchedule
 from torchdistinput.sources.in_worker import Failure
 from torchdistinput.sources.iterable.cursor import Compared
@@ -36,6 +37,7 @@ __all__ = [
     "TellsPart",
     "Track",
     "length_of",
+    "own_shard",
 ]
 
 _LOG = logging.getLogger("torchdistinput")
@@ -243,6 +245,24 @@ class Shards(Protocol):
 
     def shard(self, num_shards: int, index: int) -> Any:
         """Part ``index`` of ``num_shards`` parts."""
+
+
+def own_shard(data: object, num_shards: int, index: int) -> Any:
+    """Policy HINT: this worker's own part of the data, as the data divides itself. Local.
+
+    Raises:
+      ShardingError: the data cannot give this part, as some with fewer parts than there are workers.
+    """
+    try:
+        return cast(Shards, data).shard(num_shards=num_shards, index=index)
+    except InputError:
+        raise
+    except Exception as error:
+        raise ShardingError(
+            f"policy HINT: shard(num_shards={num_shards}, index={index}) of the {type(data).__name__} failed: "
+            f"{in_one_line(error)}. If it has fewer parts than there are workers ({num_shards}), divide it into more, "
+            "or use AutoShardPolicy.DATA."
+        ) from error
 
 
 def length_of(data: object) -> int | None:

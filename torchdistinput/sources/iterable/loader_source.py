@@ -14,7 +14,7 @@ from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.seed_schedule import SeedSchedule
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.base import Exchange, RowStream, Shards, length_of
+from torchdistinput.sources.base import Exchange, RowStream, length_of, own_shard
 from torchdistinput.sources.in_worker import ENDS, CutSamples, as_is, batched
 from torchdistinput.sources.iterable.between_epochs import BetweenEpochs
 from torchdistinput.sources.iterable.cursor import Place, ReadLog, place_of, warn_of_reading_again
@@ -84,7 +84,7 @@ class IterableLoaderSource:
             ranks = (topology.num_workers, topology.worker) if divides else (1, 0)
             self._pipe = PipeSetting(*ranks, lasting=loader.persistent_workers)
         elif divides:
-            dataset = cast(Shards, dataset).shard(num_shards=topology.num_workers, index=topology.worker)
+            dataset = own_shard(dataset, topology.num_workers, topology.worker)
         size = None if loader.batch_size is None else check_batch_size(loader.batch_size, "batch_size")
         shared = policy is AutoShardPolicy.DATA or topology.num_workers == 1
         cutter = Cutter(topology, shared, size)

@@ -6,7 +6,7 @@ Also ``ShardedIterableDataset``, the wrapper for a plain torch ``DataLoader``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast, final
+from typing import Any, final
 
 import torch
 from torch.utils.data import IterableDataset, default_collate
@@ -24,7 +24,7 @@ from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.seed_schedule import SeedSchedule
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.base import Exchange, RowStream, Shards, length_of
+from torchdistinput.sources.base import Exchange, RowStream, length_of, own_shard
 from torchdistinput.sources.in_worker import CutSamples, as_is, batched, cut_of
 from torchdistinput.sources.iterable.between_epochs import BetweenEpochs
 from torchdistinput.sources.iterable.cursor import Place, ReadLog, place_of, warn_of_reading_again
@@ -46,8 +46,8 @@ Collate = Callable[[Any], Any]
 def _shard_of(data: Any, topology: Topology) -> Any:
     """Policy HINT: the worker's own part of the data, or a function that makes it."""
     if is_function(data):
-        return lambda: data().shard(num_shards=topology.num_workers, index=topology.worker)
-    return cast(Shards, data).shard(num_shards=topology.num_workers, index=topology.worker)
+        return lambda: own_shard(data(), topology.num_workers, topology.worker)
+    return own_shard(data, topology.num_workers, topology.worker)
 
 
 @final

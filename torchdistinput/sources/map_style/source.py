@@ -27,7 +27,7 @@ from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.seed_schedule import SeedSchedule
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.base import Exchange, Shards, Source, length_of
+from torchdistinput.sources.base import Exchange, Source, length_of, own_shard
 from torchdistinput.sources.in_worker import ENDS, PieceDataset, as_is
 from torchdistinput.sources.iterable.divided_sources import part_of
 from torchdistinput.sources.iterable.user_state import tell_unused
@@ -155,7 +155,7 @@ class MapLoaderSource:
 
     def _shard(self, topology: Topology) -> None:
         """Policy HINT: the dataset's own shard, with the user's kind of sampling over it."""
-        self._dataset = cast(Shards, self._dataset).shard(num_shards=topology.num_workers, index=topology.worker)
+        self._dataset = own_shard(self._dataset, topology.num_workers, topology.worker)
         sampler: Any = self._loader.sampler
         if type(sampler) is RandomSampler and not sampler.replacement:
             sampler = RandomSampler(self._dataset, generator=sampler.generator)

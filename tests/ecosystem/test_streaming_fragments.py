@@ -1,0 +1,315 @@
+"""Hugging Face's streaming datasets as fragments: the same examples, each once, resumed at any number of ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import closing
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import torchdistinput as tdi
+from torchdistinput.testing import check_source, run_ranks
+
+datasets: Any = pytest.importorskip("datasets")
+pa: Any = pytest.importorskip("pyarrow")
+fragments: Any = pytest.importorskip("torchdistinput.integrations.datasets").fragments
+
+SIZES = (83, 40, 100, 27)  # more than a batch of the adapter, and less
+BATCH, BAD = 20, 50
+FILE, DATA, HINT = tdi.AutoShardPolicy.FILE, tdi.AutoShardPolicy.DATA, tdi.AutoShardPolicy.HINT
+
+pytestmark = pytest.mark.filterwarnings("ignore:To copy construct from a tensor:UserWarning")  # of datasets
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    pq: Any = pytest.importorskip("pyarrow.parquet")
+    made, first = tmp_path_factory.mktemp("streams"), 0
+    for number, size in enumerate(SIZES):
+        numbers = range(first, first + size)
+        columns = {"n": [*numbers], "text": [f"t{each}" for each in numbers], "l": [[each] * 2 for each in numbers]}
+        pq.write_table(pa.table(columns), made / f"{number}.parquet", row_group_size=16)
+        (made / f"{number}.txt").write_text("".join(f"{each}\n" for each in numbers))
+        (made / f"{number}.json").write_text("".join(json.dumps({"n": each}) + "\n" for each in numbers))
+        first += size
+    return str(made)
+
+
+def stream(folder: str, kind: str = "parquet", most: int = len(SIZES)) -> Any:
+    end = "txt" if kind == "text" else kind
+    files = [f"{folder}/{number}.{end}" for number in range(most)]
+    return datasets.load_dataset(kind, data_files=files, split="train", streaming=True)
+
+
+def more(example: dict[str, Any]) -> dict[str, Any]:
+    return {"n": example["n"] + 1000}
+
+
+def more_of_batch(batch: dict[str, list[int]]) -> dict[str, Any]:
+    return {"n": [number + 1000 for number in batch["n"]]}
+
+
+def several(batch: dict[str, list[int]]) -> dict[str, Any]:
+    """As many examples as the number mod 3 says."""
+    return {"n": [number for number in batch["n"] for _ in range(number % 3)]}
+
+
+def is_even(example: dict[str, Any]) -> bool:
+    return bool(example["n"] % 2 == 0)
+
+
+def are_no_threes(batch: dict[str, list[int]]) -> list[bool]:
+    return [number % 3 != 0 for number in batch["n"]]
+
+
+def same(table: Any) -> Any:
+    return table
+
+
+STEPS: dict[str, Callable[[Any], Any]] = {
+    "as it is": lambda data: data,
+    "map": lambda data: data.map(more),
+    "map in batches": lambda data: data.map(more_of_batch, batched=True, batch_size=7),
+    "map to several": lambda data: data.select_columns(["n"]).map(several, batched=True, batch_size=7),
+    "filter": lambda data: data.filter(is_even),
+    "filter in batches": lambda data: data.filter(are_no_threes, batched=True, batch_size=7),
+    "all of them": lambda data: (
+        data.map(more)
+        .filter(is_even)
+        .map(more_of_batch, batched=True, batch_size=3)
+        .filter(are_no_threes, batched=True)
+    ),
+    "torch": lambda data: data.with_format("torch"),
+    "mapped in torch": lambda data: data.with_format("torch").map(more_of_batch, batched=True, batch_size=7),
+    "arrow inside": lambda data: (
+        data.with_format("arrow").map(same, batched=True, batch_size=7).with_format("torch")
+    ),
+    "row groups": lambda data: data.reshard(),
+    "concatenated": lambda data: datasets.concatenate_datasets([data, data.map(more)]),
+    "cast": lambda data: data.cast_column("n", datasets.Value("float32")),
+}
+
+
+def plain(value: Any) -> Any:
+    """The value, with the types of its tensors beside their numbers."""
+    if isinstance(value, dict):
+        return {name: plain(each) for name, each in value.items()}
+    return (str(value.dtype), value.tolist()) if isinstance(value, torch.Tensor) else value
+
+
+@pytest.mark.parametrize("steps", STEPS)
+def test_the_examples_are_those_of_the_stream_and_each_position_can_be_entered(folder: str, steps: str) -> None:
+    data = STEPS[steps](stream(folder))
+    source = fragments(data)
+    assert len(source.fragments()) == data.num_shards
+    assert [*map(plain, tdi.FragmentDataset(source))] == [*map(plain, data)]
+    check_source(source)
+
+
+@pytest.mark.parametrize("kind", ["text", "json"])
+def test_files_of_text_and_json_are_fragments_too(folder: str, kind: str) -> None:
+    data = stream(folder, kind)
+    source = fragments(data)
+    assert [each.name for each in source.fragments()] == [f"shard {number} of 4" for number in range(4)]
+    assert [*tdi.FragmentDataset(source)] == [*data]
+    check_source(source)
+    loader = tdi.Strategy(["cpu"]).distribute_dataset(source, global_batch_size=BATCH)
+    kinds = {type(value) for batch in loader for value in batch.values()}
+    assert kinds == ({list} if kind == "text" else {torch.Tensor})
+
+
+# ------------------------------------------------------------------------------------------------------ on ranks
+
+MIXED: dict[str, Any] = {"shuffle_fragments": True, "shuffle_buffer": 16, "cycle_length": 2, "seed": 5}
+WAYS: dict[str, tuple[tdi.AutoShardPolicy, str, dict[str, Any], int]] = {
+    "FILE": (FILE, "all of them", {}, 0),
+    "DATA": (DATA, "map to several", {}, 0),
+    "FILE mixed": (FILE, "torch", MIXED, 0),
+    "DATA mixed": (DATA, "filter in batches", MIXED, 0),
+    "DATA by loader workers": (DATA, "map in batches", MIXED, 2),
+    "DATA, the stream itself": (DATA, "map in batches", {}, 0),
+}
+
+
+def number_of(example: dict[str, Any]) -> int:
+    return int(example["n"])
+
+
+def numbers_of(examples: list[dict[str, Any]]) -> torch.Tensor:
+    return torch.tensor([*map(number_of, examples)])
+
+
+def number_of_good(example: dict[str, Any]) -> int:
+    if example["n"] == BAD:
+        raise ValueError("a bad example")
+    return int(example["n"])
+
+
+def distributed(folder: str, way: str, map_fn: Any = number_of, **options: Any) -> Any:
+    policy, steps, settings, workers = WAYS[way]
+    data: Any = STEPS[steps](stream(folder))
+    if way.endswith("itself"):
+        loader = DataLoader(data, BATCH, collate_fn=numbers_of)
+    else:
+        data = tdi.FragmentDataset(fragments(data), map_fn=map_fn, **settings)
+        loader = DataLoader(data, BATCH, num_workers=workers, multiprocessing_context="fork" if workers else None)
+    return tdi.Strategy(["cpu"]).distribute_dataset(loader, tdi.InputOptions(auto_shard_policy=policy, **options))
+
+
+def read(loader: Any, most: int | None = None) -> list[list[int]]:
+    made = []
+    with closing(iter(loader)) as iterator:
+        for part in iterator:
+            made.append(part.tolist())
+            if len(made) == most:
+                break
+    return made
+
+
+def play(folder: str, states: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for way in WAYS:
+        with distributed(folder, way) as loader:
+            if way in states:
+                loader.load_state_dict(states[way])
+            found[f"{way}, left"] = read(loader, 2), json.loads(json.dumps(loader.state_dict()))
+        if not states:
+            with distributed(folder, way) as loader:
+                found[way] = read(loader)
+    if not states:
+        found["skipped"] = read(distributed(folder, "FILE mixed", number_of_good, on_error="skip"))
+    return found
+
+
+def numbers(ranks: list[Any], what: str) -> list[int]:
+    parts = [rank[what] if isinstance(rank[what], list) else rank[what][0] for rank in ranks]
+    return [number for step in zip(*parts, strict=True) for number in chain.from_iterable(step)]
+
+
+def test_each_example_comes_once_and_an_epoch_goes_on_at_another_world_size(folder: str) -> None:
+    two = run_ranks(2, play, folder, {})
+    three = run_ranks(3, play, folder, {way: two[0][f"{way}, left"][1] for way in WAYS})
+    for way, (policy, steps, _, _) in WAYS.items():
+        truth = sorted(int(example["n"]) for example in STEPS[steps](stream(folder)))
+        with distributed(folder, way) as loader:
+            alone = [*chain.from_iterable(read(loader))]
+        assert sorted(alone) == sorted(numbers(two, way)) == truth
+        with distributed(folder, way) as loader:
+            loader.load_state_dict(three[0][f"{way}, left"][1])
+            rest = [*chain.from_iterable(read(loader))]
+        parts = numbers(two, f"{way}, left") + numbers(three, f"{way}, left") + rest
+        assert sorted(parts) == truth
+        assert policy is FILE or parts == alone == numbers(two, way)
+    assert sorted(numbers(two, "skipped")) == [number for number in range(sum(SIZES)) if number != BAD]
+
+
+# ------------------------------------------------------------------------------------------------------- refusals
+
+
+def refused(data: Any, text: str) -> None:
+    with pytest.raises(tdi.InputError, match=text):
+        fragments(data)
+
+
+def test_what_looks_across_shards_is_refused_with_the_way_out(folder: str) -> None:
+    data = stream(folder)
+    for inputs in (1, 4):
+        shuffled = data.shuffle(seed=1, buffer_size=10, max_buffer_input_shards=inputs).map(more)
+        refused(shuffled, "shuffle_fragments=True, shuffle_buffer=")
+    refused(data.map(more).take(10), r"take\(\) counts across shards.*torchdistinput.DataLoader\(dataset")
+    refused(data.skip(10), r"skip\(\) counts across shards")
+    refused(data.repeat(2), r"repeat\(\)")
+    refused(datasets.interleave_datasets([data, data]), r"interleave_datasets\(\)")
+    refused(datasets.interleave_datasets([data, data], probabilities=[0.5, 0.5], seed=1), r"interleave_datasets\(\)")
+    beside = data.select_columns(["n"]).rename_column("n", "m")
+    refused(datasets.concatenate_datasets([data, beside], axis=1), "HorizontallyConcatenated.* is not known to stay")
+    node: Any = pytest.importorskip("datasets.distributed").split_dataset_by_node
+    refused(node(data, 0, 2), r"split_dataset_by_node\(\): leave that out")
+    refused(datasets.Dataset.from_dict({"n": [1]}), r"found a Dataset; .*DataLoader as it is")
+
+
+@pytest.mark.parametrize("name", ["_distributed", "_ex_iterable"])
+def test_where_a_release_hides_what_is_looked_at_the_way_out_is_told(folder: str, name: str) -> None:
+    data = stream(folder)
+    del vars(data)[name]
+    refused(data, r"does not show whether the dataset was divided.*torchdistinput.DataLoader\(dataset")
+
+
+def test_a_format_without_records_is_an_error_that_says_so(folder: str) -> None:
+    loader = tdi.Strategy(["cpu"]).distribute_dataset(
+        fragments(stream(folder).with_format("arrow")), global_batch_size=BATCH
+    )
+    with pytest.raises(tdi.SourceError, match=r'shard 0 of 4: .*gives its examples as a Table.*with_format\("torch"\)'):
+        next(iter(loader))
+
+
+def test_a_failure_of_the_stream_names_the_shard_also_where_bad_records_are_skipped(folder: str) -> None:
+    def broken(example: dict[str, Any]) -> dict[str, Any]:
+        if example["n"] == BAD + SIZES[0]:
+            raise ValueError("a bad example")
+        return example
+
+    options = tdi.InputOptions(on_error="skip")
+    source = fragments(stream(folder).map(broken))
+    loader = tdi.Strategy(["cpu"]).distribute_dataset(source, options, global_batch_size=BATCH)
+    seen: list[int] = []
+    with pytest.raises(tdi.SourceError, match=r"shard 2 of 4: .*ValueError: a bad example"):
+        seen.extend(number for batch in loader for number in batch["n"].tolist())
+    assert seen == [*range(len(seen))]
+    assert len(seen) >= SIZES[0]
+
+
+def resumed(loader: Any, state: Any) -> Any:
+    loader.load_state_dict(state)
+    yield from loader
+
+
+def test_a_state_of_other_steps_is_refused(folder: str) -> None:
+    loader = tdi.Strategy(["cpu"]).distribute_dataset(fragments(stream(folder)), global_batch_size=BATCH)
+    iterator = iter(loader)
+    next(iterator)
+    state = loader.state_dict()
+    iterator.close()
+    other = tdi.Strategy(["cpu"]).distribute_dataset(fragments(stream(folder).map(more)), global_batch_size=BATCH)
+    with pytest.raises(tdi.StateMismatch, match="shard 0 of 4: the fragment has changed"):
+        [*resumed(other, state)]
+
+
+def divide(folder: str) -> dict[str, Any]:
+    """One shard, read under each policy; and three shards under HINT, with a resume."""
+
+    def made(policy: tdi.AutoShardPolicy, shards: int) -> Any:
+        data = stream(folder, most=shards)
+        options = tdi.InputOptions(auto_shard_policy=policy)
+        strategy = tdi.Strategy(["cpu"])
+        if policy is FILE:
+            return strategy.distribute_dataset(fragments(data), options, global_batch_size=BATCH)
+        return strategy.distribute_dataset(DataLoader(data, BATCH, collate_fn=numbers_of), options)
+
+    found: dict[str, Any] = {}
+    for policy in (FILE, HINT, DATA):
+        try:
+            found[policy.name] = read(made(policy, 1))
+        except tdi.ShardingError as error:
+            found[policy.name] = str(error)
+    with made(HINT, 3) as loader:
+        found["first"], state = read(loader, 3), loader.state_dict()
+    with made(HINT, 3) as loader:
+        loader.load_state_dict(state)
+        found["rest"] = read(loader)
+    return found
+
+
+def test_fewer_shards_than_ranks_are_refused_with_the_way_out_and_are_no_trouble_under_data(folder: str) -> None:
+    ranks = run_ranks(2, divide, folder)
+    assert numbers(ranks, "DATA") == [*range(SIZES[0])]
+    assert sorted(numbers(ranks, "first") + numbers(ranks, "rest")) == [*range(sum(SIZES[:3]))]
+    for rank in ranks:
+        assert "Set auto_shard_policy to AutoShardPolicy.DATA, or split the input into more files" in rank["FILE"]
+        assert "rank 1: policy HINT: shard(num_shards=2, index=1) of the IterableDataset failed" in rank["HINT"]
+        assert "divide it into more, or use AutoShardPolicy.DATA" in rank["HINT"]
