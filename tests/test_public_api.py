@@ -38,6 +38,7 @@ PUBLIC_NAMES = [
     "ShuffleSampler",
     "SourceError",
     "StateMismatch",
+    "StatefulFlatMap",
     "Step",
     "Strategy",
     "TensorSpec",

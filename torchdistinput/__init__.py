@@ -34,6 +34,7 @@ from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import InputContext, ValueContext
 from torchdistinput.replica import get_replica_context
 from torchdistinput.sources.files.dataset import FileDataset, list_files
+from torchdistinput.sources.files.flat_map import StatefulFlatMap
 from torchdistinput.sources.files.fragment_dataset import FragmentDataset
 from torchdistinput.sources.fragments import Fragment, FragmentSource
 from torchdistinput.sources.iterable.source import ShardedIterableDataset
@@ -75,6 +76,7 @@ __all__ = [
     "ShuffleSampler",
     "SourceError",
     "StateMismatch",
+    "StatefulFlatMap",
     "Step",
     "Strategy",
     "TensorSpec",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
@@ -16,6 +16,7 @@ from torchdistinput.plan.file_resharding import FileCursor
 from torchdistinput.plan.permutation import shuffled
 from torchdistinput.sources.checks import as_object, check_callable, checked_int
 from torchdistinput.sources.files.file_cache import FileCache
+from torchdistinput.sources.files.flat_map import FlatMap, decoded_first
 from torchdistinput.sources.files.fragment_dataset import FragmentDataset
 from torchdistinput.sources.files.glob import FileNames, expand, listed
 from torchdistinput.sources.files.io import OpenedFile, check_compression, file_size, is_plain, open_file
@@ -101,7 +102,7 @@ class FileDataset(FragmentDataset):
       map_fn: decodes a record, for example into tensors; called only for records that are kept. ``None`` keeps them.
       flat_map_fn: gives the samples of a record, as a list or another iterable; called before ``map_fn``, and for all
         records that are read, on each rank under policy DATA. It may not call ``sample_seed``. ``None``: each record is
-        one sample.
+        one sample. A ``StatefulFlatMap`` looks across the records of a fragment.
       shuffle_files: whether each epoch has its own order of the files.
       shuffle_buffer: records of a file that are shuffled together, and so held in memory, for each open file; 0: none.
       seed: an int, the same on every rank.
@@ -132,7 +133,7 @@ class FileDataset(FragmentDataset):
         read: Read,
         *,
         map_fn: Callable[[Any], Any] | None = None,
-        flat_map_fn: Callable[[Any], Iterable[Any]] | None = None,
+        flat_map_fn: FlatMap | None = None,
         shuffle_files: bool = False,
         shuffle_buffer: int = 0,
         seed: int = 0,
@@ -161,7 +162,7 @@ class FileDataset(FragmentDataset):
                 check_callable("map_fn", map_fn)
             if flat_map_fn is not None:
                 check_callable("flat_map_fn", flat_map_fn)
-                flat_map_fn = partial(_decode_and_map, decode, flat_map_fn)
+                flat_map_fn = decoded_first(decode, flat_map_fn)
             else:
                 map_fn = decode if map_fn is None else partial(_decode_and_map, decode, map_fn)
         self._begin(self._files, map_fn, flat_map_fn, shuffle, shuffle_buffer, seed, cycle_length, block_length)

@@ -26,7 +26,7 @@ from torchdistinput.plan.permutation import shuffled
 from torchdistinput.sources.checks import as_object, check_callable, checked_int
 from torchdistinput.sources.files.columns import SchemaOfFiles, as_records
 from torchdistinput.sources.files.corrupt_records import CorruptRecord
-from torchdistinput.sources.files.flat_map import flat_mapped
+from torchdistinput.sources.files.flat_map import FlatMap, flat_mapped
 from torchdistinput.sources.files.interleave import Interleave
 from torchdistinput.sources.files.open_file import Opened, OpenFile, Read, RecordPlace
 from torchdistinput.sources.files.plain_epochs import EpochCounter
@@ -84,7 +84,7 @@ class FragmentDataset(IterableDataset[Any]):
       map_fn: decodes a record, for example into tensors; called only for records that are kept. ``None`` keeps them.
       flat_map_fn: gives the samples of a record, as a list or another iterable; called before ``map_fn``, and for all
         records that are read, on each rank under policy DATA. It may not call ``sample_seed``. ``None``: each record is
-        one sample.
+        one sample. A ``StatefulFlatMap`` looks across the records of a fragment.
       shuffle_fragments: whether each epoch has its own order of the fragments.
       shuffle_buffer: records of a fragment that are shuffled together, and so held in memory; 0: none.
       seed: an int, the same on every rank.
@@ -101,7 +101,7 @@ class FragmentDataset(IterableDataset[Any]):
         source: FragmentSource,
         *,
         map_fn: Callable[[Any], Any] | None = None,
-        flat_map_fn: Callable[[Any], Iterable[Any]] | None = None,
+        flat_map_fn: FlatMap | None = None,
         shuffle_fragments: bool = False,
         shuffle_buffer: int = 0,
         seed: int = 0,
@@ -125,7 +125,7 @@ class FragmentDataset(IterableDataset[Any]):
         self,
         fragments: Fragments,
         map_fn: Callable[[Any], Any] | None,
-        flat_map_fn: Callable[[Any], Iterable[Any]] | None,
+        flat_map_fn: FlatMap | None,
         shuffle: tuple[str, bool],
         shuffle_buffer: int,
         seed: int,
