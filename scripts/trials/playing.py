@@ -103,6 +103,7 @@ def _prepare(program: Program, rank: int, port: int, folder: Path, tell: Tell) -
     os.dup2(output, 2)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background of a shell ignores it
     os.register_at_fork(after_in_child=lambda: tell("fork"))
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)

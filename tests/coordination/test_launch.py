@@ -1,14 +1,18 @@
-"""Which backends the default group gets, and which devices' tensors a group takes as they are."""
+"""How the default group is made: its backends, its store; and which devices' tensors a group takes as they are."""
 
 from __future__ import annotations
 
+import socket
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
 
 from torchdistinput.coordination import launch
-from torchdistinput.coordination.launch import Members
+from torchdistinput.coordination.launch import Launch, Members
+from torchdistinput.errors import CoordinationTimeout, InputError
 
 
 @pytest.fixture
@@ -71,3 +75,31 @@ def test_a_group_carries_what_its_backend_knows_for_its_own_ranks(
     group_of(backends)
     members = Members(ranks=ranks, workers=tuple(range(len(ranks))), rank=0)
     assert launch.carries(None, members, kind) is carried
+
+
+def test_a_store_that_is_not_there_leaves_no_thread_behind() -> None:
+    """A thread that comes back from torch's code while the interpreter ends would abort the process."""
+    with socket.socket() as bound:  # nobody listens, and nobody else gets the port
+        bound.bind(("127.0.0.1", 0))
+        port = str(bound.getsockname()[1])
+        of_rank = Launch({"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
+
+        def join(_: int) -> str:
+            with pytest.raises(CoordinationTimeout) as raised:
+                launch.join_default_group(of_rank, None, 3.0)
+            return str(raised.value)
+
+        with ThreadPoolExecutor(8) as ranks:  # torch's own wait is longer at random
+            told = list(ranks.map(join, range(8)))
+        alive = [thread.name for thread in threading.enumerate()]
+    assert "torchdistinput-store" not in alive
+    for text in told:
+        assert text.startswith(f"Strategy(): no store at 127.0.0.1:{port} within 3 seconds")
+
+
+def test_a_port_that_is_taken_is_told_where_the_store_should_be() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        host = Launch({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
+        with pytest.raises(InputError, match=rf"rank 0 cannot host a store at 127\.0\.0\.1:{port} .*MASTER_PORT"):
+            launch.join_default_group(host, None, 60.0)

@@ -29,8 +29,11 @@ def part(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
 
 
 def run(*arguments: str) -> str:
-    """Runs the script by itself: the ranks are forks of it, and come to their ends all the sooner without pytest."""
-    command = [sys.executable, str(SCRIPTS / "chaos.py"), *arguments]
+    """Runs the script by itself: the ranks are forks of it, and come to their ends all the sooner without pytest.
+
+    SIGINT is ignored at its start, as it is for a job in the background of a shell.
+    """
+    command = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", sys.executable, str(SCRIPTS / "chaos.py"), *arguments]
     ended = subprocess.run(
         command, capture_output=True, text=True, timeout=HANG_BOUND_SECONDS, check=False, env={"PYTHONPATH": str(ROOT)}
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+import socket
 import sys
 import threading
 import time
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torchdistinput.coordination.private_names import default_store, devices_of_backend
 from torchdistinput.coordination.store import Store, prefixed, within
 from torchdistinput.coordination.store_barrier import StoreBarrier
-from torchdistinput.errors import CoordinationTimeout, InputError, ShardingError
+from torchdistinput.errors import CoordinationTimeout, InputError, RankLost, ShardingError
 
 __all__ = [
     "Launch",
@@ -39,7 +40,9 @@ __all__ = [
 
 
 _GLOO_LAZY_INIT: Final = "TORCH_GLOO_LAZY_INIT"
-_LAST_SECONDS: Final = 4.0  # for making the default group, after all ranks have signed in
+_LAST_SECONDS: Final = 2.0  # for making the default group, after all ranks have signed in
+_LOOK_SECONDS: Final = 1.0  # between two looks whether the store is there, and for each of them
+_CONNECT_SECONDS: Final = 5.0  # to a store that is there
 
 
 @final
@@ -243,7 +246,7 @@ def join_default_group(launch: Launch, accelerator: str | None, timeout_seconds:
     until = time.monotonic() + timeout_seconds
 
     def ask(given_up: threading.Event) -> None:
-        store = _meeting_place(launch, timeout_seconds)
+        store = _meeting_place(launch, timeout_seconds, given_up)
         attendance = StoreBarrier(prefixed("torchdistinput/launch", store), launch.rank, range(launch.world_size))
         attendance.wait_for_all("Strategy()", max(0.0, until - time.monotonic()), "", given_up)
         group_store = cast(Any, prefixed("default_pg", store))
@@ -270,32 +273,58 @@ def _connected_when_used(launch: Launch) -> Iterator[None]:
         del os.environ[_GLOO_LAZY_INIT]
 
 
-def _meeting_place(launch: Launch, timeout_seconds: float) -> Store:
-    """The store at the launcher's address, hosted by the launcher or by rank 0; with new keys for each restart."""
+def _meeting_place(launch: Launch, timeout_seconds: float, given_up: threading.Event) -> Store:
+    """The store at the launcher's address, hosted by the launcher or by rank 0; with new keys for each restart.
+
+    Its port is waited for here: torch's own wait cannot be ended, and may last more than twice its timeout.
+    """
+    hosts_it = launch.rank == 0 and not launch.has_store
+    place = f"{launch.address}:{launch.port}"
+    began = time.monotonic()
+    while not hosts_it and not _listens(launch):
+        waited = time.monotonic() - began
+        if waited > timeout_seconds or given_up.is_set():
+            raise CoordinationTimeout(
+                f"Strategy(): no store at {place} within {timeout_seconds:g} seconds: rank 0, which hosts it, did not "
+                "come. Start every rank, and look at MASTER_ADDR and MASTER_PORT."
+            )
+        time.sleep(min(0.02 + waited / 10, _LOOK_SECONDS))
     try:
         store = cast(Any, dist).TCPStore(
             launch.address,
             launch.port,
             launch.world_size,
-            launch.rank == 0 and not launch.has_store,
-            datetime.timedelta(seconds=timeout_seconds),
+            hosts_it,
+            datetime.timedelta(seconds=min(timeout_seconds / 3, _CONNECT_SECONDS)),
             wait_for_workers=False,
             multi_tenant=True,
         )
     except dist.DistError as error:
-        raise CoordinationTimeout(
-            f"Strategy(): no store at {launch.address}:{launch.port} within {timeout_seconds:g} seconds: rank 0, which "
-            "hosts it, did not come. Start every rank, and look at MASTER_ADDR and MASTER_PORT."
-        ) from error
+        if hosts_it:
+            raise InputError(
+                f"Strategy(): rank 0 cannot host a store at {place} ({str(error).partition(chr(10))[0]}). Choose "
+                "another MASTER_PORT, the same on every rank."
+            ) from error
+        raise RankLost(f"Strategy(): the store at {place} went away while this rank connected to it.") from error
+    store.set_timeout(datetime.timedelta(seconds=timeout_seconds))
     return prefixed(f"torchdistinput/attempt/{launch.restarts}", store)
 
 
-def store_of_default_group(launch: Launch, timeout_seconds: float) -> Store:
+def _listens(launch: Launch) -> bool:
+    """Whether somebody listens at the launcher's address. Local, bounded."""
+    with contextlib.suppress(OSError):
+        socket.create_connection((launch.address, launch.port), _LOOK_SECONDS).close()
+        return True
+    return False
+
+
+def store_of_default_group(launch: Launch, timeout_seconds: float, given_up: threading.Event) -> Store:
     """The store at which the ranks of the default group met. Local.
 
     Args:
       launch: what the launcher said.
       timeout_seconds: how long to wait for the store, where there is no way to it but a second connection.
+      given_up: is set when the caller no longer waits.
 
     Raises:
       InputError: there is no way to it.
@@ -310,7 +339,7 @@ def store_of_default_group(launch: Launch, timeout_seconds: float) -> Store:
             "MASTER_PORT do not tell of another one; the ranks cannot find each other. Set both, and make the group "
             'with init_process_group(init_method="env://").'
         )
-    return _meeting_place(launch, timeout_seconds)
+    return _meeting_place(launch, timeout_seconds, given_up)
 
 
 def leave_default_group() -> None:

@@ -200,7 +200,7 @@ class ProcessGroupRanks:
 
         def ask(given_up: threading.Event) -> list[bytes]:
             # A second connection: a request blocks its client, and the training code may use the default one.
-            root = store_of_default_group(launch, timeout_seconds).clone()
+            root = store_of_default_group(launch, timeout_seconds, given_up).clone()
             # Each rank counts its own strategies over these ranks: its n-th strategy meets the n-th of each other rank.
             count = root.add(f"{place}/strategies/{self.rank}", 1)
             attendance = StoreBarrier(prefixed(f"{place}/{count}", root), self.rank, self._ranks)
