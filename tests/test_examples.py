@@ -161,3 +161,21 @@ def test_training_on_tar_archives_learns_in_any_number_of_processes(interpreters
         losses = [float(loss) for loss in re.findall(r"loss (\S+) over 720 samples, each once", printed(ended))]
         assert len(losses) == 3
         assert losses[-1] < 0.5 * losses[0]
+
+
+def test_pretraining_killed_and_taken_up_by_other_numbers_of_processes_is_that_of_one_process(
+    interpreters: Interpreters, tmp_path: Path
+) -> None:
+    """The check of the example itself proves the order of the packs, and that each token came once."""
+    command = ["examples/pretrain.py", "--documents", "16", "--every", "2"]
+    end = r"(each token was delivered once: .*)\nnorm of the weights (\S+)"
+    alone = re.search(end, printed(interpreters.run([*command, "--checkpoint", str(tmp_path / "alone")])))
+    there = ("--checkpoint", str(tmp_path / "moved"))
+    for world in (4, 2):
+        killed = interpreters.run_as_torchrun(world, *command, *there, "--crash-after", "5")
+        assert all(each.code for each in killed)
+    moved = re.search(end, printed(interpreters.run_as_torchrun(3, *command, *there)))
+    assert alone is not None
+    assert moved is not None
+    assert alone[1] == moved[1]
+    assert float(alone[2]) == pytest.approx(float(moved[2]), abs=1e-6)
