@@ -215,6 +215,20 @@ def test_the_state_does_not_depend_on_the_costs() -> None:
         assert [pieces(strategy, each) for each in loader] == [by_law(batch, 3) for (batch,) in whole[1:]]
 
 
+def test_a_state_of_files_tells_whether_their_batches_were_cut_by_cost(tmp_path: Path) -> None:
+    """Under FILE a state may be in the middle of a batch, whose steps depend on the costs."""
+    strategy = tdi.Strategy(devices=["cpu"] * 2)
+
+    def dataset(balance: Any) -> tdi.DistributedDataset:
+        return strategy.distribute_dataset(lines(tmp_path), tdi.InputOptions(balance=balance), global_batch_size=8)
+
+    with dataset(cost_of_value) as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+    with dataset(None) as loader, pytest.raises(tdi.StateMismatch, match=r"balance: .*by cost"):
+        loader.load_state_dict(state)
+
+
 # ------------------------------------------------------------------------------------------------------------ refused
 
 

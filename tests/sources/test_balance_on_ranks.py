@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
 import torchdistinput as tdi
-from tests.support.epochs import Raised, raised, steps_until_raised
+from tests.support.epochs import Raised, pieces, raised, steps_until_raised
 from torchdistinput import readers
 from torchdistinput.plan.balancing import balanced_split
 from torchdistinput.testing import run_ranks
@@ -26,8 +26,8 @@ from torchdistinput.testing import run_ranks
 SAMPLES, GLOBAL_BATCH = 29, 8
 COSTS = [float((5 * index) % 13) ** 2 for index in range(SAMPLES)]
 
-Part = tuple[list[int], int, list[tuple[int, int]]]
-"""The samples of one rank in a step, the global size, and its micro-batches."""
+Part = tuple[list[int], list[tuple[int, int]], int]
+"""The samples of one replica in a step, its micro-batches, and the global size."""
 
 
 def cost_of(record: Any) -> float:
@@ -67,40 +67,46 @@ def write(folder: Path) -> str:
     return str(folder)
 
 
-def read(kinds: tuple[str, ...], folder: str) -> dict[str, tuple[list[Part], list[str]]]:
-    """One rank: its parts, and the state after each step."""
+def read(kinds: tuple[str, ...], folder: str, local: int = 1) -> dict[str, tuple[list[list[Part]], list[str]]]:
+    """One rank: the parts of its replicas, and the state after each step."""
     found = {}
     for kind in kinds:
         data, balance = data_of(kind, folder)
         options = tdi.InputOptions(auto_shard_policy=DATA, balance=balance)
-        parts: list[Part] = []
+        parts: list[list[Part]] = []
         states: list[str] = []
-        with tdi.Strategy(devices=["cpu"]).distribute_dataset(data, options) as loader:
-            for batch in loader:
+        strategy = tdi.Strategy(devices=["cpu"] * local)
+        with strategy.distribute_dataset(data, options) as loader:
+            for element in loader:
                 step = loader.step
-                assert step.local_sizes == (len(batch),)
-                micro = [(rows.start, rows.stop) for rows in step.micro_batches(max(COSTS))]
-                parts.append((batch.tolist(), step.global_size or 0, micro))
+                batches = pieces(strategy, element)
+                assert step.local_sizes == tuple(map(len, batches))
+                micro = [step.micro_batches(max(COSTS), replica) for replica in range(local)]
+                limits = [[(rows.start, rows.stop) for rows in each] for each in micro]
+                parts.append([(*each, step.global_size or 0) for each in zip(batches, limits, strict=True)])
                 states.append(json.dumps(loader.state_dict()))
         found[kind] = parts, states
     return found
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_the_ranks_get_the_global_batches_of_one_process_divided_by_the_law(world: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("world", "local"), [(2, 2), (3, 1)])
+def test_the_ranks_get_the_global_batches_of_one_process_divided_by_the_law(
+    world: int, local: int, tmp_path: Path
+) -> None:
     folder = write(tmp_path)
-    ranks = run_ranks(world, read, KINDS, folder)
+    ranks = run_ranks(world, read, KINDS, folder, local)
     (alone,) = run_ranks(1, read, KINDS, folder)
     for kind in KINDS:
-        batches = [batch for batch, _, _ in alone[kind][0]]
+        batches = [batch for ((batch, _, _),) in alone[kind][0]]
         assert sorted(itertools.chain(*batches)) == list(range(SAMPLES))
         for row, batch in zip(zip(*(rank[kind][0] for rank in ranks), strict=True), batches, strict=True):
-            order, sizes = balanced_split(np.array([COSTS[sample] for sample in batch]), world)
+            order, sizes = balanced_split(np.array([COSTS[sample] for sample in batch]), world * local)
             ends = itertools.accumulate(sizes)
             expected = [[batch[at] for at in order[end - size : end]] for end, size in zip(ends, sizes, strict=True)]
-            assert [samples for samples, _, _ in row] == expected
-            assert {size for _, size, _ in row} == {len(batch)}
-            assert len({len(micro) for _, _, micro in row}) == 1
+            parts = list(itertools.chain(*row))
+            assert [samples for samples, _, _ in parts] == expected
+            assert {size for _, _, size in parts} == {len(batch)}
+            assert len({len(micro) for _, micro, _ in parts}) == 1
         states = [rank[kind][1] for rank in ranks]
         assert all(each == states[0] for each in states)
 
@@ -116,7 +122,7 @@ def go_on(state: str, balance: Any, steps: int | None) -> tuple[list[list[int]],
 
 def test_a_run_goes_on_at_another_world_with_other_costs_or_none() -> None:
     (alone,) = run_ranks(1, read, ("samples",), "")
-    batches = [sorted(batch) for batch, _, _ in alone["samples"][0]]
+    batches = [sorted(batch) for ((batch, _, _),) in alone["samples"][0]]
     two = run_ranks(2, read, ("samples",), "")
     three = run_ranks(3, go_on, two[0]["samples"][1][0], None, 1)
     found = [sorted(itertools.chain(*row)) for row in zip(*(parts for parts, _ in three), strict=True)]
@@ -125,23 +131,45 @@ def test_a_run_goes_on_at_another_world_with_other_costs_or_none() -> None:
     assert found == batches[1:]
 
 
-def read_by_file(folder: str) -> tuple[list[int], list[int], Raised | None]:
-    """One rank: the samples of its steps under FILE, their global sizes, and what micro_batches says."""
-    data, balance = data_of("files", folder)
+def read_own(kind: str, policy: str, folder: str, local: int) -> tuple[list[int], list[int], Raised | None]:
+    """One rank with batches of its own: the samples of its steps, their global sizes, and what micro_batches says."""
+    data, balance = data_of(kind, folder)
     samples, sizes, told = [], [], None
-    with tdi.Strategy(devices=["cpu"]).distribute_dataset(data, tdi.InputOptions(balance=balance)) as loader:
-        for batch in loader:
-            samples += batch.tolist()
+    strategy = tdi.Strategy(devices=["cpu"] * local)
+    options = tdi.InputOptions(auto_shard_policy=tdi.AutoShardPolicy[policy], balance=balance, with_index=True)
+    with strategy.distribute_dataset(data, options) as loader:
+        for element in loader:
+            for index, batch in pieces(strategy, element):
+                samples += batch
+                assert index == [number_of(kind, value) for value in batch]
             sizes.append(loader.step.global_size or 0)
             told = raised(lambda: loader.step.micro_batches(1.0))
     return samples, sizes, told
 
 
-def test_under_file_a_workers_own_batches_are_divided_and_each_record_comes_once(tmp_path: Path) -> None:
-    ranks = run_ranks(2, read_by_file, write(tmp_path))
-    assert Counter(sample for samples, _, _ in ranks for sample in samples) == Counter(range(SAMPLES))
+def number_of(kind: str, value: int) -> int:
+    """The index of a sample, as ``InputOptions.with_index`` says."""
+    return {"files": value // 10 * 2**40 + value % 10, "iterable": dist.get_rank() * 2**48 + value}.get(kind, value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "policy", "local"),
+    [
+        ("files", "FILE", 1),
+        ("files", "FILE", 2),
+        ("samples", "OFF", 2),
+        ("loader workers", "OFF", 1),
+        ("iterable", "OFF", 1),
+    ],
+)
+def test_batches_of_a_workers_own_are_divided_and_each_sample_comes_once(
+    kind: str, policy: str, local: int, tmp_path: Path
+) -> None:
+    ranks = run_ranks(2, read_own, kind, policy, write(tmp_path), local)
+    times = 2 if policy == "OFF" else 1  # there every worker reads everything
+    assert Counter(sample for samples, _, _ in ranks for sample in samples) == Counter(list(range(SAMPLES)) * times)
     assert ranks[0][1] == ranks[1][1]
-    assert sum(ranks[0][1]) == SAMPLES
+    assert sum(ranks[0][1]) == SAMPLES * times
     for _, _, told in ranks:
         assert told is not None
         assert "no rank knows the costs of the others" in told.message
