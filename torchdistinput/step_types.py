@@ -358,6 +358,8 @@ class LocalStep:
     def compared(self) -> int:
         """The number of the draw and of the division that must be the same on all ranks."""
         drew = self.drew
+        if type(drew) is int:
+            return drew
         return drew() + drew.divided().digest if type(drew) is DividedDraw else self.digest
 
 

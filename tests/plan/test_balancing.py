@@ -206,8 +206,9 @@ def test_micro_batches_are_within_the_bound_and_as_many_on_every_replica() -> No
 def test_a_sample_above_the_bound_is_refused_on_every_replica() -> None:
     for division in divisions([1, 9, 1, 1], 2, 2, shared=True):
         for place in range(2):
-            with pytest.raises(ValueError, match=r"max_cost is 8, and a sample of this step costs 9;"):
-                StepCosts(division).micro_batches(8, place)
+            for bound in (8, float("nan")):
+                with pytest.raises(ValueError, match=rf"max_cost is {bound}, and a sample of this step costs 9;"):
+                    StepCosts(division).micro_batches(bound, place)
 
 
 def test_samples_that_could_not_be_read_are_missing_in_their_micro_batches() -> None:

@@ -111,6 +111,49 @@ def test_the_parts_are_those_of_the_law_and_make_the_same_global_batch(kind: str
         assert [step.global_size for step in steps] == [len(batch) for (batch,) in whole]
 
 
+def rows_of_npy(folder: Path) -> tdi.FileDataset:
+    np.save(folder / "0.npy", np.array([[10 * index, 1] for index in range(SAMPLES)]))
+    return tdi.FileDataset([str(folder / "0.npy")], readers.npy_rows)
+
+
+def columns_of_parquet(folder: Path) -> tdi.FileDataset:
+    pq = pytest.importorskip("pyarrow.parquet")
+    pa = pytest.importorskip("pyarrow")
+    pq.write_table(pa.table({"x": [10 * index for index in range(SAMPLES)]}), folder / "0.parquet", row_group_size=5)
+    return tdi.FileDataset([str(folder / "0.parquet")], readers.parquet(["x"]))
+
+
+@pytest.mark.parametrize(
+    ("make", "value"),
+    [(rows_of_npy, lambda row: row[0]), (columns_of_parquet, lambda row: row["x"])],
+)
+def test_records_that_are_rows_or_columns_are_divided(make: Any, value: Callable[[Any], int], tmp_path: Path) -> None:
+    strategy = tdi.Strategy(devices=["cpu"] * 3)
+    options = tdi.InputOptions(balance=lambda row: cost_of_value(value(row)))
+    found = []
+    with strategy.distribute_dataset(make(tmp_path), options, global_batch_size=GLOBAL_BATCH) as loader:
+        for element in loader:
+            parts = pieces(strategy, element)
+            found.append([part["x"] if isinstance(part, dict) else [row[0] for row in part] for part in parts])
+    batches = [list(range(start * 10, min(SAMPLES, start + 8) * 10, 10)) for start in (0, 8, 16)]
+    assert found == [by_law(batch, 3) for batch in batches]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_in_one_process_costs_change_nothing_but_micro_batches(workers: int) -> None:
+    made = torch.Generator().manual_seed(4)
+    loader = tdi.DataLoader(
+        Squares(), GLOBAL_BATCH, shuffle=True, generator=made, num_workers=workers, balance=COSTS, prefetch=1
+    )
+    for batch, expected in zip(loader, shuffled(Squares(), num_workers=workers), strict=True):
+        assert torch.equal(batch, expected)
+        values = batch.tolist()
+        runs = [values[rows] for rows in loader.step.micro_batches(max(COSTS))]
+        assert list(itertools.chain(*runs)) == values
+        assert all(sum(map(cost_of_value, run)) <= max(COSTS) for run in runs)
+    loader.close()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_index_tells_each_sample_and_outputs_come_back_in_order(kind: str, tmp_path: Path) -> None:
     make, balance = KINDS[kind]

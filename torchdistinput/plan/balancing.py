@@ -239,7 +239,7 @@ class Division:
         Raises:
           ValueError: a sample costs more; on every rank alike.
         """
-        if self.costs.max() > max_cost:
+        if not self.costs.max() <= max_cost:  # also if the bound is no number
             raise ValueError(
                 f"max_cost is {max_cost}, and a sample of this step costs {self.costs.max():g}; no micro-batch can "
                 "hold it. Give a larger max_cost, or leave such samples out of the data."
