@@ -6,6 +6,7 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -112,9 +113,20 @@ def module_name(path: Path) -> str:
 NAMES = {module_name(path) for path in MODULES}
 
 
+@cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """The syntax tree of a file, all of it."""
+    return tuple(ast.walk(parsed(path)))
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imports(path: Path) -> Iterator[str]:
     """Every module that a file imports, wherever in the file; ``from a import b`` is ``a.b`` if that is a module."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -127,9 +139,14 @@ def imports(path: Path) -> Iterator[str]:
 
 def dotted_names(path: Path) -> Iterator[str]:
     """Every ``a.b`` of two plain names in the expressions of a file."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             yield f"{node.value.id}.{node.attr}"
+
+
+@cache
+def used_names(path: Path) -> frozenset[str]:
+    return frozenset([*imports(path), *dotted_names(path)])
 
 
 def is_inside(name: str, door: str) -> bool:
@@ -169,20 +186,19 @@ def test_only_the_run_time_packages_are_imported(path: Path) -> None:
 
 @pytest.mark.parametrize("door", DOORS)
 def test_each_door_to_the_outside_is_opened_in_one_place(door: str) -> None:
-    uses = {short(path): {*imports(path), *dotted_names(path)} for path in MODULES}
-    visitors = {path for path, names in uses.items() if any(is_inside(name, door) for name in names)}
+    visitors = {short(path) for path in MODULES if any(is_inside(name, door) for name in used_names(path))}
     assert visitors <= DOORS[door]
 
 
 @pytest.mark.parametrize("path", MODULES, ids=short)
 def test_every_module_defers_its_annotations(path: Path) -> None:
-    body = [node for node in ast.parse(path.read_text()).body if not isinstance(node, ast.Expr)]
+    body = [node for node in parsed(path).body if not isinstance(node, ast.Expr)]
     assert not body or (isinstance(body[0], ast.ImportFrom) and body[0].module == "__future__")
 
 
 @pytest.mark.parametrize("path", MODULES, ids=short)
 def test_the_public_names_of_a_module_are_sorted(path: Path) -> None:
-    for node in ast.parse(path.read_text()).body:
+    for node in parsed(path).body:
         if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == ["__all__"]:
             names = ast.literal_eval(node.value)
             assert list(names) == sorted(names, key=lambda name: (not name.isupper(), not name[0].isupper(), name))
