@@ -59,6 +59,8 @@ def write_all(folder: Path, have: set[str]) -> None:
 
         with h5py.File(folder / "rows.h5", "w") as file:
             file["x"] = ROWS
+    if "lance" in have:
+        _write_lance(folder)
     if "zarr" in have:
         zarr: Any = import_module("zarr")
 
@@ -71,6 +73,13 @@ def _write_parquet(folder: Path) -> None:
 
     table = pa.table({"x": NUMBERS, "text": [f"sample {number}" for number in NUMBERS]})
     pq.write_table(table, folder / "rows.parquet", row_group_size=16)
+
+
+def _write_lance(folder: Path) -> None:
+    lance: Any = import_module("lance")
+    pa: Any = import_module("pyarrow")
+
+    lance.write_dataset(pa.table({"x": NUMBERS}), str(folder / "rows.lance"), max_rows_per_file=40)
 
 
 def _write_tfrecords(folder: Path) -> None:
@@ -120,6 +129,14 @@ def memory_map(folder: Path, workers: int) -> Any:
         "y": np.memmap(folder / "numbers.bin", dtype=NUMBERS.dtype, mode="r"),
     }
     return tdi.DataLoader(columns, batch_size=G, num_workers=workers)
+
+
+def lance(folder: Path, workers: int) -> Any:
+    lance: Any = import_module("lance.torch.data")
+
+    data: Any = lance.SafeLanceDataset(str(folder / "rows.lance"))
+    context = "forkserver" if workers else None  # Lance ends with a fork
+    return tdi.DataLoader(data, batch_size=G, num_workers=workers, multiprocessing_context=context)
 
 
 def grain_map(folder: Path, workers: int) -> Any:
@@ -293,6 +310,7 @@ KINDS = {
     "h5py": Kind(h5py_columns, ("h5py",)),
     "zarr": Kind(zarr_array, ("zarr",)),
     "memmap": Kind(memory_map),
+    "Lance": Kind(lance, ("lance",), workers=(0,)),
     "Grain, MapDataset": Kind(grain_map, ("grain",)),
     "TensorDict": Kind(tensor_dict, ("tensordict",)),
     "detection": Kind(detection),

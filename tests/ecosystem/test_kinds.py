@@ -81,3 +81,10 @@ def test_each_step_is_the_whole_batch_also_after_a_resume(
         assert put_together(ranks, case, lambda played: played[1]) == truth[STOP:]
     if world == 3:  # by law S
         assert [len(rank[case][0][0]) for rank in ranks] == [4, 4, 2]
+
+
+def test_lance_is_read_by_loader_workers_that_are_not_forked(tmp_path: Path) -> None:
+    pytest.importorskip("lance")
+    write_all(tmp_path, {"lance"})
+    with KINDS["Lance"].make(tmp_path, 2) as loader:
+        assert [number for batch in loader for number in numbers_in(batch)] == [*range(SAMPLES)]
