@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from itertools import chain
@@ -19,6 +20,7 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 import torchdistinput as tdi
+from tests.support.epochs import Raised, steps_until_raised
 from torchdistinput import Fragment, readers
 from torchdistinput.sources.files.reader_api import blocks_of
 from torchdistinput.testing import check_source, run_ranks
@@ -322,32 +324,78 @@ def test_missing_values_are_filled_or_refused_with_the_column(tmp_path: Path) ->
         only(tdi.FileDataset(str(path), readers.parquet(["n"], fill_null="no")))
 
 
+def with_another_column(path: Path) -> None:
+    first = path.with_name("0.parquet")
+    pq.write_table(table(0, SIZES[0]).append_column("zz", pa.array([0] * SIZES[0])), first)
+
+
 Damage = Callable[[Path], object]
+DAMAGES: dict[str, tuple[Damage, list[str], str]] = {
+    "no such column": (with_another_column, ["x", "zz"], r"1\.parquet: there is no column 'zz'; the file has \['x', '"),
+    "empty": (lambda path: path.write_bytes(b""), ["x"], r"1\.parquet: this is not a Parquet file"),
+    "cut": (lambda path: path.write_bytes(path.read_bytes()[:-3]), ["x"], r"1\.parquet: this is not a Parquet file"),
+    "text": (lambda path: path.write_text("x,y\n1,2\n"), ["x"], r"1\.parquet: this is not a Parquet file"),
+    "another type": (
+        lambda path: pq.write_table(pa.table({"x": [1.5], "half": [1]}), path),
+        ["x"],
+        r"1\.parquet: its columns differ from those of .*0\.parquet: x: float64 here, x: int64 there",
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("damage", "columns", "message"),
-    [
-        (lambda path: None, ["x", "zz"], r"1\.parquet: there is no column 'zz'; the file has \['x', 'half'"),
-        (lambda path: path.write_bytes(b""), ["x"], r"1\.parquet: this is not a Parquet file"),
-        (lambda path: path.write_bytes(path.read_bytes()[:-3]), ["x"], r"1\.parquet: this is not a Parquet file"),
-        (lambda path: path.write_text("x,y\n1,2\n"), ["x"], r"1\.parquet: this is not a Parquet file"),
-        (
-            lambda path: pq.write_table(pa.table({"x": [1.5], "half": [1]}), path),
-            ["x"],
-            r"1\.parquet: its columns differ from those of .*0\.parquet: x: float64 here, x: int64 there",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("damage", "columns", "message"), DAMAGES.values(), ids=DAMAGES)
 def test_a_bad_file_is_named_with_its_problem(damage: Damage, columns: list[str], message: str, tmp_path: Path) -> None:
     pattern = write(tmp_path)
-    if columns == ["x", "zz"]:
-        pq.write_table(table(0, SIZES[0]).append_column("zz", pa.array([0] * SIZES[0])), tmp_path / "0.parquet")
     damage(tmp_path / "1.parquet")
     windows: tuple[dict[str, Any], ...] = ({}, {"shuffle_buffer": 4})
     for settings in windows:
         with pytest.raises(tdi.SourceError, match=message):
             only(tdi.FileDataset(pattern, readers.parquet(columns), **settings))
+
+
+def read_damaged(folder: str, columns: dict[str, list[str]]) -> dict[str, tuple[int, Raised | None]]:
+    """One rank: each damaged dataset under each policy."""
+    found = {}
+    for name, wanted in columns.items():
+        for policy in (FILE, DATA):
+            files = tdi.FileDataset(f"{folder}/{name}/*.parquet", readers.parquet(wanted))
+            chosen = tdi.InputOptions(auto_shard_policy=policy)
+            loader = tdi.Strategy(["cpu"]).distribute_dataset(files, chosen, global_batch_size=BATCH)
+            found[f"{name}, {policy.name}"] = steps_until_raised(loader)
+    return found
+
+
+def test_a_bad_file_is_an_error_on_each_rank_at_the_same_step(tmp_path: Path) -> None:
+    for name, (damage, _, _) in DAMAGES.items():
+        (tmp_path / name).mkdir()
+        write(tmp_path / name, (*SIZES, SIZES[0]))
+        damage(tmp_path / name / "1.parquet")
+    first, second = run_ranks(2, read_damaged, str(tmp_path), {name: each[1] for name, each in DAMAGES.items()})
+    for case in first:
+        message = DAMAGES[case.partition(", ")[0]][2]
+        if case == "another type, FILE":  # of its own files the rank reads the other one after it
+            message = r"3\.parquet: its columns differ from those of .*1\.parquet: x: int64 here, .*x: float64 there"
+        (steps, error), (steps_there, error_there) = first[case], second[case]
+        assert steps == steps_there, case
+        assert error is not None, case
+        assert error_there is not None, case
+        assert {error.kind, error_there.kind} == {"SourceError"}
+        assert re.search(message, error.message), error.message
+        assert re.search(message, error_there.message), error_there.message
+
+
+def test_a_file_that_has_changed_since_the_state_was_saved_is_refused(tmp_path: Path) -> None:
+    def made() -> Any:
+        files = tdi.FileDataset(str(tmp_path / "*.parquet"), readers.parquet(["x"]))
+        return tdi.Strategy(["cpu"]).distribute_dataset(files, global_batch_size=BATCH)
+
+    write(tmp_path)
+    with closing(iter(loader := made())) as iterator:
+        next(iterator)
+        state = loader.state_dict()
+    write(tmp_path, (SIZES[0] + 1, *SIZES[1:]))
+    with pytest.raises(tdi.StateMismatch, match=r"0\.parquet: the file has \d+ bytes, but had \d+ when the state was"):
+        made().load_state_dict(state)
 
 
 def test_a_filter_of_a_column_that_is_not_there_is_refused(tmp_path: Path) -> None:
