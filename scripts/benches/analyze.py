@@ -28,7 +28,10 @@ SORTED, ONE_PASS = "NumPy: mean, var, quantile (a sort)", "NumPy: mean, var"
 SKETCH, EXACT = "Ray Data, ApproximateQuantile", "Ray Data, Quantile"
 COUNTER, RAY_COUNTS = "collections.Counter", "Ray Data, groupby().count()"
 DICT = "a list comprehension over a dict"
-KERAS_LOOKUP, KERAS_NORMALIZE = "Keras, StringLookup (TensorFlow)", "Keras, Normalization (TensorFlow)"
+KERAS_NORMALIZE = "Keras, Normalization (TensorFlow)"
+LISTS, FIXED, PREPARED = "lists of strings", "NumPy arrays of fixed width", "prepared (Arrow; a string tensor)"
+FORMS = (LISTS, FIXED, PREPARED)
+LOOKUP, KERAS_LOOKUP = "StringLookup, ", "Keras, StringLookup (TensorFlow), "
 KERAS = ("keras", "tensorflow_cpu")
 
 
@@ -118,27 +121,34 @@ def texts(count: int) -> tuple[list[list[str]], list[str]]:
     return [data[start : start + 100_000] for start in range(0, count, 100_000)], terms
 
 
-def lookup(count: int) -> Measured:
-    """The layer."""
+def called(batches: Sequence[Any], call: Callable[[Any], object]) -> Measured:
+    """One call for each batch, after a first one."""
+    call(batches[0])
+    return measured(sum(map(len, batches)), lambda: [call(batch) for batch in batches])
+
+
+def lookup(count: int, form: str) -> Measured:
+    """The layer, of lists of Python's strings, or of arrays."""
     batches, terms = texts(count)
-    table = StringLookup(vocabulary=terms)
-    return measured(count, lambda: [table(batch) for batch in batches])
+    forms: dict[str, Any] = {LISTS: list, FIXED: np.array, PREPARED: lambda batch: peer("pyarrow").array(batch)}
+    return called([forms[form](batch) for batch in batches], StringLookup(vocabulary=terms))
 
 
 def dict_lookup(count: int) -> Measured:
     """By hand."""
     batches, terms = texts(count)
     places = {term: place for place, term in enumerate(terms, 1)}
-    return measured(count, lambda: [torch.tensor([places.get(word, 0) for word in batch]) for batch in batches])
+    return called(batches, lambda batch: torch.tensor([places.get(word, 0) for word in batch]))
 
 
-def keras_lookup(count: int) -> Measured:
-    """By Keras: lists become tensors of strings."""
+def keras_lookup(count: int, form: str) -> Measured:
+    """By Keras: all but tensors of strings is made such a tensor, which is measured too."""
     os.environ["KERAS_BACKEND"] = "tensorflow"
     tensorflow, layers = peer("tensorflow"), peer("keras.layers")
     batches, terms = texts(count)
     table = layers.StringLookup(vocabulary=terms)
-    return measured(count, lambda: [table(tensorflow.constant(batch)).numpy() for batch in batches])
+    made = {LISTS: list, FIXED: np.array, PREPARED: tensorflow.constant}[form]
+    return called([made(batch) for batch in batches], lambda batch: table(tensorflow.constant(batch)).numpy())
 
 
 def adapted(count: int, layer: Any, data: Any) -> Measured:
@@ -183,10 +193,11 @@ def tables(*, small: bool, folder: Path) -> Sequence[Table]:
         Contender("tdi.analyze: Counts", "ours", our_counts, (text,)),
         Contender(RAY_COUNTS, "peer", ray_counts, (text,), ("ray",), fresh=True, once=True),
     )
+    each = [(form, ("pyarrow",) if form == PREPARED else ()) for form in FORMS]
     lookups = (
         Contender(DICT, "before", dict_lookup, (text // 4,)),
-        Contender("StringLookup", "ours", lookup, (text // 4,)),
-        Contender(KERAS_LOOKUP, "peer", keras_lookup, (text // 4,), KERAS, fresh=True),
+        *(Contender(LOOKUP + form, "ours", lookup, (text // 4, form), needs) for form, needs in each),
+        *(Contender(KERAS_LOOKUP + form, "peer", keras_lookup, (text // 4, form), KERAS, fresh=True) for form in FORMS),
     )
     normalizing = (
         Contender("Normalization", "ours", normalize, (size // 5,)),
@@ -202,7 +213,7 @@ def tables(*, small: bool, folder: Path) -> Sequence[Table]:
             lookups,
             1,
             rounds,
-            (Target(RATE, "StringLookup", 1.0, (KERAS_LOOKUP,)),),
+            tuple(Target(RATE, LOOKUP + form, 1.0, (KERAS_LOOKUP + form,)) for form in FORMS),
         ),
         Table(
             "Normalization: adapt, and a call",

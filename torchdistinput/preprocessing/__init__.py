@@ -26,6 +26,7 @@ Where these layers differ from Keras 3.15 (on TensorFlow 2.17):
 - ``numbers``: ``Normalization``, ``Discretization``.
 - ``categories``: ``CategoryEncoding``, ``Hashing``.
 - ``vocabulary``: Special tokens, the order of terms, and the lookup.
+- ``string_table``: Finds many strings at once.
 - ``lookup``: ``StringLookup``, ``IntegerLookup``.
 - ``text``: ``TextVectorization``.
 """

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from torchdistinput.analysis import analyze
 from torchdistinput.dataset import DistributedDataset
+from torchdistinput.preprocessing.inputs import is_arrow
 from torchdistinput.strategy import Strategy
 
 __all__ = ["OUTPUT_MODES", "as_it_is", "as_vectors", "check_mode", "learn_from"]
@@ -49,8 +50,8 @@ def learn_from(
     """The results of ``analyze`` for a layer. Collective: every rank calls this.
 
     Args:
-      data: a tensor, an array or a list: its rows are samples. A ``DataLoader``, dataset or iterable: its elements are
-        batches, which are one leaf. A ``DistributedDataset`` as it is.
+      data: a tensor, an array (of Arrow too) or a list: its rows are samples. A ``DataLoader``, dataset or iterable:
+        its elements are batches, which are one leaf. A ``DistributedDataset`` as it is.
       spec: names, functions of a batch and statistics.
       of_texts: whether the batches of an iterable are texts: their rows are then read one by one.
       strategy: the ranks; see ``analyze``.
@@ -60,7 +61,9 @@ def learn_from(
     """
     collate, size = None, None
     if isinstance(data, np.ndarray) and data.dtype.kind not in "biuf":
-        data = data.tolist()
+        data = (np.char.decode(data, "utf-8") if data.dtype.kind == "S" else data).tolist()
+    if is_arrow(data):
+        data = data.to_pylist()
     if isinstance(data, list | tuple):
         data = DataLoader(data, _TEXTS, collate_fn=list)  # type: ignore[arg-type] # a list is a dataset
     elif of_texts and isinstance(data, Iterable) and not isinstance(data, _KNOWN):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torchdistinput.preprocessing.categories import salt_of
-from torchdistinput.preprocessing.inputs import ints, nested, strings
+from torchdistinput.preprocessing.inputs import ints, nested, texts_of
 from torchdistinput.preprocessing.layer import as_it_is
 from torchdistinput.preprocessing.vocabulary import Settings, Vocabulary
 from torchdistinput.sources.files.dataset import FileDataset
@@ -211,7 +211,8 @@ class StringLookup(_Lookup):
         """Indices or vectors, by the output mode; with ``invert`` nested lists of strings. Local.
 
         Args:
-          inputs: a string, nested lists or an array of strings; with ``invert`` indices.
+          inputs: a string, nested lists of strings; or, without Python's work for each string, an array of fixed width
+            (``U``, or ``S`` in UTF-8), or an Arrow array, a dictionary too; with ``invert`` indices.
 
         Raises:
           RuntimeError: nothing was learned yet.
@@ -222,8 +223,8 @@ class StringLookup(_Lookup):
         if self.settings.invert:
             ids = ints(inputs, "StringLookup")
             return nested(vocabulary.values_at(ids), ids.shape)
-        flat, shape = strings(inputs, "StringLookup")
-        return vocabulary.output(vocabulary.ids_of_texts(flat).reshape(shape))
+        texts, shape = texts_of(inputs, "StringLookup")
+        return vocabulary.output(vocabulary.ids_of_texts(texts).reshape(shape))
 
 
 @final

@@ -9,21 +9,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import repeat
+from functools import cached_property
 from typing import Any, Final, final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from torchdistinput.preprocessing.hashes import buckets
+from torchdistinput.preprocessing.inputs import Texts, listed, taken
 from torchdistinput.preprocessing.layer import OUTPUT_MODES, as_vectors, check_mode, learn_from
+from torchdistinput.preprocessing.string_table import NOWHERE, StringTable
 from torchdistinput.statistics import Counts, CountsResult, State, Statistic
 from torchdistinput.strategy import Strategy
 
 __all__ = ["Settings", "Vocabulary"]
 
-_NOWHERE: Final = -1
+_UNCOUNTED: Final = -1  # the index of masks in vectors
 
 
 @final
@@ -227,34 +230,37 @@ class Vocabulary:
         """The tokens by index."""
         return [*self.settings.special_tokens, *self.terms] if include_special_tokens else list(self.terms)
 
-    def ids_of_texts(self, texts: Sequence[str]) -> Tensor:
+    def ids_of_texts(self, texts: Texts) -> Tensor:
         """The index of each text, int64; -1 for masks in vector modes.
 
         Raises:
+          TypeError: an entry of a list is no string.
           ValueError: a text is not in the vocabulary, and ``num_oov_indices`` is 0.
         """
-        found = np.fromiter(map(self._places.get, texts, repeat(_NOWHERE)), np.int64, len(texts))
-        outside = found == _NOWHERE
+        table = self._table
+        try:
+            found = table.find(texts)
+        except TypeError as error:
+            raise TypeError(f"{self.settings.layer}: {error}; strings are needed, or lists of them.") from error
+        outside = found == NOWHERE
         if outside.any():
-            places = np.flatnonzero(outside)
-            found[places] = self._outside([texts[place] for place in places.tolist()])
+            found[outside] = self._outside(texts, outside)
         return torch.from_numpy(found)
 
-    def _outside(self, texts: Sequence[str]) -> Any:
-        """The indices of texts that are no terms: masks, and others by their hash."""
-        settings = self.settings
-        start = int(settings.has_mask)
-        if settings.mask_token is None and settings.num_oov_indices == 1:
+    def _outside(self, texts: Texts, outside: npt.NDArray[np.bool_]) -> Any:
+        """The indices of the texts that are neither terms nor the mask: by their hash, if there are several."""
+        number, start = self.settings.num_oov_indices, int(self.settings.has_mask)
+        if number == 1:
             return start
-        masks = np.array([text == settings.mask_token for text in texts])
-        others = [text for text, is_mask in zip(texts, masks, strict=True) if not is_mask]
-        found = np.full(len(texts), 0 if settings.has_mask else _NOWHERE)
-        if others:
-            self._refuse_others(others[0], len(others))
-            one = settings.num_oov_indices == 1
-            hashed = np.int64(0) if one else buckets(others, settings.num_oov_indices, settings.salt)
-            found[~masks] = start + hashed
-        return found
+        others = listed(taken(texts, np.flatnonzero(outside)))
+        self._refuse_others(others[0], len(others))
+        return start + buckets(others, number, self.settings.salt)
+
+    @cached_property
+    def _table(self) -> StringTable:
+        mask = self.settings.mask_token
+        masks = {mask: 0 if self.settings.has_mask else _UNCOUNTED} if isinstance(mask, str) else {}
+        return StringTable({**self._places, **masks})
 
     def _refuse_others(self, example: Any, number: int) -> None:
         if not self.settings.num_oov_indices:
@@ -281,7 +287,7 @@ class Vocabulary:
         outside = ~inside
         if settings.mask_token is not None:
             masks = values == settings.mask_token
-            found = torch.where(masks, 0 if settings.has_mask else _NOWHERE, found)
+            found = torch.where(masks, 0 if settings.has_mask else _UNCOUNTED, found)
             outside &= ~masks
         if bool(outside.any()):
             self._refuse_others(int(values[outside][0]), int(outside.sum()))
