@@ -88,6 +88,8 @@ def test_the_arguments_are_torchs_in_torchs_order_and_then_our_own() -> None:
         "seed_samples",
         "snapshot_every_n_steps",
         "own_state",
+        "balance",
+        "equal_counts",
     ]
     assert {each.kind for each in ours[len(torchs) :]} == {inspect.Parameter.KEYWORD_ONLY}
 

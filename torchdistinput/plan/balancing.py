@@ -57,7 +57,7 @@ Places: TypeAlias = npt.NDArray[np.int64]
 
 _BITS: Final = 62  # of a load: the cost, the samples and the number of a replica in one int
 _LEAST_BITS: Final = 8  # to tell costs apart
-_MANY: Final = 64  # replicas
+_MANY: Final = 24  # replicas
 
 
 class BalancedSplit(NamedTuple):
@@ -141,7 +141,7 @@ def _dealt_singly(steps: Places, num_replicas: int) -> Places:
 def _dealt_in_rounds(steps: Places, num_replicas: int) -> Places:
     """The same, faster for many replicas: in a round, the samples go to the replicas by rising load.
 
-    The round ends before a replica with more than one that got a sample in this round would have by now.
+    A round ends before the first replica that has more than one that got a sample in this round.
     """
     loads = np.arange(num_replicas)
     found = np.empty_like(steps)
@@ -151,7 +151,8 @@ def _dealt_in_rounds(steps: Places, num_replicas: int) -> Places:
         wanted = steps[done : done + num_replicas]
         after = loads[: len(wanted)] + wanted
         too_much = loads[1 : len(wanted)] > np.minimum.accumulate(after)[:-1]
-        taken = int(too_much.argmax()) + 1 if too_much.any() else len(wanted)
+        first = int(too_much.argmax()) if len(too_much) else 0
+        taken = first + 1 if len(too_much) and too_much[first] else len(wanted)
         found[done : done + taken] = loads[:taken]
         loads[:taken] = after[:taken]
         done += taken

@@ -327,7 +327,7 @@ class SamplerDraws:
             self._requests += [(self._collate, part, self.key) for part in parts]
             pieces = tuple(size > 0 for size in sizes)
             gathers = numbers is None and batch.is_known
-            gathered = RowSizes(sum(sizes), sizes, self._schema) if gathers else None
+            gathered = RowSizes(len(batch.division.order), sizes, self._schema) if gathers else None
             self._rows.append(DrawnRow(pieces, None, digest, numbers, len(parts), sizes, gathered))
 
     def digest_of(self, indices: Numbers | Sequence[Any]) -> Digest:
