@@ -24,7 +24,7 @@ from torchdistinput.plan.balancing import balanced_split
 __all__ = ["tables"]
 
 PLANNED, OVER = "us for 1,024 samples", "slowest over least, worst"
-STEP, SLOWEST = "ms a step, mean", "slowest over mean cost"
+STEP, BUSY, SLOWEST = "ms a step, mean", "processor ms of the slowest rank", "slowest over mean cost"
 WIDTH, HEADS, LAYERS, VOCABULARY, LONGEST = 128, 4, 2, 512, 768
 
 
@@ -124,24 +124,29 @@ def training(samples: int, batch_size: int, by_cost: bool, equal_counts: bool) -
     optimizer = torch.optim.AdamW(model.parameters())
     made = torch.Generator().manual_seed(2)
     loader = DataLoader(Texts(lengths), batch_size, shuffle=True, generator=made, collate_fn=joined)
-    seconds, slowest, whole = [], 0.0, 0.0
+    seconds, busy, slowest, whole = [], [], 0.0, 0.0
     with tdi.Strategy(["cpu"]).distribute_dataset(loader, options) as data:
         meet()
-        before = time.perf_counter()
+        before, worked = time.perf_counter(), time.process_time()
         for tokens, sizes in data:
             loss = tdi.average_loss(model(tokens, sizes), data.step)
             torch.autograd.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-            before, after = time.perf_counter(), before
-            seconds.append(before - after)
+            now, work = time.perf_counter(), time.process_time()
+            seconds.append(now - before)
+            busy.append(work - worked)
+            before, worked = now, work
+        of_slowest = torch.tensor(busy[2:])
+        dist.all_reduce(of_slowest, dist.ReduceOp.MAX)
         for _, sizes in data:
             own = torch.tensor(costs_of(sizes.numpy()).sum())
             total = own.clone()
             dist.all_reduce(own, dist.ReduceOp.MAX)
             dist.all_reduce(total)
             slowest, whole = slowest + own.item(), whole + total.item() / dist.get_world_size()
-    return {"ms": 1e3 * statistics.mean(seconds[2:]), "slowest": slowest / whole}
+    means = {"ms": 1e3 * statistics.mean(seconds[2:]), "busy": 1e3 * of_slowest.mean().item()}
+    return {**means, "slowest": slowest / whole}
 
 
 def tables(*, small: bool, folder: Path) -> Sequence[Table]:
@@ -176,10 +181,19 @@ def tables(*, small: bool, folder: Path) -> Sequence[Table]:
         ),
         Table(
             f"A transformer over {sizes[1]} texts of 8 to {LONGEST} tokens, DDP",
-            (Column(STEP, "less", largest("ms")), Column(SLOWEST, "less", largest("slowest"))),
+            (
+                Column(STEP, "less", largest("ms")),
+                Column(BUSY, "less", largest("busy")),
+                Column(SLOWEST, "less", largest("slowest")),
+            ),
             trained,
             2,
             1 if small else 3,
-            (Target(STEP, "by cost", 1.0, ("by place",)), Target(SLOWEST, "by cost", 1.05)),
+            (
+                Target(STEP, "by cost", 1.0, ("by place",)),
+                Target(BUSY, "by cost", 1.0, ("by place",)),
+                Target(SLOWEST, "by cost", 1.05),
+            ),
+            "Processor time: what a step takes where no other program runs, as waiting for the other rank takes none.",
         ),
     ]
