@@ -348,6 +348,8 @@ class DataLoader(Generic[T_co]):
         size = self.batch_size
         if size is None or size % parts or self._policy is not AutoShardPolicy.DATA:
             return False
+        if self._balance is not None and not self._equal_counts:
+            return False
         length = None if isinstance(self.dataset, IterableDataset) else length_of(self._loader.sampler)
         return length is not None and (self.drop_last or length % size % parts == 0)
 

@@ -244,6 +244,17 @@ def test_the_drop_in_loader_divides_by_cost_too() -> None:
     loader.close()
 
 
+@pytest.mark.parametrize("equal", [False, True])
+def test_frameworks_are_told_whether_the_parts_are_of_one_size(equal: bool) -> None:
+    strategy = tdi.Strategy(devices=["cpu"] * 2)
+    loader = tdi.DataLoader(
+        Squares(), GLOBAL_BATCH, drop_last=True, strategy=strategy, balance=COSTS, equal_counts=equal
+    )
+    sizes = {len(piece) for element in loader for piece in pieces(strategy, element)}
+    assert loader.has_equal_parts == equal == (sizes == {GLOBAL_BATCH // 2})
+    loader.close()
+
+
 def test_the_state_does_not_depend_on_the_costs() -> None:
     strategy = tdi.Strategy(devices=["cpu"] * 3)
     states = []

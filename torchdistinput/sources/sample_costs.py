@@ -164,7 +164,7 @@ class _CostsByFunction:
 
     def __call__(self, indices: Numbers | Sequence[Any]) -> Costs:
         listed = indices.tolist() if isinstance(indices, Numbers) else indices
-        advice = "For map-style data the function gets the index of a sample, not the sample"
+        advice = "For map-style data the function gets the index of a sample, not the sample, which other ranks read"
         return _checked(_costs_of(self._balance, listed, listed, advice), listed, "sample")
 
 
