@@ -353,7 +353,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         DataLoader(Squares(), sampler=[1, 99], batch_size=2),
         {},
         tdi.InputError,
-        "balance has 23 costs, by index, and the sampler drew others: IndexError",
+        "balance has 23 costs, one for each index, and the sampler drew an index without one: IndexError",
     ),
     "padding": (DataLoader(Squares(), 4), {"partial_batch": "pad"}, ValueError, "Give equal_counts=True, too"),
     "a number": (DataLoader(Squares(), 4), {"balance": 3}, TypeError, "balance is 3; an array with a cost"),

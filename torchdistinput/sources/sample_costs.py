@@ -151,8 +151,8 @@ class _CostsByIndex:
             found = self.array[indices.array() if isinstance(indices, Numbers) else indices]
         except (IndexError, ValueError) as error:
             raise BatchingError(
-                f"balance has {len(self.array)} costs, by index, and the sampler drew others: {in_one_line(error)}. "
-                "Give a function of the index, or one cost for each."
+                f"balance has {len(self.array)} costs, one for each index, and the sampler drew an index without one: "
+                f"{in_one_line(error)}. Give a cost for each index, or a function of the index."
             ) from error
         return _checked(found.astype(np.float64, copy=False), indices, "sample")
 
