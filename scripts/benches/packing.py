@@ -1,48 +1,107 @@
-"""``tdi.Packed``: how fast packs are planned from lengths, and how many places stay empty."""
+"""``tdi.Packed``: how fast packs are planned from lengths, and how many places stay empty: beside Grain's packing."""
 
 from __future__ import annotations
 
+import re
+import sysconfig
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from benches.model import Column, Contender, Measured, Table, Target, largest, rate
-from benches.timing import seconds_of
+from benches.peers import peer
 from torchdistinput.plan.packing import PackingStrategy, pack_window
 
 __all__ = ["tables"]
 
-RATE, PADDING = "million samples a second", "empty places, %"
+RATE, PADDING = "million samples a second of CPU time", "empty places, %"
 MAX_LENGTH = 2048
+LOGNORMAL, SOURCES = "lognormal", "sources"
+GRAIN = ("grain",)
+NOTE = "Grain fills rows while it reads: its time is that of the tokens' copies too."
 
 
-def planned(count: int, window: int, strategy: PackingStrategy) -> Measured:
-    """Lengths of a lognormal law, window by window."""
-    drawn = np.random.default_rng(0).lognormal(5.5, 1, count).astype(np.int64) + 1
-    lengths = np.minimum(drawn, MAX_LENGTH)
-    packs = 0
+def lengths_of(law: str, count: int) -> npt.NDArray[np.int64]:
+    """At most ``count`` lengths of a law, none above ``MAX_LENGTH``: longer samples are split before.
 
-    def plan() -> None:
-        nonlocal packs
-        for start in range(0, count, window):
-            packs += len(pack_window(lengths[start : start + window], start, MAX_LENGTH, strategy, "error").packs)
+    Args:
+      law: ``LOGNORMAL``, with a mean of about 400; or ``SOURCES``: the tokens of the files of Python's standard
+        library, in a random order.
+      count: how many.
+    """
+    rng = np.random.default_rng(0)
+    if law == LOGNORMAL:
+        return np.minimum(rng.lognormal(5.5, 1, count).astype(np.int64) + 1, MAX_LENGTH)
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("**/*.py"))
+    files = [file for file in files if "site-packages" not in file.parts][:count]
+    whole = [len(re.findall(r"\w+|[^\w\s]", file.read_text(errors="replace"))) for file in files]
+    pieces = [min(MAX_LENGTH, length - start) for length in whole for start in range(0, length, MAX_LENGTH)]
+    return rng.permutation(np.array(pieces, np.int64))[:count]
 
-    seconds = seconds_of(plan)
+
+def found(lengths: npt.NDArray[np.int64], packs: int, seconds: float) -> Measured:
+    """The figures of a plan."""
     empty = 100 * (1 - int(lengths.sum()) / (packs * MAX_LENGTH))
-    return {"samples": count / 1e6, "seconds": seconds, "empty": empty}
+    return {"samples": len(lengths) / 1e6, "seconds": seconds, "empty": empty}
+
+
+def planned(law: str, count: int, window: int, strategy: PackingStrategy) -> Measured:
+    """Window by window."""
+    lengths = lengths_of(law, count)
+    before = time.process_time()
+    packs = 0
+    for start in range(0, len(lengths), window):
+        packs += len(pack_window(lengths[start : start + window], start, MAX_LENGTH, strategy, "error"))
+    return found(lengths, packs, time.process_time() - before)
+
+
+def by_grain(law: str, count: int, window: int, name: str) -> Measured:
+    """As many samples at once as in a window: so many bins as their tokens fill."""
+    grain, experimental = peer("grain"), peer("grain.experimental")
+    lengths = lengths_of(law, count)
+    source: Any = [{"x": np.zeros(length, np.int32)} for length in lengths.tolist()]
+    bins = max(1, round(min(window, len(lengths)) * lengths.mean() / MAX_LENGTH))
+    parent = grain.MapDataset.source(source).to_iter_dataset(grain.ReadOptions(num_threads=0))
+    packing = getattr(experimental, name)
+    dataset = packing(parent, length_struct={"x": MAX_LENGTH}, num_packing_bins=bins, shuffle_bins=False)
+    before = time.process_time()
+    packs = sum(1 for _ in dataset)
+    return found(lengths, packs, time.process_time() - before)
+
+
+def table(title: str, law: str, count: int, windows: Sequence[int], rounds: int) -> Table:
+    """All strategies with a law of lengths."""
+    cases: list[tuple[PackingStrategy, int]] = [("concat", windows[0])]
+    cases += [(strategy, window) for strategy in ("first_fit", "best_fit") for window in windows]
+    ours = [
+        Contender(f"{strategy}, window of {window:,}", "ours", planned, (law, count, window, strategy))
+        for strategy, window in cases
+    ]
+    names = [("FirstFitPackIterDataset", windows[1]), *(("BestFitPackIterDataset", window) for window in windows)]
+    peers = [
+        Contender(f"Grain, {name}, {window:,}", "peer", by_grain, (law, count, window, name), GRAIN, True, True)
+        for name, window in names
+    ]
+    columns = (Column(RATE, "more", rate("samples", "seconds")), Column(PADDING, "less", largest("empty")))
+    targets = [Target(RATE, f"best_fit, window of {window:,}", 1.0) for window in windows]
+    targets += [
+        Target(PADDING, f"best_fit, window of {window:,}", 1.0, (f"Grain, BestFitPackIterDataset, {window:,}",))
+        for window in windows
+    ]
+    return Table(title, columns, (*ours, *peers), 1, rounds, tuple(targets), NOTE)
 
 
 def tables(*, small: bool, folder: Path) -> Sequence[Table]:
-    """Each strategy with a small window, and best fit with larger ones."""
+    """Lengths of a law, and real ones."""
     del folder
-    count = 5_000 if small else 200_000
-    cases: list[tuple[PackingStrategy, int]] = [("first_fit", 1024), ("concat", 1024)]
-    cases += [("best_fit", window) for window in (1024, 4096, 65_536)]
-    contenders = tuple(
-        Contender(f"{strategy}, window of {window:,}", "ours", planned, (count, window, strategy))
-        for strategy, window in cases
-    )
-    columns = (Column(RATE, "more", rate("samples", "seconds")), Column(PADDING, "less", largest("empty")))
-    target = Target(RATE, "best_fit, window of 4,096", 1.0)
-    return [Table(f"Packs of {MAX_LENGTH:,} tokens", columns, contenders, 1, 1 if small else 3, (target,))]
+    count = 2_000 if small else 100_000
+    rounds = 1 if small else 3
+    windows = [512, 1024] if small else [1024, 4096, 65_536]
+    return [
+        table(f"Packs of {MAX_LENGTH:,} tokens, lengths of a lognormal law", LOGNORMAL, count, windows, rounds),
+        table(f"Packs of {MAX_LENGTH:,} tokens, the standard library's files", SOURCES, count, windows[:2], rounds),
+    ]

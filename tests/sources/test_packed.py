@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Subset
 
 import torchdistinput as tdi
 from tests.support.epochs import raised
@@ -73,8 +73,12 @@ def test_dropped_and_truncated_tokens_are_counted() -> None:
     over = [length for length in LENGTHS if length > 20]
     assert tdi.Packed(Texts(), 20, lengths=LENGTHS, overflow="drop").dropped_tokens == sum(over)
     assert tdi.Packed(Texts(), 20, overflow="truncate").truncated_tokens == sum(over) - 20 * len(over)
-    split = tdi.Packed(Texts(), 20, overflow="split")
-    assert sum(len(split[number]["tokens"]) for number in range(len(split))) == sum(LENGTHS)
+    overflows: list[Any] = ["drop", "truncate", "split"]
+    for overflow in overflows:
+        packs = tdi.Packed(Texts(), 20, lengths=LENGTHS, overflow=overflow)
+        delivered = sum(len(packs[number]["tokens"]) for number in range(len(packs)))
+        assert delivered + packs.dropped_tokens + packs.truncated_tokens == sum(LENGTHS)
+        assert packs.efficiency == delivered / (20 * len(packs))
 
 
 def tokens(packs: list[Any]) -> torch.Tensor:
@@ -86,10 +90,33 @@ def make_loader(num_workers: int) -> DataLoader[Any]:
     return DataLoader(packed(pad=0), 8, shuffle=True, generator=shuffled, num_workers=num_workers, collate_fn=tokens)
 
 
-def test_packs_are_those_of_one_process_at_every_world_size_and_after_a_resume() -> None:
-    batches = [batch.tolist() for batch in make_loader(0)]
-    state = check_worlds(make_loader, (1,), batches, [(2, 3), (3, 1000)])
+def packs_of_packs(**more: Any) -> tdi.Packed:
+    """A pack of packs: two halves of the samples, packed, then mixed, then packed again."""
+    halves = {
+        name: tdi.Packed(Subset(Texts(), range(start, 500, 2)), 20, lengths=LENGTHS[start::2], overflow="split")
+        for start, name in enumerate(("even", "odd"))
+    }
+    mixed = tdi.Mixture(halves, {"even": 3, "odd": 1}, stop="all", seed=4)
+    return tdi.Packed(mixed, 64, fields=["tokens"], window=50, **more)
+
+
+def make_nested_loader(num_workers: int) -> DataLoader[Any]:
+    return DataLoader(packs_of_packs(pad=-1), 8, num_workers=num_workers, collate_fn=tokens)
+
+
+@pytest.mark.parametrize("make", [make_loader, make_nested_loader])
+def test_packs_are_those_of_one_process_at_every_world_size_and_after_a_resume(make: Any) -> None:
+    batches = [batch.tolist() for batch in make(0)]
+    state = check_worlds(make, (1,), batches, [(2, 3), (3, 1000)])
     assert len(state) < 4096
+
+
+def test_packs_of_packs_of_a_mixture_have_each_token_once() -> None:
+    packs = packs_of_packs()
+    found = [packs[number] for number in range(len(packs))]
+    seen = [token for pack in found for token in pack["tokens"].tolist()]
+    assert sorted(seen) == [1000 * index + place for index, length in enumerate(LENGTHS) for place in range(length)]
+    assert all(len(pack["tokens"]) == pack["cu_seqlens"][-1] <= 64 for pack in found)
 
 
 def wrong_length() -> Any:

@@ -17,8 +17,8 @@ Johnson, "Near-optimal bin packing algorithms", 1973.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final, Literal, NamedTuple, TypeAlias, final
 
 import numpy as np
@@ -26,11 +26,15 @@ import numpy.typing as npt
 
 __all__ = ["Item", "Overflow", "Packing", "PackingStrategy", "check_packing", "pack_window"]
 
+Ints: TypeAlias = npt.NDArray[np.int64]
+
 PackingStrategy: TypeAlias = Literal["best_fit", "first_fit", "concat"]
 Overflow: TypeAlias = Literal["error", "split", "truncate", "drop"]
 
 _STRATEGIES: Final = ("best_fit", "first_fit", "concat")
 _OVERFLOWS: Final = ("error", "split", "truncate", "drop")
+
+_BLOCK: Final = 32  # packs that first fit passes over at once
 
 
 class Item(NamedTuple):
@@ -47,14 +51,29 @@ class Packing:
     """The packs of a window.
 
     Args:
-      packs: the items of each pack.
+      items: ``(n, 3)``: sample, start and stop of each item, pack by pack.
+      bounds: ``(packs + 1,)``: the items of pack ``p`` are those from ``bounds[p]`` to ``bounds[p + 1] - 1``.
       dropped: tokens of samples that were left out.
       truncated: tokens that were cut off.
     """
 
-    packs: list[list[Item]]
+    items: Ints
+    bounds: Ints
     dropped: int
     truncated: int
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    def pack(self, number: int) -> list[Item]:
+        """The items of a pack."""
+        return [Item(*item) for item in self.items[self.bounds[number] : self.bounds[number + 1]].tolist()]
+
+    @property
+    def packs(self) -> list[list[Item]]:
+        """The items of all packs."""
+        items = [Item(*item) for item in self.items.tolist()]
+        return [items[start:stop] for start, stop in pairwise(self.bounds.tolist())]
 
 
 def check_packing(max_length: int, window: int, strategy: object, overflow: object) -> None:
@@ -72,7 +91,7 @@ def check_packing(max_length: int, window: int, strategy: object, overflow: obje
 
 
 def pack_window(
-    lengths: npt.NDArray[np.int64], first: int, max_length: int, strategy: PackingStrategy, overflow: Overflow
+    lengths: Ints, first: int, max_length: int, strategy: PackingStrategy, overflow: Overflow
 ) -> Packing:
     """Packs the samples of a window (K1 to K5).
 
@@ -90,100 +109,97 @@ def pack_window(
         wrong = int(np.argmin(lengths))
         raise ValueError(f"sample {first + wrong} has {lengths[wrong]} tokens; a length must be 0 or more.")
     if strategy == "concat":
-        return Packing(_cut(lengths, first, max_length), 0, 0)
-    too_long = np.flatnonzero(lengths > max_length)
-    if len(too_long) and overflow == "error":
+        return _cut(lengths, first, max_length)
+    too_long = lengths > max_length
+    if overflow == "error" and too_long.any():
+        wrong = int(np.argmax(too_long))
         raise ValueError(
-            f"sample {first + too_long[0]} has {lengths[too_long[0]]} tokens, more than max_length={max_length}. "
+            f"sample {first + wrong} has {lengths[wrong]} tokens, more than max_length={max_length}. "
             'overflow="split", "truncate" or "drop" takes such samples.'
         )
-    over = int((lengths[too_long] - max_length).sum()) if overflow == "truncate" else 0
-    dropped = int(lengths[too_long].sum()) if overflow == "drop" else 0
-    items = list(_items(lengths, first, max_length, overflow))
-    place = _best_fit if strategy == "best_fit" else _first_fit
-    packs: list[list[Item]] = []
-    for pack, item in zip(place([item.stop - item.start for item in items], max_length), items, strict=True):
-        while pack >= len(packs):
-            packs.append([])
-        packs[pack].append(item)
-    return Packing(packs, dropped, over)
+    kept = lengths
+    if overflow == "truncate":
+        kept = np.minimum(lengths, max_length)
+    elif overflow == "drop":
+        kept = np.where(too_long, 0, lengths)
+    samples, starts, stops = _items(kept, max_length)
+    packs = (_best_fit if strategy == "best_fit" else _first_fit)(stops - starts, max_length)
+    begins = np.empty_like(packs)
+    begins[packs[::-1]] = np.arange(len(packs))[::-1]  # the last one is written: the first item of each pack
+    keys = begins[packs]
+    order = np.argsort(keys, kind="stable")
+    sizes = np.bincount(keys)
+    lost = int(lengths.sum() - kept.sum())
+    return Packing(
+        np.stack([samples + first, starts, stops], axis=1)[order],
+        np.append(0, np.cumsum(sizes[sizes > 0])),
+        dropped=lost if overflow == "drop" else 0,
+        truncated=lost if overflow == "truncate" else 0,
+    )
 
 
-def _items(lengths: npt.NDArray[np.int64], first: int, max_length: int, overflow: Overflow) -> Iterator[Item]:
-    for sample, length in enumerate(lengths.tolist(), first):
-        if length <= max_length:
-            if length:
-                yield Item(sample, 0, length)
-        elif overflow == "truncate":
-            yield Item(sample, 0, max_length)
-        elif overflow == "split":
-            for start in range(0, length, max_length):
-                yield Item(sample, start, min(length, start + max_length))
+def _items(kept: Ints, max_length: int) -> tuple[Ints, Ints, Ints]:
+    """Sample, start and stop of each item; ``kept`` are the tokens of each sample that packs will have."""
+    counts = -(-kept // max_length)
+    samples = np.repeat(np.arange(len(kept)), counts)
+    before = np.cumsum(counts) - counts
+    starts = (np.arange(len(samples)) - before[samples]) * max_length
+    return samples, starts, np.minimum(starts + max_length, kept[samples])
 
 
-def _best_fit(lengths: Sequence[int], max_length: int) -> list[int]:
+def _best_fit(lengths: Ints, max_length: int) -> Ints:
     """The pack of each item."""
-    found = [0] * len(lengths)
-    rooms: list[int] = []  # rising: the room of packs that are not full, each once
-    of_room: dict[int, list[int]] = {}  # the packs with this room, the first one last
+    bits = len(lengths).bit_length()
+    order = np.argsort(-lengths, kind="stable")
+    needs = [length << bits for length in lengths[order].tolist()]
+    shortest = needs[-1] if needs else 0
+    rooms: list[int] = []  # rising: the room of each pack that may take more, and its number in the low bits
+    found = []
     count = 0
-    for item in sorted(range(len(lengths)), key=lambda each: (-lengths[each], each)):
-        length = lengths[item]
-        at = bisect_left(rooms, length)
+    for need in needs:
+        at = bisect_left(rooms, need)
         if at == len(rooms):
-            pack, room = count, max_length
+            room = (max_length << bits) + count
             count += 1
         else:
-            room = rooms[at]
-            packs = of_room[room]
-            pack = packs.pop()
-            if not packs:
-                del rooms[at]
-        found[item] = pack
-        rest = room - length
-        if rest:
-            packs = of_room.setdefault(rest, [])
-            if not packs:
-                insort(rooms, rest)
-            insort(packs, pack, key=lambda each: -each)
-    return _in_order(found)
-
-
-def _first_fit(lengths: Sequence[int], max_length: int) -> list[int]:
-    """The pack of each item. A tree of maxima finds the first pack with room in ``log`` of their number."""
-    size = 1 << max(0, len(lengths) - 1).bit_length()
-    room = [max_length] * (2 * size)
-    found = []
-    for length in lengths:
-        node = 1
-        while node < size:
-            node *= 2
-            node += room[node] < length
-        found.append(node - size)
-        room[node] -= length
-        while node > 1:
-            node //= 2
-            room[node] = max(room[2 * node], room[2 * node + 1])
-    return _in_order(found)
-
-
-def _in_order(found: Sequence[int]) -> list[int]:
-    """The packs numbered by their first item in the order of the dataset."""
-    numbers: dict[int, int] = {}
-    return [numbers.setdefault(pack, len(numbers)) for pack in found]
-
-
-def _cut(lengths: npt.NDArray[np.int64], first: int, max_length: int) -> list[list[Item]]:
-    packs: list[list[Item]] = []
-    room = 0
-    for sample, length in enumerate(lengths.tolist(), first):
-        start = 0
-        while start < length:
-            if not room:
-                packs.append([])
-                room = max_length
-            stop = min(length, start + room)
-            packs[-1].append(Item(sample, start, stop))
-            room -= stop - start
-            start = stop
+            room = rooms.pop(at)
+        found.append(room)
+        room -= need
+        if room >= shortest:
+            insort(rooms, room)
+    packs = np.empty(len(lengths), np.int64)
+    packs[order] = [room & ((1 << bits) - 1) for room in found]
     return packs
+
+
+def _first_fit(lengths: Ints, max_length: int) -> Ints:
+    """The pack of each item. Blocks of packs are passed over by their largest room."""
+    largest = [max_length]  # the last block is empty
+    rooms = [[max_length] * _BLOCK]
+    found = []
+    for length in lengths.tolist():
+        block = pack = 0
+        while largest[block] < length:
+            block += 1
+        inside = rooms[block]
+        while inside[pack] < length:
+            pack += 1
+        found.append(block * _BLOCK + pack)
+        inside[pack] -= length
+        if block == len(largest) - 1:
+            largest.append(max_length)
+            rooms.append([max_length] * _BLOCK)
+        largest[block] = max(inside)
+    return np.array(found, np.int64)
+
+
+def _cut(lengths: Ints, first: int, max_length: int) -> Packing:
+    """The tokens of all samples in a row, cut where a sample or a pack ends."""
+    ends = np.cumsum(lengths)
+    total = int(ends[-1]) if len(ends) else 0
+    cuts = np.unique(np.concatenate([ends[lengths > 0], np.arange(0, total, max_length)]))
+    starts, stops = cuts[:-1], cuts[1:]
+    samples = np.searchsorted(ends, starts, side="right")
+    begins = (ends - lengths)[samples]
+    items = np.stack([samples + first, starts - begins, stops - begins], axis=1)
+    return Packing(items, np.append(np.flatnonzero(starts % max_length == 0), len(items)), 0, 0)
