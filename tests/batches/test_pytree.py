@@ -316,6 +316,19 @@ def test_the_bytes_that_a_batch_holds_are_those_of_its_tensors_and_texts() -> No
     assert long == short + 1000
     assert pytree.bytes_held((torch.zeros(2), ["a", "b"])) == 8 + short
     assert pytree.bytes_held([1, 2]) is None
+    assert pytree.bytes_held([{"x": torch.zeros(3), "y": ("a", "b")}] * 100) == 100 * (12 + short)
+    assert pytree.bytes_held([(1, "a")] * 100) is None
+
+
+def test_rows_of_plain_values_are_the_same_structure_at_once_where_they_are_many() -> None:
+    rows = [(number, 0.5, "a", None) for number in range(20)]
+    found = pytree.read(rows, 20)
+    assert found is not None
+    same = found.structure.size_of_same
+    assert (same(rows), same(rows[:16]), same([(1,)] * 17)) == (20, 16, 17)
+    tensors: list[Any] = [[torch.ones(1)] * 20, [(torch.ones(1),)] * 20]
+    others: list[Any] = [*tensors, rows[:15], tuple(rows), [*rows, [1]], [rows] * 20]
+    assert {same(other) for other in others} == {None}
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 __all__ = [
+    "MANY_ENTRIES",
     "PLAIN_TYPES",
     "Container",
     "is_tensor_collection",
@@ -23,6 +24,8 @@ __all__ = [
     "tensor_collection",
 ]
 
+MANY_ENTRIES: Final = 16
+"""A list of so many dicts, tuples or lists is a list of samples, and only the first of them is looked into."""
 PLAIN_TYPES: Final = frozenset({str, bytes, int, float, bool, type(None)})
 """Types that are certainly neither tensors nor containers: a long list of such values is checked in one go."""
 

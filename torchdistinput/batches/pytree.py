@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple, final
 import numpy as np
 import torch
 
-from torchdistinput.batches.containers import PLAIN_TYPES, Container, is_tensor_collection, open_container
+from torchdistinput.batches.containers import MANY_ENTRIES, PLAIN_TYPES, Container, is_tensor_collection, open_container
 from torchdistinput.batches.schema import COUNT_OR_SPLIT, Structure
 from torchdistinput.errors import BatchingError
 
@@ -41,8 +41,7 @@ __all__ = [
 ]
 
 _SINGLE_SAMPLES: Final = "If the source yields single samples, give global_batch_size= so that they are batched."
-_TEXTS_WEIGHED: Final = 32
-_FEW_ENTRIES: Final = 16
+_MOST_WEIGHED: Final = 32
 _BYTES_OF_AN_OBJECT: Final = 64  # about, with its place in a list
 
 
@@ -175,7 +174,7 @@ def holds_tensors(batch: Any) -> bool:
 
 def is_list_of_samples(batch: Any) -> bool:
     """Whether the batch is a list of dicts, or of tuples, or of lists. It may have thousands. Local."""
-    if type(batch) is not list or len(batch) < _FEW_ENTRIES:
+    if type(batch) is not list or len(batch) < MANY_ENTRIES:
         return False
     kinds = set(map(type, batch))
     return len(kinds) == 1 and issubclass(kinds.pop(), dict | tuple | list)
@@ -379,14 +378,18 @@ def _kind_of(value: Any) -> Any:
 def bytes_held(batch: Any) -> int | None:
     """About how much memory the tensors and texts of a batch take; ``None`` where it holds other things. Local.
 
-    Of a long list of texts some 32 are looked at.
+    Of a long list of texts, or of samples, some 32 are looked at.
     """
+    if is_list_of_samples(batch):
+        weights = [bytes_held(sample) for sample in batch[:: 1 + len(batch) // _MOST_WEIGHED]]
+        known = [weight for weight in weights if weight is not None]
+        return sum(known) * len(batch) // len(known) if len(known) == len(weights) else None
     held = 0
     for leaf in flatten(batch)[0]:
         if isinstance(leaf, torch.Tensor):
             held += leaf.numel() * leaf.element_size()
             continue
-        some = leaf[:: 1 + len(leaf) // _TEXTS_WEIGHED]
+        some = leaf[:: 1 + len(leaf) // _MOST_WEIGHED]
         if not all(isinstance(item, str | bytes) for item in some):
             return None
         if some:

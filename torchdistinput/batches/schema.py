@@ -17,6 +17,7 @@ from typing import Any, Final, cast, final
 import torch
 
 from torchdistinput.batches.containers import (
+    MANY_ENTRIES,
     PLAIN_TYPES,
     is_tensor_collection,
     mapping_like,
@@ -137,6 +138,8 @@ class Structure:
         if self.dtype is str:
             return countOf(map(type, batch), str) == len(batch)
         kinds = set(map(type, batch))
+        if kinds == {tuple}:  # rows of a table
+            return len(batch) >= MANY_ENTRIES and PLAIN_TYPES.issuperset(map(type, batch[0]))
         return kinds <= PLAIN_TYPES and not kinds <= {str}
 
     def digest(self) -> int:
