@@ -78,6 +78,7 @@ def everything() -> dict[str, Any]:
     found["rest"] = [each[0].tolist() for each in skip_first_batches(steps, 3)]
     fresh = prepare(accelerator, shuffled(tdi.DataLoader))
     whole = [each[0].tolist() for each in fresh]
+    found["state after an epoch"] = [fresh.state_dict()[name] for name in ("epoch", "step")]
     again = prepare(accelerator, shuffled(tdi.DataLoader))
     skipped = skip_first_batches(again, 2)
     found["skip"] = whole[2:], [each[0].tolist() for each in skipped], len(skipped)
@@ -135,6 +136,7 @@ def test_what_accelerate_makes_of_a_loader_is_divided_or_refused(ranks: list[dic
         whole, skipped, length = found["skip"]
         assert skipped == whole
         assert length == len(whole) == 3
+        assert found["state after an epoch"] == [1, 0]
         second, later = found["later"]
         assert later == second
         assert "torch's default random state" in found["unknown order"]

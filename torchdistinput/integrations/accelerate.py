@@ -127,6 +127,7 @@ class PreparedLoader:
                 yield element
                 if failure is not None:
                     raise failure
+            next(iterator, None)  # the end: from here on the state is that of the next epoch
         finally:
             self._gradients._remove_dataloader(self)  # noqa: SLF001 - as above
             if iterator is not None:
