@@ -41,6 +41,7 @@ PUBLIC_NAMES = [
     "StatefulFlatMap",
     "Step",
     "Strategy",
+    "StreamMixture",
     "TensorSpec",
     "TokenBatchSampler",
     "ValueContext",

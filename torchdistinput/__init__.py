@@ -36,6 +36,7 @@ from torchdistinput.replica import get_replica_context
 from torchdistinput.sources.files.dataset import FileDataset, list_files
 from torchdistinput.sources.files.flat_map import StatefulFlatMap
 from torchdistinput.sources.files.fragment_dataset import FragmentDataset
+from torchdistinput.sources.files.mixture import StreamMixture
 from torchdistinput.sources.fragments import Fragment, FragmentSource
 from torchdistinput.sources.iterable.source import ShardedIterableDataset
 from torchdistinput.sources.map_style.index_batches import DistributedBatchSampler
@@ -79,6 +80,7 @@ __all__ = [
     "StatefulFlatMap",
     "Step",
     "Strategy",
+    "StreamMixture",
     "TensorSpec",
     "TokenBatchSampler",
     "ValueContext",

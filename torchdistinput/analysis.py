@@ -28,7 +28,7 @@ from torchdistinput.data_loader import shared_strategy
 from torchdistinput.dataset import DistributedDataset, setting_of
 from torchdistinput.errors import InputError, StateMismatch
 from torchdistinput.plan.options import InputOptions
-from torchdistinput.sources.files.fragment_dataset import FragmentDataset
+from torchdistinput.sources.files.mixture import RecordDataset
 from torchdistinput.sources.fragments import FragmentSource
 from torchdistinput.sources.map_style.table import columns_in, is_table
 from torchdistinput.sources.resolve import is_map_style
@@ -444,5 +444,5 @@ def _default_batch_size(data: Any, workers: int) -> int | None:
         row: int = sum(each.nbytes // len(each) for each in columns)
         return workers * max(1, min(_AT_ONCE, _BYTES // max(1, row)))
     batched = isinstance(data, TorchDataLoader)
-    has_samples = is_map_style(data) or isinstance(data, FragmentDataset | FragmentSource)
+    has_samples = is_map_style(data) or isinstance(data, RecordDataset | FragmentSource)
     return workers * _ROWS if has_samples and not batched else None

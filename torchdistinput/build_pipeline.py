@@ -27,7 +27,7 @@ from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.base import ReadByAll, Source
 from torchdistinput.sources.rng import Draw, SharedRngState
 from torchdistinput.sources.torch_loader.open_runs import OpenRuns
-from torchdistinput.step_types import CatchesUp, Digest, Start, Stream
+from torchdistinput.step_types import CatchesUp, Digest, HasNews, Start, Stream
 
 __all__ = ["Opened", "Setting", "build_pipeline", "open_stream"]
 
@@ -140,6 +140,7 @@ def build_pipeline(
         periodic_sync=StatsSync(progress.meter, stream.periodic_sync),
         max_errors=options.max_errors if options.skips else None,
         ahead=(depth, options.least_ahead) if grows else None,
+        news=stream.news if isinstance(stream, HasNews) else None,
     )
     threaded = channel is not None or (depth > 0 and (stream.in_background or copies))
     prefetcher = Prefetcher(

@@ -52,7 +52,7 @@ from torchdistinput.plan.options import InputOptions, Step
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.sources.base import length_of
 from torchdistinput.sources.checks import refuse_plain_iterable, refuse_ray
-from torchdistinput.sources.files.fragment_dataset import FragmentDataset
+from torchdistinput.sources.files.mixture import RecordDataset
 from torchdistinput.sources.files.steps import counted_steps
 from torchdistinput.sources.iterable.data_pipes import has_sharding_filter
 from torchdistinput.sources.iterable.divided_sources import divides_itself
@@ -355,7 +355,7 @@ class DataLoader(Generic[T_co]):
 
     def _num_batches(self) -> int:
         """As ``len``, except where torch counts batches by the sampler also for an iterable dataset with a length."""
-        if self._counts_as_torch and not isinstance(self.dataset, FragmentDataset):
+        if self._counts_as_torch and not isinstance(self.dataset, RecordDataset):
             batches = self._loader.batch_sampler
             return len(cast(Sized, self._loader.sampler if batches is None else batches))
         return len(self)
@@ -393,7 +393,7 @@ class DataLoader(Generic[T_co]):
         """
         if self._counts_as_torch:
             steps = self._steps_as_torch()
-            if isinstance(self.dataset, IterableDataset) and not isinstance(self.dataset, FragmentDataset):
+            if isinstance(self.dataset, IterableDataset) and not isinstance(self.dataset, RecordDataset):
                 self._announced = AnnouncedLength(self.dataset, len(cast(Sized, self.dataset)), self.num_workers)
             return steps
         if self._divided is None:
@@ -404,7 +404,7 @@ class DataLoader(Generic[T_co]):
         return len(self._divided.dataset)
 
     def _steps_as_torch(self) -> int:
-        if isinstance(self.dataset, FragmentDataset):
+        if isinstance(self.dataset, RecordDataset):
             size = self.batch_size
             steps = None if size is None else counted_steps(self.dataset, size, drop_last=self.drop_last)
             if steps is None:
@@ -554,7 +554,7 @@ class DataLoader(Generic[T_co]):
             workers,
             size,
         )
-        opaque = isinstance(self.dataset, IterableDataset) and not isinstance(self.dataset, FragmentDataset)
+        opaque = isinstance(self.dataset, IterableDataset) and not isinstance(self.dataset, RecordDataset)
         if workers == 1 or not opaque or self._policy not in (AutoShardPolicy.DATA, AutoShardPolicy.AUTO):
             return
         if divides_itself(self.dataset):

@@ -22,7 +22,7 @@ from torchdistinput.pipeline.metrics import Metrics
 from torchdistinput.pipeline.to_device import ToDevice
 from torchdistinput.plan.options import InputOptions, Step
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.base import CountsSteps, Source, TellsOrder, TellsPart
+from torchdistinput.sources.base import CountsSources, CountsSteps, Source, TellsOrder, TellsPart
 from torchdistinput.sources.rng import (
     CoordinateStates,
     Draw,
@@ -158,9 +158,14 @@ class DistributedDataset:
           - ``window``: the same for the last 64 to 71 steps, with ``seconds`` up to the last one;
           - ``ranks``: the window of each rank, by rank, with its ``rank``. The ranks exchange their windows every 64
             steps, and in ``gather_stats``; until then the list is empty. An epoch of less than 64 steps does not
-            change it.
+            change it;
+          - ``sources``, of a ``Mixture`` that is read as a stream: by the name of each source the ``samples`` and
+            ``tokens`` of all ranks that were delivered in the epoch, from its start.
         """
-        return self._meter.stats(0 if self._progress is None else self._progress.epoch)
+        progress, source = self._progress, self._source
+        stats = self._meter.stats(0 if progress is None else progress.epoch)
+        counts = source.counts(progress.rows) if progress is not None and isinstance(source, CountsSources) else None
+        return stats if counts is None else {**stats, "sources": counts}
 
     def gather_stats(self) -> dict[str, Any]:
         """Exchanges the windows of all ranks now. Collective: every rank calls this, at any step.

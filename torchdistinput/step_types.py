@@ -249,6 +249,32 @@ class PeriodicSync(Protocol):
         """Takes the texts of all ranks, by rank. Any thread."""
 
 
+class News(Protocol):
+    """Facts that one rank may have for all ranks at any time; the next vote carries them (law A9)."""
+
+    @property
+    def pending(self) -> bool:
+        """Whether this rank has any. Any thread."""
+
+    def mine(self, rows: int) -> str:
+        """This rank's text, sent in the vote that agreed on the first ``rows`` rows. Any thread."""
+
+    def learn(self, rows: int, texts: Sequence[str]) -> None:
+        """Takes the texts of all ranks, by rank. Any thread.
+
+        Raises:
+          RankDisagreement: they do not fit together.
+        """
+
+
+@runtime_checkable
+class HasNews(Protocol):
+    """A stream with facts that all ranks must hear of."""
+
+    news: News | None
+    """These facts; ``None`` where there can be none."""
+
+
 class Rows(Protocol):
     """Rows that are read in two halves."""
 

@@ -48,6 +48,7 @@ from torchdistinput.step_types import (
     Held,
     LocalStep,
     Missed,
+    News,
     OpaqueBatch,
     Outcome,
     PastEnd,
@@ -79,6 +80,7 @@ class StepSync:
       max_errors: samples that all ranks together may leave out; ``None`` where none is ever left out.
       ahead: the prefetch depth at first and at least, where the depth may grow up to ``slots``; ``None`` where the
         depth is fixed.
+      news: what this rank has to tell all others at any time; ``None`` where there is nothing.
     """
 
     def __init__(  # noqa: PLR0913 - one stage is one call
@@ -96,6 +98,7 @@ class StepSync:
         periodic_sync: PeriodicSync | None = None,
         max_errors: int | None = None,
         ahead: tuple[int, int] | None = None,
+        news: News | None = None,
     ) -> None:
         self._channel = channel
         self._slots = slots
@@ -117,6 +120,7 @@ class StepSync:
         self._epoch, self._first_step = begins_at
         self._rows = self._passed_over = 0
         self._periodic_sync = periodic_sync
+        self._news = news
         self._over = False
         self._max_errors = max_errors
         self._skipped = 0  # samples that are missing in the agreed steps
@@ -202,6 +206,8 @@ class StepSync:
         A step that has samples and lost none is agreed by law A1; this is decided here without forming a report. A step
         that failed is ``Missed`` if the data goes on: there is no other rank that would count the steps differently.
         """
+        if self._news is not None and self._news.pending and self._channel is None:
+            self._news.learn(self._rows, [self._news.mine(self._rows)])
         if self._agrees_at_once and type(held) is LocalStep:
             sizes = held.sizes
             size = sizes[0] if len(sizes) == 1 else sum(sizes)
@@ -245,6 +251,8 @@ class StepSync:
         outcomes: list[Outcome] = self._read_ahead(decision.ahead)
         outcomes += [self._agreed(global_size) for global_size in decision.steps]
         yield from self._pass_landmarks(before)
+        if decision.news and (problem := (yield from self._hear_news())) is not None:
+            return [*outcomes, self._finish(Raised(problem))]
         if decision.draws_differ:
             outcomes.append(self._finish(Raised((yield from self._difference_of_draws()))))
         elif decision.end:
@@ -278,7 +286,8 @@ class StepSync:
         read: tuple[int, ...] = ()
         if self._peer_weight:
             read = tuple([held.read if type(held) is LocalStep else 0 for held in next_steps])
-        report = StepReport(sizes, failed, self._stopped, self._checker.digest, drawn, skipped, ahead, read)
+        news = self._news is not None and self._news.pending
+        report = StepReport(sizes, failed, self._stopped, self._checker.digest, drawn, skipped, ahead, read, news)
         words = report.words(self._slots, self._weight, self._peer_weight)
         if self._channel is None:
             return decide(words, 1, self._max_errors)
@@ -322,6 +331,18 @@ class StepSync:
         rows = _last_landmark(self._rows, periodic_sync, seldom)
         if rows > _last_landmark(before, periodic_sync, seldom):
             periodic_sync.learn(rows, (yield from channel.gather(periodic_sync.mine(rows))))
+
+    def _hear_news(self) -> Exchange[BaseException | None]:
+        """All ranks exchange their news, law A9. Collective: every rank saw the same flag."""
+        news = self._news
+        if news is None or self._channel is None:
+            return None
+        texts = yield from self._channel.gather(news.mine(self._rows))
+        try:
+            news.learn(self._rows, texts)
+        except InputError as error:  # the same on every rank
+            return error
+        return None
 
     def _finish(self, outcome: Outcome) -> Outcome:
         self._over = True

@@ -215,6 +215,20 @@ class MixedOrder:
             self._blocks[number, block] = found
         return found
 
+    def sources(self, position: int, count: int) -> Ints:
+        """The sources of the next ``count`` positions; fewer at the end."""
+        parts = [np.empty(0, np.int64)]
+        count = min(count, self._length - position)
+        while count > 0:
+            number = bisect_right(self._starts, position) - 1
+            segment = self._segments[number]
+            until = self._starts[number + 1] if number + 1 < len(self._starts) else self._length
+            block, place = divmod(position - segment.start, segment.block)
+            some = min(count, segment.block - place, until - position)
+            parts.append(self._block(segment, number, block)[0][place : place + some])
+            position, count = position + some, count - some
+        return np.concatenate(parts)
+
     def at(self, positions: Sequence[int] | Ints) -> tuple[Ints, Ints]:
         """The sources at positions, and which of their samples: ``epoch * size + index`` of the source's own order.
 

@@ -17,9 +17,10 @@ from torchdistinput.sources.iterable.cursor import Compared
 from torchdistinput.sources.rng import Draw, plainly
 from torchdistinput.sources.set_epoch import ToldEpochs
 from torchdistinput.sources.torch_loader.open_runs import OpenRuns
-from torchdistinput.step_types import Counted, Digest, PeriodicSync, SizedRow, Start, Stream
+from torchdistinput.step_types import Counted, Digest, News, PeriodicSync, SizedRow, Start, Stream
 
 __all__ = [
+    "CountsSources",
     "CountsSteps",
     "DrawsAlone",
     "Exchange",
@@ -148,6 +149,14 @@ class CountsSteps(Protocol):
 
     def count_steps(self) -> int | None:
         """The number of steps of an epoch, if it can be found without reading the epoch."""
+
+
+@runtime_checkable
+class CountsSources(Protocol):
+    """A source that may be a mixture, and counts the samples of its parts."""
+
+    def counts(self, rows: int) -> dict[str, dict[str, int]] | None:
+        """Samples and tokens of each part in the epoch that was begun last, up to so many rows; ``None``: no mixture."""
 
 
 @runtime_checkable
@@ -306,6 +315,7 @@ class RowStream:
       periodic_sync: see ``Stream.periodic_sync``.
       strings: see ``Stream.strings``.
       one_structure: see ``Stream.one_structure``.
+      news: see ``HasNews.news``.
     """
 
     def __init__(
@@ -319,7 +329,9 @@ class RowStream:
         periodic_sync: PeriodicSync | None = None,
         strings: bool = False,
         one_structure: bool = False,
+        news: News | None = None,
     ) -> None:
+        self.news = news
         self.in_background = in_background
         self.one_structure = one_structure
         self.strings = strings

@@ -23,7 +23,7 @@ from torchdistinput.coordination.failures import in_one_line, kind_of, plain_ind
 from torchdistinput.errors import InputError, SourceError
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.batching import Row as Limits
-from torchdistinput.plan.file_resharding import ReaderCursor
+from torchdistinput.plan.mixed_turns import Cursor
 from torchdistinput.sources.converting import swift
 from torchdistinput.sources.iterable.cursor import Compared, Marked, Wait, worker_number
 from torchdistinput.sources.iterable.user_state import Snapshot
@@ -192,7 +192,7 @@ class Cut(NamedTuple):
     """The loader worker that read the batch; 0 in this process."""
     snapshot: Snapshot | None = None
     """The state of the user's own dataset or iterator after this batch, if it was taken."""
-    place: ReaderCursor | None = None
+    place: Cursor | None = None
     """The cursor of the file reader after this batch, if it was reported."""
     read: Digest = 0
     """A number of the whole batch that must be the same on all ranks; 0 if the ranks do not compare it."""

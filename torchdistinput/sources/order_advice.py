@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
-from torchdistinput.sources.files.fragment_dataset import FragmentDataset
+from torchdistinput.sources.files.mixture import RecordDataset
 from torchdistinput.sources.torch_loader.settings import sampler_in
 
 __all__ = ["order_advice"]
@@ -19,7 +19,7 @@ def order_advice(loader: DataLoader[Any]) -> str | None:
       A sentence; empty if each epoch has the same order already; ``None`` if the order is that of an iterable, or of a
       batch sampler of the user's own, which only they know.
     """
-    if isinstance(loader.dataset, FragmentDataset):
+    if isinstance(loader.dataset, RecordDataset):
         return loader.dataset.order_advice
     batches = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     inner = sampler_in(batches)

@@ -26,11 +26,13 @@ from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.base import HoldsTorchLoader, MapStyle, Shards, Source
 from torchdistinput.sources.checks import refuse_class, refuse_ray
 from torchdistinput.sources.files.fragment_dataset import FragmentDataset
+from torchdistinput.sources.files.mixture import RecordDataset
 from torchdistinput.sources.fragments import FragmentSource
 from torchdistinput.sources.in_worker import cannot_skip
 from torchdistinput.sources.iterable.data_pipes import has_sharding_filter
 from torchdistinput.sources.iterable.loader_source import IterableLoaderSource
 from torchdistinput.sources.iterable.source import IterableSource
+from torchdistinput.sources.map_style.mixture import Mixture, MixtureSampler
 from torchdistinput.sources.map_style.source import MapLoaderSource
 from torchdistinput.sources.map_style.table import Table, is_table, refuse_frame
 from torchdistinput.sources.sample_seed import cannot_seed
@@ -120,8 +122,9 @@ def recognise(
         _refuse_second_batching(data, global_batch_size, collate_fn)
         return _source_of_loader(data, resolved, topology, options, like_torch=like_torch), resolved
     place, batching = (resolved, topology, options), (global_batch_size, collate_fn)
+    data = data.stream if isinstance(data, Mixture) and not shuffle else data
     _refuse_unclear_samples(data, global_batch_size)
-    if isinstance(data, FragmentDataset):
+    if isinstance(data, RecordDataset):
         from torchdistinput.sources.files.source import RecordSource  # noqa: PLC0415 - imported only if files are read
 
         return RecordSource(data, *place, *batching), resolved
@@ -141,7 +144,7 @@ def _refuse_without_numbers(what: str, options: InputOptions) -> None:
 
 def _refuse_unclear_samples(data: Any, global_batch_size: int | None) -> None:
     """Refuses records without a batch size. Refuses a list or tuple of columns: each column would count as a sample."""
-    if isinstance(data, FragmentDataset) and global_batch_size is None:
+    if isinstance(data, RecordDataset) and global_batch_size is None:
         raise BatchingError(
             f"a {type(data).__name__} yields single records, and no batch size was given. Give global_batch_size=, or "
             "a DataLoader(dataset, batch_size=G); for records that are whole batches, DataLoader(dataset, "
@@ -180,14 +183,23 @@ def as_dataset(data: Any) -> Any:
 def _source_of_loader(
     loader: DataLoader[Any], policy: AutoShardPolicy, topology: Topology, options: InputOptions, *, like_torch: bool
 ) -> Source:
-    if isinstance(loader.dataset, FragmentDataset):
+    if _read_in_order(loader) is not None:
         from torchdistinput.sources.files.source import RecordSource  # noqa: PLC0415 - imported only if files are read
 
-        return RecordSource(loader, policy, topology, options)
+        return RecordSource(loader, policy, topology, options, read=_read_in_order(loader))
     if isinstance(loader.dataset, IterableDataset):
         _refuse_without_numbers(f"a DataLoader over an iterable ({type(loader.dataset).__name__})", options)
         return IterableLoaderSource(loader, policy, topology, options, like_torch=like_torch)
     return MapLoaderSource(loader, policy, topology, options, like_torch=like_torch)
+
+
+def _read_in_order(loader: DataLoader[Any]) -> RecordDataset | None:
+    """The records of a loader over files, or over a mixture by its sampler; else ``None``."""
+    dataset, batches = loader.dataset, loader.batch_sampler
+    if isinstance(dataset, Mixture) and type(batches) is BatchSampler:
+        sampler = batches.sampler
+        return dataset.stream if isinstance(sampler, MixtureSampler) and sampler.mixture is dataset else None
+    return dataset if isinstance(dataset, RecordDataset) else None
 
 
 def _refuse_second_batching(loader: DataLoader[Any], global_batch_size: int | None, collate_fn: Collate | None) -> None:

@@ -10,6 +10,9 @@
 - ``reading``: The reader of the records of several files, in order.
 - ``interleave``: Interleaves the records of several open files.
 - ``open_file``: One open file: its records, and its cursor.
+- ``mixture``: ``StreamMixture``: several sources as one, read from front to end.
+- ``mixed_reader``: Merges the records of the sources of a mixture.
+- ``mixture_weights``: The weights of a mixture, which may be set while it runs.
 - ``steps``: How many steps an epoch takes, if that is known.
 - ``flat_map``: Several samples, or none, for a record.
 - ``window_shuffle``: The shuffle of the records of a file.

@@ -23,11 +23,12 @@ from torchdistinput.plan.balancing import Division
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.batching import Row as Limits
 from torchdistinput.plan.file_resharding import Deals, ReaderCursor, fresh_files
+from torchdistinput.plan.mixed_turns import Cursor
 from torchdistinput.plan.sharding import shares_of
 from torchdistinput.sources.files.columns import Columns, RecordList, collated
 from torchdistinput.sources.files.corrupt_records import CorruptRecord
-from torchdistinput.sources.files.fragment_dataset import FragmentDataset
-from torchdistinput.sources.files.reading import RecordPlace, RecordReader, Reserved
+from torchdistinput.sources.files.mixture import RecordDataset
+from torchdistinput.sources.files.reading import Reads, RecordPlace, Reserved
 from torchdistinput.sources.in_worker import Cut, Failure, labelled_piece, no_sizes, nothing_left, sizes_in, thinned
 from torchdistinput.sources.opaque_batches import OpaqueCollate
 from torchdistinput.sources.sample_costs import Balance, picked
@@ -60,7 +61,7 @@ class Entrance:
     """
 
     deals: Deals = ()
-    place: ReaderCursor = field(default_factory=ReaderCursor)
+    place: Cursor = field(default_factory=ReaderCursor)
     rows: int = 0
     must_exist: bool = False
 
@@ -70,7 +71,7 @@ class KnownRows(NamedTuple):
     """The rows of a batch whose structure and sizes are known."""
 
     rows: list[SizedRow]
-    place: ReaderCursor | None
+    place: Cursor | None
     """The cursor of the reader after this batch, if it was reported."""
 
 
@@ -88,11 +89,11 @@ class Passed:
 
     records: Batch
     rows_left: int
-    place: ReaderCursor
+    place: Cursor
     missing: int = 0
 
 
-def pass_over(reader: RecordReader, cutter: Cutter, rows: int, *, drop_last: bool, in_ranges: bool = False) -> Passed:
+def pass_over(reader: Reads, cutter: Cutter, rows: int, *, drop_last: bool, in_ranges: bool = False) -> Passed:
     """Skips rows: reads their batches undecoded; stops at the end of the data.
 
     Args:
@@ -141,7 +142,7 @@ class RecordRows(IterableDataset[Any]):
 
     def __init__(  # noqa: PLR0913 - one kind of rows is one call
         self,
-        dataset: FragmentDataset,
+        dataset: RecordDataset,
         cutter: Cutter,
         collate: Callable[[Any], Any],
         *,
@@ -170,7 +171,7 @@ class RecordRows(IterableDataset[Any]):
         self._seals = isinstance(collate, OpaqueCollate)
         plain = collate.collate if isinstance(collate, OpaqueCollate) else collate
         self._stacks = dataset.yields_rows and plain is default_collate and not skip
-        self._joins_columns = dataset.map_fn is None and plain is default_collate
+        self._joins_columns = not dataset.decodes and plain is default_collate
         self._in_ranges = in_ranges or self._stacks
         self._entrance = Entrance()
         self._last_limits: tuple[int, Sequence[Limits]] = (0, ())
@@ -204,7 +205,7 @@ class RecordRows(IterableDataset[Any]):
         except (SourceError, StateMismatch) as error:
             yield Failure(error, "")
 
-    def _cuts(self, reader: RecordReader, entrance: Entrance, key: int) -> Iterator[Cut | KnownRows | Failure]:
+    def _cuts(self, reader: Reads, entrance: Entrance, key: int) -> Iterator[Cut | KnownRows | Failure]:
         """This loader worker's share of the batches from the entrance on."""
         info = get_worker_info()
         worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
@@ -235,7 +236,7 @@ class RecordRows(IterableDataset[Any]):
             first, records = 0, []
 
     def _cut(
-        self, records: Batch, reader: RecordReader, key: int, first: int, place: ReaderCursor | None
+        self, records: Batch, reader: Reads, key: int, first: int, place: Cursor | None
     ) -> Cut | Failure:
         try:
             if self._cutter.global_batch_size is None:
@@ -243,7 +244,7 @@ class RecordRows(IterableDataset[Any]):
             rows: list[Row] = []
             numbers: list[list[Any]] | None = [] if self._with_index else None
             read: Digest = 0
-            origins: RecordReader | _InOrder = reader
+            origins: Reads | _InOrder = reader
             if self._balance is None:
                 all_limits = self._limits(len(records))[first:]
             else:
@@ -281,11 +282,11 @@ class RecordRows(IterableDataset[Any]):
             self._last_limits = size, self._cutter.rows(size)
         return self._last_limits[1]
 
-    def _piece(self, batch: Batch, lo: int, hi: int, reader: RecordReader | _InOrder, key: int) -> Any:
+    def _piece(self, batch: Batch, lo: int, hi: int, reader: Reads | _InOrder, key: int) -> Any:
         """The collated piece of some records of a batch, ``PartialPiece`` if some were left out."""
         if self._stacks and isinstance(batch, Reserved):
             # Rows that the user's code does not convert are converted by collating, on torch's default device.
-            stacked = _stacked(batch.rows(lo, hi), None if self.dataset.map_fn is None else "cpu")
+            stacked = _stacked(batch.rows(lo, hi), "cpu" if self.dataset.decodes else None)
             if stacked is not None:
                 return self._handed_on(stacked, hi - lo)
         records = batch[lo:hi] if isinstance(batch, Reserved) or hi - lo < len(batch) else batch
@@ -294,7 +295,7 @@ class RecordRows(IterableDataset[Any]):
                 return self._handed_on(records.batch(), hi - lo)
             records = list(records)
         if not self._skip:
-            if self.dataset.map_fn is not None:
+            if self.dataset.decodes:
                 records = self.dataset.decode(records, partial(reader.places, lo, hi), key, seeds=self._seeds)
             return self._collate(records)
         samples, left_out = self.dataset.decode_readable(
@@ -342,7 +343,7 @@ class _InOrder:
       order: the places of the records in it.
     """
 
-    def __init__(self, reader: RecordReader, order: npt.NDArray[np.int64]) -> None:
+    def __init__(self, reader: Reads, order: npt.NDArray[np.int64]) -> None:
         self._reader = reader
         self._order = order
 

@@ -22,6 +22,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torchdistinput.coordination.failures import in_one_line
 from torchdistinput.errors import InputError, SourceError, StateMismatch
 from torchdistinput.plan.file_resharding import FileCursor, ReaderCursor
+from torchdistinput.plan.mixed_turns import Cursor
 from torchdistinput.plan.permutation import shuffled
 from torchdistinput.sources.checks import as_object, check_callable, checked_int
 from torchdistinput.sources.files.columns import SchemaOfFiles, as_records
@@ -193,6 +194,11 @@ class FragmentDataset(IterableDataset[Any]):
         """Prepares for reading records in ranges, once; each worker does its part. Local."""
 
     @property
+    def decodes(self) -> bool:
+        """Whether undecoded records differ from samples. Local."""
+        return self.map_fn is not None
+
+    @property
     def yields_strings(self) -> bool:
         """Whether all its records are certainly strings. Local."""
         return False
@@ -219,7 +225,7 @@ class FragmentDataset(IterableDataset[Any]):
         self,
         order: Sequence[int],
         epoch: int,
-        place: ReaderCursor | None = None,
+        place: Cursor | None = None,
         *,
         skip: bool = False,
         in_ranges: bool = False,
@@ -241,11 +247,11 @@ class FragmentDataset(IterableDataset[Any]):
         for index in order:
             if not 0 <= index < len(self.names):
                 raise IndexError(f"there is no {self.kind} {index}: the dataset has {len(self.names)} {self.kind}s")
-        if place is not None:
-            self._check_place(place, len(order))
+        place = ReaderCursor() if place is None else _of_files(place)
+        self._check_place(place, len(order))
         schema = SchemaOfFiles()
         open_file = partial(self._open, epoch, skip, in_ranges, schema)
-        table = Interleave(order, open_file, self._cycle_length, self._block_length, place or ReaderCursor())
+        table = Interleave(order, open_file, self._cycle_length, self._block_length, place)
         return RecordReader(table, schema)
 
     def check_unchanged(self, places: Iterable[FileCursor]) -> None:
@@ -263,6 +269,14 @@ class FragmentDataset(IterableDataset[Any]):
             self._check_cursor(cursor)
         if cursors:
             self._fragments.check_unchanged([*cursors.values()])
+
+    def check_places(self, places: Sequence[Cursor]) -> None:
+        """``check_unchanged`` for the cursors of readers. Local."""
+        self.check_unchanged(cursor for place in map(_of_files, places) for cursor in place.cursors)
+
+    def read_epoch(self, epoch: int, place: Cursor | None, *, skip: bool = False) -> RecordReader:
+        """A reader of all undecoded records of an epoch, from the front or a cursor on; see ``reader``."""
+        return self.reader(self.file_order(epoch), epoch, None if place is None else _of_files(place), skip=skip)
 
     def decode(
         self, records: list[Any], places: Callable[[], Sequence[RecordPlace]], key: int, *, seeds: bool = False
@@ -485,6 +499,17 @@ class _OpenedFragment:
 def _records_of_fragment(fragment: Any, offset: Any) -> Iterator[Block[Any]]:
     blocks: Iterator[Block[Any]] = fragment.blocks_from(offset)
     return blocks
+
+
+def _of_files(place: Cursor) -> ReaderCursor:
+    """The cursor of a reader of files.
+
+    Raises:
+      StateMismatch: it is the cursor of a mixture.
+    """
+    if not isinstance(place, ReaderCursor):
+        raise StateMismatch("the saved state is that of a mixture, and the data is none; load a state of this dataset")
+    return place
 
 
 def _mark_of(fragment: Fragment) -> int:

@@ -2,7 +2,7 @@
 
 **The position** is ``["files", replicas, deals, cursors, rows]``: the number of replicas; the changes of the world so
 far (``plan.file_resharding``); for each worker ``[row, cursor]``: the cursor of its reader after ``row`` rows, as JSON
-text; and the rows delivered. Rows count from the last change of the world. After a resume at the cursor, ``rows - row``
+text; and the rows delivered; for a mixture its weights, too (``mixture_weights``). Rows count from the last change of the world. After a resume at the cursor, ``rows - row``
 rows are read again, undecoded.
 
 **The exchange.** If all workers read the same (DATA, or one worker), each worker knows the cursor. Under FILE each
@@ -20,7 +20,8 @@ from typing import Any, NamedTuple, TypeVar, final
 
 from torchdistinput.coordination.channel import plain_message
 from torchdistinput.errors import InputError, StateMismatch
-from torchdistinput.plan.file_resharding import Deals, ReaderCursor, checked_deals
+from torchdistinput.plan.file_resharding import Deals, checked_deals
+from torchdistinput.plan.mixed_turns import Cursor, cursor_from_json
 from torchdistinput.sources.files.batching import KnownRows
 from torchdistinput.sources.in_worker import Cut, Failure
 from torchdistinput.sources.iterable.cursor import Compared
@@ -36,8 +37,10 @@ class FilesPosition(NamedTuple):
 
     num_replicas: int
     deals: Deals
-    cursors: Sequence[tuple[int, ReaderCursor]]
+    cursors: Sequence[tuple[int, Cursor]]
     rows: int
+    weights: Any = None
+    """Of a mixture; as plain values."""
 
     @classmethod
     def from_json(cls, value: Sequence[Any]) -> FilesPosition:
@@ -47,19 +50,20 @@ class FilesPosition(NamedTuple):
           StateMismatch: the value is not a position.
         """
         match value:
-            case ["files", int(num_replicas), list() as deals, list() as cursors, int(rows)] if cursors:
-                places = [(row, ReaderCursor.from_json(place)) for row, place in map(_cursor_of, cursors)]
-                return cls(num_replicas, checked_deals(deals), places, rows)
+            case ["files", int(num_replicas), list() as deals, list() as cursors, int(rows), *weights] if cursors and len(weights) < 2:
+                places = [(row, cursor_from_json(place)) for row, place in map(_cursor_of, cursors)]
+                return cls(num_replicas, checked_deals(deals), places, rows, weights[0] if weights else None)
             case _:
                 raise StateMismatch(f"position: found {value!r:.100} in the state, not one of files.")
 
     def to_json(self) -> list[Any]:
         """The position as a saved state has it."""
-        return self.json_at(self.rows, [(row, place.to_text()) for row, place in self.cursors])
+        return self.json_at(self.rows, [(row, place.to_text()) for row, place in self.cursors], self.weights)
 
-    def json_at(self, rows: int, cursors: Sequence[tuple[int, str]]) -> list[Any]:
-        """``to_json`` for other rows, with the cursors as texts."""
-        return ["files", self.num_replicas, list(map(list, self.deals)), list(map(list, cursors)), rows]
+    def json_at(self, rows: int, cursors: Sequence[tuple[int, str]], weights: Any = None) -> list[Any]:
+        """``to_json`` for other rows, with the cursors as texts, and the weights of a mixture."""
+        told = ["files", self.num_replicas, list(map(list, self.deals)), list(map(list, cursors)), rows]
+        return told if weights is None else [*told, weights]
 
 
 def _cursor_of(value: object) -> tuple[int, object]:
@@ -83,8 +87,8 @@ class Places:
       read_ahead: rows that may be read before they are delivered.
     """
 
-    def __init__(self, begun: tuple[int, ReaderCursor], row: int, read_ahead: int) -> None:
-        self._known: deque[tuple[int, ReaderCursor]] = deque([begun])
+    def __init__(self, begun: tuple[int, Cursor], row: int, read_ahead: int) -> None:
+        self._known: deque[tuple[int, Cursor]] = deque([begun])
         self._row = row
         self._read_ahead = read_ahead
         self._lock = threading.Lock()  # rows are read on one thread, cursors are requested on another
@@ -102,7 +106,7 @@ class Places:
                 self._note(before, cut.place)
             yield from cut.rows if isinstance(cut, KnownRows) else cut.compared(cut.counted(label))
 
-    def _note(self, row_before: int, place: ReaderCursor) -> None:
+    def _note(self, row_before: int, place: Cursor) -> None:
         with self._lock:
             self._known.append((self._row, place))
             # Earlier rows will not be requested: read-ahead of the agreed row is bounded, and the agreed row may be as
@@ -113,9 +117,13 @@ class Places:
 
     def at(self, row: int) -> tuple[int, str]:
         """The last row up to ``row`` after which the cursor is known, and the cursor as a text."""
-        with self._lock:
-            known, place = _last_before(row, self._known)
+        known, place = self.cursor(row)
         return known, place.to_text()
+
+    def cursor(self, row: int) -> tuple[int, Cursor]:
+        """The same, with the cursor itself."""
+        with self._lock:
+            return _last_before(row, self._known)
 
 
 @final

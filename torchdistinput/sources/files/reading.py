@@ -7,18 +7,46 @@ records, in the same order and the same turns.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from typing import Any, Final, final
+from typing import Any, Final, Protocol, final
 
 import numpy.typing as npt
 
 from torchdistinput.plan.file_resharding import ReaderCursor
+from torchdistinput.plan.mixed_turns import Cursor
 from torchdistinput.sources.files.columns import RecordList, SchemaOfFiles, joined
 from torchdistinput.sources.files.interleave import Interleave, Turn, taken_turns
 from torchdistinput.sources.files.open_file import OpenFile, RecordPlace
 
-__all__ = ["RecordPlace", "RecordReader", "Reserved"]
+__all__ = ["Reads", "RecordPlace", "RecordReader", "Reserved"]
 
 _MOST_READY: Final = 256  # rows of arrays are made as they are handed out
+
+
+class Reads(Protocol):
+    """A reader of undecoded records: of files, or of a mixture."""
+
+    @property
+    def opened(self) -> int:
+        """A count; where it has grown, the cursor is reported after the batch: fresh files that were opened."""
+
+    @property
+    def of_columns(self) -> bool:
+        """Whether the records that were read are ``Columns``."""
+
+    def take(self, count: int) -> RecordList:
+        """The next ``count`` records, fewer at the end; ``places`` returns their origins."""
+
+    def reserve(self, count: int) -> Reserved:
+        """Reserves the next ``count`` records, fewer at the end. The result is valid until the next call."""
+
+    def places(self, lo: int, hi: int) -> list[RecordPlace]:
+        """The origins of the records ``[lo, hi)`` of the last ``take``. Call it before the next record is taken."""
+
+    def position(self) -> Cursor:
+        """The cursor: another reader that starts there yields the records that this one has not yielded."""
+
+    def close(self) -> None:
+        """Ends the reading. More calls do nothing."""
 
 
 @final

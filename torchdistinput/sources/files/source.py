@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
@@ -16,11 +17,12 @@ from typing import Any, cast, final
 import torch
 from torch.utils.data import DataLoader, default_collate
 
-from torchdistinput.errors import StateMismatch
+from torchdistinput.errors import BatchingError, ShardingError, StateMismatch
 from torchdistinput.plan.balancing import CostCutter
 from torchdistinput.plan.batching import Cutter, check_batch_size
 from torchdistinput.plan.batching import Row as Limits
 from torchdistinput.plan.file_resharding import ReaderCursor, fresh_files, redeal
+from torchdistinput.plan.mixed_turns import Cursor
 from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.seed_schedule import SeedSchedule
 from torchdistinput.plan.sharding import AutoShardPolicy, shares_of
@@ -28,6 +30,8 @@ from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.base import Exchange, RowStream
 from torchdistinput.sources.files.batching import Batch, Entrance, KnownRows, RecordRows, divide_records, pass_over
 from torchdistinput.sources.files.fragment_dataset import FragmentDataset
+from torchdistinput.sources.files.mixture import RecordDataset, StreamMixture
+from torchdistinput.sources.files.mixture_weights import WeightsSync
 from torchdistinput.sources.files.position import CommonPlaces, FilesPosition, Places
 from torchdistinput.sources.files.steps import counted_steps, known_steps, sizes_of, told_of_skew
 from torchdistinput.sources.in_worker import Cut, Failure, as_is
@@ -53,15 +57,16 @@ Collate = Callable[[Any], Any]
 
 @final
 class RecordSource:
-    """A ``FragmentDataset``: its records are batched here, or are ready batches.
+    """A ``FragmentDataset`` or ``StreamMixture``: its records are batched here, or are ready batches.
 
     Args:
-      data: the files, or a ``DataLoader`` over them.
+      data: the files or mixture, or a ``DataLoader`` over them.
       policy: the policy in force.
       topology: the position of this worker among all workers.
       options: the user's options.
       global_batch_size: G, if records are to be batched; a ``DataLoader`` has its own.
       collate: makes a batch of samples; torch's ``default_collate`` if not given.
+      read: the records, where they are not those of the loader's dataset.
     """
 
     seeds = SeedSchedule.EVERY_EPOCH
@@ -71,12 +76,14 @@ class RecordSource:
 
     def __init__(
         self,
-        data: FragmentDataset | DataLoader[Any],
+        data: RecordDataset | DataLoader[Any],
         policy: AutoShardPolicy,
         topology: Topology,
         options: InputOptions,
         global_batch_size: int | None = None,
         collate: Collate | None = None,
+        *,
+        read: RecordDataset | None = None,
     ) -> None:
         shared = policy is AutoShardPolicy.DATA or topology.num_workers == 1
         self._loader = data if isinstance(data, DataLoader) else None
@@ -89,7 +96,11 @@ class RecordSource:
             self._drop_last = self._loader.drop_last
         elif collate is None:
             collate = as_is if global_batch_size is None else default_collate
-        self._dataset = cast(FragmentDataset, data.dataset if isinstance(data, DataLoader) else data)
+        dataset: Any = data if not isinstance(data, DataLoader) else data.dataset if read is None else read
+        self._dataset: RecordDataset = dataset
+        self._mixture = dataset if isinstance(dataset, StreamMixture) else None
+        if self._mixture is not None:
+            _check_mixture(self._mixture, policy, global_batch_size)
         self._lists_strings = self._dataset.yields_strings and collate is default_collate  # which returns the list
         self._cutter = Cutter(topology, shared, global_batch_size)
         self._balance = balance_by_record(options, self._cutter, "a dataset of files")
@@ -101,10 +112,10 @@ class RecordSource:
         # If several workers read the same batches, each reads only its own part of them, if the files allow it.
         num_readers = 1 if self._loader is None else max(1, self._loader.num_workers)
         in_ranges = num_readers > 1 or (shared and topology.num_workers > 1)
-        if in_ranges or self._dataset.needs_preparing:
+        if isinstance(self._dataset, FragmentDataset) and (in_ranges or self._dataset.needs_preparing):
             self._dataset.prepare(topology.worker, topology.num_workers)
         by_size = by_file and options.file_assignment == "by_size"
-        self._sizes = sizes_of(self._dataset) if by_size else None
+        self._sizes = sizes_of(dataset) if by_size else None
         self._rows = RecordRows(
             self._dataset,
             self._cutter,
@@ -121,10 +132,11 @@ class RecordSource:
             balance=self._balance,
         )
         if options.auto_shard_policy is AutoShardPolicy.AUTO and not shared and topology.worker == 0:
-            told = told_of_skew(self._dataset, self._cutter, self._sizes, drop_last=self._drop_last)
+            told = told_of_skew(dataset, self._cutter, self._sizes, drop_last=self._drop_last)
             if told:
                 _LOG.warning("%s", told)
         self.workers = None if self._loader is None else _runs_of(self._loader)
+        self._track: _Track | None = None  # of the epoch that was begun last
         self.draws_from_default_generator = self._loader is not None and self._loader.generator is None
         certain = shared and not options.skips and self._balance is None
         self.certain_piece_size = self._cutter.certain_piece_size(drop_last=self._drop_last) if certain else None
@@ -186,7 +198,9 @@ class RecordSource:
                 f"step: the state was saved in the middle of ready batches, each of which {workers} workers deliver in "
                 f"{workers} steps. Save after a multiple of {workers} steps, or resume with {workers} workers."
             )
-        self._dataset.check_unchanged(cursor for _, place in found.cursors for cursor in place.cursors)
+        self._dataset.check_places([place for _, place in found.cursors])
+        if self._mixture is not None and found.weights is None:
+            raise StateMismatch("position: the state is that of files, and the data is a mixture of sources.")
 
     def resume(self, epoch: int, start: Start, share: Exchange) -> Start:
         """See ``Source.resume``. In another world, deals the files anew."""
@@ -211,7 +225,7 @@ class RecordSource:
             return len(found.cursors) == 1
         return len(found.cursors) == topology.num_workers and found.num_replicas == topology.num_replicas
 
-    def _forward(self, epoch: int, found: FilesPosition, worker: int) -> ReaderCursor:
+    def _forward(self, epoch: int, found: FilesPosition, worker: int) -> Cursor:
         """The cursor of a worker of the other world after the last row that was delivered there."""
         workers, (row, place) = len(found.cursors), found.cursors[worker]
         there = Topology(num_workers=workers, replicas_per_worker=found.num_replicas // workers, worker=worker)
@@ -241,6 +255,9 @@ class RecordSource:
     def open(self, epoch: int, draws: Draw, start: Start) -> Stream:
         """See ``Source.open``."""
         position = self._position_of(start)
+        mixture, size = self._mixture, self._cutter.global_batch_size or 1
+        if mixture is not None and start.position is not None:
+            mixture.weights.load(position.weights, epoch, position.rows * size)
         worker = 0 if self._cutter.shared else self._cutter.topology.worker
         row, place = begun = position.cursors[worker]
         rows = self._rows
@@ -262,15 +279,39 @@ class RecordSource:
             cuts, close = iter(rows) if self._reads_here else run, lambda: runs.finish(run)
         own = Places(begun, position.rows, self._options.most_ahead)
         common = None if self._cutter.shared else CommonPlaces(own, position, worker, self._options.most_ahead)
+        self._track = _Track(position, own, common, mixture, epoch)
         return RowStream(
             own.rows_of(cuts, self._rows.label if self._options.with_index else None),
             in_background=self._loader is not None and self._loader.num_workers > 0,
-            track=_Track(position, own, common),
+            track=self._track,
             close=close,
             periodic_sync=common,
             strings=self._lists_strings,
             one_structure=self._cutter.global_batch_size is None and self._options.split_fn is None,
+            news=None if mixture is None else WeightsSync(mixture.weights, epoch, position.rows, size, self._lead),
         )
+
+    @property
+    def _lead(self) -> int:
+        """Rows that may be read here ahead of those that the ranks agreed on."""
+        loader = self._loader
+        workers = 0 if loader is None else loader.num_workers * ((loader.prefetch_factor or 0) + 1)
+        return self._options.most_ahead + workers
+
+    @property
+    def keeps_between(self) -> bool:
+        """See ``KeepsBetweenEpochs.keeps_between``: the weights of a mixture."""
+        return self._mixture is not None
+
+    def front(self) -> list[Any]:
+        """See ``KeepsBetweenEpochs.front``."""
+        position = self._position_of(Start())
+        weights = None if self._mixture is None else self._mixture.weights.to_json(sys.maxsize, 0)
+        return position._replace(weights=weights).to_json()
+
+    def counts(self, rows: int) -> dict[str, dict[str, int]] | None:
+        """See ``CountsSources.counts``."""
+        return None if self._track is None else self._track.counts(rows)
 
     def _position_of(self, start: Start) -> FilesPosition:
         if start.position is not None:
@@ -295,14 +336,20 @@ class _Track:
       begun: where the epoch begins.
       own: this worker's cursors.
       common: the cursors of all workers; ``None`` if all workers have the same.
+      mixture: what is read, if it is a mixture.
+      epoch: that is read.
     """
 
     owns_state = False
 
-    def __init__(self, begun: FilesPosition, own: Places, common: CommonPlaces | None) -> None:
+    def __init__(
+        self, begun: FilesPosition, own: Places, common: CommonPlaces | None, mixture: StreamMixture | None, epoch: int
+    ) -> None:
         self._begun = begun
         self._own = own
         self._common = common
+        self._mixture = mixture
+        self._epoch = epoch
 
     def drawn(self) -> None:
         """See ``Track.drawn``. Old cursors are dropped when new ones are reported."""
@@ -310,4 +357,32 @@ class _Track:
     def position(self, rows: int) -> list[Any]:
         """See ``Stream.position``."""
         row = self._begun.rows + rows
-        return self._begun.json_at(row, [self._own.at(row)] if self._common is None else self._common.at(row))
+        weights = None if self._mixture is None else self._mixture.weights.to_json(self._epoch, row)
+        cursors = [self._own.at(row)] if self._common is None else self._common.at(row)
+        return self._begun.json_at(row, cursors, weights)
+
+    def counts(self, rows: int) -> dict[str, dict[str, int]] | None:
+        """The samples and tokens of each source of a mixture after so many rows; ``None`` where it is none."""
+        if self._mixture is None:
+            return None
+        return self._mixture.counts(self._own.cursor(self._begun.rows + rows)[1])
+
+
+def _check_mixture(mixture: StreamMixture, policy: AutoShardPolicy, batch_size: int | None) -> None:
+    """Refuses a policy or batch size that does not fit a mixture.
+
+    Raises:
+      ShardingError: the policy is FILE.
+      BatchingError: the starts of its weights are steps of another size.
+    """
+    if policy is AutoShardPolicy.FILE:
+        raise ShardingError(
+            "policy FILE deals out whole files, and a mixture takes the records of all its sources by their weights, "
+            "in one order for all ranks. Use AutoShardPolicy.DATA, or AUTO; or mix on each worker alone, with "
+            "distribute_datasets_from_function."
+        )
+    if mixture.batch_size not in {None, batch_size}:
+        raise BatchingError(
+            f"the mixture counts its steps by batch_size={mixture.batch_size}, but the global batch size is "
+            f"{batch_size}; give both the same."
+        )

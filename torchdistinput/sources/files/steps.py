@@ -14,13 +14,14 @@ from torchdistinput.errors import ShardingError
 from torchdistinput.plan.batching import Cutter, num_batches
 from torchdistinput.plan.sharding import shares_of
 from torchdistinput.sources.files.fragment_dataset import FragmentDataset
+from torchdistinput.sources.files.mixture import RecordDataset
 
 __all__ = ["counted_steps", "known_steps", "told_of_skew"]
 
 _TOLD_FROM: Final = 1.25  # times as many steps
 
 
-def known_steps(dataset: FragmentDataset, global_batch_size: int, *, drop_last: bool) -> int | None:
+def known_steps(dataset: RecordDataset, global_batch_size: int, *, drop_last: bool) -> int | None:
     """The steps of an epoch whose batches all workers share; ``None`` if a file has no index. Local.
 
     Raises:
@@ -29,7 +30,7 @@ def known_steps(dataset: FragmentDataset, global_batch_size: int, *, drop_last: 
     return _steps_of(dataset.num_records(), global_batch_size, drop_last=drop_last)
 
 
-def counted_steps(dataset: FragmentDataset, global_batch_size: int, *, drop_last: bool) -> int | None:
+def counted_steps(dataset: RecordDataset, global_batch_size: int, *, drop_last: bool) -> int | None:
     """``known_steps``; opens each file if the number of its records is found there. Local.
 
     Raises:

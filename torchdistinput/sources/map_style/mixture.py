@@ -1,4 +1,4 @@
-"""``Mixture``: several map-style datasets as one, in shares that hold at every moment. The law is ``plan.mixing``."""
+"""``Mixture``: several datasets as one, in shares that hold at every moment. The law is ``plan.mixing``."""
 
 from __future__ import annotations
 
@@ -8,95 +8,116 @@ from typing import Any, Final, final
 import numpy as np
 from torch.utils.data import Dataset, Sampler
 
-from torchdistinput.plan.mixing import MixedOrder, Stop, shares
+from torchdistinput.plan.mixing import MixedOrder, Stop
 from torchdistinput.plan.permutation import Permutation
-from torchdistinput.sources.base import MapStyle
 from torchdistinput.sources.checks import checked_int
+from torchdistinput.sources.files.mixture import InOwnOrder, Lengths, StreamMixture, Unit, Weights, is_stream
 from torchdistinput.sources.in_worker import FetchesBatches
 
 __all__ = ["Mixture", "MixtureSampler"]
 
-_STOPS: Final = ("first", "all", "repeat")
 _KEPT: Final = 4  # permutations for each source
 
 
 @final
 class Mixture(Dataset[Any]):
-    """Samples of several map-style datasets, mixed by weights. A map-style dataset itself, so it is divided like any.
+    """Samples of several datasets, mixed by weights: of map-style datasets a map-style dataset, else a stream.
 
     Which source a position belongs to, and which of its samples, follows from the weights, the seed and the position:
     the same at any number of ranks and loader workers, and after a resume. The share of each source is exact in every
-    block of positions, to less than one sample; each source comes in shuffled epochs of its own.
+    block of positions, to less than one sample; each source comes in epochs of its own.
 
         mixture = tdi.Mixture({"web": web, "code": code}, {"web": 0.7, "code": 0.3}, stop="all")
         loader = tdi.DataLoader(mixture, batch_size=G, sampler=mixture.sampler())
 
-    Without the sampler each epoch has the order of the first one. ``shuffle=True`` would undo the shares.
+    Without the sampler each epoch has the order of the first one, in plain torch. ``shuffle=True`` would undo the
+    shares. The library's loaders read the positions in order, as a stream, so that ``set_weights`` works in any epoch
+    and ``stats()`` counts by source.
+
+    Where a source is a ``FileDataset``, a ``FragmentSource`` or such a mixture, or the shares are of tokens, the call
+    returns a ``StreamMixture`` of the same arguments, without ``__getitem__`` and sampler; its documentation has more.
 
     Args:
       sources: the datasets by name. A ``Mixture`` is one too; it comes in its own order.
-      weights: by name; 0 leaves a source out. Or pairs ``(position, weights)``: from this position (in samples) on
-        these weights hold; the first is 0.
+      weights: by name; 0 leaves a source out. Or pairs ``(start, weights)``: from a start on these weights hold; the
+        first is 0. The starts are samples, or steps with ``batch_size``.
+      unit: of the weights: shares of the samples, or of the tokens.
+      lengths: tokens of the samples, by the name of the source; see ``StreamMixture``.
       stop: ``"first"``: an epoch ends where a source would begin again. ``"all"``: it goes on with the others, their
         weights scaled, until each sample came once. ``"repeat"``: sources begin again, for ``num_samples``.
       num_samples: how many samples an epoch has; with ``"first"`` and ``"all"`` at most.
+      batch_size: the global batch size, if the starts of weights are steps.
       seed: of all orders; the same on every rank.
       shuffle: whether the samples of each source are in a new order in each of its epochs.
       temperature: weights are raised to the power ``1 / temperature``: above 1 small sources come more often.
       with_source: whether samples come as ``(name, sample)``.
 
     Raises:
-      TypeError: a source has no length or no index.
+      TypeError: a source has no length or no index, and is no stream that can be entered again.
       ValueError: weights are negative, all 0, or of an unknown source; a source with a weight is empty; ``"repeat"``
-        without ``num_samples``.
+        without ``num_samples``, unless it is a stream.
     """
+
+    def __new__(cls, sources: Mapping[str, Any] | None = None, *arguments: Any, **options: Any) -> Any:
+        """A ``StreamMixture`` where the order needs a source to be read from front to end."""
+        if sources is not None and (options.get("unit") == "tokens" or any(map(is_stream, sources.values()))):
+            return StreamMixture(sources, *arguments, **options)
+        return super().__new__(cls)
 
     def __init__(
         self,
         sources: Mapping[str, Any],
-        weights: Mapping[str, float] | Sequence[tuple[int, Mapping[str, float]]],
+        weights: Weights,
         *,
+        unit: Unit = "samples",
+        lengths: Mapping[str, Lengths] | None = None,
         stop: Stop = "first",
         num_samples: int | None = None,
+        batch_size: int | None = None,
         seed: int = 0,
         shuffle: bool = True,
         temperature: float | None = None,
         with_source: bool = False,
     ) -> None:
-        if stop not in _STOPS:
-            raise ValueError(f"stop is {stop!r}; it must be {', '.join(map(repr, _STOPS))}.")
+        self.stream = StreamMixture(
+            sources,
+            weights,
+            unit=unit,
+            lengths=lengths,
+            stop=stop,
+            num_samples=num_samples,
+            batch_size=batch_size,
+            seed=seed,
+            shuffle=shuffle,
+            temperature=temperature,
+            with_source=with_source,
+        )
+        """The same samples in the same order as a stream, as the library's loaders read them."""
         self._names = list(sources)
-        self._sources = [_checked(name, source) for name, source in sources.items()]
+        self._sources = list(sources.values())
         self._sizes = [len(source) for source in self._sources]
-        plan = [(0, weights)] if isinstance(weights, Mapping) else list(weights)
-        self._changes = [(checked_int("position", at), self._shares(each, temperature)) for at, each in plan]
-        self._stop = stop
-        self._num_samples = None if num_samples is None else checked_int("num_samples", num_samples, at_least=1)
-        self._seed = checked_int("seed", seed)
+        self._stop, self._seed = stop, seed
         self._shuffle, self._with_source = shuffle, with_source
         self._permutations: dict[tuple[int, int, int], Permutation] = {}
-        self._check_sizes()
         # The sources at all positions are the same in each epoch, and so is the length; their samples are not.
-        self._order = MixedOrder(self._sizes, self._changes, stop, (self._seed,), self._num_samples)
+        self._order = MixedOrder(self._sizes, self.stream.weights.changes(0), stop, (seed,), num_samples)
         self._length = len(self._order)
 
-    def _shares(self, weights: Mapping[str, float], temperature: float | None) -> list[Any]:
-        unknown = [name for name in weights if name not in self._names]
-        if unknown:
-            raise ValueError(
-                f"there is a weight for {unknown[0]!r}; the sources are {', '.join(map(repr, self._names))}."
-            )
-        return shares([weights.get(name, 0) for name in self._names], temperature)
+    def set_weights(self, weights: Mapping[str, float]) -> None:
+        """See ``StreamMixture.set_weights``. Local.
 
-    def _check_sizes(self) -> None:
-        for _, weights in self._changes:
-            for name, weight, size in zip(self._names, weights, self._sizes, strict=True):
-                if weight and not size:
-                    raise ValueError(f"the source {name!r} is empty; give it the weight 0, or leave it out.")
+        It works where a loader of this library reads the mixture by its sampler, or without one. ``locate`` and
+        indexing keep the weights that were given first.
+        """
+        self.stream.set_weights(weights)
 
     def sampler(self) -> MixtureSampler:
         """The positions of each epoch in order, for a ``DataLoader``; each ``iter()`` is the next epoch. Local."""
-        return MixtureSampler(len(self))
+        return MixtureSampler(self)
+
+    def positions(self, epoch: int) -> range:
+        """The positions of an epoch. Local."""
+        return range(epoch * self._length, (epoch + 1) * self._length)
 
     def __len__(self) -> int:
         """The samples of an epoch."""
@@ -118,10 +139,10 @@ class Mixture(Dataset[Any]):
         return [(source, self._sample_of(source, index, epoch)) for source, index, epoch in found]
 
     def _sample_of(self, source: int, index: int, epoch: int) -> int:
-        size = self._sizes[source]
-        if isinstance(self._sources[source], Mixture):
-            return epoch * size + index  # it has an order of its own
-        round_of, place = divmod(index, size)
+        round_of, place = divmod(index, self._sizes[source])
+        data = self._sources[source]
+        if isinstance(data, InOwnOrder):
+            return data.positions(epoch + round_of)[place]
         if not self._shuffle:
             return place
         key = (source, epoch, round_of)
@@ -129,7 +150,7 @@ class Mixture(Dataset[Any]):
         if order is None:
             if len(self._permutations) >= _KEPT * len(self._sources):
                 del self._permutations[next(iter(self._permutations))]
-            order = self._permutations[key] = Permutation(size, self._seed, epoch, source, round_of)
+            order = self._permutations[key] = Permutation(self._sizes[source], self._seed, epoch, source, round_of)
         return int(order.at(np.array([place]))[0])
 
     def __getitem__(self, position: int) -> Any:
@@ -159,11 +180,11 @@ class MixtureSampler(Sampler[int]):
     """The positions of a ``Mixture``, epoch after epoch. Made by ``Mixture.sampler``.
 
     Args:
-      length: the samples of an epoch.
+      mixture: the mixture.
     """
 
-    def __init__(self, length: int) -> None:
-        self._length = length
+    def __init__(self, mixture: Mixture) -> None:
+        self.mixture = mixture
         self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -172,18 +193,9 @@ class MixtureSampler(Sampler[int]):
 
     def __len__(self) -> int:
         """The samples of an epoch."""
-        return self._length
+        return len(self.mixture)
 
     def __iter__(self) -> Iterator[int]:
         """The positions of the next epoch."""
         epoch, self._epoch = self._epoch, self._epoch + 1
-        return iter(range(epoch * self._length, (epoch + 1) * self._length))
-
-
-def _checked(name: str, source: Any) -> Any:
-    if not issubclass(type(source), MapStyle):
-        raise TypeError(
-            f"the source {name!r} is a {type(source).__name__}; a map-style dataset is needed, with __len__ and "
-            "__getitem__."
-        )
-    return source
+        return iter(self.mixture.positions(epoch))

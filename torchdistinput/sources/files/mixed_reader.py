@@ -1,0 +1,471 @@
+"""The reader of a mixture: merges the records of several sources by the order of ``plan.mixed_turns``.
+
+Each source has a reader and a cursor of its own. Its records are taken in chunks, undecoded, and wait here until their
+turn comes; the cursor of a source is that of its oldest waiting chunk, and how many records of this chunk have come.
+So the position is exact after any record, and a resume reads less than one chunk of each source again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, Final, NamedTuple, Protocol, final
+
+import numpy as np
+
+from torchdistinput.coordination.failures import in_one_line
+from torchdistinput.errors import SourceError, StateMismatch
+from torchdistinput.plan.file_resharding import FileCursor, ReaderCursor
+from torchdistinput.plan.mixed_turns import Cursor, MixtureCursor, SampleTurns, SourceCursor, TokenTurns
+from torchdistinput.plan.permutation import Permutation
+from torchdistinput.sources.files.corrupt_records import CorruptRecord
+from torchdistinput.sources.files.reading import Reads, RecordPlace, Reserved
+from torchdistinput.sources.in_worker import FetchesBatches
+from torchdistinput.sources.sample_seed import Samples
+
+__all__ = ["IndexRecords", "MixedReader", "MixedRecord", "Part", "RecordSet", "decode_mixed"]
+
+_CHUNK: Final = 64  # records
+_ROUND: Final = 2**32  # epochs of the mixture: a source that repeats is in other epochs of its own
+
+
+class RecordSet(Protocol):
+    """Records that are read in the order of an epoch, apart from being decoded: files, fragments, a mixture."""
+
+    names: tuple[str, ...]
+    """The files or other parts."""
+
+    def read_epoch(self, epoch: int, place: Cursor | None, *, skip: bool) -> Reads:
+        """A reader of all undecoded records, from the front or a cursor on."""
+
+    def decode(
+        self, records: list[Any], places: Callable[[], Sequence[RecordPlace]], key: int, *, seeds: bool = False
+    ) -> list[Any]:
+        """See ``FragmentDataset.decode``."""
+
+    def decode_readable(
+        self, records: list[Any], places: Callable[[], Sequence[RecordPlace]], key: int, *, seeds: bool = False
+    ) -> tuple[list[Any], dict[int, str]]:
+        """See ``FragmentDataset.decode_readable``."""
+
+    def check_places(self, places: Sequence[Cursor]) -> None:
+        """See ``FragmentDataset.check_places``."""
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Plain facts that determine the records and their order."""
+
+
+class Part(NamedTuple):
+    """A source of a mixture.
+
+    Args:
+      name: its name.
+      records: its records.
+      length: the tokens of an undecoded record; ``None`` where they do not count.
+      first: the number of its first file among the files of all sources.
+    """
+
+    name: str
+    records: RecordSet
+    length: Callable[[Any], int] | None
+    first: int
+
+
+class MixedRecord(NamedTuple):
+    """An undecoded record, and the number of its source."""
+
+    source: int
+    record: Any
+
+
+@final
+class _Waiting:
+    """The records of one source that were read, and whose turn has not come yet.
+
+    Args:
+      part: the source.
+      epoch: of the mixture.
+      cursor: where to begin.
+      repeats: whether it begins again at its end.
+      skip: see ``FragmentDataset.reader``.
+    """
+
+    def __init__(self, part: Part, epoch: int, cursor: SourceCursor, *, repeats: bool, skip: bool) -> None:
+        self._part, self._epoch, self._repeats, self._skip = part, epoch, repeats, skip
+        self._place, self._turn = cursor.place, cursor.turn
+        self._reader: Reads | None = None
+        self._read_this_turn = cursor.place is not None
+        self._ended = False
+        self._most = 0  # records of a chunk; 0 for the usual number
+        self._chunks: deque[tuple[int, int, Cursor]] = deque()  # records read before it, its turn, its cursor
+        self._read = self._given = 0
+        self.records: list[Any] = []
+        self.places: list[RecordPlace] = []
+        self.lengths: list[int] = []
+        self.done, self.tokens = 0, 0
+        if cursor.behind:
+            found = self.have(cursor.behind)
+            if found < cursor.behind:
+                raise StateMismatch(
+                    f"the source {part.name!r} ends {cursor.behind - found} record(s) before the place of the saved "
+                    "state: it has changed since."
+                )
+            self.take(cursor.behind)
+        self.done, self.tokens = cursor.done, cursor.tokens
+
+    def have(self, count: int) -> int:
+        """See ``Supply.have``."""
+        while len(self.records) < count and not self._ended:
+            self._fill(self._most or max(_CHUNK, count - len(self.records)))
+        return len(self.records)
+
+    def _fill(self, count: int) -> None:
+        if self._reader is None:
+            number = self._epoch + self._turn * _ROUND
+            self._reader = self._part.records.read_epoch(number, self._place, skip=self._skip)
+        before = self._reader.position()
+        try:
+            found = list(self._reader.take(count))
+        except SourceError:
+            if count == 1:
+                raise
+            self._reader, self._place, self._most = None, before, 1  # the good records in front of it come first
+            return
+        if found:
+            self._chunks.append((self._read, self._turn, before))
+            self._read += len(found)
+            self._read_this_turn = True
+            self.records += found
+            self.places += self._reader.places(0, len(found))
+            self.lengths += self._measured(found)
+        if len(found) == count:
+            return
+        if not self._repeats:
+            self._ended = True
+            return
+        if not self._read_this_turn:
+            raise SourceError(
+                f"the source {self._part.name!r} of the mixture has no record; give it the weight 0, or leave it out."
+            )
+        self._reader.close()
+        self._reader, self._place, self._read_this_turn = None, None, False
+        self._turn += 1
+
+    def _measured(self, records: list[Any]) -> list[int]:
+        length = self._part.length
+        if length is None:
+            return [0] * len(records)
+        found = [0 if isinstance(record, CorruptRecord) else int(length(record)) for record in records]
+        if found and min(found) < 0:
+            place = self.places[len(self.lengths) + found.index(min(found))]
+            raise SourceError(
+                f"{self._part.name}: the length of record {place.record} of {place.file} is {min(found)}; it must be "
+                "0 or more.",
+                file=place.file,
+            )
+        return found
+
+    def take(self, count: int) -> tuple[list[Any], list[RecordPlace]]:
+        """Hands over the next records at hand."""
+        taken = self.records[:count], self.places[:count]
+        self.tokens += sum(self.lengths[:count])
+        del self.records[:count], self.places[:count], self.lengths[:count]
+        self.done += count
+        self._given += count
+        while self._chunks and (self._chunks[1][0] if len(self._chunks) > 1 else self._read) <= self._given:
+            self._chunks.popleft()
+        return taken
+
+    def cursor(self, size: int | None, used: int) -> SourceCursor:
+        """The position after the records that were handed over."""
+        if self._chunks:
+            before, turn, place = self._chunks[0]
+            return SourceCursor(self.done, self.tokens, used, size, turn, self._given - before, place)
+        place = self._place if self._reader is None else self._reader.position()
+        return SourceCursor(self.done, self.tokens, used, size, self._turn, 0, place)
+
+    def close(self) -> None:
+        """Closes the reader."""
+        if self._reader is not None:
+            self._reader.close()
+
+
+@final
+class _Supply:
+    """See ``mixed_turns.Supply``."""
+
+    def __init__(self, sources: Sequence[_Waiting]) -> None:
+        self._sources = sources
+
+    def have(self, source: int, count: int) -> int:
+        """See ``Supply.have``."""
+        waiting = self._sources[source]
+        return len(waiting.records) if len(waiting.records) >= count else waiting.have(count)
+
+    def lengths(self, source: int) -> Sequence[int]:
+        """See ``Supply.lengths``."""
+        return self._sources[source].lengths
+
+    def done(self, source: int) -> int:
+        """See ``Supply.done``."""
+        return self._sources[source].done
+
+
+@final
+class MixedReader:
+    """The reader of the undecoded records of a mixture, see ``reading.Reads``.
+
+    Args:
+      parts: the sources.
+      epoch: of the mixture.
+      place: where to begin.
+      turns: the order; it is made from the cursor.
+      heard: returns the weights of the epoch if they have changed since the last call.
+      repeats: whether sources begin again.
+      skip: see ``FragmentDataset.reader``.
+    """
+
+    of_columns = False
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        epoch: int,
+        place: MixtureCursor,
+        turns: SampleTurns | TokenTurns,
+        heard: Callable[[int], None],
+        *,
+        repeats: bool,
+        skip: bool,
+    ) -> None:
+        self._parts = parts
+        self._position = place.position
+        cursors = place.sources or [SourceCursor()] * len(parts)
+        self._sources = [
+            _Waiting(part, epoch, cursor, repeats=repeats, skip=skip)
+            for part, cursor in zip(parts, cursors, strict=True)
+        ]
+        self._supply = _Supply(self._sources)
+        self._turns = turns
+        self._heard = heard
+        self._places: list[RecordPlace | None] = []
+        self._drawn: list[int] = []
+
+    @property
+    def opened(self) -> int:
+        """See ``Reads.opened``: the cursor is reported after each batch, which the counts by source need."""
+        return self._position
+
+    def take(self, count: int) -> list[MixedRecord]:
+        """The next records; fewer at the end."""
+        self._heard(self._position)
+        drawn = self._drawn = self._turns.draw(self._position, count, self._supply)
+        self._position += len(drawn)
+        records: list[Iterator[Any]] = []
+        places: list[Iterator[RecordPlace]] = []
+        for part, waiting, needed in zip(
+            self._parts, self._sources, np.bincount(drawn, minlength=len(self._parts)).tolist(), strict=True
+        ):
+            taken, of = waiting.take(needed)
+            records.append(iter(taken))
+            places.append(map(partial(_told, part), of))
+        self._places = [next(places[source]) for source in drawn]
+        return [MixedRecord(source, next(records[source])) for source in drawn]
+
+    def reserve(self, count: int) -> Reserved:
+        """See ``Reads.reserve``. All records are read: the merge needs their number, or their lengths."""
+        return Reserved([self.take(count)])
+
+    def places(self, lo: int, hi: int) -> list[RecordPlace]:
+        """See ``Reads.places``."""
+        return self._places[lo:hi]
+
+    def position(self) -> MixtureCursor:
+        """See ``Reads.position``."""
+        turns = self._turns
+        sources = [
+            waiting.cursor(turns.size(source), turns.used(source)) for source, waiting in enumerate(self._sources)
+        ]
+        return MixtureCursor(self._position, tuple(sources))
+
+    def close(self) -> None:
+        """Closes the readers of all sources."""
+        for waiting in self._sources:
+            waiting.close()
+
+
+def _told(part: Part, place: RecordPlace) -> RecordPlace:
+    return RecordPlace(f"{part.name}: {place.file}", place.record, part.first + place.file_number)
+
+
+def _by_source(records: Sequence[MixedRecord]) -> Iterator[tuple[int, list[int]]]:
+    """Each source that has records among these, and their places."""
+    rows: dict[int, list[int]] = {}
+    for row, record in enumerate(records):
+        rows.setdefault(record.source, []).append(row)
+    return iter(rows.items())
+
+
+def decode_mixed(
+    parts: Sequence[Part],
+    records: Sequence[MixedRecord],
+    places: Callable[[], Sequence[RecordPlace]],
+    key: int,
+    *,
+    seeds: bool,
+    names: bool,
+    skip: bool,
+) -> tuple[list[Any], dict[int, str]]:
+    """Decodes records, those of each source by the source.
+
+    Args:
+      parts: the sources.
+      records: undecoded records.
+      places: see ``FragmentDataset.decode``.
+      key: see ``FragmentDataset.decode``.
+      seeds: see ``FragmentDataset.decode``.
+      names: whether samples come as ``(name, sample)``.
+      skip: whether records for which it fails are left out.
+
+    Returns:
+      The samples, and the messages for the records that were left out, by their places.
+    """
+    samples: dict[int, Any] = {}
+    left_out: dict[int, str] = {}
+    for source, rows in _by_source(records):
+        part, own = parts[source], [records[row].record for row in rows]
+
+        def found(rows: list[int] = rows) -> list[RecordPlace]:
+            told = places()
+            return [told[row] for row in rows]
+
+        if skip:
+            decoded, without = part.records.decode_readable(own, found, key, seeds=seeds)
+            left_out |= {rows[row]: text for row, text in without.items()}
+            rows = [row for place, row in enumerate(rows) if place not in without]  # noqa: PLW2901 - those that are left
+        else:
+            decoded = part.records.decode(own, found, key, seeds=seeds)
+        samples |= zip(rows, [(part.name, each) for each in decoded] if names else decoded, strict=True)
+    return [samples[row] for row in sorted(samples)], dict(sorted(left_out.items()))
+
+
+@final
+class IndexRecords:
+    """A map-style dataset as records: an undecoded record is an index, and decoding reads the sample.
+
+    Args:
+      data: the dataset.
+      number: of the source in the mixture, for its order.
+      seed: of its order; ``None`` for the order of the indices.
+      positions: returns the indices of an epoch, for a mixture, which has an order of its own.
+    """
+
+    names = ("samples",)
+
+    def __init__(
+        self, data: Any, number: int, seed: int | None, positions: Callable[[int], range] | None = None
+    ) -> None:
+        self._data, self._number, self._seed, self._positions = data, number, seed, positions
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def read_epoch(self, epoch: int, place: Cursor | None, *, skip: bool) -> Reads:
+        """See ``RecordSet.read_epoch``."""
+        begun = place.cursors[0].delivered if isinstance(place, ReaderCursor) and place.cursors else 0
+        turn, own = divmod(epoch, _ROUND)
+        size = len(self._data)
+        if self._positions is not None:
+            return _IndexReader(np.array(self._positions(own + turn), np.int64).__getitem__, size, begun)
+        if self._seed is None:
+            return _IndexReader(np.arange(size).__getitem__, size, begun)
+        order = Permutation(size, self._seed, own, self._number, turn)
+        return _IndexReader(lambda part: order.block(part.start, part.stop), size, begun)
+
+    def decode(
+        self, records: list[Any], places: Callable[[], Sequence[RecordPlace]], key: int, *, seeds: bool = False
+    ) -> list[Any]:
+        """See ``RecordSet.decode``."""
+        data = self._data
+        row = 0
+        try:
+            if isinstance(data, FetchesBatches) and not seeds:
+                return data.__getitems__(records)
+            samples = []
+            with Samples(key, seeds=seeds) as reading:
+                reading.places = places
+                for row, index in enumerate(records):
+                    reading.begin(row)
+                    samples.append(data[index])
+        except Exception as error:
+            place = places()[row]
+            raise SourceError(
+                f"{place.file}: sample {records[row]} cannot be read: {in_one_line(error)}", file=place.file
+            ) from error
+        return samples
+
+    def decode_readable(
+        self, records: list[Any], places: Callable[[], Sequence[RecordPlace]], key: int, *, seeds: bool = False
+    ) -> tuple[list[Any], dict[int, str]]:
+        """See ``RecordSet.decode_readable``."""
+        samples, left_out = [], {}
+        for row, record in enumerate(records):
+            try:
+                samples += self.decode([record], lambda row=row: [places()[row]], key, seeds=seeds)
+            except SourceError as error:
+                left_out[row] = str(error)
+        return samples, left_out
+
+    def check_places(self, places: Sequence[Cursor]) -> None:
+        """See ``RecordSet.check_places``."""
+        for cursor in (each for place in places if isinstance(place, ReaderCursor) for each in place.cursors):
+            if cursor.size != len(self._data):
+                raise StateMismatch(
+                    f"a source of the mixture has {len(self._data)} samples, but had {cursor.size} when the state was "
+                    "saved; put it back as it was, or start the epoch anew"
+                )
+
+    def fingerprint(self) -> dict[str, Any]:
+        """See ``RecordSet.fingerprint``."""
+        return {"kind": f"map-style {type(self._data).__name__}", "length": len(self._data)}
+
+
+@final
+class _IndexReader:
+    """The indices of a map-style dataset in the order of an epoch; see ``reading.Reads``.
+
+    Args:
+      order: gives a slice of them.
+      size: how many there are.
+      begun: how many came before.
+    """
+
+    of_columns = False
+    opened = 0
+
+    def __init__(self, order: Callable[[slice], Any], size: int, begun: int) -> None:
+        self._order, self._size, self._at = order, size, begun
+        self._last: list[int] = []
+
+    def take(self, count: int) -> list[Any]:
+        """See ``Reads.take``."""
+        until = min(self._size, self._at + count)
+        self._last = self._order(slice(self._at, until)).tolist() if until > self._at else []
+        self._at = until
+        return self._last
+
+    def reserve(self, count: int) -> Reserved:
+        """See ``Reads.reserve``."""
+        return Reserved([self.take(count)])
+
+    def places(self, lo: int, hi: int) -> list[RecordPlace]:
+        """See ``Reads.places``."""
+        return [RecordPlace("samples", index, 0) for index in self._last[lo:hi]]
+
+    def position(self) -> ReaderCursor:
+        """See ``Reads.position``."""
+        return ReaderCursor((FileCursor(0, delivered=self._at, size=self._size),))
+
+    def close(self) -> None:
+        """Nothing is open."""

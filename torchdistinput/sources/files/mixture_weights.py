@@ -1,0 +1,266 @@
+"""The weights of a mixture over its epochs: those of its making, and those that are set while it runs.
+
+Problem. ``set_weights`` is called on one rank or on all, while ranks and loader workers have read ahead, each its own
+number of steps. All must change at the same position, and the position must be in the state.
+
+Decision. A rank that was told new weights says so in its next vote (law A9). In the exchange that follows, each rank
+tells how far it may have read ahead. The weights hold from the latest of these steps on, so no record that was read is
+given back. They are kept, with their epochs and positions, in memory that loader workers share. A loader worker looks
+there before each batch; it is never as far as the position when the weights arrive.
+
+Weights that were set hold until others are set, in later epochs too, and a schedule ends there.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import threading
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from typing import Any, Final, NamedTuple, final
+
+import torch
+
+from torchdistinput.coordination.channel import plain_message
+from torchdistinput.errors import InputError, RankDisagreement, StateMismatch
+from torchdistinput.plan.mixed_turns import Changes
+from torchdistinput.plan.mixing import shares
+
+__all__ = ["MixtureWeights", "WeightsSync", "named_shares"]
+
+_MOST: Final = 200  # changes in an epoch
+_SPARE: Final = 8  # steps, above all that a rank may have read ahead
+
+
+def named_shares(
+    names: Sequence[str], weights: Mapping[str, float], temperature: float | None = None
+) -> tuple[Fraction, ...]:
+    """The share of each source.
+
+    Raises:
+      ValueError: a weight is negative, or of an unknown source; all weights are 0.
+    """
+    unknown = [name for name in weights if name not in names]
+    if unknown:
+        raise ValueError(f"there is a weight for {unknown[0]!r}; the sources are {', '.join(map(repr, names))}.")
+    return tuple(shares([weights.get(name, 0) for name in names], temperature))
+
+
+class _Change(NamedTuple):
+    """Weights that were set while an epoch ran."""
+
+    epoch: int
+    position: int
+    agreed: int
+    """The row of the epoch that was agreed after it: a state from this row on has the change, on every rank."""
+    weights: tuple[float, ...]
+
+
+@final
+class MixtureWeights:
+    """See the module.
+
+    Args:
+      names: of the sources.
+      schedule: the weights from positions on.
+      temperature: see ``Mixture``.
+    """
+
+    def __init__(
+        self, names: Sequence[str], schedule: Sequence[tuple[int, Mapping[str, float]]], temperature: float | None
+    ) -> None:
+        self.names = list(names)
+        self._temperature = temperature
+        self.schedule = [(at, {name: float(each.get(name, 0)) for name in names}) for at, each in schedule]
+        self._base: Changes = [(at, named_shares(names, each, temperature)) for at, each in schedule]
+        self._lock = threading.Lock()  # the user's thread sets weights, the thread that votes sends them
+        self._asked = 0  # calls of ``ask`` here, and changes of other ranks
+        self._wish: tuple[int, tuple[float, ...]] | None = None
+        with torch.inference_mode(mode=False):  # an inference tensor could not be written outside of inference mode
+            size = 1 + _MOST * (3 + len(self.names))
+            self._board = torch.frombuffer(mmap.mmap(-1, 8 * size), dtype=torch.float64)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_lock": None, "_wish": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._lock = threading.Lock()
+        if not self._board.is_shared():  # type: ignore[no-untyped-call] # a copy: its workers are not forked yet
+            board = torch.frombuffer(mmap.mmap(-1, 8 * len(self._board)), dtype=torch.float64)
+            self._board = board.copy_(self._board)
+
+    @property
+    def version(self) -> int:
+        """A number that changes with the weights; also in a loader worker."""
+        return int(self._board[0])
+
+    @property
+    def were_set(self) -> bool:
+        """Whether other weights hold than those of the making."""
+        return bool(self.version & 0xFFFF)
+
+    def _set(self) -> list[_Change]:
+        """All weights that were set, oldest first."""
+        width = 3 + len(self.names)
+        count = self.version & 0xFFFF
+        rows = self._board[1 : 1 + count * width].reshape(count, width).tolist()
+        return [_Change(int(row[0]), int(row[1]), int(row[2]), tuple(row[3:])) for row in rows]
+
+    def _write(self, found: Sequence[_Change]) -> None:
+        width = 3 + len(self.names)
+        for number, each in enumerate(found):
+            row = [each.epoch, each.position, each.agreed, *each.weights]
+            self._board[1 + number * width : 1 + (number + 1) * width] = torch.tensor(row, dtype=torch.float64)
+        self._board[0] = float((self.version >> 16) + 1 << 16 | len(found))
+
+    def _add(self, change: _Change) -> None:
+        found = self._set()
+        if len(found) == _MOST:  # of the epochs before only the last change counts
+            old = [each for each in found if each.epoch < change.epoch]
+            found = [*old[-1:], *(each for each in found if each.epoch >= change.epoch)]
+        if len(found) == _MOST:
+            raise InputError(f"weights were set {_MOST} times in an epoch; set them more rarely.")
+        self._write([*found, change])
+
+    def changes(self, epoch: int) -> Changes:
+        """The weights of an epoch from positions on."""
+        found = self._set()
+        before = [each for each in found if each.epoch < epoch]
+        now = {each.position: each for each in found if each.epoch == epoch}
+        first: Changes = [(0, self._exact(before[-1].weights))] if before else self._base
+        if now:
+            first = [(at, weights) for at, weights in first if at < min(now)]
+        return [*first, *((at, self._exact(each.weights)) for at, each in sorted(now.items()))]
+
+    def _exact(self, weights: Sequence[float]) -> tuple[Fraction, ...]:
+        return tuple(shares(weights, self._temperature))
+
+    def ask(self, weights: Mapping[str, float]) -> None:
+        """Asks for weights; the next vote carries them to all ranks.
+
+        Raises:
+          ValueError: see ``named_shares``.
+        """
+        named_shares(self.names, weights, self._temperature)
+        with self._lock:
+            self._asked += 1
+            self._wish = self._asked, tuple(float(weights.get(name, 0)) for name in self.names)
+
+    @property
+    def wished(self) -> bool:
+        """Whether weights were asked for here that the ranks have not agreed on."""
+        return self._wish is not None
+
+    def wish(self) -> tuple[int, tuple[float, ...]] | None:
+        """The weights that were asked for here, and how many times weights were asked for before."""
+        with self._lock:
+            return self._wish
+
+    def agree(self, told: tuple[int, tuple[float, ...]], sent: object, epoch: int, position: int, agreed: int) -> None:
+        """Takes the weights on which the ranks agreed. The same on all ranks, but for ``sent``, which was sent here."""
+        number, weights = told
+        with self._lock:
+            self._asked = max(self._asked, number)
+            if self._wish == sent:
+                self._wish = None
+            elif self._wish is not None:  # asked for since
+                self._asked += 1
+                self._wish = self._asked, self._wish[1]
+        found = self._set()
+        if not found or found[-1].weights != weights:
+            self._add(_Change(epoch, position, agreed, weights))
+
+    def to_json(self, epoch: int, row: int) -> list[object]:
+        """The weights as a state after ``row`` rows of an epoch has them, as plain values."""
+        known = [each for each in self._set() if each.epoch < epoch or (each.epoch == epoch and each.agreed <= row)]
+        before = [each for each in known if each.epoch < epoch]
+        kept = [*before[-1:], *known[len(before) :]]
+        return [[[at, list(each.values())] for at, each in self.schedule], [[*each[:3], list(each[3])] for each in kept]]
+
+    def load(self, value: object, epoch: int, position: int) -> None:
+        """Takes the weights of a state. If it has other ones from the beginning, those given here hold from now on.
+
+        Args:
+          value: of ``to_json``.
+          epoch: of the state.
+          position: how many samples of the epoch came.
+
+        Raises:
+          StateMismatch: the value is malformed.
+        """
+        schedule, found = self._parsed(value)
+        own = [(at, tuple(each.values())) for at, each in self.schedule]
+        if schedule == own:
+            self._write(found)
+            return
+        before = [each for each in found if each.epoch < epoch]
+        then = [(each.position, each.weights) for each in found if each.epoch == epoch]
+        first = [(0, before[-1].weights)] if before else schedule
+        then = [*(each for each in first if not then or each[0] < then[0][0]), *then]
+        now = next(weights for at, weights in reversed(own) if at <= position)
+        plan = [*(each for each in then if each[0] < position), (position, now), *(e for e in own if e[0] > position)]
+        self._write([_Change(epoch, at, 0, weights) for at, weights in plan] if position else [])
+
+    def _parsed(self, value: object) -> tuple[list[tuple[int, tuple[float, ...]]], list[_Change]]:
+        try:
+            schedule, found = value  # type: ignore[misc] # checked by the next lines
+            parsed = [(int(at), self._floats(weights)) for at, weights in schedule]
+            return parsed, [_Change(int(a), int(b), int(c), self._floats(weights)) for a, b, c, weights in found]
+        except (TypeError, ValueError) as error:
+            raise StateMismatch(f"position: found {value!r:.200} in the state as the weights of a mixture.") from error
+
+    def _floats(self, weights: Sequence[Any]) -> tuple[float, ...]:
+        if len(weights) != len(self.names):
+            raise ValueError(len(weights))
+        return tuple(map(float, weights))
+
+
+@final
+class WeightsSync:
+    """Brings weights that were set on some rank to all ranks; see ``step_types.News``.
+
+    Args:
+      weights: of the mixture.
+      epoch: that is read.
+      first_row: rows of the epoch before those of this stream.
+      batch_size: samples of a row.
+      lead: rows that this rank may have read ahead of the agreed ones.
+    """
+
+    def __init__(self, weights: MixtureWeights, epoch: int, first_row: int, batch_size: int, lead: int) -> None:
+        self._weights, self._epoch = weights, epoch
+        self._first_row, self._batch_size, self._lead = first_row, batch_size, lead + _SPARE
+        self._sent: tuple[int, tuple[float, ...]] | None = None
+
+    @property
+    def pending(self) -> bool:
+        """See ``News.pending``."""
+        return self._weights.wished
+
+    def mine(self, rows: int) -> str:
+        """See ``News.mine``."""
+        wish = self._sent = self._weights.wish()
+        told = None if wish is None else [wish[0], list(wish[1])]
+        return json.dumps({"read": self._first_row + rows + self._lead, "weights": told})
+
+    def learn(self, rows: int, texts: Sequence[str]) -> None:
+        """See ``News.learn``.
+
+        Raises:
+          RankDisagreement: ranks asked for different weights at once.
+        """
+        told = [plain_message(text) for text in texts]
+        asked = {rank: (each["weights"][0], tuple(each["weights"][1])) for rank, each in enumerate(told) if each["weights"]}
+        latest = max(asked.values())
+        now = {rank: weights for rank, (number, weights) in asked.items() if number == latest[0]}
+        if len(set(now.values())) > 1:
+            names = self._weights.names
+            said = "; ".join(f"rank {rank}: {dict(zip(names, each, strict=True))}" for rank, each in now.items())
+            raise RankDisagreement(
+                f"set_weights() of a mixture was called with different weights on different ranks: {said}. Call it on "
+                "one rank, or with the same weights on all."
+            )
+        row = max(each["read"] for each in told)
+        self._weights.agree(latest, self._sent, self._epoch, row * self._batch_size, self._first_row + rows + 1)
