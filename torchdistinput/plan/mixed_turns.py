@@ -13,7 +13,7 @@ In samples the law is that of ``plan.mixing`` (M1 to M6). In tokens it is:
 (T3) Ends are as in M5. A source that has ended is left out, and the weights of the others stay in proportion.
 (T4) Weights that change at a position begin a new segment: the tokens count from there on.
 
-References: T1 is start-time fair queueing (Goyal, Vin, Cheng 1996), where the sources are flows and samples are packets.
+References: T1 is start-time fair queueing (Goyal, Vin, Cheng 1996); the sources are its flows, samples its packets.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import json
 import math
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any, Final, NamedTuple, Protocol, TypeAlias, final
+from typing import Final, NamedTuple, Protocol, TypeAlias, final
 
 import numpy as np
 
@@ -98,7 +98,8 @@ class SampleTurns:
                     self._sizes[source] = supply.done(source) + found
                     ended = True
             if not ended:
-                return sources.tolist()
+                drawn: list[int] = sources.tolist()
+                return drawn
             self.change(self._changes)
 
     def size(self, source: int) -> int | None:
@@ -244,9 +245,11 @@ def cursor_from_json(value: object) -> Cursor:
 
 def _source_from_json(value: object) -> SourceCursor:
     match value:
-        case [int(), int(), int(), int() | None, int(), int(), place] if all((each or 0) >= 0 for each in value[:-1]):
-            numbers: Any = value[:-1]
-            return SourceCursor(*numbers, None if place is None else cursor_from_json(place))
+        case [int(done), int(tokens), int(used), int() | None as size, int(turn), int(behind), place] if (
+            min(done, tokens, used, size or 0, turn, behind) >= 0
+        ):
+            inner = None if place is None else cursor_from_json(place)
+            return SourceCursor(done, tokens, used, size, turn, behind, inner)
         case _:
             raise StateMismatch(
                 "the saved state is damaged: the place of a source of a mixture must be [done, tokens, used, size, "

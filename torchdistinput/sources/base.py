@@ -156,7 +156,7 @@ class CountsSources(Protocol):
     """A source that may be a mixture, and counts the samples of its parts."""
 
     def counts(self, rows: int) -> dict[str, dict[str, int]] | None:
-        """Samples and tokens of each part in the epoch that was begun last, up to so many rows; ``None``: no mixture."""
+        """Samples and tokens of each part up to so many rows of the epoch begun last; ``None``: it is no mixture."""
 
 
 @runtime_checkable
@@ -318,7 +318,7 @@ class RowStream:
       news: see ``HasNews.news``.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one stream is one call
         self,
         rows: Generator[Counted | Compared | SizedRow | Failure, None, None],
         *,

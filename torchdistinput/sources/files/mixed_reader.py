@@ -33,8 +33,9 @@ _ROUND: Final = 2**32  # epochs of the mixture: a source that repeats is in othe
 class RecordSet(Protocol):
     """Records that are read in the order of an epoch, apart from being decoded: files, fragments, a mixture."""
 
-    names: tuple[str, ...]
-    """The files or other parts."""
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The files or other parts."""
 
     def read_epoch(self, epoch: int, place: Cursor | None, *, skip: bool) -> Reads:
         """A reader of all undecoded records, from the front or a cursor on."""
@@ -180,8 +181,8 @@ class _Waiting:
     def cursor(self, size: int | None, used: int) -> SourceCursor:
         """The position after the records that were handed over."""
         if self._chunks:
-            before, turn, place = self._chunks[0]
-            return SourceCursor(self.done, self.tokens, used, size, turn, self._given - before, place)
+            before, turn, oldest = self._chunks[0]
+            return SourceCursor(self.done, self.tokens, used, size, turn, self._given - before, oldest)
         place = self._place if self._reader is None else self._reader.position()
         return SourceCursor(self.done, self.tokens, used, size, self._turn, 0, place)
 
@@ -249,7 +250,7 @@ class MixedReader:
         self._supply = _Supply(self._sources)
         self._turns = turns
         self._heard = heard
-        self._places: list[RecordPlace | None] = []
+        self._places: list[RecordPlace] = []
         self._drawn: list[int] = []
 
     @property
@@ -361,7 +362,7 @@ class IndexRecords:
       positions: returns the indices of an epoch, for a mixture, which has an order of its own.
     """
 
-    names = ("samples",)
+    names: tuple[str, ...] = ("samples",)
 
     def __init__(
         self, data: Any, number: int, seed: int | None, positions: Callable[[int], range] | None = None
@@ -411,11 +412,20 @@ class IndexRecords:
         """See ``RecordSet.decode_readable``."""
         samples, left_out = [], {}
         for row, record in enumerate(records):
-            try:
-                samples += self.decode([record], lambda row=row: [places()[row]], key, seeds=seeds)
-            except SourceError as error:
-                left_out[row] = str(error)
+            found = self._readable([record], partial(_only, places, row), key, seeds=seeds)
+            if isinstance(found, SourceError):
+                left_out[row] = str(found)
+            else:
+                samples += found
         return samples, left_out
+
+    def _readable(
+        self, records: list[Any], places: Callable[[], Sequence[RecordPlace]], key: int, *, seeds: bool
+    ) -> list[Any] | SourceError:
+        try:
+            return self.decode(records, places, key, seeds=seeds)
+        except SourceError as error:
+            return error
 
     def check_places(self, places: Sequence[Cursor]) -> None:
         """See ``RecordSet.check_places``."""
@@ -429,6 +439,10 @@ class IndexRecords:
     def fingerprint(self) -> dict[str, Any]:
         """See ``RecordSet.fingerprint``."""
         return {"kind": f"map-style {type(self._data).__name__}", "length": len(self._data)}
+
+
+def _only(places: Callable[[], Sequence[RecordPlace]], row: int) -> list[RecordPlace]:
+    return [places()[row]]
 
 
 @final

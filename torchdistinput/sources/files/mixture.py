@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, Final, Literal, NamedTuple, Protocol, TypeAlias, final, runtime_checkable
 
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
@@ -94,7 +94,7 @@ def as_schedule(weights: Weights, batch_size: int | None) -> list[tuple[int, Map
     if isinstance(weights, Mapping):
         return [(0, weights)]
     found = [(checked_int("the start of weights", at) * size, each) for at, each in weights]
-    if not found or found[0][0] or any(a[0] >= b[0] for a, b in zip(found, found[1:], strict=False)):
+    if not found or found[0][0] or any(a[0] >= b[0] for a, b in pairwise(found)):
         raise ValueError(f"weights change at {[at for at, _ in weights]}; rising positions from 0 on are needed.")
     return found
 
@@ -152,7 +152,7 @@ class StreamMixture(IterableDataset[Any]):
     decodes = True
     order_advice = "Take a mixture with shuffle=False, of sources that do not shuffle."
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one mixture is one call
         self,
         sources: Mapping[str, Any],
         weights: Weights,
@@ -216,9 +216,9 @@ class StreamMixture(IterableDataset[Any]):
     def set_weights(self, weights: Mapping[str, float]) -> None:
         """Changes the weights while the mixture is read, a few steps later, at one step on all ranks. Local.
 
-        One rank may call it, or all with the same weights at the same step. All ranks hear of it in their next vote, and
-        take the weights at the first step that no rank has read. They hold until others are set, in later epochs too,
-        and end a schedule. A state that is taken later has them. Nothing is lost, and nothing comes twice.
+        One rank may call it, or all with the same weights at the same step. All ranks hear of it in their next vote,
+        and take the weights at the first step that no rank has read. They hold until others are set, in later epochs
+        too, and end a schedule. A state that is taken later has them. Nothing is lost, and nothing comes twice.
 
         Raises:
           ValueError: weights are negative, all 0, or of an unknown source.
@@ -279,10 +279,11 @@ class StreamMixture(IterableDataset[Any]):
         turns: SampleTurns | TokenTurns
         if unit == "samples":
             known = [self._size_of(number) for number in range(len(self._parts))]
-            sizes = [b if a is None else a for a, b in zip([each.size for each in cursor.sources] or known, known, strict=True)]
+            sizes = [each.size for each in cursor.sources] or known
             turns = SampleTurns(sizes, changes, stop, (seed,), num_samples)
         else:
-            turns = TokenTurns([each.used for each in cursor.sources] or [0] * len(self._parts), changes, stop, num_samples)
+            used = [each.used for each in cursor.sources] or [0] * len(self._parts)
+            turns = TokenTurns(used, changes, stop, num_samples)
 
         def hear(position: int) -> None:
             nonlocal changes, version
@@ -423,7 +424,7 @@ def _length_of(name: str, records: RecordSet, lengths: Lengths | None) -> Callab
     if callable(lengths):
         return partial(_length_of_inner, lengths) if isinstance(records, StreamMixture) else lengths
     if not isinstance(records, IndexRecords):
-        raise ValueError(
+        raise TypeError(
             f"lengths of {name!r} is an array, and its records have no index; a function of the record is needed."
         )
     if len(lengths) != len(records):

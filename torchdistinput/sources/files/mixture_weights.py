@@ -177,7 +177,8 @@ class MixtureWeights:
         known = [each for each in self._set() if each.epoch < epoch or (each.epoch == epoch and each.agreed <= row)]
         before = [each for each in known if each.epoch < epoch]
         kept = [*before[-1:], *known[len(before) :]]
-        return [[[at, list(each.values())] for at, each in self.schedule], [[*each[:3], list(each[3])] for each in kept]]
+        schedule = [[at, list(each.values())] for at, each in self.schedule]
+        return [schedule, [[*each[:3], list(each[3])] for each in kept]]
 
     def load(self, value: object, epoch: int, position: int) -> None:
         """Takes the weights of a state. If it has other ones from the beginning, those given here hold from now on.
@@ -204,11 +205,11 @@ class MixtureWeights:
         self._write([_Change(epoch, at, 0, weights) for at, weights in plan] if position else [])
 
     def _parsed(self, value: object) -> tuple[list[tuple[int, tuple[float, ...]]], list[_Change]]:
+        parts: Any = value
         try:
-            schedule, found = value  # type: ignore[misc] # checked by the next lines
-            parsed = [(int(at), self._floats(weights)) for at, weights in schedule]
-            return parsed, [_Change(int(a), int(b), int(c), self._floats(weights)) for a, b, c, weights in found]
-        except (TypeError, ValueError) as error:
+            parsed = [(int(at), self._floats(weights)) for at, weights in parts[0]]
+            return parsed, [_Change(int(a), int(b), int(c), self._floats(weights)) for a, b, c, weights in parts[1]]
+        except (TypeError, ValueError, IndexError) as error:
             raise StateMismatch(f"position: found {value!r:.200} in the state as the weights of a mixture.") from error
 
     def _floats(self, weights: Sequence[Any]) -> tuple[float, ...]:
@@ -252,7 +253,8 @@ class WeightsSync:
           RankDisagreement: ranks asked for different weights at once.
         """
         told = [plain_message(text) for text in texts]
-        asked = {rank: (each["weights"][0], tuple(each["weights"][1])) for rank, each in enumerate(told) if each["weights"]}
+        asks = {rank: each["weights"] for rank, each in enumerate(told) if each["weights"]}
+        asked = {rank: (number, tuple(weights)) for rank, (number, weights) in asks.items()}
         latest = max(asked.values())
         now = {rank: weights for rank, (number, weights) in asked.items() if number == latest[0]}
         if len(set(now.values())) > 1:

@@ -2,8 +2,8 @@
 
 **The position** is ``["files", replicas, deals, cursors, rows]``: the number of replicas; the changes of the world so
 far (``plan.file_resharding``); for each worker ``[row, cursor]``: the cursor of its reader after ``row`` rows, as JSON
-text; and the rows delivered; for a mixture its weights, too (``mixture_weights``). Rows count from the last change of the world. After a resume at the cursor, ``rows - row``
-rows are read again, undecoded.
+text; the rows delivered; and of a mixture its weights (``mixture_weights``). Rows count from the last change of the
+world. After a resume at the cursor, ``rows - row`` rows are read again, undecoded.
 
 **The exchange.** If all workers read the same (DATA, or one worker), each worker knows the cursor. Under FILE each
 worker has a cursor of its own. The workers exchange them after 1, 2, 4, ... and then every 64 rows (256 if steps are
@@ -50,7 +50,9 @@ class FilesPosition(NamedTuple):
           StateMismatch: the value is not a position.
         """
         match value:
-            case ["files", int(num_replicas), list() as deals, list() as cursors, int(rows), *weights] if cursors and len(weights) < 2:
+            case ["files", int(num_replicas), list() as deals, list() as cursors, int(rows), *weights] if (
+                cursors and len(weights) < 2
+            ):
                 places = [(row, cursor_from_json(place)) for row, place in map(_cursor_of, cursors)]
                 return cls(num_replicas, checked_deals(deals), places, rows, weights[0] if weights else None)
             case _:

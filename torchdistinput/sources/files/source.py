@@ -98,9 +98,7 @@ class RecordSource:
             collate = as_is if global_batch_size is None else default_collate
         dataset: Any = data if not isinstance(data, DataLoader) else data.dataset if read is None else read
         self._dataset: RecordDataset = dataset
-        self._mixture = dataset if isinstance(dataset, StreamMixture) else None
-        if self._mixture is not None:
-            _check_mixture(self._mixture, policy, global_batch_size)
+        self._mixture = _checked_mixture(dataset, policy, global_batch_size)
         self._lists_strings = self._dataset.yields_strings and collate is default_collate  # which returns the list
         self._cutter = Cutter(topology, shared, global_batch_size)
         self._balance = balance_by_record(options, self._cutter, "a dataset of files")
@@ -368,13 +366,15 @@ class _Track:
         return self._mixture.counts(self._own.cursor(self._begun.rows + rows)[1])
 
 
-def _check_mixture(mixture: StreamMixture, policy: AutoShardPolicy, batch_size: int | None) -> None:
-    """Refuses a policy or batch size that does not fit a mixture.
+def _checked_mixture(mixture: object, policy: AutoShardPolicy, batch_size: int | None) -> StreamMixture | None:
+    """The dataset, if it is a mixture. Refuses a policy or batch size that does not fit one.
 
     Raises:
       ShardingError: the policy is FILE.
       BatchingError: the starts of its weights are steps of another size.
     """
+    if not isinstance(mixture, StreamMixture):
+        return None
     if policy is AutoShardPolicy.FILE:
         raise ShardingError(
             "policy FILE deals out whole files, and a mixture takes the records of all its sources by their weights, "
@@ -386,3 +386,4 @@ def _check_mixture(mixture: StreamMixture, policy: AutoShardPolicy, batch_size: 
             f"the mixture counts its steps by batch_size={mixture.batch_size}, but the global batch size is "
             f"{batch_size}; give both the same."
         )
+    return mixture

@@ -64,7 +64,7 @@ class Mixture(Dataset[Any]):
             return StreamMixture(sources, *arguments, **options)
         return super().__new__(cls)
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one mixture is one call
         self,
         sources: Mapping[str, Any],
         weights: Weights,
