@@ -160,6 +160,19 @@ def test_law_h_the_ranks_read_further_ahead_when_all_would_and_less_far_when_one
         assert (decision.steps, decision.skipped) == ((3,), 3 * (MAX_SAMPLES // 3))
 
 
+def test_law_i_news_of_one_rank_or_of_all_are_told_beside_any_structure() -> None:
+    for ranks in (1, 2, MAX_RANKS):
+        report = StepReport((1,), digest=MAX_DIGEST)
+        words = [word * (ranks - 1) for word in report.words(1)]
+        for news in (False, True):
+            told = [a + b for a, b in zip(words, report._replace(news=news).words(1), strict=True)]
+            decision = decide(told, ranks)
+            assert (decision.news, decision.structures_differ, decision.steps) == (news, False, (ranks,))
+    of_all = [word * MAX_RANKS for word in StepReport((1,), digest=MAX_DIGEST, news=True).words(1)]
+    assert decide(of_all, MAX_RANKS).news
+    assert max(of_all[1:2]) < MAX_WORD
+
+
 def test_a_ballot_has_one_length_whatever_it_says() -> None:
     for slots in range(1, 5):
         for sizes in ((), (1,), (1, 2, 3, 4, 5), (None,) * 7):

@@ -214,11 +214,12 @@ class StreamMixture(IterableDataset[Any]):
         return None if known is None else sum(known)
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
-        """Changes the weights while the mixture is read, a few steps later, at one step on all ranks. Local.
+        """Changes the weights while the mixture is read, some steps later, at one step on all ranks. Local.
 
         One rank may call it, or all with the same weights at the same step. All ranks hear of it in their next vote,
-        and take the weights at the first step that no rank has read. They hold until others are set, in later epochs
-        too, and end a schedule. A state that is taken later has them. Nothing is lost, and nothing comes twice.
+        and take the weights at a step that no rank can have read: the prefetch depth and the batches of loader workers
+        later. They hold until others are set, in later epochs too, and end a schedule. A state that is taken after that
+        vote has them. Nothing is lost, and nothing comes twice.
 
         Raises:
           ValueError: weights are negative, all 0, or of an unknown source.

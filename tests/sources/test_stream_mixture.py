@@ -1,0 +1,371 @@
+"""Mixtures that are read from front to end: files, fragments and map-style data; tokens; weights set while running."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader
+
+import torchdistinput as tdi
+from tests.support.resume import check_worlds
+from torchdistinput import Fragment
+from torchdistinput.errors import BatchingError, RankDisagreement, ShardingError, SourceError, StateMismatch
+from torchdistinput.testing import run_ranks
+
+WEB, CODE, KEYS, BOOK = 700, 330, 90, 45
+ALL = [*range(WEB), *range(1000, 1000 + CODE), *range(3000, 3000 + KEYS), *range(5000, 5000 + BOOK)]
+WEIGHTS = {"web": 5, "code": 3, "keys": 1, "book": 1}
+SIZE = 20
+
+
+class Keys:
+    """Fragments of a user's own."""
+
+    def fragments(self) -> list[Fragment]:
+        return [Fragment(f"part {part}", KEYS // 3) for part in range(3)]
+
+    def read(self, fragment: Fragment, position: Any) -> Iterator[tuple[Any, list[int]]]:
+        first = 3000 + KEYS // 3 * int(fragment.name[-1])
+        for start in range(position or 0, KEYS // 3, 7):
+            yield start, list(range(first + start, first + min(start + 7, KEYS // 3)))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    made = tmp_path_factory.mktemp("mixture")
+    for name, first, count in (("web", 0, WEB), ("code", 1000, CODE)):
+        for file in range(4):
+            numbers = range(first + count * file // 4, first + count * (file + 1) // 4)
+            (made / f"{name}-{file}.txt").write_text("".join(f"{number}\n" for number in numbers))
+    return str(made)
+
+
+def files(folder: str, name: str, **more: Any) -> tdi.FileDataset:
+    return tdi.FileDataset(f"{folder}/{name}-*.txt", tdi.readers.text_lines, map_fn=int, **more)
+
+
+def sources(folder: str) -> dict[str, Any]:
+    return {
+        "web": files(folder, "web", shuffle_files=True, shuffle_buffer=32, seed=3),
+        "code": files(folder, "code", cycle_length=2, block_length=3),
+        "keys": Keys(),
+        "book": range(5000, 5000 + BOOK),
+    }
+
+
+LENGTHS: dict[str, Any] = {"web": len, "code": len, "keys": lambda number: number % 7, "book": [9] * BOOK}
+
+
+def mixture(folder: str, **more: Any) -> Any:
+    return tdi.Mixture(sources(folder), more.pop("weights", WEIGHTS), **{"stop": "all", "seed": 4, **more})
+
+
+def make_loader(folder: str, num_workers: int, more: dict[str, Any]) -> DataLoader[Any]:
+    more = {**more, "lengths": LENGTHS} if more.get("unit") == "tokens" else more
+    return DataLoader(mixture(folder, **more), SIZE, num_workers=num_workers)
+
+
+def batches(order: list[Any]) -> list[list[Any]]:
+    return [order[start : start + SIZE] for start in range(0, len(order), SIZE)]
+
+
+def test_a_mixture_of_streams_is_that_of_their_records_in_their_own_order(folder: str) -> None:
+    found = list(mixture(folder))
+    data = sources(folder)
+    web, code = list(data["web"]), list(data["code"])
+    listed = {"web": web, "code": code, "keys": range(3000, 3000 + KEYS), "book": data["book"]}
+    in_order = tdi.Mixture(listed, WEIGHTS, stop="all", seed=4, shuffle=False)
+    book = [each for each in found if each >= 5000]
+    assert sorted(found) == ALL
+    assert book != sorted(book)  # the map-style source is shuffled
+    assert [min(each, 5000) for each in found] == [min(each, 5000) for each in in_order.__getitems__(range(len(ALL)))]
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "more"),
+    [(0, {}), (2, {}), (0, {"unit": "tokens"}), (0, {"stop": "repeat", "num_samples": 1490}), (0, {"stop": "first"})],
+)
+def test_the_order_is_that_of_one_process_at_every_world_size_and_after_every_resume(
+    folder: str, num_workers: int, more: dict[str, Any], all_cells: bool
+) -> None:
+    order = list(make_loader(folder, 0, more).dataset)
+    worlds = [(2, 6), (3, 9), (1, 100)] if not all_cells else [(5, 4), (2, 5), (7, 3), (3, 6), (1, 100)]
+    state = check_worlds(make_loader, (folder, num_workers, more), batches(order), worlds)
+    assert len(state) < 4096
+
+
+def test_a_source_that_repeats_comes_in_epochs_of_its_own(folder: str) -> None:
+    mixed = mixture(folder, weights={"book": 1, "code": 1}, stop="repeat", num_samples=1000)
+    first: list[int] = []
+    for _ in range(2):
+        found = list(mixed)
+        first = first or found
+        book = [each for each in found if each >= 5000]
+        rounds = [tuple(book[start : start + BOOK]) for start in range(0, len(book) - BOOK, BOOK)]
+        assert all(sorted(each) == list(range(5000, 5000 + BOOK)) for each in rounds)
+        assert len(set(rounds)) == len(rounds) > 9
+    endless = iter(mixture(folder, weights={"book": 1, "code": 1}, stop="repeat"))
+    assert [next(endless) for _ in range(1000)] == first
+
+
+def test_tokens_are_shared_and_counted(folder: str) -> None:
+    weights = {"web": 2, "code": 1}
+    mixed = mixture(folder, weights=weights, unit="tokens", lengths=LENGTHS, stop="first", with_source=True)
+    strategy = tdi.Strategy(["cpu"])
+    loader = strategy.distribute_dataset(mixed, global_batch_size=SIZE)
+    tokens: Counter[str] = Counter()
+    samples: Counter[str] = Counter()
+    for names, numbers in loader:
+        for name, number in zip(names, numbers.tolist(), strict=True):
+            tokens[name] += len(str(number))
+            samples[name] += 1
+        assert abs(tokens["web"] / 2 - tokens["code"]) <= 4
+        told = loader.stats()["sources"]
+        assert {name: (each["samples"], each["tokens"]) for name, each in told.items() if each["samples"]} == {
+            name: (samples[name], tokens[name]) for name in samples
+        }
+    assert sum(samples.values()) > 400
+    assert loader.stats()["sources"]["book"] == {"samples": 0, "tokens": 0}
+
+
+def read_and_change(
+    folder: str, text: str | None, until: int, asked: dict[int, dict[str, float]], who: list[int]
+) -> tuple[list[list[int]], str]:
+    strategy = tdi.Strategy(["cpu"])
+    mixed = mixture(folder)
+    loader = strategy.distribute_dataset(mixed, tdi.InputOptions(prefetch=2), global_batch_size=SIZE)
+    if text is not None:
+        loader.load_state_dict(json.loads(text))
+    found = []
+    for step, batch in enumerate(loader):
+        found.append(batch.tolist())
+        if step in asked and strategy.input_pipeline_id in who:
+            mixed.set_weights(asked[step])
+        if len(found) == until:
+            break
+    state = json.dumps(loader.state_dict())
+    loader.close()
+    return found, state
+
+
+def joined(ranks: list[Any]) -> list[list[int]]:
+    return [[number for part in parts for number in part] for parts in zip(*(found for found, _ in ranks), strict=True)]
+
+
+@pytest.mark.parametrize("who", [[1], [0, 1, 2]])
+def test_weights_that_are_set_hold_on_all_ranks_from_one_step_on(folder: str, who: list[int]) -> None:
+    asked = {3: {"code": 1.0}}
+    first = run_ranks(3, read_and_change, folder, None, 14, asked, who)
+    states = {state for _, state in first}
+    assert len(states) == 1
+    (state,) = states
+    second = run_ranks(2, read_and_change, folder, state, 1000, {}, [])
+    order = [number for step in joined(first) + joined(second) for number in step]
+    ((_, position, _, weights),) = json.loads(state)["position"][1][-1][1]
+    assert position % SIZE == 0
+    assert position > 4 * SIZE
+    assert weights == [0, 1, 0, 0]
+    assert order == list(mixture(folder, weights=[(0, WEIGHTS), (position, asked[3])]))
+    assert {1000 <= number < 3000 for number in order[position:]} == {True}
+
+
+def ask_for_different_weights(folder: str) -> str:
+    strategy = tdi.Strategy(["cpu"])
+    mixed = mixture(folder)
+    loader = strategy.distribute_dataset(mixed, global_batch_size=SIZE)
+    mixed.set_weights({"web": 1 + strategy.input_pipeline_id, "code": 1})
+    with pytest.raises(RankDisagreement) as error:
+        list(loader)
+    return str(error.value)
+
+
+def test_different_weights_on_two_ranks_are_refused_on_both(folder: str) -> None:
+    first, second = run_ranks(2, ask_for_different_weights, folder)
+    assert first == second
+    assert "rank 0: {'web': 1.0, 'code': 1.0" in first
+    assert "rank 1: {'web': 2.0, 'code': 1.0" in first
+
+
+def test_random_programs_of_weights_and_resumes_lose_and_repeat_nothing(folder: str, all_cells: bool) -> None:
+    for seed in range(200 if all_cells else 12):
+        dice = random.Random(seed)
+        unit = dice.choice(["samples", "tokens"])
+        workers = dice.choice([0, 0, 0, 1]) if all_cells else 0
+        state: Any = None
+        order: list[int] = []
+        for _ in range(100):
+            mixed = mixture(folder, unit=unit, lengths=LENGTHS)
+            data: Any = DataLoader(mixed, SIZE, num_workers=workers)
+            loader = tdi.Strategy(["cpu"]).distribute_dataset(data, tdi.InputOptions(prefetch=dice.randint(0, 3)))
+            if state is not None:
+                loader.load_state_dict(json.loads(state))
+            until = dice.randint(1, 30)
+            for step, batch in enumerate(loader, 1):
+                order += batch.tolist()
+                if dice.random() < 0.2:
+                    mixed.set_weights({name: dice.randint(1, 9) for name in WEIGHTS})
+                if step == until:
+                    break
+            saved = loader.state_dict()
+            state = json.dumps(saved)
+            loader.close()
+            if saved["epoch"]:
+                break
+        assert sorted(order) == ALL
+
+
+def test_weights_that_were_set_hold_in_later_epochs_and_in_their_states(folder: str) -> None:
+    mixed = mixture(folder, stop="first")
+    loader = tdi.Strategy(["cpu"]).distribute_dataset(mixed, global_batch_size=SIZE)
+    for step, _ in enumerate(loader):
+        if step == 2:
+            mixed.set_weights({"book": 1.0})
+    state = json.loads(json.dumps(loader.state_dict()))
+    assert state["epoch"] == 1
+    again = tdi.Strategy(["cpu"]).distribute_dataset(mixture(folder, stop="first"), global_batch_size=SIZE)
+    again.load_state_dict(state)
+    second = [number for batch in loader for number in batch.tolist()]
+    assert sorted(second) == list(range(5000, 5000 + BOOK))
+    assert [number for batch in again for number in batch.tolist()] == second
+
+
+def test_map_style_sources_take_weights_while_running_too() -> None:
+    data = {"a": range(2000), "b": range(5000, 7000)}
+    mixed = tdi.Mixture(data, {"a": 1}, stop="all", lengths={"a": [3] * 2000})
+    data_loader: Any = DataLoader(mixed, SIZE, sampler=mixed.sampler())
+    loader = tdi.Strategy(["cpu"]).distribute_dataset(data_loader)
+    found = []
+    for step, batch in enumerate(loader):
+        found += batch.tolist()
+        if step == 2:
+            mixed.set_weights({"a": 1, "b": 1})
+    assert sorted(found) == [*data["a"], *data["b"]]
+    assert found[: 3 * SIZE] == mixed.__getitems__(range(3 * SIZE))
+    assert loader.stats()["sources"] == {"a": {"samples": 2000, "tokens": 6000}, "b": {"samples": 2000, "tokens": 0}}
+
+
+def test_a_schedule_in_steps(folder: str) -> None:
+    weights = [(0, {"web": 1}), (7, {"code": 1})]
+    mixed = mixture(folder, weights=weights, batch_size=SIZE, stop="first")
+    steps = batches(list(mixed))
+    assert [max(step) < 1000 for step in steps] == [True] * 7 + [False] * (len(steps) - 7)
+    with pytest.raises(BatchingError, match="batch_size=20, but the global batch size is 10"):
+        tdi.Strategy(["cpu"]).distribute_dataset(mixed, global_batch_size=10)
+
+
+def test_a_state_of_other_weights_says_so_and_may_begin_a_new_segment(folder: str) -> None:
+    loader = tdi.Strategy(["cpu"]).distribute_dataset(mixture(folder), global_batch_size=SIZE)
+    iterator = iter(loader)
+    before = [number for _ in range(9) for number in next(iterator).tolist()]
+    state = loader.state_dict()
+    loader.close()
+    weights = {"web": 1, "code": 1}
+    other = tdi.Strategy(["cpu"]).distribute_dataset(mixture(folder, weights=weights), global_batch_size=SIZE)
+    with pytest.raises(StateMismatch, match="weights: "):
+        other.load_state_dict(state)
+    other.load_state_dict(state, strict=False)
+    after = [number for batch in other for number in batch.tolist()]
+    assert before + after == list(mixture(folder, weights=[(0, WEIGHTS), (9 * SIZE, weights)]))
+
+
+def test_a_record_that_cannot_be_read_fails_its_own_step_or_is_left_out(folder: str, tmp_path: Path) -> None:
+    (tmp_path / "bad.txt").write_text("1\n2\n?\n4\n" + "5\n" * 100)
+    bad = tdi.FileDataset(str(tmp_path / "bad.txt"), tdi.readers.text_lines, map_fn=int)
+    mixed = tdi.Mixture({"bad": bad, "good": range(1000, 1100)}, {"bad": 1, "good": 1}, seed=1)
+    loader = tdi.Strategy(["cpu"]).distribute_dataset(mixed, global_batch_size=2)
+    delivered = []
+    with pytest.raises(SourceError, match=r"bad: .*bad.txt: map_fn failed on record 2"):
+        delivered.extend(batch.tolist() for batch in loader)
+    whole = [*chain(*delivered)]
+    assert 2 in whole
+    skips = tdi.InputOptions(on_error="skip", max_errors=1)
+    loader = tdi.Strategy(["cpu"]).distribute_dataset(mixed, skips, global_batch_size=2)
+    found = [number for batch in loader for number in batch.tolist()]
+    assert found[: len(whole)] == whole
+    assert loader.stats()["skipped"] == 1
+
+
+def seeded(text: str) -> tuple[int, int]:
+    return int(text), tdi.sample_seed() % 2**31
+
+
+class Seeded:
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        return 5000 + index, tdi.sample_seed() % 2**31
+
+
+def seeds_of(folder: str, num_workers: int) -> list[Any]:
+    code = tdi.FileDataset(f"{folder}/code-*.txt", tdi.readers.text_lines, map_fn=seeded)
+    inner = tdi.Mixture({"code": code}, {"code": 1})
+    mixed = tdi.Mixture({"in": inner, "map": Seeded()}, {"in": 1, "map": 1})
+    data: Any = DataLoader(mixed, 12, num_workers=num_workers)
+    loader = tdi.Strategy(["cpu"]).distribute_dataset(data, tdi.InputOptions(with_index=True))
+    return [[index.tolist(), *(each.tolist() for each in batch)] for index, batch in loader]
+
+
+def test_samples_have_seeds_and_numbers_of_their_own_on_any_rank(folder: str) -> None:
+    alone = seeds_of(folder, 0)
+    parts = [[number for step in alone for number in step[part]] for part in range(3)]
+    assert all(len(set(part)) == len(part) for part in parts)
+    for ranks in (run_ranks(2, seeds_of, folder, 0), run_ranks(1, seeds_of, folder, 2)):
+        assert [[[*chain(*each)] for each in zip(*step, strict=True)] for step in zip(*ranks, strict=True)] == alone
+
+
+@pytest.mark.parametrize(
+    ("weights", "more", "error", "told"),
+    [
+        ({"nobody": 1}, {}, ValueError, "there is a weight for 'nobody'; the sources are 'web', 'code'"),
+        ({"web": -1}, {}, ValueError, "weight 0 is -1"),
+        ({"web": 0}, {}, ValueError, "all weights are 0"),
+        ([(5, {"web": 1})], {}, ValueError, "rising positions from 0 on"),
+        (WEIGHTS, {"unit": "tokens"}, ValueError, "there is none for 'web'. Give lengths="),
+        (WEIGHTS, {"unit": "bytes"}, ValueError, "unit is 'bytes'"),
+        (WEIGHTS, {"lengths": {"nobody": len}}, ValueError, "there are lengths for 'nobody'"),
+        (WEIGHTS, {"lengths": {"web": [1, 2]}}, TypeError, "lengths of 'web' is an array"),
+        (WEIGHTS, {"lengths": {"book": [1, 2]}}, ValueError, "has 2 numbers; the source has 45 samples"),
+    ],
+)
+def test_bad_mixtures_are_told(folder: str, weights: Any, more: Any, error: type[Exception], told: str) -> None:
+    with pytest.raises(error, match=told):
+        mixture(folder, weights=weights, **more)
+
+
+def test_sources_that_cannot_be_mixed_are_told(folder: str, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="the source 'a' is a list_iterator; .* no place from which it could go on"):
+        tdi.Mixture({"a": iter([1]), "web": files(folder, "web")}, {"a": 1})
+    endless = mixture(folder, stop="repeat")
+    with pytest.raises(ValueError, match="the source 'in' has no end"):
+        tdi.Mixture({"in": endless}, {"in": 1}, stop="all")
+    (tmp_path / "empty.txt").write_text("")
+    empty = tdi.FileDataset(str(tmp_path / "empty.txt"), tdi.readers.text_lines)
+    with pytest.raises(SourceError, match="the source 'empty' of the mixture has no record"):
+        list(tdi.Mixture({"empty": empty, "web": files(folder, "web")}, {"empty": 1, "web": 1}, stop="repeat"))
+    with pytest.raises(ValueError, match="weight 0 is -2"):
+        endless.set_weights({"web": -2})
+
+
+def refused_policy(folder: str) -> str:
+    options = tdi.InputOptions(auto_shard_policy=tdi.AutoShardPolicy.FILE)
+    with pytest.raises(ShardingError) as error:
+        tdi.Strategy(["cpu"]).distribute_dataset(mixture(folder), options, global_batch_size=SIZE)
+    return str(error.value)
+
+
+def test_policy_file_is_refused_with_the_way_out(folder: str) -> None:
+    assert "Use AutoShardPolicy.DATA" in refused_policy(folder)
+
+
+def test_a_length_below_0_is_told(folder: str) -> None:
+    mixed = mixture(folder, unit="tokens", lengths={**LENGTHS, "code": lambda record: -len(record)})
+    with pytest.raises(SourceError, match="code: the length of record 0 of .*code-0.txt is -4"):
+        list(mixed)
