@@ -235,14 +235,17 @@ class MixedOrder:
         Raises:
           IndexError: a position is outside of ``[0, len)``.
         """
-        sources = np.empty(len(positions), np.int64)
-        indices = np.empty(len(positions), np.int64)
-        for row, position in enumerate(np.asarray(positions, np.int64).tolist()):
-            if not 0 <= position < self._length:
-                raise IndexError(f"position {position} is outside of a mixture of {self._length} samples")
-            number = bisect_right(self._starts, position) - 1
-            segment = self._segments[number]
-            block, place = divmod(position - segment.start, segment.block)
-            of_block = self._block(segment, number, block)
-            sources[row], indices[row] = of_block[0][place], of_block[1][place]
+        wanted = np.asarray(positions, np.int64)
+        outside = wanted[(wanted < 0) | (wanted >= self._length)]
+        if len(outside):
+            raise IndexError(f"position {outside[0]} is outside of a mixture of {self._length} samples")
+        sources, indices = np.empty(len(wanted), np.int64), np.empty(len(wanted), np.int64)
+        numbers = np.searchsorted(self._starts, wanted, side="right") - 1
+        for number in set(numbers.tolist()):
+            segment, rows = self._segments[number], np.flatnonzero(numbers == number)
+            blocks, places = np.divmod(wanted[rows] - segment.start, segment.block)
+            for block in set(blocks.tolist()):
+                here = blocks == block
+                of_block = self._block(segment, number, block)
+                sources[rows[here]], indices[rows[here]] = of_block[0][places[here]], of_block[1][places[here]]
         return sources, indices

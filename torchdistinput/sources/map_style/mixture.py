@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final, final
+from typing import Any, Final, TypeAlias, final
 
 import numpy as np
+import numpy.typing as npt
 from torch.utils.data import Dataset, Sampler
 
 from torchdistinput.plan.mixing import MixedOrder, Stop
@@ -15,6 +16,8 @@ from torchdistinput.sources.files.mixture import InOwnOrder, Lengths, StreamMixt
 from torchdistinput.sources.in_worker import FetchesBatches
 
 __all__ = ["Mixture", "MixtureSampler"]
+
+Ints: TypeAlias = npt.NDArray[np.int64]
 
 _KEPT: Final = 4  # permutations for each source
 
@@ -129,29 +132,34 @@ class Mixture(Dataset[Any]):
         Args:
           position: ``epoch * len(self)`` plus the place in the epoch.
         """
-        source, index = self._located([position])[0]
-        return self._names[source], index
+        sources, samples = self._located([position])
+        return self._names[int(sources[0])], int(samples[0])
 
-    def _located(self, positions: Sequence[int]) -> list[tuple[int, int]]:
+    def _located(self, positions: Sequence[int]) -> tuple[Ints, Ints]:
+        """The sources of positions, and the indices of the samples in them."""
         epochs, places = np.divmod(np.asarray(positions, np.int64), self._length)
         sources, indices = self._order.at(places)
-        found = zip(sources.tolist(), indices.tolist(), epochs.tolist(), strict=True)
-        return [(source, self._sample_of(source, index, epoch)) for source, index, epoch in found]
+        turns, places = np.divmod(indices, np.array(self._sizes)[sources])
+        samples = np.empty(len(places), np.int64)
+        for source, epoch, turn in set(zip(sources.tolist(), epochs.tolist(), turns.tolist(), strict=True)):
+            rows = (sources == source) & (epochs == epoch) & (turns == turn)
+            samples[rows] = self._samples_of(source, epoch, turn, places[rows])
+        return sources, samples
 
-    def _sample_of(self, source: int, index: int, epoch: int) -> int:
-        round_of, place = divmod(index, self._sizes[source])
+    def _samples_of(self, source: int, epoch: int, turn: int, places: Ints) -> Ints:
+        """The samples at places of an epoch of a source."""
         data = self._sources[source]
         if isinstance(data, InOwnOrder):
-            return data.positions(epoch + round_of)[place]
+            return places + data.positions(epoch + turn).start
         if not self._shuffle:
-            return place
-        key = (source, epoch, round_of)
+            return places
+        key = (source, epoch, turn)
         order = self._permutations.get(key)
         if order is None:
             if len(self._permutations) >= _KEPT * len(self._sources):
                 del self._permutations[next(iter(self._permutations))]
-            order = self._permutations[key] = Permutation(self._sizes[source], self._seed, epoch, source, round_of)
-        return int(order.at(np.array([place]))[0])
+            order = self._permutations[key] = Permutation(self._sizes[source], self._seed, epoch, source, turn)
+        return order.at(places)
 
     def __getitem__(self, position: int) -> Any:
         """The sample at a position; see ``locate``."""
@@ -159,14 +167,13 @@ class Mixture(Dataset[Any]):
 
     def __getitems__(self, positions: Sequence[int]) -> list[Any]:
         """The samples at positions; those of one source are read together."""
-        located = self._located(positions)
-        samples: list[Any] = [None] * len(located)
-        for source in {source for source, _ in located}:
-            rows = [row for row, (own, _) in enumerate(located) if own == source]
-            data = self._sources[source]
-            indices = [located[row][1] for row in rows]
+        sources, found = self._located(positions)
+        samples: list[Any] = [None] * len(found)
+        for source in set(sources.tolist()):
+            rows = np.flatnonzero(sources == source)
+            data, indices = self._sources[source], found[rows].tolist()
             read = data.__getitems__(indices) if isinstance(data, FetchesBatches) else [data[each] for each in indices]
-            for row, sample in zip(rows, read, strict=True):
+            for row, sample in zip(rows.tolist(), read, strict=True):
                 samples[row] = (self._names[source], sample) if self._with_source else sample
         return samples
 
