@@ -116,6 +116,16 @@ def hugging_face(folder: str, repeats: int) -> Measured:
     return timed(DataLoader(part.batch(GLOBAL_BATCH // size), batch_size=None), repeats)
 
 
+def fragments(folder: str, repeats: int) -> Measured:
+    """A streaming dataset as fragments of ours, in columns, under FILE."""
+    load = peer("datasets").load_dataset
+    stream = load("parquet", data_files=names(folder), split="train", streaming=True, columns=NUMBERS)
+    source = peer("torchdistinput.integrations.datasets").fragments(stream.with_format("arrow"))
+    chosen = tdi.InputOptions(auto_shard_policy=tdi.AutoShardPolicy.FILE)
+    with tdi.Strategy(["cpu"]).distribute_dataset(source, chosen, global_batch_size=GLOBAL_BATCH) as dataset:
+        return timed(dataset, repeats)
+
+
 def grain(folder: str, repeats: int) -> Measured:
     """Grain's reader of Parquet files, file by file, batched."""
     of = peer("grain")
@@ -156,6 +166,7 @@ def tables(*, small: bool, folder: Path) -> Sequence[Table]:
                     Contender(COLUMNS_LIMIT, "limit", bare_columns, fast),
                     Contender("FILE", "ours", columns, (*fast, "FILE")),
                     Contender("DATA", "ours", columns, (*fast, "DATA")),
+                    Contender("datasets, streaming, as fragments", "ours", fragments, fast, ("datasets",)),
                     Contender("datasets, streaming", "peer", hugging_face, slow, ("datasets",), once=True),
                     Contender("grain ParquetIterDataset", "peer", grain, slow, ("grain",), once=True),
                 ),

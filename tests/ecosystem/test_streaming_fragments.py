@@ -71,6 +71,10 @@ def same(table: Any) -> Any:
     return table
 
 
+def keep_odd(table: Any) -> list[bool]:
+    return [number % 2 == 1 for number in table["n"].to_pylist()]
+
+
 STEPS: dict[str, Callable[[Any], Any]] = {
     "as it is": lambda data: data,
     "map": lambda data: data.map(more),
@@ -91,6 +95,7 @@ STEPS: dict[str, Callable[[Any], Any]] = {
     ),
     "row groups": lambda data: data.reshard(),
     "concatenated": lambda data: datasets.concatenate_datasets([data, data.map(more)]),
+    "in tables": lambda data: data.with_format("arrow"),
     "cast": lambda data: data.cast_column("n", datasets.Value("float32")),
 }
 
@@ -102,13 +107,30 @@ def plain(value: Any) -> Any:
     return (str(value.dtype), value.tolist()) if isinstance(value, torch.Tensor) else value
 
 
-@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize("steps", [steps for steps in STEPS if steps != "in tables"])
 def test_the_examples_are_those_of_the_stream_and_each_position_can_be_entered(folder: str, steps: str) -> None:
     data = STEPS[steps](stream(folder))
     source = fragments(data)
     assert len(source.fragments()) == data.num_shards
     assert [*map(plain, tdi.FragmentDataset(source))] == [*map(plain, data)]
     check_source(source)
+
+
+def test_tables_of_arrow_become_columns(folder: str) -> None:
+    source = fragments(stream(folder).with_format("arrow").filter(keep_odd, batched=True, batch_size=7))
+    check_source(source)
+    loader = tdi.Strategy(["cpu"]).distribute_dataset(source, global_batch_size=BATCH)
+    odd = [*range(1, sum(SIZES), 2)]
+    batches = [*loader]
+    assert [number for batch in batches for number in batch["n"].tolist()] == odd
+    assert [text for batch in batches for text in batch["text"]] == [f"t{number}" for number in odd]
+    assert [each.tolist() for batch in batches for each in batch["l"]] == [[number] * 2 for number in odd]
+    nulls = datasets.Dataset.from_dict({"n": [1, None]}).to_iterable_dataset().with_format("arrow")
+    strategy = tdi.Strategy(["cpu"])
+    with pytest.raises(tdi.SourceError, match=r"shard 0 of 1: column n: 1 of 2 values are missing .*fill_null="):
+        [*strategy.distribute_dataset(fragments(nulls), global_batch_size=2)]
+    (filled,) = strategy.distribute_dataset(fragments(nulls, fill_null=7), global_batch_size=2)
+    assert filled["n"].tolist() == [1, 7]
 
 
 @pytest.mark.parametrize("kind", ["text", "json"])
@@ -132,6 +154,7 @@ WAYS: dict[str, tuple[tdi.AutoShardPolicy, str, dict[str, Any], int]] = {
     "FILE mixed": (FILE, "torch", MIXED, 0),
     "DATA mixed": (DATA, "filter in batches", MIXED, 0),
     "DATA by loader workers": (DATA, "map in batches", MIXED, 2),
+    "FILE, in tables": (FILE, "in tables", MIXED, 0),
     "DATA, the stream itself": (DATA, "map in batches", {}, 0),
 }
 
@@ -156,7 +179,7 @@ def distributed(folder: str, way: str, map_fn: Any = number_of, **options: Any) 
     if way.endswith("itself"):
         loader = DataLoader(data, BATCH, collate_fn=numbers_of)
     else:
-        data = tdi.FragmentDataset(fragments(data), map_fn=map_fn, **settings)
+        data = tdi.FragmentDataset(fragments(data), map_fn=None if steps == "in tables" else map_fn, **settings)
         loader = DataLoader(data, BATCH, num_workers=workers, multiprocessing_context="fork" if workers else None)
     return tdi.Strategy(["cpu"]).distribute_dataset(loader, tdi.InputOptions(auto_shard_policy=policy, **options))
 
@@ -165,7 +188,7 @@ def read(loader: Any, most: int | None = None) -> list[list[int]]:
     made = []
     with closing(iter(loader)) as iterator:
         for part in iterator:
-            made.append(part.tolist())
+            made.append((part["n"] if isinstance(part, dict) else part).tolist())
             if len(made) == most:
                 break
     return made
@@ -195,7 +218,8 @@ def test_each_example_comes_once_and_an_epoch_goes_on_at_another_world_size(fold
     two = run_ranks(2, play, folder, {})
     three = run_ranks(3, play, folder, {way: two[0][f"{way}, left"][1] for way in WAYS})
     for way, (policy, steps, _, _) in WAYS.items():
-        truth = sorted(int(example["n"]) for example in STEPS[steps](stream(folder)))
+        whole = STEPS[steps](stream(folder)).with_format(None)
+        truth = sorted(int(example["n"]) for example in whole)
         with distributed(folder, way) as loader:
             alone = [*chain.from_iterable(read(loader))]
         assert sorted(alone) == sorted(numbers(two, way)) == truth
@@ -233,7 +257,7 @@ def test_what_looks_across_shards_is_refused_with_the_way_out(folder: str) -> No
     refused(datasets.Dataset.from_dict({"n": [1]}), r"found a Dataset; .*DataLoader as it is")
 
 
-@pytest.mark.parametrize("name", ["_distributed", "_ex_iterable"])
+@pytest.mark.parametrize("name", ["_distributed", "_ex_iterable", "_formatting"])
 def test_where_a_release_hides_what_is_looked_at_the_way_out_is_told(folder: str, name: str) -> None:
     data = stream(folder)
     del vars(data)[name]
@@ -242,9 +266,9 @@ def test_where_a_release_hides_what_is_looked_at_the_way_out_is_told(folder: str
 
 def test_a_format_without_records_is_an_error_that_says_so(folder: str) -> None:
     loader = tdi.Strategy(["cpu"]).distribute_dataset(
-        fragments(stream(folder).with_format("arrow")), global_batch_size=BATCH
+        fragments(stream(folder).with_format("pandas")), global_batch_size=BATCH
     )
-    with pytest.raises(tdi.SourceError, match=r'shard 0 of 4: .*gives its examples as a Table.*with_format\("torch"\)'):
+    with pytest.raises(tdi.SourceError, match=r'shard 0 of 4: .*examples as a DataFrame.*with_format\("torch"\)'):
         next(iter(loader))
 
 

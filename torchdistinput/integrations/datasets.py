@@ -12,23 +12,26 @@ Decisions.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, final
 
 from datasets import IterableDataset
 
 from torchdistinput.errors import InputError, SourceError
+from torchdistinput.sources.files.formats.arrow import columns_of
 from torchdistinput.sources.fragments import Fragment, FragmentSource
 
 __all__ = ["PRIVATE_NAMES", "fragments"]
 
 PRIVATE_NAMES: Final = {
     "datasets.IterableDataset._distributed": "whether split_dataset_by_node() gave each rank a part of its own",
+    "datasets.IterableDataset._formatting": "whether examples come as Arrow tables, of which many are read at once",
     "datasets.IterableDataset._ex_iterable": "whether a step looks across shards, as a shuffle buffer or take() does",
 }
 """The private names of datasets that are used here, and why."""
 
 _BATCH: Final = 64  # examples that are made at once: 8 times faster than one by one
+_BATCH_OF_COLUMNS: Final = 4096
 _WITHIN_A_SHARD: Final = {
     "ExamplesIterable",
     "ArrowExamplesIterable",
@@ -55,7 +58,7 @@ _ELSE: Final = (
 )
 
 
-def fragments(dataset: IterableDataset) -> FragmentSource:
+def fragments(dataset: IterableDataset, *, fill_null: Any = None) -> FragmentSource:
     """The shards of a streaming dataset as fragments, with its features, ``map`` and ``filter``. Local.
 
     ``torchdistinput.FragmentDataset(fragments(dataset), map_fn=...)`` shuffles and interleaves them; without more,
@@ -63,6 +66,9 @@ def fragments(dataset: IterableDataset) -> FragmentSource:
     ``iter(dataset)``, with two differences: the batches and the indices of ``map`` and ``filter`` begin again in each
     shard, and under ``with_format("numpy")`` a single number may be a NumPy scalar in place of an array without
     dimensions.
+
+    ``fragments(dataset.with_format("arrow"))`` is many times faster for numbers and texts: batches are made of whole
+    columns, with the types that ``readers.parquet`` gives them, if there is no ``map_fn`` and no ``collate_fn``.
 
     ``map`` and ``filter`` run where examples are read: on each rank under policy DATA, and in each loader worker. What
     takes long belongs into ``map_fn``, which is called for the examples that a rank keeps; for images
@@ -74,7 +80,8 @@ def fragments(dataset: IterableDataset) -> FragmentSource:
 
     Args:
       dataset: as ``load_dataset(..., streaming=True)`` gives it, or ``map``, ``filter``, ``select_columns``,
-        ``concatenate_datasets`` and the like. Its format may be that of Python, ``"torch"`` or ``"numpy"``.
+        ``concatenate_datasets`` and the like. Its format: that of Python, ``"torch"``, ``"numpy"`` or ``"arrow"``.
+      fill_null: with ``"arrow"``, what takes the place of missing values, as for ``readers.parquet``.
 
     Raises:
       InputError: it is another kind of dataset, or has a step that looks across shards; the message says what to do.
@@ -85,7 +92,7 @@ def fragments(dataset: IterableDataset) -> FragmentSource:
             "an index is given to torchdistinput.DataLoader as it is."
         )
     settings = vars(dataset)
-    if not {"_distributed", "_ex_iterable"} <= settings.keys():
+    if not {"_distributed", "_ex_iterable", "_formatting"} <= settings.keys():
         raise InputError(
             "this release of datasets does not show whether the dataset was divided among the ranks, or shuffled "
             f"across shards; then it cannot be read shard by shard. {_ELSE}."
@@ -101,7 +108,9 @@ def fragments(dataset: IterableDataset) -> FragmentSource:
         problem = known[0] if known else f"{min(strange)} is not known to stay within a shard"
         raise InputError(f"the dataset cannot be read shard by shard: {problem}. {_ELSE}.")
     state = dataset.shard(num_shards=dataset.num_shards, index=0).state_dict()
-    return _Shards(dataset, json.dumps([state, str(dataset.features)]))
+    as_tables = getattr(settings["_formatting"], "format_type", None) == "arrow"
+    steps = json.dumps([state, as_tables, str(dataset.features)])
+    return _Shards(dataset, steps, as_tables=as_tables, fill_null=fill_null)
 
 
 @final
@@ -111,32 +120,38 @@ class _Shards:
     Args:
       dataset: the dataset.
       steps: a text that changes with the steps of the dataset, so that a position of other steps is refused.
+      as_tables: whether examples come as Arrow tables.
+      fill_null: what takes the place of missing values in them.
     """
 
-    def __init__(self, dataset: IterableDataset, steps: str) -> None:
+    def __init__(self, dataset: IterableDataset, steps: str, *, as_tables: bool, fill_null: Any) -> None:
         self._dataset = dataset
         self._steps = steps
+        self._as_tables = as_tables
+        self._fill_null = fill_null
 
     def fragments(self) -> Sequence[Fragment]:
         """See ``FragmentSource.fragments``."""
         count = self._dataset.num_shards
         return [Fragment(f"shard {index} of {count}", fingerprint=self._steps) for index in range(count)]
 
-    def read(self, fragment: Fragment, position: Any) -> Iterator[tuple[Any, Sequence[Any] | Mapping[str, Any]]]:
+    def read(self, fragment: Fragment, position: Any) -> Iterator[tuple[Any, Any]]:
         """See ``FragmentSource.read``."""
         shard = self._dataset.shard(num_shards=self._dataset.num_shards, index=int(fragment.name.split()[1]))
         if position is not None:
             shard.load_state_dict(position)
         at = shard.state_dict() if position is None else position
         # By iter(batch_size): in a loader worker iter() would give this worker some of the shards only.
-        for batch in shard.iter(batch_size=_BATCH):
-            if not isinstance(batch, dict):
+        for batch in shard.iter(batch_size=_BATCH_OF_COLUMNS if self._as_tables else _BATCH):
+            if self._as_tables:
+                yield at, columns_of(batch, self._fill_null)
+            elif isinstance(batch, dict):
+                yield at, [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+            else:
                 raise SourceError(
                     f"the dataset gives its examples as a {type(batch).__name__}, which has no single records: use "
-                    'with_format("torch"), with_format("numpy") or with_format(None)'
+                    'with_format("torch"), "numpy", "arrow" or None'
                 )
-            if batch:
-                yield at, [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
             at = shard.state_dict()
 
 

@@ -79,7 +79,7 @@ def _filled_inside(name: str, array: Any, fill: Any) -> Any:
 def _filled(name: str, array: Any, fill: Any) -> Any:
     missing = f"column {name}: {array.null_count} of {len(array)} values are missing (null)"
     if fill is None:
-        raise SourceError(f"{missing}, and a tensor has no such value; give readers.parquet(fill_null=...) a value")
+        raise SourceError(f"{missing}, and a tensor has no such value; give fill_null= a value")
     try:
         return array.fill_null(pa.scalar(fill, array.type))
     except (pa.ArrowException, ValueError, TypeError) as error:
