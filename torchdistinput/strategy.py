@@ -6,6 +6,8 @@ import atexit
 import contextlib
 import contextvars
 import copy
+import hashlib
+import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -452,8 +454,8 @@ class Strategy:
     def mirror(self, module: nn.Module) -> Any:
         """Makes the module's parameters and buffers those of the first replica, on all replicas.
 
-        Collective: every rank calls this with a module of the same shapes. Stateful preprocessing (a vocabulary,
-        running statistics) is part of it as far as it lives in buffers.
+        Collective: every rank calls this with a module of the same shapes. What submodules save beside tensors
+        (``get_extra_state``: the vocabulary of a lookup) is not sent, but must be equal on all ranks, and is compared.
 
         Args:
           module: is moved to this process's first device.
@@ -463,7 +465,7 @@ class Strategy:
           unpacks.
 
         Raises:
-          RankDisagreement: names, shapes, dtypes or layouts differ between ranks.
+          RankDisagreement: names, shapes, dtypes, layouts or extra states differ between ranks.
           TypeError: ``module`` is no module; on every rank.
           Exception: the error of moving or copying the module; on the other ranks an error with its text.
         """
@@ -477,10 +479,12 @@ class Strategy:
             modules = [module.to(self.device)]
             modules += [copy.deepcopy(modules[0]).to(device) for device in self.devices[1:]]
             tensors = [dict([*each.named_parameters(), *each.named_buffers()]) for each in modules]
-            facts = {name: _looks(tensor) for name, tensor in tensors[0].items()}
+            facts["tensors"] = {name: _looks(tensor) for name, tensor in tensors[0].items()}
+            facts["extra states"] = _extra_states(modules[0])
         except Exception as error:  # every rank must hear of it, or the others would wait
             problem = error
-        agree(self._ranks, "mirror()", {"tensors": facts}, error=problem)
+        way_out = "A vocabulary that adapt() learns is the same on all ranks."
+        agree(self._ranks, "mirror()", facts, error=problem, ways_out={"extra states": way_out})
         if self._ranks is not None:
             for name, tensor in tensors[0].items():
                 self._ranks.broadcast_from_first(tensor.data)
@@ -497,6 +501,16 @@ class Strategy:
 
 def _looks(tensor: Tensor) -> list[Any]:
     return [list(tensor.shape), str(tensor.dtype), str(tensor.layout)]
+
+
+def _extra_states(module: nn.Module) -> dict[str, str]:
+    """A digest of what each submodule saves beside tensors; of objects that are no plain values, the type counts."""
+    found = {}
+    for name, each in module.named_modules():
+        if type(each).get_extra_state is not nn.Module.get_extra_state:
+            text = json.dumps(each.get_extra_state(), default=lambda item: type(item).__name__, skipkeys=True)
+            found[name or type(each).__name__] = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return found
 
 
 def _check_options(options: object) -> None:

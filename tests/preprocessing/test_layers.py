@@ -135,6 +135,35 @@ def test_a_layer_runs_in_a_pipeline_and_in_a_model() -> None:
     assert torch.equal(mirrored.values[1](X), norm(X))
 
 
+def in_a_function() -> Any:
+    """A learned table in the pipeline of ``from_function``; then one that was given, another one on each rank."""
+    strategy = tdi.Strategy(["cpu"])
+    with strategy.scope():
+        lookup = StringLookup()
+        lookup.adapt(LINES[:50])
+        mirrored = strategy.mirror(lookup)
+
+    def dataset(context: tdi.InputContext) -> DataLoader[Any]:
+        part: Any = LINES[context.input_pipeline_id :: context.num_input_pipelines]
+        return DataLoader(part, context.get_per_replica_batch_size(10), collate_fn=mirrored)
+
+    with strategy.distribute_datasets_from_function(dataset) as loader:
+        found = [each for batch in loader for each in batch.tolist()]
+    own = nn.Sequential(StringLookup(vocabulary=["a", f"of rank {strategy.input_pipeline_id}"]))
+    return found, raised(lambda: strategy.mirror(own)), strategy.mirror(lookup).get_vocabulary()
+
+
+def test_learned_tables_are_mirrored_and_given_ones_that_differ_are_refused() -> None:
+    (everything, error, vocabulary), *_ = run_ranks(1, in_a_function)
+    assert error is None
+    first, second = run_ranks(2, in_a_function)
+    assert (first[0], second[0]) == (everything[::2], everything[1::2])
+    assert first[2] == second[2] == vocabulary
+    for _, error, _ in (first, second):
+        assert error.kind == "RankDisagreement"
+        assert "extra states" in error.message
+
+
 def test_arrays_of_texts_are_learned_from_as_lists_are() -> None:
     layers = [StringLookup(), StringLookup()]
     layers[0].adapt(["a", "b", "a"])

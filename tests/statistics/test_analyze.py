@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torchdistinput.statistics import Counts, Covariance, Distinct, Histogram, M
 from torchdistinput.testing import run_ranks
 
 N = 211
+LINES = ["the of and"] * 9
 WORDS = ["the", "of", "and", "é", "x\0"]
 
 
@@ -180,6 +182,7 @@ def errors_on_ranks() -> list[Any]:
         found.append(raised(lambda: tdi.analyze(Broken("nan"), Moments(nan_policy="raise"), global_batch_size=4)))
         found.append(raised(lambda: tdi.analyze(Broken("dtype"), Moments(), global_batch_size=20)))
         found.append(raised(lambda: tdi.analyze(Broken("raises"), Moments(), global_batch_size=4)))
+        found.append(raised(lambda: tdi.analyze(LINES, Moments(), global_batch_size=4)))
         found.append(raised(lambda: tdi.analyze(table(), {"y": Moments()})))
         found.append(raised(lambda: tdi.analyze(table(), Moments())))
         found.append(raised(lambda: tdi.analyze({"x": torch.zeros(0, 3)}, {"x": Moments()})))
@@ -201,6 +204,7 @@ def test_errors_are_raised_on_all_ranks() -> None:
         ("ValueError", ": 1 NaN and 0 infinite among 10 numbers"),
         ("TypeError", "the leaf is float32 in some batches and float64 in others"),
         ("SourceError", "no sample 13"),
+        ("TypeError", "the leaf holds str ('the of and'); numbers are needed"),
         ("InputError", "the spec names the leaf 'y'; the elements are of type dict, the leaves are 'x', 'n', 'label'"),
         ("InputError", "Name the leaf"),
         ("ValueError", "there is no data"),
@@ -214,11 +218,14 @@ def test_errors_are_raised_on_all_ranks() -> None:
         assert part in text
 
 
-def until(steps: int, state: str | None, folder: str) -> tuple[Any, Any]:
-    """The state after some steps, or the result; an analysis that goes on from a state, if there is one."""
+def until(steps: int, state: str | None, folder: str | None) -> tuple[Any, Any]:
+    """The state after some steps, or the result; an analysis that goes on from a state, if there is one.
+
+    Of the table, or of the files in a folder, each rank of its own.
+    """
     strategy = tdi.Strategy(["cpu"])
-    analysis = tdi.Analysis(table(), {"x": SPEC["x"]}, global_batch_size=10, strategy=strategy)
-    with analysis:
+    data, spec = (table(), {"x": SPEC["x"]}) if folder is None else (files(Path(folder)), FILE_SPEC)
+    with tdi.Analysis(data, spec, global_batch_size=10, strategy=strategy) as analysis:
         if state is not None:
             analysis.load_state_dict(json.loads(state))
         for number, _ in enumerate(analysis, 1):
@@ -227,13 +234,22 @@ def until(steps: int, state: str | None, folder: str) -> tuple[Any, Any]:
         return None, bits(analysis.result())
 
 
-def test_a_state_is_taken_up_at_another_world_size(tmp_path: Path) -> None:
-    expected = bits(tdi.analyze(table(), {"x": SPEC["x"]}))
-    state, _ = run_ranks(2, until, 9, None, str(tmp_path))[0]
-    state, _ = run_ranks(3, until, 20, state, str(tmp_path))[0]  # in the second pass
+def test_a_state_of_files_is_taken_up_at_another_world_size(tmp_path: Path) -> None:
+    write_files(tmp_path)
+    expected = bits(tdi.analyze(files(tmp_path), FILE_SPEC))
+    state, _ = run_ranks(2, until, 4, None, str(tmp_path))[0]
+    state, _ = run_ranks(3, until, 3, state, str(tmp_path))[0]
     for _, found in run_ranks(2, until, 1000, state, str(tmp_path)):
         assert found == expected
-    assert until(1000, state, str(tmp_path))[1] == expected
+
+
+def test_a_state_is_taken_up_at_another_world_size() -> None:
+    expected = bits(tdi.analyze(table(), {"x": SPEC["x"]}))
+    state, _ = run_ranks(2, until, 9, None, None)[0]
+    state, _ = run_ranks(3, until, 20, state, None)[0]  # in the second pass
+    for _, found in run_ranks(2, until, 1000, state, None):
+        assert found == expected
+    assert until(1000, state, None)[1] == expected
     other = tdi.Analysis(table(), {"x": Moments()}, strategy=tdi.Strategy(["cpu"]))
     with pytest.raises(tdi.StateMismatch, match="this analysis is of version 1 and of"):
         other.load_state_dict(json.loads(state))
@@ -264,6 +280,21 @@ def test_options_that_change_the_samples_are_refused() -> None:
         tdi.analyze(iter([torch.ones(2)]), Quantiles(0.5))
 
 
+class Rows:
+    """A source of fragments: the rows of arrays, some for each fragment."""
+
+    def __init__(self, columns: Sequence[Any]) -> None:
+        self.columns = columns
+
+    def fragments(self) -> Sequence[tdi.Fragment]:
+        return [tdi.Fragment(str(number)) for number in range(8)]
+
+    def read(self, fragment: tdi.Fragment, position: Any) -> Iterator[tuple[Any, Sequence[Any]]]:
+        rows = range(int(fragment.name), len(self.columns[0]), 8)
+        for place in range(position or 0, len(rows), 3):
+            yield place, [tuple(column[row] for column in self.columns) for row in rows[place : place + 3]]
+
+
 def drawn(seed: int) -> tuple[Any, Any, dict[str, Any]]:
     """A random program: data, spec and arguments; the same on every rank."""
     rng = np.random.default_rng(seed)
@@ -277,7 +308,7 @@ def drawn(seed: int) -> tuple[Any, Any, dict[str, Any]]:
         "id": [Counts(top=5), Distinct()],
     }
     data: Any = {"x": torch.from_numpy(x), "id": torch.from_numpy(rng.integers(0, 9, count))}
-    how = int(rng.integers(4))
+    how = int(rng.integers(5))
     size = int(rng.integers(1, 40))
     if how == 0:
         return data, spec, {"global_batch_size": size}
@@ -287,7 +318,11 @@ def drawn(seed: int) -> tuple[Any, Any, dict[str, Any]]:
         return DataLoader(pairs, batch_size=size, shuffle=True), tuples, {}
     if how == 2:
         return (lambda: ((x, y) for x, y in DataLoader(pairs, batch_size=size))), tuples, {}
-    return pairs, tuples, {"global_batch_size": size, "options": tdi.InputOptions(prefetch=size % 3)}
+    if how == 3:
+        return pairs, tuples, {"global_batch_size": size, "options": tdi.InputOptions(prefetch=size % 3)}
+    policy = tdi.AutoShardPolicy.FILE if rng.random() < 0.5 else tdi.AutoShardPolicy.DATA
+    options = tdi.InputOptions(auto_shard_policy=policy)
+    return Rows([x, data["id"].numpy()]), tuples, {"global_batch_size": size, "options": options}
 
 
 def run_drawn(seeds: list[int]) -> list[Any]:

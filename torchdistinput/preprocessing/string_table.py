@@ -26,6 +26,7 @@ NOWHERE: Final = -(2**63)
 _WIDTHS: Final = (1, 2, 4)
 """Words of the keys of each table."""
 _LONGEST: Final = 8 * _WIDTHS[-1]
+_PADDING: Final = bytes(_LONGEST)
 _BLOCK: Final = 2**17  # strings that are searched at once: 1 MiB for each array in between
 _ODD: Final = np.uint64(0x9E3779B97F4A7C15)  # 2**64 over the golden ratio
 _FOLD: Final = np.uint64(29)
@@ -54,19 +55,21 @@ class _Bytes(NamedTuple):
         return _Bytes(self.windows, self.starts[start:stop], self.lengths[start:stop])
 
 
-def _bytes(data: Any, starts: Ints, lengths: Ints) -> _Bytes:
-    padded = b"".join((data, bytes(_LONGEST)))
+def _bytes(padded: bytes, starts: Ints, lengths: Ints) -> _Bytes:
     return _Bytes(np.ndarray(len(padded) - 7, "<u8", padded, strides=(1,)), starts, lengths)
 
 
 def _of_list(texts: Sequence[str]) -> _Bytes | None:
     """``None`` where a string has a NUL; a ``TypeError`` where an entry is no string."""
-    data = "\0".join(texts).encode("utf-8", "surrogatepass")
-    ends = np.flatnonzero(np.frombuffer(data, np.uint8) == 0)
-    if len(ends) != len(texts) - 1:
+    joined = "\0".join(texts)
+    joined += _PADDING.decode()
+    padded = joined.encode("utf-8", "surrogatepass")
+    ends = np.flatnonzero(np.frombuffer(padded, np.uint8) == 0)
+    if len(ends) != len(texts) - 1 + _LONGEST:
         return None
-    bounds = np.concatenate([[-1], ends, [len(data)]])
-    return _bytes(data, bounds[:-1] + 1, np.diff(bounds) - 1)
+    ends = ends[: len(texts)]
+    starts = np.append(0, ends[:-1] + 1)
+    return _bytes(padded, starts, ends - starts)
 
 
 def _of_array(array: npt.NDArray[Any]) -> _Bytes | None:
@@ -76,7 +79,7 @@ def _of_array(array: npt.NDArray[Any]) -> _Bytes | None:
         if points.max() > 127:
             return None
         array = points.astype(np.uint8).view(f"S{array.dtype.itemsize // 4}")
-    return _bytes(array.tobytes(), np.arange(len(array)) * array.dtype.itemsize, np.char.str_len(array))
+    return _bytes(array.tobytes() + _PADDING, np.arange(len(array)) * array.dtype.itemsize, np.char.str_len(array))
 
 
 def _of_arrow(array: Any) -> _Bytes | None:
@@ -87,7 +90,7 @@ def _of_arrow(array: Any) -> _Bytes | None:
     data = memoryview(buffer or b"")[bounds[0] : bounds[-1]]
     if (np.frombuffer(data, np.uint8) == 0).any():
         return None
-    return _bytes(data, bounds[:-1] - bounds[0], np.diff(bounds))
+    return _bytes(b"".join((data, _PADDING)), bounds[:-1] - bounds[0], np.diff(bounds))
 
 
 @final
@@ -138,7 +141,7 @@ class _Table:
 
     def _found(self, words: Words, slots: Ints) -> tuple[Ints, npt.NDArray[np.intp]]:
         """The places of the keys that are in these slots, and which keys are to be looked for in the next ones."""
-        entries = self._entries.take(slots)
+        entries = self._entries.take(slots).astype(np.intp)
         equal = self._keys[0].take(entries) == words[0]
         for key, column in zip(self._keys[1:], words[1:], strict=True):
             equal &= key.take(entries) == column
@@ -160,7 +163,7 @@ class StringTable:
         terms = [term for term in places if "\0" not in term]
         contents = [term.encode("utf-8", "surrogatepass") for term in terms]
         lengths = np.fromiter(map(len, contents), np.int64, len(terms))
-        read = _bytes(b"".join(contents), np.cumsum(lengths) - lengths, lengths)
+        read = _bytes(b"".join((*contents, _PADDING)), np.cumsum(lengths) - lengths, lengths)
         sizes = np.searchsorted([8 * width for width in _WIDTHS], lengths)
         numbers = self._in_dict(terms)
         self._tables = []
@@ -203,12 +206,12 @@ class StringTable:
         return np.fromiter(map(self._places.get, texts, repeat(NOWHERE)), np.int64, len(texts))
 
     def _in_tables(self, texts: _Bytes) -> Ints:
-        found = np.empty(len(texts.starts), np.int64)
-        rows: Any = slice(None)
-        for table, width in zip(self._tables, _WIDTHS, strict=True):
-            found[rows] = table.find(texts.words(rows, width))
-            rows = np.flatnonzero(texts.lengths > 8 * width)
+        found = self._tables[0].find(texts.words(slice(None), 1))
+        rows = np.flatnonzero(texts.lengths > 8)
+        for table, width in zip(self._tables[1:], _WIDTHS[1:], strict=True):
             if not len(rows):
-                return found
+                break
+            found[rows] = table.find(texts.words(rows, width))
+            rows = rows[texts.lengths[rows] > 8 * width]
         found[rows] = NOWHERE
         return found

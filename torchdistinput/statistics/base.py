@@ -100,7 +100,7 @@ def _by_feature(batch: Any, axis: int | Sequence[int] | None) -> tuple[npt.NDArr
 
 def _described(batch: Any, values: npt.NDArray[Any]) -> str:
     if values.dtype.kind in "USO" and values.size:
-        first = values.reshape(-1)[0]
+        first = values.reshape(-1)[:1].tolist()[0]
         return f"{type(first).__name__} ({first!r:.40})"
     return f"{type(batch).__name__} of dtype {values.dtype}"
 
