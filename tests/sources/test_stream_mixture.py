@@ -95,7 +95,7 @@ def test_a_mixture_of_streams_is_that_of_their_records_in_their_own_order(folder
 def test_the_order_is_that_of_one_process_at_every_world_size_and_after_every_resume(
     folder: str, num_workers: int, more: dict[str, Any], all_cells: bool
 ) -> None:
-    order = list(make_loader(folder, 0, more).dataset)
+    order = [number for batch in make_loader(folder, 0, more) for number in batch.tolist()]
     worlds = [(2, 6), (3, 9), (1, 100)] if not all_cells else [(5, 4), (2, 5), (7, 3), (3, 6), (1, 100)]
     state = check_worlds(make_loader, (folder, num_workers, more), batches(order), worlds)
     assert len(state) < 4096
@@ -280,7 +280,7 @@ def test_a_record_that_cannot_be_read_fails_its_own_step_or_is_left_out(folder: 
     bad = tdi.FileDataset(str(tmp_path / "bad.txt"), tdi.readers.text_lines, map_fn=int)
     mixed = tdi.Mixture({"bad": bad, "good": range(1000, 1100)}, {"bad": 1, "good": 1}, seed=1)
     loader = tdi.Strategy(["cpu"]).distribute_dataset(mixed, global_batch_size=2)
-    delivered = []
+    delivered: list[list[int]] = []
     with pytest.raises(SourceError, match=r"bad: .*bad.txt: map_fn failed on record 2"):
         delivered.extend(batch.tolist() for batch in loader)
     whole = [*chain(*delivered)]
@@ -349,7 +349,7 @@ def test_sources_that_cannot_be_mixed_are_told(folder: str, tmp_path: Path) -> N
     (tmp_path / "empty.txt").write_text("")
     empty = tdi.FileDataset(str(tmp_path / "empty.txt"), tdi.readers.text_lines)
     with pytest.raises(SourceError, match="the source 'empty' of the mixture has no record"):
-        list(tdi.Mixture({"empty": empty, "web": files(folder, "web")}, {"empty": 1, "web": 1}, stop="repeat"))
+        list(tdi.StreamMixture({"empty": empty, "web": files(folder, "web")}, {"empty": 1, "web": 1}, stop="repeat"))
     with pytest.raises(ValueError, match="weight 0 is -2"):
         endless.set_weights({"web": -2})
 
@@ -362,7 +362,10 @@ def refused_policy(folder: str) -> str:
 
 
 def test_policy_file_is_refused_with_the_way_out(folder: str) -> None:
-    assert "Use AutoShardPolicy.DATA" in refused_policy(folder)
+    told = run_ranks(2, refused_policy, folder)
+    assert told == [told[0]] * 2
+    assert "policy FILE deals out whole files" in told[0]
+    assert "Use AutoShardPolicy.DATA" in told[0]
 
 
 def test_a_length_below_0_is_told(folder: str) -> None:

@@ -10,7 +10,8 @@ In samples the law is that of ``plan.mixing`` (M1 to M6). In tokens it is:
   first. A sample without tokens counts as one token, so that its source has turns like the others.
 (T2) So at every position, the tokens of a source are its share of all of them up to the length of one sample: of two
   sources, ``tokens / weight`` differs by less than the longest sample divided by its weight.
-(T3) Ends are as in M5. A source that has ended is left out, and the weights of the others stay in proportion.
+(T3) Ends are as in M5. A source that has ended is left out, and the weights of the others stay in proportion. Where all
+  sources that have a weight have ended, the next weights hold at once.
 (T4) Weights that change at a position begin a new segment: the tokens count from there on.
 
 References: T1 is start-time fair queueing (Goyal, Vin, Cheng 1996); the sources are its flows, samples its packets.
@@ -134,13 +135,17 @@ class TokenTurns:
 
     def _scales(self, position: int) -> list[tuple[int, int]]:
         """The sources that may come at a position, each with a whole number in inverse proportion to its weight."""
-        weights = next(weights for at, weights in reversed(self._changes) if at <= position)
-        common = math.lcm(*(weight.numerator for weight in weights if weight))
-        return [
-            (source, common // weight.numerator * weight.denominator)
-            for source, weight in enumerate(weights)
-            if weight and source not in self._ended
-        ]
+        here = max(number for number, (at, _) in enumerate(self._changes) if at <= position)
+        for _, weights in self._changes[here:]:
+            common = math.lcm(*(weight.numerator for weight in weights if weight))
+            found = [
+                (source, common // weight.numerator * weight.denominator)
+                for source, weight in enumerate(weights)
+                if weight and source not in self._ended
+            ]
+            if found:
+                return found
+        return []
 
     def draw(self, position: int, count: int, supply: Supply) -> list[int]:
         """The sources of the next ``count`` positions; fewer at the end."""
@@ -157,7 +162,7 @@ class TokenTurns:
                 scales = []
             scales = scales or self._scales(at)
             if not scales:
-                break  # all sources of these weights have ended
+                break  # all sources have ended
             source = min(scales, key=lambda each: self._used[each[0]] * each[1])[0]
             if supply.have(source, taken[source] + 1) <= taken[source]:
                 if self._stop == "first":

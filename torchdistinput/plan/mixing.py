@@ -171,7 +171,7 @@ class MixedOrder:
                 end = None if stop == "repeat" else self._first_end(segment, number)
                 start = min(each for each in (end, until) if each is not None)
                 before = self._counted(segment, number, start)
-                if start == end and stop == "first":
+                if start == end != until and stop == "first":  # else the next weights may not ask for the source
                     return segments, start
         return segments, start
 

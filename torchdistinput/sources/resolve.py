@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -26,7 +26,7 @@ from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.base import HoldsTorchLoader, MapStyle, Shards, Source
 from torchdistinput.sources.checks import refuse_class, refuse_ray
 from torchdistinput.sources.files.fragment_dataset import FragmentDataset
-from torchdistinput.sources.files.mixture import RecordDataset
+from torchdistinput.sources.files.mixture import RecordDataset, StreamMixture
 from torchdistinput.sources.fragments import FragmentSource
 from torchdistinput.sources.in_worker import cannot_skip
 from torchdistinput.sources.iterable.data_pipes import has_sharding_filter
@@ -105,12 +105,7 @@ def recognise(
     if shuffle:
         _refuse_shuffling(data)
     inner = data.dataset if isinstance(data, DataLoader) else data
-    files = inner.names if isinstance(inner, FragmentDataset) else None
-    if files is None and options.file_assignment == "by_size":
-        raise ShardingError(
-            'file_assignment="by_size" divides files or fragments, and the data has none; a FileDataset or a '
-            "FragmentSource is needed."
-        )
+    files = _files_of(inner, options)
     source = inner if first is None else first
     resolved = resolve_policy(
         options.auto_shard_policy,
@@ -132,6 +127,28 @@ def recognise(
         return MapLoaderSource(_loader(data, *batching, shuffle), *place), resolved
     _refuse_without_numbers(f"an iterable ({type(data).__name__})", options)
     return IterableSource(data, *place, *batching, first=first), resolved
+
+
+def _files_of(data: Any, options: InputOptions) -> Sequence[str] | None:
+    """The files or fragments that policy FILE deals out; ``None`` for data without.
+
+    Raises:
+      ShardingError: an option needs files, and there are none to deal out.
+    """
+    if isinstance(data, FragmentDataset):
+        return data.names
+    if isinstance(data, Mixture | StreamMixture) and options.auto_shard_policy is AutoShardPolicy.FILE:
+        raise ShardingError(
+            "policy FILE deals out whole files, and a mixture takes the records of all its sources by their weights, "
+            "in one order for all ranks. Use AutoShardPolicy.DATA, or AUTO; or mix on each worker alone, with "
+            "distribute_datasets_from_function."
+        )
+    if options.file_assignment == "by_size":
+        raise ShardingError(
+            'file_assignment="by_size" divides files or fragments, and the data has none; a FileDataset or a '
+            "FragmentSource is needed."
+        )
+    return None
 
 
 def _refuse_without_numbers(what: str, options: InputOptions) -> None:

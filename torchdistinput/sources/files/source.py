@@ -17,7 +17,7 @@ from typing import Any, cast, final
 import torch
 from torch.utils.data import DataLoader, default_collate
 
-from torchdistinput.errors import BatchingError, ShardingError, StateMismatch
+from torchdistinput.errors import BatchingError, StateMismatch
 from torchdistinput.plan.balancing import CostCutter
 from torchdistinput.plan.batching import Cutter, check_batch_size
 from torchdistinput.plan.batching import Row as Limits
@@ -98,7 +98,7 @@ class RecordSource:
             collate = as_is if global_batch_size is None else default_collate
         dataset: Any = data if not isinstance(data, DataLoader) else data.dataset if read is None else read
         self._dataset: RecordDataset = dataset
-        self._mixture = _checked_mixture(dataset, policy, global_batch_size)
+        self._mixture = _checked_mixture(dataset, global_batch_size)
         self._lists_strings = self._dataset.yields_strings and collate is default_collate  # which returns the list
         self._cutter = Cutter(topology, shared, global_batch_size)
         self._balance = balance_by_record(options, self._cutter, "a dataset of files")
@@ -366,21 +366,14 @@ class _Track:
         return self._mixture.counts(self._own.cursor(self._begun.rows + rows)[1])
 
 
-def _checked_mixture(mixture: object, policy: AutoShardPolicy, batch_size: int | None) -> StreamMixture | None:
-    """The dataset, if it is a mixture. Refuses a policy or batch size that does not fit one.
+def _checked_mixture(mixture: object, batch_size: int | None) -> StreamMixture | None:
+    """The dataset, if it is a mixture.
 
     Raises:
-      ShardingError: the policy is FILE.
       BatchingError: the starts of its weights are steps of another size.
     """
     if not isinstance(mixture, StreamMixture):
         return None
-    if policy is AutoShardPolicy.FILE:
-        raise ShardingError(
-            "policy FILE deals out whole files, and a mixture takes the records of all its sources by their weights, "
-            "in one order for all ranks. Use AutoShardPolicy.DATA, or AUTO; or mix on each worker alone, with "
-            "distribute_datasets_from_function."
-        )
     if mixture.batch_size not in {None, batch_size}:
         raise BatchingError(
             f"the mixture counts its steps by batch_size={mixture.batch_size}, but the global batch size is "

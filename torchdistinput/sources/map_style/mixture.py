@@ -33,9 +33,9 @@ class Mixture(Dataset[Any]):
         mixture = tdi.Mixture({"web": web, "code": code}, {"web": 0.7, "code": 0.3}, stop="all")
         loader = tdi.DataLoader(mixture, batch_size=G, sampler=mixture.sampler())
 
-    Without the sampler each epoch has the order of the first one, in plain torch. ``shuffle=True`` would undo the
-    shares. The library's loaders read the positions in order, as a stream, so that ``set_weights`` works in any epoch
-    and ``stats()`` counts by source.
+    A ``DataLoader`` without the sampler has the order of the first epoch in each; ``shuffle=True`` would undo the
+    shares. With the sampler, and in ``distribute_dataset(mixture, global_batch_size=G)``, the library reads the mixture
+    as a stream, so that ``set_weights`` works and ``stats()`` counts by source.
 
     Where a source is a ``FileDataset``, a ``FragmentSource`` or such a mixture, or the shares are of tokens, the call
     returns a ``StreamMixture`` of the same arguments, without ``__getitem__`` and sampler; its documentation has more.
@@ -109,8 +109,8 @@ class Mixture(Dataset[Any]):
     def set_weights(self, weights: Mapping[str, float]) -> None:
         """See ``StreamMixture.set_weights``. Local.
 
-        It works where a loader of this library reads the mixture by its sampler, or without one. ``locate`` and
-        indexing keep the weights that were given first.
+        It works in a loader of this library that has ``mixture.sampler()``, and in ``distribute_dataset(mixture,
+        global_batch_size=G)``. Any other loader, ``locate`` and indexing keep the weights that were given first.
         """
         self.stream.set_weights(weights)
 
