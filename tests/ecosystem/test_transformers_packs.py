@@ -165,16 +165,18 @@ def compare_with_flattening() -> None:
 
     names = recipe()
     fields = ["input_ids", "labels"]
-    ragged = tdi.Packed(names["mixture"], 32, fields=fields)
+    texts = [{name: text["input_ids"] for name in fields} for text in names["parts"]["chats"]]  # every token is learned
+    ragged = tdi.Packed(texts, 32, fields=fields)
     flatten = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
     for number in range(len(ragged)):
         pack = ragged[number]
-        flat = flatten([names["mixture"][item.sample] for item in ragged.items(number)])
+        flat = flatten([texts[item.sample] for item in ragged.items(number)])
         assert torch.equal(pack["cu_seqlens"], flat["cu_seq_lens_q"])
         assert torch.equal(pack["segment_ids"] - 1, flat["seq_idx"][0])
         row = names["rows"]([{name: pack[name] for name in (*fields, "segment_ids", "positions")}])
-        for name in ("input_ids", "labels", "position_ids"):
-            assert torch.equal(row[name], flat[name])
+        assert torch.equal(row["input_ids"], flat["input_ids"])
+        assert torch.equal(row["position_ids"], flat["position_ids"])
+        assert torch.equal(row["labels"][:, 1:], flat["labels"][:, 1:])  # the first one of a row is never foretold
 
 
 def test_only_the_answers_are_learned() -> None:
