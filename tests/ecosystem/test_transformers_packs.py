@@ -165,7 +165,7 @@ def compare_with_flattening() -> None:
 
     names = recipe()
     fields = ["input_ids", "labels"]
-    texts = [{name: text["input_ids"] for name in fields} for text in names["parts"]["chats"]]  # every token is learned
+    texts = [dict.fromkeys(fields, text["input_ids"]) for text in names["parts"]["chats"]]  # every token is learned
     ragged = tdi.Packed(texts, 32, fields=fields)
     flatten = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
     for number in range(len(ragged)):

@@ -112,8 +112,7 @@ class RecordSource:
         in_ranges = num_readers > 1 or (shared and topology.num_workers > 1)
         if isinstance(self._dataset, FragmentDataset) and (in_ranges or self._dataset.needs_preparing):
             self._dataset.prepare(topology.worker, topology.num_workers)
-        by_size = by_file and options.file_assignment == "by_size"
-        self._sizes = sizes_of(dataset) if by_size else None
+        self._sizes = sizes_of(dataset) if by_file and options.file_assignment == "by_size" else None
         self._rows = RecordRows(
             self._dataset,
             self._cutter,
