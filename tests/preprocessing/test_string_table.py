@@ -114,6 +114,8 @@ def test_layers_learn_from_arrow_and_bytes() -> None:
         (["a", None], "StringLookup: sequence item 1: expected str instance, NoneType found"),
         ([b"a"], "strings are needed"),
         (pa.array(["a", None]), "with 1 nulls; strings without nulls are needed"),
+        (pa.array(["a", None]).dictionary_encode("encode"), "with 1 nulls"),
+        (pa.chunked_array([["a"], [None]]), "with 1 nulls"),
         (pa.array([1]), "the input is Arrow's int64"),
         (pa.array([[["a"]]]), "the input is Arrow's list"),
     ],

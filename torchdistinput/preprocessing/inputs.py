@@ -93,13 +93,15 @@ def texts_of(inputs: Any, layer: str) -> tuple[Texts, tuple[int, ...]]:
 
 
 def _of_arrow(inputs: Any, layer: str) -> Any:
-    kind = getattr(inputs.type, "value_type", inputs.type)  # of a dictionary
-    if str(kind) not in ("string", "large_string") or inputs.null_count:
+    array = inputs.combine_chunks() if type(inputs).__name__ == "ChunkedArray" else inputs
+    values = array.dictionary if str(array.type).startswith("dictionary") else array
+    nulls = max(array.null_count, values.null_count)
+    if str(values.type) not in ("string", "large_string") or nulls:
         raise TypeError(
-            f"{layer}: the input is Arrow's {inputs.type} with {inputs.null_count} nulls; strings without nulls are "
-            "needed. fill_null gives nulls a value."
+            f"{layer}: the input is Arrow's {array.type} with {nulls} nulls; strings without nulls are needed. "
+            "fill_null gives nulls a value."
         )
-    return inputs.combine_chunks() if type(inputs).__name__ == "ChunkedArray" else inputs
+    return array
 
 
 def strings(inputs: Any, layer: str) -> tuple[list[str], tuple[int, ...]]:
