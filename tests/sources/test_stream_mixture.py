@@ -136,11 +136,12 @@ def test_tokens_are_shared_and_counted(folder: str) -> None:
 
 
 def read_and_change(
-    folder: str, text: str | None, until: int, asked: dict[int, dict[str, float]], who: list[int]
+    folder: str, workers: int, text: str | None, until: int, asked: dict[int, dict[str, float]], who: list[int]
 ) -> tuple[list[list[int]], str]:
     strategy = tdi.Strategy(["cpu"])
     mixed = mixture(folder)
-    loader = strategy.distribute_dataset(mixed, tdi.InputOptions(prefetch=2), global_batch_size=SIZE)
+    data: Any = DataLoader(mixed, SIZE, num_workers=workers)
+    loader = strategy.distribute_dataset(data, tdi.InputOptions(prefetch=2))
     if text is not None:
         loader.load_state_dict(json.loads(text))
     found = []
@@ -159,14 +160,14 @@ def joined(ranks: list[Any]) -> list[list[int]]:
     return [[number for part in parts for number in part] for parts in zip(*(found for found, _ in ranks), strict=True)]
 
 
-@pytest.mark.parametrize("who", [[1], [0, 1, 2]])
-def test_weights_that_are_set_hold_on_all_ranks_from_one_step_on(folder: str, who: list[int]) -> None:
+@pytest.mark.parametrize(("who", "workers"), [([1], 0), ([0, 1, 2], 1)])
+def test_weights_that_are_set_hold_on_all_ranks_from_one_step_on(folder: str, who: list[int], workers: int) -> None:
     asked = {3: {"code": 1.0}}
-    first = run_ranks(3, read_and_change, folder, None, 14, asked, who)
+    first = run_ranks(3, read_and_change, folder, workers, None, 14, asked, who)
     states = {state for _, state in first}
     assert len(states) == 1
     (state,) = states
-    second = run_ranks(2, read_and_change, folder, state, 1000, {}, [])
+    second = run_ranks(2, read_and_change, folder, workers, state, 1000, {}, [])
     order = [number for step in joined(first) + joined(second) for number in step]
     ((_, position, _, weights),) = json.loads(state)["position"][1][-1][1]
     assert position % SIZE == 0
