@@ -1,4 +1,5 @@
-"""Conversations of a mixture, in packs divided by cost, in transformers' Trainer: the recipe of examples/README.md.
+"""Conversations of a mixture, in packs divided by cost, in transformers' Trainer and trl's: the recipe of
+examples/README.md.
 
 The reference is a plain loop in one process that reads each text alone, without packs and without a Trainer.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -56,15 +58,14 @@ def tokenizer() -> Any:
     return made
 
 
-def recipe() -> dict[str, Any]:
-    """The names of the recipe's lines."""
-    from transformers import Trainer  # noqa: PLC0415 - as above
-
+def recipe(trainer: str = "transformers") -> dict[str, Any]:
+    """The names of the recipe's lines, with the Trainer of transformers or of trl."""
+    package = import_module(trainer)
     (code,) = (each for each in snippets("examples/README.md") if "apply_chat_template" in each)
     names: dict[str, Any] = {
         "torch": torch,
         "tdi": tdi,
-        "Trainer": Trainer,
+        "Trainer": package.SFTTrainer if trainer == "trl" else package.Trainer,
         "G": GLOBAL_BATCH,
         "tokenizer": tokenizer(),
         "chats": conversations(1, 12, 2),
@@ -83,14 +84,17 @@ def language_model() -> Any:
     return GPT2LMHeadModel(GPT2Config(**size, **dropout, bos_token_id=3, eos_token_id=3)).double()
 
 
-def trained(folder: str) -> list[float]:
+def trained(folder: str, kind: str = "transformers") -> list[float]:
     """One rank: the weights of the recipe's Trainer. 2 ranks save in the middle, 3 go on there."""
     warnings.simplefilter("ignore")
-    from transformers import TrainingArguments  # noqa: PLC0415 - as above
-
-    world, names = int(os.environ["WORLD_SIZE"]), recipe()
+    world, names = int(os.environ["WORLD_SIZE"]), recipe(kind)
     saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": CUT} if world == 2 else {"save_strategy": "no"}
-    arguments: Any = TrainingArguments(
+    more: dict[str, Any] = {}
+    if kind == "trl":
+        saving |= {"dataset_kwargs": {"skip_prepare_dataset": True}, "remove_unused_columns": False, "bf16": False}
+        more["processing_class"] = names["tokenizer"]
+    package = import_module(kind)
+    arguments = (package.SFTConfig if kind == "trl" else package.TrainingArguments)(
         output_dir=folder,
         use_cpu=True,
         num_train_epochs=EPOCHS,
@@ -103,7 +107,11 @@ def trained(folder: str) -> list[float]:
         seed=4,
         **saving,
     )
-    trainer = names["OnRanks"](language_model(), arguments, train_dataset=names["packs"])
+    given = names["packs"]
+    if kind == "trl":  # which takes no other class at first
+        given = import_module("datasets").Dataset.from_dict({"input_ids": [[0]]})
+    trainer = names["OnRanks"](language_model(), arguments, train_dataset=given, **more)
+    trainer.train_dataset = names["packs"]
     trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-{CUT}" if world == 3 else None)
     torch.distributed.destroy_process_group()
     return weights_of(trainer.model)
@@ -142,18 +150,34 @@ def answered(model: Any, input_ids: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(scores, labels[1:], reduction="none")[labels[1:] != -100]
 
 
-def test_the_recipe_trains_the_weights_of_texts_read_alone_also_after_a_resume_at_another_world_size(
-    tmp_path: Path,
-) -> None:
+@pytest.fixture(scope="module")
+def reference() -> list[float]:
+    """The weights of texts read alone."""
     ((expected, moved, steps),) = run_ranks(1, alone, timeout_seconds=120)
+    assert moved > 0.1
     assert steps < CUT < EPOCHS * steps
+    return expected
+
+
+def check(weights: list[float], expected: list[float]) -> None:
+    torch.testing.assert_close(float64(weights), float64(expected), rtol=0, atol=1e-7)  # the loss is in float32
+
+
+def test_the_recipe_trains_the_weights_of_texts_read_alone_also_after_a_resume_at_another_world_size(
+    tmp_path: Path, reference: list[float]
+) -> None:
     two = run_ranks(2, trained, str(tmp_path), init_group=False, timeout_seconds=120)
     three = run_ranks(3, trained, str(tmp_path), init_group=False, timeout_seconds=120)
     state = json.loads((tmp_path / f"checkpoint-{CUT}" / "trainer_state.json").read_text())
     assert state["global_step"] == CUT
     for weights in (*two, *three):
-        torch.testing.assert_close(float64(weights), float64(expected), rtol=0, atol=1e-7)  # its loss is in float32
-    assert moved > 0.1
+        check(weights, reference)
+
+
+def test_trls_trainer_takes_the_same_class_and_trains_the_same_weights(tmp_path: Path, reference: list[float]) -> None:
+    pytest.importorskip("trl")
+    for weights in run_ranks(2, trained, str(tmp_path), "trl", init_group=False, timeout_seconds=180):
+        check(weights, reference)
 
 
 def test_packs_are_what_transformers_own_padding_free_collator_makes_of_the_same_texts() -> None:
