@@ -2,12 +2,12 @@
 
     python scripts/simulate.py [--latency-us 50] [--jitter 0.5] [--skew-us 100] [--json FILE]
 
-**The exchange** (``backends.channels``, recursive doubling): ``log2 W`` rounds, and two more where W is no power of
-two. The reports and the decision are the real ones (``plan.ending``); what is simulated is the network: each message
-takes a latency with a lognormal jitter, and the ranks come to a vote at different times. The rounds go through the
-schedule of the channels rank by rank, so a late rank delays those that depend on it and no others. Beside it the ring
-that gloo's all_reduce is, ``2 (W - 1)`` rounds. A vote covers one step at ``prefetch=2`` and half of the steps ahead
-at ``prefetch=32``.
+**The exchange** (``coordination.recursive_doubling``): ``log2 W`` rounds, and two more where W is no power of
+two. The reports and the decision are the real ones (``plan.step_agreement``); what is simulated is the network: each
+message takes a latency with a lognormal jitter, and the ranks come to a vote at different times. The rounds go through
+the schedule of the channels rank by rank, so a late rank delays those that depend on it and no others. Beside it the
+ring that gloo's all_reduce is, ``2 (W - 1)`` rounds. A vote covers one step at ``prefetch=2`` and half of the steps
+ahead at ``prefetch=32``.
 
 **The plan**: each policy's arithmetic for one worker at W workers, in this process, with its own memory: which files,
 which rows of a batch, which indices of a shuffled order. Nothing is simulated there.

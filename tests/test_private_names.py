@@ -186,6 +186,7 @@ NOT_MET = {
     "multiprocessing.process._children",
     "ctypes.pythonapi.Py_IncRef",
     "_thread.RLock._is_owned",
+    "logging._lock",
 }
 NAMES = [name for name in (*of_loaders.PRIVATE_NAMES, *of_ranks.PRIVATE_NAMES) if name not in NOT_READ]
 

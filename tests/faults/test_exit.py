@@ -8,7 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.interpreters import HANG_BOUND_SECONDS, Interpreters, printed
+from tests.support.interpreters import HANG_BOUND_SECONDS, ROOT, Interpreters, printed
+from tests.support.platforms import linux_processes
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
@@ -34,6 +35,34 @@ for event, workers in zip(begun, (0, 1)):
     threading.Thread(target=read, args=(tdi.DataLoader(Slow(), num_workers=workers), event), daemon=True).start()
 for event in begun: event.wait()
 """
+STOPPED_WORKER = """
+import multiprocessing, os, signal
+from torch.utils.data import DataLoader
+loader = DataLoader(range(4), num_workers=1, persistent_workers=True)
+kept = strategy.distribute_dataset(loader)
+assert len(list(kept)) == 4
+(worker,) = multiprocessing.active_children()
+os.kill(worker.pid, signal.SIGSTOP)
+print(worker.pid)
+"""
+INTERRUPTED_FORK = """
+import _thread, os, signal
+from functools import partial
+# Registered before logging's own: runs last before a fork. The signal is handled by the first Python code after it.
+os.register_at_fork(before=partial(next, map(_thread.interrupt_main, iter([signal.SIGINT])), None))
+import logging, threading
+import torchdistinput as tdi
+try:
+    list(tdi.DataLoader(range(4), num_workers=1))
+    print("went on")
+except KeyboardInterrupt:
+    print("interrupted")
+other = threading.Thread(target=logging.getLogger, args=("other",), daemon=True)
+other.start()
+other.join(20)
+print("hangs" if other.is_alive() else "logs")
+print(len(list(tdi.DataLoader(range(4), num_workers=1))), flush=True)
+"""
 
 
 def test_a_script_may_end_at_once(interpreters: Interpreters, tmp_path: Path) -> None:
@@ -55,6 +84,28 @@ def test_a_daemon_thread_that_reads_as_the_script_ends_says_nothing(interpreters
     (ended,) = interpreters.run([str(script)])
     assert ended.code == 0
     assert "Traceback" not in ended.errors, ended.errors  # triton tells of leaks of its own where a thread still runs
+
+
+@linux_processes
+def test_a_loader_worker_that_is_stopped_does_not_keep_a_script_from_its_end(
+    interpreters: Interpreters, tmp_path: Path
+) -> None:
+    """At its end Python terminates its children, and waits for them without a bound; a stopped one hears of nothing."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT + STOPPED_WORKER)
+    worker = printed(interpreters.run([str(script)]))
+    assert not Path(f"/proc/{worker.strip()}").exists()
+
+
+@linux_processes
+def test_an_interruption_during_the_fork_of_a_loader_worker_is_raised_and_leaves_no_lock() -> None:
+    """In an interpreter that has not imported ``logging`` yet."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-c", INTERRUPTED_FORK]
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=HANG_BOUND_SECONDS, check=False, env={"PYTHONPATH": path}
+    )
+    assert ended.stdout.split() == ["interrupted", "logs", "4"], ended.stderr
 
 
 def test_torchrun_itself_sees_a_good_end(tmp_path: Path) -> None:

@@ -10,6 +10,10 @@ Other objects of the parent (connections to other ranks, loader workers, iterato
 call in each fork (``leave_to_parent``), and leave their work to the parent. Copies of sockets are closed, as they would
 keep a connection open after the parent has ended.
 
+``logging`` takes its lock for a fork, and before Python 3.13 releases it in Python code. There Python ignores what the
+handler of a signal raises that came during the fork, also a Ctrl-C, and the lock stays taken: the next thread that asks
+for a logger waits for ever. So who forks loader workers looks for it (``private_names.interrupted_in_a_fork``).
+
 The garbage collector is off until these calls are made. It could find an iterator that was garbage in the parent, and
 would close it in the parent's name.
 """

@@ -26,6 +26,7 @@ __all__ = [
     "default_store",
     "devices_of_backend",
     "holds",
+    "interrupted_in_a_fork",
     "keep_until_the_process_ends",
     "log_missing",
     "look_up",
@@ -50,6 +51,10 @@ PRIVATE_NAMES: Final = {
     "_thread.RLock._is_owned": (
         "whether this thread holds a reentrant lock: to release one that is not held raises, which would show in the "
         "context of a user's exception. Without it: it is released, and taken again if it was held"
+    ),
+    "logging._lock": (
+        "a signal that comes during a fork leaves it locked for ever, before Python 3.13 (see fork_safety). Without "
+        "it: it stays locked"
     ),
     "ctypes.pythonapi.Py_IncRef": (
         "a reference that nobody gives back, also not the end of the interpreter: a store that a forked process ends "
@@ -167,6 +172,19 @@ def holds(lock: Any) -> bool:
         return False
     lock.acquire()
     return True
+
+
+def interrupted_in_a_fork() -> bool:
+    """Whether Python lost an interruption of this thread in a fork; gives the lock of ``logging`` back then. Local.
+
+    Called by a thread that has just forked, and does not hold the lock otherwise.
+    """
+    lock = look_up("logging._lock")
+    lost = False
+    while lock is not None and holds(lock):  # once for each fork
+        lock.release()
+        lost = True
+    return lost
 
 
 def keep_until_the_process_ends(kept: object) -> None:

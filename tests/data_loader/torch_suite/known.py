@@ -11,9 +11,11 @@ _LOOKS_INSIDE = (
 
 KNOWN: Final = {
     "TestDataLoader.test_duplicating_data_with_drop_last": _FOR_ONE_RANK,
+    "TestDataLoader.test_get_worker_info": _LOOKS_INSIDE,
     "TestDataLoader.test_iterable_style_dataset": _LOOKS_INSIDE,
     "TestDataLoader.test_partial_workers": _LOOKS_INSIDE,
     "TestDataLoaderPersistentWorkers.test_duplicating_data_with_drop_last": _FOR_ONE_RANK,
+    "TestDataLoaderPersistentWorkers.test_get_worker_info": _LOOKS_INSIDE,
     "TestDataLoaderPersistentWorkers.test_iterable_style_dataset": _LOOKS_INSIDE,
     "TestDataLoaderPersistentWorkers.test_partial_workers": _LOOKS_INSIDE,
 }

@@ -17,15 +17,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess as Process
+from multiprocessing.util import Finalize
 from typing import Any, Final, NoReturn, cast, final
 
 from torch.utils.data import DataLoader
 
 from torchdistinput.coordination.failures import plain_indices
 from torchdistinput.coordination.fork_safety import told_of_forks
-from torchdistinput.coordination.private_names import look_up
+from torchdistinput.coordination.private_names import interrupted_in_a_fork, look_up
 from torchdistinput.pipeline.end_errors import left_to_parent
 from torchdistinput.sources.in_worker import few, indices_of
 from torchdistinput.sources.map_style.index_batches import IndexFeed
@@ -102,6 +104,9 @@ class LoaderRun(Iterator[Any]):
         self.fresh = 0
         """Items that came in fresh memory, as they did not fit into what is used again."""
         told_of_forks(self)
+        if interrupted_in_a_fork():
+            self.close()
+            raise KeyboardInterrupt
         init = None
         if is_of_loader_workers(iterator) and STUCK_FORKS.is_usable(iterator):
             workers = iterator
@@ -336,6 +341,21 @@ def _end_by_force(workers: _Workers, *, at_once: bool = False) -> None:
         _join(workers, _DEATH_SECONDS)
 
 
+def _kill_stopped(number: int, processes: Sequence[Process]) -> None:
+    """Kills the workers that are stopped: they hear of nothing else.
+
+    Args:
+      number: by which torch's signal handler knows the workers.
+      processes: the workers.
+    """
+    stopped = [process for process in processes if process.is_alive() and is_stopped(process)]
+    if stopped:
+        with suppress(ValueError):  # torch forgot them before
+            _remove_worker_pids(number)
+    for process in stopped:
+        process.kill()
+
+
 def _let_torch_forget(workers: _Workers) -> None:
     """The end of the workers is none that torch must tell of."""
     if workers._worker_pids_set:
@@ -373,8 +393,14 @@ def _begin(loader: Iterable[Any], inlet: BatchDecoder | None, seconds: float | N
         loader.sampler.taken = deque(maxlen=loader.num_workers * (loader.prefetch_factor or 0))
     try:
         with forks_of_workers():
+            before = _iterator_of(loader)
             rested = _at_rest(loader)
-            return LoaderRun(_reset(loader, seconds) if rested is None else rested, inlet)
+            iterator = _reset(loader, seconds) if rested is None else rested
+            workers = _workers_of(iterator)
+            if workers is not None and workers is not before:
+                # Runs just before Python terminates the workers that live on, and waits for them without a bound.
+                Finalize(workers, _kill_stopped, (id(workers), workers._workers), exitpriority=0)
+            return LoaderRun(iterator, inlet)
     finally:  # also where the workers could not be started: nobody else would close what it closes
         if inlet is not None:
             inlet.seal()
