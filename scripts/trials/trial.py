@@ -363,12 +363,13 @@ class _Watch:
         while (left := self._left()) and time.monotonic() < began + self._trial.bound_seconds:
             self.listen(_TICK_SECONDS)
         self._found.gone_seconds = time.monotonic() - began
+        sockets = processes.open_sockets(self._sockets)  # before those who have them are killed
         for pid in left:
             self._found.left.append(f"process {pid} {self._told_of(pid)}")
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self._found.left += [f"/dev/shm/{name}" for name in processes.shared_memory(self._all_pids)]
-        self._found.left += [f"socket {each}" for each in processes.open_sockets(self._sockets)]
+        self._found.left += [f"socket {each}" for each in sockets]
         inside = self._folder / "temporary"
         self._found.left += [f"temporary file {each.relative_to(inside)}" for each in inside.rglob("*")]
 

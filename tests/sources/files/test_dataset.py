@@ -513,7 +513,7 @@ def test_a_dataset_costs_no_file_descriptor(tmp_path: Path) -> None:
     before = len(os.listdir("/dev/fd"))
     datasets = [text(names) for _ in range(5)]
     assert all(list(dataset) == ["a0"] for dataset in datasets)
-    assert len(os.listdir("/dev/fd")) == before
+    assert len(os.listdir("/dev/fd")) <= before  # fewer where the last of other tests is closed meanwhile
 
 
 def test_a_dataset_pickles_with_its_epoch(tmp_path: Path) -> None:
