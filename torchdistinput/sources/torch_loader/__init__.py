@@ -1,12 +1,12 @@
-"""Running a torch ``DataLoader``: its settings, its loader workers, and their end.
+"""Runs a torch ``DataLoader``: its settings, its loader workers, and how they are ended.
 
-- ``settings``: What is refused, what is kept of yours.
-- ``run``: One epoch's iterator, its loader workers, and their end.
+- ``settings``: Which loaders are refused, and which of the user's settings are kept.
+- ``run``: The iterator of one epoch, its loader workers, and how both are ended.
 - ``open_runs``: How long a rank waits for its loader workers.
-- ``base_seeds``: The seed of loader workers, drawn when torch would.
-- ``queues``: What goes to loader workers and back, without a thread in between.
-- ``stuck_forks``: Loader workers that never come up are forked anew.
-- ``private_names``: The private names of torch that are used here, and what is left out where one is missing.
-- ``parent_death``: The end of loader workers whose parent dies.
-- ``worker_processes``: What the system tells of them.
+- ``base_seeds``: The base seed of the loader workers, drawn when torch would draw it.
+- ``queues``: Queues to and from loader workers that need no thread.
+- ``stuck_forks``: Forks again the loader workers that hang in their fork.
+- ``private_names``: The private names of torch used in this room, and what is left out where one is missing.
+- ``parent_death``: Ends loader workers whose parent process dies.
+- ``worker_processes``: What the operating system knows about loader workers.
 """

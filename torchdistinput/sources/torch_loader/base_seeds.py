@@ -1,6 +1,7 @@
-"""Draws the base seeds of a loader's workers from the user's random state, when torch would; see ``seed_schedule``.
+"""Draws the base seed of a loader's workers from the user's random state, when torch would draw it.
 
-A base seed is drawn on torch's default device, if one is set; a generator must then be of that device.
+See ``seed_schedule`` for when torch draws a seed. Torch draws it on its default device, if one is set; a generator must
+then be on that device.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ __all__ = ["BaseSeeds"]
 
 @final
 class BaseSeeds:
-    """Draws the base seeds of one loader's workers.
+    """Draws the base seeds of the loader workers of one loader.
 
     Args:
       generator: the generator of the loader; ``None`` for torch's default random state.
@@ -27,9 +28,9 @@ class BaseSeeds:
       TypeError: the generator is no ``torch.Generator``.
 
     Attributes:
-      schedule: when a seed is drawn, from the next epoch on.
-      generator: a generator for torch's loader in place of the user's. torch draws the same seed from it, and the
-        user's random state stays as it is.
+      schedule: when seeds are drawn from the next epoch on.
+      generator: the generator that torch's loader gets in place of the user's. Torch draws the same seed from it, and
+        the user's random state does not change.
     """
 
     def __init__(self, generator: torch.Generator | None, schedule: SeedSchedule) -> None:
@@ -43,7 +44,7 @@ class BaseSeeds:
         self.generator = torch.Generator()
 
     def draw(self) -> bool:
-        """Begins an epoch: draws its seed, if it has one. Returns whether ``iter(sampler)`` is to be called again."""
+        """Begins an epoch: draws its seed, if it has one. Returns whether ``iter(sampler)`` must be called again."""
         own, schedule = self._generator, self.schedule
         device = torch.get_default_device() if own is None else own.device
         if self.generator.device != device:

@@ -1,15 +1,15 @@
 """The runs of a source that are in progress, and how long a rank waits for their loader workers.
 
-Problem. A loader worker may stand still: it was stopped, or it is in a read that never returns. Torch's loader waits
-for its next batch without a bound. The other ranks give up and name the rank; the rank itself would wait for ever. And
-who reads a message of a worker that stopped in the middle of it waits inside of that read, and looks at no clock.
+Problem. A loader worker may hang: it was stopped, or a read of it never returns. Torch's loader waits for the worker's
+next batch without a bound. The other ranks give up and name the rank; the rank itself would wait for ever. If a worker
+stops in the middle of a message, the thread that reads the message waits inside the read, and looks at no clock.
 
-Decision. Where other ranks wait, a thread looks from time to time how long this rank has been waiting for one batch.
-Only the time counts in which the consumer waits for it too: neither slow training nor slow workers that are still ahead
-of it are a fault. When the bound is reached, it names the worker that is waited for, ends all workers of the run, which
-releases whoever reads from them, and lets the run raise. The bound is a little shorter than the other ranks', so that
-they learn the name by the vote. Where the user gave the loader a ``timeout`` of its own, torch's rule holds; in one
-process torch's rule holds too, and a warning names the worker.
+Decision. Where other ranks wait for this rank, a thread checks from time to time how long this rank has waited for one
+batch. Only the time counts in which the consumer waits for the batch too: slow training is no fault, nor are slow
+workers that are still ahead of the consumer. At the bound, the thread names the late worker and ends all workers of the
+run. Their end wakes the thread that reads from them, and the run raises. The bound is a little shorter than the other
+ranks' bound, so that they learn the name by the vote. Where the user gave the loader a ``timeout``, torch's rule holds.
+In one process torch's rule holds too, and a warning names the worker.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["OpenRuns", "late"]
 
 _LOG = logging.getLogger("torchdistinput")
 _PART_OF_TIMEOUT: Final = 0.9
-"""The rest is for the vote that tells the other ranks."""
+"""The part of the bound used here. The rest is left for the vote that tells the other ranks."""
 _WARN_SECONDS: Final = 30.0
 _LOOK_SECONDS: Final = 1.0
 
@@ -58,7 +58,7 @@ class OpenRuns:
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self.consumers: dict[object, float] = {}
-        """Since when each consumer waits that waits for a batch, by ``perf_counter``."""
+        """Since when each waiting consumer waits for a batch, by ``perf_counter``."""
 
     def add(self, run: _Run) -> None:
         """A run began. Idempotent."""
@@ -75,7 +75,7 @@ class OpenRuns:
             self._thread = None
 
     def fresh_batches(self) -> int:
-        """Batches of loader workers that came in fresh memory, in all runs so far. Local."""
+        """How many batches of loader workers came in newly allocated memory, in all runs so far. Local."""
         return self._fresh + sum(run.fresh for run in self._running)
 
     def lost_workers(self) -> str:
@@ -88,7 +88,7 @@ class OpenRuns:
         return self._seconds
 
     def bound(self, timeout_seconds: float) -> None:
-        """Bounds the waits of the runs in progress and of later ones. Local; again for each epoch.
+        """Sets the bound of the waits of the runs in progress and of later runs. Local; called again for each epoch.
 
         Args:
           timeout_seconds: how long the other ranks wait for this one.
@@ -96,16 +96,16 @@ class OpenRuns:
         self._seconds = _PART_OF_TIMEOUT * timeout_seconds
         if not any(not run.has_own_timeout for run in self._running):
             return
-        if self._thread is None or not self._thread.is_alive():  # it is not, in a fork
+        if self._thread is None or not self._thread.is_alive():  # a fork does not have the thread
             self._ended = threading.Event()
             arguments = weakref.ref(self), self._ended
             self._thread = threading.Thread(target=_watch, args=arguments, name="torchdistinput-workers", daemon=True)
             self._thread.start()
 
     def look(self) -> float:
-        """Warns of a loader worker that is waited for for long, and gives up where the waits are bounded. Any thread.
+        """Warns of a loader worker that is long awaited, and gives up where the waits are bounded. Any thread.
 
-        The run then raises a ``ReadFailure``.
+        After giving up, the run raises a ``ReadFailure``.
 
         Returns:
           after how many seconds to look again.
@@ -132,12 +132,12 @@ class OpenRuns:
 
 
 def late(worker: str, origin: Origin, seconds: float) -> ReadFailure:
-    """What is raised for a loader worker that does not answer.
+    """The error for a loader worker that does not answer.
 
     Args:
-      worker: which, in words.
-      origin: the same as values.
-      seconds: how long it was waited for.
+      worker: the worker, in words.
+      origin: the worker, as values.
+      seconds: how long this rank waited for the worker.
     """
     failure = ReadFailure(worker, origin)
     failure.__cause__ = TimeoutError(

@@ -1,14 +1,14 @@
-"""The end of loader workers whose parent process dies.
+"""Ends loader workers whose parent process dies.
 
-Problem. Torch's loader workers look at their parent only between two items, and remember it only once they are set up:
-a worker whose parent died before that takes the process that adopted it for its parent, and waits for ever. Another one
-sends what it read before it ends, for ever, where nobody reads and the pipe is full. Until a worker is gone, its copies
-of its parent's sockets keep the other ranks from noticing that a rank died.
+Problem. Torch's loader workers look at their parent only between two items, and note its process id only once they are
+set up: a worker whose parent died before takes the process that adopted it for its parent, and waits for ever. A worker
+may also send the last item before it ends, and waits for ever where nobody reads and the pipe is full. Until a worker
+is gone, its copies of its parent's sockets keep the other ranks from noticing that a rank died.
 
-Decision. A worker is told which process starts it, and sets itself up to end with it, before anything is read. On Linux
-the kernel ends it. The kernel takes the thread that forked for the parent: only of the main thread is it certain that
-it lives as long as the process. Elsewhere, and for workers that another thread or a fork server starts, a thread of the
-worker looks at the parent every second.
+Decision. A worker gets the id of the process that starts it, and arranges to end with that process before it reads
+anything. On Linux the kernel ends the worker. The kernel watches the thread that forked, not the process, and only the
+main thread is certain to live as long as the process. Elsewhere, and for workers that another thread or a fork server
+starts, a thread of the worker looks at the parent every second.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _LOOK_SECONDS: Final = 1.0
 
 @final
 class Parent(NamedTuple):
-    """The process to end with, as it is when it starts a loader worker. It may be sent to the worker.
+    """The process with which a loader worker ends, as the process is when it starts the worker. It can be pickled.
 
     Args:
-      pid: its number.
-      is_direct: whether the system takes it for the worker's parent; not where a fork server starts the worker.
-      by_main_thread: whether its main thread starts the worker.
+      pid: the id of the process.
+      is_direct: whether the system counts the process as the worker's parent; not so with a fork server.
+      by_main_thread: whether the main thread of the process starts the worker.
     """
 
     pid: int
@@ -47,17 +47,17 @@ def parent_for(context: Any) -> Parent:
     """This process, for loader workers that this thread starts. Local.
 
     Args:
-      context: what starts them, of ``multiprocessing``; ``None`` for the default.
+      context: the ``multiprocessing`` context that starts the workers; ``None`` for the default.
     """
     method = (multiprocessing if context is None else context).get_start_method()
     return Parent(os.getpid(), method != "forkserver", threading.current_thread() is threading.main_thread())
 
 
 def end_with(parent: Parent) -> None:
-    """Lets this process end when its parent does, at once if it has. Called in the loader worker."""
+    """Ends this process when its parent ends, at once if the parent has ended. Called in the loader worker."""
     if sys.platform == "linux" and parent.is_direct and parent.by_main_thread:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent.pid:  # it died before
+        if os.getppid() != parent.pid:  # the parent died before
             os.kill(os.getpid(), signal.SIGKILL)
     else:
         starter = parent.pid if parent.is_direct else os.getppid()
@@ -65,9 +65,9 @@ def end_with(parent: Parent) -> None:
 
 
 def _end_after(starter: int) -> None:
-    """Ends this process when the one that started it has ended, or the one for which a fork server did."""
+    """Ends this process when the process that started it ends, or the process for which a fork server started it."""
     parent = multiprocessing.parent_process()
-    # The second look alone is not enough: a process that was forked later keeps open what ends with the parent.
+    # The handle alone is not enough: processes that were forked later keep open the pipe that closes with the parent.
     while os.getppid() == starter and (parent is None or parent.is_alive()):
         time.sleep(_LOOK_SECONDS)
     os._exit(1)

@@ -1,10 +1,10 @@
-"""The private names of torch's loader and of multiprocessing: the table, and the pieces of this library that need them.
+"""The private names of torch's loader and of multiprocessing that this library uses, and which parts need them.
 
-A *part* is a piece of this room that can be left out: torch then does by itself what it did, slower, and the batches
-are the same. A part is left out where this release lacks one of its names, which is logged once, and with
-``TORCHDISTINPUT_LOADER_INTERNALS=0`` in the environment.
+A *part* is a piece of this room that can be left out: torch then does the same work itself, more slowly, with the same
+batches. A part is left out where this release of torch lacks one of its names (logged once), and where the environment
+has ``TORCHDISTINPUT_LOADER_INTERNALS=0``.
 
-Names that only objects have, and not their classes, are looked for in the first object that is met.
+Some names exist only on objects, not on their classes. They are looked for in the first object that is met.
 """
 
 from __future__ import annotations
@@ -36,58 +36,58 @@ _QUEUE: Final = "multiprocessing.queues.Queue"
 _REDUCERS: Final = "multiprocessing.reduction.ForkingPickler._extra_reducers"
 
 PRIVATE_NAMES: Final = {
-    _ITERATOR: "tells torch's iterator over loader workers from the one without; its attributes follow",
-    f"{_ITERATOR}._workers": "the processes: which one died, is stopped, or is late; to end them; to fork one anew",
-    f"{_ITERATOR}._worker_pids_set": "whether torch's signal handler knows the processes, so that it can forget them",
-    f"{_ITERATOR}._timeout": "whether the user gave a timeout, which then counts instead of ours",
-    f"{_ITERATOR}._pin_memory": "whether a thread of torch's reads the results, and pins them",
-    f"{_ITERATOR}._task_info": "which loader worker sends the next batch, for messages; whether all of them rest",
-    f"{_ITERATOR}._rcvd_idx": "the number of the next batch, for the same",
-    f"{_ITERATOR}._send_idx": "how many batches are asked for, to name the samples that a late worker reads",
-    f"{_ITERATOR}._index_sampler": "what was asked for, for the same; it is begun anew by workers that live on",
-    f"{_ITERATOR}._shutdown": "whether torch ended the workers; set where we did, or where they are a parent's",
-    f"{_ITERATOR}._shutdown_workers": "torch's own end, which follows ours",
-    f"{_ITERATOR}._workers_done_event": "tells the workers to leave, all at once; an argument of a worker",
-    f"{_ITERATOR}._index_queues": "wakes each worker, so that it sees that; an argument of a worker",
+    _ITERATOR: "the class of torch's iterator over loader workers, to recognise it; its attributes follow",
+    f"{_ITERATOR}._workers": "the processes: to find a dead, stopped or late one, to end them, to fork one again",
+    f"{_ITERATOR}._worker_pids_set": "whether torch's signal handler knows the processes, to remove them there",
+    f"{_ITERATOR}._timeout": "whether the user gave a timeout, which then replaces ours",
+    f"{_ITERATOR}._pin_memory": "whether a thread of torch's reads the results and pins them",
+    f"{_ITERATOR}._task_info": "the worker that sends the next batch, for messages; whether no batch is requested",
+    f"{_ITERATOR}._rcvd_idx": "the number of the next batch, to find its worker",
+    f"{_ITERATOR}._send_idx": "how many batches were requested, to name the samples that a late worker reads",
+    f"{_ITERATOR}._index_sampler": "the requested indices, to name them; begun again for persistent workers",
+    f"{_ITERATOR}._shutdown": "whether the workers were ended; set where we ended them, or where a parent has them",
+    f"{_ITERATOR}._shutdown_workers": "torch's own way to end the workers, called after ours",
+    f"{_ITERATOR}._workers_done_event": "asks all workers to leave; an argument of a worker",
+    f"{_ITERATOR}._index_queues": "wakes each worker, so that it sees this request; an argument of a worker",
     f"{_ITERATOR}._worker_result_queue": "wakes the thread that waits for a worker; an argument of a worker",
-    f"{_ITERATOR}._data_queue": "wakes the thread that waits for the thread that pins",
-    f"{_ITERATOR}._worker_init_fn": "finds our own, which knows which workers came up; an argument of a worker",
-    f"{_ITERATOR}._next_data": "the next batch without the range for the profiler, a tenth of the time of a batch",
+    f"{_ITERATOR}._data_queue": "wakes the thread that waits for torch's pinning thread",
+    f"{_ITERATOR}._worker_init_fn": "our init function, which knows the workers that came up; an argument of a worker",
+    f"{_ITERATOR}._next_data": "the next batch without the profiler's range, a tenth of the time of a batch",
     f"{_ITERATOR}._dataset_kind": "whether the dataset is map-style; an argument of a worker",
-    f"{_ITERATOR}._sampler_iter": "begins an epoch of workers that live on, without waiting for their answers",
-    f"{_ITERATOR}._num_yielded": "for the same",
-    f"{_ITERATOR}._worker_queue_idx_cycle": "for the same",
-    f"{_ITERATOR}._prefetch_factor": "for the same",
-    f"{_ITERATOR}._try_put_index": "for the same",
-    f"{_ITERATOR}._num_workers": "for the same; an argument of a worker",
-    f"{_ITERATOR}._dataset": "an argument of a worker that is forked anew",
-    f"{_ITERATOR}._auto_collation": "for the same",
-    f"{_ITERATOR}._collate_fn": "for the same",
-    f"{_ITERATOR}._drop_last": "for the same",
-    f"{_ITERATOR}._base_seed": "for the same",
-    f"{_ITERATOR}._persistent_workers": "for the same",
-    f"{_ITERATOR}._shared_seed": "for the same",
-    f"{_ITERATOR}._pin_memory_thread_done_event": "lets torch's thread that pins leave, where the workers were killed",
-    "torch.utils.data.dataloader._DatasetKind": "whether a dataset is map-style, as torch's iterator says it",
-    "torch.utils.data.DataLoader._iterator": "the iterator of workers that live on, to begin it anew, or drop it",
-    "torch.utils.data.DataLoader.__setattr__": "what a copy of a loader refuses once it is made is set beside it",
-    "torch.utils.data._utils.python_exit_status": "whether the interpreter ends, where torch asks no worker to leave",
-    "torch.utils.data._utils.worker._worker_loop": "the program of a loader worker, to fork one anew",
-    "torch.utils.data._utils.pin_memory.pin_memory": "pins what came packed, which torch's thread cannot see into",
-    "torch.utils.data._utils.collate.collate_tensor_fn": "how torch stacks, where samples are not stacked in the pool",
+    f"{_ITERATOR}._sampler_iter": "begins an epoch of persistent workers without waiting for their answers",
+    f"{_ITERATOR}._num_yielded": "as _sampler_iter",
+    f"{_ITERATOR}._worker_queue_idx_cycle": "as _sampler_iter",
+    f"{_ITERATOR}._prefetch_factor": "as _sampler_iter",
+    f"{_ITERATOR}._try_put_index": "as _sampler_iter",
+    f"{_ITERATOR}._num_workers": "as _sampler_iter; an argument of a worker",
+    f"{_ITERATOR}._dataset": "an argument of a worker that is forked again",
+    f"{_ITERATOR}._auto_collation": "as _dataset",
+    f"{_ITERATOR}._collate_fn": "as _dataset",
+    f"{_ITERATOR}._drop_last": "as _dataset",
+    f"{_ITERATOR}._base_seed": "as _dataset",
+    f"{_ITERATOR}._persistent_workers": "as _dataset",
+    f"{_ITERATOR}._shared_seed": "as _dataset",
+    f"{_ITERATOR}._pin_memory_thread_done_event": "lets torch's pinning thread leave, where the workers were killed",
+    "torch.utils.data.dataloader._DatasetKind": "the values of _dataset_kind",
+    "torch.utils.data.DataLoader._iterator": "the iterator of persistent workers, to begin it again or drop it",
+    "torch.utils.data.DataLoader.__setattr__": "refuses some attributes of a finished loader; they are set without it",
+    "torch.utils.data._utils.python_exit_status": "whether the interpreter ends; then torch asks no worker to leave",
+    "torch.utils.data._utils.worker._worker_loop": "the program of a loader worker, to fork one again",
+    "torch.utils.data._utils.pin_memory.pin_memory": "pins packed batches, which torch's pinning thread cannot open",
+    "torch.utils.data._utils.collate.collate_tensor_fn": "stacks as torch does, for samples that are not in the pool",
     "torch.utils.data._utils.collate.default_collate_fn_map": "lets default_collate stack in the pool; written to",
     "torch.utils.data._utils.worker.WorkerInfo.dataset": (
-        "get_worker_info() shows the user's dataset, not the one of ours around it; a frozen dataclass, written to"
+        "lets get_worker_info() show the user's dataset, not our wrapper; a frozen dataclass, written to"
     ),
-    "torch._C._remove_worker_pids": "torch's signal handler forgets workers that we end",
-    "torch._C._set_worker_pids": "it learns those that are forked anew",
-    "torch._C._autograd._profiler_enabled": "whether a profiler runs, for which torch's own next() is called",
-    "torch.UntypedStorage.buffer": "a storage keeps what it was made over, so that its end is seen; written to",
-    _REDUCERS: "what was registered to be pickled in another way, for messages that we pickle ourselves",
-    f"{_QUEUE}._reader": "the pipe of a queue: to wait with a bound, to wake, to write without a thread in between",
-    f"{_QUEUE}._writer": "for the same",
-    f"{_QUEUE}._wlock": "for the same",
-    "multiprocessing.process._children": "a forked process forgets the loader workers of its parent, or would end them",
+    "torch._C._remove_worker_pids": "removes workers that we end from torch's signal handler",
+    "torch._C._set_worker_pids": "adds workers that are forked again to torch's signal handler",
+    "torch._C._autograd._profiler_enabled": "whether a profiler runs; then torch's own next() is called",
+    "torch.UntypedStorage.buffer": "keeps the memory of a storage alive, which shows the end of its use; written to",
+    _REDUCERS: "the registered reducers, for messages that we pickle ourselves",
+    f"{_QUEUE}._reader": "the pipe of a queue: to wait with a bound, to wake a reader, to write without a thread",
+    f"{_QUEUE}._writer": "as _reader",
+    f"{_QUEUE}._wlock": "as _reader",
+    "multiprocessing.process._children": "a forked process removes its parent's loader workers, or would end them",
 }
 """The private names that are used in ``sources/torch_loader/``, and why."""
 
@@ -104,7 +104,7 @@ def _of_iterator(*names: str) -> list[str]:
 _part = partial(Part, is_on=_is_on)
 
 ENDING: Final = _part(
-    "torch alone ends loader workers, which may take seconds, and those that are late or dead are not named",
+    "only torch ends loader workers, which may take seconds, and late or dead loader workers are not named",
     [
         _ITERATOR,
         "torch._C._remove_worker_pids",
@@ -116,42 +116,42 @@ ENDING: Final = _part(
         *("_worker_result_queue", "_data_queue"),
     ),
 )
-"""Loader workers are ended at once, from any thread, and named where they are late or died."""
+"""Ends loader workers at once, from any thread, and names the late and dead ones."""
 
-PINNING: Final = _part("torch alone ends loader workers", [], _of_iterator("_pin_memory_thread_done_event"))
-"""The same where a thread of torch's pins."""
+PINNING: Final = _part("only torch ends loader workers", [], _of_iterator("_pin_memory_thread_done_event"))
+"""``ENDING``, where a thread of torch's pins memory."""
 
 PIPES: Final = _part(
-    "messages to and from loader workers go through a thread, and torch alone ends loader workers",
+    "messages to and from loader workers go through a thread, and only torch ends loader workers",
     [_REDUCERS],
     [f"{_QUEUE}._reader", f"{_QUEUE}._writer", f"{_QUEUE}._wlock"],
 )
-"""Messages are written to the pipe of a queue by who sends them."""
+"""The sender of a message writes it to the pipe of the queue itself."""
 
 LASTING: Final = _part(
-    "loader workers that live on are begun anew by torch alone", [], ["torch.utils.data.DataLoader._iterator"]
+    "only torch begins a new epoch of persistent loader workers", [], ["torch.utils.data.DataLoader._iterator"]
 )
-"""The iterator of loader workers that live on is looked at."""
+"""Reads the iterator of persistent loader workers."""
 
 RESTING: Final = _part(
-    "loader workers that live on are asked for their answers before each epoch",
+    "torch waits for an answer of each persistent loader worker before each epoch",
     [_ITERATOR, "torch.utils.data.dataloader._DatasetKind"],
     _of_iterator(
         *("_dataset_kind", "_task_info", "_shutdown", "_sampler_iter", "_index_sampler", "_num_yielded"),
         *("_worker_queue_idx_cycle", "_num_workers", "_prefetch_factor", "_try_put_index"),
     ),
 )
-"""An epoch of workers that live on begins without waiting for them."""
+"""Begins an epoch of persistent loader workers without waiting for their answers."""
 
 NEXT: Final = _part(
-    "each batch of loader workers is announced to the profiler, also where none runs",
+    "torch announces each batch of loader workers to its profiler, even where none runs",
     [_ITERATOR, "torch.utils.data.dataloader._DatasetKind", "torch._C._autograd._profiler_enabled"],
     _of_iterator("_dataset_kind", "_next_data"),
 )
-"""The next batch without what torch does for its profiler."""
+"""Takes the next batch without torch's work for its profiler."""
 
 STUCK_FORKS: Final = _part(
-    "a loader worker that hangs in its fork is waited for as torch does, without a bound",
+    "torch waits without a bound for a loader worker that hangs in its fork",
     [
         _ITERATOR,
         "torch._C._remove_worker_pids",
@@ -164,10 +164,10 @@ STUCK_FORKS: Final = _part(
         *("_persistent_workers", "_shared_seed"),
     ),
 )
-"""Loader workers that hang in their fork are forked anew."""
+"""Forks loader workers again that hang in their fork."""
 
 POOL: Final = _part(
-    "each batch of loader workers comes in fresh shared memory",
+    "each batch of loader workers comes in new shared memory",
     [
         "torch.utils.data._utils.collate.collate_tensor_fn",
         "torch.utils.data._utils.collate.default_collate_fn_map",
@@ -176,29 +176,29 @@ POOL: Final = _part(
     ],
     ["torch.UntypedStorage.buffer"],
 )
-"""Batches come in shared memory that is used again."""
+"""Batches come in shared memory that is reused."""
 
 _MultiProcessingIterator: Final = look_up(_ITERATOR)
 
 
 def is_of_loader_workers(iterator: object) -> bool:
-    """Whether it is torch's iterator over loader workers, as far as that is known. Local."""
+    """Whether it is torch's iterator over loader workers; ``False`` where that cannot be known. Local."""
     if _MultiProcessingIterator is None:
-        return ENDING.is_usable()  # it is not, and says so
+        return ENDING.is_usable()  # it is not usable, and logs that
     return isinstance(iterator, _MultiProcessingIterator)
 
 
 def set_in_spite_of_init(loader: Any, name: str, value: Any) -> None:
-    """Sets an attribute of a copy of a torch ``DataLoader``, which refuses some once it is made. Local."""
+    """Sets an attribute of a torch ``DataLoader`` that its ``__setattr__`` refuses after ``__init__``. Local."""
     object.__setattr__(loader, name, value)
 
 
 def set_dataset_of_worker(info: Any, dataset: Any) -> None:
-    """Lets ``get_worker_info()`` show another dataset, where this release lets anybody. Called in the loader worker."""
+    """Lets ``get_worker_info()`` show another dataset, where this torch allows it. Called in the loader worker."""
     try:
-        object.__setattr__(info, "dataset", dataset)  # it refuses a plain assignment
+        object.__setattr__(info, "dataset", dataset)  # the frozen dataclass refuses a plain assignment
     except (AttributeError, TypeError):
-        if info.id == 0:  # one line, and not one for each worker
+        if info.id == 0:  # one log line in all, not one for each worker
             log_missing(
                 ["torch.utils.data._utils.worker.WorkerInfo.dataset"],
                 "get_worker_info().dataset in a loader worker is one of torchdistinput's, whose .dataset is yours",
@@ -206,7 +206,7 @@ def set_dataset_of_worker(info: Any, dataset: Any) -> None:
 
 
 def children_of_this_process() -> set[Any]:
-    """The processes that multiprocessing ends when this one ends; to be changed. Local."""
+    """The set of processes that multiprocessing ends when this process ends; the caller may change it. Local."""
     children: set[Any] | None = look_up("multiprocessing.process._children")
     if children is None:
         log_missing(["multiprocessing.process._children"], "a forked process may end the loader workers of its parent")

@@ -1,19 +1,20 @@
-"""What goes to loader workers and comes back from them, without a thread in between.
+"""Queues to and from loader workers that need no thread.
 
-Problem. A queue of ``multiprocessing`` hands what is put to a thread, which pickles it and writes it to the pipe. A
-request for a batch then waits until the main thread stops for the first time, and so does a batch until the worker's
-decoding lets go of the interpreter; and each of them costs both processes two changes of threads, of which a loader of
-small samples makes as many as batches.
+Problem. A queue of ``multiprocessing`` hands each message to a thread, which pickles it and writes it to the pipe. So a
+request for a batch waits until the main thread first stops, and a batch waits until the worker's decoding releases the
+interpreter. Each message costs both processes two thread switches, and a loader of small samples sends many messages.
 
-Decision. Whoever puts a message writes it to the pipe, as long as messages are so small that all which can be on their
-way fit in it together, so that nobody ever waits for the reader. From the first larger one on, all go the ordinary way,
-in order: torch's loader has at most ``prefetch_factor`` batches of each worker on their way.
+Decision. The sender writes the message to the pipe itself, as long as messages are so small that all messages that can
+be on their way fit in the pipe together; so the sender never waits for the reader. From the first larger message on,
+all messages go through torch's queue, in order. Torch's loader has at most ``prefetch_factor`` batches of each worker
+on their way.
 
-Messages are pickled as ``multiprocessing`` pickles them. But its pickler copies all reducers that anybody registered,
-for each message: after a batch was decoded, in caches that know nothing of it, that takes as long as all other work on
-the message together. Plain tuples, as most messages are, concern no reducer, and are pickled without any.
+Messages are pickled as ``multiprocessing`` pickles them. But its pickler copies the whole table of registered reducers
+for each message. After a batch was decoded, with the processor's caches full of other data, this copy takes as long as
+all other work on the message together. Most messages are plain tuples, which no reducer concerns: they are pickled
+without the table.
 
-Linux, and workers that are forked; elsewhere torch's queues are as they were.
+This works on Linux, with forked workers; elsewhere torch's queues stay as they are.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ class WorkerQueues:
     """A queue with one reader, as torch's loader uses it.
 
     Args:
-      made: a queue of ``multiprocessing``, of which the pipe is used.
-      on_their_way: messages that can be in the pipe at a time, at most.
+      made: a queue of ``multiprocessing``, whose pipe is used.
+      on_their_way: the largest number of messages in the pipe at a time.
     """
 
     def __init__(self, made: Any, on_their_way: int) -> None:
@@ -64,8 +65,8 @@ class WorkerQueues:
         self._by_thread = False
         self._poll = select.poll()
         self._poll.register(self._reader.fileno(), select.POLLIN)
-        # A loader that is garbage takes leave of its workers through this queue. If the pipe were garbage, too, it
-        # might be closed by then, and its number be another file's; but the finalizer refers to it.
+        # A loader that is garbage asks its workers to leave through this queue. If the pipe were garbage with it, the
+        # pipe might be closed by then, and its descriptor might belong to another file. This finalizer keeps the pipe.
         weakref.finalize(self, _nothing, self._reader, self._writer).atexit = False
 
     def put(self, item: Any) -> None:
@@ -79,12 +80,12 @@ class WorkerQueues:
             self._queue.put(_Pickled(message))
 
     def _fits(self, size: int) -> bool:
-        """Whether as many messages of this size as may come fit in the pipe, which is made larger where that helps."""
+        """Whether ``on_their_way`` messages of this size fit in the pipe, which is enlarged where this helps."""
         if size <= self._largest:
             return True
         try:
             pages = fcntl.fcntl(self._writer.fileno(), fcntl.F_SETPIPE_SZ, _LARGE_PIPE) // _PAGE
-        except OSError:  # this user has too many of them
+        except OSError:  # the user has reached the system's limit on pipe memory
             return False
         self._largest = largest(pages, self._on_their_way)
         return size <= self._largest
@@ -93,18 +94,18 @@ class WorkerQueues:
         """The next item.
 
         Raises:
-          queue.Empty: none came in so many seconds.
+          queue.Empty: no item came within ``timeout`` seconds.
         """
         if not self._poll.poll(1e3 * timeout):
             raise queue.Empty
         return pickle.loads(self._reader.recv_bytes())
 
     def cancel_join_thread(self) -> None:
-        """The process does not wait at its end until everything is sent."""
+        """Lets the process end before everything is sent."""
         self._queue.cancel_join_thread()
 
     def close(self) -> None:
-        """This process sends no more."""
+        """Declares that this process sends no more."""
         self._queue.close()
 
 
@@ -115,16 +116,16 @@ def _nothing(*_: object) -> None:
 _REDUCERS: Final[dict[type[Any], Callable[[Any], Any]]] = (
     look_up("multiprocessing.reduction.ForkingPickler._extra_reducers") or {}
 )
-"""What was registered with ``ForkingPickler`` so far, and will be."""
+"""The reducers registered with ``ForkingPickler``: the live table, which grows with later registrations."""
 
 
 def reduction_of(obj: Any) -> Any:
-    """What ``ForkingPickler`` makes of an object, where ``pickle`` alone would do otherwise; else ``NotImplemented``.
+    """The result of an object's reducer, where ``ForkingPickler`` differs from ``pickle``; else ``NotImplemented``.
 
-    To be asked for each object that is none of the types that every pickler knows: a ``reducer_override``.
+    It serves as a ``reducer_override``: a pickler asks it for each object whose type is not built into every pickler.
     """
     cls = type(obj)
-    reduce = None if cls is type or cls is FunctionType else _REDUCERS.get(cls)  # these two are looked at before
+    reduce = None if cls is type or cls is FunctionType else _REDUCERS.get(cls)  # handled before reducers
     return NotImplemented if reduce is None else reduce(obj)
 
 
@@ -146,7 +147,7 @@ def _pickled(item: Any) -> bytes:
 
 
 def _are_plain(items: tuple[Any, ...]) -> bool:
-    """Whether all of them are such, or tuples of such, that no reducer is asked for them."""
+    """Whether all items are of plain types, or tuples of them, which no reducer concerns."""
     for item in items:
         cls = type(item)
         if cls not in PLAIN_TYPES and not (cls is tuple and _are_plain(item)):
@@ -156,7 +157,7 @@ def _are_plain(items: tuple[Any, ...]) -> bool:
 
 @final
 class _Pickled:
-    """Something that was pickled, and is unpickled by unpickling it."""
+    """An object that is pickled already: pickling it embeds its bytes, and unpickling it unpickles them."""
 
     def __init__(self, message: bytes) -> None:
         self._message = message
@@ -166,7 +167,10 @@ class _Pickled:
 
 
 def largest(pages: int, messages: int) -> int:
-    """The bytes of a message of which so many fit in a pipe: a page that has no room for a whole one stays so."""
+    """The largest size of a message, in bytes, of which ``messages`` fit in a pipe of ``pages`` pages.
+
+    No two messages share a page: a page without room for a whole further message stays partly empty.
+    """
     header = 4
     if messages <= pages:
         return pages // messages * _PAGE - header
@@ -177,30 +181,30 @@ if sys.platform == "linux":
 
     @final
     class _Context(ForkContext):
-        """Starts processes as the default one does; torch wants a descendant of ``multiprocessing``'s own."""
+        """Starts processes as the default context does; torch needs a subclass of ``multiprocessing``'s own class."""
 
         def __init__(self, on_their_way: int) -> None:
             super().__init__()
             self._on_their_way = on_their_way
 
-        def Queue(self, maxsize: int = 0) -> Any:  # noqa: N802 - that is its name
+        def Queue(self, maxsize: int = 0) -> Any:  # noqa: N802 - torch calls this name
             """A queue for a loader."""
             made = multiprocessing.get_context("fork").Queue()
             return WorkerQueues(made, self._on_their_way) if PIPES.is_usable(made) else made
 
 
 def context_for(context: Any, num_workers: int, prefetch_factor: int | None) -> Any:
-    """What starts loader workers, with its queues replaced where that can be.
+    """The context that starts loader workers, with faster queues where this is possible.
 
     Args:
-      context: the user's; ``None`` for the default.
-      num_workers: loader workers.
-      prefetch_factor: batches on their way from each.
+      context: the user's context; ``None`` for the default.
+      num_workers: how many loader workers there are.
+      prefetch_factor: how many batches of each worker are on their way.
     """
     if sys.platform != "linux" or not num_workers:
         return context
     if not PIPES.is_usable():
         return context
     plain = type(context) is ForkContext or (context is None and multiprocessing.get_start_method() == "fork")
-    # Beside batches, each worker says that it begins an epoch, and the last word may be on its way.
+    # Besides batches, each worker sends a message when it begins an epoch; the last such message may still be unread.
     return _Context(num_workers * ((prefetch_factor or 2) + 1) + 1) if plain else context

@@ -1,12 +1,12 @@
-"""Running a torch ``DataLoader``: one epoch's iterator, its loader workers, and their end.
+"""Runs one epoch of a torch ``DataLoader``: its iterator, its loader workers, and how they are ended.
 
-Torch ends its workers when the iterator is garbage collected, which takes seconds a worker, and leaves a thread that
-waits for them in its wait for ever. A *run* can be closed from any thread: the workers are ended, and whoever waits is
-woken by an item that torch cannot unpack. Torch has no public way to either: where this release lacks a private name
-that is needed for it, the iterator is dropped, and torch ends the workers.
+Torch ends its workers when the iterator is garbage collected. This takes seconds for each worker, and a thread that
+waits for a worker waits for ever. A *run* can be closed from any thread: it ends the workers, and wakes a waiting
+thread with an item that torch cannot unpack. Torch has no public way to do either. Where this release lacks a private
+name that is needed, the iterator is only dropped, and torch ends the workers.
 
-A process that the user forks has the runs of its parent, which go on there. What it closes or drops of them, or has at
-its end, ends no worker of the parent's.
+A process that the user forks has copies of its parent's runs, which go on in the parent. Neither closing or dropping
+these copies nor the end of the fork ends a worker of the parent.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ from torchdistinput.step_types import Origin, ReadFailure
 __all__ = ["LoaderRun", "LoaderRuns", "begin_anew_if_ended"]
 
 _DEATH_SECONDS: Final = 1.0
-"""From the end of a worker's sockets to the end of the worker, at most."""
+"""The longest time between the end of a worker's sockets and the end of the worker."""
 _LOCK_SECONDS: Final = 1.0
-"""For a loader worker to end its last message, at most."""
+"""The longest wait for a loader worker to finish its last message."""
 _LEAVE_SECONDS: Final = 5.0
-"""For a thread that was woken, and for loader workers that were asked, to leave, at most."""
+"""The longest wait for a woken thread, or for loader workers that were asked to leave."""
 
 _remove_worker_pids: Final = look_up("torch._C._remove_worker_pids")
 _profiler_enabled: Final = look_up("torch._C._autograd._profiler_enabled")
@@ -76,8 +76,8 @@ class LoaderRun(Iterator[Any]):
     """One epoch of a torch loader.
 
     Args:
-      iterator: torch's.
-      inlet: opens what its workers send, if they send it in memory that is used again.
+      iterator: torch's iterator.
+      inlet: decodes the items of its workers, if they send them in reused shared memory.
     """
 
     def __init__(self, iterator: Iterator[Any], inlet: BatchDecoder | None = None) -> None:
@@ -90,19 +90,19 @@ class LoaderRun(Iterator[Any]):
         if is_of_loader_workers(iterator) and NEXT.is_usable(iterator):
             workers = iterator
             self._next_data = workers._next_data if workers._dataset_kind == _DatasetKind.Map else None
-        self._waiting: int | None = None  # the thread in __next__
+        self._waiting: int | None = None  # the id of the thread in __next__
         self.waits_since: float | None = None
-        """When that thread came there, by ``perf_counter``."""
+        """When this thread entered ``__next__``, by ``perf_counter``."""
         self.warned = False
-        """Whether a warning named a worker that is late."""
+        """Whether a warning has named a late worker."""
         self._late: ReadFailure | None = None
         self._closed = False
         self._closing = threading.RLock()
         self._ended = False
         self.is_a_parents = False
-        """Whether the process that this one was forked from began it."""
+        """Whether the parent process began this run, before this process was forked."""
         self.fresh = 0
-        """Items that came in fresh memory, as they did not fit into what is used again."""
+        """How many items came in newly allocated memory, because they did not fit into the reused memory."""
         told_of_forks(self)
         if interrupted_in_a_fork():
             self.close()
@@ -114,7 +114,7 @@ class LoaderRun(Iterator[Any]):
         if isinstance(init, WorkerInit) and init.arrivals is not None:
             try:
                 see_in(iterator, init.arrivals)
-            except BaseException:  # the exception leaves nobody who would end them
+            except BaseException:  # the caller gets an exception and no run: nobody else would end the workers
                 self.close()
                 raise
 
@@ -122,10 +122,10 @@ class LoaderRun(Iterator[Any]):
         """The next item.
 
         Raises:
-          ReadFailure: a loader worker died, or was given up; it is named.
-          InputError: it was begun by the process that this one was forked from.
+          ReadFailure: a loader worker died, or was given up; the error names the worker.
+          InputError: the parent process began this run, before this process was forked.
         """
-        # Before the look at whether it is closed, as close() looks the other way round.
+        # Set before _closed is read: close() sets _closed before it reads _waiting, so one of the two sees the other.
         self._waiting = threading.get_ident()
         self.waits_since = time.perf_counter()
         try:
@@ -135,9 +135,9 @@ class LoaderRun(Iterator[Any]):
                 self._raise_end()
             return self._next()
         except (RuntimeError, OSError, EOFError, TypeError) as error:
-            if self._closed:  # whoever waits is woken by something that torch cannot read
+            if self._closed:  # close() wakes a waiting thread with an item that torch cannot read
                 self._raise_end()
-            # The sockets of a process that is killed end before the process does.
+            # The sockets of a killed process close before the process ends.
             dead = self._wait_for_dead(isinstance(error, OSError | EOFError))
             if not dead:
                 raise
@@ -159,15 +159,16 @@ class LoaderRun(Iterator[Any]):
         item = inlet.open(sent)
         fresh = isinstance(sent, Fresh)
         self.fresh += fresh
-        if self._pins and not fresh:  # torch's own thread has not seen what is in it
+        if self._pins and not fresh:  # torch's pinning thread could not see the tensors inside
             item = _pin_memory(item)
         return item
 
     def _sent(self) -> Any:
-        """What a worker sent next.
+        """The next item from a worker.
 
-        Torch's ``__next__`` tells its profiler of each batch, also where none runs, and counts those of iterable
-        datasets; of map-style ones it does nothing else, in a tenth of the time that a batch takes this process.
+        Torch's ``__next__`` announces each batch to its profiler, even where none runs, and counts the batches of
+        iterable datasets. For map-style datasets it does nothing else, and costs a tenth of the time that this process
+        spends on a batch.
         """
         if self._next_data is None or _profiler_enabled():
             return next(self._iterator)
@@ -180,7 +181,7 @@ class LoaderRun(Iterator[Any]):
         return dead
 
     def dead_workers(self) -> str:
-        """Which loader workers ended on their own, and how; nothing where none did. Local: any thread."""
+        """Describes the loader workers that ended on their own, and how; empty where none did. Local: any thread."""
         return ", ".join(
             f"loader worker {number} {f'was killed by signal {-code}' if code < 0 else f'exited with code {code}'}"
             for number, code in self._dead()
@@ -195,7 +196,7 @@ class LoaderRun(Iterator[Any]):
 
     @property
     def has_own_timeout(self) -> bool:
-        """Whether no bound of ours counts: the user gave the loader one. Or nothing is known of its workers."""
+        """Whether our bound does not count: the user gave the loader a timeout, or its workers are unknown."""
         return self._workers is None or self._workers._timeout > 0
 
     @property
@@ -205,12 +206,12 @@ class LoaderRun(Iterator[Any]):
 
     @property
     def can_go_on(self) -> bool:
-        """Whether no loader worker was given up, nor is stopped. Local: any thread."""
+        """Whether no loader worker was given up, and none is stopped. Local: any thread."""
         processes = [] if self._workers is None else self._workers._workers
         return self._late is None and not any(map(is_stopped, processes))
 
     def awaited_worker(self) -> tuple[str, Origin]:
-        """The loader worker that sends the next item, and what it reads, in words and as values. Local: any thread."""
+        """The loader worker that sends the next item, and its read, in words and as values. Local: any thread."""
         workers = cast(_Workers, self._workers)
         task: tuple[Any, ...] = workers._task_info.get(workers._rcvd_idx, (None,))
         number: int | None = task[0]
@@ -231,7 +232,7 @@ class LoaderRun(Iterator[Any]):
         return ", ".join(words), Origin(indices, files[0] if len(files) == 1 else None, worker=number)
 
     def _awaited_request(self) -> list[Any] | None:
-        """The indices that the awaited worker was asked for, where they are known."""
+        """The indices that were requested from the awaited worker, where they are known."""
         workers = cast(_Workers, self._workers)
         feed = workers._index_sampler
         requests = list(feed.taken) if isinstance(feed, IndexFeed) else []
@@ -245,7 +246,7 @@ class LoaderRun(Iterator[Any]):
         self.close()
 
     def close(self) -> None:
-        """Ends the loader workers. Any thread. Idempotent; the next call does what an interruption left to do."""
+        """Ends the loader workers. Any thread. Idempotent; after an interruption, the next call does the rest."""
         with self._closing:
             if self._ended:
                 return
@@ -253,15 +254,15 @@ class LoaderRun(Iterator[Any]):
             if self._workers is not None:
                 self._end(self._workers)
             else:
-                self._iterator, self._next_data = iter(()), None  # torch ends its workers when nobody has it any more
+                self._iterator, self._next_data = iter(()), None  # torch ends its workers when the iterator is garbage
             self._ended = True
 
     def leave_to_parent(self) -> None:
-        """See ``fork_safety.Inherited``: the loader workers are the parent's."""
-        self._closing = threading.RLock()  # whoever had the other one is not here
+        """See ``fork_safety.Inherited``: the loader workers belong to the parent."""
+        self._closing = threading.RLock()  # in the parent, another thread may have held the old lock
         if self._workers is not None and not self._ended:
-            self._workers._shutdown = True  # or torch would end them when the iterator is garbage
-            # Python terminates those that it takes for its children when it ends.
+            self._workers._shutdown = True  # else torch would end them when the iterator is garbage
+            # When Python ends, it terminates the processes in this set.
             children_of_this_process().difference_update(self._workers._workers)
             self._closed = self._ended = self.is_a_parents = True
 
@@ -271,7 +272,7 @@ class LoaderRun(Iterator[Any]):
         elif not (self._pins or workers._shutdown or look_up(_EXIT_STATUS)):
             _ask_to_leave(workers)
         workers._shutdown_workers()
-        _end_by_force(workers)  # torch was interrupted, and does nothing when it is asked again
+        _end_by_force(workers)  # torch was interrupted, and does nothing on a second call
         waiting = self._waiting
         if waiting is not None and waiting != threading.get_ident():
             self._wake(workers)
@@ -279,9 +280,9 @@ class LoaderRun(Iterator[Any]):
             self._inlet.close()
 
     def _kill(self, workers: _Workers) -> None:
-        """Ends the workers when one is stopped, or was killed. It may have a lock for which torch would wait."""
+        """Kills the workers, where one is stopped or was killed: it may hold a lock for which torch would wait."""
         workers._shutdown = True
-        _let_torch_forget(workers)  # also where all of them have ended: another iterator may come to have this one's id
+        _let_torch_forget(workers)  # also where all have ended: another iterator may get the same id
         _end_by_force(workers, at_once=True)
         if self._pins:
             workers._pin_memory_thread_done_event.set()
@@ -291,9 +292,9 @@ class LoaderRun(Iterator[Any]):
             requests.close()
 
     def _wake(self, workers: _Workers) -> None:
-        """Lets the thread leave that waits for an item, once the loader workers ended."""
+        """Wakes the thread that waits for an item, so that it leaves, once the loader workers have ended."""
         results: Any = workers._data_queue
-        if self._pins:  # the queue of a thread of this process
+        if self._pins:  # a thread of this process fills this queue
             results.put(None)
             return
         _send_nothing(results)
@@ -301,12 +302,12 @@ class LoaderRun(Iterator[Any]):
         while self._waiting is not None and time.monotonic() < until:
             time.sleep(0.001)
         if self._waiting is None:
-            # Not before: the number of a descriptor that is polled would go to another file.
+            # Not earlier: a descriptor that is closed while it is polled may be given to another file.
             results.close()
 
 
 def _workers_of(iterator: object) -> _Workers | None:
-    """The iterator if it is torch's over loader workers, and all is there that it takes to end them."""
+    """The iterator, if it is torch's iterator over loader workers and every name needed to end them is there."""
     if not is_of_loader_workers(iterator) or not ENDING.is_usable(iterator):
         return None
     workers: _Workers = iterator
@@ -316,7 +317,7 @@ def _workers_of(iterator: object) -> _Workers | None:
 
 
 def _ask_to_leave(workers: _Workers) -> None:
-    """Ends the workers as torch does, but waits for all of them at once; those that are busy are ended by force."""
+    """Ends the workers as torch does, but waits for all of them at once; busy ones are ended by force."""
     workers._workers_done_event.set()
     for requests in workers._index_queues:
         requests.put(None)
@@ -325,11 +326,11 @@ def _ask_to_leave(workers: _Workers) -> None:
 
 
 def _end_by_force(workers: _Workers, *, at_once: bool = False) -> None:
-    """Ends those workers that live.
+    """Ends the workers that are alive.
 
     Args:
       workers: torch's iterator.
-      at_once: whether they are killed; else they are terminated, and killed if that is not enough.
+      at_once: whether they are killed at once; else they are terminated first, and killed if they do not end.
     """
     for end in (Process.kill,) if at_once else (Process.terminate, Process.kill):
         living = [process for process in workers._workers if process.is_alive()]
@@ -342,7 +343,7 @@ def _end_by_force(workers: _Workers, *, at_once: bool = False) -> None:
 
 
 def _kill_stopped(number: int, processes: Sequence[Process]) -> None:
-    """Kills the workers that are stopped: they hear of nothing else.
+    """Kills the loader workers that are stopped (SIGSTOP): no other signal ends them.
 
     Args:
       number: by which torch's signal handler knows the workers.
@@ -357,7 +358,7 @@ def _kill_stopped(number: int, processes: Sequence[Process]) -> None:
 
 
 def _let_torch_forget(workers: _Workers) -> None:
-    """The end of the workers is none that torch must tell of."""
+    """Keeps torch's signal handler from reporting the end of the workers as a failure."""
     if workers._worker_pids_set:
         workers._worker_pids_set = False
         _remove_worker_pids(id(workers))
@@ -370,11 +371,11 @@ def _join(workers: _Workers, seconds: float) -> None:
 
 
 def _send_nothing(results: Any) -> None:
-    """Wakes the thread that reads from a queue of loader workers that ended."""
+    """Wakes the thread that reads from the queue of loader workers that have ended."""
     lock, writer = results._wlock, results._writer
     if lock is not None and not lock.acquire(timeout=_LOCK_SECONDS):
-        # A worker that ends in the middle of a message takes the queue's lock with it, for which a `put` would wait for
-        # ever. As nobody else writes, the end of the file comes in the middle of the message.
+        # A worker that ends in the middle of a message keeps the queue's lock, for which a `put` would wait for ever.
+        # Nobody else writes any more, so the reader sees the end of the file in the middle of the message.
         writer.close()
     else:
         if wait([results._reader], 0) == []:
@@ -387,7 +388,7 @@ def _begin(loader: Iterable[Any], inlet: BatchDecoder | None, seconds: float | N
     """A run of a loader.
 
     Raises:
-      ReadFailure: workers that live on did not answer within so many seconds, if there is a bound.
+      ReadFailure: persistent workers did not answer within ``seconds``, if there is a bound.
     """
     if isinstance(loader, DataLoader) and isinstance(loader.sampler, IndexFeed):
         loader.sampler.taken = deque(maxlen=loader.num_workers * (loader.prefetch_factor or 0))
@@ -398,20 +399,20 @@ def _begin(loader: Iterable[Any], inlet: BatchDecoder | None, seconds: float | N
             iterator = _reset(loader, seconds) if rested is None else rested
             workers = _workers_of(iterator)
             if workers is not None and workers is not before:
-                # Runs just before Python terminates the workers that live on, and waits for them without a bound.
+                # Runs just before Python terminates persistent loader workers, and waits for them without a bound.
                 Finalize(workers, _kill_stopped, (id(workers), workers._workers), exitpriority=0)
             return LoaderRun(iterator, inlet)
-    finally:  # also where the workers could not be started: nobody else would close what it closes
+    finally:  # also where the workers could not be started: nobody else would close the descriptor
         if inlet is not None:
             inlet.seal()
 
 
 def _at_rest(loader: Iterable[Any]) -> Any:
-    """The iterator of workers that live on, at its next epoch, if they sent all that was asked for; else ``None``.
+    """The iterator of persistent workers, set to its next epoch, if they have sent all requested items; else ``None``.
 
-    Torch says to each worker that an epoch begins, waits until all have heard of it, and drops what they still sent of
-    the last one; the workers then look at their iterable dataset anew. Where there is nothing to drop, and the dataset
-    is map-style, all of that comes to nothing, but takes longer than the first batch.
+    Torch announces each epoch to each worker, waits for all answers, and drops the items that are left of the last
+    epoch; the workers then begin their iterable dataset again. Where no item is left and the dataset is map-style, all
+    of this has no effect, but takes longer than the first batch.
     """
     workers = _iterator_of(loader)
     if not is_of_loader_workers(workers) or not RESTING.is_usable(workers):
@@ -427,31 +428,31 @@ def _at_rest(loader: Iterable[Any]) -> Any:
 
 
 def begin_anew_if_ended(loader: DataLoader[Any]) -> None:
-    """Lets a user's own loader start other workers in place of those that live on, where they were ended here."""
+    """Lets a user's own loader start new workers in place of its persistent ones, where those were ended here."""
     lasting = _lasting_of(loader)
     if lasting is not None and lasting._shutdown:
         loader._iterator = None
 
 
 def _iterator_of(loader: Iterable[Any]) -> Any:
-    """The iterator that a loader keeps for its next epoch, if it does."""
+    """The iterator that a loader keeps for its next epoch, if it keeps one."""
     return loader._iterator if isinstance(loader, DataLoader) and LASTING.is_usable(loader) else None
 
 
 def _lasting_of(loader: Iterable[Any]) -> _Workers | None:
-    """The iterator over workers of a loader that live on, where they can be ended here."""
+    """The iterator over a loader's persistent workers, if these can be ended here."""
     return _workers_of(_iterator_of(loader))
 
 
 def _reset(loader: Iterable[Any], seconds: float | None) -> Iterator[Any]:
-    """Torch's iterator. Workers that live on are asked whether they do; torch waits for their answers."""
+    """Torch's iterator, begun anew. Torch asks persistent workers for an answer, and waits for all answers."""
     lasting = _lasting_of(loader)
     if lasting is None or lasting._timeout > 0 or seconds is None:
         return iter(loader)
     lasting._timeout = seconds
     try:
         return iter(loader)
-    except RuntimeError:  # it says as much, and no more
+    except RuntimeError:  # torch's error says no more than that
         processes = list(enumerate(lasting._workers))
         stopped = [each for each in processes if is_stopped(each[1])]
         words = ", ".join(words_for(*each) for each in stopped or processes)
@@ -467,7 +468,7 @@ class LoaderRuns(OpenRuns):
 
     Args:
       build: makes the loader for a given dataset.
-      lasting: whether its workers live on from run to run.
+      lasting: whether its workers persist from run to run.
     """
 
     def __init__(self, build: Callable[[Any], Iterable[Any]], *, lasting: bool) -> None:
@@ -479,26 +480,26 @@ class LoaderRuns(OpenRuns):
         self._last: LoaderRun | None = None
 
     def can_last(self) -> bool:
-        """Whether the next run will use workers that live on: not while an earlier one uses them."""
+        """Whether the next run will use persistent workers: not while an earlier run uses them."""
         return self._wants_to_last and self._user is None
 
     def start(self, dataset: Any, *, once: bool = False) -> LoaderRun:
-        """A run over a dataset; over the first one, where workers that live on have it already.
+        """A run over a dataset. Persistent workers read the dataset that they have already.
 
         Args:
-          dataset: what is read.
-          once: whether the run has workers of its own, because the dataset is for this epoch only.
+          dataset: the dataset to read.
+          once: whether the run gets workers of its own, because the dataset is for this epoch only.
         """
         if self._last is not None and (self._last.is_a_parents or self._last.was_given_up):
             self.close()
         if self.can_last() and not once:
             if self._lasting is None:
-                self.close()  # where that was interrupted before
+                self.close()  # finishes a close that was interrupted
                 self._lasting = self._new_loader(dataset)
             try:
                 run = self._user = self._last = _begin(*self._lasting, self.bound_seconds)
             except BaseException:
-                self.close()  # the next run has workers of its own, whatever became of these
+                self.close()  # the state of these workers is unknown: the next run gets new ones
                 raise
         else:
             run = _begin(*self._new_loader(dataset), self.bound_seconds)
@@ -510,17 +511,17 @@ class LoaderRuns(OpenRuns):
         return loader, through_slots(loader) if isinstance(loader, DataLoader) else None
 
     def finish(self, run: LoaderRun) -> None:
-        """Ends a run, and its loader workers unless they are to live on. Idempotent."""
+        """Ends a run, and its loader workers unless they persist. Idempotent."""
         self.remove(run)
         if run is self._user:
             self._user = None
         if run is not self._last:
             run.close()
-        elif not run.can_go_on:  # a thread may wait for a worker of it
+        elif not run.can_go_on:  # a thread may still wait for one of its workers
             self.close()
 
     def close(self) -> None:
-        """Ends the loader workers that live on. Idempotent; the next call does what an interruption left to do."""
+        """Ends the persistent loader workers. Idempotent; after an interruption, the next call does the rest."""
         self._lasting = self._user = None
         if self._last is not None:
             self._last.close()

@@ -1,4 +1,4 @@
-"""What all sources over a torch ``DataLoader`` have in common: which are refused, and what is kept of the user's."""
+"""Settings shared by all sources over a torch ``DataLoader``: which loaders are refused, and what is kept."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ TORCH_SAMPLERS: Final = (
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
-"""Samplers without code of the user's. They draw from the default random state at their first index only, or never."""
+"""Samplers without user code. They draw from the default random state at their first index only, or never."""
 
 
 @final
 class LikeTorch(NamedTuple):
-    """A torch loader that nobody else reads: an error does not end its epoch, and an empty batch is a batch.
+    """A torch loader that is read as torch reads it: an error does not end its epoch, and an empty batch is a batch.
 
     Args:
       loader: the loader.
@@ -73,7 +73,7 @@ class LikeTorch(NamedTuple):
 
 
 def failing_like_torch(loader: DataLoader[Any], options: InputOptions) -> OnFailure:
-    """How torch takes it that the user's code fails. Local."""
+    """How a failure of the user's code is handled: as torch's loader handles it. Local."""
     return OnFailure(
         goes_on=True, caught=BaseException if is_read_here(loader) and not options.most_ahead else Exception
     )
@@ -85,7 +85,7 @@ def check_loader(loader: DataLoader[Any], policy: AutoShardPolicy, *, alone: boo
     Args:
       loader: the user's.
       policy: the policy in force.
-      alone: whether it is not known to be divided, so that its batches may come in any order.
+      alone: whether the loader may be read without being divided, so that its batches may come in any order.
 
     Raises:
       InputError: ``in_order=False``: batches would pair up with the wrong steps; or a class in place of a dataset.
@@ -116,7 +116,7 @@ def keeps_order(loader: DataLoader[Any]) -> bool:
 
 
 def sampler_in(batches: Any) -> Any:
-    """What yields the single indices: the sampler in torch's own batch sampler, else the object itself."""
+    """The object that yields single indices: the sampler in torch's own batch sampler, else the object itself."""
     return batches.sampler if type(batches) is BatchSampler else batches
 
 
@@ -129,13 +129,13 @@ def generator_digest(generator: torch.Generator | None) -> str | None:
 
 @final
 class WorkerInit:
-    """The user's ``worker_init_fn``, in a worker that ends with its parent, see ``parent_death``.
+    """The user's ``worker_init_fn``, run in a loader worker that ends with its parent; see ``parent_death``.
 
     Args:
       init: the user's.
       parent: the process that starts the worker.
-      arrivals: where forked workers say that they came up.
-      wraps: whether the worker reads a dataset around the user's, which finds its own in ``get_worker_info()``.
+      arrivals: where forked workers record that they came up.
+      wraps: whether the worker reads a dataset that wraps the user's; ``get_worker_info()`` then shows the user's.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class WorkerInit:
         self._wraps = wraps
         self.arrivals = arrivals
         self.tell_part: Callable[[Any, int, int], None] | None = None
-        """Called first, with the user's dataset, the number of the worker and how many there are."""
+        """Called first, with the user's dataset, the number of the worker and the number of workers."""
         self.begin: Callable[[int, Any], None] | None = None
         """Called last, with the number of the worker and the dataset that it reads."""
 
@@ -168,7 +168,7 @@ class WorkerInit:
 
 
 def not_pinning(data: Any) -> Any:
-    """A ``DataLoader`` that pins as one that does not, anything else as it is. Local."""
+    """A copy of a ``DataLoader`` that does not pin memory; any other object as it is. Local."""
     if not isinstance(data, DataLoader) or not data.pin_memory:
         return data
     loader = copy.copy(data)
@@ -177,19 +177,19 @@ def not_pinning(data: Any) -> Any:
 
 
 def is_read_here(loader: DataLoader[Any]) -> bool:
-    """Whether torch's loader would do nothing but read in this process: it has no workers, and pins nothing. Local.
+    """Whether torch's loader would only read in this process: it has no workers, and pins nothing. Local.
 
-    Without an accelerator torch pins nothing, nor for mps, and warns of it. Scripts ask for it all the same.
+    Without an accelerator, and for mps, torch pins nothing, and warns. Scripts ask for pinned memory all the same.
     """
     return not loader.num_workers and not (loader.pin_memory and Accelerators.detect().kind not in {None, "mps"})
 
 
 def let_torch_warn(loader: DataLoader[Any], generator: torch.Generator) -> None:
-    """An epoch of a loader begins that ``is_read_here``: torch says what it would say of its pinning. Local.
+    """Lets torch warn about pinned memory, as it would when an epoch of a loader begins that ``is_read_here``. Local.
 
     Args:
       loader: the user's.
-      generator: the seed is drawn from it that torch draws when an epoch begins.
+      generator: torch draws the seed of the epoch from it.
     """
     if loader.pin_memory:
         iter(
@@ -205,7 +205,7 @@ def let_torch_warn(loader: DataLoader[Any], generator: torch.Generator) -> None:
 
 @final
 class RebuiltLoader(DataLoader[Any]):
-    """A torch loader that reads for the user's. Making it warns of nothing that making the user's has warned of."""
+    """A torch loader that reads for the user's. Making it repeats no warning that making the user's loader gave."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         self.check_worker_number_rationality = _say_nothing  # type: ignore[method-assign] # torch calls it there
@@ -218,7 +218,7 @@ def _say_nothing() -> None:
 
 
 def settings_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    """The arguments of a ``DataLoader`` that stay as they are. To be asked for where the loader workers are started."""
+    """The arguments of a ``DataLoader`` that stay as they are. Called where the loader workers are started."""
     workers = {"prefetch_factor": loader.prefetch_factor} if loader.num_workers else {}
     init = _init_of(loader, wraps=True) if loader.num_workers else loader.worker_init_fn
     return {
@@ -245,9 +245,9 @@ def _init_of(loader: DataLoader[Any], *, wraps: bool) -> WorkerInit:
 
 @contextlib.contextmanager
 def started_like_ours(data: Any) -> Iterator[None]:
-    """Lets the loader workers that a user's own ``DataLoader`` starts inside come up and end as those of our loaders.
+    """Makes the loader workers of a user's own ``DataLoader``, started inside, come up and end as ours do.
 
-    Anything else, and loaders without workers, stay as they are. Local.
+    Other objects, and loaders without workers, stay as they are. Local.
     """
     if not isinstance(data, DataLoader) or not data.num_workers:
         yield

@@ -1,15 +1,16 @@
-"""Loader workers that never come up, and are forked anew.
+"""Finds loader workers that hang in their fork, and forks them again.
 
-Problem. A fork copies locks as they are. The C library frees most of its own in the child, but not all, and nobody
-frees those of other libraries: one that another thread held at that instant, say because torch used something for the
-first time, stays locked, and the loader worker hangs before its first batch (pytorch/pytorch#75147, #130610). Whoever
-has threads meets this once in some thousand forks, and process groups have threads. Torch waits without a bound.
+Problem. A fork copies locks as they are. The C library frees most of its own locks in the child, but not all, and
+nobody frees the locks of other libraries. A lock that another thread held at the moment of the fork, for example
+because torch used a function for the first time, stays locked in the child, and the loader worker hangs before its
+first batch (pytorch/pytorch#75147, #130610). A process with threads meets this once in some thousand forks, and process
+groups have threads. Torch waits without a bound.
 
-Decision. A forked worker does what a worker does first, which takes those locks, and then says in memory that it shares
-with its parent that it came up. The parent waits for that where it forked; a worker that does not come is killed and
-forked again, with the same queues: it had not touched them.
+Decision. A forked worker first does what every worker does first, which takes these locks. Then it records in memory
+shared with its parent that it came up. The parent waits for this record right after the fork. It kills a worker that
+does not come up, and forks another one with the same queues, which the first one had not touched.
 
-Considered and refused. Other start methods by default: they take seconds, and datasets that cannot be pickled.
+Considered and refused. Other start methods by default: they take seconds, and need datasets that can be pickled.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _worker_loop: Final = look_up("torch.utils.data._utils.worker._worker_loop")
 
 @final
 class StuckForks:
-    """Which of the loader workers came up: a byte for each, in memory that forked processes share.
+    """Which loader workers came up: one byte for each, in memory that forked processes share.
 
     Args:
       num_workers: how many there are.
@@ -57,9 +58,10 @@ class StuckForks:
         self._num_workers = num_workers
 
     def arrive(self, worker: int) -> None:
-        """Says that a worker came up, once it took the locks that it will need. Called in it."""
+        """Records that a worker came up, once it has taken the locks that it will need. Called in the worker."""
         if sys.platform == "linux":
-            # A function that runs at exit, where a loader worker never comes: this takes the lock of pytorch#130610.
+            # This registers a function for the exit of the process, which takes the lock of pytorch#130610.
+            # The function never runs: a loader worker never comes to its exit functions.
             library = ctypes.CDLL(None)
             library["__cxa_atexit"](library["abs"], None, None)
         thread = threading.Thread(target=_nothing)
@@ -69,7 +71,7 @@ class StuckForks:
         self._came[worker] = 1
 
     def missing(self) -> list[int]:
-        """The workers that did not come up yet."""
+        """The workers that have not come up yet."""
         return [worker for worker in range(self._num_workers) if not self._came[worker]]
 
 
@@ -78,20 +80,20 @@ def _nothing() -> None:
 
 
 def arrivals_of(context: Any, num_workers: int) -> StuckForks | None:
-    """For workers that will be started by a context of ``multiprocessing``; ``None`` where they are not forked."""
+    """The record for workers that a ``multiprocessing`` context will start; ``None`` where they are not forked."""
     method = (multiprocessing if context is None else context).get_start_method()
     return StuckForks(num_workers) if method == "fork" and num_workers else None
 
 
 def see_in(iterator: Any, arrivals: StuckForks) -> None:
-    """Waits until all loader workers came up or died, and forks anew who does neither. Local: the thread that forks.
+    """Waits until all loader workers came up or died, and forks again the others. Local: on the thread that forks.
 
     Args:
-      iterator: torch's, with its loader workers, new.
-      arrivals: what its workers say.
+      iterator: torch's new iterator, with its loader workers.
+      arrivals: the record of its workers.
 
     Raises:
-      InputError: a worker did not come up, nor did any of those that were forked in its place.
+      InputError: a worker did not come up, and neither did the workers forked in its place.
     """
     for _ in range(_ATTEMPTS):
         missing = _wait(iterator, arrivals)
@@ -120,7 +122,7 @@ def _found(iterator: Any, missing: Sequence[int]) -> str:
 
 
 def _wait(iterator: Any, arrivals: StuckForks) -> list[int]:
-    """The workers that are alive and did not come up in that time."""
+    """The workers that are alive and did not come up in time."""
     until = time.monotonic() + _SECONDS
     pause = 0.0002
     while missing := [worker for worker in arrivals.missing() if iterator._workers[worker].is_alive()]:
@@ -131,15 +133,15 @@ def _wait(iterator: Any, arrivals: StuckForks) -> list[int]:
         except RuntimeError as error:
             if not str(error).startswith("DataLoader worker"):
                 raise
-            # torch's signal handler tells of a worker that died. So does the first item that is asked for.
+            # torch's signal handler reports a worker that died. The first request for an item reports it too.
             _LOG.debug("while loader workers came up: %s", error)
         pause = min(2 * pause, 0.005)
     return []
 
 
 def _fork_anew(iterator: Any, missing: Sequence[int]) -> None:
-    """Puts other processes in the places of workers, started as torch starts them."""
-    _remove_worker_pids(id(iterator))  # their end is none that torch must tell of
+    """Puts other processes in the places of the workers, started as torch starts them."""
+    _remove_worker_pids(id(iterator))  # torch's signal handler must not report their end
     for worker in missing:
         old = iterator._workers[worker]
         old.kill()
@@ -153,7 +155,7 @@ def _fork_anew(iterator: Any, missing: Sequence[int]) -> None:
 
 
 def _arguments_of(loop: Callable[..., None], iterator: Any, worker: int) -> dict[str, Any]:
-    """What torch gives to a loader worker, by name: not all releases of torch give the same."""
+    """The arguments of torch's worker loop, by name: they differ between releases of torch."""
     known = {
         "dataset_kind": iterator._dataset_kind,
         "dataset": iterator._dataset,

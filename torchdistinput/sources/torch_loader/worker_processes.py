@@ -1,4 +1,4 @@
-"""What the system tells of loader workers: whether they are stopped, and what they read. On Linux, from ``/proc``."""
+"""What the operating system knows about loader workers: whether they are stopped, and their open files (Linux only)."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ _MOST_FILES: Final = 8
 
 
 def _state(pid: int | None) -> str:
-    """The letter that the system has for the state of a process; nothing where that is not known."""
-    with suppress(OSError):  # it ended meanwhile
+    """The system's letter for the state of a process; empty where it is not known."""
+    with suppress(OSError):  # the process ended meanwhile
         if sys.platform == "linux":
             return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     return ""
 
 
 def is_stopped(process: BaseProcess) -> bool:
-    """Whether a loader worker is stopped, so that it hears of nothing but SIGKILL."""
+    """Whether a loader worker is stopped, so that only SIGKILL reaches it."""
     return _state(process.pid) in {"T", "t"}
 
 
 def words_for(number: int, process: BaseProcess) -> str:
-    """A loader worker in words: its number, its process, and what that does, as far as the kernel tells."""
+    """Describes a loader worker: its number, its process, and the state of the process where the kernel shows it."""
     state = _state(process.pid)
     told = [f"pid {process.pid}", *([_STATES[state]] if state in _STATES else [])]
     if state in {"S", "D"}:
@@ -46,7 +46,7 @@ def words_for(number: int, process: BaseProcess) -> str:
 
 
 def files_read_by(process: BaseProcess) -> Sequence[str]:
-    """The files that a loader worker has open and this process has not."""
+    """The files that a loader worker has open and this process does not."""
     if sys.platform != "linux":
         return ()
     return sorted(_open_files(process.pid) - _open_files(os.getpid()))[:_MOST_FILES]
@@ -54,7 +54,7 @@ def files_read_by(process: BaseProcess) -> Sequence[str]:
 
 def _open_files(pid: int | None) -> set[str]:
     found: set[str] = set()
-    with suppress(OSError):  # it ended meanwhile
+    with suppress(OSError):  # the process ended meanwhile
         for number in os.listdir(f"/proc/{pid}/fd"):
             with suppress(OSError):
                 found.add(os.readlink(f"/proc/{pid}/fd/{number}"))

@@ -1,7 +1,7 @@
-"""Batches of loader workers in shared memory that is used again.
+"""Sends batches of loader workers through shared memory that is reused.
 
-- ``pool``: The memory, and how the end of its use is seen.
-- ``worker``: Who uses what of it; samples are stacked there.
-- ``transport``: Batches on their way through it.
-- ``plain_items``: Usual batches as plain tuples.
+- ``pool``: The memory, and how the end of its use is detected.
+- ``worker``: A loader worker's part of the memory: allocates blocks, and stacks samples in them.
+- ``transport``: Encodes batches in the loader worker, and decodes them in the main process.
+- ``plain_items``: Encodes common batches as plain tuples.
 """

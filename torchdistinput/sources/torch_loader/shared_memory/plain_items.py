@@ -1,7 +1,8 @@
-"""Items of loader workers as plain tuples: tensors in tuples, lists and dicts, as most batches are.
+"""Encodes the items of loader workers as plain tuples: tensors in tuples, lists and dicts, as in most batches.
 
-A pickler looks up each class and function by its name, on both sides, and asks for each tensor how to reduce it: after
-a batch was decoded, in caches that know nothing of it, that takes several times as long as all of this.
+A pickler looks up each class and function by its name, in both processes, and asks for each tensor how to reduce it.
+After a batch was decoded, with the processor's caches full of other data, this takes several times as long as the
+encoding here.
 """
 
 from __future__ import annotations
@@ -24,32 +25,32 @@ DTYPES: Final = (
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),
 )
 NUMBER_OF: Final = {dtype: number for number, dtype in enumerate(DTYPES)}
-"""Of the usual types, which travel as numbers."""
+"""Common types of tensors; their place in this list travels as a number."""
 
 _ATOM, _SEALED, _TUPLE, _LIST, _DICT = range(-1, -6, -1)
 
 
 class UnusualError(Exception):
-    """Something that must be pickled."""
+    """The item holds a value that must be pickled."""
 
 
 @final
 class Tensors:
-    """The tensors of an item, each of which is all of a storage of its own, in the order in which they are told of."""
+    """The tensors of an item in the order of their encoding. Each is the whole of a storage of its own."""
 
     def __init__(self) -> None:
         self.found: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}  # by the id of the storage
         self._containers: set[int] = set()  # by id
 
     def is_new(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
-        """Whether nothing was told of a storage before. It is now."""
+        """Whether a storage was not encoded before. It counts as encoded from now on."""
         if id(storage) in self.found:
             return False
         self.found[id(storage)] = storage, tensor
         return True
 
     def is_first(self, container: Any) -> bool:
-        """Whether nothing was told of a list or dict before. It is now."""
+        """Whether a list or dict was not encoded before. It counts as encoded from now on."""
         if id(container) in self._containers:
             return False
         self._containers.add(id(container))
@@ -57,10 +58,10 @@ class Tensors:
 
 
 def told(value: Any, tensors: Tensors) -> tuple[Any, ...]:
-    """What an item is made of. What of it is told twice, so that it must be one thing again, is unusual.
+    """The encoding of an item. An object that occurs twice must be one object again, so such an item is unusual.
 
     Raises:
-      UnusualError: it is made of something else.
+      UnusualError: the item holds a value of another kind.
     """
     cls = type(value)
     if cls is torch.Tensor:
@@ -78,7 +79,7 @@ def told(value: Any, tensors: Tensors) -> tuple[Any, ...]:
     if cls in PLAIN_TYPES:
         return _ATOM, value
     if cls is list and tensors.is_first(value):
-        if PLAIN_TYPES.issuperset(map(type, value)):  # thousands of texts, perhaps
+        if PLAIN_TYPES.issuperset(map(type, value)):  # there may be thousands of texts
             return _ATOM, value
         return _LIST, tuple([told(each, tensors) for each in value])
     if cls is dict and tensors.is_first(value) and all(type(key) in PLAIN_TYPES for key in value):
@@ -87,11 +88,11 @@ def told(value: Any, tensors: Tensors) -> tuple[Any, ...]:
 
 
 def made(what: tuple[Any, ...], contents: Iterator[memoryview | bytearray]) -> Any:
-    """The item that was told of.
+    """The item, made from its encoding.
 
     Args:
-      what: what was told.
-      contents: those of its tensors, in order.
+      what: the encoding.
+      contents: the contents of its tensors, in order.
     """
     kind = what[0]
     if kind >= 0:

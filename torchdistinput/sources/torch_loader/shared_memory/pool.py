@@ -1,39 +1,39 @@
-"""Memory that the main process shares with its loader workers, and how the end of its use is seen.
+"""Shared memory between the main process and its loader workers, and how the end of its use is detected.
 
 **Problem.** PyTorch gives every tensor that leaves a loader worker a shared-memory file of its own. The system then
-zeroes and maps each page of each batch, in both processes, and takes it back when the batch is dropped: for batches
-of some MB that is most of the time of a loader. Memory that is used again has its pages, but must not be written to
-while anybody reads it.
+zeroes and maps each page of each batch, in both processes, and takes the page back when the batch is dropped. For
+batches of some MB this takes most of a loader's time. Reused memory keeps its pages, but must not be written to while
+anybody reads it.
 
-**Decision.** One anonymous file (``memfd``) for a loader and the life of its workers, of which each worker has a part.
-The file never had a name, so nothing is left in ``/dev/shm`` whoever is killed. It is large and empty at first: the
-system gives a page when it is first written to. A worker puts a batch where its part is free, lowest address first, so
-that no more pages are touched than batches were in use at one time. It writes the batch's number into a free entry of
-its *ledger*, at the front of the file, and sends the number. The main process sets the entry to 0 when nothing refers
-to the batch any more; the worker then takes the memory back. An entry is set by one side and cleared by the other, and
-the number travels through a pipe, so no lock is needed.
+**Decision.** There is one anonymous file (``memfd``) for each loader, for the life of its workers; each worker has a
+part of it. The file never had a name, so nothing is left in ``/dev/shm`` whichever process is killed. It is large and
+empty at first: the system gives a page when the page is first written to. A worker puts a batch at the lowest free
+address of its part, so no more pages are touched than batches were in use at one time. It writes the batch's number
+into a free entry of its *ledger*, at the front of the file, and sends the number. The main process sets the entry to 0
+when nothing refers to the batch any more; the worker then takes the memory back. One side sets an entry and the other
+clears it, and the number travels through a pipe, so no lock is needed.
 
-*When nothing refers to a batch.* All tensors and arrays over it hold one object through the buffer protocol; a weak
-reference to it, the ``Token``, tells when it is gone. ``share_memory_()``, or sending a tensor to another process,
-moves its contents elsewhere and lets go of the buffer, while a NumPy array made before still reads the old place. Such
-an array holds the tensor, so torch's storage object holds the buffer once more, as an attribute. Tokens are looked at
-when the next batch is asked for; nothing runs when a batch is dropped.
+*When nothing refers to a batch.* All tensors and arrays over its memory hold one object through the buffer protocol. A
+weak reference to this object, the ``Token``, shows when it is gone. ``share_memory_()``, or sending a tensor to another
+process, moves the contents elsewhere and releases the buffer, while a NumPy array made before still reads the old
+place. Such an array holds the tensor, so torch's storage object holds the buffer once more, as an attribute. Tokens are
+checked when the next batch is requested; nothing runs when a batch is dropped.
 
-*Forks.* A process that is forked, the worker of another loader, say, keeps seeing the memory of the batches in use at
-that time. So that memory is not used again before it has ended, and whatever it forked, or has become another program:
-until then each of them has the writing end of a pipe. Loader workers of ours do not look at the batches of their
-parent; their forks do not count, if they are made within ``forks_of_workers``.
+*Forks.* A forked process, for example a worker of another loader, keeps seeing the memory of the batches in use at the
+time of the fork. So this memory is not reused before the forked process, and every process that it forked, has ended or
+has become another program. Until then each of them has the writing end of a pipe. Our own loader workers do not read
+the batches of their parent, so their forks do not count, if they are made within ``forks_of_workers``.
 
-*For an accelerator* a part of it is locked in place, see ``pinned_memory``.
+*For an accelerator* a part of the memory is page-locked; see ``pinned_memory``.
 
-**Considered and refused.** *A shared-memory storage of torch's over the file* can be sent to a third process without a
-copy, which would then read what the worker writes next. *Slots of one size* would have to know the size of a batch
+**Considered and refused.** *A torch shared-memory storage over the file* can be sent to a third process without a copy;
+the third process would then read what the worker writes next. *Slots of one size* require the size of a batch
 beforehand, and waste the difference where sizes vary. *Copying each batch out* in the main process costs as many new
 pages as before.
 
-**Limits.** Linux. The number of entries and the size of the file are bounds: a batch that does not fit takes fresh
-memory, the ordinary way. What is left of a closed loader is the memory of the batches that are still in use. A forked
-process must not close all files that it finds open, and then go on to read a batch of its parent.
+**Limits.** Linux only. The number of entries and the size of the file are bounds: a batch that does not fit takes new
+memory, as in torch. A closed loader keeps only the memory of batches that are still in use. A forked process must not
+close all open files that it finds, and then go on to read a batch of its parent.
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ __all__ = [
 ]
 
 ENTRIES: Final = 64
-"""Batches of one worker that may be in use at a time."""
+"""How many batches of one worker may be in use at a time."""
 
 _ROW: Final = ENTRIES + 1
-"""Numbers that the file has of a worker: its ledger, and how long its front is."""
+"""How many numbers the file holds for each worker: the entries of its ledger, and the length of its front."""
 
 _MOST_BYTES: Final = 1 << 30
 _PAGE: Final = mmap.PAGESIZE
@@ -85,9 +85,9 @@ NUMPYS: Final = {
     getattr(torch, name): np.dtype(name)
     for name in ("float32", "float64", "float16", "uint8", "int8", "int16", "int32", "int64", "bool")
 }
-"""The types of tensors whose memory NumPy can show, as it calls them."""
+"""The tensor types that NumPy has too, with NumPy's names for them."""
 _MOST_DIMENSIONS: Final = 32
-"""Of an array, in every version of NumPy."""
+"""The most dimensions of an array, in every version of NumPy."""
 
 _Bytes = npt.NDArray[np.uint8]
 
@@ -153,7 +153,7 @@ class SharedPool:
         return self._parts[worker][:]
 
     def give_up(self, worker: int, used: Iterable[tuple[int, int]]) -> None:
-        """Gives the pages of a worker's part back to the system, but for the bytes of each pair, ``lo`` to ``hi``."""
+        """Gives the pages of a worker's part back to the system, except the bytes ``[lo, hi)`` in ``used``."""
         used, begin = sorted(used), 0
         if not used:
             self._fronts[worker].unlock()
@@ -181,19 +181,19 @@ def _up(number: int, step: int) -> int:
 
 @final
 class Free:
-    """The free places of a worker's part: the first that fits is taken.
+    """The free ranges of a worker's part; allocation takes the first range that is large enough.
 
     Args:
-      size: bytes of the part.
+      size: the bytes of the part.
     """
 
     def __init__(self, size: int) -> None:
         self._holes = [(0, size)]
         self._wall = 0
-        self._top = 0  # the end of all that was ever taken
+        self._top = 0  # the end of the highest range that was ever taken
 
     def wall_off(self, at: int = 0) -> int:
-        """No place lies across a wall from now on: one at ``at``, or behind all places so far. Where it stands."""
+        """Sets a wall that no range crosses from now on: at ``at``, or behind all ranges so far. Returns its place."""
         at = self._wall = at or _up(self._top, _PAGE)
         self._holes = [
             part for lo, hi in self._holes for part in ([(lo, at), (at, hi)] if lo < at < hi else [(lo, hi)])
@@ -201,7 +201,7 @@ class Free:
         return at
 
     def take(self, size: int) -> int | None:
-        """A place for so many bytes; ``None`` if none is large enough."""
+        """Takes a range of ``size`` bytes; ``None`` if no free range is large enough."""
         size = _up(size, _ALIGNMENT)
         for number, (lo, hi) in enumerate(self._holes):
             if hi - lo >= size:
@@ -211,7 +211,7 @@ class Free:
         return None
 
     def give_back(self, lo: int, size: int) -> None:
-        """A place that was taken is free again."""
+        """Frees a range that was taken."""
         insort(self._holes, (lo, lo + _up(size, _ALIGNMENT)))
         merged = self._holes[:1]
         for begin, end in self._holes[1:]:
@@ -224,7 +224,7 @@ class Free:
 
 @final
 class Token:
-    """Tells when nothing refers to some memory any more.
+    """Shows when nothing refers to some memory any more.
 
     Args:
       memory: an array that nobody else refers to; only buffers of it may be handed out.
@@ -239,16 +239,16 @@ class Token:
             _TOKENS.add(self)
 
     def buffer(self, lo: int, hi: int) -> memoryview:
-        """The bytes from ``lo`` to ``hi``, to be used until ``handed_out``."""
+        """The bytes from ``lo`` to ``hi``; to be called before ``handed_out``."""
         assert self._buffer is not None
         return self._buffer[lo:hi]
 
     def handed_out(self) -> None:
-        """All tensors and arrays are made."""
+        """Notes that all tensors and arrays are made: the token itself lets go of the memory."""
         self._buffer = None
 
     def keep(self, fork: _Fork) -> None:
-        """Processes that are forked now may look at the memory."""
+        """Notes that processes of a fork may read the memory."""
         self._forks.append(fork)
 
     @property
@@ -269,27 +269,27 @@ class Token:
 
 @final
 class _Fork:
-    """The processes that come of one fork: each has the writing end of a pipe, until it ends or is another program."""
+    """The processes of one fork. Each has the writing end of a pipe until it ends or runs another program."""
 
     def __init__(self) -> None:
         self._ends: tuple[Connection, int] | None = None
         self._is_over = False
-        with contextlib.suppress(OSError):  # too many files are open: then nobody knows, and it is never over
+        with contextlib.suppress(OSError):  # too many files are open: the end of the processes is never seen
             reader, writer = os.pipe()
             self._ends = Connection(reader, writable=False), writer
 
     def in_parent(self) -> Undo:
-        """What closes the writing end here. It was made then, or could not be."""
+        """The function that closes the writing end in the parent, if the pipe could be made."""
         return int if self._ends is None else partial(os.close, self._ends[1])
 
     def in_child(self) -> None:
-        """This is one of them."""
+        """Closes the reading end in the child."""
         if self._ends is not None:
             self._ends[0].close()
 
     @property
     def is_over(self) -> bool:
-        """Whether all of them are gone."""
+        """Whether all of these processes have ended."""
         with _LOCK:
             if self._ends is not None and not self._is_over and self._ends[0].poll():
                 self._is_over = True
@@ -298,37 +298,37 @@ class _Fork:
 
 
 def storage_over(buffer: memoryview | bytearray) -> torch.UntypedStorage:
-    """A storage over the memory, which it keeps alive, also when its contents are moved elsewhere."""
+    """A storage over the memory. It keeps the memory alive, also when its contents are moved elsewhere."""
     return tensor_over(buffer, torch.uint8, (len(buffer),)).untyped_storage()
 
 
 def tensor_over(buffer: memoryview | bytearray, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """A contiguous tensor that is all of such a storage.
+    """A contiguous tensor that covers a buffer.
 
     Args:
-      buffer: the memory, of as many bytes as the tensor has.
-      dtype: of the tensor.
-      shape: of the tensor.
+      buffer: the memory, with exactly the bytes of the tensor.
+      dtype: the type of the tensor.
+      shape: the shape of the tensor.
     """
     number = NUMPYS.get(dtype)
-    if number is not None and len(shape) <= _MOST_DIMENSIONS:  # torch's own way to a shape takes several times as long
+    if number is not None and len(shape) <= _MOST_DIMENSIONS:  # torch takes several times as long to set a shape
         tensor = torch.from_numpy(np.ndarray(shape, number, buffer))
     else:
         tensor = torch.frombuffer(buffer, dtype=dtype).view(shape)
-    tensor.untyped_storage().buffer = buffer  # type: ignore[attr-defined] # torch keeps what is put there with it
+    tensor.untyped_storage().buffer = buffer  # type: ignore[attr-defined] # torch keeps this attribute with the storage
     return tensor
 
 
 @cache
 def pool_is_usable() -> bool:
-    """Whether this release has all that the pool needs, and storages keep what is put to them. Local."""
+    """Whether this release of torch has all that the pool needs, and keeps attributes of storages. Local."""
     tensor = torch.empty(1, device="cpu")
     with contextlib.suppress(AttributeError):
         tensor.untyped_storage().buffer = b""  # type: ignore[attr-defined] # as in tensor_over
     return POOL.is_usable(tensor.untyped_storage())
 
 
-# A fork concerns the whole process, so what it must be told is known to the whole process.
+# A fork concerns the whole process, so the tokens that must learn of it are global.
 _TOKENS: weakref.WeakSet[Token] = weakref.WeakSet()
 _LOCK = threading.RLock()
 _FORKING = threading.local()
@@ -336,7 +336,7 @@ _FORKING = threading.local()
 
 @contextlib.contextmanager
 def forks_of_workers() -> Iterator[None]:
-    """Processes that this thread forks inside do not look at batches that are in use."""
+    """Marks the processes that this thread forks inside as not reading batches that are in use."""
     _FORKING.workers = True
     try:
         yield
@@ -354,7 +354,7 @@ def _before_fork() -> Undo:
     fork = _Fork()
     for token in used:
         token.keep(fork)
-    _FORKING.fork = weakref.ref(fork)  # the tokens keep it for as long as it is of use
+    _FORKING.fork = weakref.ref(fork)  # the tokens keep it alive for as long as they need it
     return fork.in_parent()
 
 
@@ -367,5 +367,5 @@ def _in_child(_: Undo) -> None:
 
 
 if sys.platform != "win32":
-    # What is forked must not find the lock taken by a thread that it does not have.
+    # The child must not find the lock held by a thread that it does not have.
     AroundForks(_before_fork, _in_child, _LOCK)

@@ -1,9 +1,9 @@
-"""Batches of loader workers in memory that is used again, instead of fresh shared memory for each.
+"""Sends batches of loader workers through reused shared memory, instead of new shared memory for each batch.
 
-A worker pickles what it sends as PyTorch does, or tells of it in plain tuples where that can be (see ``plain_items``),
-but for the contents of tensors and arrays: they are put into the worker's part of the ``SharedPool`` (see
-``pool``), and only their places are sent. ``default_collate`` stacks samples right there. What does not fit
-there, or cannot be sent so, goes the ordinary way.
+A worker pickles an item as PyTorch does, or encodes it in plain tuples where possible (see ``plain_items``), except for
+the contents of tensors and arrays. These are put into the worker's part of the ``SharedPool`` (see ``pool``), and only
+their places are sent. ``default_collate`` stacks samples directly in the pool. An item that does not fit there, or
+cannot be sent so, is sent as torch sends it.
 """
 
 from __future__ import annotations
@@ -51,24 +51,24 @@ from torchdistinput.sources.torch_loader.shared_memory.worker import (
 __all__ = ["BatchDecoder", "BatchEncoder", "Fresh", "Packed", "through_slots"]
 
 _OTHER_ORDER: Final = ">" if sys.byteorder == "little" else "<"
-"""Of numbers whose bytes are the other way round."""
+"""The prefix of NumPy's types whose bytes are in the other order than this machine's."""
 
 _stacking: Final[dict[type[Any], Any]] = look_up("torch.utils.data._utils.collate.default_collate_fn_map")
-"""What ``default_collate`` stacks with, by type."""
+"""The functions with which ``default_collate`` stacks, by type."""
 
 Places = Sequence[tuple[int, int]]
-"""Where contents are in a worker's part: the first byte, and the one after the last."""
+"""The places of contents in a worker's part: for each the first byte, and the byte after the last."""
 
 Packed = bytes
-"""An item of a loader worker whose tensors are elsewhere, pickled: the worker, how many of its items took memory so
-far, the entry in the ledger (``None`` if this one took no memory), the places of the contents, and the rest of it: as
-``told`` tells of it, or pickled.
+"""An item of a loader worker whose tensors lie in the pool, pickled. It is a tuple of: the worker; how many of its
+items took memory so far; the entry in the ledger (``None`` if this item took no memory); the places of the contents;
+and the rest of the item, as ``told`` encodes it, or pickled.
 
-A plain tuple inside, as the name of a class takes as long on the way as all of that."""
+The tuple is a plain one: the name of a class would take as long to send as all of it."""
 
 
 class Fresh(NamedTuple):
-    """An item of a loader worker that comes the ordinary way. A named tuple, so that torch pins what is in it."""
+    """An item of a loader worker that is sent as torch sends it. A named tuple, so that torch pins its tensors."""
 
     item: Any
     worker: int
@@ -78,32 +78,32 @@ class Fresh(NamedTuple):
 
 @final
 class _Contents:
-    """Where the contents of an item's tensors and arrays are.
+    """The places of the contents of an item's tensors and arrays.
 
     Args:
-      lender: knows what is in the arena.
+      lender: allocates memory in the pool.
     """
 
     def __init__(self, lender: PoolAllocator) -> None:
         self._lender = lender
         self._next: tuple[pickle.PickleBuffer, Block] | None = None
         self.blocks: list[Block] = []
-        """Those that are not in the message."""
-        self._storages: dict[int, tuple[torch.UntypedStorage, torch.Tensor | None]] = {}  # by id, while they are here
+        """The blocks of the contents that are not in the message."""
+        self._storages: dict[int, tuple[torch.UntypedStorage, torch.Tensor | None]] = {}  # by id, unique while kept
 
     def is_new(self, storage: torch.UntypedStorage, whole: torch.Tensor | None) -> bool:
-        """Whether nothing was told of a storage before. It is now: by a tensor that is all of it, if there is one."""
+        """Whether a storage was not seen before. It is now; ``whole`` is a tensor that is all of it, if any."""
         if id(storage) in self._storages:
             return False
         self._storages[id(storage)] = storage, whole
         return True
 
     def whole_of(self, storage: torch.UntypedStorage) -> torch.Tensor | None:
-        """The tensor by which a storage was told of."""
+        """The tensor with which a storage was first seen, if that tensor is all of it."""
         return self._storages[id(storage)][1]
 
     def put(self, storage: torch.UntypedStorage, whole: torch.Tensor) -> bytes | None:
-        """Takes the contents of a storage, all of which a tensor is; returns them if they are to be in the message."""
+        """Puts the contents of a storage into the pool; returns them if they belong in the message."""
         block = self._lender.block_of(storage)
         if block is None:
             contents = pickle.PickleBuffer(_memory_of(storage, whole)).raw()
@@ -114,7 +114,7 @@ class _Contents:
         return None
 
     def look_up(self, storage: torch.UntypedStorage) -> pickle.PickleBuffer | None:
-        """The contents of a storage that is a block of the arena."""
+        """The contents of a storage, if it is a block of the pool."""
         block = self._lender.block_of(storage)
         if block is None:
             return None
@@ -123,7 +123,7 @@ class _Contents:
         return buffer
 
     def are_inside(self, buffer: pickle.PickleBuffer) -> bool:
-        """Whether contents become a part of the message; asked by the pickler for each in turn."""
+        """Whether contents become a part of the message; the pickler calls this for each buffer in turn."""
         if self._next is not None and self._next[0] is buffer:
             self.blocks.append(self._next[1])
             return False
@@ -136,11 +136,11 @@ class _Contents:
 
 @final
 class _Pickler(pickle.Pickler):
-    """Pickles as PyTorch does between processes, with the contents of tensors and arrays as buffers beside it.
+    """Pickles as PyTorch does between processes, but with the contents of tensors and arrays as separate buffers.
 
     Args:
-      message: is written to.
-      contents: is told of them. It must not know the pickler: a circle would keep the item.
+      message: the pickler writes to it.
+      contents: collects the contents. It must not refer to the pickler: the cycle would keep the item alive.
     """
 
     def __init__(self, message: io.BytesIO, contents: _Contents) -> None:
@@ -148,7 +148,7 @@ class _Pickler(pickle.Pickler):
         self._contents = contents
 
     def reducer_override(self, obj: Any) -> Any:
-        """Of a storage: its bytes as a buffer; of a plain tensor: over which storage; else as PyTorch does it."""
+        """Reduces a storage to a buffer of bytes, a plain tensor to its storage, other objects as PyTorch does."""
         if type(obj) is torch.Tensor:
             number = NUMBER_OF.get(obj.dtype)
             if number is None or not is_plain(obj) or obj.is_neg():
@@ -166,7 +166,7 @@ class _Pickler(pickle.Pickler):
         return storage_over, (self._buffer(obj, None),)
 
     def _buffer(self, storage: torch.UntypedStorage, whole: torch.Tensor | None) -> pickle.PickleBuffer:
-        """The contents of a storage, which some tensor may be."""
+        """The contents of a storage; ``whole`` is a tensor that is all of it, if there is one."""
         buffer = self._contents.look_up(storage)
         if buffer is not None:
             return buffer
@@ -174,21 +174,21 @@ class _Pickler(pickle.Pickler):
 
 
 def _usual(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The array as it would come the ordinary way: writable, and in this machine's byte order."""
+    """The array as torch's own way would deliver it: writable, and in this machine's byte order."""
     if array.dtype.byteorder == _OTHER_ORDER:
         return array.astype(array.dtype.newbyteorder("="), "A")
     return array if array.flags.writeable else array.copy("A")
 
 
 def _memory_of(storage: torch.UntypedStorage, whole: torch.Tensor | None) -> memoryview:
-    """The contents of a storage that is no block, which some tensor may be.
+    """The contents of a storage that is no block; ``whole`` is a tensor that is all of it, if there is one.
 
     Raises:
-      DoesNotFit: it needs no copy the ordinary way.
+      DoesNotFit: torch can send the storage without a copy.
     """
     if storage.device.type != "cpu" or storage.is_shared():
         raise DoesNotFit
-    if whole is None or whole.dtype is torch.bfloat16:  # no array can be of that
+    if whole is None or whole.dtype is torch.bfloat16:  # NumPy has no such type
         whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
     return whole.numpy().data
 
@@ -206,10 +206,10 @@ def _tensor(
 
 @final
 class BatchEncoder:
-    """What the items of a loader worker pass last: its ``collate_fn``.
+    """Encodes the items of a loader worker: its ``collate_fn``, which runs last.
 
     Args:
-      arena: the memory of the loader.
+      arena: the shared memory of the loader.
       collate: the loader's own ``collate_fn``.
     """
 
@@ -219,7 +219,7 @@ class BatchEncoder:
         self._lender: PoolAllocator | None = None
 
     def begin(self, worker: int, dataset: Any) -> None:
-        """Lets ``default_collate`` stack into the arena, in this worker. See ``settings.WorkerInit``."""
+        """Lets ``default_collate`` stack into the pool, in this worker. See ``settings.WorkerInit``."""
         self._lender = PoolAllocator(self._arena, worker)
         if _stacking.get(torch.Tensor) is collate_tensor_fn:
             _stacking[torch.Tensor] = stack = Stack(self._lender)
@@ -227,7 +227,7 @@ class BatchEncoder:
                 dataset.keep_samples(stack.keep)
 
     def __call__(self, data: Any) -> Packed | Fresh:
-        """The item as it is sent."""
+        """The encoded item."""
         assert self._lender is not None
         item = self._collate(data)
         del data
@@ -243,7 +243,7 @@ class BatchEncoder:
             return _packed(item, lender)
         except DoesNotFit:
             return Fresh(item, lender.worker, lender.number)
-        except Exception as error:  # torch's own thread would print it, and leave the main process waiting
+        except Exception as error:  # torch's thread would print it, and the main process would wait for ever
             return _packed(Failure(error, "sending what was read to the main process"), lender)
 
 
@@ -273,10 +273,10 @@ def _unpacked(rest: Any, buffers: list[memoryview]) -> Any:
 
 
 def through_slots(loader: DataLoader[Any]) -> BatchDecoder | None:
-    """Lets what a loader's workers send come in memory that is used again; ``None`` where that cannot be.
+    """Makes a loader's workers send through reused memory; returns the decoder, ``None`` where this cannot be.
 
     Args:
-      loader: new, and not started yet; with the settings of ``settings.settings_of``.
+      loader: a new loader, not started yet, with the settings of ``settings.settings_of``.
     """
     init = loader.worker_init_fn
     usable = isinstance(init, WorkerInit) and pool_is_usable()
@@ -290,34 +290,34 @@ def through_slots(loader: DataLoader[Any]) -> BatchDecoder | None:
 
 @final
 class BatchDecoder:
-    """What the items of a loader's workers pass first in the main process.
+    """Decodes the items of a loader's workers in the main process.
 
     Args:
-      arena: the memory of the loader.
+      arena: the shared memory of the loader.
     """
 
     def __init__(self, arena: SharedPool) -> None:
         self._arena = arena
-        # By worker and entry of the ledger, with the places of the item.
+        # The tokens by worker and entry of the ledger, each with the places of its item.
         self._tokens: dict[tuple[int, int], tuple[Token, Places]] = {}
         self._numbers = [0] * arena.workers
         self._closed = False
-        # What torch sets up at the first use of a function must not happen in another thread while a worker is forked.
+        # torch sets things up at the first use of a function; another thread must not do so while a worker is forked.
         storage_over(bytearray(1))
 
     def seal(self) -> None:
-        """All workers have the memory. Idempotent."""
+        """Closes the pool's file once all workers have mapped it. Idempotent."""
         self._arena.seal()
 
     def take_back(self) -> None:
-        """Lets the workers have the memory of the batches that nobody refers to any more."""
+        """Gives the memory of unreferenced batches back to the workers."""
         for (worker, entry), (token, _) in list(self._tokens.items()):
             if token.is_free:
                 del self._tokens[worker, entry]
                 self._arena.ledger(worker)[entry] = 0
 
     def open(self, sent: Packed | Fresh) -> Any:
-        """The item that a worker sent, of which torch's thread that pins may have made a list.
+        """The item that a worker sent. Torch's pinning thread may have made a list of the named tuple.
 
         Raises:
           StopIteration: the loader was closed.
@@ -331,27 +331,27 @@ class BatchDecoder:
             return _unpacked(rest, [])
         token = Token(self._arena.part(worker))
         self._tokens[worker, entry] = token, places
-        if self._closed:  # after the token was put down, as close() looks for tokens after it says so
+        if self._closed:  # after the token is stored: close() sets _closed first and looks for tokens then
             raise StopIteration
         buffers = [token.buffer(lo, hi) for lo, hi in places]
         token.handed_out()
         return _unpacked(rest, buffers)
 
     def _count(self, worker: int, number: int, *, took: bool) -> None:
-        """An item came, the worker's so-and-so-many that took memory."""
+        """Notes that an item came; ``number`` of the worker's items have taken memory so far."""
         if number != self._numbers[worker] + took:
             self._forget(worker, number - took)
         self._numbers[worker] = number
 
     def _forget(self, worker: int, number: int) -> None:
-        """Frees what an epoch before sent and torch threw away: it comes in order, so what is missing never comes."""
+        """Frees what an earlier epoch sent and torch threw away: items come in order, so a missing one never comes."""
         ledger = self._arena.ledger(worker)
         for entry in np.flatnonzero((ledger > 0) & (ledger <= number)).tolist():
             if (worker, entry) not in self._tokens:
                 ledger[entry] = 0
 
     def close(self) -> None:
-        """Gives the memory back to the system, but for the batches that are in use. Idempotent; any thread."""
+        """Gives the memory back to the system, except for batches that are in use. Idempotent; any thread."""
         self._closed = True
         used: list[list[tuple[int, int]]] = [[] for _ in range(self._arena.workers)]
         for (worker, _), (token, places) in list(self._tokens.items()):

@@ -1,4 +1,4 @@
-"""A loader worker's part of the memory that is used again: who uses what of it, and stacking samples right there."""
+"""A loader worker's part of the shared memory: allocates blocks for batches, and stacks samples in them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from torchdistinput.sources.torch_loader.shared_memory.pool import ENTRIES, NUMP
 __all__ = ["Block", "DoesNotFit", "PoolAllocator", "Stack", "is_plain"]
 
 _SMALL: Final = 1 << 14
-"""Bytes up to which contents travel in the message: that is no slower, and who keeps all labels keeps nothing else."""
+"""The largest size in bytes of tensors that are pickled inline: no slower, and keeping small labels pins no memory."""
 _LARGE: Final = 1 << 16
-"""Bytes from which on a sample is put into its row at once."""
+"""The smallest size in bytes of a sample that is copied into its row as soon as it is read."""
 _WIDE: Final = 64
-"""Entries up to which a list in a sample is looked through for such large ones."""
+"""The longest list in a sample that is searched for large leaves."""
 
 _SETTLED: Final = 8
-"""Batches after which those that come will find room where these were, as a rule."""
+"""The number of batches after which later batches usually find room in the memory of earlier ones."""
 
 _NUMBERS: Final = frozenset(NUMPYS.values())
 
@@ -35,17 +35,17 @@ _Path = tuple[Any, ...]
 
 
 class DoesNotFit(Exception):
-    """Contents that cannot be put into the arena."""
+    """The contents cannot be put into the pool."""
 
 
 @final
 class Block:
-    """Memory of a worker's part that was taken.
+    """Memory taken from a worker's part.
 
     Args:
-      lo: the first byte.
+      lo: the offset of the first byte.
       size: in bytes.
-      token: tells when this process has done with it.
+      token: shows when this process no longer uses the memory.
     """
 
     def __init__(self, lo: int, size: int, token: Token) -> None:
@@ -53,15 +53,15 @@ class Block:
         self.size = size
         self.token = token
         self.batches = 0
-        """Batches in the ledger that it is part of."""
+        """How many batches in the ledger use this block."""
 
 
 @final
 class PoolAllocator:
-    """A loader worker's part of the arena: who uses what of it.
+    """Allocates memory in a loader worker's part of the pool, and records which batches use it.
 
     Args:
-      arena: the memory.
+      arena: the shared memory.
       worker: the number of this worker.
     """
 
@@ -70,25 +70,25 @@ class PoolAllocator:
         self._arena = arena
         self._ledger = arena.ledger(worker)
         memory = arena.part(worker)
-        self._memory = memory.data  # of another array than those whose end is waited for
+        self._memory = memory.data  # a view of another array than the arrays that the tokens watch
         self._base: int = memory.__array_interface__["data"][0]
         self._size = memory.nbytes
         self._free = Free(self._size)
         self._front = arena.front(worker)
-        if self._front.length:  # of a worker before this one
+        if self._front.length:  # an earlier worker has set the region
             self._free.wall_off(self._front.length)
         self._blocks: dict[int, Block] = {}
         self._batches: dict[int, list[Block]] = {}  # by entry
         self.number = 0
-        """Items that took memory so far."""
+        """How many items took memory so far."""
 
     @staticmethod
     def is_small(size: int) -> bool:
-        """Whether so many bytes are better sent in the message."""
+        """Whether a content of this size is better sent in the message."""
         return size <= _SMALL
 
     def new_tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
-        """Memory for a tensor, contiguous; ``None`` if there is none left."""
+        """A new contiguous tensor in the pool; ``None`` if no memory is left."""
         size = math.prod(shape) * dtype.itemsize
         lo = self._take(size)
         if lo is None:
@@ -105,16 +105,16 @@ class PoolAllocator:
         return lo
 
     def block_of(self, storage: torch.UntypedStorage) -> Block | None:
-        """The block that a storage is, if it is a whole one."""
+        """The block that is this storage, if one is exactly that."""
         block = self._blocks.get(storage.data_ptr() - self._base)
         return block if block is not None and block.size == storage.nbytes() else None
 
     def contents_of(self, block: Block) -> memoryview:
-        """What is in a block; nobody sees that it is looked at."""
+        """The contents of a block, read without a reference that would count as use."""
         return self._memory[block.lo : block.lo + block.size]
 
     def place(self, contents: memoryview) -> Block:
-        """The block that has the contents; they are copied into one, unless they are there already.
+        """The block that holds the contents. They are copied into a new block, unless they lie in one already.
 
         Raises:
           DoesNotFit: there is no room.
@@ -132,7 +132,7 @@ class PoolAllocator:
         return block
 
     def enter(self, blocks: list[Block]) -> int:
-        """Enters an item of these blocks into the ledger; which entry it is.
+        """Writes an item made of these blocks into the ledger. Returns the number of the entry.
 
         Raises:
           DoesNotFit: too many batches are in use.
@@ -150,7 +150,7 @@ class PoolAllocator:
         return entry
 
     def take_back(self) -> None:
-        """Frees what nobody uses any more."""
+        """Frees the blocks that nobody uses any more."""
         ledger, batches = self._ledger, self._batches
         for entry in [*batches]:
             if not ledger[entry]:
@@ -167,8 +167,8 @@ class _Rows:
     """A piece that is being read, row by row.
 
     Args:
-      piece: its memory.
-      kind: of its samples: arrays or tensors.
+      piece: the memory of the piece.
+      kind: the type of its samples: NumPy arrays or tensors.
     """
 
     def __init__(self, piece: torch.Tensor, kind: type[Any]) -> None:
@@ -180,7 +180,7 @@ class _Rows:
         self._shape = self.rows[0].shape
 
     def filled(self, row: int, leaf: Any) -> Any:
-        """A row with the contents of a leaf; the leaf, where stacking it would not make such a row."""
+        """The row, filled with the contents of a leaf; or the leaf, if stacking would not make such a row of it."""
         if type(leaf) is not self.kind or leaf.dtype != self._dtype:
             return leaf
         kept = self.rows[row]
@@ -195,11 +195,11 @@ class _Rows:
         return kept
 
     def are(self, batch: Sequence[torch.Tensor]) -> bool:
-        """Whether stacking these would make the piece."""
+        """Whether stacking these tensors would make this piece."""
         rows, piece = self.rows, self.piece
         if len(batch) != len(rows) or batch[0].shape != piece.shape[1:]:
             return False
-        if batch[0] is rows[0] and all(map(operator.is_, batch, rows)):  # so they are, as a rule
+        if batch[0] is rows[0] and all(map(operator.is_, batch, rows)):  # the usual case
             return True
         begin, step = piece.data_ptr(), piece.stride(0) * piece.element_size()
         return all(
@@ -210,18 +210,18 @@ class _Rows:
 
 @final
 class Stack:
-    """Stacks tensors as ``default_collate`` does in a loader worker, in memory of the arena.
+    """Stacks tensors as ``default_collate`` does in a loader worker, in memory of the pool.
 
-    Large samples that are read one by one are put into their rows at once. Their own memory is then free for the next
-    one, still in the processor's cache; that of a whole batch would go back to the system each time.
+    Large samples that are read one by one are copied into their rows at once. Their own memory is then free for the
+    next sample, and still in the processor's cache. The memory of a whole batch would go back to the system each time.
 
     Args:
-      lender: has the memory.
+      lender: allocates the memory.
     """
 
     def __init__(self, lender: PoolAllocator) -> None:
         self._lender = lender
-        self._rows: dict[_Path, _Rows] = {}  # of the piece that is being read, by the leaf's place in a sample
+        self._rows: dict[_Path, _Rows] = {}  # the rows of the piece that is being read, by the leaf's path in a sample
 
     def keep(self, sample: Any, row: int, rows: int) -> Any:
         """See ``in_worker.Keep``."""
@@ -234,7 +234,7 @@ class Stack:
 
     def _kept(self, value: Any, path: _Path, row: int, rows: int) -> Any:
         kind = type(value)
-        if kind is np.ndarray or (kind is torch.Tensor and value.layout is torch.strided):  # else it may have no nbytes
+        if kind is np.ndarray or (kind is torch.Tensor and value.layout is torch.strided):  # others may lack nbytes
             return self._in_row(value, path, row, rows) if value.nbytes >= _LARGE else value
         if (kind is tuple or kind is list) and len(value) <= _WIDE:
             return kind(self._kept(each, (*path, key), row, rows) for key, each in enumerate(value))
@@ -243,7 +243,7 @@ class Stack:
         return value
 
     def _in_row(self, leaf: Any, path: _Path, row: int, rows: int) -> Any:
-        """The leaf with its contents in its row of the piece; as it is, where it is not like the one before."""
+        """The leaf, moved into its row of the piece; unchanged if it differs in kind from the leaf before it."""
         if row == 0:
             begun = self._begun(leaf, rows)
             if begun is None:
@@ -254,7 +254,7 @@ class Stack:
         return leaf if begun is None else begun.filled(row, leaf)
 
     def _begun(self, leaf: Any, rows: int) -> _Rows | None:
-        """A piece for leaves like this one; ``None`` if there can be none."""
+        """A new piece for leaves like this one; ``None`` if there can be none."""
         if type(leaf) is np.ndarray and not (leaf.dtype in _NUMBERS and leaf.flags.c_contiguous):
             return None
         tensor = torch.as_tensor(leaf, device="cpu") if type(leaf) is np.ndarray else leaf
@@ -273,7 +273,7 @@ class Stack:
                 return self._rows.pop(path).piece
         shape = (len(batch), *first.shape)
         if self._lender.is_small(len(batch) * first.nbytes):
-            # Not shared, as torch's would be.
+            # This memory is not shared, as torch's would be.
             new: torch.Tensor | None = torch.empty(shape, dtype=first.dtype, device="cpu")
         else:
             new = self._lender.new_tensor(shape, first.dtype)
@@ -283,7 +283,7 @@ class Stack:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether it is nothing but numbers in this process's memory."""
+    """Whether a tensor is a plain one: only numbers, in this process's memory."""
     return (
         type(tensor) is torch.Tensor
         and tensor.device.type == "cpu"
