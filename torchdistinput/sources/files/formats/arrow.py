@@ -1,4 +1,4 @@
-"""Makes ``Columns`` of an Arrow table. It imports pyarrow, so it is imported where a file of such a format is read."""
+"""Makes ``Columns`` of an Arrow table. It imports pyarrow, so it is imported only where such a file is read."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def columns_of(table: Any, fill_null: Any = None) -> Columns:
     """The columns of a table; see ``readers.parquet`` for their types.
 
     Args:
-      table: a ``pyarrow.Table`` with a column at least.
-      fill_null: what takes the place of a missing value: one value, or a dict by the names of columns.
+      table: a ``pyarrow.Table`` with at least one column.
+      fill_null: the value that replaces missing values: one value, or a dict by the names of columns.
 
     Raises:
       SourceError: a column has missing values that are not filled.
@@ -35,7 +35,7 @@ def columns_of(table: Any, fill_null: Any = None) -> Columns:
 
 def _column(name: str, array: Any, fill: Any) -> Any:
     kind = array.type
-    if isinstance(array, pa.ChunkedArray):  # of several chunks that are too long to be one, or of none
+    if isinstance(array, pa.ChunkedArray):  # several chunks too long for one array, or no chunk
         array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], kind)
     if pa.types.is_dictionary(kind):
         return _column(name, array.cast(kind.value_type), fill)

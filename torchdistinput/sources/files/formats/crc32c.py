@@ -1,10 +1,10 @@
-"""CRC-32C (Castagnoli), the checksum of TFRecord files, in numpy: Python's own ``zlib.crc32`` is another polynomial.
+"""CRC-32C (Castagnoli), the checksum of TFRecord files, in NumPy. Python's ``zlib.crc32`` has another polynomial.
 
-The register of a CRC is linear over GF(2), so the checksum of a block is the exclusive or of one word per byte, which
-depends on the byte and on its distance from the end of the block: a table look-up for all bytes at once, not a loop.
-Zeros in front of a block do not change it, so data is padded at the front to whole blocks. The words of the blocks are
-then joined in pairs: the left one is moved by the length of the right one (again a table), until one is left. Short
-data of about one length, as records are, makes the rows of one look-up.
+The register of a CRC is linear over GF(2). So the checksum of a block is the exclusive or of one word for each byte;
+the word depends on the byte and on its distance from the end of the block. All bytes are looked up in a table at once,
+without a loop. Zeros in front of a block do not change its checksum, so data is padded at the front to whole blocks.
+The words of the blocks are then joined in pairs, until one word is left: the left word of a pair is moved by the length
+of the right one, by another table. Short records of about the same length are the rows of one look-up.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _Words: TypeAlias = "npt.NDArray[np.uint32]"
 
 _POLYNOMIAL: Final = 0x82F63B78  # reflected: the lowest bit is the highest power
 _BLOCK: Final = 1024
-_SLAB: Final = 1 << 18  # bytes that are looked up at a time: bounds the memory, 8 bytes of index for each
+_SLAB: Final = 1 << 18  # bytes that are looked up at a time; bounds the memory, as each byte needs an index of 8 bytes
 _SHORT: Final = 48
 _ALL_ONES: Final = 0xFFFFFFFF
-_WIDTHS: Final = 1 << np.arange(2, 11)  # to which short records are filled up with zeros in front, up to a block
+_WIDTHS: Final = 1 << np.arange(2, 11)  # lengths to which short records are filled with zeros at the front
 _ROWS: Final = np.arange(0, _BLOCK * 256, 256, dtype=np.intp)
 
 
 def _byte_table() -> list[int]:
-    """What each byte leaves in the register."""
+    """The register after each byte value, from a register of 0."""
     table = []
     for byte in range(256):
         word = byte
@@ -45,7 +45,7 @@ _BYTES: Final = _byte_table()
 
 @lru_cache(maxsize=1)
 def _block_table() -> _Words:
-    """What a byte leaves in the register when more bytes follow: row by distance from the start of a block, flat."""
+    """The register after a byte and the bytes behind it in its block: a row for each place of the byte, flattened."""
     one_byte = np.array(_BYTES, dtype=np.uint32)
     table = np.empty((_BLOCK, 256), dtype=np.uint32)
     table[-1] = one_byte
@@ -56,7 +56,7 @@ def _block_table() -> _Words:
 
 @lru_cache(maxsize=64)
 def _move_table(level: int) -> _Words:
-    """What ``_BLOCK * 2**level`` zero bytes make of each of the four bytes of a register: shape (4, 256)."""
+    """The register after ``_BLOCK * 2**level`` zero bytes, for each value of each of its four bytes: shape (4, 256)."""
     values = np.arange(256, dtype=np.uint32)
     words = np.stack([values << np.uint32(8 * place) for place in range(4)])
     if level:
@@ -78,7 +78,7 @@ def _move(words: _Words, level: int) -> _Words:
 
 
 def _join(words: _Words) -> int:
-    """One register from those of consecutive blocks."""
+    """The register of consecutive blocks, from the registers of the blocks."""
     level = 0
     while len(words) > 1:
         if len(words) % 2:
@@ -89,13 +89,13 @@ def _join(words: _Words) -> int:
 
 
 def _slab(register: int, data: npt.NDArray[np.uint8]) -> int:
-    """The register after these bytes, at least four."""
+    """The register after at least four more bytes."""
     blocks = -(-len(data) // _BLOCK)
     width = min(len(data), _BLOCK)  # a single block needs no zeros in front
     indices: npt.NDArray[np.intp] = np.zeros(blocks * width, dtype=np.intp)
     start = len(indices) - len(data)
     indices[start:] = data
-    # A register is what four bytes of its value would leave, so it is mixed into the first four bytes.
+    # A register has the value that four bytes of this value would leave, so it is mixed into the first four bytes.
     indices[start : start + 4] ^= np.frombuffer(register.to_bytes(4, "little"), dtype=np.uint8)
     square = indices.reshape(blocks, width)
     square += _ROWS[-width:]
@@ -103,7 +103,7 @@ def _slab(register: int, data: npt.NDArray[np.uint8]) -> int:
 
 
 def crc32c(data: bytes) -> int:
-    """The CRC-32C of some bytes (RFC 3720, appendix B.4): ``crc32c(b"123456789") == 0xE3069283``."""
+    """The CRC-32C of bytes (RFC 3720, appendix B.4): ``crc32c(b"123456789") == 0xE3069283``."""
     register = _ALL_ONES
     whole = np.frombuffer(data, dtype=np.uint8)
     stop = 0
@@ -122,7 +122,7 @@ def masked_crc32c(data: bytes) -> int:
 
 
 def masked_crcs32c(records: Sequence[bytes]) -> _Words:
-    """``masked_crc32c`` of each, in a fraction of the time where they are short."""
+    """``masked_crc32c`` of each record; for short records in a fraction of the time."""
     words: _Words = np.empty(len(records), dtype=np.uint32)
     lengths = np.fromiter(map(len, records), np.intp, len(records))
     alike = np.where(lengths < 4, len(_WIDTHS), np.searchsorted(_WIDTHS, lengths))
@@ -138,11 +138,11 @@ def masked_crcs32c(records: Sequence[bytes]) -> _Words:
 
 
 def _crcs_of_alike(records: Sequence[bytes], width: int) -> _Words:
-    """The CRC-32C of records of 4 to ``width`` bytes each, which is at most a block."""
+    """The CRC-32C of records of 4 to ``width`` bytes each; ``width`` is at most a block."""
     filled = b"".join([record.rjust(width, b"\0") for record in records])
     indices = np.frombuffer(filled, dtype=np.uint8).reshape(-1, width).astype(np.intp)
     starts = width - np.fromiter(map(len, records), dtype=np.intp, count=len(records))
-    for place in range(4):  # a register of all ones is mixed into the first four bytes
+    for place in range(4):  # the first register is all ones
         indices[np.arange(len(records)), starts + place] ^= 0xFF
     indices += _ROWS[-width:]
     words: _Words = np.bitwise_xor.reduce(_block_table().take(indices), axis=1) ^ np.uint32(_ALL_ONES)

@@ -1,4 +1,4 @@
-"""The reader of CSV files: see ``readers``."""
+"""Reads CSV files: ``csv_rows``. See ``readers`` for what a reader is."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BOM: Final = codecs.BOM_UTF8.decode()
 
 @final
 class _DecodedLines:
-    """The lines of a text with their ends, as ``csv.reader`` wants them, and where the next one starts."""
+    """The lines of a text with their line ends, as ``csv.reader`` needs them, and the offset of the next line."""
 
     def __init__(self, file: BinaryIO, offset: int) -> None:
         self._lines = iter(file)
@@ -26,7 +26,7 @@ class _DecodedLines:
         self._last = b""
 
     def next_row_after(self, start: int) -> int | None:
-        """Where the row comes that follows a bad one, if that is certain: the bad one is one line, with even quotes."""
+        """The offset of the row after a bad row, if certain: the bad row is one line with an even number of quotes."""
         last = self._last
         return self.offset if self.offset - start == len(last) and last.count(b'"') % 2 == 0 else None
 
@@ -44,12 +44,12 @@ class _DecodedLines:
 def csv_rows(file: BinaryIO, offset: int, *, delimiter: str = ",") -> Iterator[Block[dict[str, str]]]:
     r"""Yields the rows of a CSV file (RFC 4180, UTF-8) as dicts; the first row has the names of the columns.
 
-    Fields may be quoted and then hold delimiters and line ends. Blank lines are passed over; an empty file has no rows.
+    Fields may be quoted and then hold delimiters and line ends. Blank lines are skipped; an empty file has no rows.
 
     Args:
       file: the content.
       offset: see ``readers``; not an argument of the reader.
-      delimiter: what separates fields; ``functools.partial(csv_rows, delimiter="\t")`` reads TSV.
+      delimiter: the character between fields; ``functools.partial(csv_rows, delimiter="\t")`` reads TSV.
 
     Raises:
       SourceError: at a row with more or fewer fields than the header, a quote that does not end, a line that is not
@@ -70,7 +70,7 @@ def csv_rows(file: BinaryIO, offset: int, *, delimiter: str = ",") -> Iterator[B
 
 
 def _fields(lines: _DecodedLines, delimiter: str) -> Iterator[tuple[int, list[str]]]:
-    """The fields of each row that is not blank, and the offset at which it starts."""
+    """The fields of each row that is not blank, and the offset at which the row starts."""
     rows = csv.reader(lines, delimiter=delimiter, strict=True)
     while True:
         offset = lines.offset
@@ -86,7 +86,7 @@ def _fields(lines: _DecodedLines, delimiter: str) -> Iterator[tuple[int, list[st
 
 
 def _dicts(lines: _DecodedLines, delimiter: str, header: list[str]) -> Iterator[tuple[int, dict[str, str]]]:
-    """Each row by the names of the header, and the offset at which it ends."""
+    """Each row as a dict by the names in the header, and the offset at which the row ends."""
     for offset, row in _fields(lines, delimiter):
         if len(row) != len(header):
             raise SourceError(

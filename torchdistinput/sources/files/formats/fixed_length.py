@@ -1,4 +1,4 @@
-"""The reader of records of one length: see ``readers``."""
+"""Reads records of one length: ``fixed_length_records``. See ``readers`` for what a reader is."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ __all__ = ["fixed_length_records"]
 
 
 def fixed_length_records(num_bytes: int) -> Callable[[BinaryIO], Iterator[bytes]]:
-    """Makes a reader of records that all have ``num_bytes`` bytes; it pickles.
+    """Makes a reader of records that all have ``num_bytes`` bytes. The reader can be pickled.
 
-    Its ``SourceError`` is a last record that is shorter.
+    The reader raises ``SourceError`` for a last record that is shorter.
 
     Raises:
       TypeError: if ``num_bytes`` is not an int.
@@ -30,7 +30,7 @@ def fixed_length_records(num_bytes: int) -> Callable[[BinaryIO], Iterator[bytes]
 
 def _fixed_layout(file: BinaryIO, size: int, *, num_bytes: int) -> Layout | None:
     if size % num_bytes:
-        return None  # which the reader refuses, at the step to which it belongs
+        return None  # the reader raises the error, at the step to which it belongs
     return Layout(size // num_bytes, lambda record: record * num_bytes, partial(_read_fixed, num_bytes))
 
 
@@ -41,7 +41,7 @@ def _read_fixed(num_bytes: int, file: BinaryIO, lo: int, hi: int) -> list[bytes]
 
 
 def _of_length(num_bytes: int, block: bytes) -> list[bytes]:
-    """The whole records in some bytes."""
+    """The records that are whole in a block of bytes."""
     whole = len(block) // num_bytes
     if whole < 2 or num_bytes > BLOCK_BYTES:
         return [block[start : start + num_bytes] for start in range(0, whole * num_bytes, num_bytes)]

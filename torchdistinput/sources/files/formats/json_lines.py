@@ -1,4 +1,4 @@
-"""The reader of JSON Lines: see ``readers``."""
+"""Reads JSON Lines files: ``json_lines``. See ``readers`` for what a reader is."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _starts_of_json(file: BinaryIO) -> Iterator[npt.NDArray[np.int64]]:
 
 @in_blocks(starts=_starts_of_json, next_start=next_line)
 def json_lines(file: BinaryIO, offset: int) -> Iterator[Block[Any]]:
-    """Yields the value of each line of a JSON Lines file; blank lines are passed over.
+    """Yields the value of each line of a JSON Lines file; blank lines are skipped.
 
     Raises:
       SourceError: at a line that is not one JSON value in UTF-8.
@@ -42,7 +42,7 @@ def json_lines(file: BinaryIO, offset: int) -> Iterator[Block[Any]]:
 
 
 def _plain_json(block: bytes, offset: int) -> list[Block[Any]]:
-    """What ``_json_values`` gives, grouped, where each line is a value and nothing else; else nothing: look closer."""
+    """The values of a block in one group, if each line is exactly one value; else nothing: see ``_json_values``."""
     found: list[Block[Any]] = []
     start = 0
     while start < len(block):
@@ -64,7 +64,7 @@ def _json_values(block: bytes, offset: int) -> Iterator[tuple[int, Any]]:
     """The values of the lines of a block, each with the offset at which its line ends."""
     last = offset + len(block)
     for line in block.split(b"\n"):
-        end = min(offset + len(line) + 1, last)  # the last line needs no end
+        end = min(offset + len(line) + 1, last)  # the last line may lack its line end
         if line.strip():
             try:
                 text = line.decode()

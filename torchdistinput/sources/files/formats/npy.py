@@ -1,4 +1,4 @@
-"""The reader of NumPy's ``.npy`` files: see ``readers``. The format is described in ``numpy.lib.format``."""
+"""Reads NumPy's ``.npy`` files: ``npy_rows``. The format is described in ``numpy.lib.format``; see also ``readers``."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from torchdistinput.sources.files.reader_api import Block, Layout, MadeRecords, 
 __all__ = ["npy_rows"]
 
 _BLOCK_BYTES: Final = 1 << 20
-_MAX_EMPTY_ROWS: Final = 1 << 24  # nothing in the file could prove how many there are
+_MAX_EMPTY_ROWS: Final = 1 << 24  # nothing else in the file proves how many empty rows there are
 _PREFIX_BYTES: Final = np.lib.format.MAGIC_LEN
 _MAX_HEADER_BYTES: Final = 1 << 16
 _LENGTH_BYTES: Final = {(1, 0): 2, (2, 0): 4, (3, 0): 4}
 
-# What NumPy's and Python's parsers raise for text that is not a header.
+# The exceptions of NumPy's and Python's parsers for text that is not a header.
 _NOT_A_HEADER: Final = (
     ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, SyntaxError, TypeError,
     ValueError, tokenize.TokenError,
@@ -35,7 +35,7 @@ _NOT_A_HEADER: Final = (
 @final
 @dataclass(frozen=True)
 class _Header:
-    """What a ``.npy`` file says about its array, and where the data starts, in bytes."""
+    """The header of a ``.npy`` file: its array, and the offset of the data in bytes."""
 
     shape: tuple[int, ...]
     fortran_order: bool
@@ -49,21 +49,21 @@ class _Header:
 
     @property
     def is_spread(self) -> bool:
-        """Whether each row is spread over the file."""
+        """Whether the elements of a row are spread over the file."""
         return self.fortran_order and len(self.shape) > 1
 
     def whole_rows(self, data: bytes) -> np.ndarray[Any, Any]:
-        """The rows in some bytes, as far as they are whole."""
+        """The rows that are whole in a block of bytes."""
         inner = self.shape[1:]
         whole = len(data) // self.row_bytes
         return np.frombuffer(data, self.dtype, whole * math.prod(inner)).reshape(whole, *inner)
 
 
 def _layout(file: BinaryIO, size: int) -> Layout | None:
-    """Where the rows are, unless a row is spread over the file, or the file is none that can be read to its end."""
+    """The places of the rows; ``None`` if rows are spread over the file, or the file cannot be read to its end."""
     try:
         header = _read_header(file)
-    except SourceError:  # which the reader raises, at the step to which it belongs
+    except SourceError:  # the reader raises it, at the step to which it belongs
         return None
     row_bytes = header.row_bytes
     if header.is_spread or not row_bytes or size != header.size + header.shape[0] * row_bytes:
@@ -88,13 +88,13 @@ def _read_one_by_one(
 def npy_rows(file: BinaryIO, offset: int) -> Iterator[Block[Any]]:
     """Yields the rows of a ``.npy`` file: ``array[0], array[1], …``, in the byte order of this machine.
 
-    Rows are arrays with memory of their own; those of an array of one dimension are NumPy scalars. The array is read in
-    blocks of about 1 MiB, except in Fortran order, where a row is spread over the file and all of it is read first.
+    Each row is an array with memory of its own; the rows of a one-dimensional array are NumPy scalars. The array is
+    read in blocks of about 1 MiB. In Fortran order a row is spread over the file, so all of the array is read first.
     Pickled objects are refused.
 
     Raises:
-      SourceError: if the header is not one, if the array has no rows, holds objects, or its data is cut off or
-        followed by something else.
+      SourceError: the header is not valid, or the array has no rows, holds objects, is cut off, or is followed by
+        further bytes.
     """
     header = _read_header(file)
     if header.is_spread:
@@ -151,11 +151,11 @@ def _rows_of_columns(file: BinaryIO, header: _Header) -> MadeRecords[Any]:
 
 
 def _rows(rows: np.ndarray[Any, Any], count: int) -> MadeRecords[Any]:
-    """Rows that can be written to and that keep no other row alive.
+    """Rows that can be written to and that do not keep other rows alive.
 
     Args:
-      rows: the array that has them, or no row of it where they are empty.
-      count: how many they are.
+      rows: the array that has the rows; an array without rows if rows are empty.
+      count: the number of rows.
     """
     return MadeRecords(count, partial(_made, rows))
 
@@ -183,7 +183,7 @@ def _read_header(file: BinaryIO) -> _Header:
         size = len(prefix) + len(length) + len(text)
         if len(length) < _LENGTH_BYTES[version] or len(text) < promised:
             raise ValueError(f"its header of {promised} bytes is cut off, or too long to be one")
-        if version == (3, 0):  # version 2 in UTF-8, of which NumPy has no public function
+        if version == (3, 0):  # version 2 in UTF-8; NumPy has no public function for it
             text = text.decode().encode("latin1", "backslashreplace")  # at most three times as long
         head = io.BytesIO(len(text).to_bytes(4, "little") + text)  # version 1 is version 2 with a shorter length
         shape, fortran_order, dtype = np.lib.format.read_array_header_2_0(head, max_header_size=3 * _MAX_HEADER_BYTES)

@@ -1,7 +1,7 @@
-"""The reader of Parquet files: see ``readers.parquet``. A position in a file is the number of a record.
+"""Reads Parquet files: ``readers.parquet``. A position in a file is the number of a record.
 
-Only the row groups and columns that are needed are read. The footer of a file says how many records each row group has,
-so a rank can read its part of a file without the rest, and the number of records is known without reading any.
+Only the needed row groups and columns are read. The footer of a file says how many records each row group has, so a
+rank can read its part of a file without the rest, and the number of records is known without reading records.
 """
 
 # ruff: noqa: PLC0415 - pyarrow is an extra, and imported where it is used
@@ -27,33 +27,35 @@ _RECORDS_AT_ONCE: Final = 1 << 14
 def parquet(
     columns: Sequence[str] | None = None, *, filters: Any = None, fill_null: Any = None, as_tuples: bool = False
 ) -> Callable[[BinaryIO], Iterator[Any]]:
-    """Makes a reader of Parquet files; it pickles. It needs pyarrow: ``pip install torchdistinput[parquet]``.
+    """Makes a reader of Parquet files; the reader can be pickled.
 
-    A record is a dict with the value of each column. Batches are made of whole columns, without a Python object for
-    each record, if the dataset has no ``map_fn`` and the batches no ``collate_fn`` of your own. Numbers and bools
-    become tensors, and lists of one fixed length tensors of two dimensions. Dates, times and durations become int64, in
-    the unit of the file. A struct becomes a dict. Other columns become lists: text, bytes, tensors for lists of numbers
-    (one for each record), and Python values for all else.
+    It needs pyarrow: ``pip install torchdistinput[parquet]``.
 
-    Only the wanted columns of the wanted row groups are read, and decoded one row group at a time for each open file. A
-    resumed run reads on in the row group that it was in. Under policy DATA a rank reads the row groups of its records
-    only, and ``len`` is known from the footers, which ``len`` reads at its first call. With filters, or with
-    ``on_error="skip"``, each rank reads all files under DATA, and the length is unknown.
+    A record is a dict with the value of each column. Without a ``map_fn`` of the dataset and a ``collate_fn`` of your
+    own, batches are made of whole columns, without a Python object for each record. Numbers and bools become tensors;
+    lists of one fixed length become tensors of two dimensions. Dates, times and durations become int64, in the unit of
+    the file. A struct becomes a dict. Other columns become lists: of text, of bytes, of tensors (for lists of numbers,
+    one tensor for each record), and of Python values for all other types.
+
+    Only the wanted columns of the wanted row groups are read. One row group at a time is decoded for each open file. A
+    resumed run reads on inside its row group. Under policy DATA a rank reads only the row groups of its records, and
+    ``len`` is known: its first call reads the footers. With filters, or with ``on_error="skip"``, each rank reads all
+    files under DATA, and the length is unknown.
 
     With ``on_error="skip"`` a row group that cannot be decoded counts as one record that is left out.
 
     Args:
       columns: the names of the columns to read; ``None`` for all.
       filters: the records to keep: a ``pyarrow.compute.Expression``, or a list as for ``pyarrow.parquet.read_table``,
-        such as ``[("age", ">", 17)]``. Row groups without such a record by their statistics are not read.
-      fill_null: what takes the place of missing values: one value, or a dict of values by the names of columns.
+        such as ``[("age", ">", 17)]``. Row groups that have no such record by their statistics are not read.
+      fill_null: the value that replaces missing values: one value, or a dict of values by the names of columns.
         ``None``: a missing value is an error.
-      as_tuples: whether a record is a tuple of Python values instead, as a ``collate_fn`` or ``map_fn`` of your own may
-        want them. Each value is what pyarrow's ``to_pylist`` makes of it; a missing one is ``None``.
+      as_tuples: whether a record is a tuple of Python values instead, for a ``collate_fn`` or ``map_fn`` of your own.
+        The values are those of pyarrow's ``to_pylist``; a missing value is ``None``.
 
     Raises:
       InputError: pyarrow is not installed.
-      TypeError, ValueError: for arguments that cannot be right.
+      TypeError, ValueError: an argument is not valid.
     """
     try:
         import pyarrow.parquet
@@ -81,7 +83,7 @@ def _layout(
         return None
     try:
         rows = _Rows(file, columns, filters, fill_null, as_tuples=as_tuples)
-    except SourceError:  # which the reader raises, at the step to which it belongs
+    except SourceError:  # the reader raises it, at the step to which it belongs
         return None
     return Layout(rows.starts[-1], int, rows.read_range, boundary_from=rows.boundary_from)
 
@@ -102,10 +104,10 @@ def _parquet(
 
 @final
 class _Rows:
-    """The records of a file, whose footer is read at once. It keeps the last row group that was read.
+    """The records of a file. The footer is read at once, and the last row group that was read is kept.
 
     Raises:
-      SourceError: the footer is damaged, or a wanted column is not there.
+      SourceError: the footer is damaged, or the file lacks a wanted column.
     """
 
     def __init__(
@@ -190,7 +192,7 @@ class _Rows:
         return int(self.starts[bisect_left(self.starts, record)])
 
     def read_range(self, file: BinaryIO, lo: int, hi: int) -> RecordList:
-        """See ``Layout.read``. It reads the file in which the footer was read."""
+        """See ``Layout.read``. It reads the file whose footer it has."""
         parts = []
         for group in range(self.group_of(lo), self.group_of(hi - 1) + 1):
             start = self.starts[group]
@@ -204,6 +206,6 @@ class _Rows:
 
 
 def _raise_if_of_the_disk(error: Exception) -> None:
-    """Raises an error that comes from reading bytes, and not from what they say."""
+    """Raises an error that came from reading bytes, not from their content."""
     if isinstance(error, OSError) and error.errno is not None:
         raise error

@@ -1,19 +1,21 @@
 """Readers: functions that take a binary file object and yield the records in it, for ``FileDataset(files, read)``.
 
-``text_lines``, ``json_lines``, ``csv_rows``, ``npy_rows`` and ``tfrecords`` are such functions, and
-``fixed_length_records(num_bytes)``, ``parquet(columns)`` and ``webdataset(...)`` make some; a reader of your own is any
-function of the same kind. A reader sees the uncompressed content, reads it once from front to back in bounded pieces
-(also if the file lies about its lengths), and delivers the good records in front of a bad one. Only ``parquet`` goes to
-the parts that it needs. Content that is corrupt or cut off is a ``SourceError`` with the ``offset`` at which the bad
-record starts; ``FileDataset`` adds the name of the file. Where it is certain at which byte the next record starts, the
-error says so (``resume_at``), and with ``on_error="skip"`` reading goes on there: after a bad line, a bad row in one
-line whose quotes are even in number, a TFRecord whose payload does not fit its checksum, a sample in a tar archive that
-lacks something. It is not after a corrupt length or in a file that is cut off. A reader of your own in blocks may say
-so too.
+``text_lines``, ``json_lines``, ``csv_rows``, ``npy_rows`` and ``tfrecords`` are readers.
+``fixed_length_records(num_bytes)``, ``parquet(columns)`` and ``webdataset(...)`` make readers. A reader of your own is
+any function of this kind. A reader gets the uncompressed content. It reads the content once from front to back in
+bounded pieces, also if the file lies about its lengths; only ``parquet`` reads just the parts that it needs.
 
-All of these can be entered again in the middle of a file, so that a resumed run seeks there; ``in_blocks`` makes a
-reader of your own that can. The functions below yield the blocks of such a reader, from an ``offset`` that they yielded
-before; what their names stand for takes the file alone, and yields the records.
+A reader delivers the good records in front of a bad one. For content that is corrupt or cut off it raises
+``SourceError`` with the ``offset`` at which the bad record starts; ``FileDataset`` adds the name of the file. Where it
+is certain at which byte the next record starts, the error says so (``resume_at``), and with ``on_error="skip"`` reading
+continues there. It is certain after a bad line, after a bad row in one line with an even number of quotes, after a
+TFRecord whose payload does not match its checksum, and after a sample in a tar archive that lacks a member. It is not
+certain after a corrupt length, or in a file that is cut off. A reader of your own that reads in blocks may set
+``resume_at`` too.
+
+All these readers can start in the middle of a file, so a resumed run seeks there; ``in_blocks`` makes such a reader of
+a function of your own. The functions in the modules of formats yield the blocks of such a reader, from an ``offset``
+that they yielded before. The public names in this module take only the file, and yield the records.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Headers of tar archives: the name and size of a member, read fast where that is certain, else by ``tarfile``.
+"""Reads the headers of tar archives: the name and size of each member.
 
 A member has a header of 512 bytes. *Extended* headers with contents of their own may stand in front of it: pax records
-(as Python writes them for times with fractions, and so in front of each member) and the long names of GNU tar. Ordinary
-headers, alone or with pax records, are read here, in a tenth of the time of ``tarfile``; all others by ``tarfile``. The
-format is described in the standard of ``pax`` (https://pubs.opengroup.org/onlinepubs/9799919799/utilities/pax.html).
+(Python writes them for times with fractions, so in front of each member) and the long names of GNU tar. Ordinary
+headers, alone or with pax records, are read here, in a tenth of the time that ``tarfile`` needs. ``tarfile`` reads all
+others. The format is described in the standard of ``pax``
+(https://pubs.opengroup.org/onlinepubs/9799919799/utilities/pax.html).
 """
 
 from __future__ import annotations
@@ -30,24 +31,24 @@ _PAX: Final = b"x"
 _EXTENDED: Final = tuple(b"xgXLK")
 _MAX_EXTENDED: Final = 1 << 20
 _PAX_RECORD: Final = re.compile(rb"(\d{1,9}) ([^=\n]+)=")
-_UNREADABLE: Final = (tarfile.TarError, ValueError, LookupError, ArithmeticError)  # of tarfile, for damaged headers
+_UNREADABLE: Final = (tarfile.TarError, ValueError, LookupError, ArithmeticError)  # for damaged headers
 
 
 @final
 class Header(NamedTuple):
-    """What the headers of a member say."""
+    """The content of the headers of a member."""
 
     name: str
     size: int
-    """How many bytes of content follow."""
+    """The number of bytes of content that follow."""
     is_file: bool
-    """Whether it is a file, or a link to one."""
+    """Whether the member is a file, or a link to a file."""
     lacks: str
-    """Why the content of the file is not there; empty if it is."""
+    """The reason why the archive lacks the content of the file; empty if it has the content."""
 
 
 def padded(size: int) -> int:
-    """The size of a content with its padding."""
+    """The size of a content, with its padding."""
     return -(-size // BLOCK_SIZE) * BLOCK_SIZE
 
 
@@ -74,14 +75,14 @@ def extended_size(head: bytes, start: int) -> int | None:
 
 
 def read_header(headers: Sequence[bytes], start: int) -> Header:
-    """What the headers of a member say.
+    """Reads the headers of one member.
 
     Args:
-      headers: its extended headers, each with its content behind it as a part of its own; then the last header.
-      start: the offset of the first one, for messages.
+      headers: its extended headers, each with its content appended as a separate part; then the last header.
+      start: the offset of the first header, for messages.
 
     Raises:
-      SourceError: they are damaged, or no headers.
+      SourceError: the headers are damaged, or are no headers.
     """
     found = _ordinary(headers)
     if found is not None:
@@ -95,7 +96,7 @@ def read_header(headers: Sequence[bytes], start: int) -> Header:
     except _UNREADABLE as error:
         raise _unreadable(start, error) from error
     lacks = _what_lacks(about)
-    # Links and folders have no content, whatever their header says.
+    # Links and folders have no content, whatever size their header gives.
     has_content = about.isreg() or about.type not in tarfile.SUPPORTED_TYPES
     return Header(about.name, about.size if has_content else 0, about.isreg() or bool(lacks), lacks)
 
@@ -115,19 +116,19 @@ def _what_lacks(about: tarfile.TarInfo) -> str:
 
 
 def _plain(head: bytes) -> tuple[bytes, bytes, int] | None:
-    """The kind, name and size of a header in the form that nearly all have; ``None`` if ``tarfile`` must read it."""
+    """The kind, name and size in a header of the usual form; ``None`` if ``tarfile`` must read it."""
     name, size, checksum, kind, magic, prefix = _FIELDS.unpack(head)
     size, stored = size.strip(b" \0"), checksum.strip(b" \0")
     if magic not in _MAGICS or not (size.isdigit() and stored.isdigit()):
         return None
-    # The sum of all bytes, where spaces stand for the checksum. The lower half of Adler-32 is 1 and the sum of the
+    # The sum of all bytes, with spaces in place of the checksum. The lower half of Adler-32 is 1 plus the sum of the
     # bytes, modulo 65521.
     total = (zlib.adler32(head) & 0xFFFF) - 1 - sum(checksum) + 8 * ord(" ")
     try:
         if (total - int(stored, 8)) % 65521:
             return None
         length = int(size, 8)
-    except ValueError:  # digits that are not octal
+    except ValueError:  # the digits are not octal
         return None
     name = name.partition(b"\0")[0]
     return kind, prefix.partition(b"\0")[0] + b"/" + name if prefix[0] else name, length

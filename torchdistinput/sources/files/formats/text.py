@@ -1,4 +1,4 @@
-"""The reader of lines of text: see ``readers``."""
+"""Reads lines of text: ``text_lines``. See ``readers`` for what a reader is."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FIRST_SCANNED_BYTES: Final = 1 << 12
 
 
 def _starts_of_lines(file: BinaryIO) -> Iterator[npt.NDArray[np.int64]]:
-    offset, start = 0, 0  # of the content; of the line that is read
+    offset, start = 0, 0  # offset of the content; start of the line that is being read
     while chunk := file.read(_SCANNED_BYTES):
         after = np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n")) + (offset + 1)
         offset += len(chunk)
@@ -33,7 +33,7 @@ def _starts_of_lines(file: BinaryIO) -> Iterator[npt.NDArray[np.int64]]:
 
 
 def next_line(file: BinaryIO, offset: int) -> int:
-    """See ``in_blocks``: the start of the first line that starts at an offset or behind it, or the end of the file."""
+    """See ``in_blocks``: the start of the first line that starts at or behind an offset, or the end of the file."""
     if not offset:
         return 0
     at, size = offset - 1, _FIRST_SCANNED_BYTES
@@ -51,7 +51,7 @@ def next_line(file: BinaryIO, offset: int) -> int:
 def text_lines(file: BinaryIO, offset: int) -> Iterator[Block[str]]:
     r"""Yields the lines of a UTF-8 text, without their ends (``\n`` or ``\r\n``) and without a byte order mark.
 
-    The last line needs no end. Only these two ends separate lines: a lone ``\r`` and other separators of Unicode stay.
+    The last line may lack its end. Only these two ends separate lines: a lone ``\r`` and other Unicode separators stay.
 
     Raises:
       SourceError: at a line that is not UTF-8, naming the byte.
@@ -61,7 +61,7 @@ def text_lines(file: BinaryIO, offset: int) -> Iterator[Block[str]]:
 
 
 def blocks_of_lines(file: BinaryIO, offset: int) -> Iterator[tuple[int, bytes]]:
-    """The whole lines in one chunk of the file at a time: handling many at once costs a fraction of one by one."""
+    """The whole lines of one chunk of the file at a time: one by one they would take several times as long."""
     skip_to(file, offset)
     rest: list[bytes] = []
     while chunk := file.read(BLOCK_BYTES):
@@ -78,7 +78,7 @@ def blocks_of_lines(file: BinaryIO, offset: int) -> Iterator[tuple[int, bytes]]:
 
 
 def _decoded(block: bytes, offset: int) -> Iterator[Block[str]]:
-    """The lines of a block, up to the first that is not UTF-8."""
+    """The lines of a block, up to the first one that is not UTF-8."""
     good, problem = len(block), None
     try:
         text = block.decode()
@@ -100,7 +100,7 @@ def _decoded(block: bytes, offset: int) -> Iterator[Block[str]]:
 
 
 def not_utf8(line: bytes, offset: int, position: int, end: int) -> SourceError:
-    """What is said of a line.
+    """The error for a line that is not UTF-8.
 
     Args:
       line: its bytes.

@@ -1,4 +1,4 @@
-"""The reader of TFRecord files: see ``readers``."""
+"""Reads TFRecord files: ``tfrecords``. See ``readers`` for what a reader is."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _STARTS: Final = 4096
 
 @lru_cache(maxsize=4096)  # files repeat few lengths
 def _length_in(head: bytes) -> tuple[int, bool]:
-    """The length that a header tells, and whether its checksum fits."""
+    """The length in a header, and whether the header's checksum matches."""
     length, checksum = struct.unpack("<QI", head)
     return length, masked_crc32c(head[:8]) == checksum
 
 
 def _starts_of_tfrecords(file: BinaryIO) -> Iterator[npt.NDArray[np.int64]]:
-    """Goes from length to length; payloads are not read."""
+    """Goes from length to length, without reading payloads."""
     starts: list[int] = []
     size, offset = file.seek(0, io.SEEK_END), 0
     while offset < size:
@@ -54,10 +54,10 @@ def tfrecords(file: BinaryIO, offset: int) -> Iterator[Block[bytes]]:
     """Yields the payloads of a TFRecord file, as bytes; both checksums of every record are verified.
 
     A record is its length (uint64, little endian), the masked CRC-32C of the length, the payload and its masked CRC-32C
-    (https://www.tensorflow.org/tutorials/load_data/tfrecord). A length is believed only as far as the file has bytes.
+    (https://www.tensorflow.org/tutorials/load_data/tfrecord). A length larger than the rest of the file is an error.
 
     Raises:
-      SourceError: at a record that is cut off or whose checksums do not fit.
+      SourceError: a record is cut off, or a checksum does not match.
     """
     skip_to(file, offset)
     for start, found in grouped(_unchecked(file, offset), offset):
@@ -69,7 +69,7 @@ def tfrecords(file: BinaryIO, offset: int) -> Iterator[Block[bytes]]:
             payloads, length = payloads[: bad[0]], len(payloads[bad[0]])
             problem = _corrupt(start + sum(16 + len(payload) for payload in payloads), length)
         yield start, payloads
-        del found, payloads  # before the next block is read
+        del found, payloads  # frees them before the next block is read
         if problem is not None:
             raise problem
 
@@ -83,8 +83,8 @@ def _corrupt(offset: int, length: int) -> SourceError:
 
 
 def _unchecked(file: BinaryIO, offset: int) -> Iterator[tuple[int, tuple[bytes, bytes]]]:
-    """The payload of each record and its checksum as stored, and the offset at which the record ends."""
-    data, at = b"", 0  # read and not yielded yet: what is behind ``at``
+    """The payload of each record with its stored checksum, and the offset at which the record ends."""
+    data, at = b"", 0  # bytes that were read; those from ``at`` on were not yielded yet
     while True:
         if len(data) - at < 12:
             data, at = data[at:] + read_pieces(file, BLOCK_BYTES), 0
@@ -101,7 +101,7 @@ def _unchecked(file: BinaryIO, offset: int) -> Iterator[tuple[int, tuple[bytes, 
                 raise cut_off(offset, end, len(data), "record")
         offset += 16 + length
         record = data[at + 12 : end - 4], data[end - 4 : end]
-        data, at = (b"", 0) if end == len(data) else (data, end)  # a large record is not held twice
+        data, at = (b"", 0) if end == len(data) else (data, end)  # frees a large record that was yielded
         yield offset, record
 
 

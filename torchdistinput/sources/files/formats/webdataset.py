@@ -1,4 +1,4 @@
-"""The reader of tar archives in the layout of WebDataset: see ``readers``.
+"""Reads tar archives in the layout of WebDataset: ``webdataset``. See ``readers`` for what a reader is.
 
 **Samples.** A member of the archive is a file ``folder/name.extension``: its *key* is the folder and the name up to the
 first dot, its *extension* is the rest, in lower case (https://github.com/webdataset/webdataset). A sample is a run of
@@ -44,24 +44,26 @@ def webdataset(
     decode: str | Decode | Mapping[str, str | Callable[[bytes], Any]] | None = None,
     keys: Sequence[str] | None = None,
 ) -> Callable[[BinaryIO], Iterator[Sample]]:
-    """Makes a reader of tar archives in the layout of WebDataset; it pickles if ``decode`` does.
+    """Makes a reader of tar archives in the layout of WebDataset. The reader can be pickled if ``decode`` can.
 
-    A sample is a dict: ``"__key__"`` is its key, and under each extension lies the content of that member. A key that
-    comes again after members of another key is another sample, so the members of a sample must follow each other
+    A sample is a dict: ``"__key__"`` is its key, and each extension has the content of its member. A key that occurs
+    again after members of another key begins another sample, so the members of a sample must follow each other
     (``tar --sort=name``).
 
     Args:
       decode: ``None`` leaves each content as bytes. A function of (extension, bytes) returns the value. A mapping has
         for some extensions a function of the bytes, or the name of a usual one; other contents stay bytes. ``"auto"``
-        takes the usual one by the part of the extension behind its last dot: ``txt``, ``text`` and ``transcript`` are
-        texts; ``cls``, ``cls2``, ``id``, ``index`` and ``inx`` are ints; ``json``, ``jsn``, ``npy``, ``npz`` (a dict of
-        arrays), ``pt`` and ``pth`` (``torch.load`` of weights only). Others stay bytes: also pickles, as unpickling
-        runs code of the file. Like ``map_fn``, ``decode`` is called only for samples that are kept.
-      keys: the extensions of a sample, in this order. A sample that lacks one is a ``SourceError``; members of other
-        extensions are passed over without reading them. ``None`` takes all members that a sample has.
+        uses the usual function for the part of the extension behind its last dot: ``txt``, ``text`` and ``transcript``
+        are texts; ``cls``, ``cls2``, ``id``, ``index`` and ``inx`` are ints; ``json``, ``jsn``, ``npy``, ``npz`` (a
+        dict of arrays), ``pt`` and ``pth`` (``torch.load`` of weights only). All other contents stay bytes, pickles
+        too, as unpickling runs code from the file. Like ``map_fn``, ``decode`` is called only for samples that are
+        kept.
+      keys: the extensions of a sample, in this order. A sample that lacks one of them is a ``SourceError``; members of
+        other extensions are skipped without being read. ``None`` takes all members of a sample.
 
-    Its ``SourceError`` is a damaged or cut archive, and one without an end mark; with ``resume_at``, a sample that has
-    an extension twice, lacks one of ``keys``, or has a link or a sparse file, whose content is elsewhere.
+    The reader raises ``SourceError`` for an archive that is damaged, cut off, or without an end mark. It raises one
+    with ``resume_at`` for a sample that has an extension twice, lacks one of ``keys``, or has a link or a sparse file,
+    whose content is elsewhere.
 
     Raises:
       TypeError: an argument is of another type.
@@ -98,7 +100,7 @@ def _samples_of_tar(
 
 
 def _samples(file: BinaryIO, offset: int, keys: Sequence[str] | None) -> Iterator[tuple[int, Sample]]:
-    """The samples from an offset on, undecoded, each with the offset at which the next one starts."""
+    """The samples from an offset on, not decoded, each with the offset at which the next sample starts."""
     members = _Members(file, offset)
     wanted = None if keys is None else frozenset(keys)
     sample: Sample = {}
@@ -153,16 +155,16 @@ class _Member(NamedTuple):
     """The offset of its content."""
     size: int
     lacks: str
-    """Why its content is not there; empty if it is."""
+    """The reason why the archive lacks its content; empty if it has the content."""
 
 
 @final
 class _Members:
-    """The members of an archive that belong to samples, in order. Contents that are not asked for are not read.
+    """The members of an archive that belong to samples, in order. A content is read only when it is requested.
 
     Args:
-      file: the archive, at its start; or a ``Part`` of one, with whole members.
-      offset: the offset of a header, at which to begin.
+      file: the archive, at its start; or a ``Part`` of an archive, with whole members.
+      offset: the offset of the header at which reading begins.
     """
 
     def __init__(self, file: BinaryIO, offset: int) -> None:
@@ -170,7 +172,7 @@ class _Members:
         self._file = file
         self._is_part = isinstance(as_object(file), Part)
         self._begun = offset
-        self._at = offset  # of the file object
+        self._at = offset  # the position of the file object
         self.end = offset
         """The offset of the next header; after the last member, the end of the members."""
 
@@ -203,7 +205,7 @@ class _Members:
         return content
 
     def _read_head(self) -> bytes | None:
-        """The header at ``end``; ``None`` at the end of the members."""
+        """The header at the offset ``end``; ``None`` at the end of the members."""
         before = self.end - self._at
         if before >= BLOCK_SIZE:
             skip_to(self._file, self.end, self._at)
@@ -214,7 +216,7 @@ class _Members:
             return None
         if len(head) == BLOCK_SIZE:
             return head
-        if not head and (self._is_part or self.end == self._begun > 0):  # by an index, which has seen the end mark
+        if not head and (self._is_part or self.end == self._begun > 0):  # the index has seen the end mark
             return None
         if head:
             raise cut_off(self.end, BLOCK_SIZE, len(head), "header")
@@ -225,7 +227,7 @@ class _Members:
         )
 
     def _with_extended(self, head: bytes, start: int) -> list[bytes]:
-        """The headers of a member, given the first one, and its offset: see ``read_header``."""
+        """The headers of a member, from its first header and its offset: see ``read_header``."""
         headers = [head]
         while (size := extended_size(headers[-1], start)) is not None:
             more = read_pieces(self._file, size + BLOCK_SIZE)
@@ -239,10 +241,10 @@ class _Members:
         return headers
 
     def check_nothing_follows(self) -> None:
-        """Checks, at the end of the archive, that the file ends too.
+        """Checks, at the end of the archive, that nothing follows in the file.
 
         Raises:
-          SourceError: something follows.
+          SourceError: further bytes follow.
         """
         while piece := self._file.read(_DROPPED_BYTES):
             if piece.count(0) < len(piece):
@@ -325,7 +327,7 @@ def _decoded(decode: Decode, sample: Sample) -> Sample:
     """The sample with its contents decoded.
 
     Raises:
-      SourceError: naming the sample and the extension.
+      SourceError: a content cannot be decoded; the error names the sample and the extension.
     """
     found, extension = {_KEY: sample[_KEY]}, ""
     try:
