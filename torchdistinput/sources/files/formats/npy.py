@@ -154,7 +154,7 @@ def _rows(rows: np.ndarray[Any, Any], count: int) -> MadeRecords[Any]:
     """Rows that can be written to and that do not keep other rows alive.
 
     Args:
-      rows: the array that has the rows; an array without rows if rows are empty.
+      rows: the array that has the rows; an array without rows if the rows have no bytes.
       count: the number of rows.
     """
     return MadeRecords(count, partial(_made, rows))

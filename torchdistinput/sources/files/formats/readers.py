@@ -9,8 +9,8 @@ A reader delivers the good records in front of a bad one. For content that is co
 ``SourceError`` with the ``offset`` at which the bad record starts; ``FileDataset`` adds the name of the file. Where it
 is certain at which byte the next record starts, the error says so (``resume_at``), and with ``on_error="skip"`` reading
 continues there. It is certain after a bad line, after a bad row in one line with an even number of quotes, after a
-TFRecord whose payload does not match its checksum, and after a sample in a tar archive that lacks a member. It is not
-certain after a corrupt length, or in a file that is cut off. A reader of your own that reads in blocks may set
+TFRecord whose payload does not match its checksum, and after a bad sample in a tar archive that is not damaged. It is
+not certain after a corrupt length, or in a file that is cut off. A reader of your own that reads in blocks may set
 ``resume_at`` too.
 
 All these readers can start in the middle of a file, so a resumed run seeks there; ``in_blocks`` makes such a reader of
