@@ -46,13 +46,13 @@ __all__ = ["Connections", "Departed", "Farewell", "take_leave", "tell_waiting", 
 _HEAD: Final = struct.Struct("<qq")  # kind and length in bytes; the kind of a message of words is its tag
 _STATUS: Final = -1
 _FAREWELL: Final = -2
-_MOST_TOLD: Final = 1 << 16  # bytes of a status or farewell
+_MOST_CONTENT: Final = 1 << 16  # bytes of a status or farewell
 _BUFFER: Final = 1 << 14
-_SMALL: Final = 1 << 12  # up to here a message is copied, and sent in one piece with its header
+_SMALL: Final = 1 << 12  # a message up to this size is copied, and sent in one piece with its header
 
 _REST_SECONDS: Final = 0.5
 _STATUS_SECONDS: Final = 0.5
-_FRESH_SECONDS: Final = 2.5  # how long a status is believed
+_FRESH_SECONDS: Final = 2.5  # how long a status counts as true
 _MOST_BLAMED: Final = 64
 _CLOSING_SECONDS: Final = 0.5
 
@@ -75,7 +75,7 @@ class Farewell:
 
     def to_bytes(self) -> bytes:
         """The farewell as bytes for another rank. Local."""
-        return json.dumps({"rank": self.rank, "why": self.why[: _MOST_TOLD // 16]}).encode(errors="replace")
+        return json.dumps({"rank": self.rank, "why": self.why[: _MOST_CONTENT // 16]}).encode(errors="replace")
 
     @staticmethod
     def from_bytes(data: bytes, sender: int) -> Farewell:
@@ -121,10 +121,10 @@ class _Connection:
         self.blamed_at = -_FRESH_SECONDS
         self._buffer = bytearray(_BUFFER)
         self._view = memoryview(self._buffer)
-        self._start = self._end = 0  # of the bytes that were received and not used yet
+        self._start = self._end = 0  # the range of bytes that were received and not used yet
         self._head: tuple[int, int] | None = None
         self._filled = 0
-        self._told = bytearray()
+        self._content = bytearray()
         self._outgoing: deque[memoryview] = deque()
         self._lock = threading.Lock()  # of the outgoing frames: any thread may send a farewell
 
@@ -183,18 +183,18 @@ class _Connection:
                     continue
                 self._begin_frame(kind, len(into))
             found, length = self._head or (kind, 0)
-            target = into if found >= 0 else memoryview(self._told)
+            target = into if found >= 0 else memoryview(self._content)
             if not self._fill(target, length):
                 return False
             self._head = None
             if found >= 0:
                 self.blamed = ()  # the other rank does not wait any more
                 return True
-            self._hear(found, bytes(self._told))
+            self._hear(found, bytes(self._content))
 
     def _begin_frame(self, kind: int, size: int) -> None:
         found, length = _HEAD.unpack_from(self._buffer, self._start)
-        if (found, length) != (kind, size) and (found not in (_STATUS, _FAREWELL) or not 0 <= length <= _MOST_TOLD):
+        if (found, length) != (kind, size) and (found not in (_STATUS, _FAREWELL) or not 0 <= length <= _MOST_CONTENT):
             raise Departed(
                 Farewell(
                     self.peer,
@@ -205,7 +205,7 @@ class _Connection:
         self._start += _HEAD.size
         self._filled = 0
         if found < 0:
-            self._told = bytearray(length)
+            self._content = bytearray(length)
         self._head = found, length
 
     def _fill(self, target: memoryview, length: int) -> bool:
@@ -247,10 +247,10 @@ class _Connection:
             raise Departed(Farewell(self.peer, Farewell.DIED))
         return received
 
-    def _hear(self, kind: int, told: bytes) -> None:
+    def _hear(self, kind: int, content: bytes) -> None:
         if kind == _FAREWELL:
-            raise Departed(Farewell.from_bytes(told, self.peer))
-        self.blamed = np.frombuffer(told[: len(told) // 8 * 8], np.int64)[:_MOST_BLAMED].tolist()
+            raise Departed(Farewell.from_bytes(content, self.peer))
+        self.blamed = np.frombuffer(content[: len(content) // 8 * 8], np.int64)[:_MOST_BLAMED].tolist()
         self.blamed_at = time.monotonic()
 
     def say_farewell(self, farewell: Farewell) -> None:

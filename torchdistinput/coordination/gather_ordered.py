@@ -1,14 +1,14 @@
 """``gather_ordered``: the outputs of all replicas in the order of the data, each once.
 
 Problem. Replicas have parts of different sizes, and a replica without samples does not know the structure of the
-outputs. A metric or a file of predictions needs all outputs, in the order of the data.
+outputs. A metric or a file of predictions needs all outputs in the order of the data.
 
-Decision. As in ``reduce``: first every worker sends, as JSON, the number of its rows, their nesting, and the bytes of
-its lists, or the error that keeps it from taking part. All workers apply the same laws to these facts. Then the indices
-travel (rows of index -1, padding, are not sent), and all workers find the same order and the same repetitions. Last the
-outputs travel, leaf by leaf: tensors as bytes, lists as JSON, never pickle.
+Decision. As in ``reduce``, every worker first sends, as JSON, the number of its rows, their nesting, and the sizes of
+its lists in bytes, or the error that keeps it from taking part. All workers apply the same laws to these facts. Then
+they exchange the indices, without rows of index -1 (padding), and find the same order and the same repeated indices.
+Last they exchange the outputs, leaf by leaf: tensors as bytes, lists as JSON, never by pickle.
 
-A replica without rows agrees to anything: its outputs are left out, whatever they are.
+A replica without rows agrees with any structure: its outputs are left out, whatever they are.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ def gather_ordered(index: Any, outputs: Any, *, num_local: int, workers: Ranks |
     problem: Exception | None = None
     try:
         parts = _local_parts(index, outputs, num_local)
-    except Exception as error:  # whatever it is: the others must hear of it, or they wait for this worker
+    except Exception as error:  # of any kind: without a message from here the others would wait for this worker
         problem = error
-    said = _tell(workers, parts, problem)
-    structure = _agreed_structure(workers, parts, said)
-    order = _order(parts, said, workers)
+    facts = _exchange_facts(workers, parts, problem)
+    structure = _agreed_structure(workers, parts, facts)
+    order = _order(parts, facts, workers)
     if structure is None:
-        return parts[0].outputs  # no row anywhere
+        return parts[0].outputs  # no replica has a row
     leaves = [
-        _sorted_tensor(number, leaf, parts, said, workers, order.to(device))
+        _sorted_tensor(number, leaf, parts, facts, workers, order.to(device))
         if leaf.kind == "tensor"
-        else _sorted_rows(number, parts, said, workers, order)
+        else _sorted_rows(number, parts, facts, workers, order)
         for number, leaf in enumerate(structure.leaves())
     ]
     return structure.build(iter(leaves))
@@ -71,7 +71,7 @@ def gather_ordered(index: Any, outputs: Any, *, num_local: int, workers: Ranks |
 @final
 @dataclass(frozen=True)
 class _Part:
-    """What one local replica brings, without the rows of index -1.
+    """The contribution of one local replica, without the rows of index -1.
 
     Args:
       index: the indices.
@@ -88,13 +88,13 @@ class _Part:
 
 @final
 @dataclass(frozen=True)
-class _Said:
-    """What is known of one replica everywhere.
+class _Facts:
+    """The facts about one replica that all workers know.
 
     Args:
-      size: its rows.
-      structure: of its outputs, as JSON; ``None`` if it was given no row.
-      num_bytes: for each leaf that is a list, how long its JSON is; 0 for a tensor.
+      size: the number of its rows.
+      structure: the structure of its outputs, as JSON; ``None`` if it has no row.
+      num_bytes: for each leaf that is a list, the length of its JSON; 0 for a tensor.
     """
 
     size: int
@@ -178,7 +178,7 @@ def _checked_index(index: Any, who: str) -> Tensor:
 
 @final
 class _Record:
-    """A dict in a list with one for each row: no container here, as the list is the leaf."""
+    """A dict that is one row of a list: it is no container here, as the list is the leaf."""
 
     __slots__ = ("value",)
 
@@ -187,7 +187,7 @@ class _Record:
 
 
 def _with_records(value: Any) -> Any:
-    """The outputs, where a list of dicts without tensors became a list of records."""
+    """The outputs, with lists of records in place of lists of dicts without tensors."""
     container = open_container(value)
     if container is None:
         return value
@@ -207,7 +207,7 @@ def _holds_tensors(value: Any) -> bool:
 
 
 def _wire(leaf: Any, kept: Tensor) -> Tensor | bytes:
-    """The rows that are no padding, as they travel."""
+    """The rows that are no padding, in the form in which they are sent."""
     if isinstance(leaf, Tensor):
         rows = leaf.detach()
         return rows if bool(kept.all()) else rows[kept.to(rows.device)]
@@ -218,7 +218,7 @@ def _encoded(rows: Sequence[Any]) -> bytes:
     """A list as JSON.
 
     Raises:
-      TypeError: an entry would not come out as it went in.
+      TypeError: an entry would change by JSON and back.
     """
     plain = [row.value if isinstance(row, _Record) else row for row in rows]
     for row in plain:
@@ -241,18 +241,18 @@ def _is_plain(row: Any) -> bool:
 # ----------------------------------------------------------------------------------------------------------- agreement
 
 
-def _tell(workers: Ranks | None, parts: Sequence[_Part], problem: Exception | None) -> list[list[_Said]]:
-    """``[worker][local replica]``: what all bring. Raises alike on all workers."""
+def _exchange_facts(workers: Ranks | None, parts: Sequence[_Part], problem: Exception | None) -> list[list[_Facts]]:
+    """The facts of all replicas, as ``[worker][local replica]``. Raises alike on all workers."""
     extra = None
     if problem is None:
         try:
             extra = [_described(part) for part in parts]
-        except Exception as error:  # a constant that cannot be told, say
+        except Exception as error:  # for example a constant that JSON cannot carry
             problem = error
-    told = agree(workers, _NAME, {}, error=problem, extra=extra)
+    gathered = agree(workers, _NAME, {}, error=problem, extra=extra)
     if workers is not None:
-        told = [told[first] for first in workers.firsts]  # ranks of one worker bring the same
-    return [[_Said(*one) for one in each] for each in told]
+        gathered = [gathered[first] for first in workers.firsts]  # the ranks of one worker send the same facts
+    return [[_Facts(*one) for one in each] for each in gathered]
 
 
 def _described(part: _Part) -> tuple[int, Any, list[int]]:
@@ -261,7 +261,7 @@ def _described(part: _Part) -> tuple[int, Any, list[int]]:
 
 
 def _comparable(structure: dict[str, Any]) -> dict[str, Any]:
-    """The JSON of a structure without what may differ: the types of the entries of lists. They come back as lists."""
+    """The JSON of a structure without the types of the entries of lists, which may differ: they come back as lists."""
     if structure["kind"] == "rows":
         return {"kind": "rows", "dtype": "object", "tuple": False}
     if "children" not in structure:
@@ -270,29 +270,29 @@ def _comparable(structure: dict[str, Any]) -> dict[str, Any]:
 
 
 def _agreed_structure(
-    workers: Ranks | None, parts: Sequence[_Part], said: Sequence[Sequence[_Said]]
+    workers: Ranks | None, parts: Sequence[_Part], facts: Sequence[Sequence[_Facts]]
 ) -> Structure | None:
-    """The structure of the outputs of all replicas; ``None`` if none was given a row. Raises alike on all workers."""
+    """The structure of the outputs of all replicas; ``None`` if no replica has a row. Raises alike on all workers."""
     found: dict[str, list[int]] = {}
-    for replica, one in enumerate(one for each in said for one in each):
+    for replica, one in enumerate(one for each in facts for one in each):
         if one.structure is not None:
             found.setdefault(json.dumps(one.structure), []).append(replica)
     if len(found) > 1:
-        told = "; ".join(f"{_names(replicas)}: {_shown(plain_message(text))}" for text, replicas in found.items())
+        variants = "; ".join(f"{_names(replicas)}: {_shown(plain_message(text))}" for text, replicas in found.items())
         raise ValueError(
             f"gather_ordered needs the same nesting, names, dtypes, inner dims and constants on all replicas that have "
-            f"rows; found {told}."
+            f"rows; found {variants}."
         )
     if not found:
         return None
     own = next((part.structure for part in parts if part.structure is not None), None)
-    if all(any(one.structure is not None for one in each) for each in said):
+    if all(any(one.structure is not None for one in each) for each in facts):
         return own
     problem: Exception | None = None
     if own is None:
         try:
             own = Structure.from_json(plain_message(next(iter(found))))
-        except Exception as error:  # a class that is not known here
+        except Exception as error:  # for example a class that this process lacks
             problem = error
     agree(workers, _NAME, {}, error=problem)
     return own
@@ -315,22 +315,22 @@ def _without_classes(structure: dict[str, Any]) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------------- what then travels
 
 
-def _sizes(said: Sequence[Sequence[_Said]]) -> list[int]:
-    return [sum(one.size for one in each) for each in said]
+def _sizes(facts: Sequence[Sequence[_Facts]]) -> list[int]:
+    return [sum(one.size for one in each) for each in facts]
 
 
-def _order(parts: Sequence[_Part], said: Sequence[Sequence[_Said]], workers: Ranks | None) -> Tensor:
-    """The places of all rows, in replica order, by rising index.
+def _order(parts: Sequence[_Part], facts: Sequence[Sequence[_Facts]], workers: Ranks | None) -> Tensor:
+    """The places of all rows, counted in replica order, sorted by the index of the row.
 
     Raises:
-      ValueError: an index comes twice. On all workers alike.
+      ValueError: an index occurs twice. On all workers alike.
     """
-    numbers = concatenate(torch.cat([part.index for part in parts]), 0, _sizes(said), workers)
+    numbers = concatenate(torch.cat([part.index for part in parts]), 0, _sizes(facts), workers)
     in_order, order = torch.sort(numbers)
     repeated = in_order[1:][in_order[1:] == in_order[:-1]].unique()  # type: ignore[no-untyped-call] # torch's
     if len(repeated) == 0:
         return order
-    replicas = [replica for replica, one in enumerate(one for each in said for one in each) for _ in range(one.size)]
+    replicas = [replica for replica, one in enumerate(one for each in facts for one in each) for _ in range(one.size)]
     shown = [
         f"{number} ({_names(sorted({replicas[place] for place in (numbers == number).nonzero().flatten().tolist()}))})"
         for number in repeated[:_SHOWN].tolist()
@@ -347,26 +347,26 @@ def _sorted_tensor(
     number: int,
     leaf: Structure,
     parts: Sequence[_Part],
-    said: Sequence[Sequence[_Said]],
+    facts: Sequence[Sequence[_Facts]],
     workers: Ranks | None,
     order: Tensor,
 ) -> Tensor:
-    """One leaf of all replicas, a tensor. On the device of the order."""
+    """One leaf of all replicas, a tensor, on the device of the order."""
     own = [part.leaves[number] for part in parts if part.leaves]
     tensors = [each.to(order.device) for each in own if isinstance(each, Tensor)] or [leaf.empty().to(order.device)]
     joined = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-    return concatenate(joined, 0, _sizes(said), workers).index_select(0, order)
+    return concatenate(joined, 0, _sizes(facts), workers).index_select(0, order)
 
 
 def _sorted_rows(
     number: int,
     parts: Sequence[_Part],
-    said: Sequence[Sequence[_Said]],
+    facts: Sequence[Sequence[_Facts]],
     workers: Ranks | None,
     order: Tensor,
 ) -> list[Any]:
     """One leaf of all replicas, a list."""
-    lengths = [[one.num_bytes[number] if one.num_bytes else 0 for one in each] for each in said]
+    lengths = [[one.num_bytes[number] if one.num_bytes else 0 for one in each] for each in facts]
     own = b"".join(each for part in parts if part.leaves and isinstance(each := part.leaves[number], bytes))
     wire = torch.from_numpy(np.frombuffer(own, dtype=np.uint8).copy())
     received = concatenate(wire, 0, [sum(each) for each in lengths], workers).numpy().tobytes()
@@ -382,13 +382,13 @@ def _decoded(data: bytes) -> list[Any]:
     """The rows of a list, as ``_encoded`` sent them.
 
     Raises:
-      InputError: they are none.
+      InputError: the bytes are no rows of a list.
     """
-    match told := plain_message(data.decode(errors="replace")):
+    match decoded := plain_message(data.decode(errors="replace")):
         case {"rows": list() as rows}:
             return rows
         case _:
             raise InputError(
-                f"another rank sent {told!r:.100} as the rows of a list; every rank must run the same version of "
+                f"another rank sent {decoded!r:.100} as the rows of a list; every rank must run the same version of "
                 "torchdistinput."
             )

@@ -41,7 +41,7 @@ __all__ = [
 
 _GLOO_LAZY_INIT: Final = "TORCH_GLOO_LAZY_INIT"
 _LAST_SECONDS: Final = 2.0  # for making the default group, after all ranks have signed in
-_LOOK_SECONDS: Final = 1.0  # between two looks whether the store is there, and for each of them
+_LOOK_SECONDS: Final = 1.0  # between two trials to reach the store, and for each of them
 _CONNECT_SECONDS: Final = 5.0  # to a store that is there
 
 
@@ -322,12 +322,12 @@ def store_of_default_group(launch: Launch, timeout_seconds: float, given_up: thr
     """The store at which the ranks of the default group met. Local.
 
     Args:
-      launch: what the launcher said.
+      launch: the launcher's environment.
       timeout_seconds: how long to wait for the store, where there is no way to it but a second connection.
       given_up: is set when the caller no longer waits.
 
     Raises:
-      InputError: there is no way to it.
+      InputError: this torch gives no way to the store.
       CoordinationTimeout: the store did not answer.
     """
     store = default_store()
@@ -359,5 +359,5 @@ def default_group_exists() -> bool:
 
 
 def expected_ranks() -> int:
-    """How many ranks there are, or will be by the launcher's environment. Local."""
+    """The number of ranks that there are, or will be by the launcher's environment. Local."""
     return dist.get_world_size() if default_group_exists() else find_launch().world_size

@@ -1,11 +1,11 @@
 """Reduce and gather over the values of all replicas: first the replicas of this process, then the workers.
 
-Problem: gloo aborts the whole process when ranks bring tensors of different sizes, and other backends wait for ever.
+Problem: gloo aborts the whole process when ranks send tensors of different sizes, and other backends wait for ever.
 
 Decision: a collective has two halves. First every worker sends to the others, as JSON, its operation with the dtypes
-and shapes, or the error that keeps it from taking part. All workers then know the same facts, so all raise the same
-error, or go on. Only then do tensors travel. The laws below need no further communication: the divisor of a mean and
-the sizes of a gather follow from the shapes.
+and shapes, or the error that keeps it from taking part. All workers then know the same facts, so all of them raise the
+same error, or all continue. Tensors are sent only then. The laws below need no further communication: the divisor of a
+mean and the sizes of a gather follow from the shapes.
 
 Laws (N replicas in replica order, v_k the value of replica k):
   (R1) without an axis, SUM is v_0 + … + v_{N-1}, all of one shape; MEAN is that, divided by N.
@@ -47,7 +47,7 @@ __all__ = [
 
 @final
 class Operands(NamedTuple):
-    """What this worker brings to a collective.
+    """The contribution of this worker to a collective.
 
     Args:
       name: the caller's name for it: ``reduce``, ``all_reduce``, ``gather``, ``all_gather``.
@@ -64,7 +64,7 @@ class Operands(NamedTuple):
 
 @final
 class Outcome(NamedTuple):
-    """What became of the leaves at one path; equal on all workers.
+    """The result for the leaves at one path; equal on all workers.
 
     Args:
       result: the sum, mean or concatenation; without a gradient.
@@ -79,10 +79,10 @@ class Outcome(NamedTuple):
 
 @final
 class NoValue:
-    """In place of a value that this replica failed to make: all replicas that wait for it hear of that.
+    """Stands for a value that this replica failed to make: all replicas that wait for the value learn why.
 
     Args:
-      error: why there is none.
+      error: the reason why there is no value.
     """
 
     def __init__(self, error: Exception) -> None:
@@ -90,15 +90,15 @@ class NoValue:
 
 
 def opened(value: Any) -> tuple[tuple[str, ...], list[Any], Callable[[Iterable[Any]], Any]]:
-    """``take_apart``; of what cannot be read, a ``NoValue`` is the only leaf. Local."""
+    """``take_apart``; for a value that cannot be read, a ``NoValue`` is the only leaf. Local."""
     try:
         return take_apart(value)
-    except Exception as error:  # in a mapping of the user's own, say
+    except Exception as error:  # for example in a mapping class of the user's
         return take_apart(NoValue(error))
 
 
 class _Meta(NamedTuple):
-    """What the laws need to know of one replica's tensor."""
+    """The facts about one replica's tensor that the laws need."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -197,7 +197,7 @@ def perform(
 
     Args:
       name: names the wait for the other workers.
-      prepare: makes this worker's operands; if it raises, the other workers are told before the error goes on.
+      prepare: makes this worker's operands; if it raises, the other workers get the error before it is raised.
       workers: the other workers; ``None`` in one process.
       device: where the sums are made and the results live.
 
@@ -274,7 +274,7 @@ def as_tensor(value: Any, name: str, path: str) -> Tensor:
     """The value of one replica as a tensor: tensors as they are, numbers and arrays by torch's own rules.
 
     Raises:
-      TypeError: it is something else; or what kept this replica from making it.
+      TypeError: the value is no tensor, array or number. For a ``NoValue``, the error of the replica that failed.
     """
     if isinstance(value, Tensor):
         return value
@@ -296,7 +296,7 @@ def _at(path: str) -> str:
 def _agree(
     name: str, prepare: Callable[[], Operands], ranks: Ranks | None, device: torch.device
 ) -> tuple[Operands, dict[str, list[Tensor]], list[list[list[_Meta]]]]:
-    """This worker's operands, their tensors on the device, and ``[worker][leaf][local replica]``: what all bring.
+    """This worker's operands, their tensors on the device, and all workers' facts: ``[worker][leaf][local replica]``.
 
     Raises alike on all workers.
     """
@@ -304,20 +304,20 @@ def _agree(
         operands = prepare()
         if ranks is not None:
             _refuse_special(operands)
-        extra = [[_told(tensor) for tensor in leaf] for leaf in operands.leaves.values()]
+        extra = [[_facts_of(tensor) for tensor in leaf] for leaf in operands.leaves.values()]
         local = {path: [tensor.detach().to(device) for tensor in leaf] for path, leaf in operands.leaves.items()}
-    except Exception as error:  # whatever it is: the others must hear of it, or they wait for this worker
+    except Exception as error:  # of any kind: without a message from here the others would wait for this worker
         agree(ranks, name, {}, error=error)
         raise
     does = _describe_call(operands.name, operands.op, operands.axes)
     facts = {"the call": does, "the leaves of the value": list(operands.leaves)}
-    said = agree(ranks, name, facts, extra=extra)
+    by_worker = agree(ranks, name, facts, extra=extra)
     if ranks is not None:
-        said = [said[first] for first in ranks.firsts]  # ranks of one worker bring the same
+        by_worker = [by_worker[first] for first in ranks.firsts]  # the ranks of one worker send the same facts
     return (
         operands,
         local,
-        [[[_Meta(dtype, tuple(shape), grad) for dtype, shape, grad in leaf] for leaf in one] for one in said],
+        [[[_Meta(dtype, tuple(shape), grad) for dtype, shape, grad in leaf] for leaf in one] for one in by_worker],
     )
 
 
@@ -332,7 +332,7 @@ def _refuse_special(operands: Operands) -> None:
                 )
 
 
-def _told(tensor: Tensor) -> tuple[str, list[int], bool]:
+def _facts_of(tensor: Tensor) -> tuple[str, list[int], bool]:
     return str(tensor.dtype).removeprefix("torch."), list(tensor.shape), tensor.requires_grad
 
 
@@ -392,7 +392,7 @@ def _reduce(
 def _sum_dtype(op: ReduceOp, dtype: torch.dtype) -> torch.dtype:
     if dtype.is_floating_point or dtype.is_complex:
         return dtype
-    return torch.int64 if op is ReduceOp.MEAN or dtype == torch.bool else dtype  # a mean must not overflow on its way
+    return torch.int64 if op is ReduceOp.MEAN or dtype == torch.bool else dtype  # the sum of a mean must not overflow
 
 
 def _sum_over_workers(total: Tensor, workers: Ranks) -> Tensor:
@@ -412,9 +412,9 @@ def concatenate(joined: Tensor, axis: int, sizes: Sequence[int], workers: Ranks 
     """The tensors of all workers, one after the other along an axis. Collective if there are several workers.
 
     Args:
-      joined: this worker's; of any dtype.
+      joined: this worker's tensor, of any dtype.
       axis: the axis.
-      sizes: how long each worker's is along it; the other dims and the dtype are the same everywhere.
+      sizes: the size of each worker's tensor along it; the other dims and the dtype are the same everywhere.
       workers: the other workers; ``None`` in one process.
     """
     if workers is None:
@@ -423,7 +423,8 @@ def concatenate(joined: Tensor, axis: int, sizes: Sequence[int], workers: Ranks 
     row = math.prod(rest) * joined.element_size()
     if sum(sizes) * row == 0:
         return joined.new_empty([sum(sizes) if dim == axis else size for dim, size in enumerate(joined.shape)])
-    # As bytes with the axis in front: every dtype travels (gloo has no 16-bit ints), and nothing is padded inside.
+    # The tensors are sent as bytes with the axis in front: this works for every dtype (gloo has no 16-bit ints), and
+    # nothing is padded inside.
     sent = joined.movedim(axis, 0).contiguous().view(-1).view(torch.uint8)
     received = workers.all_gather_uneven(sent, [size * row for size in sizes], 0)
     parts = [part.view(joined.dtype).view(size, *rest) for part, size in zip(received, sizes, strict=True) if size]
