@@ -1,4 +1,4 @@
-"""The code that reads, decodes and collates: in loader workers, or in this process if there are none.
+"""Reads, decodes and collates samples: in loader workers, or in this process if there are none.
 
 Only the samples that this rank needs are decoded and collated. Exceptions are returned as values: an exception of a
 class that cannot be pickled would otherwise hang the queue of the loader worker, and the indices or the file would be

@@ -1,4 +1,4 @@
-"""What to write so that each epoch has the same order, for frameworks that repeat the first batches of an epoch."""
+"""Advice for frameworks that repeat the first batches of an epoch: how to give each epoch the same order."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["order_advice"]
 
 
 def order_advice(loader: DataLoader[Any]) -> str | None:
-    """What to write so that each epoch of a torch loader has the same order. Local.
+    """The change of a script that gives each epoch of a torch loader the same order. Local.
 
     Returns:
-      A sentence; empty if each epoch has the same order already; ``None`` if the order is that of an iterable, or of a
-      batch sampler of the user's own, which only they know.
+      A sentence; empty if each epoch has the same order already; ``None`` if only the user's own iterable or batch
+      sampler determines the order.
     """
     if isinstance(loader.dataset, RecordDataset):
         return loader.dataset.order_advice

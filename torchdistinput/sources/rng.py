@@ -1,4 +1,4 @@
-"""Random draws that are the same on all ranks, though each rank has its own default random state; states as text."""
+"""Random draws that are the same on all ranks, although each rank has its own default random state; states as text."""
 
 from __future__ import annotations
 
@@ -75,10 +75,10 @@ class EqualRngStates:
         self._own = state
         return hashlib.sha256(state.numpy().tobytes()).hexdigest() if self._asks else None
 
-    def compare(self, told: Sequence[str | None]) -> None:
+    def compare(self, digests: Sequence[str | None]) -> None:
         """Notes the digests of all ranks. Local; every rank passes the same digests."""
-        differ = len(set(told)) > 1
-        self.common = None if differ or told[0] is None else self._own
+        differ = len(set(digests)) > 1
+        self.common = None if differ or digests[0] is None else self._own
         self._asks = self._asks and not differ
 
 
@@ -92,12 +92,12 @@ class SharedRng:
 
     Args:
       state: rank 0's state.
-      lent: notes the state after each call.
+      lent: records the state after each call.
     """
 
     def __init__(self, state: torch.Tensor, lent: SharedRngState | None = None) -> None:
         self._state = state
-        self._lent = lent
+        self._shared = lent
         self._inside = False
 
     @property
@@ -107,16 +107,16 @@ class SharedRng:
 
     def lend(self) -> None:
         """Notes this state: the next epoch or first batch of any dataset is drawn from it. Local, the same on all."""
-        if self._lent is not None:
-            self._lent.begun = self._state
+        if self._shared is not None:
+            self._shared.begun = self._state
 
     def catch_up(self) -> None:
         """Goes on from the state that ``lend`` noted last for any dataset, as torch would. Local, the same on all."""
-        if self._lent is not None and self._lent.begun is not None:
-            self._state = self._lent.begun
+        if self._shared is not None and self._shared.begun is not None:
+            self._state = self._shared.begun
 
     def __call__(self, call: Callable[[], Any]) -> Any:
-        """What the call returns."""
+        """Returns the result of the call."""
         if self._inside:
             return call()
         own = torch.get_rng_state()
@@ -128,8 +128,8 @@ class SharedRng:
         finally:
             self._inside = False
             self._state = torch.get_rng_state()
-            if self._lent is not None:
-                self._lent.state = self._state
+            if self._shared is not None:
+                self._shared.state = self._state
             if not keeps:
                 torch.set_rng_state(own)
 
@@ -150,9 +150,9 @@ class CoordinateStates:
         self._states = _states_now() if states is None else states
 
     @classmethod
-    def from_json(cls, told: Sequence[Any]) -> CoordinateStates:
+    def from_json(cls, values: Sequence[Any]) -> CoordinateStates:
         """Makes the states from the result of ``to_json`` on another rank."""
-        state, (version, words, gauss), numbers = told
+        state, (version, words, gauss), numbers = values
         return cls([unpacked(state), (version, tuple(words), gauss), _with_arrays(numbers)])
 
     def to_json(self) -> list[Any]:
@@ -166,7 +166,7 @@ class CoordinateStates:
         return hashlib.sha256(repr(_comparable(self._states)).encode()).hexdigest()[:16]
 
     def __call__(self, call: Callable[[], Any]) -> Any:
-        """What the call returns."""
+        """Returns the result of the call."""
         own = _states_now()
         pairs = zip(_comparable(own), _comparable(self._states), strict=True)
         differing = [place for place, (one, other) in enumerate(pairs) if one != other]
@@ -195,7 +195,7 @@ def _comparable(states: Sequence[Any]) -> list[Any]:
 
 
 def _each_in(of_numpy: dict[str, Any], make: Callable[[Any], Any]) -> dict[str, Any]:
-    """A state of NumPy with ``make(array)`` in place of each array."""
+    """A copy of a state of NumPy with ``make(array)`` in place of each array."""
     inner = of_numpy["state"].items()
     return {**of_numpy, "state": {name: make(each) if isinstance(each, np.ndarray) else each for name, each in inner}}
 

@@ -125,14 +125,14 @@ class Measure:
 
 @final
 class _Cut(NamedTuple):
-    """How a batch of some size is cut."""
+    """The division of a batch of some size."""
 
     limits: list[tuple[tuple[int, int], ...]]
-    """Where, for each row."""
+    """The limits of the pieces of each row."""
     sizes: list[tuple[int, ...]]
     """Samples in each piece of each row."""
     row: RowSizes
-    """Of the only row, if there is one."""
+    """The limits of the only row, if there is one."""
     is_whole: bool
     """Whether there is one piece, which is all of the batch."""
     read: int
@@ -163,15 +163,15 @@ class CutReady:
         self._convert = swift(convert)
         self._cutter = cutter
         self._worker: int | None = None
-        self._is_here = False  # not in a loader worker, from where no object comes as the same
+        self._is_here = False  # objects from a loader worker are always new ones
         self._known = KnownSchema()
         self._schema: object = None
-        self._is_sealed = False  # whether batches come sealed
-        self._cuts: dict[int, _Cut] = {}  # of batches of the known schema, by size
-        self._whole: tuple[int, RowSizes, int] | None = None  # of the last batch, if it is a row as it is
+        self._is_sealed = False  # whether batches come as ``OpaqueBatch``
+        self._cuts: dict[int, _Cut] = {}  # by size, for batches of the known schema
+        self._whole: tuple[int, RowSizes, int] | None = None  # for the last batch, if it is a row as it is
 
     def __call__(self, batch: Any) -> Cut | SizedRow | Failure:
-        """The rows of a batch, or the failure that the reading met."""
+        """The rows of a batch, or the failure that occurred in reading."""
         if self._whole is not None:
             size, row, read = self._whole
             if self._known.size_of(batch) == size:
@@ -219,7 +219,7 @@ class CutReady:
         return rows, how
 
     def _measured(self, batch: Any) -> int:
-        """Looks closer at a batch that is of another schema than the last one."""
+        """Measures a batch whose schema differs from the last one's, and notes its schema."""
         size = self._fns.size_of(batch)
         reading = pytree.read(batch, size, self._known.structure)
         if reading is not None:
@@ -230,7 +230,7 @@ class CutReady:
         return size
 
     def _how(self, size: int) -> _Cut:
-        """How a batch of so many samples is cut."""
+        """The division of a batch of ``size`` samples."""
         if len(self._cuts) >= _MOST_SIZES:
             self._cuts.clear()
         limits = self._cutter.rows(size)
