@@ -59,7 +59,7 @@ class Accelerators:
         return Accelerators(None if accelerator is None else accelerator.type, torch.accelerator.device_count())
 
     def describe(self) -> str:
-        """In words, for messages."""
+        """The accelerators in words, for messages."""
         if self.kind is None:
             return "no accelerator, only the CPU"
         last = "" if self.count == 1 else f" to {self.kind}:{self.count - 1}"

@@ -205,10 +205,10 @@ class DirectCopier:
 
 
 class Handling(enum.Enum):
-    """What becomes of a leaf on its way to the device."""
+    """How a leaf gets to the device."""
 
     STAYS = enum.auto()
-    """It is no tensor, or it is on the device already."""
+    """Not at all: it is no tensor, or it is on the device already."""
     AHEAD = enum.auto()
     """It is copied ahead of time, on the side stream."""
     LATE = enum.auto()
@@ -216,7 +216,7 @@ class Handling(enum.Enum):
 
 
 class StreamBackend(Protocol):
-    """What ``StreamCopier`` needs of one accelerator. Only ``block`` and ``move_now`` wait for the device."""
+    """The operations of an accelerator for ``StreamCopier``. Only ``block`` and ``move_now`` wait for the device."""
 
     def enter_thread(self, stream: Stream) -> None:
         """Makes a stream of this accelerator, and so the accelerator, the current one of the calling thread."""
@@ -240,7 +240,7 @@ class StreamBackend(Protocol):
         """Waits, on the host, until the event is done."""
 
     def handling(self, leaf: Any) -> Handling:
-        """What becomes of this leaf of a batch."""
+        """How this leaf of a batch gets to the device."""
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor in page-locked host memory: itself, or a copy. The buffer is reused once nobody refers to it."""
@@ -281,7 +281,7 @@ class StreamCopier:
         self._small = small
         self._side = streams.new_stream()
         self._home = streams.current_stream()
-        self._homes = [self._home]  # all that there were
+        self._homes = [self._home]  # all home streams so far
         self._unsettled: set[HostBatch] = set()
         self._held: deque[tuple[Event, list[torch.Tensor]]] = deque()
         # Also when a loader is dropped without `close()`. Not at exit: the device may be gone by then.
