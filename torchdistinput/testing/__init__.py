@@ -1,9 +1,9 @@
 """Tools to test distributed input without a cluster: real ranks in processes, fake ranks, a fake accelerator.
 
-- ``ranks``: ``run_ranks``, real processes with a real gloo group.
-- ``collectives``: Fake ranks in threads, failures by a sentence.
-- ``sources``: ``check_source``, whether a source of fragments keeps its contract.
-- ``streams``: A fake accelerator that reorders all it may.
+- ``ranks``: ``run_ranks`` runs a function in real processes with a real gloo group.
+- ``collectives``: ``FakeCollectives`` runs ranks in threads, with failures and delays at chosen steps.
+- ``sources``: ``check_source`` checks that a source of fragments keeps its contract.
+- ``streams``: ``FakeDevice`` is an accelerator that reorders all work that it may reorder.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""All ranks as threads of one process: fakes of ``Ranks`` and ``Channel`` for tests without any process group.
+"""Fakes of ``Ranks`` and ``Channel``: all ranks are threads of one process, and no process group is needed.
 
-Failures and delays are sentences: ``FakeCollectives(3).fail_at(rank=1, step=3).delay(rank=0, step=2, seconds=0.1)``.
+Failures and delays are method calls: ``FakeCollectives(3).fail_at(rank=1, step=3).delay(rank=0, step=2, seconds=0.1)``.
 
-Each channel is a *room* in which the ranks meet: who comes to its n-th meeting waits until all have come, or until the
-room is closed. So the result of a meeting depends on what the ranks bring, never on which thread comes first. What the
-real channels would garble is an error here: ranks that bring messages of different kinds or lengths to one meeting.
+Each channel is a *room* in which the ranks *meet*. A rank that comes to its n-th meeting waits until all ranks have
+come, or until the room is closed. So the result of a meeting depends on the messages of the ranks, never on which
+thread comes first. If ranks bring messages of different kinds or lengths to one meeting, an ``AssertionError`` is
+raised; real channels would deliver garbled messages.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ _Kind = Literal["exchange", "gather", "agreement", "tensor", "merge"]
 @final
 @dataclass(frozen=True)
 class Message:
-    """What one rank brought to one meeting.
+    """The message of one rank in one meeting.
 
     Args:
       channel: the channel's number; ``None`` for the calls of ``Ranks`` itself.
       meeting: the number of the meeting in that channel, from 0.
-      rank: who brought it.
+      rank: the rank that brought the message.
       kind: ``exchange`` or ``gather`` in a channel; ``fingerprints`` or ``tensor`` outside.
       content: the words, the text, or the tensor.
     """
@@ -71,17 +72,17 @@ class FakeCollectives:
         self._ranks = [FakeRanks(self, rank) for rank in range(num_ranks)]
 
     def fail_at(self, *, rank: int, step: int) -> FakeCollectives:
-        """The connection of ``rank`` breaks at its exchange number ``step`` (from 0) of every channel."""
+        """Breaks the connection of ``rank`` at its exchange number ``step`` (from 0) of every channel."""
         self._failures.add((rank, step))
         return self
 
     def delay(self, *, rank: int, step: int, seconds: float) -> FakeCollectives:
-        """``rank`` comes so much later to its exchange number ``step`` (from 0) of every channel."""
+        """Delays ``rank`` by ``seconds`` before its exchange number ``step`` (from 0) of every channel."""
         self._delays[rank, step] = seconds
         return self
 
     def ranks(self, rank: int) -> FakeRanks:
-        """The ranks as one of them sees them."""
+        """The ``Ranks`` of one rank."""
         return self._ranks[rank]
 
     def channel(self, rank: int, number: int = 0) -> FakeChannel:
@@ -90,11 +91,11 @@ class FakeCollectives:
 
     @property
     def messages(self) -> list[Message]:
-        """All that was exchanged so far, by channel, meeting and rank: the same whichever thread came first."""
+        """All messages so far, by channel, meeting and rank: the same whichever thread came first."""
         with self._lock:
             rooms = list(self._rooms.values())
-        told = [message for room in rooms for message in room.messages()]
-        return sorted(told, key=lambda each: (-1 if each.channel is None else each.channel, each.meeting, each.rank))
+        found = [message for room in rooms for message in room.messages()]
+        return sorted(found, key=lambda each: (-1 if each.channel is None else each.channel, each.meeting, each.rank))
 
     def num_exchanges(self, number: int = 0) -> int:
         """How many exchanges a channel has seen."""
@@ -104,7 +105,7 @@ class FakeCollectives:
         """Calls ``fn(rank)`` for each rank, each in a thread of its own.
 
         Returns:
-          By rank, what it returned or raised.
+          By rank, the result of the call, or the exception that it raised.
 
         Raises:
           TimeoutError: a rank has not finished in time; its stack is shown.
@@ -153,7 +154,7 @@ def _stack(thread: threading.Thread) -> str:
 
 @final
 class _Room:
-    """Where the ranks of one channel meet, again and again."""
+    """The shared side of one channel, in which its ranks meet again and again."""
 
     def __init__(self, number: int | None, num_ranks: int, timeout_seconds: float) -> None:
         self.number = number
@@ -165,11 +166,11 @@ class _Room:
         self._reasons: dict[int | None, str] = {}
 
     def meet(self, rank: int, kind: _Kind, content: Any) -> list[Any]:
-        """What every rank brought to this rank's next meeting, by rank."""
+        """Brings a message to this rank's next meeting; returns the messages of all ranks, by rank."""
         return self.wait(rank, self.bring(rank, kind, content))
 
     def bring(self, rank: int, kind: _Kind, content: Any) -> int:
-        """Brings something to this rank's next meeting, and tells its number."""
+        """Brings a message to this rank's next meeting, and returns the number of the meeting."""
         with self._changed:
             self._refuse_if_closed(rank)
             number, self._next[rank] = self._next[rank], self._next[rank] + 1
@@ -180,12 +181,12 @@ class _Room:
             return number
 
     def is_decided(self, number: int) -> bool:
-        """Whether all came to the meeting, or nobody may come any more."""
+        """Whether all ranks came to the meeting, or the room was closed."""
         with self._changed:
             return len(self._meetings[number]) == self.num_ranks or bool(self._reasons)
 
     def wait(self, rank: int, number: int) -> list[Any]:
-        """What every rank brought to a meeting that this one came to, by rank."""
+        """The messages of all ranks in a meeting to which this rank came, by rank."""
         with self._changed:
             meeting = self._meetings[number]
             self._changed.wait_for(lambda: len(meeting) == self.num_ranks or self._reasons, self._timeout_seconds)
@@ -199,7 +200,7 @@ class _Room:
             raise RankLost("the room was closed.")
 
     def _withdraw(self, rank: int, number: int) -> None:
-        """As if it had not come: it may come again."""
+        """Takes the rank's message back, so that the rank may come to the meeting again."""
         del self._meetings[number][rank]
         self._next[rank] = number
 
@@ -211,14 +212,14 @@ class _Room:
         return [meeting[rank][1] for rank in range(self.num_ranks)]
 
     def close(self, rank: int | None, reason: str) -> None:
-        """Nobody meets here any more."""
+        """Closes the room: no further meeting completes."""
         with self._changed:
             self._reasons.setdefault(rank, reason)
             self._changed.notify_all()
 
     @property
     def is_closed(self) -> bool:
-        """Whether somebody closed it."""
+        """Whether the room was closed."""
         return bool(self._reasons)
 
     def pause(self, seconds: float) -> None:
@@ -227,13 +228,13 @@ class _Room:
             self._changed.wait_for(lambda: self._reasons, seconds)
 
     def absent(self, rank: int) -> list[int]:
-        """Who has not come to the meeting that this rank waits in."""
+        """The ranks that have not come to the meeting in which this rank waits."""
         with self._changed:
             mine = self._next[rank]
             return [each for each in range(self.num_ranks) if self._next[each] < mine]
 
     def messages(self) -> list[Message]:
-        """What was brought so far."""
+        """All messages so far."""
         with self._changed:
             return [
                 Message(self.number, number, rank, kind, content)
@@ -245,13 +246,13 @@ class _Room:
         if rank in self._reasons:
             raise RankLost(f"rank {rank} cannot go on: {self._reasons[rank]}.")
         if self._reasons:
-            told = "; ".join(why if who is None else f"rank {who} {why}" for who, why in self._reasons.items())
-            raise RankLost(f"{told}. Every rank must read the same number of steps.")
+            reasons = "; ".join(why if who is None else f"rank {who} {why}" for who, why in self._reasons.items())
+            raise RankLost(f"{reasons}. Every rank must read the same number of steps.")
 
 
 @final
 class _Delay:
-    """A rank comes later; see ``backends.exchanges.Pending``."""
+    """A delay of one rank; see ``exchanges.Pending``."""
 
     def __init__(self, room: _Room, seconds: float) -> None:
         self._room = room
@@ -268,13 +269,13 @@ class _Delay:
 
 @final
 class _Meeting:
-    """What a rank brought to a meeting, and what it is told there; see ``backends.exchanges.Pending``."""
+    """A message that a rank brought to a meeting, and the messages that it gets there; see ``exchanges.Pending``."""
 
     def __init__(self, room: _Room, rank: int, kind: _Kind, content: Any) -> None:
         self._room = room
         self._rank = rank
         self._number = room.bring(rank, kind, content)
-        self.told: list[Any] = []
+        self.received: list[Any] = []
 
     def has_come(self) -> bool:
         """See ``Pending.has_come``."""
@@ -282,7 +283,7 @@ class _Meeting:
 
     def wait(self) -> None:
         """See ``Pending.wait``."""
-        self.told = self._room.wait(self._rank, self._number)
+        self.received = self._room.wait(self._rank, self._number)
 
 
 @final
@@ -312,8 +313,8 @@ class FakeChannel:
         step, self._exchanges = self._exchanges, self._exchanges + 1
         if (self.rank, step) in self._failures:
             self._room.close(self.rank, "died or lost its connection")
-        told = yield from self._meet("exchange", tuple(words), self._delays.get((self.rank, step), 0.0))
-        return [_wrapped(sum(column)) for column in zip(*told, strict=True)]
+        received = yield from self._meet("exchange", tuple(words), self._delays.get((self.rank, step), 0.0))
+        return [_wrapped(sum(column)) for column in zip(*received, strict=True)]
 
     def gather(self, text: str) -> Exchange[list[str]]:
         """See ``Channel.gather``."""
@@ -326,7 +327,7 @@ class FakeChannel:
             self._since = time.monotonic()
             meeting = _Meeting(self._room, self.rank, kind, content)
             yield meeting
-            return meeting.told
+            return meeting.received
         finally:
             self._since = None
 
@@ -356,13 +357,13 @@ class FakeChannel:
 
 
 def _wrapped(number: int) -> int:
-    """As sums of int64 tensors wrap around."""
+    """A sum that wraps around, as sums of int64 tensors do."""
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 @final
 class FakeRanks:
-    """The ranks as one of them sees them; see ``process_group.Ranks``."""
+    """The ``Ranks`` of one rank; see ``process_group.Ranks``."""
 
     def __init__(self, world: FakeCollectives, rank: int) -> None:
         self.rank = rank
@@ -416,16 +417,16 @@ class FakeRanks:
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
         """See ``Ranks.all_reduce_sum``."""
-        told = self._room().meet(self.rank, "tensor", tensor.clone())
+        received = self._room().meet(self.rank, "tensor", tensor.clone())
         total = zeros_like(tensor)
         for first in self.firsts:
-            total += told[first]
+            total += received[first]
         return total
 
     def all_gather_uneven(self, tensor: Tensor, sizes: Sequence[int], axis: int) -> list[Tensor]:
         """See ``Ranks.all_gather_uneven``."""
-        told = self._room().meet(self.rank, "tensor", tensor.clone())
-        return [told[first].narrow(axis, 0, size) for first, size in zip(self.firsts, sizes, strict=True)]
+        received = self._room().meet(self.rank, "tensor", tensor.clone())
+        return [received[first].narrow(axis, 0, size) for first, size in zip(self.firsts, sizes, strict=True)]
 
     def _room(self) -> _Room:
         return self._world._room(None)  # noqa: SLF001 - as above

@@ -8,14 +8,14 @@ Decision
   - The ranks meet through a file in a temporary folder: no ports, hence no clash between tests.
   - A rank reports through a pipe of its own, with plain pickle: torch's way of sending tensors between processes keeps
     file descriptors of a sender that is about to end.
-  - The earliest failure wins: the others often fail a moment later only because their peer has gone. A rank that
-    died without a word comes before one that could still complain.
+  - The earliest failure is reported: the others often fail a moment later only because their peer has gone. A rank that
+    died without a report comes before one that could still report.
   - Each rank leads a process group of its own, so that killing it takes its DataLoader workers along, and Ctrl-C in a
     terminal reaches only the parent, which then kills them all.
 
-Considered and refused: ``torch.multiprocessing.spawn`` (imports torch again in each rank, seconds every time), standing
-ranks (state leaks from test to test, one crash ends all), threads (one process group for each thread is private in
-torch, and a waiting thread cannot be killed).
+Considered and refused: ``torch.multiprocessing.spawn`` (it imports torch again in each rank, which takes seconds each
+time); ranks that stay alive between tests (their state leaks from test to test, and one crash ends all); threads (torch
+has no public way to a process group for each thread, and a waiting thread cannot be killed).
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ _PRELOADED = [
     "fsspec",
     "torchdistinput",
 ]
-_AFTERMATH_SECONDS = 0.1  # after a failure, how long the word of an earlier one may still be on its way
-_STACKS_SECONDS = 2.0  # how long a hanging rank gets to write down where it stands
-_EXIT_SECONDS = 10.0  # how long a killed process may take to go
-_ORPHAN_SECONDS = 60.0  # how long after its time a rank lives on whose parent was killed
+_AFTERMATH_SECONDS = 0.1  # after a failure, how long the report of an earlier failure may still be on its way
+_STACKS_SECONDS = 2.0  # how long a hanging rank gets to write its stacks
+_EXIT_SECONDS = 10.0  # how long a killed process may take to end
+_ORPHAN_SECONDS = 60.0  # how long a rank outlives its timeout if its parent was killed
 
 
 @final
@@ -68,7 +68,7 @@ class RankFailed(RuntimeError):
     """Raised by ``run_ranks`` when a rank raised, died or did not end in time.
 
     Args:
-      message: the story of the failure, with the rank's own traceback or the stacks of the hanging ranks.
+      message: the failure, with the rank's own traceback or the stacks of the hanging ranks.
       ranks: the rank that failed first, or all the ranks that had not finished in time.
     """
 
@@ -145,7 +145,7 @@ def _rendezvous_by_address() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class _Job:
-    """What a rank is told: plain values, sent once."""
+    """The arguments of a rank's process: plain values, sent once."""
 
     rank: int
     world_size: int
@@ -162,7 +162,7 @@ class _Job:
 
 @dataclass(frozen=True)
 class _Report:
-    """What a rank has to say: its result, or its failure (``text`` not empty)."""
+    """The report of a rank: its result, or its failure (``text`` not empty)."""
 
     at: float  # time.monotonic(), one clock for all processes of a machine
     result: bytes = b""
@@ -191,7 +191,7 @@ class _Rank:
         return bool(self.report.text) or code not in (None, 0)
 
     def listen(self) -> None:
-        """Takes the report, if it has come."""
+        """Receives the report, if it has come."""
         if self.report is None and self.pipe.poll():
             # A pipe at its end without a report belongs to a rank that died; its exit code tells the rest.
             with suppress(EOFError, ConnectionResetError):
@@ -271,7 +271,7 @@ def _group_of(leader: int) -> list[int]:
 
 
 def _ask_for_stacks(pid: int, path: Path) -> None:
-    """Waits until they are written: all processes of a rank write into the same file."""
+    """Waits until the stacks are written: all processes of a rank write into the same file."""
     with path.open("a") as stacks:
         stacks.write(f"process {pid}:\n")
     before = last = path.stat().st_size
@@ -302,7 +302,7 @@ def _pid(rank: _Rank) -> int:
 
 
 def _kill(ranks: Sequence[_Rank]) -> None:
-    """Ends every rank and what it started: the loader workers are in the rank's process group."""
+    """Kills every rank with the loader workers that it started: they are in the rank's process group."""
     for rank in ranks:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(_pid(rank), signal.SIGKILL)
@@ -336,7 +336,7 @@ def _report(job: _Job) -> _Report:
         fn, args = pickle.loads(job.call)
         result = fn(*args)
         return _Report(time.monotonic(), result=pickle.dumps(result))
-    except BaseException as error:  # whatever it is, the parent raises it
+    except BaseException as error:  # of any kind: the parent raises it
         return _Report(time.monotonic(), text=traceback.format_exc(), error=_pickled_error(error))
 
 
@@ -368,7 +368,7 @@ def _pickled_error(error: BaseException) -> bytes:
 
 
 def _end() -> None:
-    """Ends as a script would: multiprocessing itself runs no exit functions."""
+    """Ends the process as a script ends: multiprocessing itself runs no exit functions."""
     atexit._run_exitfuncs()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""``check_source``: whether a source of fragments keeps its contract; see ``sources.fragments``."""
+"""``check_source``: checks that a source of fragments keeps its contract; see ``sources.fragments``."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from torchdistinput.sources.fragments import Fragment, FragmentSource
 
 __all__ = ["check_source"]
 
-_MOST_POSITIONS: Final = 20  # of a fragment, at which it is entered
+_MOST_POSITIONS: Final = 20  # the most positions of a fragment at which reading begins
 
 
 def check_source(source: FragmentSource, *, change: Callable[[], object] | None = None) -> None:
-    """Checks a source of your own. Local: in one process, without any rank. Reads all of it some times.
+    """Checks a source of your own. Local: in one process, without any rank. Reads the whole source a few times.
 
     Args:
-      source: with a few fragments, and some blocks in one of them at least.
+      source: a source with a few fragments, at least one of which has several blocks.
       change: changes the content of the source; then a fragment must have another fingerprint, number of records or
         size. Called last.
 
     Raises:
-      AssertionError: it does not keep the contract; the message names the fragment and the position.
+      AssertionError: the source breaks the contract; the message names the fragment and the position.
     """
     fragments = [*source.fragments()]
     assert fragments, "fragments() gave none; at least one is needed"
@@ -54,7 +54,7 @@ def _check_fragment(source: FragmentSource, copy: FragmentSource, fragment: Frag
         assert len(whole) == fragment.num_records, (
             f"{name}: {len(whole)} records, but num_records={fragment.num_records}"
         )
-    # Two at once: a source that keeps a place, or one cursor, mixes them up.
+    # Two readings at once: a source that keeps its position in itself, or one cursor, mixes them up.
     pairs = zip(source.read(fragment, None), copy.read(fragment, None), strict=True)
     again = [(first, second) for (_, first), (_, second) in pairs]
     for each in (0, 1):

@@ -1,12 +1,12 @@
-"""A fake accelerator that runs as perversely as a real one may, and says when somebody relied on luck.
+"""A fake accelerator that orders work as badly as a real one may, and reports code that relied on a lucky order.
 
-What is queued on a stream runs in order, but when it runs is up to a random scheduler: between any two calls, as the
-streams' speeds (drawn anew for each device) let it, and in ``finish`` at the latest. The allocator has one pool per
-stream and hands a freed block on at once, the most recently freed first, as CUDA's does; the pinned pool too, without
-asking whether a copy still reads. Memory is filled with ``POISON`` when it is handed on: on the device in the order of
-the stream it belongs to, on the host at once.
+The work that is queued on a stream runs in order. A random scheduler decides when it runs: between any two calls, as
+the streams' speeds (drawn again for each device) allow, and in ``finish`` at the latest. The allocator has one pool for
+each stream, and hands out a freed block at once, the most recently freed first, as CUDA's does. So does the pinned
+pool, without checking whether a copy still reads the block. Memory is filled with ``POISON`` when it is handed out: on
+the device in the order of the stream to which it belongs, on the host at once.
 
-Tensors are real ones over the fake memory: a block is free when the last tensor over it is gone.
+Tensors are real tensors over the fake memory: a block is free when the last tensor over it is gone.
 
     rng = random.Random(seed)
     turns = Turns(rng)
@@ -34,12 +34,12 @@ from torchdistinput.devices.copy_ahead import Handling
 __all__ = ["POISON", "FakeDevice", "FakeEvent", "FakeStream", "Turns"]
 
 POISON = -777
-_MOST_PAUSES = 100_000  # after so many, the functions are taken to wait for each other for ever
+_MOST_PAUSES = 100_000  # after so many pauses, the functions are taken to wait for each other for ever
 
 
 @final
 class Turns:
-    """Runs functions on threads of their own, one at a time; a seeded choice says at each ``pause`` who goes on.
+    """Runs functions on threads of their own, one at a time; a seeded choice at each ``pause`` picks the next one.
 
     Args:
       rng: makes the choices.
@@ -48,12 +48,12 @@ class Turns:
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
         self._left = _MOST_PAUSES
-        self._waiting: dict[int, threading.Semaphore] = {}  # by actor, those that have not ended
+        self._waiting: dict[int, threading.Semaphore] = {}  # by number, for functions that have not ended
         self._here = threading.local()
         self._failures: list[BaseException] = []
 
     def run(self, *actors: Callable[[], None]) -> None:
-        """Runs all of them to their end, then raises the first error, if there was one."""
+        """Runs all functions to their end, then raises the first error, if there was one."""
         self._waiting = {number: threading.Semaphore(0) for number in range(len(actors))}
         threads = [threading.Thread(target=self._act, args=actor, daemon=True) for actor in enumerate(actors)]
         for thread in threads:
@@ -65,7 +65,7 @@ class Turns:
             raise self._failures[0]
 
     def pause(self) -> None:
-        """Lets somebody go on: maybe another one, maybe the caller. Outside ``run`` it does nothing."""
+        """Lets a function continue: another one, or the caller. Outside ``run`` it does nothing."""
         number = getattr(self._here, "number", None)
         if number is None:
             return
@@ -93,11 +93,11 @@ class Turns:
 @final
 @dataclass(eq=False)
 class FakeStream:
-    """A queue of operations; ``speed`` is how readily the scheduler takes from it."""
+    """A queue of operations; with a higher ``speed`` the scheduler takes from it more often."""
 
     name: str
     speed: float
-    queue: deque[FakeEvent | Callable[[], None]] = field(default_factory=deque)  # an event is a wait for it
+    queue: deque[FakeEvent | Callable[[], None]] = field(default_factory=deque)  # an event: a wait for it
 
     def runnable(self) -> bool:
         """Whether the first operation can run now."""
@@ -110,7 +110,7 @@ class FakeStream:
 @final
 @dataclass(eq=False)
 class FakeEvent:
-    """Done when all that was queued before it is."""
+    """An event, done when all work that was queued before it is done."""
 
     done: bool = False
 
@@ -119,18 +119,18 @@ class FakeEvent:
 @dataclass(eq=False)
 class _Block:
     memory: np.ndarray[Any, np.dtype[np.uint8]]
-    owners: int = 0  # how often it was handed out
-    readers: list[int] = field(default_factory=list)  # for each read that is queued: the owner whose data it wants
+    owners: int = 0  # how often the block was handed out
+    readers: list[int] = field(default_factory=list)  # for each queued read: the owner whose data it needs
     lent_to: list[FakeStream] = field(default_factory=list)
 
 
 @final
 class FakeDevice:
-    """The fake accelerator; a ``StreamBackend``, and what a consumer does with a device.
+    """The fake accelerator: a ``StreamBackend``, with the operations of a consumer on a device.
 
     Args:
-      rng: decides when what runs.
-      turns: is given a turn at each call; without it the caller is the only one.
+      rng: decides when queued work runs.
+      turns: gets a turn at each call; without it the caller is the only thread.
       pin_failure: how likely ``pin`` fails; may be changed later.
     """
 
@@ -145,16 +145,16 @@ class FakeDevice:
         self._current: dict[int, FakeStream] = {}
         self._pools: defaultdict[tuple[str, int], list[_Block]] = defaultdict(list)
         self._num_blocks: Counter[str] = Counter()
-        self._owned: dict[int, tuple[_Block, int, str]] = {}  # by address: the block, which owner has it, its pool
+        self._owned: dict[int, tuple[_Block, int, str]] = {}  # by address: the block, its present owner, its pool
 
-    # What a consumer does.
+    # The operations of a consumer.
 
     def use(self, stream: FakeStream) -> None:
         """Makes the stream the current one of the calling thread."""
         self._current[threading.get_ident()] = stream
 
     def read(self, tensor: torch.Tensor, expected: torch.Tensor) -> None:
-        """Queues a kernel on the current stream that reads a tensor; it should find what is expected."""
+        """Queues a kernel on the current stream that reads a tensor, and checks that it finds the expected values."""
         self._turn()
         block, owner, _ = self._owned[_address(tensor)]
         block.readers.append(owner)
@@ -173,7 +173,7 @@ class FakeDevice:
         self._write(tensor, torch.full_like(tensor, value), self.current_stream())
 
     def stand_still(self) -> None:
-        """From now on nothing runs but in ``block`` and ``finish``."""
+        """Stops the scheduler: from now on work runs only in ``block`` and ``finish``."""
         self._eagerness = 0.0
 
     def num_blocks(self, pool: str) -> int:
@@ -181,7 +181,7 @@ class FakeDevice:
         return self._num_blocks[pool]
 
     def finish(self) -> None:
-        """Runs all that is queued.
+        """Runs all queued work.
 
         Raises:
           RuntimeError: if the streams wait for each other.
@@ -190,10 +190,10 @@ class FakeDevice:
             if not self._run_one():
                 raise RuntimeError("the streams wait for each other")
 
-    # What `StreamCopier` asks of a device.
+    # The operations of a device for `StreamCopier`.
 
     def enter_thread(self, stream: FakeStream) -> None:
-        """There is only one fake device."""
+        """Makes the stream the current one; there is only one fake device."""
         self.use(stream)
 
     def new_stream(self) -> FakeStream:
@@ -203,7 +203,7 @@ class FakeDevice:
         return stream
 
     def current_stream(self) -> FakeStream:
-        """Per thread, as in torch."""
+        """The current stream of this thread, as in torch."""
         return self._current.get(threading.get_ident(), self._default)
 
     def record(self, stream: FakeStream) -> FakeEvent:
@@ -223,25 +223,25 @@ class FakeDevice:
         stream.queue.append(event)
 
     def done(self, event: FakeEvent) -> bool:
-        """Polls."""
+        """Polls the event."""
         self._turn()
         return event.done
 
     def block(self, event: FakeEvent) -> None:
-        """Lets the device run until then."""
+        """Runs the device until the event is done."""
         while not event.done:
             if not self._run_one():
                 raise RuntimeError("the streams wait for each other")
 
     def handling(self, leaf: Any) -> Handling:
-        """Tensors go ahead, unless they are on the device already."""
+        """Tensors are copied ahead, unless they are on the device already."""
         if not isinstance(leaf, torch.Tensor):
             return Handling.STAYS
         pool = self._owned[_address(leaf)][2] if _address(leaf) in self._owned else "pinned"
         return Handling.AHEAD if pool == "pinned" else Handling.STAYS
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Into the pinned pool, whose blocks are written at once by their next owner."""
+        """A copy in the pinned pool; the next owner of a block writes to it at once."""
         self._turn()
         if self._rng.random() < self.pin_failure:
             raise MemoryError("the fake device has no pinned memory left")
@@ -252,7 +252,7 @@ class FakeDevice:
         return pinned
 
     def staging(self, num_bytes: int) -> torch.Tensor:
-        """The same, to be written by whoever asked; poison until then."""
+        """A pinned block for the caller to write; poison until then."""
         return self.pin(_poison(num_bytes))
 
     def empty(self, num_bytes: int, stream: FakeStream) -> torch.Tensor:
@@ -260,30 +260,30 @@ class FakeDevice:
         return self.empty_like(_poison(num_bytes), stream)
 
     def empty_like(self, tensor: torch.Tensor, stream: FakeStream) -> torch.Tensor:
-        """From the stream's pool; the new owner writes poison there in the order of the stream."""
+        """A tensor from the stream's pool; the new owner writes poison there in the order of the stream."""
         self._turn()
         new = self._allocate(tensor, stream.name)
         self._write(new, _poison(new.numel() * new.element_size()).view(new.dtype).view(new.shape), stream)
         return new
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, stream: FakeStream) -> None:
-        """Queues the copy; what it finds in the source when it runs is what arrives."""
+        """Queues the copy; it copies the content that the source has when the copy runs."""
         self._turn()
         block, owner, _ = self._owned[_address(source)]
         block.readers.append(owner)
         self._write(target, _unowned(block, source), stream, after=lambda: block.readers.remove(owner))
 
     def lend(self, tensor: torch.Tensor, stream: FakeStream) -> None:
-        """When the tensor is gone, its block waits for what is queued on the stream by then."""
+        """Makes the block of a tensor wait, once the tensor is gone, for the work then queued on the stream."""
         block, _, pool = self._owned[_address(tensor)]
         if pool != stream.name:
             block.lent_to.append(stream)
 
     def move_now(self, leaf: Any) -> Any:
-        """Nothing is late here."""
+        """The leaf as it is: nothing is moved late here."""
         return leaf
 
-    # The machine.
+    # The machine itself.
 
     def _allocate(self, like: torch.Tensor, pool: str) -> torch.Tensor:
         size = max(1, like.numel() * like.element_size())  # memory without a byte has no address
@@ -351,7 +351,7 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _unowned(block: _Block, tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory, by a tensor that does not keep the block from being handed on."""
+    """The same memory as a tensor that does not keep the block from being handed out."""
     memory = torch.from_numpy(block.memory).untyped_storage()
     empty = torch.empty(0, dtype=tensor.dtype, device="cpu")
     return empty.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
