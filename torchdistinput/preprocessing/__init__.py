@@ -1,8 +1,9 @@
-"""Keras's preprocessing layers for torch, which learn from a distributed dataset: exactly, and on all ranks alike.
+"""Keras's preprocessing layers for torch. They learn from a distributed dataset, exactly, and alike on all ranks.
 
 A layer is an ``nn.Module`` without parameters. It runs in a dataset's pipeline and in the model. ``adapt(data)`` is
-collective; it learns by ``torchdistinput.analyze``, so the result has the same bits at any world size. ``state_dict``
-holds all that was learned, vocabularies too. Arguments, order of vocabularies, masks and output modes are Keras's.
+collective and learns by ``torchdistinput.analyze``, so the result has the same bits at any world size. ``state_dict``
+holds everything that was learned, vocabularies too. Arguments, order of vocabularies, masks and output modes are
+Keras's.
 
 Where these layers differ from Keras 3.15 (on TensorFlow 2.17):
 
@@ -20,9 +21,9 @@ Where these layers differ from Keras 3.15 (on TensorFlow 2.17):
 | ``n`` values, fewer than bins, give ``n - 1`` boundaries | ``num_bins - 1`` boundaries |
 | ``sparse=True``, ragged outputs | an error |
 
-- ``layer``: What all layers share: learning, the state, output modes.
+- ``layer``: The code shared by all layers: learning, the state, output modes.
 - ``inputs``: Inputs of a layer as flat values and a shape.
-- ``hashes``: FarmHash and SipHash, as TensorFlow's.
+- ``hashes``: FarmHash and SipHash, as in TensorFlow.
 - ``numbers``: ``Normalization``, ``Discretization``.
 - ``categories``: ``CategoryEncoding``, ``Hashing``.
 - ``vocabulary``: Special tokens, the order of terms, and the lookup.

@@ -1,4 +1,4 @@
-"""Layers of categories that learn nothing: ``CategoryEncoding`` and ``Hashing``."""
+"""Layers of categories, which learn nothing: ``CategoryEncoding`` and ``Hashing``."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _MODES: Final = ("one_hot", "multi_hot", "count")
 
 @final
 class CategoryEncoding(nn.Module):
-    """Ids from 0 to ``num_tokens - 1`` as vectors, as ``keras.layers.CategoryEncoding``.
+    """Turns ids from 0 to ``num_tokens - 1`` into vectors, as ``keras.layers.CategoryEncoding``.
 
     Args:
       num_tokens: how many ids there are.
       output_mode: "one_hot", "multi_hot" (also "binary") or "count".
       sparse: must be false.
-      dtype: of the output.
+      dtype: the dtype of the output.
 
     Raises:
       ValueError: ``num_tokens`` is missing or less than 1, or an unknown mode.
@@ -41,7 +41,7 @@ class CategoryEncoding(nn.Module):
         dtype: str | torch.dtype = "float32",
     ) -> None:
         super().__init__()
-        output_mode = "multi_hot" if output_mode == "binary" else output_mode  # Keras's older word
+        output_mode = "multi_hot" if output_mode == "binary" else output_mode  # the older word in Keras
         check_mode("CategoryEncoding", output_mode, allowed=_MODES, sparse=sparse)
         if num_tokens is None or num_tokens < 1:
             raise ValueError(f"CategoryEncoding: num_tokens={num_tokens}; it must be 1 or more.")
@@ -52,10 +52,10 @@ class CategoryEncoding(nn.Module):
 
         Args:
           inputs: ids, of any shape.
-          count_weights: with ``"count"``, what each id counts.
+          count_weights: with ``"count"``, the weight of each id.
 
         Raises:
-          ValueError: an id is out of range (it is named), or weights in another mode.
+          ValueError: an id is out of range (the error names it), or weights are given in another mode.
           TypeError: the ids are no ints.
         """
         ids = ints(inputs, "CategoryEncoding")
@@ -79,10 +79,10 @@ def dtype_of(dtype: str | torch.dtype) -> torch.dtype:
 
 
 def salt_of(layer: str, salt: int | Sequence[int] | None) -> tuple[int, int] | None:
-    """The key of SipHash: two ints, or one for both.
+    """The key of SipHash: two ints; one int stands for both.
 
     Raises:
-      ValueError: it is something else.
+      ValueError: the salt is not one or two ints.
     """
     if salt is None:
         return None
@@ -94,15 +94,15 @@ def salt_of(layer: str, salt: int | Sequence[int] | None) -> tuple[int, int] | N
 
 @final
 class Hashing(nn.Module):
-    """Strings or ints in buckets by a hash, as ``keras.layers.Hashing``: TensorFlow's FarmHash, or SipHash with a salt.
+    """Puts strings or ints into buckets by a hash, as ``keras.layers.Hashing``: FarmHash, or SipHash with a salt.
 
     Args:
       num_bins: how many buckets.
-      mask_value: the value that has bucket 0; then others have buckets from 1 on.
-      salt: the key of SipHash. Without it FarmHash is used, of the extra ``farmhash``.
+      mask_value: the value that gets bucket 0; other values then get buckets from 1 on.
+      salt: the key of SipHash. Without a salt FarmHash is used, which needs the extra ``farmhash``.
       output_mode: "int", "one_hot", "multi_hot" or "count".
       sparse: must be false.
-      dtype: of the output; an int type for "int". By default int64 for "int", else float32.
+      dtype: the dtype of the output; an int type for "int". By default int64 for "int", else float32.
 
     Raises:
       ValueError: an argument does not fit.
@@ -133,7 +133,7 @@ class Hashing(nn.Module):
 
         Raises:
           TypeError: the input holds neither strings nor ints.
-          ImportError: FarmHash is needed, and not installed.
+          ImportError: FarmHash is needed and not installed.
         """
         device = inputs.device if isinstance(inputs, Tensor) else None
         if holds_strings(inputs):

@@ -80,7 +80,7 @@ def _turned(words: Words, bits: int) -> Words:
 
 
 def _mixed(state: list[Words]) -> list[Words]:
-    """One round; sums wrap around."""
+    """One round of SipHash; sums wrap around."""
     a, b, c, d = state
     a = a + b
     b = _turned(b, 13) ^ a

@@ -1,4 +1,4 @@
-"""What the layers share: ``adapt``, and the output modes."""
+"""The code shared by the layers: ``adapt``, and the output modes."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from torchdistinput.strategy import Strategy
 
 __all__ = ["OUTPUT_MODES", "as_it_is", "as_vectors", "check_mode", "learn_from"]
 
-_TEXTS: Final = 1024  # texts of a step
+_TEXTS: Final = 1024  # the number of texts in a step
 
 _KNOWN: Final = (Tensor, np.ndarray, DataLoader, Dataset, DistributedDataset)
-"""What ``analyze`` takes as it is, beside iterables."""
+"""The types that ``analyze`` takes as they are, besides iterables."""
 
 OUTPUT_MODES: Final = ("int", "one_hot", "multi_hot", "count", "tf_idf")
 
@@ -57,7 +57,7 @@ def learn_from(
       strategy: the ranks; see ``analyze``.
 
     Raises:
-      ValueError: there is no batch, or what a statistic refuses.
+      ValueError: there is no batch, or a statistic refuses the data.
     """
     collate, size = None, None
     if isinstance(data, np.ndarray) and data.dtype.kind not in "biuf":
@@ -73,15 +73,15 @@ def learn_from(
 
 
 def as_vectors(ids: Tensor, mode: str, depth: int, *, weights: Tensor | None = None, dtype: torch.dtype) -> Tensor:
-    """Ids in an output mode other than "int"; negative ids count for nothing.
+    """Ids in an output mode other than "int"; negative ids are ignored.
 
     Args:
       ids: int64, of any shape.
-      mode: ``"one_hot"`` gives each id a row of ``depth`` numbers (a last dim of 1 gives way to it); the others
-        give one row for the last dim: ``"multi_hot"`` 1 for each id that is there, ``"count"`` how often.
+      mode: ``"one_hot"`` gives each id a row of ``depth`` numbers, in place of a last dim of 1. The other modes give
+        one row for the last dim: ``"multi_hot"`` has 1 for each id that occurs, ``"count"`` how often the id occurs.
       depth: how many ids there are.
-      weights: what each id counts, of the shape of ``ids``.
-      dtype: of the result.
+      weights: the weight of each id, of the shape of ``ids``.
+      dtype: the dtype of the result.
     """
     if mode == "one_hot":
         if ids.dim() > 1 and ids.shape[-1] == 1:

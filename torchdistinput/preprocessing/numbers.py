@@ -26,13 +26,13 @@ class Normalization(nn.Module):
     """Shifts and scales numbers to mean 0 and variance 1, as ``keras.layers.Normalization``.
 
     Args:
-      axis: the dims that have a mean and a variance of their own; ``None`` for one of all numbers.
+      axis: the dims whose features have a mean and a variance each; ``None`` for one mean and variance of all numbers.
       mean: the mean, instead of ``adapt``: a number, or one for each feature.
       variance: the variance.
       invert: whether the layer maps normalised numbers back.
 
     Raises:
-      ValueError: one of mean and variance is missing, has more dims than ``axis``, or a variance is negative.
+      ValueError: only one of mean and variance is given, or has more dims than ``axis``, or a variance is negative.
     """
 
     mean: Tensor | None
@@ -45,7 +45,7 @@ class Normalization(nn.Module):
         self.axis: tuple[int, ...] = () if axis is None else (axis,) if isinstance(axis, int) else tuple(sorted(axis))
         self.invert = invert
         self._is_fixed = mean is not None
-        self._dims = 0  # of the data, where it was learned
+        self._dims = 0  # the number of dims of the data, once it was learned
         if (mean is None) != (variance is None):
             raise ValueError("Normalization: mean and variance are given both, or neither of them.")
         self._set(mean, variance)
@@ -69,7 +69,7 @@ class Normalization(nn.Module):
           strategy: the ranks; see ``analyze``.
 
         Raises:
-          ValueError: mean and variance were given; there is no data; the axis is no dim of it.
+          ValueError: mean and variance were given; there is no data; or the data has no such dim.
         """
         if self._is_fixed:
             raise ValueError("Normalization: mean and variance were given; there is nothing to learn.")
@@ -106,7 +106,7 @@ class Normalization(nn.Module):
         """The normalised numbers, float32; float64 for float64. Local.
 
         Raises:
-          RuntimeError: nothing was learned yet.
+          RuntimeError: the layer has learned nothing yet.
           ValueError: the input has another width.
         """
         if self.mean is None or self.variance is None:
@@ -119,7 +119,7 @@ class Normalization(nn.Module):
         return mean + x * scale if self.invert else (x - mean) / scale
 
     def _along(self, features: Tensor, x: Tensor) -> Tensor:
-        """The numbers of the features in a shape that broadcasts with ``x``."""
+        """The values of the features in a shape that broadcasts with ``x``."""
         if not features.dim():
             return features
         kept = [each + x.dim() if each < 0 else each for each in self.axis][-features.dim() :]
@@ -136,22 +136,22 @@ class Normalization(nn.Module):
         return features.reshape(shape)
 
     def get_extra_state(self) -> dict[str, Any]:
-        """What was learned, for ``state_dict``."""
+        """The learned values, for ``state_dict``."""
         return {"mean": self.mean, "variance": self.variance, "dims": self._dims}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Takes over what was learned, from ``load_state_dict``."""
+        """Takes over learned values, from ``load_state_dict``."""
         self._dims = state["dims"]
         self._set(state["mean"], state["variance"])
 
 
 @final
 class Discretization(nn.Module):
-    """Puts numbers into bins, as ``keras.layers.Discretization``: bin ``i`` is ``[b[i-1], b[i])``, NaN is in the last.
+    """Puts numbers into bins, as ``keras.layers.Discretization``: bin ``i`` is ``[b[i-1], b[i])``; NaN is in the last.
 
     Args:
       bin_boundaries: the boundaries, rising.
-      num_bins: how many bins of equally many values ``adapt`` learns, instead of boundaries.
+      num_bins: how many bins ``adapt`` learns, with equally many values each, instead of boundaries.
       epsilon: has no effect: boundaries are exact.
       output_mode: "int" (int32), "one_hot", "multi_hot" or "count" (float32).
       sparse: must be false.
@@ -189,7 +189,7 @@ class Discretization(nn.Module):
     def adapt(self, data: Any, *, strategy: Strategy | None = None) -> None:
         """Learns the boundaries: exact quantiles ``k / num_bins``. Collective: every rank calls this.
 
-        The quantile is interpolated in the rank, counted from 1, as Keras's rule is.
+        As in Keras, a quantile is interpolated between ranks counted from 1.
 
         Args:
           data: see ``layer.learn_from``.
@@ -208,7 +208,7 @@ class Discretization(nn.Module):
         """The bins, in the output mode. Local.
 
         Raises:
-          RuntimeError: nothing was learned yet.
+          RuntimeError: the layer has learned nothing yet.
         """
         if self.bin_boundaries is None:
             raise RuntimeError("Discretization: there are no boundaries yet; call adapt(data), or give them.")
@@ -222,9 +222,9 @@ class Discretization(nn.Module):
         return as_vectors(bins, self.output_mode, len(self.bin_boundaries) + 1, dtype=torch.float32)
 
     def get_extra_state(self) -> dict[str, Any]:
-        """What was learned, for ``state_dict``."""
+        """The learned values, for ``state_dict``."""
         return {"bin_boundaries": self.bin_boundaries}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Takes over what was learned, from ``load_state_dict``."""
+        """Takes over learned values, from ``load_state_dict``."""
         self._set(state["bin_boundaries"])

@@ -1,4 +1,4 @@
-"""``TextVectorization``: from texts to indices or vectors: standardise, split, join n-grams, look up."""
+"""``TextVectorization``: turns texts into indices or vectors. It standardises, splits, joins n-grams, and looks up."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ _SPLIT: Final[dict[str, Callable[[str], list[str]]]] = {"whitespace": _words, "c
 
 @final
 class TextVectorization(nn.Module):
-    """Texts as indices of tokens or as vectors, as ``keras.layers.TextVectorization``.
+    """Turns texts into indices of tokens or into vectors, as ``keras.layers.TextVectorization``.
 
     Args:
-      max_tokens: how many tokens there are at most, special ones too.
+      max_tokens: the most tokens, special tokens included.
       standardize: ``None``, "lower", "strip_punctuation", "lower_and_strip_punctuation" (of ASCII only), or a function
         of a text.
       split: ``None``, "whitespace", "character" (code points), or a function from a text to a list of tokens.
@@ -107,11 +107,11 @@ class TextVectorization(nn.Module):
         self.lookup.learn(data, lambda batch: self._rows(batch)[0], strategy=strategy)
 
     def get_vocabulary(self, include_special_tokens: bool = True) -> list[str]:  # noqa: FBT001, FBT002 - as Keras
-        """The tokens by index. Local."""
+        """The tokens, ordered by index. Local."""
         return self.lookup.get_vocabulary(include_special_tokens)
 
     def vocabulary_size(self) -> int:
-        """How many tokens there are, with padding and special tokens. Local."""
+        """The number of tokens, with padding and special tokens. Local."""
         return self.lookup.vocabulary_size()
 
     def set_vocabulary(self, vocabulary: Sequence[str], idf_weights: Sequence[float] | None = None) -> None:
@@ -124,7 +124,7 @@ class TextVectorization(nn.Module):
         return self.lookup.idf_weights
 
     def _rows(self, inputs: Any) -> tuple[list[list[str]], tuple[int, ...]]:
-        """The tokens of each text (of rank 2 without ``split``, of each row), and the shape of the input."""
+        """The tokens of each text (for rank 2 without ``split``, of each row), and the shape of the input."""
         flat, shape = strings(inputs, "TextVectorization")
         if self.split is not None and (len(shape) > 2 or (len(shape) == 2 and shape[1] != 1)):
             raise ValueError(
@@ -150,13 +150,13 @@ class TextVectorization(nn.Module):
         return text
 
     def forward(self, inputs: Any) -> Tensor:
-        """The indices ``(n, length)`` or vectors ``(n, depth)``; of a single text without ``n``. Local.
+        """The indices ``(n, length)`` or vectors ``(n, depth)``; for a single text without ``n``. Local.
 
         Args:
           inputs: a text, or lists or arrays of texts of shape ``(n,)`` or ``(n, 1)``; any shape without ``split``.
 
         Raises:
-          RuntimeError: nothing was learned yet.
+          RuntimeError: the layer has learned nothing yet.
           TypeError: the input holds no strings.
           ValueError: the shape does not fit.
         """

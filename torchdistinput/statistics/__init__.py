@@ -1,12 +1,13 @@
-"""Statistics whose result does not depend on the order and the cut of the data: no torch, no ranks.
+"""Statistics whose result does not depend on the order of the data or on how it is cut. No torch, no ranks.
 
-Each is a small value with functions of a state (``Statistic``): states of parts are merged, exactly, so the result is
-the same to the last bit for any number of workers, batch size and order. ``torchdistinput.analyze`` runs them.
+Each statistic is a small value with functions of a state (``Statistic``). States of parts of the data are merged
+exactly, so the result is the same to the last bit for any number of workers, batch size and order.
+``torchdistinput.analyze`` runs them.
 
-- ``base``: The contract of a statistic, and what those of numbers share.
+- ``base``: The contract of a statistic, and the code shared by all statistics of numbers.
 - ``exact_sums``: Sums without a rounding error.
 - ``moments``: ``Moments`` and ``Covariance``.
-- ``quantiles``: ``Quantiles``, digit by digit.
+- ``quantiles``: ``Quantiles``, found digit by digit.
 - ``histogram``: ``Histogram``: numbers between given edges.
 - ``counts``: ``Counts`` and ``Distinct``: how often each value occurs.
 - ``encoding``: A state as bytes, and back.

@@ -1,4 +1,4 @@
-"""The contract of a statistic (``Statistic``), and what all statistics of numbers share."""
+"""The contract of a statistic (``Statistic``), and the code shared by all statistics of numbers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 State: TypeAlias = Any
-"""Dicts, lists, sets, strings, numbers, ``None`` and NumPy arrays, nested: it is sent to other ranks and saved."""
+"""Dicts, lists, sets, strings, numbers, ``None`` and NumPy arrays, nested. A state is sent to other ranks and saved."""
 
 NanPolicy: TypeAlias = Literal["propagate", "omit", "raise"]
 
@@ -30,24 +30,24 @@ _POLICIES: Final = ("propagate", "omit", "raise")
 
 
 class Statistic(ABC):
-    """What ``analyze`` computes of a leaf: four functions of a state, and more passes where one does not suffice.
+    """A result that ``analyze`` computes of a leaf: four functions of a state, and more passes where one is not enough.
 
-    The result must not depend on the order and the cut of the batches. It does not if ``merge`` is exact, associative
-    and commutative, and ``update`` merges the state of a batch.
+    The result must not depend on the order of the batches or on how the data is cut into batches. It does not if
+    ``merge`` is exact, associative and commutative, and ``update`` merges the state of a batch.
     """
 
     @abstractmethod
     def start(self) -> State:
-        """The state of no data. Merged with another state it gives that state."""
+        """The state of no data. Merging it with another state gives the other state."""
 
     @abstractmethod
     def update(self, state: State, batch: Any) -> State:
-        """The state with one batch more. It may change ``state`` and return it.
+        """The state with one more batch. It may change ``state`` and return it.
 
         Args:
           state: a state of ``start``, ``update`` or ``merge``.
-          batch: an array of samples along dim 0, a list with one entry per sample, or what the function of the spec
-            returned.
+          batch: an array of samples along dim 0, a list with one entry per sample, or the value that a function of the
+            spec returned.
         """
 
     @abstractmethod
@@ -59,11 +59,11 @@ class Statistic(ABC):
         """The result, from the state of all data after the last pass.
 
         Raises:
-          ValueError: there is no data, where the statistic needs some.
+          ValueError: there is no data, and the statistic needs some.
         """
 
     def next_pass(self, state: State) -> Statistic | None:
-        """The statistic of one more pass over the data, given the state of all data; ``None`` if there is a result."""
+        """The statistic for one more pass over the data, given the state of all data; ``None`` to end."""
         return None
 
 
@@ -72,8 +72,8 @@ def _by_feature(batch: Any, axis: int | Sequence[int] | None) -> tuple[npt.NDArr
 
     Args:
       batch: an array of real numbers, samples along dim 0.
-      axis: the dims that tell features apart; ``None`` for one feature. Of samples that are single numbers, -1 too is
-        one feature.
+      axis: the dims that tell features apart; ``None`` for one feature. For samples that are single numbers, -1 also
+        means one feature.
 
     Raises:
       TypeError: the batch holds no real numbers.
@@ -169,12 +169,12 @@ def check_has_data(state: Mapping[str, Any]) -> None:
 
 
 def check_nan_policy(policy: object) -> None:
-    """Refuses another word than those of ``scipy.stats``."""
+    """Refuses a word that is no NaN policy of ``scipy.stats``."""
     if policy not in _POLICIES:
         raise ValueError(f"nan_policy is {policy!r}; it must be {', '.join(map(repr, _POLICIES))}.")
 
 
 def check_float_dtype(dtype: object) -> None:
-    """Refuses another dtype of results than float64 and float32."""
+    """Refuses a dtype of results other than float64 and float32."""
     if dtype not in ("float64", "float32"):
         raise ValueError(f"dtype is {dtype!r}; it must be 'float64' or 'float32'.")

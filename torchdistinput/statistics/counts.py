@@ -18,15 +18,15 @@ __all__ = ["Counts", "CountsResult", "Distinct"]
 @final
 @dataclass(frozen=True)
 class CountsResult:
-    """What ``Counts`` found.
+    """The result of ``Counts``.
 
     Args:
       values: the values, the most frequent first; of equally frequent ones the larger first (text by code points).
       counts: how often each occurs.
-      total: how many values were counted, also those that are not in ``values``.
-      distinct: how many different values there are; with ``max_values`` those that are left.
-      error_bound: 0: the counts are exact. Else ``max_values`` was reached, and each count may be too small by up to
-        this number; a value that occurs more often than this is always among the counted ones.
+      total: how many values were counted, including values that are not in ``values``.
+      distinct: how many different values there are; with ``max_values``, how many are left.
+      error_bound: 0: the counts are exact. Otherwise ``max_values`` was reached, and each count may be too small by up
+        to this number; a value that occurs more often than this is always among the counted values.
     """
 
     values: list[Any]
@@ -41,14 +41,14 @@ class CountsResult:
 class Counts(Statistic):
     """How often each value occurs: of strings, ints or bools. A vocabulary, most frequent first.
 
-    The state has an entry for each different value (some 100 bytes, and the text), on each rank.
+    The state has an entry for each different value (about 100 bytes, and the text), on each rank.
 
     Args:
-      top: how many values the result has at most.
+      top: the most values in the result.
       min_count: values that occur less often are not in the result.
-      max_values: bounds the entries of the state. The counts are then approximate once there are more values, and
-        depend on the order of the data: the result tells the bound of the error, at most ``total / (max_values + 1)``
-        for each merge of states. (Misra and Gries, "Finding repeated elements", 1982.)
+      max_values: the most entries of the state. Once there are more values, the counts are approximate and depend on
+        the order of the data. The result gives the bound of the error: at most ``total / (max_values + 1)`` for each
+        merge of states. (Misra and Gries, "Finding repeated elements", 1982.)
 
     Raises:
       ValueError: an argument is less than 1.
@@ -72,7 +72,7 @@ class Counts(Statistic):
         """See ``Statistic.update``; the batch is an array, or lists of values, nested to any depth.
 
         Raises:
-          TypeError: the values are no strings, ints or bools, or of another kind than before.
+          TypeError: the values are no strings, ints or bools, or of another kind than earlier values.
         """
         kind, counts = _counted(batch)
         if kind is None:
@@ -104,7 +104,7 @@ class Counts(Statistic):
         return self._pruned({"kind": kind, "counts": counts, "total": total, "error": error})
 
     def result(self, state: State) -> CountsResult:
-        """See ``Statistic.result``. No data is an empty vocabulary."""
+        """See ``Statistic.result``. Without data the vocabulary is empty."""
         counts = state["counts"]
         kept = [(number, value) for value, number in counts.items() if number >= self.min_count]
         kept.sort(reverse=True)
@@ -149,7 +149,7 @@ def _check_kinds(first: str | None, second: str | None) -> str | None:
 
 
 def _counted(batch: Any) -> tuple[str | None, Counter[Any]]:
-    """The type of the values of a batch, and how often each occurs; ``None`` of no values."""
+    """The type of the values of a batch (``None`` if there are none), and how often each value occurs."""
     if isinstance(batch, np.ndarray) and batch.dtype.kind in "biu":
         if not batch.size:
             return None, Counter()

@@ -1,4 +1,4 @@
-"""A state as bytes, to be sent to another rank or saved, and back. No pickle: reading it runs no code."""
+"""Encodes a state as bytes, to send it to another rank or save it, and decodes it. No pickle: decoding runs no code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["decoded", "encoded"]
 
 
 def encoded(state: State) -> bytes:
-    """The bytes of a state: its structure as JSON, after the length of that text, then the contents of its arrays.
+    """The bytes of a state: the length of a JSON text, this text with the structure, then the contents of its arrays.
 
     Raises:
       TypeError: the state holds an object of another kind than ``State`` allows.
@@ -24,7 +24,7 @@ def encoded(state: State) -> bytes:
 
 
 def decoded(content: bytes | memoryview) -> State:
-    """The state of which ``encoded`` made these bytes."""
+    """The state that was encoded as these bytes."""
     view = memoryview(content)
     length = int.from_bytes(view[:8], "little")
     place = 8 + length

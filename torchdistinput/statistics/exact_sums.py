@@ -1,9 +1,9 @@
 """Sums without a rounding error, which therefore do not depend on the order of their terms.
 
-A sum is a set of *limbs*: for some exponents ``g`` an int64 array with one number for each feature, and the sum is that
-of ``limb * 2**g``. Terms are float64 numbers. Per feature and exponent they are cut at a grid of ``2**g``: the upper
-parts are multiples of ``2**g``, so few enough that their floating-point sum is exact; the rest is smaller, and is cut
-again. The result is rounded once, from the exact fraction.
+A sum is a set of *limbs*: for some exponents ``g`` an int64 array with one number for each feature. The value of the
+sum is the sum of ``limb * 2**g``. Terms are float64 numbers. For each feature and exponent, the terms are cut at a grid
+of ``2**g``. The upper parts are multiples of ``2**g``, small enough for their floating-point sum to be exact. The rests
+are smaller, and are cut again. The result is rounded once, from the exact fraction.
 
 References: the cut is the extraction of Rump, Ogita, Oishi, "Accurate floating-point summation part I", 2008; the
 parts of a product are those of Veltkamp and Dekker, 1971; limbs by exponent are Kulisch's accumulator.
@@ -26,15 +26,15 @@ Limbs: TypeAlias = dict[int, npt.NDArray[np.int64]]
 Parts: TypeAlias = list[tuple[npt.NDArray[np.float64], int]]
 """Arrays and exponents: the values are the sum of ``array * 2**exponent``. No number has more than 26 bits."""
 
-_ALIGNED: Final = 16  # exponents of limbs are multiples of this one, so that a sum has few of them
+_ALIGNED: Final = 16  # exponents of limbs are multiples of this number, so that a sum has few limbs
 _LOWEST: Final = -1074  # the exponent of the smallest positive float64
-_ROOM: Final = 2**62 - 2**53  # a limb stays below, so that one more addition fits int64
+_ROOM: Final = 2**62 - 2**53  # a limb stays below this number, so that one more addition fits int64
 _CARRIED: Final = 32  # bits that stay in a limb when the rest is carried to a higher one
 _HUGE, _TINY, _SCALE = 2.0**500, 2.0**-480, 600  # products of values in between neither overflow nor lose bits
 
 
 def parts_of(values: npt.NDArray[Any]) -> Parts:
-    """Finite numbers of any real type as a sum of float64 numbers with short mantissas: products of two are exact."""
+    """Finite numbers of any real type as a sum of float64 numbers. Mantissas are short: products of two are exact."""
     if values.dtype.kind in "biu":
         return list(_parts_of_ints(values))
     plain = values.astype(np.float64)
@@ -52,7 +52,7 @@ def parts_of(values: npt.NDArray[Any]) -> Parts:
 
 
 def _halves(values: npt.NDArray[np.float64]) -> Iterator[npt.NDArray[np.float64]]:
-    """The values rounded to 26 bits, and the rest, which has 26 bits too."""
+    """The values rounded to 26 bits, and the rest, which has at most 26 bits too."""
     upper = ((values.view(np.int64) + (1 << 26)) & ~((1 << 27) - 1)).view(np.float64)
     yield upper
     rest = values - upper
@@ -137,7 +137,7 @@ def rounded(numerator: int, denominator: int, dtype: npt.DTypeLike = np.float64)
         return math.inf if numerator > 0 else -math.inf
     if np.dtype(dtype) == np.float64:
         return nearest
-    # First to the float64 with an odd last bit, if any rounding is needed: then the second rounding is right too.
+    # First round to the float64 number with an odd last bit, if need be: the second rounding is then right too.
     number, power = nearest.as_integer_ratio()
     error = numerator * power - number * denominator
     if error and not np.float64(nearest).view(np.int64) & 1:

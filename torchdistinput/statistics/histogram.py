@@ -1,4 +1,4 @@
-"""``Histogram``: how many numbers lie between given edges."""
+"""``Histogram``: counts the numbers between given edges."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ Ints = npt.NDArray[np.int64]
 @final
 @dataclass(frozen=True)
 class HistogramResult:
-    """What ``Histogram`` found; int64 arrays.
+    """The result of ``Histogram``; int64 arrays.
 
     Args:
-      counts: ``(*features, len(edges) - 1)``: numbers in each bin.
-      below: ``features``: numbers below the first edge.
-      above: numbers above the last edge.
-      nans: NaNs.
+      counts: ``(*features, len(edges) - 1)``: how many numbers lie in each bin.
+      below: ``features``: how many numbers lie below the first edge.
+      above: how many numbers lie above the last edge.
+      nans: how many numbers are NaN.
     """
 
     counts: Ints
@@ -78,7 +78,7 @@ class Histogram(Statistic):
         """See ``Statistic.update``.
 
         Raises:
-          TypeError: the batch holds no numbers, or others than the batches before.
+          TypeError: the batch holds no numbers, or numbers of another kind than earlier batches.
           ValueError: the features have another shape than before; or a number is not finite under ``"raise"``.
         """
         values, kind = taken(state, batch, self.axis)

@@ -32,14 +32,14 @@ _AT_ONCE: Final = 2**15  # numbers that are summed at once: they stay in the cac
 @final
 @dataclass(frozen=True)
 class MomentsResult:
-    """What ``Moments`` found. Each array has the shape of the features.
+    """The result of ``Moments``. Each array has the shape of the features.
 
     Args:
-      count: numbers, int64; without the NaNs that were left out.
+      count: how many numbers there are, int64; without NaNs that were left out.
       mean: their mean.
       variance: their variance.
-      minimum: the smallest one, in the dtype of the data.
-      maximum: the largest one.
+      minimum: the smallest number, in the dtype of the data.
+      maximum: the largest number.
     """
 
     count: npt.NDArray[np.int64]
@@ -57,18 +57,18 @@ class MomentsResult:
 @final
 @dataclass(frozen=True)
 class Moments(Statistic):
-    """Count, mean, variance, minimum and maximum of each feature. Exact: rounded once, at the end.
+    """Count, mean, variance, minimum and maximum of each feature. All are exact until one rounding at the end.
 
-    The state takes some 100 bytes a feature.
+    The state takes about 100 bytes for each feature.
 
     Args:
       axis: the dims that tell features apart, as Keras's ``Normalization``: -1 for the columns of a table, 1 for the
         channels of images ``(n, C, H, W)``, ``None`` for one mean of all numbers.
       ddof: the variance is divided by ``count - ddof``: 0 as Keras and NumPy, 1 as ``torch.var``.
-      nan_policy: as in ``scipy.stats``. ``"propagate"``: a feature with a NaN has NaN as result; ``"omit"``: NaNs are
-        left out; ``"raise"``: a number that is not finite is an error. An infinity makes the variance NaN, and the mean
-        infinite, or NaN where both infinities occur.
-      dtype: of mean and variance: "float64", or "float32" for the nearest float32 numbers.
+      nan_policy: as in ``scipy.stats``. ``"propagate"``: the result of a feature with a NaN is NaN; ``"omit"``: NaNs
+        are left out; ``"raise"``: a number that is not finite is an error. An infinity makes the variance NaN, and the
+        mean infinite, or NaN where both infinities occur.
+      dtype: the dtype of mean and variance: "float64", or "float32" for the nearest float32 numbers.
     """
 
     axis: int | Sequence[int] | None = -1
@@ -88,7 +88,7 @@ class Moments(Statistic):
         """See ``Statistic.update``.
 
         Raises:
-          TypeError: the batch holds no numbers, or others than the batches before.
+          TypeError: the batch holds no numbers, or numbers of another kind than earlier batches.
           ValueError: the features have another shape than before; or a number is not finite under ``"raise"``.
         """
         values, kind = taken(state, batch, self.axis)
@@ -212,10 +212,10 @@ def _extreme(state: State, name: str) -> Numbers:
 @final
 @dataclass(frozen=True)
 class CovarianceResult:
-    """What ``Covariance`` found.
+    """The result of ``Covariance``.
 
     Args:
-      count: samples.
+      count: how many samples there are.
       mean: ``(D,)`` float64.
       covariance: ``(D, D)`` float64.
     """
@@ -234,12 +234,12 @@ class CovarianceResult:
 @final
 @dataclass(frozen=True)
 class Covariance(Statistic):
-    """The covariance matrix of the columns of ``(n, D)``. Exact: rounded once, at the end.
+    """The covariance matrix of the columns of ``(n, D)``. It is exact until it is rounded once, at the end.
 
-    The state takes some ``50 * D**2`` bytes, and the work grows with ``D**2``.
+    The state takes about ``50 * D**2`` bytes, and the work grows with ``D**2``.
 
     Args:
-      ddof: divided by ``count - ddof``: 0 as in ``Moments``, 1 as ``numpy.cov`` and ``torch.cov``.
+      ddof: sums are divided by ``count - ddof``: 0 as in ``Moments``, 1 as in ``numpy.cov`` and ``torch.cov``.
     """
 
     ddof: int = 0
@@ -252,7 +252,7 @@ class Covariance(Statistic):
         """See ``Statistic.update``.
 
         Raises:
-          TypeError: the batch holds no numbers, or others than the batches before.
+          TypeError: the batch holds no numbers, or numbers of another kind than earlier batches.
           ValueError: it is no matrix, has another number of columns than before, or a number that is not finite.
         """
         shape = np.shape(batch)
@@ -272,7 +272,7 @@ class Covariance(Statistic):
             parts = parts_of(values[:, begin : begin + width])
             for part, exponent in parts:
                 add(state["sum"], part, exponent)
-            for column in range(size):  # the products with the columns from this one on
+            for column in range(size):  # the products with this column and the columns after it
                 own = [(part[column : column + 1], exponent) for part, exponent in parts]
                 others = [(part[column:], exponent) for part, exponent in parts]
                 add_products(state["products"].setdefault(column, {}), own, others)

@@ -1,9 +1,9 @@
 """``Quantiles``: exact order statistics, found digit by digit, 16 bits in each pass over the data.
 
-Numbers are taken as unsigned ints in the same order. The first pass counts their highest 16 bits; so it is known which
-highest digits the wanted numbers have, and how many numbers stand below those. The next pass counts the next 16 bits
-of the numbers with these highest digits, and so on: two passes for 32 bits, four for 64. Counts are ints, so no order
-of the data and no cut changes the result.
+Numbers are mapped to unsigned ints in the same order. The first pass counts their highest 16 bits. The counts show
+which highest digits the wanted numbers have, and how many numbers lie below these digits. The next pass counts the next
+16 bits of the numbers with these highest digits, and so on: two passes for 32 bits, four for 64. Counts are ints, so
+the result does not depend on the order of the data or on how it is cut.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ _MOST_BYTES: Final = 1 << 30
 @final
 @dataclass(frozen=True)
 class Quantiles(Statistic):
-    """Quantiles of each feature, exact. Takes one pass over numbers of up to 16 bits, two for 32 bits, four for 64.
+    """Exact quantiles of each feature. Numbers of up to 16 bits take one pass, 32 bits two passes, 64 bits four.
 
-    The state takes 512 KiB a feature in the first pass, and in the others 512 KiB for each wanted number with other
-    upper digits; more than 1 GiB is refused.
+    The state takes 512 KiB for each feature in the first pass. In later passes it takes 512 KiB for each wanted number
+    with other upper digits. More than 1 GiB is refused.
 
     Args:
       q: a number from 0 to 1, or several. A float counts as the decimal number that Python prints for it; a
-        ``fractions.Fraction`` as itself.
+        ``fractions.Fraction`` is taken exactly.
       axis: the dims that tell features apart; see ``Moments``.
       method: how a quantile between two numbers is found, named as in ``numpy.quantile``. ``"linear"``,
         ``"interpolated_inverted_cdf"`` interpolate; ``"lower"``, ``"higher"`` and ``"inverted_cdf"`` give a number of
         the data.
       nan_policy: see ``Moments``. Infinities have their place in the order.
-      dtype: of the result: "float64", or "float32" for the nearest float32 numbers.
+      dtype: the dtype of the result: "float64", or "float32" for the nearest float32 numbers.
 
     Raises:
-      ValueError: a quantile is not from 0 to 1, or an argument is another word.
+      ValueError: a quantile is not from 0 to 1, or another argument is not one of its words.
     """
 
     q: float | Fraction | Sequence[float | Fraction]
@@ -91,7 +91,7 @@ class Quantiles(Statistic):
         """See ``Statistic.update``.
 
         Raises:
-          TypeError: the batch holds no numbers, or others than the batches before.
+          TypeError: the batch holds no numbers, or numbers of another kind than earlier batches.
           ValueError: the features have another shape than before, or are too many; or a number is not finite under
             ``"raise"``.
         """
@@ -114,7 +114,7 @@ class Quantiles(Statistic):
         return _Pass(self).next_pass(state)
 
     def places(self, count: int) -> list[tuple[int, int, Fraction]]:
-        """For each quantile of ``count`` sorted numbers: the places of two, from 0, and the share of the upper one."""
+        """For each quantile of ``count`` sorted numbers: two places, counted from 0, and the upper one's weight."""
         found = []
         for q in self.wanted():
             if self.method in ("inverted_cdf", "interpolated_inverted_cdf"):
@@ -135,16 +135,16 @@ class Quantiles(Statistic):
 @final
 @dataclass(frozen=True)
 class _Known:
-    """What the passes before found.
+    """The results of the earlier passes.
 
     Args:
-      dtype: of the data.
-      shape: of the features.
-      counts: numbers of each feature, without NaNs.
+      dtype: the dtype of the data.
+      shape: the shape of the features.
+      counts: how many numbers each feature has, without NaNs.
       bits: how many of the highest bits of the wanted numbers are known.
       prefixes: for each feature, these bits: sorted, each once.
-      places: for each feature and wanted number: its place among all, the index of its prefix, and its place among the
-        numbers with this prefix.
+      places: for each feature and wanted number: its place among all numbers, the index of its prefix, and its place
+        among the numbers with this prefix.
     """
 
     dtype: str
@@ -161,8 +161,8 @@ class _Pass(Statistic):
     """A pass for ``Quantiles``: counts the next digit of the numbers that begin with known bits.
 
     Args:
-      quantiles: what is wanted.
-      known: what the passes before found; ``None`` in the first one.
+      quantiles: the wanted quantiles.
+      known: the results of the earlier passes; ``None`` in the first pass.
     """
 
     quantiles: Quantiles
@@ -199,7 +199,7 @@ class _Pass(Statistic):
         return state
 
     def _digits(self, keys: Numbers, prefixes: Sequence[int]) -> npt.NDArray[np.int64]:
-        """The next digits of the numbers with these prefixes; behind them those of the next prefix."""
+        """The next digits of the numbers with these prefixes; each prefix has its own range of digits."""
         width = _width(keys.dtype)
         bits = 8 * keys.dtype.itemsize
         unsigned = keys.dtype.type
@@ -264,7 +264,7 @@ class _Pass(Statistic):
         return table if isinstance(quantiles.q, Sequence | np.ndarray) else table.reshape(state["shape"])
 
     def _found(self, state: State) -> tuple[int, list[dict[int, tuple[int, int]]]]:
-        """How many bits are known now; for each feature and wanted place: the bits, and the place among equal ones."""
+        """How many bits are known now; for each feature and wanted place, the bits, and the place among equal ones."""
         width = _width(np.dtype(state["dtype"]))
         known = self.known
         found: list[dict[int, tuple[int, int]]] = []
@@ -288,7 +288,7 @@ class _Pass(Statistic):
         return (0 if known is None else known.bits) + width, found
 
     def _check(self, state: State) -> None:
-        """Refuses data that is not that of the passes before."""
+        """Refuses data that differs from the data of the earlier passes."""
         if self.known is None:
             return
         before = (self.known.dtype, self.known.shape, self.known.counts)
@@ -306,7 +306,7 @@ def _width(dtype: np.dtype[Any]) -> int:
 
 
 def _with_prefix(upper: Numbers, prefixes: Sequence[int], known: int) -> tuple[Numbers, npt.NDArray[np.int64]]:
-    """The places of the numbers with one of these upper digits, and which one each has."""
+    """The places of the numbers that have one of these upper digits, and which prefix each of these numbers has."""
     if known == _DIGIT:  # a table is faster than a search
         table = np.full(1 << _DIGIT, -1, np.int64)
         table[list(prefixes)] = np.arange(len(prefixes))
@@ -326,7 +326,7 @@ def _keys(values: Numbers) -> Numbers:
     top = unsigned.type(1 << (8 * size - 1))
     if values.dtype.kind == "f":
         keys = (values + values.dtype.type(0)).view(signed)
-        negative = keys >> signed.type(8 * size - 1)  # all bits of negative numbers, none of the others
+        negative = keys >> signed.type(8 * size - 1)  # all bits are set for negative numbers, none for others
         ordered: Numbers = keys.view(unsigned) ^ (negative.view(unsigned) | top)
         return ordered
     ordered = np.ascontiguousarray(values).view(unsigned)
