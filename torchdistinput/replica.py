@@ -168,7 +168,7 @@ def _in_graph(value: Tensor) -> Tensor:
 
 
 class _Linked(torch.autograd.Function):
-    """Puts results that were computed elsewhere behind this replica's values in the autograd graph."""
+    """An autograd function: the outputs are results that were computed elsewhere, the inputs this replica's values."""
 
     @staticmethod
     def forward(ctx: Any, undo: Callable[[Sequence[Tensor]], list[Tensor]], results: list[Tensor], *own: Tensor) -> Any:
@@ -183,7 +183,7 @@ class _Linked(torch.autograd.Function):
         return None, None, *back
 
 
-# ---------------------------------------------------------------------------------------------------- the conductor
+# ------------------------------------------------------------------------------------------- running the replicas
 
 
 def run_replicas(
@@ -197,24 +197,24 @@ def run_replicas(
     workers: Ranks | None,
     enter_thread: Callable[[int], None] = lambda local_replica: None,
 ) -> Any:
-    """Calls ``fn`` for each local replica with its part of every ``PerReplica``, and regroups what it returns.
+    """Calls ``fn`` for each local replica with its part of every ``PerReplica``, and regroups the results.
 
-    Local, but for the collectives that ``fn`` itself calls.
+    Local, except for collectives that ``fn`` calls.
 
     Args:
-      fn: the function; inside it ``get_replica_context()`` is the replica's.
-      args: its positional arguments; each ``PerReplica``, also inside containers, gives way to the replica's part.
+      fn: the function; inside it ``get_replica_context()`` returns the replica's context.
+      args: its positional arguments; each ``PerReplica``, also inside containers, is replaced by the replica's part.
       kwargs: its keyword arguments, likewise.
       replica_ids: the numbers of the local replicas among all replicas.
       num_replicas_in_sync: the number of all replicas.
       devices: the devices of the local replicas.
       workers: the other workers; ``None`` in one process.
-      enter_thread: called first on the thread of a local replica (by its local number), if it has one of its own.
+      enter_thread: called first on the thread of a local replica (with its local number), if it has its own thread.
 
     Raises:
       RuntimeError: if called inside ``run``; or if a replica returned while others wait for it in a collective.
       TypeError: if ``args`` or ``kwargs`` are not containers of arguments.
-      Exception: what ``fn`` raised. The first replica that raises ends the others at their collectives.
+      Exception: the error that ``fn`` raised. The first replica that raises ends the others at their collectives.
     """
     require_no_replica("run")
     if not isinstance(args, list | tuple):
@@ -256,28 +256,28 @@ def _conduct(
 ) -> Any:
     answers: list[_Outcomes | BaseException] = []
     try:
-        said = [replica.start() for replica in replicas]
-        while not all(isinstance(one, Ended) for one in said):
-            requests = [one for one in said if isinstance(one, _Request)]
-            if len(requests) < len(said):
-                raise RuntimeError(_skipped(said, replica_ids))
+        reached = [replica.start() for replica in replicas]
+        while not all(isinstance(one, Ended) for one in reached):
+            requests = [one for one in reached if isinstance(one, _Request)]
+            if len(requests) < len(reached):
+                raise RuntimeError(_skipped(reached, replica_ids))
             try:
                 answers = list(meet(requests))
-            except Exception as error:  # it is the replicas' error: each raises it where it called the collective
+            except Exception as error:  # an error for the replicas: each raises it where it called the collective
                 answers = [error] * len(replicas)
-            said = [replica.resume(answers.pop(0)) for replica in replicas]
-        return regroup([one.value for one in said if isinstance(one, Ended)])
+            reached = [replica.resume(answers.pop(0)) for replica in replicas]
+        return regroup([one.value for one in reached if isinstance(one, Ended)])
     finally:
-        answers.clear()  # an error must not hold itself through the traceback that this frame is in
+        answers.clear()  # an error would otherwise keep itself alive through the traceback of this frame
         for replica in replicas:
             replica.close()
 
 
-def _skipped(said: Sequence[_Request | Ended], replica_ids: Sequence[int]) -> str:
+def _skipped(reached: Sequence[_Request | Ended], replica_ids: Sequence[int]) -> str:
     waiting = [
-        f"replica {k} in {one.name}" for k, one in zip(replica_ids, said, strict=True) if isinstance(one, _Request)
+        f"replica {k} in {one.name}" for k, one in zip(replica_ids, reached, strict=True) if isinstance(one, _Request)
     ]
-    done = [str(k) for k, one in zip(replica_ids, said, strict=True) if isinstance(one, Ended)]
+    done = [str(k) for k, one in zip(replica_ids, reached, strict=True) if isinstance(one, Ended)]
     return (
         f"replica(s) {', '.join(done)} returned from the function given to run, while others wait for them: "
         f"{', '.join(waiting)}. Every replica must make the same collective calls, in the same order."
@@ -285,7 +285,7 @@ def _skipped(said: Sequence[_Request | Ended], replica_ids: Sequence[int]) -> st
 
 
 def _meet(requests: Sequence[_Request], devices: Sequence[torch.device], workers: Ranks | None) -> list[_Outcomes]:
-    """The collective that all local replicas wait for; one answer for each of them, which share no memory."""
+    """The collective for which all local replicas wait; one answer for each, and the answers share no memory."""
     first = requests[0]
 
     def prepare() -> Operands:
@@ -294,8 +294,8 @@ def _meet(requests: Sequence[_Request], devices: Sequence[torch.device], workers
         for local, other in enumerate(requests):
             if (other.name, set(other.leaves)) != (first.name, set(first.leaves)):
                 raise RuntimeError(
-                    f"the replicas of this process are not in the same collective: the first is in {_told(first)}, "
-                    f"number {local} in {_told(other)}. Every replica must make the same calls, in the same order, on "
+                    f"the replicas of this process are not in the same collective: the first is in {_shown(first)}, "
+                    f"number {local} in {_shown(other)}. Every replica must make the same calls, in the same order, on "
                     "values of the same structure."
                 )
         ops = {None if one.op is None else ReduceOp.parse(one.op) for one in requests}
@@ -321,5 +321,5 @@ def _on(outcome: Outcome, device: torch.device, *, copy: bool) -> Outcome:
     return Outcome(outcome.result.to(device, copy=copy), outcome.wants_grad, outcome.shapes)
 
 
-def _told(request: _Request) -> str:
+def _shown(request: _Request) -> str:
     return request.name if list(request.leaves) == [""] else f"{request.name} of {sorted(request.leaves)}"

@@ -40,7 +40,7 @@ from torchdistinput.sources.torch_loader.settings import not_pinning
 __all__ = ["ClusterResolver", "Strategy", "get_strategy", "strategy_of_scope"]
 
 _LOG = logging.getLogger("torchdistinput")
-_LONGEST_SECONDS = 10**9  # what torch's groups and stores take, with room to spare
+_LONGEST_SECONDS = 10**9  # the longest timeout that torch's groups and stores take, with room to spare
 
 T = TypeVar("T")
 
@@ -543,11 +543,11 @@ def _misuse(timeout_seconds: float, process_group: Any, mesh: Any, data_dims: Se
 def _try_devices(
     devices: Sequence[str | torch.device] | None, local_rank: int
 ) -> tuple[tuple[torch.device, ...], Exception | None]:
-    """The devices, after making the first one current; or the error, not raised, as other ranks must hear of it."""
+    """The devices, after making the first one current; or the error as a value, as all ranks must get it."""
     try:
         found = resolve_devices(devices, local_rank)
         set_current(found[0])
-    except Exception as error:  # for example of a driver
+    except Exception as error:  # for example an error of a driver
         return (), error
     return found, None
 
@@ -562,7 +562,7 @@ _current: contextvars.ContextVar[Strategy | None] = contextvars.ContextVar("stra
 
 
 def get_strategy() -> Strategy:
-    """The strategy of the current ``scope``; outside of any, one of this process only, as in TensorFlow. Local."""
+    """The strategy of the current ``scope``; outside of it a strategy of this process only, as in TensorFlow. Local."""
     return _current.get() or _alone()
 
 
