@@ -64,7 +64,8 @@ def texts(seed: int, count: int, longest: int) -> list[Tensor]:
     return [torch.arange(length) + 1_000_000 * seed + 1000 * number for number, length in enumerate(lengths)]
 
 
-SHORT, LONG = texts(1, 400, 12), texts(2, 150, 30)
+LONGEST = 30
+SHORT, LONG = texts(1, 400, 12), texts(2, 150, LONGEST)
 WANTED = {"short": 0.6, "long": 0.4}
 """Shares of the tokens."""
 
@@ -81,6 +82,17 @@ def mixture() -> tdi.Mixture:
 
 def packs() -> tdi.Packed:
     return tdi.Packed(mixture(), LENGTH, window=128, pad=-1)
+
+
+def mixture_by_tokens() -> Any:
+    """The same shares, as the library counts them; a stream."""
+    lengths = {"short": [len(text) for text in SHORT], "long": [len(text) for text in LONG]}
+    return tdi.Mixture({"short": SHORT, "long": LONG}, WANTED, unit="tokens", lengths=lengths, seed=5)
+
+
+def mixed_by_tokens(_: Path) -> Any:
+    strategy = tdi.Strategy(["cpu"])
+    return strategy.distribute_dataset(mixture_by_tokens(), global_batch_size=GLOBAL_BATCH, collate_fn=list)
 
 
 class Processed(Dataset[dict[str, Tensor]]):
@@ -139,6 +151,7 @@ SCENES: dict[str, Callable[[Path], Any]] = {
     "sidecar": rows_of,
     "processes": lambda _: shuffled(tdi.DataLoader, Processed(), num_workers=1),
     "mix": lambda _: tdi.DataLoader(mixture(), GLOBAL_BATCH, sampler=mixture().sampler(), collate_fn=list),
+    "mix by tokens": mixed_by_tokens,
     "packs": lambda _: shuffled(tdi.DataLoader, packs()),
     "split": lambda _: shuffled(tdi.DataLoader, overflowing("split")),
     "truncate": lambda _: shuffled(tdi.DataLoader, overflowing("truncate")),
@@ -279,18 +292,33 @@ def test_data_multiprocessing(turns: Turns) -> None:
     assert all(len(processes) == 1 and rank not in processes for rank, processes in made_in)
 
 
-def test_data_token_weighted_mix(turns: Turns) -> None:
-    """Shares of the tokens, by weights over mean lengths: at the end, and at each step after the first few."""
-    steps = steps_of(turns, "mix")
-    delivered = [text for row in steps for part in parts_of(row) for text in part]
-    samples = mixture()
-    assert delivered == [samples[position].tolist() for position in range(len(samples))]
-    counts = {"short": 0, "long": 0}
+def shares_of(steps: list[list[Made]]) -> list[float]:
+    """After each step, the share of the short texts in all tokens so far."""
+    short = whole = 0
     shares = []
     for row in steps:
         for text in itertools.chain.from_iterable(parts_of(row)):
-            counts["short" if text[0] < 2_000_000 else "long"] += len(text)
-        shares.append(counts["short"] / sum(counts.values()))
+            whole += len(text)
+            short += len(text) if text[0] < 2_000_000 else 0
+        shares.append(short / whole)
+    return shares
+
+
+def test_data_token_weighted_mix(turns: Turns) -> None:
+    """Shares of the tokens: at each step, with ``unit="tokens"``; and in the long run, by weights over mean lengths."""
+    counted, weighted = steps_of(turns, "mix by tokens"), steps_of(turns, "mix")
+    samples = mixture()
+    for steps, texts_of_one in (
+        (counted, list(mixture_by_tokens())),
+        (weighted, [samples[position] for position in range(len(samples))]),
+    ):
+        delivered = [text for row in steps for part in parts_of(row) for text in part]
+        assert delivered == [text.tolist() for text in texts_of_one]
+    whole = 0
+    for share, row in zip(shares_of(counted), counted, strict=True):
+        whole += sum(len(text) for part in parts_of(row) for text in part)
+        assert abs(share - WANTED["short"]) * whole <= LONGEST  # less than one text
+    shares = shares_of(weighted)
     assert shares[-1] == pytest.approx(WANTED["short"], abs=0.01)
     assert shares[24:] == pytest.approx([WANTED["short"]] * len(shares[24:]), abs=0.03)
 
