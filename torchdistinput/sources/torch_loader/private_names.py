@@ -85,8 +85,8 @@ PRIVATE_NAMES: Final = {
     "torch.UntypedStorage.buffer": "keeps the memory of a storage alive, which shows the end of its use; written to",
     _REDUCERS: "the registered reducers, for messages that we pickle ourselves",
     f"{_QUEUE}._reader": "the pipe of a queue: to wait with a bound, to wake a reader, to write without a thread",
-    f"{_QUEUE}._writer": "as _reader",
-    f"{_QUEUE}._wlock": "as _reader",
+    f"{_QUEUE}._writer": "the writing end of the pipe, as _reader",
+    f"{_QUEUE}._wlock": "the lock for writing to the pipe, as _reader",
     "multiprocessing.process._children": "a forked process removes its parent's loader workers, or would end them",
 }
 """The private names that are used in ``sources/torch_loader/``, and why."""

@@ -445,7 +445,7 @@ def _lasting_of(loader: Iterable[Any]) -> _Workers | None:
 
 
 def _reset(loader: Iterable[Any], seconds: float | None) -> Iterator[Any]:
-    """Torch's iterator, begun anew. Torch asks persistent workers for an answer, and waits for all answers."""
+    """Torch's iterator, at its next epoch. Torch asks persistent workers for an answer, and waits for all answers."""
     lasting = _lasting_of(loader)
     if lasting is None or lasting._timeout > 0 or seconds is None:
         return iter(loader)

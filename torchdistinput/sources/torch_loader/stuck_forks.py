@@ -101,7 +101,7 @@ def see_in(iterator: Any, arrivals: StuckForks) -> None:
             return
         names = ", ".join(map(str, missing))
         _LOG.warning(
-            "loader worker %s did not come up within %g seconds after its fork, and is forked anew: a fork can copy a "
+            "loader worker %s did not come up within %g seconds after its fork, and is forked again: a fork can copy a "
             "lock that nobody frees. multiprocessing_context='forkserver' avoids that. It was %s.",
             names,
             _SECONDS,
