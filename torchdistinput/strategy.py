@@ -167,9 +167,9 @@ class Strategy:
         """Raises ``TypeError`` where there are other ranks, as Python does for objects that cannot be pickled."""
         if self._ranks is not None:
             raise TypeError(
-                "cannot pickle a Strategy of several ranks, nor what holds one: its connections are of this process. "
-                "Make a Strategy() in the other process, and what is made with it; state_dict() of a loader takes its "
-                "place in the data over."
+                "cannot pickle a Strategy of several ranks, nor an object that holds one: its connections belong to "
+                "this process. Make the Strategy() and its loaders again in the other process; state_dict() of a "
+                "loader carries its place in the data over."
             )
         return self.__dict__
 

@@ -441,7 +441,7 @@ def wait_for_sockets(reading: Sequence[socket.socket], writing: Sequence[socket.
         poll: Any = select.poll()
         for each in reading:
             poll.register(each, select.POLLIN)
-        for each in writing:  # it may be among those that are read
+        for each in writing:  # the same socket may be in both lists
             poll.register(each, select.POLLOUT | (select.POLLIN if each in reading else 0))
         poll.poll(seconds * 1e3)
     except (OSError, ValueError):  # closed by another thread: the next receive raises

@@ -336,7 +336,7 @@ def store_of_default_group(launch: Launch, timeout_seconds: float, given_up: thr
     if launch.address is None:
         raise InputError(
             f"torch {torch.__version__} gives no way to the store of the default process group, and MASTER_ADDR and "
-            "MASTER_PORT do not tell of another one; the ranks cannot find each other. Set both, and make the group "
+            "MASTER_PORT do not name another store; the ranks cannot find each other. Set both, and make the group "
             'with init_process_group(init_method="env://").'
         )
     return _meeting_place(launch, timeout_seconds, given_up)

@@ -38,7 +38,7 @@ batch belongs to the stream that was current at ``next``; code that uses it on a
 *Tensors that the source makes on the device* are passed through. They belong to a stream of the consumer: the source is
 read by the consumer's thread, or by a thread that begins on the consumer's stream. So the work that the source queues
 comes first, as if nothing was read ahead. Once the consumer has changed its stream, the current stream waits at
-hand-over for all earlier ones, and the allocator is told on which stream such tensors are used.
+hand-over for all earlier streams, and the allocator gets to know on which stream such tensors are used.
 
 *Leaves that cannot be copied ahead* are moved by the consumer at hand-over, on its own stream, as its own ``.to``
 would: tensors of another accelerator, sparse, nested and quantized tensors, subclasses, and objects with a method
@@ -178,7 +178,7 @@ class DirectCopier:
         """Wraps the batch, still on the host.
 
         Raises:
-          TypeError: it cannot be moved. That is told here, where all ranks hear of it at the same step.
+          TypeError: the batch cannot be moved. It is raised here, so that all ranks raise it at the same step.
         """
         for leaf in flatten(batch)[0] if self._lacks else ():
             if isinstance(leaf, torch.Tensor) and leaf.dtype in self._lacks:

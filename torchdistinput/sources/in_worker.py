@@ -404,9 +404,9 @@ def thinned(left_out: Mapping[int, str], piece: Any) -> Any:
 def cannot_skip(what: str) -> InputError:
     """The error for data that does not support ``on_error="skip"``."""
     return InputError(
-        f'on_error="skip" was given with {what}, of which nobody knows where its samples are or how to go on after an '
-        "error. It is for map-style datasets and FileDatasets; catch the error in your own dataset, and go on to the "
-        "next sample there."
+        f'on_error="skip" was given with {what}, for which it is not known where a sample begins or how to go on '
+        "after an error. It is for map-style datasets and FileDatasets; catch the error in your own dataset, and go on "
+        "to the next sample there."
     )
 
 

@@ -88,7 +88,7 @@ class Samples:
           index: see the attribute.
 
         Raises:
-          InputError: the generators are to be seeded, and ``index`` is not that of one sample with a number.
+          InputError: the generators are to be seeded, and ``index`` is not the index of one sample, an int.
         """
         self.index = index
         if not self._seeds:
@@ -155,8 +155,9 @@ def sample_seed() -> int:
     It depends on the base seed, the epoch and the index of the sample, and on nothing else: it is the same at any world
     size, with any number of loader workers, persistent or not. Local.
 
-    The base seed is the ``seed`` of a ``FileDataset``; for a map-style dataset that of the ``DataLoader``'s
-    ``generator``, or without one ``torch.initial_seed()`` of rank 0. No random number is drawn.
+    The base seed is the ``seed`` of a ``FileDataset``; for a map-style dataset it is the seed of
+    the ``DataLoader``'s ``generator``, or without a generator ``torch.initial_seed()`` of rank 0. No random number is
+    drawn.
 
     Example:
       >>> class Noisy(torch.utils.data.Dataset):

@@ -176,7 +176,7 @@ def _zeros(kind: np.dtype[Any], features: int) -> dict[str, Any]:
 def _finite(
     values: Numbers, state: State, nan_policy: NanPolicy
 ) -> tuple[Numbers, Numbers, Numbers, npt.NDArray[np.int64]]:
-    """The values with 0 for those that are not finite; for the minimum; for the maximum; how many each feature has.
+    """The values: with 0 in place of NaN and infinity; for the minimum; for the maximum; and the count by feature.
 
     The state gets the numbers of NaNs and infinities.
     """

@@ -73,7 +73,7 @@ class Turns:
         self._pass_on()
         self._waiting[number].acquire()
         if self._failures or self._left < 0:
-            raise RuntimeError("the other one failed, or everybody waits for everybody")
+            raise RuntimeError("another function failed, or all functions wait for each other")
 
     def _act(self, number: int, actor: Callable[[], None]) -> None:
         self._here.number = number
