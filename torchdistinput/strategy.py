@@ -168,8 +168,8 @@ class Strategy:
         if self._ranks is not None:
             raise TypeError(
                 "cannot pickle a Strategy of several ranks, nor an object that holds one: its connections belong to "
-                "this process. Make the Strategy() and its loaders again in the other process; state_dict() of a "
-                "loader carries its place in the data over."
+                "this process. Make a Strategy() in the other process, and its loaders again; state_dict() of a loader "
+                "carries its place in the data over."
             )
         return self.__dict__
 
