@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
 
 import pytest
 import torch.distributed as dist
@@ -103,3 +105,24 @@ def test_a_port_that_is_taken_is_told_where_the_store_should_be() -> None:
         host = Launch({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
         with pytest.raises(InputError, match=rf"rank 0 cannot host a store at 127\.0\.0\.1:{port} .*MASTER_PORT"):
             launch.join_default_group(host, None, 60.0)
+
+
+def test_a_store_is_waited_for_on_where_the_first_to_listen_at_its_port_goes_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(launch, "default_store", lambda: None)
+    first = socket.create_server(("127.0.0.1", 0))
+    port = first.getsockname()[1]
+
+    def host() -> Any:
+        first.accept()[0].close()
+        first.close()
+        time.sleep(4.0)  # longer than one trial to connect
+        return cast(Any, dist).TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+
+    of_rank = Launch({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+    with ThreadPoolExecutor(1) as other:
+        hosted = other.submit(host)
+        store = launch.store_of_default_group(of_rank, 10.0, threading.Event())
+        store.set("name", "value")
+        assert hosted.result().num_keys() == 1

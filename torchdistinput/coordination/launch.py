@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torchdistinput.coordination.private_names import default_store, devices_of_backend
 from torchdistinput.coordination.store import Store, prefixed, within
 from torchdistinput.coordination.store_barrier import StoreBarrier
-from torchdistinput.errors import CoordinationTimeout, InputError, RankLost, ShardingError
+from torchdistinput.errors import CoordinationTimeout, InputError, ShardingError
 
 __all__ = [
     "Launch",
@@ -281,33 +281,40 @@ def _meeting_place(launch: Launch, timeout_seconds: float, given_up: threading.E
     hosts_it = launch.rank == 0 and not launch.has_store
     place = f"{launch.address}:{launch.port}"
     began = time.monotonic()
-    while not hosts_it and not _listens(launch):
+    store = None
+    while store is None:
         waited = time.monotonic() - began
         if waited > timeout_seconds or given_up.is_set():
             raise CoordinationTimeout(
                 f"Strategy(): no store at {place} within {timeout_seconds:g} seconds: rank 0, which hosts it, did not "
                 "come. Start every rank, and look at MASTER_ADDR and MASTER_PORT."
             )
-        time.sleep(min(0.02 + waited / 10, _LOOK_SECONDS))
-    try:
-        store = cast(Any, dist).TCPStore(
-            launch.address,
-            launch.port,
-            launch.world_size,
-            hosts_it,
-            datetime.timedelta(seconds=min(timeout_seconds / 3, _CONNECT_SECONDS)),
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
-    except dist.DistError as error:
-        if hosts_it:
-            raise InputError(
-                f"Strategy(): rank 0 cannot host a store at {place} ({str(error).partition(chr(10))[0]}). Choose "
-                "another MASTER_PORT, the same on every rank."
-            ) from error
-        raise RankLost(f"Strategy(): the store at {place} went away while this rank connected to it.") from error
+        try:
+            if hosts_it or _listens(launch):
+                store = _store_at(launch, min(max(waited, _LOOK_SECONDS), _CONNECT_SECONDS), hosts_it=hosts_it)
+        except dist.DistError as error:
+            if hosts_it:
+                raise InputError(
+                    f"Strategy(): rank 0 cannot host a store at {place} ({str(error).partition(chr(10))[0]}). Choose "
+                    "another MASTER_PORT, the same on every rank."
+                ) from error
+        if store is None:
+            time.sleep(min(0.02 + waited / 10, _LOOK_SECONDS))
     store.set_timeout(datetime.timedelta(seconds=timeout_seconds))
     return prefixed(f"torchdistinput/attempt/{launch.restarts}", store)
+
+
+def _store_at(launch: Launch, seconds: float, *, hosts_it: bool) -> Any:
+    """The store at the launcher's address. Local; torch waits for up to about three times the seconds."""
+    return cast(Any, dist).TCPStore(
+        launch.address,
+        launch.port,
+        launch.world_size,
+        hosts_it,
+        datetime.timedelta(seconds=seconds),
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
 
 
 def _listens(launch: Launch) -> bool:
