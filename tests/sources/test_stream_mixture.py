@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 import torchdistinput as tdi
 from tests.support.resume import check_worlds
 from torchdistinput import Fragment
-from torchdistinput.errors import BatchingError, RankDisagreement, ShardingError, SourceError, StateMismatch
+from torchdistinput.errors import BatchingError, InputError, RankDisagreement, ShardingError, SourceError, StateMismatch
 from torchdistinput.testing import run_ranks
 
 WEB, CODE, KEYS, BOOK = 700, 330, 90, 45
@@ -175,6 +175,17 @@ def test_weights_that_are_set_hold_on_all_ranks_from_one_step_on(folder: str, wh
     assert weights == [0, 1, 0, 0]
     assert order == list(mixture(folder, weights=[(0, WEIGHTS), (position, asked[3])]))
     assert {1000 <= number < 3000 for number in order[position:]} == {True}
+
+
+def ask_without_votes(folder: str) -> None:
+    mixed = mixture(folder)
+    tdi.Strategy(["cpu"]).distribute_dataset(mixed, tdi.InputOptions(coordination="off"), global_batch_size=SIZE)
+    with pytest.raises(InputError, match='set_weights.. was called with coordination="off"'):
+        mixed.set_weights({"web": 1})
+
+
+def test_weights_cannot_be_set_where_ranks_do_not_vote(folder: str) -> None:
+    run_ranks(2, ask_without_votes, folder)
 
 
 def ask_for_different_weights(folder: str) -> str:

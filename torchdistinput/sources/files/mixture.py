@@ -223,6 +223,7 @@ class StreamMixture(IterableDataset[Any]):
 
         Raises:
           ValueError: weights are negative, all 0, or of an unknown source.
+          InputError: ``coordination="off"`` with several workers.
         """
         self._weights.ask(weights)
 

@@ -74,6 +74,8 @@ class MixtureWeights:
         self._temperature = temperature
         self.schedule = [(at, {name: float(each.get(name, 0)) for name in names}) for at, each in schedule]
         self._base: Changes = [(at, named_shares(names, each, temperature)) for at, each in schedule]
+        self.uncoordinated = False
+        """Whether several ranks read it without votes, so that none can tell the others of new weights."""
         self._lock = threading.Lock()  # the user's thread sets weights, the thread that votes sends them
         self._asked = 0  # calls of ``ask`` here, and changes of other ranks
         self._wish: tuple[int, tuple[float, ...]] | None = None
@@ -142,7 +144,13 @@ class MixtureWeights:
 
         Raises:
           ValueError: see ``named_shares``.
+          InputError: the ranks do not vote.
         """
+        if self.uncoordinated:
+            raise InputError(
+                'set_weights() was called with coordination="off" and several workers, each of which is at a step of '
+                'its own. Use coordination="on", or a schedule: weights=[(0, {...}), (position, {...})].'
+            )
         named_shares(self.names, weights, self._temperature)
         with self._lock:
             self._asked += 1

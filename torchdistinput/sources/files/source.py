@@ -98,7 +98,7 @@ class RecordSource:
             collate = as_is if global_batch_size is None else default_collate
         dataset: Any = data if not isinstance(data, DataLoader) else data.dataset if read is None else read
         self._dataset: RecordDataset = dataset
-        self._mixture = _checked_mixture(dataset, global_batch_size)
+        self._mixture = _checked_mixture(dataset, global_batch_size, topology, options)
         self._lists_strings = self._dataset.yields_strings and collate is default_collate  # which returns the list
         self._cutter = Cutter(topology, shared, global_batch_size)
         self._balance = balance_by_record(options, self._cutter, "a dataset of files")
@@ -365,7 +365,9 @@ class _Track:
         return self._mixture.counts(self._own.cursor(self._begun.rows + rows)[1])
 
 
-def _checked_mixture(mixture: object, batch_size: int | None) -> StreamMixture | None:
+def _checked_mixture(
+    mixture: object, batch_size: int | None, topology: Topology, options: InputOptions
+) -> StreamMixture | None:
     """The dataset, if it is a mixture.
 
     Raises:
@@ -378,4 +380,5 @@ def _checked_mixture(mixture: object, batch_size: int | None) -> StreamMixture |
             f"the mixture counts its steps by batch_size={mixture.batch_size}, but the global batch size is "
             f"{batch_size}; give both the same."
         )
+    mixture.weights.uncoordinated = options.coordination == "off" and topology.num_workers > 1
     return mixture
