@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from torch.utils.data import _utils as data_utils
 
 from tests.support.interpreters import Interpreters
 from torchdistinput.testing import ranks
@@ -40,6 +41,8 @@ def pytest_configure() -> None:
     multiprocessing.set_forkserver_preload(ranks._PRELOADED)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts background jobs so; tests send the signal
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # How long torch waits for a loader worker that does not leave, before torch ends it: 5 seconds by default.
+    data_utils.MP_STATUS_CHECK_INTERVAL = 0.5
     if sys.platform == "linux":  # asked for by late_end.py; whoever is forked here has it too
         faulthandler.register(signal.SIGUSR1, file=os.dup(2))
 

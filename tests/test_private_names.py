@@ -179,6 +179,7 @@ def test_each_name_of_a_table_is_used_and_has_a_reason(place: str, table: dict[s
 NOT_READ = {
     "torch.utils.data.DataLoader.__setattr__",
     "torch.distributed.distributed_c10d._get_default_store",
+    "torch.distributed.Store.clone",
 }
 NOT_MET = {
     "torch.distributed.Backend.backend_capability",
@@ -210,7 +211,12 @@ def test_where_a_name_is_missing_the_batches_are_torchs_and_a_line_says_so(
 
 
 @pytest.mark.parametrize(
-    "name", ["torch.distributed.distributed_c10d._get_default_store", "torch.distributed.Backend.backend_capability"]
+    "name",
+    [
+        "torch.distributed.distributed_c10d._get_default_store",
+        "torch.distributed.Store.clone",
+        "torch.distributed.Backend.backend_capability",
+    ],
 )
 def test_where_ranks_miss_a_name_each_gets_its_part(name: str, interpreters: Interpreters) -> None:
     ended = interpreters.run_as_torchrun(2, "tests/support/without_a_name.py", "all", name)

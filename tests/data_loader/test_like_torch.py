@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 import torchdistinput as tdi
+from torchdistinput.sources.torch_loader import run
 
 Ours: Any = tdi.DataLoader  # torch's types ask for a Dataset; lists and ranges will do
 Torchs: Any = DataLoader
@@ -289,11 +290,14 @@ def test_an_interruption_of_the_users_code_does_not_end_the_epoch_as_in_torch(na
 
 
 @pytest.mark.parametrize("name", ["samples", "collate", "an iterable that goes on", "an iterable that ended"])
-@pytest.mark.parametrize("workers", WORKERS[1:], ids=str)
-def test_steps_that_are_read_ahead_are_not_lost_by_an_error_before_them(name: str, workers: dict[str, Any]) -> None:
-    torchs, ours = both(PROGRAMS[name], **workers)
-    torch.manual_seed(3)
-    assert told(Ours(**PROGRAMS[name](), **workers, prefetch=3)) == ours == torchs
+def test_steps_that_are_read_ahead_are_not_lost_by_an_error_before_them(name: str, all_cells: bool) -> None:
+    """Held against the loader that does not read ahead, which the tests above hold against torch's."""
+    for workers in some(WORKERS, list(PROGRAMS).index(name), everything=all_cells)[1:]:
+        found = []
+        for more in ({}, {"prefetch": 3}):
+            torch.manual_seed(3)
+            found.append(told(Ours(**PROGRAMS[name](), **workers, **more)))
+        assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("kind", ["collate", "dataset"])
@@ -365,9 +369,15 @@ class Late(Dataset[int]):
         return index
 
 
+@pytest.fixture
+def busy_workers_are_ended_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "_LEAVE_SECONDS", 0.5)
+
+
+@pytest.mark.usefixtures("busy_workers_are_ended_soon")
 @pytest.mark.parametrize("kind", ["dies", "is late"])
 def test_a_loader_worker_that_died_or_is_late_ends_the_epoch(kind: str) -> None:
-    iterator = iter(Ours(Killed(), num_workers=1) if kind == "dies" else Ours(Late(), num_workers=1, timeout=3))
+    iterator = iter(Ours(Killed(), num_workers=1) if kind == "dies" else Ours(Late(), num_workers=1, timeout=2))
     found: list[Any] = []
     for _ in range(6):
         try:
@@ -378,16 +388,17 @@ def test_a_loader_worker_that_died_or_is_late_ends_the_epoch(kind: str) -> None:
     assert numbers == [*range(len(numbers))]
     first, second, *rest = found[len(numbers) :]
     assert first[0] is RuntimeError
-    assert ("DataLoader worker" if kind == "dies" else "timed out after 3 seconds") in first[1]
+    assert ("DataLoader worker" if kind == "dies" else "timed out after 2 seconds") in first[1]
     assert second[0] is tdi.InputError
     assert "this epoch ended with the error above" in second[1]
     assert {each for each, _ in rest} == {StopIteration}
 
 
+@pytest.mark.usefixtures("busy_workers_are_ended_soon")
 def test_an_interruption_that_comes_while_a_loader_worker_reads_ends_the_epoch() -> None:
     iterator = iter(Ours(Late(), num_workers=1))
     assert [next(iterator).item() for _ in range(2)] == [0, 1]
-    timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     with pytest.raises(KeyboardInterrupt):
         next(iterator)
@@ -567,25 +578,29 @@ def test_too_many_loader_workers_are_warned_of_as_often_as_by_torch(
         assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("workers", WORKERS, ids=str)
-@pytest.mark.parametrize("data", [range(6), Apart(6), TensorDataset(torch.arange(6))])
-def test_nested_loops_over_one_loader_are_torchs(data: Any, workers: dict[str, Any]) -> None:
+LOOPED = [range(6), Apart(6), TensorDataset(torch.arange(6))]
+
+
+@pytest.mark.parametrize("number", range(len(LOOPED)))
+def test_nested_loops_over_one_loader_are_torchs(number: int, all_cells: bool) -> None:
     """With loader workers that live on, torch has one iterator, and begins it anew; else each loop has its own."""
-    found: list[Any] = []
-    for cls in (Torchs, Ours):
-        torch.manual_seed(1)
-        shuffle = None if isinstance(data, Apart) else True
-        loader = cls(data, batch_size=2, shuffle=shuffle, **workers)
-        pairs = [(plain(outer), plain(inner)) for outer in loader for inner in loader]
-        after = [plain(batch) for batch in loader]
-        first = iter(loader)
-        taken = plain(next(first))
-        again = iter(loader)
-        found.append((pairs, after, taken, first is again, [plain(each) for each in again], next(first, "ended")))
-        if "persistent_workers" not in workers:
-            found[-1] = found[-1][:-1]
-        found.append(torch.rand(()).item())
-    assert found[:2] == found[2:]
+    data: Any = LOOPED[number]
+    for workers in some(WORKERS, number, everything=all_cells):
+        found: list[Any] = []
+        for cls in (Torchs, Ours):
+            torch.manual_seed(1)
+            shuffle = None if isinstance(data, Apart) else True
+            loader = cls(data, batch_size=2, shuffle=shuffle, **workers)
+            pairs = [(plain(outer), plain(inner)) for outer in loader for inner in loader]
+            after = [plain(batch) for batch in loader]
+            first = iter(loader)
+            taken = plain(next(first))
+            again = iter(loader)
+            found.append((pairs, after, taken, first is again, [plain(each) for each in again], next(first, "ended")))
+            if "persistent_workers" not in workers:
+                found[-1] = found[-1][:-1]
+            found.append(torch.rand(()).item())
+        assert found[:2] == found[2:]
 
 
 # --------------------------------------------------------------------------------------------------- any order
@@ -683,17 +698,20 @@ def of_pipe(cls: Any, name: str, own: bool, **more: Any) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-@pytest.mark.parametrize("own", [False, True], ids=["default state", "generator"])
 @pytest.mark.parametrize("workers", LIVING, ids=str)
 @pytest.mark.parametrize("name", PIPES)
-def test_a_data_pipe_is_divided_and_shuffled_as_by_torch(name: str, workers: dict[str, Any], own: bool) -> None:
-    found = []
-    for cls in (Torchs, Ours):
-        loader = of_pipe(cls, name, own, batch_size=None, shuffle=True if "shuffle" in name else None, **workers)
-        found.append(([list(loader) for _ in range(3)], torch.rand(()).item()))
-    assert found[0] == found[1]
-    if name == "divided":
-        assert [sorted(epoch) for epoch in found[1][0]] == [[*range(7)]] * 3
+def test_a_data_pipe_is_divided_and_shuffled_as_by_torch(name: str, workers: dict[str, Any], all_cells: bool) -> None:
+    """With a generator and with the default state in turn; with ``--all-cells`` with both."""
+    own = (list(PIPES).index(name) + LIVING.index(workers)) % 2 == 0
+    for has_generator in (False, True) if all_cells else (own,):
+        found = []
+        for cls in (Torchs, Ours):
+            shuffle = True if "shuffle" in name else None
+            loader = of_pipe(cls, name, has_generator, batch_size=None, shuffle=shuffle, **workers)
+            found.append(([list(loader) for _ in range(3)], torch.rand(()).item()))
+        assert found[0] == found[1]
+        if name == "divided":
+            assert [sorted(epoch) for epoch in found[1][0]] == [[*range(7)]] * 3
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")

@@ -36,21 +36,27 @@ def hide(name: str) -> None:  # noqa: C901 - a branch for each kind of place
             raise AttributeError(attribute)
         return own(self, attribute)
 
-    if name == "_thread.RLock._is_owned":  # of a type that nobody can change
+    if name in ("_thread.RLock._is_owned", "torch.distributed.Store.clone"):  # of a type that nobody can change
         hide(place)
     elif name == "ctypes.pythonapi.Py_IncRef":
         ctypes.pythonapi = types.SimpleNamespace()  # type: ignore[assignment] # a library without it
     elif name == "torch.UntypedStorage.buffer":
         owner.__setattr__ = refuse
     elif name.endswith("WorkerInfo.dataset"):
-        member = owner.dataset
+        member = vars(owner).get("dataset")  # torch 2.8 has it in each object instead
+
+        def get(self: Any) -> Any:
+            return vars(self)["dataset"] if member is None else member.__get__(self)
 
         def put(self: Any, value: Any) -> None:
             if asks_from_outside():
                 raise AttributeError(last)
-            member.__set__(self, value)
+            if member is None:
+                vars(self)["dataset"] = value
+            else:
+                member.__set__(self, value)
 
-        owner.dataset = property(member.__get__, put)
+        owner.dataset = property(get, put)
     elif isinstance(owner, types.ModuleType):
         own: Any = types.ModuleType.__getattribute__
         owner.__class__ = type("Hiding", (types.ModuleType,), {"__getattribute__": found})

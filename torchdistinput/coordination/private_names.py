@@ -23,6 +23,7 @@ import torch
 __all__ = [
     "PRIVATE_NAMES",
     "Part",
+    "another_connection",
     "default_store",
     "devices_of_backend",
     "holds",
@@ -39,6 +40,10 @@ PRIVATE_NAMES: Final = {
     "torch.distributed.distributed_c10d._get_default_store": (
         "the store of the default group, at which ranks find each other; torch's own FSDP gets it so. There is no "
         "public way to it. Without it: a second connection to the store at MASTER_ADDR and MASTER_PORT"
+    ),
+    "torch.distributed.Store.clone": (
+        "a second connection to a store; public, new in torch 2.8. Without it: the ranks find each other over the "
+        "connection that the training code uses"
     ),
     "torch.distributed.Backend.backend_capability": (
         "for which devices a backend is made: the default backend of a device need not take its tensors. Without it: "
@@ -148,6 +153,10 @@ _DEFAULT_STORE: Final = Part(
     "the ranks meet at the store at MASTER_ADDR and MASTER_PORT",
     ["torch.distributed.distributed_c10d._get_default_store"],
 )
+_CONNECTS_AGAIN: Final = Part(
+    "the ranks find each other over the training code's own connection to the store, and a request of it may wait",
+    ["torch.distributed.Store.clone"],
+)
 
 
 def _look_at_profiler() -> Callable[[], bool]:
@@ -196,6 +205,11 @@ def keep_until_the_process_ends(kept: object) -> None:
 def default_store() -> Any:
     """The store of the default group; ``None`` where this torch gives no way to it. Local."""
     return look_up("torch.distributed.distributed_c10d._get_default_store")() if _DEFAULT_STORE.is_usable() else None
+
+
+def another_connection(store: Any) -> Any:
+    """The same store over a connection of its own; the store itself where this torch makes none. Local."""
+    return store.clone() if _CONNECTS_AGAIN.is_usable() else store
 
 
 def devices_of_backend(backend: str) -> Sequence[str]:

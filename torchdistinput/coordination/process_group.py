@@ -37,6 +37,7 @@ from torchdistinput.coordination.connections import Departed
 from torchdistinput.coordination.endpoint import Address, Endpoint, Late
 from torchdistinput.coordination.exchanges import Exchange, StartedExchange
 from torchdistinput.coordination.launch import Members, find_launch, store_of_default_group
+from torchdistinput.coordination.private_names import another_connection
 from torchdistinput.coordination.recursive_doubling import (
     Array,
     Messenger,
@@ -200,7 +201,7 @@ class ProcessGroupRanks:
 
         def ask(given_up: threading.Event) -> list[bytes]:
             # A second connection: a request blocks its client, and the training code may use the default one.
-            root = store_of_default_group(launch, timeout_seconds, given_up).clone()
+            root = another_connection(store_of_default_group(launch, timeout_seconds, given_up))
             # Each rank counts its own strategies over these ranks: its n-th strategy meets the n-th of each other rank.
             count = root.add(f"{place}/strategies/{self.rank}", 1)
             attendance = StoreBarrier(prefixed(f"{place}/{count}", root), self.rank, self._ranks)

@@ -57,9 +57,6 @@ class Store(Protocol):
     def delete_key(self, key: str) -> bool:
         """Deletes a key."""
 
-    def clone(self) -> Store:
-        """The same store over another connection."""
-
 
 def prefixed(prefix: str, store: Store) -> Store:
     """The part of a store whose keys begin with a prefix. Local."""

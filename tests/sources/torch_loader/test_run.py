@@ -49,7 +49,11 @@ class Slow(Dataset[int]):
 
 
 @pytest.mark.parametrize("left_by_a_worker", ["nothing", "the lock", "the lock and half a message"])
-def test_a_thread_that_waits_for_a_run_leaves_when_it_is_closed(left_by_a_worker: str) -> None:
+def test_a_thread_that_waits_for_a_run_leaves_when_it_is_closed(
+    left_by_a_worker: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs_module, "_LEAVE_SECONDS", 0.5)
+    monkeypatch.setattr(runs_module, "_LOCK_SECONDS", 0.2)
     user = DataLoader(Slow(), num_workers=1, prefetch_factor=1)
     requests: list[Any] = [(False, k, 0) for k in range(100)]
     runs = LoaderRuns(
