@@ -643,12 +643,24 @@ def distributed(*args: Any, **kwargs: Any) -> Any:
     return tdi.Strategy(["cpu"]).distribute_dataset(Torchs(*args, **kwargs))
 
 
+def torch_pins_for(device: str) -> bool:
+    """Torch 2.8 raises where later releases warn, and ends the process where its pinning thread does."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return len(list(Torchs(range(2), pin_memory=True, pin_memory_device=device))) == 2
+    except RuntimeError:
+        return False
+
+
 @pytest.mark.parametrize("device", ["", "cpu"])  # which torch warns of, too
 @pytest.mark.parametrize(("workers", "persistent"), [(0, False), (1, False), (1, True)])
 @pytest.mark.parametrize("data", [range(2), TensorDataset(torch.arange(2)), Few()])
 def test_pinning_is_torchs_and_so_is_its_warning_without_an_accelerator(
     data: Any, workers: int, persistent: bool, device: str
 ) -> None:
+    if device and not torch_pins_for(device):
+        pytest.skip(f"this release of torch refuses pin_memory_device={device!r}")
     told = []
     for make in (Torchs, Ours, distributed):
         loader = make(
