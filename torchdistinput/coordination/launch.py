@@ -291,7 +291,9 @@ def _meeting_place(launch: Launch, timeout_seconds: float, given_up: threading.E
             )
         try:
             if hosts_it or _listens(launch):
-                store = _store_at(launch, min(max(waited, _LOOK_SECONDS), _CONNECT_SECONDS), hosts_it=hosts_it)
+                # The host waits for its own server only; if it gave up, the server would end under the other ranks.
+                seconds = timeout_seconds if hosts_it else min(max(waited, _LOOK_SECONDS), _CONNECT_SECONDS)
+                store = _store_at(launch, seconds, hosts_it=hosts_it)
         except dist.DistError as error:
             if hosts_it:
                 raise InputError(
