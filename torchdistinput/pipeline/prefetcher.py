@@ -136,7 +136,7 @@ class Prefetcher:
         # Of the consumer:
         self._read_ahead(depth)
         self._away = _LONG_SECONDS  # time between two calls, as a mean over the last ones
-        self._completes = self._polls = not threaded  # which work the consumer does; see ``_decide``
+        self._completes, self._polls = not threaded, False  # which work the consumer does; see ``_decide``
         self._drawn: deque[Drawn | Held] = deque()  # steps that were neither completed nor handed over yet
         self._in_flight = 0  # steps drawn and not taken
         self._given = 0  # work items that were handed over
