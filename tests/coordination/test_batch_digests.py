@@ -19,6 +19,7 @@ from torchdistinput.coordination.batch_digests import (
     number_of_size,
     words_of,
 )
+from torchdistinput.step_types import LocalStep
 
 ROWS: dict[str, tuple[Any, Any]] = {
     "values": (torch.arange(6), torch.tensor([0, 1, 2, 3, 4, 9])),
@@ -56,7 +57,10 @@ def test_what_cannot_be_looked_into_is_passed_over() -> None:
 
 def test_the_first_rows_have_digests_ever_more_rarely_and_then_each_64th() -> None:
     digests = BatchDigests()
-    found = [digests.next([torch.zeros(1)]) for _ in range(200)]
+    steps = [LocalStep([], ()) for _ in range(200)]
+    for step in steps:
+        digests(step, [torch.zeros(1)])
+    found = [step.read for step in steps]
     assert [place for place, digest in enumerate(found) if digest > 1] == [0, 1, 3, 7, 15, 31, 63, 127, 191]
     assert 0 not in found  # which stands for a rank that has ended
 

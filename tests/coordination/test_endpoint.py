@@ -57,7 +57,7 @@ def opened(rank: Endpoint, number: int, seconds: float = HANG_SECONDS) -> Connec
 
 
 def summed(found: Connections) -> int:
-    (total,) = conclude(sum_up(found, [found.rank() + 1]))
+    (total,) = conclude(sum_up(found, [found.rank + 1]))
     return total
 
 

@@ -31,7 +31,7 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
     return one, other
 
 
-def kept(*, reusable: bool) -> None:
+def kept() -> None:
     """The channel is this test's."""
 
 

@@ -21,7 +21,6 @@ from typing import Any, Final, final
 import numpy as np
 import torch
 
-from torchdistinput.batches import pytree
 from torchdistinput.batches.containers import open_container
 from torchdistinput.step_types import DividedDraw, LocalStep
 
@@ -43,11 +42,10 @@ _MOST_ITEMS: Final = 6
 _MOST_SAMPLES: Final = 3
 _MOST_PARTS: Final = 12
 _LONGEST_NAME: Final = 1024
-_MOST_LEAVES: Final = 16
+_MOST_LEAVES: Final = 16  # of a container in a piece
+_MOST_PARTS_OF_ROW: Final = 64
 _BLOCKS: Final = 4
 _BLOCK_BYTES: Final = 512
-_MOST_TEXTS: Final = 16
-_MOST_CHARACTERS: Final = 64
 _MOST_VALUES: Final = 256
 _PLAIN: Final = (str, bytes, int, float, bool, type(None))
 
@@ -59,17 +57,14 @@ class BatchDigests:
     def __init__(self) -> None:
         self._until_next, self._gap = 0, 1
 
-    def next(self, row: Sequence[Any]) -> int:
-        """The digest of the next row; 1 for a row without a digest (0 stands for the end of the data). Local."""
+    def __call__(self, step: LocalStep, row: Sequence[Any]) -> None:
+        """Writes the digest of a row into its step; 1 for a row without one (0 stands for the end). Local."""
         if self._until_next:
             self._until_next -= 1
-            return 1
+            step.read = 1
+            return
         self._until_next, self._gap = self._gap - 1, longer_gap(self._gap)
-        return digest_of_batch(row)
-
-    def __call__(self, step: LocalStep, row: Sequence[Any]) -> None:
-        """Writes the digest of a row into its step. Local."""
-        step.read = self.next(row)
+        step.read = digest_of_batch(row)
 
 
 def longer_gap(gap: int) -> int:
@@ -100,9 +95,7 @@ def digest_of_read(value: Any) -> int:
     It covers a few items of each list and mapping, a few bytes of each tensor, array and text, and the types of all
     other objects. Numbers that are not finite count by their bytes.
     """
-    found = blake2b(digest_size=8)
-    _add(found.update, value, [_MOST_PARTS], _MOST_ITEMS)
-    return int.from_bytes(found.digest(), "little") | _DIGEST
+    return _digest(value, _MOST_PARTS, _MOST_ITEMS) | _DIGEST
 
 
 def digest_of_samples(samples: Sequence[Any]) -> int:
@@ -124,24 +117,19 @@ def digest_of_batch(row: Sequence[Any]) -> int:
     Args:
       row: the pieces; ``None`` for an empty one.
     """
-    found = blake2b(digest_size=8)
-    for piece in row:
-        if piece is None:
-            found.update(b"-")
-            continue
-        leaves = list(pytree.named_leaves(piece))
-        found.update(str(len(leaves)).encode())
-        for _, leaf in leaves[:: -(-len(leaves) // _MOST_LEAVES) or 1]:
-            for part in _parts_of_tensor(leaf) if isinstance(leaf, torch.Tensor) else _parts_of_rows(leaf):
-                found.update(part)
-    return int.from_bytes(found.digest(), "little") // 2 + 1
+    return _digest(list(row), _MOST_PARTS_OF_ROW, _MOST_LEAVES) // 2 + 1
 
 
 def digest_of_element(element: Any) -> int:
     """A number of 1 to 2**63 for one element of an iterable, of any kind. It covers more than ``digest_of_read``."""
+    return _digest(element, _MOST_VALUES, _MOST_VALUES) // 2 + 1
+
+
+def _digest(value: Any, most_parts: int, most_items: int) -> int:
+    """A number of 64 bits for a value of any kind: of so many parts in all, and so many items of each container."""
     found = blake2b(digest_size=8)
-    _add(found.update, element, [_MOST_VALUES], _MOST_VALUES)
-    return int.from_bytes(found.digest(), "little") // 2 + 1
+    _add(found.update, value, [most_parts], most_items)
+    return int.from_bytes(found.digest(), "little")
 
 
 def _parts_of_tensor(leaf: torch.Tensor) -> Iterator[bytes]:
@@ -202,16 +190,3 @@ def _parts(value: Any) -> Iterator[bytes]:
         yield from _parts(name.encode("utf-8", "surrogatepass"))
     else:
         yield (repr(value) if type(value) in _PLAIN else type(value).__name__).encode()
-
-
-def _parts_of_rows(leaf: Any) -> Iterator[bytes]:
-    """Of a leaf that is a list of texts, numbers or objects; of an object only its type is the same everywhere."""
-    yield f"{type(leaf).__name__} {len(leaf)}".encode()
-    for item in leaf[:: -(-len(leaf) // _MOST_TEXTS) or 1]:
-        yield _text_of(item)
-
-
-def _text_of(item: Any) -> bytes:
-    """Of an object only its type is the same everywhere."""
-    plain = item[:_MOST_CHARACTERS] if isinstance(item, str | bytes) else item
-    return (repr(plain) if type(item) in _PLAIN else type(item).__name__).encode("utf-8", "surrogatepass")

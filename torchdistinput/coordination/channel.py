@@ -21,14 +21,14 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
-from typing import Any, Protocol, TypeVar, final
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, final
 
 import numpy as np
 
-from torchdistinput.coordination.connections import Connections, Departed, Farewell
+from torchdistinput.coordination.connections import Array, Connections, Departed, Farewell
 from torchdistinput.coordination.exchanges import Exchange
-from torchdistinput.coordination.recursive_doubling import Array, Messenger, Round, spread, sum_up
+from torchdistinput.coordination.recursive_doubling import spread, sum_up
 from torchdistinput.errors import InputError, RankLost
 
 __all__ = ["ProcessGroupChannel", "lost", "plain_message"]
@@ -82,20 +82,20 @@ def lost(farewell: Farewell, names: Sequence[int]) -> RankLost:
     return RankLost(f"rank {who} {farewell.why}. Every rank must read the same number of steps.")
 
 
-class GiveBack(Protocol):
-    """The function that a channel calls when it is no longer in use."""
-
-    def __call__(self, *, reusable: bool) -> None: ...
-
-
 @final
 class ProcessGroupChannel:
-    """A ``Channel`` over connections that no other channel uses. Made by ``ProcessGroupRanks.open_channel``."""
+    """A ``Channel`` over connections that no other channel uses. Made by ``ProcessGroupRanks.open_channel``.
 
-    def __init__(self, connections: Connections, give_back: GiveBack, names: Sequence[int]) -> None:
+    Args:
+      connections: the connections; this object owns them from now on.
+      give_back: is called when the channel was released, and may be used again.
+      names: the ranks as users know them, by rank.
+    """
+
+    def __init__(self, connections: Connections, give_back: Callable[[], object], names: Sequence[int]) -> None:
         self.connections = connections
-        self.rank: int = connections.rank()
-        self.num_ranks: int = connections.size()
+        self.rank: int = connections.rank
+        self.num_ranks: int = connections.num_ranks
         self._give_back = give_back
         self._names = names
         self._lock = threading.RLock()  # garbage collection may close a dropped iterator on a thread that holds it
@@ -152,7 +152,6 @@ class ProcessGroupChannel:
         with self._lock:
             if self._since is None:  # else the exchange in progress closes them
                 self.connections.close()
-        self._give_back(reusable=False)
 
     def release(self) -> None:
         """See ``Channel.release``."""
@@ -160,7 +159,7 @@ class ProcessGroupChannel:
             if self.is_dead or self._released:
                 return
             self._released = True
-        self._give_back(reusable=True)
+        self._give_back()
 
     @property
     def is_dead(self) -> bool:
@@ -177,7 +176,7 @@ class ProcessGroupChannel:
         """Makes a released channel ready for another iterator."""
         self._released = False
 
-    def collective(self, rounds: Callable[[Messenger], Generator[Round, None, T]]) -> Exchange[T]:
+    def collective(self, rounds: Callable[[Connections], Exchange[T]]) -> Exchange[T]:
         """One exchange made of rounds of messages. Collective: every rank calls this.
 
         Raises:

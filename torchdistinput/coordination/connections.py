@@ -37,11 +37,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, final
 
 import numpy as np
+import numpy.typing as npt
 
+from torchdistinput.coordination.exchanges import Pending
 from torchdistinput.coordination.fork_safety import told_of_forks
-from torchdistinput.coordination.recursive_doubling import Words
 
-__all__ = ["Connections", "Departed", "Farewell", "take_leave", "tell_waiting", "wait_for_sockets"]
+__all__ = ["Array", "Connections", "Departed", "Farewell", "take_leave", "tell_waiting", "wait_for_sockets"]
+
+Array = npt.NDArray[Any]
+"""A contiguous array of one dimension, of any type of numbers."""
 
 _HEAD: Final = struct.Struct("<qq")  # kind and length in bytes; the kind of a message of words is its tag
 _STATUS: Final = -1
@@ -271,10 +275,10 @@ class _Connection:
 
 
 @final
-class _Receipt:
-    """A message that is to come; see ``exchanges.Pending``."""
+class _Receipt(Pending):
+    """A message that is to come."""
 
-    def __init__(self, connections: Connections, connection: _Connection, kind: int, words: Words) -> None:
+    def __init__(self, connections: Connections, connection: _Connection, kind: int, words: Array) -> None:
         self._connections = connections
         self._connection = connection
         self._kind = kind
@@ -283,7 +287,6 @@ class _Receipt:
         self._departed: Departed | None = None
 
     def has_come(self) -> bool:
-        """See ``Pending.has_come``."""
         if not self._complete and self._departed is None:
             self._connections.awaited = self._connection
             try:
@@ -293,7 +296,6 @@ class _Receipt:
         return self._complete or self._departed is not None
 
     def wait(self) -> None:
-        """See ``Pending.wait``."""
         while not self.has_come():
             self._connections.rest(_REST_SECONDS)
         if self._departed is not None:
@@ -301,21 +303,19 @@ class _Receipt:
 
 
 @final
-class _Sent:
-    """A message on its way; see ``exchanges.Pending``."""
+class _Sent(Pending):
+    """A message on its way."""
 
     def __init__(self, connections: Connections, connection: _Connection) -> None:
         self._connections = connections
         self._connection = connection
 
     def has_come(self) -> bool:
-        """See ``Pending.has_come``."""
         if not self._connection.is_sent:
             self._connection.send_on()
         return self._connection.is_sent
 
     def wait(self) -> None:
-        """See ``Pending.wait``."""
         while not self.has_come():
             self._connections.awaited = None
             self._connections.rest(_REST_SECONDS)
@@ -323,7 +323,7 @@ class _Sent:
 
 @final
 class Connections:
-    """The connections of one channel, a ``Messenger``. One thread at a time, except where a method says otherwise.
+    """The connections of one channel. One thread at a time, except where a method says otherwise.
 
     Args:
       rank: this rank.
@@ -336,30 +336,22 @@ class Connections:
     """
 
     def __init__(self, rank: int, num_ranks: int, sockets: Mapping[int, socket.socket]) -> None:
-        self._rank = rank
-        self._num_ranks = num_ranks
+        self.rank = rank
+        self.num_ranks = num_ranks
         self._by_rank = {peer: _Connection(peer, connected) for peer, connected in sockets.items()}
         self.awaited: _Connection | None = None
         self.resting = False
         self._status_at = 0.0
         told_of_forks(self)
 
-    def rank(self) -> int:
-        """See ``Messenger.rank``."""
-        return self._rank
-
-    def size(self) -> int:
-        """See ``Messenger.size``."""
-        return self._num_ranks
-
-    def send(self, words: Words, peer: int, tag: int) -> _Sent:
-        """See ``Messenger.send``."""
+    def send(self, words: Array, peer: int, tag: int) -> Pending:
+        """Sends an array to one rank, after those before. Do not write to it until the result has come."""
         connection = self._by_rank[peer]
         connection.send(tag, words.data.cast("B"))
         return _Sent(self, connection)
 
-    def recv(self, words: Words, peer: int, tag: int) -> _Receipt:
-        """See ``Messenger.recv``."""
+    def recv(self, words: Array, peer: int, tag: int) -> Pending:
+        """Receives into an array from one rank. The array is complete when the result has come."""
         return _Receipt(self, self._by_rank[peer], tag, words)
 
     def begin(self) -> None:
@@ -391,8 +383,8 @@ class Connections:
             return []
         blamed = awaited.blamed
         # If the awaited rank waited for this rank, it does not any more: this rank's message was sent.
-        if blamed and self._rank not in blamed and time.monotonic() - awaited.blamed_at < _FRESH_SECONDS:
-            return [rank for rank in blamed if 0 <= rank < self._num_ranks][:_MOST_BLAMED]
+        if blamed and self.rank not in blamed and time.monotonic() - awaited.blamed_at < _FRESH_SECONDS:
+            return [rank for rank in blamed if 0 <= rank < self.num_ranks][:_MOST_BLAMED]
         return [awaited.peer]
 
     def say_farewell(self, farewell: Farewell) -> None:

@@ -3,10 +3,10 @@
 Problem. Replicas have parts of different sizes, and a replica without samples does not know the structure of the
 outputs. A metric or a file of predictions needs all outputs in the order of the data.
 
-Decision. As in ``reduce``, every worker first sends, as JSON, the number of its rows, their nesting, and the sizes of
-its lists in bytes, or the error that keeps it from taking part. All workers apply the same laws to these facts. Then
-they exchange the indices, without rows of index -1 (padding), and find the same order and the same repeated indices.
-Last they exchange the outputs, leaf by leaf: tensors as bytes, lists as JSON, never by pickle.
+Decision. As in ``reduce``, every worker first sends, as JSON, the number of its rows, their nesting, and its lists, or
+the error that keeps it from taking part; nothing is pickled. All workers apply the same laws to these facts. Then they
+exchange the indices, without rows of index -1 (padding), and find the same order and the same repeated indices. Last
+they exchange the tensors, leaf by leaf, as bytes.
 
 A replica without rows agrees with any structure: its outputs are left out, whatever they are.
 """
@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Final, final
 
 import numpy as np
@@ -30,7 +31,6 @@ from torchdistinput.coordination.channel import plain_message
 from torchdistinput.coordination.fingerprints import agree
 from torchdistinput.coordination.process_group import Ranks
 from torchdistinput.coordination.reduce import concatenate
-from torchdistinput.errors import InputError
 
 __all__ = ["gather_ordered"]
 
@@ -62,7 +62,7 @@ def gather_ordered(index: Any, outputs: Any, *, num_local: int, workers: Ranks |
     leaves = [
         _sorted_tensor(number, leaf, parts, facts, workers, order.to(device))
         if leaf.kind == "tensor"
-        else _sorted_rows(number, parts, facts, workers, order)
+        else _sorted_rows(number, facts, order)
         for number, leaf in enumerate(structure.leaves())
     ]
     return structure.build(iter(leaves))
@@ -76,13 +76,13 @@ class _Part:
     Args:
       index: the indices.
       outputs: as they were given.
-      leaves: tensors, and the JSON of lists; nothing if no row was given.
+      leaves: tensors and lists of plain values; nothing if no row was given.
       structure: ``None`` if no row was given.
     """
 
     index: Tensor
     outputs: Any
-    leaves: Sequence[Tensor | bytes]
+    leaves: Sequence[Tensor | list[Any]]
     structure: Structure | None
 
 
@@ -94,12 +94,12 @@ class _Facts:
     Args:
       size: the number of its rows.
       structure: the structure of its outputs, as JSON; ``None`` if it has no row.
-      num_bytes: for each leaf that is a list, the length of its JSON; 0 for a tensor.
+      lists: the leaves that are lists; ``None`` in the place of a tensor.
     """
 
     size: int
     structure: Any
-    num_bytes: Sequence[int]
+    lists: Sequence[list[Any] | None]
 
 
 # ----------------------------------------------------------------------------------------------- what a replica brings
@@ -153,7 +153,7 @@ def _part(index: Any, outputs: Any, who: str) -> _Part:
             f"a row for each of the {len(numbers)} indices."
         )
     kept = numbers != -1
-    rows = [_wire(leaf, kept) for leaf in leaves]
+    rows = [_kept_rows(leaf, kept) for leaf in leaves]
     return _Part(numbers[kept], outputs, rows, pytree.structure_of(nested))
 
 
@@ -206,21 +206,17 @@ def _holds_tensors(value: Any) -> bool:
     return container is not None and any(_holds_tensors(child) for child in container.children)
 
 
-def _wire(leaf: Any, kept: Tensor) -> Tensor | bytes:
-    """The rows that are no padding, in the form in which they are sent."""
+def _kept_rows(leaf: Any, kept: Tensor) -> Tensor | list[Any]:
+    """The rows that are no padding.
+
+    Raises:
+      TypeError: an entry of a list would change by JSON and back.
+    """
     if isinstance(leaf, Tensor):
         rows = leaf.detach()
         return rows if bool(kept.all()) else rows[kept.to(rows.device)]
-    return _encoded([row for row, keep in zip(leaf, kept.tolist(), strict=True) if keep])
-
-
-def _encoded(rows: Sequence[Any]) -> bytes:
-    """A list as JSON.
-
-    Raises:
-      TypeError: an entry would change by JSON and back.
-    """
-    plain = [row.value if isinstance(row, _Record) else row for row in rows]
+    kept_rows = [row for row, keep in zip(leaf, kept.tolist(), strict=True) if keep]
+    plain = [row.value if isinstance(row, _Record) else row for row in kept_rows]
     for row in plain:
         if type(row) is not str and not _is_plain(row):
             raise TypeError(
@@ -228,7 +224,7 @@ def _encoded(rows: Sequence[Any]) -> bytes:
                 "entry can be a string, a number, a bool, None, or a dict of those with string keys. Put numbers in a "
                 "tensor, or convert the entries."
             )
-    return json.dumps({"rows": plain}).encode()
+    return plain
 
 
 def _is_plain(row: Any) -> bool:
@@ -255,9 +251,9 @@ def _exchange_facts(workers: Ranks | None, parts: Sequence[_Part], problem: Exce
     return [[_Facts(*one) for one in each] for each in gathered]
 
 
-def _described(part: _Part) -> tuple[int, Any, list[int]]:
+def _described(part: _Part) -> tuple[int, Any, list[list[Any] | None]]:
     structure = None if part.structure is None else _comparable(part.structure.to_json())
-    return len(part.index), structure, [len(leaf) if isinstance(leaf, bytes) else 0 for leaf in part.leaves]
+    return len(part.index), structure, [leaf if isinstance(leaf, list) else None for leaf in part.leaves]
 
 
 def _comparable(structure: dict[str, Any]) -> dict[str, Any]:
@@ -358,37 +354,8 @@ def _sorted_tensor(
     return concatenate(joined, 0, _sizes(facts), workers).index_select(0, order)
 
 
-def _sorted_rows(
-    number: int,
-    parts: Sequence[_Part],
-    facts: Sequence[Sequence[_Facts]],
-    workers: Ranks | None,
-    order: Tensor,
-) -> list[Any]:
+def _sorted_rows(number: int, facts: Sequence[Sequence[_Facts]], order: Tensor) -> list[Any]:
     """One leaf of all replicas, a list."""
-    lengths = [[one.num_bytes[number] if one.num_bytes else 0 for one in each] for each in facts]
-    own = b"".join(each for part in parts if part.leaves and isinstance(each := part.leaves[number], bytes))
-    wire = torch.from_numpy(np.frombuffer(own, dtype=np.uint8).copy())
-    received = concatenate(wire, 0, [sum(each) for each in lengths], workers).numpy().tobytes()
-    rows: list[Any] = []
-    start = 0
-    for length in (length for each in lengths for length in each):
-        rows += _decoded(received[start : start + length]) if length else []
-        start += length
+    lists = [one.lists[number] or [] for each in facts for one in each if one.lists]
+    rows = list(chain.from_iterable(lists))
     return [rows[place] for place in order.tolist()]
-
-
-def _decoded(data: bytes) -> list[Any]:
-    """The rows of a list, as ``_encoded`` sent them.
-
-    Raises:
-      InputError: the bytes are no rows of a list.
-    """
-    match decoded := plain_message(data.decode(errors="replace")):
-        case {"rows": list() as rows}:
-            return rows
-        case _:
-            raise InputError(
-                f"another rank sent {decoded!r:.100} as the rows of a list; every rank must run the same version of "
-                "torchdistinput."
-            )

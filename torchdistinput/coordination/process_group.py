@@ -23,7 +23,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final, Protocol, TypeVar, final
 
@@ -33,21 +33,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchdistinput.coordination.channel import ProcessGroupChannel, lost
-from torchdistinput.coordination.connections import Departed
+from torchdistinput.coordination.connections import Array, Connections, Departed
 from torchdistinput.coordination.endpoint import Address, Endpoint, Late
 from torchdistinput.coordination.exchanges import Exchange, StartedExchange
 from torchdistinput.coordination.launch import Members, find_launch, store_of_default_group
 from torchdistinput.coordination.private_names import another_connection
-from torchdistinput.coordination.recursive_doubling import (
-    Array,
-    Messenger,
-    Round,
-    add_up,
-    broadcast,
-    combine,
-    partners,
-    spread,
-)
+from torchdistinput.coordination.recursive_doubling import add_up, broadcast, combine, partners, spread
 from torchdistinput.coordination.store import prefixed, within
 from torchdistinput.coordination.store_barrier import StoreBarrier, did_not_come
 from torchdistinput.errors import CoordinationTimeout, InputError, RankLost
@@ -165,7 +156,6 @@ class ProcessGroupRanks:
 
     def __init__(self, group: dist.ProcessGroup | None, members: Members, timeout_seconds: float) -> None:
         self._group = group if group is not None else dist.group.WORLD
-        self._members = members
         self._ranks = members.ranks
         self.rank: int = members.rank
         self.num_ranks: int = len(members.ranks)
@@ -317,12 +307,7 @@ class ProcessGroupRanks:
         channel.abort(why)
 
     def _open(self, number: int, what: str) -> ProcessGroupChannel:
-        free = self._free  # not self: its channels must not keep it alive
         warned = False
-
-        def give_back(*, reusable: bool) -> None:
-            if reusable:
-                free.add(number)
 
         def meanwhile(missing: list[int], waited: float) -> None:
             nonlocal warned
@@ -336,13 +321,14 @@ class ProcessGroupRanks:
             raise
         except Departed as departed:
             raise RankLost(f"{what}: {lost(departed.farewell, self._ranks)}") from departed
+        give_back = partial(self._free.add, number)  # without self: its channels must not keep it alive
         return ProcessGroupChannel(connections, give_back, self._ranks)
 
     def _wire(self, tensor: Tensor) -> Tensor:
         """The tensor on a device from which it can be sent."""
         return tensor if tensor.device.type == self.direct else tensor.cpu()
 
-    def _exchange(self, what: str, rounds: Callable[[Messenger], Generator[Round, None, T]]) -> T:
+    def _exchange(self, what: str, rounds: Callable[[Connections], Exchange[T]]) -> T:
         """An exchange of tensors, which cannot be continued after an error. Collective: every rank calls this."""
         try:
             return self._go_on(what, lambda control: control.collective(rounds))
@@ -396,7 +382,7 @@ class ProcessGroupRanks:
             parts = [torch.from_numpy(row).view(padded.dtype).view(shape) for row in rows]
         elif padded.numel():
             dist.all_gather(parts, padded, group=self._group)
-        firsts = [parts[first].to(tensor.device) for first in self._members.firsts]
+        firsts = [parts[first].to(tensor.device) for first in self.firsts]
         return [part.narrow(axis, 0, size) for part, size in zip(firsts, sizes, strict=True)]
 
 

@@ -9,63 +9,16 @@ References: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communicati
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from typing import Any, Protocol, final
+from collections.abc import Callable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-from torchdistinput.coordination.exchanges import Pending
+from torchdistinput.coordination.connections import Array, Connections
+from torchdistinput.coordination.exchanges import Exchange, Pending
 
-__all__ = ["Messenger", "Round", "Words", "add_up", "broadcast", "combine", "partners", "spread", "sum_up"]
-
-Words = npt.NDArray[np.int64]
-"""A contiguous array of one dimension."""
-
-Array = npt.NDArray[Any]
-"""A contiguous array of one dimension, of any type of numbers."""
+__all__ = ["add_up", "broadcast", "combine", "partners", "spread", "sum_up"]
 
 _SUMS, _ROWS, _FIRST, _PARTS = 1, 2, 3, 4  # tags
-
-
-class Messenger(Protocol):
-    """Sends and receives arrays, one array per message. Messages to one rank arrive in the order they were sent."""
-
-    def rank(self) -> int:
-        """This rank."""
-
-    def size(self) -> int:
-        """How many ranks there are."""
-
-    def send(self, words: Array, peer: int, tag: int) -> Pending:
-        """Sends an array to one rank. Do not write to the array until the result has come."""
-
-    def recv(self, words: Array, peer: int, tag: int) -> Pending:
-        """Receives into an array from one rank. The array is complete when the result has come."""
-
-
-@final
-class Round:
-    """Messages on their way; see ``exchanges.Pending``.
-
-    Args:
-      awaited: the message to wait for.
-      sent: a second message to wait for, or ``None``.
-    """
-
-    def __init__(self, awaited: Pending, sent: Pending | None = None) -> None:
-        self._awaited = awaited
-        self._sent = sent
-
-    def has_come(self) -> bool:
-        """See ``Pending.has_come``."""
-        return self._awaited.has_come() and (self._sent is None or self._sent.has_come())
-
-    def wait(self) -> None:
-        """See ``Pending.wait``."""
-        self._awaited.wait()
-        if self._sent is not None:
-            self._sent.wait()
 
 
 def _power_below(num_ranks: int) -> int:
@@ -90,7 +43,7 @@ def partners(rank: int, num_ranks: int) -> list[int]:
     return [*others, rank + power] if rank + power < num_ranks else others
 
 
-def sum_up(group: Messenger, words: Sequence[int]) -> Generator[Round, None, list[int]]:
+def sum_up(group: Connections, words: Sequence[int]) -> Exchange[list[int]]:
     """The element-wise sums of words over the ranks. Collective: every rank of the group calls this.
 
     Args:
@@ -107,7 +60,7 @@ def _add(mine: Array, theirs: Array) -> None:
     mine += theirs
 
 
-def add_up(group: Messenger, mine: Array, add: Callable[[Array, Array], None]) -> Generator[Round, None, None]:
+def add_up(group: Connections, mine: Array, add: Callable[[Array, Array], None]) -> Exchange[None]:
     """Overwrites an array with its sum over the ranks. Collective: every rank of the group calls this.
 
     Args:
@@ -115,30 +68,30 @@ def add_up(group: Messenger, mine: Array, add: Callable[[Array, Array], None]) -
       mine: this rank's array, of the same length and type on all ranks.
       add: adds the second array to the first one, in place.
     """
-    rank, num_ranks = group.rank(), group.size()
+    rank, num_ranks = group.rank, group.num_ranks
     power = _power_below(num_ranks)
     theirs = np.empty_like(mine)
     if rank >= power:
-        sent = group.send(mine, rank - power, _SUMS)
-        yield Round(sent)
-        yield Round(group.recv(mine, rank - power, _SUMS))
+        yield group.send(mine, rank - power, _SUMS)
+        yield group.recv(mine, rank - power, _SUMS)
         return
     stands_for = rank + power if rank + power < num_ranks else None
     if stands_for is not None:
-        yield Round(group.recv(theirs, stands_for, _SUMS))
+        yield group.recv(theirs, stands_for, _SUMS)
         add(mine, theirs)
     distance = 1
     while distance < power:
         peer = rank ^ distance
         sent = group.send(mine, peer, _SUMS)
-        yield Round(group.recv(theirs, peer, _SUMS), sent)
+        yield group.recv(theirs, peer, _SUMS)
+        yield sent
         add(mine, theirs)
         distance *= 2
     if stands_for is not None:
-        yield Round(group.send(mine, stands_for, _SUMS))
+        yield group.send(mine, stands_for, _SUMS)
 
 
-def combine(group: Messenger, mine: bytes, merge: Callable[[bytes, bytes], bytes]) -> Generator[Round, None, bytes]:
+def combine(group: Connections, mine: bytes, merge: Callable[[bytes, bytes], bytes]) -> Exchange[bytes]:
     """One value, merged from those of all ranks, of any length. Collective: every rank of the group calls this.
 
     Each rank merges ``log2 W`` times, and holds two values at a time. Every merge gets the value of the lower ranks
@@ -149,94 +102,91 @@ def combine(group: Messenger, mine: bytes, merge: Callable[[bytes, bytes], bytes
       mine: this rank's value, one byte or more.
       merge: one value from two.
     """
-    rank, num_ranks = group.rank(), group.size()
+    rank, num_ranks = group.rank, group.num_ranks
     power = _power_below(num_ranks)
 
-    def meet(peer: int, *, sends: bool, receives: bool) -> Generator[Round, None, bytes]:
-        """Sends this rank's value, and returns the peer's: first the lengths, then the contents."""
+    def send(peer: int) -> list[Pending]:
+        """Sends this rank's value: first its length, then its content."""
+        return [group.send(each, peer, _PARTS) for each in (np.array([len(mine)]), np.frombuffer(mine, np.uint8))]
+
+    def receive(peer: int) -> Exchange[bytes]:
         length = np.zeros(1, np.int64)
-        yield from _swap(group, peer, np.array([len(mine)]) if sends else None, length if receives else None)
+        yield group.recv(length, peer, _PARTS)
         content = np.empty(int(length[0]), np.uint8)
-        yield from _swap(group, peer, np.frombuffer(mine, np.uint8) if sends else None, content if receives else None)
+        yield group.recv(content, peer, _PARTS)
         return content.tobytes()
 
     if rank >= power:
-        yield from meet(rank - power, sends=True, receives=False)
-        return (yield from meet(rank - power, sends=False, receives=True))
+        yield from send(rank - power)
+        return (yield from receive(rank - power))
     stands_for = rank + power if rank + power < num_ranks else None
     if stands_for is not None:
-        mine = merge(mine, (yield from meet(stands_for, sends=False, receives=True)))
+        mine = merge(mine, (yield from receive(stands_for)))
     distance = 1
     while distance < power:
-        theirs = yield from meet(rank ^ distance, sends=True, receives=True)
+        sent = send(rank ^ distance)
+        theirs = yield from receive(rank ^ distance)
+        yield from sent
         mine = merge(mine, theirs) if rank < rank ^ distance else merge(theirs, mine)
         distance *= 2
     if stands_for is not None:
-        yield from meet(stands_for, sends=True, receives=False)
+        yield from send(stands_for)
     return mine
 
 
-def _swap(group: Messenger, peer: int, own: Array | None, theirs: Array | None) -> Generator[Round, None, None]:
-    """Sends one array, or receives another, or both."""
-    sent = None if own is None else group.send(own, peer, _PARTS)
-    if theirs is not None:
-        yield Round(group.recv(theirs, peer, _PARTS), sent)
-    elif sent is not None:
-        yield Round(sent)
-
-
-def spread(group: Messenger, own: Array) -> Generator[Round, None, list[Array]]:
+def spread(group: Connections, own: Array) -> Exchange[list[Array]]:
     """Every rank's row, by rank. Collective: every rank of the group calls this.
 
     Args:
       group: the ranks.
       own: this rank's row, of the same length and type on all ranks.
     """
-    rank, num_ranks = group.rank(), group.size()
+    rank, num_ranks = group.rank, group.num_ranks
     power = _power_below(num_ranks)
     # The row of a rank lies beside the row of its partner, so that every message is one contiguous part.
     table = np.zeros((power, 2, len(own)), own.dtype)
     seat = rank % power
     table[seat, rank // power] = own
     if rank >= power:
-        yield Round(group.send(table[seat, 1], seat, _ROWS))
-        yield Round(group.recv(table.reshape(-1), seat, _ROWS))
+        yield group.send(table[seat, 1], seat, _ROWS)
+        yield group.recv(table.reshape(-1), seat, _ROWS)
     else:
         stands_in = rank + power < num_ranks
         if stands_in:
-            yield Round(group.recv(table[seat, 1], rank + power, _ROWS))
+            yield group.recv(table[seat, 1], rank + power, _ROWS)
         distance = 1
         while distance < power:
             first = seat - seat % distance
             other = first ^ distance
             outgoing = table[first : first + distance].reshape(-1)
             sent = group.send(outgoing, rank ^ distance, _ROWS)
-            yield Round(group.recv(table[other : other + distance].reshape(-1), rank ^ distance, _ROWS), sent)
+            yield group.recv(table[other : other + distance].reshape(-1), rank ^ distance, _ROWS)
+            yield sent
             distance *= 2
         if stands_in:
-            yield Round(group.send(table.reshape(-1), rank + power, _ROWS))
+            yield group.send(table.reshape(-1), rank + power, _ROWS)
     return [table[each % power, each // power] for each in range(num_ranks)]
 
 
-def broadcast(group: Messenger, mine: Array) -> Generator[Round, None, None]:
+def broadcast(group: Connections, mine: Array) -> Exchange[None]:
     """Overwrites an array with the first rank's array. Collective: every rank of the group calls this.
 
     Args:
       group: the ranks.
       mine: the array, of the same length and type on all ranks.
     """
-    rank, num_ranks = group.rank(), group.size()
+    rank, num_ranks = group.rank, group.num_ranks
     power = _power_below(num_ranks)
     if rank >= power:
-        yield Round(group.recv(mine, rank - power, _FIRST))
+        yield group.recv(mine, rank - power, _FIRST)
         return
     highest = 1 << (rank.bit_length() - 1) if rank else 0
     if rank:  # from the rank without its highest bit
-        yield Round(group.recv(mine, rank ^ highest, _FIRST))
+        yield group.recv(mine, rank ^ highest, _FIRST)
     distance = max(1, 2 * highest)
     others = [rank + power] if rank + power < num_ranks else []
     while distance < power:
         others.append(rank ^ distance)
         distance *= 2
     for peer in reversed(others):  # first the rank that has to pass it on most often
-        yield Round(group.send(mine, peer, _FIRST))
+        yield group.send(mine, peer, _FIRST)

@@ -123,9 +123,7 @@ def reduce(
     workers: Ranks | None,
     device: torch.device,
 ) -> Any:
-    """The values of all replicas reduced to one, the same on every worker; gradients do not flow through it.
-
-    Collective if there are several workers.
+    """See ``Strategy.reduce``. Collective if there are several workers. Gradients do not flow through it.
 
     Args:
       op: SUM or MEAN.
@@ -135,13 +133,6 @@ def reduce(
       num_local: the number of local replicas.
       workers: the other workers; ``None`` in one process.
       device: where the result lives.
-
-    Raises:
-      ValueError: for an unknown op, an axis out of range, a bare value with several replicas, or shapes or dtypes that
-        differ between replicas.
-      TypeError: for a value that is no tensor or number, or a structure with an axis; among several workers for a
-        sparse or nested tensor.
-      RankDisagreement: if the workers call different things, or another worker could not take part.
     """
     if axis is None and num_local == 1 and _alone(workers):
         ReduceOp.parse(op)
@@ -163,23 +154,7 @@ def reduce(
 
 
 def gather(value: Any, axis: int, *, num_local: int, workers: Ranks | None, device: torch.device) -> Any:
-    """The values of all replicas concatenated in replica order, the same on every worker; gradients do not flow.
-
-    Collective if there are several workers.
-
-    Args:
-      value: as for ``reduce``, scalars excepted; containers are gathered leaf by leaf.
-      axis: the axis to concatenate along, not negative; sizes along it may differ, 0 included.
-      num_local: the number of local replicas.
-      workers: the other workers; ``None`` in one process.
-      device: where the result lives.
-
-    Raises:
-      ValueError: for a negative axis or one out of range, a scalar, a bare value with several replicas, or dtypes or
-        other dims that differ between replicas.
-      TypeError: for a value that is no tensor or number; among several workers for a sparse or nested tensor.
-      RankDisagreement: if the workers call different things, or another worker could not take part.
-    """
+    """See ``Strategy.gather``, and ``reduce`` for the arguments. Containers are gathered leaf by leaf."""
     paths, leaves, rebuild = opened(value)
 
     def prepare() -> Operands:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torchdistinput.coordination.fork_safety import never_ended_by_forks
 from torchdistinput.errors import CoordinationTimeout, RankLost
 
-__all__ = ["ASK_AGAIN_SECONDS", "Store", "missing", "prefixed", "values", "within"]
+__all__ = ["ASK_AGAIN_SECONDS", "Store", "missing", "prefixed", "within"]
 
 T = TypeVar("T")
 
@@ -41,9 +41,6 @@ class Store(Protocol):
 
     def set(self, key: str, value: str) -> None:
         """Writes a value."""
-
-    def get(self, key: str) -> bytes:
-        """Reads a value; waits for the key."""
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         """Reads several values at once; waits for their keys."""
@@ -73,15 +70,6 @@ def missing(store: Store, keys: Sequence[str]) -> list[int]:
         return [0]
     middle = len(keys) // 2
     return [*missing(store, keys[:middle]), *(middle + place for place in missing(store, keys[middle:]))]
-
-
-def values(store: Store, keys: Sequence[str]) -> list[bytes | None]:
-    """The value of each key; ``None`` for a missing one. One request more than ``missing``. Local."""
-    if not keys:
-        return []
-    absent = set(missing(store, keys))
-    found = iter(store.multi_get([key for place, key in enumerate(keys) if place not in absent]))
-    return [None if place in absent else next(found) for place in range(len(keys))]
 
 
 def within(seconds: float, what: str, where: str, ask: Callable[[threading.Event], T]) -> T:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final, final
 
-from torchdistinput.coordination.store import ASK_AGAIN_SECONDS, Store, values
+from torchdistinput.coordination.store import ASK_AGAIN_SECONDS, Store, missing
 from torchdistinput.errors import CoordinationTimeout
 
 __all__ = ["StoreBarrier", "did_not_come"]
@@ -60,7 +60,7 @@ class StoreBarrier:
         self._store.add("signed", 1)
         self._store.set(f"in/{self._rank}", "")  # after the count: a rank that ends between the two is named
         all_signed = self._holds(self._have_all_signed, timeout_seconds, given_up)
-        absent = [] if all_signed else self._absent()
+        absent = [] if all_signed else missing(self._store, [f"in/{rank}" for rank in range(len(self._names))])
         if not all_signed and self._take_back():
             names = ", ".join(str(self._names[rank]) for rank in absent) or "unknown"
             raise did_not_come(what, names, timeout_seconds)
@@ -99,7 +99,3 @@ class StoreBarrier:
                 return False
             time.sleep(min(ASK_AGAIN_SECONDS * len(self._names) + (now - began) / 10, 0.25))
         return True
-
-    def _absent(self) -> list[int]:
-        signed = values(self._store, [f"in/{rank}" for rank in range(len(self._names))])
-        return [rank for rank, text in enumerate(signed) if text is None]

@@ -22,7 +22,7 @@ import marshal
 import math
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Final, final
 
 from torchdistinput.errors import StateMismatch
@@ -33,19 +33,6 @@ VERSION: Final = 1
 _ENCODER: Final = json.JSONEncoder(default=str)  # made once: states are taken in the loop
 _MAX_DEPTH: Final = 32
 _MAX_BITS: Final = 1024
-_FIELDS: Final = (
-    "version",
-    "epoch",
-    "step",
-    "samples",
-    "drawn",
-    "told_epoch",
-    "sample_seed",
-    "random",
-    "position",
-    "fingerprint",
-    "checksum",
-)
 
 
 @final
@@ -79,18 +66,9 @@ class SavedState:
 
     def to_dict(self) -> dict[str, Any]:
         """The state as plain JSON."""
-        state: dict[str, Any] = {
-            "version": VERSION,
-            "epoch": self.epoch,
-            "step": self.step,
-            "samples": self.samples,
-            "drawn": self.drawn,
-            "told_epoch": self.told_epoch,
-            "sample_seed": self.sample_seed,
-            "random": list(self.random),
-            "position": self.position,
-            "fingerprint": [[name, value] for name, value in self.fingerprint.items()],
-        }
+        state: dict[str, Any] = {"version": VERSION, **{name: getattr(self, name) for name in _NAMES}}
+        state["random"] = list(self.random)
+        state["fingerprint"] = [[name, value] for name, value in self.fingerprint.items()]
         return {**state, "checksum": _checksum(state)}
 
     @property
@@ -108,19 +86,14 @@ class SavedState:
         Raises:
           StateMismatch: the value is no state, is of a newer version, or is incomplete.
         """
-        fields = _checked_fields(state)
-        return cls(
-            epoch=fields["epoch"],
-            step=fields["step"],
-            samples=fields["samples"],
-            drawn=fields["drawn"],
-            told_epoch=fields["told_epoch"],
-            sample_seed=fields["sample_seed"],
-            random=tuple(fields["random"]),
-            position=fields["position"],
-            fingerprint=dict(fields["fingerprint"]),
-            was_changed=fields["checksum"] != _checksum(fields),
-        )
+        saved = _checked_fields(state)
+        plain = {name: saved[name] for name in _NAMES}
+        plain.update(random=tuple(saved["random"]), fingerprint=dict(saved["fingerprint"]))
+        return cls(**plain, was_changed=saved["checksum"] != _checksum(saved))
+
+
+_NAMES: Final = tuple(field.name for field in fields(SavedState) if field.name != "was_changed")
+_FIELDS: Final = ("version", *_NAMES, "checksum")
 
 
 def differences(saved: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any, Final, Literal, final
 
@@ -43,6 +43,29 @@ _MOST_BYTES: Final = 1 << 30
 
 @final
 @dataclass(frozen=True)
+class _Known:
+    """The results of the earlier passes.
+
+    Args:
+      dtype: the dtype of the data.
+      shape: the shape of the features.
+      counts: how many numbers each feature has, without NaNs.
+      bits: how many of the highest bits of the wanted numbers are known.
+      prefixes: for each feature, these bits: sorted, each once.
+      places: for each feature and wanted number: its place among all numbers, the index of its prefix, and its place
+        among the numbers with this prefix.
+    """
+
+    dtype: str
+    shape: list[int]
+    counts: list[int]
+    bits: int
+    prefixes: list[list[int]]
+    places: list[list[tuple[int, int, int]]]
+
+
+@final
+@dataclass(frozen=True)
 class Quantiles(Statistic):
     """Exact quantiles of each feature. Numbers of up to 16 bits take one pass, 32 bits two passes, 64 bits four.
 
@@ -68,6 +91,8 @@ class Quantiles(Statistic):
     method: Method = "linear"
     nan_policy: NanPolicy = "propagate"
     dtype: Literal["float64", "float32"] = "float64"
+    _known: _Known | None = field(default=None, kw_only=True, repr=False)
+    """The results of the earlier passes; ``None`` in the first pass."""
 
     def __post_init__(self) -> None:
         check_nan_policy(self.nan_policy)
@@ -85,7 +110,7 @@ class Quantiles(Statistic):
 
     def start(self) -> State:
         """See ``Statistic.start``."""
-        return _Pass(self).start()
+        return no_data()
 
     def update(self, state: State, batch: Any) -> State:
         """See ``Statistic.update``.
@@ -95,87 +120,10 @@ class Quantiles(Statistic):
           ValueError: the features have another shape than before, or are too many; or a number is not finite under
             ``"raise"``.
         """
-        return _Pass(self).update(state, batch)
-
-    def merge(self, state: State, other: State) -> State:
-        """See ``Statistic.merge``."""
-        return _Pass(self).merge(state, other)
-
-    def result(self, state: State) -> Numbers:
-        """The quantiles: ``(len(q), *features)``, without the first dim where ``q`` is one number.
-
-        Raises:
-          ValueError: there is no data.
-        """
-        return _Pass(self).result(state)
-
-    def next_pass(self, state: State) -> Statistic | None:
-        """See ``Statistic.next_pass``."""
-        return _Pass(self).next_pass(state)
-
-    def places(self, count: int) -> list[tuple[int, int, Fraction]]:
-        """For each quantile of ``count`` sorted numbers: two places, counted from 0, and the upper one's weight."""
-        found = []
-        for q in self.wanted():
-            if self.method in ("inverted_cdf", "interpolated_inverted_cdf"):
-                place = min(max(count * q, Fraction(1)), Fraction(count)) - 1
-                place = Fraction(math.ceil(place)) if self.method == "inverted_cdf" else place
-            else:
-                place = (count - 1) * q
-            lower = math.floor(place)
-            upper = math.ceil(place)
-            if self.method == "lower":
-                upper = lower
-            if self.method == "higher":
-                lower = upper
-            found.append((lower, upper, place - lower if upper > lower else Fraction(0)))
-        return found
-
-
-@final
-@dataclass(frozen=True)
-class _Known:
-    """The results of the earlier passes.
-
-    Args:
-      dtype: the dtype of the data.
-      shape: the shape of the features.
-      counts: how many numbers each feature has, without NaNs.
-      bits: how many of the highest bits of the wanted numbers are known.
-      prefixes: for each feature, these bits: sorted, each once.
-      places: for each feature and wanted number: its place among all numbers, the index of its prefix, and its place
-        among the numbers with this prefix.
-    """
-
-    dtype: str
-    shape: list[int]
-    counts: list[int]
-    bits: int
-    prefixes: list[list[int]]
-    places: list[list[tuple[int, int, int]]]
-
-
-@final
-@dataclass(frozen=True)
-class _Pass(Statistic):
-    """A pass for ``Quantiles``: counts the next digit of the numbers that begin with known bits.
-
-    Args:
-      quantiles: the wanted quantiles.
-      known: the results of the earlier passes; ``None`` in the first pass.
-    """
-
-    quantiles: Quantiles
-    known: _Known | None = None
-
-    def start(self) -> State:
-        return no_data()
-
-    def update(self, state: State, batch: Any) -> State:
-        values, kind = taken(state, batch, self.quantiles.axis)
+        values, kind = taken(state, batch, self.axis)
         if not values.size:
             return state
-        prefixes = [[0]] * len(values) if self.known is None else self.known.prefixes
+        prefixes = [[0]] * len(values) if self._known is None else self._known.prefixes
         if len(prefixes) != len(values):
             raise ValueError(f"the data has {len(values)} features; it had {len(prefixes)} in the pass before.")
         width = _width(values.dtype)
@@ -203,10 +151,10 @@ class _Pass(Statistic):
         width = _width(keys.dtype)
         bits = 8 * keys.dtype.itemsize
         unsigned = keys.dtype.type
-        if self.known is None:
+        if self._known is None:
             first: npt.NDArray[np.int64] = (keys >> unsigned(bits - width)).astype(np.int64)
             return first
-        known = self.known.bits
+        known = self._known.bits
         inside, place = _with_prefix(keys >> unsigned(bits - known), prefixes, known)
         digit = keys[inside] >> unsigned(bits - known - width) & unsigned((1 << width) - 1)
         index: npt.NDArray[np.int64] = (place << width) + digit.astype(np.int64)
@@ -217,7 +165,7 @@ class _Pass(Statistic):
             return row
         nans = np.isnan(row)
         number = int(nans.sum())
-        if self.quantiles.nan_policy == "raise":
+        if self.nan_policy == "raise":
             infinite = int(np.isinf(row).sum())
             if number or infinite:
                 raise ValueError(f"{number} NaN and {infinite} infinite among {row.size} numbers of feature {feature}.")
@@ -228,11 +176,13 @@ class _Pass(Statistic):
         return found
 
     def merge(self, state: State, other: State) -> State:
+        """See ``Statistic.merge``."""
         return joined(
             state, other, lambda one, two: {name: one[name] + two[name] for name in ("count", "nans", "bins")}
         )
 
     def next_pass(self, state: State) -> Statistic | None:
+        """See ``Statistic.next_pass``."""
         self._check(state)
         if state["dtype"] is None:
             return None
@@ -245,34 +195,38 @@ class _Pass(Statistic):
             for own, keys in zip(prefixes, found, strict=True)
         ]
         counts = state["count"].tolist()
-        return _Pass(self.quantiles, _Known(state["dtype"], state["shape"], counts, bits, prefixes, places))
+        return replace(self, _known=_Known(state["dtype"], state["shape"], counts, bits, prefixes, places))
 
     def result(self, state: State) -> Numbers:
+        """The quantiles: ``(len(q), *features)``, without the first dim where ``q`` is one number.
+
+        Raises:
+          ValueError: there is no data.
+        """
         self._check(state)
         check_has_data(state)
-        quantiles = self.quantiles
         columns = []
         counted = zip(state["count"].tolist(), state["nans"].tolist(), self._found(state)[1], strict=True)
         for count, nans, keys in counted:
-            if not count or (nans and quantiles.nan_policy == "propagate"):
-                columns.append([np.nan] * len(quantiles.wanted()))
+            if not count or (nans and self.nan_policy == "propagate"):
+                columns.append([np.nan] * len(self.wanted()))
                 continue
             values = {place: _value(key, state["dtype"]) for place, (key, _) in keys.items()}
-            wanted = quantiles.places(count)
-            columns.append([_between(values[low], values[high], share, quantiles.dtype) for low, high, share in wanted])
-        table: Numbers = np.array(columns, quantiles.dtype).T.reshape(-1, *state["shape"])
-        return table if isinstance(quantiles.q, Sequence | np.ndarray) else table.reshape(state["shape"])
+            wanted = self.places(count)
+            columns.append([_between(values[low], values[high], share, self.dtype) for low, high, share in wanted])
+        table: Numbers = np.array(columns, self.dtype).T.reshape(-1, *state["shape"])
+        return table if isinstance(self.q, Sequence | np.ndarray) else table.reshape(state["shape"])
 
     def _found(self, state: State) -> tuple[int, list[dict[int, tuple[int, int]]]]:
         """How many bits are known now; for each feature and wanted place, the bits, and the place among equal ones."""
         width = _width(np.dtype(state["dtype"]))
-        known = self.known
+        known = self._known
         found: list[dict[int, tuple[int, int]]] = []
         row = 0
         for feature, count in enumerate(state["count"].tolist()):
             if known is None:
                 wanted = (
-                    {each for low, high, _ in self.quantiles.places(count) for each in (low, high)} if count else ()
+                    {each for low, high, _ in self.places(count) for each in (low, high)} if count else ()
                 )
                 prefixes, places = [0], [(place, 0, place) for place in sorted(wanted)]
             else:
@@ -289,15 +243,33 @@ class _Pass(Statistic):
 
     def _check(self, state: State) -> None:
         """Refuses data that differs from the data of the earlier passes."""
-        if self.known is None:
+        if self._known is None:
             return
-        before = (self.known.dtype, self.known.shape, self.known.counts)
+        before = (self._known.dtype, self._known.shape, self._known.counts)
         now = (state["dtype"], state["shape"], state["count"].tolist() if state["dtype"] else [])
         if now != before:
             raise ValueError(
                 f"the data changed between two passes: dtype, shape and counts were {before}, and are {now}. Quantiles "
                 "read the data more than once; each pass must give the same samples."
             )
+
+    def places(self, count: int) -> list[tuple[int, int, Fraction]]:
+        """For each quantile of ``count`` sorted numbers: two places, counted from 0, and the upper one's weight."""
+        found = []
+        for q in self.wanted():
+            if self.method in ("inverted_cdf", "interpolated_inverted_cdf"):
+                place = min(max(count * q, Fraction(1)), Fraction(count)) - 1
+                place = Fraction(math.ceil(place)) if self.method == "inverted_cdf" else place
+            else:
+                place = (count - 1) * q
+            lower = math.floor(place)
+            upper = math.ceil(place)
+            if self.method == "lower":
+                upper = lower
+            if self.method == "higher":
+                lower = upper
+            found.append((lower, upper, place - lower if upper > lower else Fraction(0)))
+        return found
 
 
 def _width(dtype: np.dtype[Any]) -> int:
