@@ -17,7 +17,6 @@ PACKAGE = ROOT / "torchdistinput"
 
 # The floors of the house: a module imports from the floors below its own.
 FLOORS = {
-    "coroutines": 0,
     "errors": 0,
     "frameworks": 1,
     "statistics": 1,
@@ -27,16 +26,15 @@ FLOORS = {
     "coordination": 3,
     "devices": 3,
     "pipeline": 4,
+    "replicas": 4,
     "sources": 5,
     "dataset": 6,
     "iterator": 6,
     "checkpoint": 6,
     "build_pipeline": 6,
-    "epoch_draws": 6,
     "loader_iterator": 6,
     "data_loader": 7,
     "losses": 7,
-    "replica": 7,
     "strategy": 7,
     "analysis": 8,
     "preprocessing": 9,
@@ -56,13 +54,14 @@ NEIGHBOURS_MAY_MEET = {
         "coordination",
         "devices",
         "pipeline",
+        "replicas",
         "sources",
         "testing",
         "integrations",
         "preprocessing",
     ),
-    *("checkpoint", "dataset", "loader_iterator", "epoch_draws", "iterator", "build_pipeline"),
-    *("data_loader", "losses", "replica", "strategy"),
+    *("checkpoint", "dataset", "loader_iterator", "iterator", "build_pipeline"),
+    *("data_loader", "losses", "strategy"),
 }
 
 # Floors that leave out some of the floors below.
@@ -72,6 +71,7 @@ NARROWER = {
     "coordination": {"batches", "errors", "plan", "step_types"},
     "devices": {"batches", "errors"},
     "pipeline": {"batches", "coordination", "devices", "errors", "plan", "step_types"},
+    "replicas": {"batches", "coordination"},
 }
 
 RUN_TIME_PACKAGES = {"torch", "numpy", "fsspec"}
@@ -79,7 +79,6 @@ RUN_TIME_PACKAGES = {"torch", "numpy", "fsspec"}
 # The doors to the outside, and the files that open each; run_ranks makes the group that the library then finds.
 DOORS = {
     "torch.distributed": {
-        "coordination/store_barrier.py",
         "coordination/store.py",
         "coordination/launch.py",
         "coordination/process_group.py",

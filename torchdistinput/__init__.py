@@ -32,7 +32,7 @@ from torchdistinput.losses import average_loss
 from torchdistinput.plan.options import InputOptions, InputReplicationMode, Step
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import InputContext, ValueContext
-from torchdistinput.replica import get_replica_context
+from torchdistinput.replicas.run import get_replica_context
 from torchdistinput.sources.files.dataset import FileDataset, list_files
 from torchdistinput.sources.files.flat_map import StatefulFlatMap
 from torchdistinput.sources.files.fragment_dataset import FragmentDataset

@@ -24,10 +24,10 @@ from torchdistinput.pipeline.to_device import ToDevice
 from torchdistinput.pipeline.upstream import StepMaker
 from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.base import ReadByAll, Source
+from torchdistinput.sources.base import ReadByAll, RowStream, Source
 from torchdistinput.sources.rng import Draw, SharedRngState
 from torchdistinput.sources.torch_loader.open_runs import OpenRuns
-from torchdistinput.step_types import CatchesUp, Digest, HasNews, Start, Stream
+from torchdistinput.step_types import CatchesUp, Counted, HasNews, Start, Stream
 
 __all__ = ["Opened", "Setting", "build_pipeline", "open_stream"]
 
@@ -43,7 +43,7 @@ class Setting:
       ranks: the ranks that must agree; ``None`` where there is only one.
       timeout_seconds: how long a rank waits for another one, unless the options say otherwise.
       workers: the worker of each rank; the ranks of one worker read the same data.
-      lent: torch's default random state after the last draw that all ranks made together.
+      shared_rng: torch's default random state after the last draw that all ranks made together.
     """
 
     topology: Topology
@@ -51,7 +51,7 @@ class Setting:
     ranks: Ranks | None
     timeout_seconds: float
     workers: Sequence[int] = ()
-    lent: SharedRngState = field(default_factory=SharedRngState)
+    shared_rng: SharedRngState = field(default_factory=SharedRngState)
 
     @property
     def has_peers(self) -> bool:
@@ -67,7 +67,7 @@ class Opened(NamedTuple):
     stream: Stream
     progress: Progress
     last: LastStep
-    lent: Draw | None = None
+    with_rng_of_coordinate: Draw | None = None
     """Calls user code with the random states of this rank's data coordinate, which other ranks share."""
 
 
@@ -76,7 +76,8 @@ def open_stream(source: Source, epoch: int, draws: Draw, start: Start) -> Stream
     try:
         return source.open(epoch, draws, start)
     except Exception as error:
-        return _BrokenStream(error)
+        rows = (_raise(each) for each in [error])
+        return RowStream(rows, in_background=False, track=_NoPosition(error))
 
 
 def build_pipeline(
@@ -92,7 +93,7 @@ def build_pipeline(
       idle: unused ``ToDevice`` stages with their streams and memory, kept for the life of the dataset. One is taken
         here, and given back at the end.
     """
-    channel, stream, progress, last, lent = opened
+    channel, stream, progress, last, with_rng = opened
     grows = options.prefetch is None
     depth = last.ahead if grows and last.ahead is not None else options.least_ahead
     devices = setting.devices if options.fetch_to_device else [torch.device("cpu")] * len(setting.devices)
@@ -104,7 +105,8 @@ def build_pipeline(
         empty_fn=options.empty_fn,
         with_index=options.with_index,
     )
-    pad = _new_pad(source, options)
+    rows = source.largest_piece_size
+    pad = None if options.partial_batch == "keep" or rows is None else Pad(rows, with_index=options.with_index)
     to_device = idle.pop() if idle else ToDevice([make_copier(device) for device in devices])
     way_out = "" if channel is None or not isinstance(source, ReadByAll) else source.way_out
     compares = channel is not None and setting.has_peers
@@ -123,7 +125,7 @@ def build_pipeline(
         progress.meter,
         workers,
         stream.expect,
-        draw=None if lent is None or stream.in_background else partial(lent, fetch.draw),
+        draw=None if with_rng is None or stream.in_background else partial(with_rng, fetch.draw),
         give_back=idle.append,
     )
     ranks = setting.ranks
@@ -151,7 +153,7 @@ def build_pipeline(
         helps=not copies and _makes_plain_tensors(),
         meter=progress.meter,
         timeout_seconds=timeout_seconds,
-        names=_itself if ranks is None else ranks.name,
+        names=int if ranks is None else ranks.name,
         room=options.prefetch_bytes if grows else None,
         first_step=progress.steps,
         deeper=last.read_ahead,
@@ -166,50 +168,27 @@ def build_pipeline(
         raise
 
 
-def _new_pad(source: Source, options: InputOptions) -> Pad | None:
-    rows = source.largest_piece_size
-    return None if options.partial_batch == "keep" or rows is None else Pad(rows, with_index=options.with_index)
+def _raise(error: Exception) -> Counted:
+    raise error
 
 
 @final
-class _BrokenStream:
-    """The stream of a source that could not be opened: its first step fails."""
+class _NoPosition:
+    """The ``Track`` of a source that could not be opened."""
 
-    in_background = False
-    strings = False
-    one_structure = False
     owns_state = False
-    periodic_sync = None
 
     def __init__(self, error: Exception) -> None:
         self._error = error
 
-    def draw(self) -> Any:
-        """See ``Stream.draw``."""
-        raise self._error
-
-    def expect(self, rows: int) -> None:
-        """See ``Stream.expect``."""
-
-    def fetch(self, drawn: Any) -> None:
-        """See ``Stream.fetch``."""
-
-    def digest_of(self, drawn: Any) -> Digest:
-        """See ``Stream.digest_of``."""
-        return 0
+    def drawn(self) -> None:
+        """See ``Track.drawn``."""
 
     def position(self, rows: int) -> list[Any]:
-        """See ``Stream.position``. Never called, as no step is delivered."""
+        """See ``Track.position``."""
         raise self._error
-
-    def close(self) -> None:
-        """See ``Stream.close``."""
 
 
 def _makes_plain_tensors() -> bool:
     """Whether this thread makes the same tensors as the background thread, in which none of torch's modes is set."""
     return torch.get_default_device().type == "cpu" and not torch.is_inference_mode_enabled()
-
-
-def _itself(rank: int) -> int:
-    return rank

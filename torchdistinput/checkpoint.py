@@ -24,12 +24,12 @@ import torch
 
 from torchdistinput.coordination.fingerprints import agree
 from torchdistinput.coordination.process_group import Ranks
-from torchdistinput.epoch_draws import EpochDraws, RngSnapshot
 from torchdistinput.errors import InputError, StateMismatch
 from torchdistinput.iterator import Progress
 from torchdistinput.plan.checkpoint_format import SavedState, differences
 from torchdistinput.plan.seed_schedule import SeedSchedule
 from torchdistinput.sources.base import DrawsAlone, KeepsBetweenEpochs, KnowsEpochs, SeedsSamples, Source, TellsEpochs
+from torchdistinput.sources.epoch_draws import EpochDraws, RngSnapshot
 from torchdistinput.sources.rng import Draw, SharedRng, SharedRngState
 from torchdistinput.step_types import Start, Stream
 
@@ -80,7 +80,7 @@ class _Left(NamedTuple):
     source: Source
     fingerprint: Mapping[str, Any]
     epoch: int
-    told: int | None
+    user_epoch: int | None
     pending: _Pending | None
     known: list[tuple[int, EpochDraws]]
 
@@ -95,7 +95,7 @@ class Checkpoint:
       ranks: the ranks that must agree; ``None`` where there is only one.
       worker: the index of this worker.
       name: the name of the dataset, for messages.
-      lent: the default random state from which all ranks draw together.
+      shared_rng: the default random state from which all ranks draw together.
     """
 
     def __init__(
@@ -106,27 +106,27 @@ class Checkpoint:
         worker: int,
         name: str,
         *,
-        lent: SharedRngState,
+        shared_rng: SharedRngState,
     ) -> None:
         self._source = source
         self._fingerprint = fingerprint
         self._ranks = ranks
         self._worker = worker
         self._name = name
-        self._lent = lent
+        self._shared_rng = shared_rng
         # Computed once: an isinstance check of a protocol takes microseconds, and states are taken in the loop.
         self._alone = source if isinstance(source, DrawsAlone) and source.draws_alone else None
         self._seeding = source if isinstance(source, SeedsSamples) else None
         self._between = source if isinstance(source, KeepsBetweenEpochs) and source.keeps_between else None
         self._telling = source if isinstance(source, TellsEpochs) else None
         self._epoch = 0
-        self._told: int | None = None
+        self._user_epoch: int | None = None
         self._pending: _Pending | None = None
         self._entered: _Pending | None = None
         self._progress: Progress | None = None
         self._stream: Stream | None = None
         self._random: EpochDraws | None = None
-        self._told_then: int | None = None
+        self._begun_user_epoch: int | None = None
         self._known: deque[tuple[int, EpochDraws]] = deque(maxlen=_REMEMBERED_EPOCHS)
 
     @property
@@ -145,7 +145,7 @@ class Checkpoint:
           epoch: the number.
           running: whether the epoch that was begun last is still read; ``state`` then returns its position.
         """
-        self._told = epoch
+        self._user_epoch = epoch
         pending = self._pending
         if pending is None or pending.saved.epoch != epoch:
             progress, stream = self._progress, self._stream
@@ -153,7 +153,7 @@ class Checkpoint:
             if running:
                 self._progress, self._stream = progress, stream
             if pending is not None and pending.unread:  # the same draws are made again for the new epoch
-                saved = self._saved(epoch, pending.saved.random, Start(), told=epoch)
+                saved = self._saved(epoch, pending.saved.random, Start(), user_epoch=epoch)
                 self._pending = _Pending(saved, pending.random, restores=True, unread=True)
         self._epoch = epoch
         self._source.set_epoch(epoch)
@@ -207,7 +207,7 @@ class Checkpoint:
             random.replay = entry.start.replay
             random.seeds = entry.start.seeds or random.seeds
             self._known.append((entry.epoch, random))
-        self._told_then = self._told
+        self._begun_user_epoch = self._user_epoch
         self._progress, self._stream = progress, stream
 
     def reenter(self) -> None:
@@ -216,7 +216,7 @@ class Checkpoint:
         if progress is None or random is None or progress.rows:
             return
         self._epoch = progress.epoch
-        begun = self._saved(progress.epoch, random.texts(), Start(), told=self._told)
+        begun = self._saved(progress.epoch, random.texts(), Start(), user_epoch=self._user_epoch)
         saved = begun if self._entered is None else self._entered.saved
         self._pending = _Pending(saved, random, restores=True, unread=True)
 
@@ -238,7 +238,7 @@ class Checkpoint:
             self._check_position(saved)
         self._pending = pending
         self._known.extend(left.known)
-        self._epoch, self._told = left.epoch, left.told
+        self._epoch, self._user_epoch = left.epoch, left.user_epoch
         if isinstance(self._source, KnowsEpochs):
             self._source.go_on_from(left.source)
         if self._telling is not None and isinstance(left.source, TellsEpochs):
@@ -261,18 +261,18 @@ class Checkpoint:
             pending = pending._replace(saved=replace(pending.saved, random=random.texts()), random=random)
         # Other ranks may not have these states.
         known = [(epoch, drawn_there(random)) for epoch, random in self._known if ranks is self._ranks]
-        return _Left(self._source, self._fingerprint, self._epoch, self._told, pending, known)
+        return _Left(self._source, self._fingerprint, self._epoch, self._user_epoch, pending, known)
 
     def _default_now(self) -> torch.Tensor | None:
         """The default state from which all ranks draw next; ``None`` where this rank does not know it."""
-        return torch.get_rng_state() if self._ranks is None else self._lent.state
+        return torch.get_rng_state() if self._ranks is None else self._shared_rng.state
 
     def next_state(self) -> SavedState:
         """The saved state for the beginning of the next epoch. Local."""
         if self._pending is not None:
-            return replace(self._pending.saved, told_epoch=self._told, fingerprint=self._fingerprint)
+            return replace(self._pending.saved, told_epoch=self._user_epoch, fingerprint=self._fingerprint)
         draws = EpochDraws.of(self._source, self._default_now())
-        return self._saved(self._epoch, draws.texts(), Start(), told=self._told)
+        return self._saved(self._epoch, draws.texts(), Start(), user_epoch=self._user_epoch)
 
     def state(self) -> SavedState:
         """The saved state for the steps delivered so far. Collective where the workers' positions differ."""
@@ -293,7 +293,7 @@ class Checkpoint:
         if progress.steps or self._alone is not None or self._between is not None:
             rows = progress.rows
             place, random = self._positions(progress.epoch, progress.steps, random, lambda: stream.position(rows))
-        return self._saved(progress.epoch, random, reached, place, told=self._told_then)
+        return self._saved(progress.epoch, random, reached, place, user_epoch=self._begun_user_epoch)
 
     def _saved(
         self,
@@ -302,14 +302,14 @@ class Checkpoint:
         reached: Start,
         position: list[Any] | None = None,
         *,
-        told: int | None,
+        user_epoch: int | None,
     ) -> SavedState:
         return SavedState(
             epoch=epoch,
             step=reached.steps,
             samples=reached.samples,
             drawn=reached.drawn,
-            told_epoch=told,
+            told_epoch=user_epoch,
             sample_seed=None if self._seeding is None else self._seeding.sample_seed,
             random=random,
             position=position,
@@ -326,16 +326,16 @@ class Checkpoint:
             own = tell()
         except Exception as error:  # in a collective call every rank must hear of it, or the others would wait
             problem = error
-        owns_state = self._stream is not None and self._stream.owns_state  # known once a position was told
+        owns_state = self._stream is not None and self._stream.owns_state  # known once a position was asked for
         if ranks is None or not (source.collective_state or owns_state):
             if problem is not None:
                 raise problem
             return ["all", own], random
         facts = {"dataset": self._name, "epoch": epoch, "step": step}
         what = f"state_dict() of dataset {self._name}"
-        told = agree(ranks, what, facts, error=problem, extra=[own, random])
-        positions = [told[first][0] for first in ranks.firsts]
-        common = tuple(told[0][1])  # the first rank's count
+        answers = agree(ranks, what, facts, error=problem, extra=[own, random])
+        positions = [answers[first][0] for first in ranks.firsts]
+        common = tuple(answers[0][1])  # the first rank's count
         if all(position == positions[0] for position in positions) and not source.bound_to_world:
             return ["all", positions[0]], common
         return ["each", *positions], common
@@ -361,7 +361,7 @@ class Checkpoint:
             _LOG.warning("dataset %s: loading a state in spite of differences: %s", self._name, differing)
         self._leave()
         self._epoch = saved.epoch
-        self._told = saved.told_epoch
+        self._user_epoch = saved.told_epoch
         if self._seeding is not None:
             self._seeding.give_sample_seed(saved.sample_seed)
         if saved.told_epoch is not None:
@@ -444,13 +444,13 @@ class Checkpoint:
             raise ValueError(f"step is {step}, but an epoch has {steps} step(s).")
         random = self._random_of(epoch)
         self._leave()
-        if self._told is not None:
-            self._told = epoch
+        if self._user_epoch is not None:
+            self._user_epoch = epoch
             self._source.set_epoch(epoch)
         self._epoch = epoch
         samples = step * size if isinstance(size, int) else 0
         texts = EpochDraws.of(self._source, None).texts() if random is None else random.texts()
-        saved = self._saved(epoch, texts, Start(step, samples), told=self._told)
+        saved = self._saved(epoch, texts, Start(step, samples), user_epoch=self._user_epoch)
         self._pending = _Pending(saved, random, restores=True)
 
     def _random_of(self, epoch: int) -> EpochDraws | None:

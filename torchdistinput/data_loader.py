@@ -37,6 +37,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate, default_convert
 
 from torchdistinput.coordination import launch
+from torchdistinput.dataset import check_number
 from torchdistinput.errors import InputError
 from torchdistinput.frameworks import (
     GivenCollate,
@@ -365,7 +366,7 @@ class DataLoader(Generic[T_co]):
         divided = self._divided
         if divided is None or self._is_moved(divided) or self._is_changed(divided):
             divided = self._divided = self._divide(divided)
-        return self._told(divided)
+        return self._with_wanted_epoch(divided)
 
     def _is_moved(self, divided: Divided) -> bool:
         """Whether there is another process group than when the data was divided."""
@@ -375,7 +376,7 @@ class DataLoader(Generic[T_co]):
         """Whether an attribute that counts now was set after the data was divided."""
         return divided.loader is not self._loader and not self._workers_live_on(divided)
 
-    def _told(self, divided: Divided) -> Divided:
+    def _with_wanted_epoch(self, divided: Divided) -> Divided:
         """The data, after passing on the last ``set_epoch``."""
         if self._wanted_epoch is not None:
             divided.dataset.set_epoch(self._wanted_epoch)
@@ -453,8 +454,7 @@ class DataLoader(Generic[T_co]):
         Raises:
           ValueError: not an int of 0 or more.
         """
-        if type(epoch) is not int or epoch < 0:
-            raise ValueError(f"epoch is {epoch!r}; an int of 0 or more is needed.")
+        check_number("epoch", epoch)
         self._wanted_epoch = epoch
 
     def state_dict(self) -> dict[str, Any]:
@@ -463,7 +463,7 @@ class DataLoader(Generic[T_co]):
         Also collective if it is the first call of the loader, which determines the ranks.
         """
         # A loader that was divided answers for itself, also when its process group has gone.
-        divided = self._ready() if self._divided is None else self._told(self._divided)
+        divided = self._ready() if self._divided is None else self._with_wanted_epoch(self._divided)
         return divided.dataset.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:  # noqa: FBT001, FBT002 - as in torch

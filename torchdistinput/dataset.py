@@ -13,7 +13,7 @@ import torch
 from torchdistinput.build_pipeline import Opened, Setting, build_pipeline, open_stream
 from torchdistinput.checkpoint import Checkpoint, Entry
 from torchdistinput.coordination.failures import in_one_line
-from torchdistinput.coordination.fingerprints import agree
+from torchdistinput.coordination.fingerprints import agree, agree_on
 from torchdistinput.coordination.process_group import Ranks
 from torchdistinput.errors import BatchingError, InputError
 from torchdistinput.frameworks import check_accelerate, check_trainer, only_tries
@@ -33,7 +33,7 @@ from torchdistinput.sources.rng import (
 )
 from torchdistinput.sources.sample_costs import digest_of_costs
 
-__all__ = ["SAMPLES", "DistributedDataset", "check_partial_batch", "facts_of", "setting_of"]
+__all__ = ["SAMPLES", "DistributedDataset", "check_number", "check_partial_batch", "facts_of", "setting_of"]
 
 SAMPLES: Final = "the samples"
 """The name of the fact that identifies the samples of map-style data."""
@@ -70,7 +70,7 @@ class DistributedDataset:
             setting.ranks,
             setting.topology.worker,
             name,
-            lent=setting.lent,
+            shared_rng=setting.shared_rng,
         )
         self._alike = EqualRngStates()
         self._progress: Progress | None = None
@@ -190,7 +190,7 @@ class DistributedDataset:
 
         If a state of this epoch was loaded, or a step of it sought, the next ``iter()`` still begins there.
         """
-        _check_number("epoch", epoch)
+        check_number("epoch", epoch)
         self._drop_opened()
         running = any(iterator.is_live and iterator.reads(self._progress) for iterator in self._iterators)
         self._checkpoint.set_epoch(epoch, running=running)
@@ -298,8 +298,8 @@ class DistributedDataset:
           ValueError: a negative number, or a step after the end.
           InputError: an iterator of this dataset is alive, or the epoch is before the earliest one known.
         """
-        _check_number("epoch", epoch)
-        _check_number("step", step)
+        check_number("epoch", epoch)
+        check_number("step", step)
         self._refuse_uncoordinated("seek()")
         self._refuse_live("seek()")
         self._drop_opened()
@@ -374,14 +374,14 @@ class DistributedDataset:
         ranks = self._setting.ranks
         if ranks is None or self._options.coordination == "off":
             return self._begin_with(entry, None)
-        told = self._agree_on_epoch(ranks, entry)
+        answers = self._agree_on_epoch(ranks, entry)
         # The next unused number differs where a rank was interrupted before it opened its channel.
-        common = set.intersection(*(set(each["channels"]) for each in told))
-        number = min(common) if common else max(each["channels"][-1] for each in told)
+        common = set.intersection(*(set(each["channels"]) for each in answers))
+        number = min(common) if common else max(each["channels"][-1] for each in answers)
         # The depth differs where the ranks left the epoch before at different steps. The votes need one depth.
-        self._last.ahead = min(each["ahead"] for each in told) or None
+        self._last.ahead = min(each["ahead"] for each in answers) or None
         try:
-            return self._begin_with(entry, number, [each["peers"] for each in told])
+            return self._begin_with(entry, number, [each["peers"] for each in answers])
         except BaseException as error:  # the other ranks wait until this rank opens the channel
             ranks.refuse_channel(number, f"could not begin epoch {entry.epoch}: {in_one_line(error)}")
             raise
@@ -406,9 +406,9 @@ class DistributedDataset:
         if isinstance(draws, SharedRng):
             draws.lend()
         try:
-            channel, lent = None, None
+            channel, with_rng = None, None
             if ranks is not None and number is not None:
-                lent = self._states_of_coordinate(ranks, digests) if self._setting.has_peers else None
+                with_rng = self._states_of_coordinate(ranks, digests) if self._setting.has_peers else None
                 channel = ranks.open_channel(number)
         except BaseException:
             stream.close()
@@ -425,7 +425,7 @@ class DistributedDataset:
             log_every=log_every,
         )
         self._checkpoint.begun(entry, self._progress, stream)
-        iterator = self._build_pipelined(Opened(channel, stream, self._progress, self._last, lent))
+        iterator = self._build_pipelined(Opened(channel, stream, self._progress, self._last, with_rng))
         self._iterators.add(iterator)
         return iterator
 
@@ -439,10 +439,10 @@ class DistributedDataset:
                 opened.channel.abort(f"failed: {type(error).__name__}: {error}")
             raise
 
-    def _new_meter(self, told: Sequence[dict[str, Any]] = ()) -> Metrics:
+    def _new_meter(self, windows: Sequence[dict[str, Any]] = ()) -> Metrics:
         ranks, workers = self._setting.ranks, self._source.workers
         fresh = int if workers is None else workers.fresh_batches
-        return Metrics(0 if ranks is None else ranks.name(ranks.rank), told, fresh)
+        return Metrics(0 if ranks is None else ranks.name(ranks.rank), windows, fresh)
 
     def _agree_on_epoch(self, ranks: Ranks, entry: Entry) -> list[Any]:
         facts = {"dataset": self._name, "start": entry.mark, **self._source.epoch_fingerprint()}
@@ -452,9 +452,9 @@ class DistributedDataset:
         peers = CoordinateStates().digest if self._setting.has_peers else ""
         channels = ranks.free_channels()
         extra = {"channels": channels, "random": digest, "ahead": self._last.ahead or 0, "peers": peers}
-        told = agree(ranks, f"iter() of dataset {self._name}", facts, extra=extra)
-        self._alike.compare([each["random"] for each in told])
-        return told
+        answers = agree(ranks, f"iter() of dataset {self._name}", facts, extra=extra)
+        self._alike.compare([each["random"] for each in answers])
+        return answers
 
     def _states_of_coordinate(self, ranks: Ranks, digests: Sequence[str]) -> CoordinateStates:
         """The random states with which ranks that share a data coordinate read: the states of their first rank.
@@ -466,17 +466,12 @@ class DistributedDataset:
         if len(set(zip(workers, digests, strict=True))) == len(set(workers)):
             return own
         is_first = ranks.rank in ranks.firsts
-        told = self._share_at_start(lambda: own.to_json() if is_first else None)
-        return own if is_first else CoordinateStates.from_json(told[workers.index(workers[ranks.rank])])
+        answers = self._share_at_start(lambda: own.to_json() if is_first else None)
+        return own if is_first else CoordinateStates.from_json(answers[workers.index(workers[ranks.rank])])
 
     def _share_at_start(self, make: Callable[[], Any]) -> list[Any]:
         """See ``sources.base.Exchange``. Collective: every rank calls this, as all agreed on the same start."""
-        made, problem = None, None
-        try:
-            made = make()
-        except Exception as error:  # every rank must hear of it, or the others would wait
-            problem = error
-        return agree(self._setting.ranks, f"iter() of dataset {self._name}", {}, error=problem, extra=made)
+        return agree_on(self._setting.ranks, f"iter() of dataset {self._name}", make)
 
     def _draws_of(self, entry: Entry) -> Draw:
         """The function that calls user code which may draw from the default random state: all ranks draw the same."""
@@ -491,7 +486,7 @@ class DistributedDataset:
         if state is None:
             state = _default_of(entry)
             ranks.broadcast_from_first(state)
-        return SharedRng(state, self._setting.lent)
+        return SharedRng(state, self._setting.shared_rng)
 
 
 def setting_of(dataset: DistributedDataset) -> Setting:
@@ -517,7 +512,8 @@ def _default_of(entry: Entry) -> torch.Tensor:
     return torch.get_rng_state() if entry.default is None else entry.default
 
 
-def _check_number(name: str, value: object) -> None:
+def check_number(name: str, value: object) -> None:
+    """Refuses a value that is no int of 0 or more."""
     if type(value) is not int or value < 0:
         raise ValueError(f"{name} is {value!r}; an int of 0 or more is needed.")
 

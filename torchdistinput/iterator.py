@@ -145,7 +145,7 @@ class Progress:
         if taken.skipped is not NOTHING_SKIPPED:
             self.meter.skipped += taken.skipped.samples
         self.meter.deliver(local, num_bytes)  # first: after an interruption in here the step does not count
-        taken.pieces = taken.parcels = ()
+        taken.pieces = taken.transfers = ()
         self._taken = taken
         self.samples += taken.global_size
         if self._log_every and not self.steps % self._log_every:
@@ -159,8 +159,8 @@ class DistributedIterator:
     Its thread and loader workers end when the loop is left, or at ``close``.
 
     Args:
-      buffer: delivers the agreed steps.
-      transfer: hands over the pieces of a step on their devices.
+      prefetcher: delivers the agreed steps.
+      to_device: hands over the pieces of a step on their devices.
       elements: the facts about the elements.
       progress: counts the delivered steps of this epoch, for the dataset.
       last: holds the last step, for the dataset.
@@ -169,23 +169,23 @@ class DistributedIterator:
 
     def __init__(
         self,
-        buffer: Prefetcher,
-        transfer: ToDevice,
+        prefetcher: Prefetcher,
+        to_device: ToDevice,
         elements: Elements,
         progress: Progress,
         last: LastStep,
         catch_up: Callable[[int], None] | None = None,
     ) -> None:
-        self._buffer = buffer
+        self._prefetcher = prefetcher
         self._catch_up = catch_up
-        self._take = buffer.take
-        self._transfer = transfer
-        self._moves = transfer.moves
+        self._take = prefetcher.take
+        self._to_device = to_device
+        self._moves = to_device.moves
         self._elements = elements
         self._progress = progress
         self._last = last
         # Runs when the iterator is dropped (a loop that was left), and at exit, whichever comes first.
-        self._finalizer = weakref.finalize(self, buffer.close)
+        self._finalizer = weakref.finalize(self, prefetcher.close)
 
     def __iter__(self) -> DistributedIterator:
         return self
@@ -193,7 +193,7 @@ class DistributedIterator:
     def __next__(self) -> Any:
         moves, take = self._moves, self._take
         if moves:
-            self._transfer.begin_step()
+            self._to_device.begin_step()
         taken = None
         try:
             if self._catch_up is not None:
@@ -201,7 +201,7 @@ class DistributedIterator:
             taken = in_range(WAIT, take) if profiler_runs() else take()
             if taken is not None:
                 sizes = taken.sizes
-                pieces = self._transfer.hand_over(taken.parcels) if moves else taken.parcels
+                pieces = self._to_device.hand_over(taken.transfers) if moves else taken.transfers
                 single = len(sizes) == 1
                 element = pieces[0] if single else regroup_batches(pieces, sizes)
                 local = sizes[0] if single else sum(sizes)
@@ -211,7 +211,7 @@ class DistributedIterator:
                 return element
         except BaseException as error:
             if taken is not None:
-                self._buffer.end_by(error)
+                self._prefetcher.end_by(error)
             self._catch_up = None
             self._let_go()
             raise
@@ -228,7 +228,7 @@ class DistributedIterator:
         try:
             if self._catch_up is not None:
                 self._catch_up(self._progress.rows + 1)
-            return self._buffer.peek() is not None
+            return self._prefetcher.peek() is not None
         except BaseException:
             self._let_go()
             raise
@@ -243,8 +243,8 @@ class DistributedIterator:
             return self.__next__()
         except StopIteration:
             reached = f"step {self._progress.steps} of epoch {self._progress.epoch}"
-            told = f"no element after {reached}: the data ended, or was closed."
-            raise OutOfRangeError(told) from None
+            message = f"no element after {reached}: the data ended, or was closed."
+            raise OutOfRangeError(message) from None
 
     def get_next_as_optional(self) -> Optional[Any]:
         """The next element, or an optional without value at the end, and again on each further call."""
@@ -263,15 +263,15 @@ class DistributedIterator:
           InputError: the data ended before the first element.
         """
         try:
-            self._buffer.peek()
+            self._prefetcher.peek()
         except BaseException:
             self._let_go()
             raise
         return self._elements.spec()
 
     def _let_go(self) -> None:
-        """Breaks a reference cycle after an error: finalizer -> buffer -> error -> traceback -> this iterator."""
-        if self._buffer.closed:
+        """Breaks a reference cycle after an error: finalizer -> prefetcher -> error -> traceback -> this iterator."""
+        if self._prefetcher.closed:
             self._finalizer.detach()
 
     @property
@@ -290,7 +290,7 @@ class DistributedIterator:
     @property
     def is_live(self) -> bool:
         """Whether the iterator has not ended, failed or been closed. Local."""
-        return self._finalizer.alive and not self._buffer.closed
+        return self._finalizer.alive and not self._prefetcher.closed
 
     def __getstate__(self) -> NoReturn:
         raise of_this_process(self)
@@ -302,7 +302,7 @@ class DistributedIterator:
         meanwhile gets an ``InputError``: let it leave its loop first.
         """
         self._catch_up = None
-        self._buffer.close()
+        self._prefetcher.close()
         self._finalizer.detach()
 
     def __enter__(self) -> DistributedIterator:

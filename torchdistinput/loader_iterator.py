@@ -54,17 +54,17 @@ class AnnouncedLength(NamedTuple):
 
     def warn(self, steps: int) -> None:
         """Warns that there were more steps, in torch's words, so that users' warning filters match."""
-        told = (
+        message = (
             f"Length of IterableDataset {self.dataset} was reported to be {self.length}(when accessing "
             f"len(dataloader)), but {steps} samples have been fetched. "
         )
         if self.num_workers:
-            told += (
+            message += (
                 "For multiprocessing data-loading, this could be caused by not properly configuring the "
                 "IterableDataset replica at each worker. Please see "
                 "https://pytorch.org/docs/stable/data.html#torch.utils.data.IterableDataset for examples."
             )
-        warnings.warn(told, stacklevel=3)
+        warnings.warn(message, stacklevel=3)
 
 
 @final

@@ -21,7 +21,7 @@ from torch import Tensor
 from torchdistinput.batches.per_replica import ReduceOp
 from torchdistinput.coordination.reduce import NoValue
 from torchdistinput.plan.options import Step
-from torchdistinput.replica import get_replica_context
+from torchdistinput.replicas.run import get_replica_context
 from torchdistinput.strategy import get_strategy
 
 __all__ = ["average_loss"]

@@ -20,10 +20,10 @@ from typing import Any, Final, NamedTuple, Protocol, final, runtime_checkable
 from torchdistinput.plan.seed_schedule import SeedSchedule
 
 __all__ = [
-    "MOST_TOLD",
+    "MAX_DESCRIBED",
     "NOTHING_SKIPPED",
-    "NOWHERE",
-    "ROWS_BETWEEN_LANDMARKS",
+    "NO_ORIGIN",
+    "ROWS_BETWEEN_SYNCS",
     "Ahead",
     "CatchesUp",
     "Counted",
@@ -54,7 +54,7 @@ __all__ = [
     "Stream",
 ]
 
-MOST_TOLD: Final = 10
+MAX_DESCRIBED: Final = 10
 """How many left-out samples each worker describes in an epoch; it only counts the others."""
 
 Digest = int | Callable[[], int]
@@ -156,7 +156,7 @@ class Origin(NamedTuple):
     traceback: str | None = None
 
 
-NOWHERE: Final = Origin()
+NO_ORIGIN: Final = Origin()
 
 
 class ReadFailure(Exception):
@@ -168,7 +168,7 @@ class ReadFailure(Exception):
       goes_on: whether the epoch continues with the next row, as in torch's loader.
     """
 
-    def __init__(self, where: str, origin: Origin = NOWHERE, *, goes_on: bool = False) -> None:
+    def __init__(self, where: str, origin: Origin = NO_ORIGIN, *, goes_on: bool = False) -> None:
         super().__init__(where)
         self.where = where
         self.origin = origin
@@ -185,7 +185,7 @@ class Skipped(NamedTuple):
 
     def plus(self, other: Skipped) -> Skipped:
         """The samples of both."""
-        return Skipped(self.samples + other.samples, (*self.first, *other.first)[:MOST_TOLD])  # torch pins to lists
+        return Skipped(self.samples + other.samples, (*self.first, *other.first)[:MAX_DESCRIBED])  # torch pins to lists
 
 
 class PartialPiece(NamedTuple):
@@ -208,7 +208,7 @@ class OpaqueBatch(NamedTuple):
 
 NOTHING_SKIPPED: Final = Skipped()
 
-ROWS_BETWEEN_LANDMARKS: Final = 64
+ROWS_BETWEEN_SYNCS: Final = 64
 """Rows from one ``PeriodicSync`` to the next."""
 
 
@@ -346,7 +346,7 @@ class LocalStep:
     Args:
       pieces: the batches; ``None`` for an empty one that could not be made yet.
       sizes: the number of samples of each piece.
-      parcels: the pieces whose copies to the devices were begun.
+      transfers: the pieces whose copies to the devices were begun.
       drew: the digest of the sampler's draw; 0 where there is nothing to compare.
       read: the digest of the pieces, for ranks that must read the same data; 0 where it was not made.
       skipped: samples that are missing in the pieces.
@@ -356,7 +356,7 @@ class LocalStep:
 
     pieces: Sequence[Any]
     sizes: tuple[int, ...]
-    parcels: Sequence[Any] = ()
+    transfers: Sequence[Any] = ()
     drew: Digest = 0
     skipped: Skipped = NOTHING_SKIPPED
     global_size: int = 0
@@ -415,7 +415,7 @@ class Failed(NamedTuple):
 
     error: BaseException
     where: str
-    origin: Origin = NOWHERE
+    origin: Origin = NO_ORIGIN
     goes_on: bool = False
 
 
@@ -428,10 +428,10 @@ class EmptyStep(NamedTuple):
     """A step without a sample on any rank.
 
     Args:
-      share: this worker's empty part, which is discarded; ``None`` past the worker's end of data.
+      step: this worker's empty part, which is discarded; ``None`` past the worker's end of data.
     """
 
-    share: LocalStep | None
+    step: LocalStep | None
 
 
 @final

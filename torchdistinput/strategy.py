@@ -30,7 +30,7 @@ from torchdistinput.plan.options import InputOptions, InputReplicationMode, chec
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.step_agreement import MAX_RANKS
 from torchdistinput.plan.topology import InputContext, Topology, ValueContext
-from torchdistinput.replica import require_no_replica, run_replicas
+from torchdistinput.replicas.run import require_no_replica, run_replicas
 from torchdistinput.sources.base import Source
 from torchdistinput.sources.iterable.divided_sources import PART_WAY_OUT
 from torchdistinput.sources.resolve import recognise
@@ -143,7 +143,7 @@ class Strategy:
             ranks=ranks,
             timeout_seconds=timeout_seconds,
             workers=members.workers,
-            lent=lent_among(members.ranks),
+            shared_rng=lent_among(members.ranks),
         )
         self._settle(setting, resolver)
 
@@ -325,7 +325,7 @@ class Strategy:
         except Exception as error:  # every rank must hear of it, or the others would wait
             problem = error
         ways_out = {fact: PART_WAY_OUT for fact in ("length", SAMPLES) if facts.get(SAMPLES)}
-        told = agree(self._ranks, what, facts, error=problem, extra=torch.initial_seed(), ways_out=ways_out)
+        answers = agree(self._ranks, what, facts, error=problem, extra=torch.initial_seed(), ways_out=ways_out)
         if made is None:
             raise AssertionError("a source that was not made is an error that was raised")
         self._datasets += 1  # only now: after a failed call every rank still has the same number
@@ -333,7 +333,8 @@ class Strategy:
         if options.auto_shard_policy is AutoShardPolicy.AUTO and self._topology.worker == 0:
             workers = self.num_input_pipelines
             _LOG.info("dataset %d: auto-shard policy %s over %d worker(s)", self._datasets, policy.name, workers)
-        return DistributedDataset(source, self._setting, options, str(self._datasets), policy=policy.name, seed=told[0])
+        name, seed = str(self._datasets), answers[0]
+        return DistributedDataset(source, self._setting, options, name, policy=policy.name, seed=seed)
 
     def distribute_values_from_function(self, value_fn: Callable[[ValueContext], T]) -> PerReplica[T]:
         """Calls a function once per local replica and collects the results. Local.

@@ -101,16 +101,16 @@ def copied_over_what_is_still_read(device: torch.device, copier: StreamCopier, l
     with simulated.held(lax.home):
         witness.look(earlier, host_like(3))
         del earlier
-        parcel = copier.send(batch(1))
+        transfer = copier.send(batch(1))
         settle(lax.side)
-    witness.look(copier.hand_over(parcel), batch(1))
+    witness.look(copier.hand_over(transfer), batch(1))
 
 
 def host_memory_reused_while_it_is_read(device: torch.device, copier: StreamCopier, lax: Lax, witness: Witness) -> None:
     with simulated.held(lax.side):
-        parcels = [copier.send(batch(value)) for value in range(4)]
-    for value, parcel in enumerate(parcels):
-        witness.look(copier.hand_over(parcel), batch(value))
+        transfers = [copier.send(batch(value)) for value in range(4)]
+    for value, transfer in enumerate(transfers):
+        witness.look(copier.hand_over(transfer), batch(value))
 
 
 def given_up_while_it_is_written(device: torch.device, copier: StreamCopier, lax: Lax, witness: Witness) -> None:
@@ -125,13 +125,13 @@ def given_up_while_it_is_written(device: torch.device, copier: StreamCopier, lax
 def freed_while_another_stream_clones_it(
     device: torch.device, copier: StreamCopier, lax: Lax, witness: Witness
 ) -> None:
-    parcel = copier.send(batch(1))
+    transfer = copier.send(batch(1))
     settle(lax.side)
     other = torch.Stream(device)
     with simulated.held(other):
         torch.accelerator.set_stream(other)
         copier.begin_step()
-        found: Any = copier.hand_over(parcel)
+        found: Any = copier.hand_over(transfer)
         torch.accelerator.set_stream(lax.home)
         own = like(5, device)
         settle(lax.home)

@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from torchdistinput.coordination import fork_safety
-from torchdistinput.coordination.fork_safety import told_of_forks
+from torchdistinput.coordination.fork_safety import register_for_forks
 from torchdistinput.coordination.store import prefixed
 
 
@@ -65,7 +65,7 @@ def test_nothing_is_collected_in_a_fork_before_it_knows_what_is_its_parents() ->
     gc.set_threshold(2_000)
     ended: list[str] = []
     told = Told(ended)
-    told_of_forks(told)
+    register_for_forks(told)
     weakref.finalize(InACircle(), ended.append, "in the parent's name").atexit = False
 
     def knew_first() -> bool:

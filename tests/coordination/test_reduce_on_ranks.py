@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.conformance.test_values import CASES, numbers
 from torchdistinput.batches.per_replica import PerReplica, local_results
-from torchdistinput.replica import ReplicaContext, get_replica_context
+from torchdistinput.replicas.run import ReplicaContext, get_replica_context
 from torchdistinput.strategy import Strategy
 from torchdistinput.testing import run_ranks
 

@@ -13,8 +13,7 @@ from typing import Any, cast
 import pytest
 import torch.distributed as dist
 
-from torchdistinput.coordination.store import Store, missing, within
-from torchdistinput.coordination.store_barrier import StoreBarrier
+from torchdistinput.coordination.store import Store, StoreBarrier, missing, within
 from torchdistinput.errors import CoordinationTimeout, RankLost
 
 MANY = 1000

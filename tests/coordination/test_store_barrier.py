@@ -9,8 +9,7 @@ from typing import Any, cast
 import pytest
 import torch.distributed as dist
 
-from torchdistinput.coordination.store import Store
-from torchdistinput.coordination.store_barrier import StoreBarrier
+from torchdistinput.coordination.store import Store, StoreBarrier
 from torchdistinput.errors import CoordinationTimeout
 
 NOBODY = threading.Event()
@@ -39,8 +38,8 @@ def test_all_learn_what_the_others_signed_in_with(world: int) -> None:
     found = attendances(world)
     assert met(found, [*range(world)], 10.0) == [""] * world
     for each in found:
-        assert each.told(range(world)) == [f"text {rank}".encode() for rank in range(world)]
-        assert each.told([]) == []
+        assert each.texts(range(world)) == [f"text {rank}".encode() for rank in range(world)]
+        assert each.texts([]) == []
 
 
 def test_ranks_that_do_not_come_are_named_and_the_others_may_come_again() -> None:
@@ -58,7 +57,7 @@ def test_the_last_rank_to_sign_may_die_before_it_says_that_all_have() -> None:
     store.set("at/1", "died here")
     store.add("signed", 1)
     assert come(first, 0, 10.0) == ""
-    assert first.told([1]) == [b"died here"]
+    assert first.texts([1]) == [b"died here"]
 
 
 def test_a_rank_that_ends_before_it_counts_is_named() -> None:

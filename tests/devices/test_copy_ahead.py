@@ -111,10 +111,10 @@ class Schedule:
         while not self.ended:
             self.turns.pause()
         for _ in range(len(self.queue)):
-            parcel = self.queue.popleft()
+            transfer = self.queue.popleft()
             if self.rng.random() < 0.5:
-                self.copier.discard(parcel)
-            del parcel  # some are lost without a word: the copier has to remember them
+                self.copier.discard(transfer)
+            del transfer  # some are lost without a word: the copier has to remember them
             for _ in range(3):
                 self.scratch()
         self.copier.close()
@@ -231,21 +231,21 @@ def test_without_any_one_of_these_lines_some_schedule_goes_wrong(number: int) ->
 
 
 def test_a_lost_parcel_is_remembered_until_the_copier_closes() -> None:
-    assert goes_wrong(changed(("self._unsettled: set[HostBatch] = set()", "self._unsettled = weakref.WeakSet()")))
+    assert goes_wrong(changed(("self._unsettled: set[Transfer] = set()", "self._unsettled = weakref.WeakSet()")))
 
 
 def test_an_event_recorded_before_the_allocation_is_too_early() -> None:
     early = changed(
         (
-            "parcel = HostBatch(None, self._home)",
-            "parcel = HostBatch(None, self._home); first = self._streams.record(self._home)",
+            "transfer = Transfer(None, self._home)",
+            "transfer = Transfer(None, self._home); first = self._streams.record(self._home)",
         ),
-        ("self._ship(parcel, copies)\n", "self._ship(parcel, copies, first)\n"),
+        ("self._ship(transfer, copies)\n", "self._ship(transfer, copies, first)\n"),
         (
-            "def _ship(self, parcel: HostBatch, copies: _Copies",
-            "def _ship(self, parcel: Any, copies: Any, allocated: Any",
+            "def _ship(self, transfer: Transfer, copies: _Copies",
+            "def _ship(self, transfer: Any, copies: Any, allocated: Any",
         ),
-        ("allocated = self._streams.record(parcel.home)", "pass"),
+        ("allocated = self._streams.record(transfer.home)", "pass"),
     )
     assert goes_wrong(early)
 
@@ -260,9 +260,9 @@ def test_on_the_cpu_a_batch_passes_through_untouched() -> None:
     copier.enter_thread()
     copier.begin_step()
     batch = {"x": torch.ones(2), "names": ["a", "b"]}
-    parcel = copier.send(batch)
-    assert copier.hand_over(parcel) is batch
-    assert parcel.batch is None
+    transfer = copier.send(batch)
+    assert copier.hand_over(transfer) is batch
+    assert transfer.batch is None
     copier.discard(copier.send(batch))
     copier.close()
     copier.close()
@@ -271,9 +271,9 @@ def test_on_the_cpu_a_batch_passes_through_untouched() -> None:
 def test_with_one_stream_the_consumer_moves_the_batch_itself() -> None:
     copier = DirectCopier(torch.device("meta"))
     x = torch.ones(2, 3)
-    parcel = copier.send({"x": x, "names": ["a", "b"]})
-    assert parcel.batch["x"] is x
-    batch = copier.hand_over(parcel)
+    transfer = copier.send({"x": x, "names": ["a", "b"]})
+    assert transfer.batch["x"] is x
+    batch = copier.hand_over(transfer)
     assert batch["x"].device.type == "meta"
     assert batch["x"].shape == (2, 3)
     assert batch["names"] == ["a", "b"]
@@ -350,18 +350,18 @@ def test_a_batch_of_size_zero_moves_with_its_inner_dims() -> None:
 def test_what_is_on_the_device_already_passes_through() -> None:
     device, copier = make_pair()
     there = device.empty_like(torch.arange(3), device.current_stream())
-    parcel = copier.send([there])
-    assert parcel.ready is None
-    assert copier.hand_over(parcel)[0] is there
+    transfer = copier.send([there])
+    assert transfer.ready is None
+    assert copier.hand_over(transfer)[0] is there
 
 
 def test_a_parcel_lets_go_of_the_batch_when_it_ends() -> None:
     _, copier = make_pair()
     for end in (copier.hand_over, copier.discard):
-        parcel = copier.send(torch.arange(3))
-        end(parcel)
-        assert parcel.batch is None
-        assert parcel.moved == ()
+        transfer = copier.send(torch.arange(3))
+        end(transfer)
+        assert transfer.batch is None
+        assert transfer.moved == ()
 
 
 def test_a_parcel_ends_once() -> None:
@@ -371,17 +371,17 @@ def test_a_parcel_ends_once() -> None:
     copier.discard(discarded)
     copier.hand_over(handed_over)
     copier.discard(handed_over)
-    for parcel in (discarded, handed_over):
+    for transfer in (discarded, handed_over):
         with pytest.raises(RuntimeError, match="each one ends once"):
-            copier.hand_over(parcel)
+            copier.hand_over(transfer)
 
 
 def test_sending_does_not_wait_for_the_device() -> None:
     device, copier = make_pair()
     device.stand_still()
-    parcels = [copier.send(torch.arange(3)) for _ in range(3)]
-    assert not any(parcel.ready.done for parcel in parcels)
-    batches = [copier.hand_over(parcel) for parcel in parcels]
+    transfers = [copier.send(torch.arange(3)) for _ in range(3)]
+    assert not any(transfer.ready.done for transfer in transfers)
+    batches = [copier.hand_over(transfer) for transfer in transfers]
     assert batches[0].tolist() == [POISON] * 3
     device.finish()
     assert [batch.tolist() for batch in batches] == [[0, 1, 2]] * 3
@@ -406,9 +406,9 @@ def test_a_batch_that_the_user_drops_is_memory_for_the_next() -> None:
 def test_closing_waits_for_what_is_in_flight_and_can_be_repeated() -> None:
     device, copier = make_pair()
     device.stand_still()
-    parcel = copier.send(torch.arange(3))
+    transfer = copier.send(torch.arange(3))
     copier.close()
-    assert parcel.ready.done
+    assert transfer.ready.done
     copier.close()
 
 

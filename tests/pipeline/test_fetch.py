@@ -90,7 +90,7 @@ def test_a_row_is_a_share_with_the_size_of_each_piece() -> None:
     assert isinstance(share, LocalStep)
     assert share.sizes == (3, 2, 0)
     assert share.pieces[2] is None
-    assert share.parcels == ()
+    assert share.transfers == ()
 
 
 def test_rows_of_this_process_are_fetched_where_they_are_drawn() -> None:

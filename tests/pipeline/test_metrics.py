@@ -33,6 +33,7 @@ from torchdistinput.pipeline.prefetcher import Prefetcher
 from torchdistinput.pipeline.to_device import ToDevice
 from torchdistinput.pipeline.upstream import StepMaker
 from torchdistinput.plan.topology import Topology
+from torchdistinput.sources.rng import plainly
 from torchdistinput.sources.torch_loader.open_runs import OpenRuns
 from torchdistinput.step_types import Drawn, EmptyStep, End, Held, LocalStep, Outcome, Skipped, Start
 
@@ -311,7 +312,8 @@ def test_no_time_is_lost_where_a_step_is_completed_while_another_one_is_filled_i
     clock, meter, checker = OfTwoThreads(), Metrics(), SchemaChecker()
     monkeypatch.setattr(upstream, "perf_counter", clock.perf_counter)
     checker.see(torch.zeros(2), 2)
-    stream = pipeline_module._BrokenStream(ValueError())  # of which nothing is read
+    no_source: Any = None
+    stream = pipeline_module.open_stream(no_source, 0, plainly, Start())  # of which nothing is read
     own = StepMaker(Fetch(stream, checker), checker, None, ToDevice([]), 1, meter, OpenRuns(), print)
     for first, second in ((own.fill, own.complete), (own.complete, own.fill)):
         before = meter.window()["seconds_copying"]

@@ -40,7 +40,7 @@ def coordinate(world: FakeCollectives | None, max_errors: int | None, *, counts:
     channel = None if world is None else world.ranks(0).open_channel(0)
 
     def complete(share: LocalStep) -> None:
-        share.parcels = share.parcels or [torch.zeros(0)]
+        share.transfers = share.transfers or [torch.zeros(0)]
         share.sizes = share.sizes or (0,)
 
     return StepSync(
@@ -68,7 +68,7 @@ def told(outcome: Outcome) -> Any:
     if isinstance(outcome, Raised):
         return type(outcome.error), str(outcome.error).splitlines()[0]
     if isinstance(outcome, LocalStep):
-        shapes = [parcel.shape for parcel in outcome.parcels]
+        shapes = [transfer.shape for transfer in outcome.transfers]
         return outcome.sizes, shapes, outcome.skipped, outcome.global_size, outcome.rows
     return type(outcome), None if isinstance(outcome, End) else outcome
 
@@ -126,9 +126,9 @@ def test_a_change_of_inner_dims_of_dtype_or_of_a_key_is_seen_at_once() -> None:
 def test_what_stays_on_the_host_is_its_own_parcel() -> None:
     transfer, pieces = ToDevice([HostCopier(), HostCopier()]), [torch.zeros(2), torch.zeros(1)]
     assert not transfer.moves
-    parcels = transfer.send(pieces)
-    transfer.discard(parcels)
-    assert transfer.hand_over(parcels) is pieces
+    transfers = transfer.send(pieces)
+    transfer.discard(transfers)
+    assert transfer.hand_over(transfers) is pieces
     assert ToDevice([make_copier(torch.device("cpu"))]).moves is False
 
 

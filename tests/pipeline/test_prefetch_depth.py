@@ -146,7 +146,7 @@ def test_a_step_that_was_taken_and_dropped_is_kept_by_nobody(depth: int) -> None
     for _ in range(20):
         delivered = party.buffer.take()
         assert delivered is not None
-        gone = weakref.ref(delivered.parcels[0])
+        gone = weakref.ref(delivered.transfers[0])
         party.sent.clear()
         del delivered
         deadline = time.monotonic() + 10

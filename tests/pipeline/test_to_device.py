@@ -8,7 +8,7 @@ from typing import Any, final
 import pytest
 import torch
 
-from torchdistinput.devices.copy_ahead import HostBatch, HostCopier, StreamCopier
+from torchdistinput.devices.copy_ahead import HostCopier, StreamCopier, Transfer
 from torchdistinput.pipeline.to_device import ToDevice
 from torchdistinput.testing.streams import FakeDevice
 
@@ -29,18 +29,18 @@ class LoggingCopier:
     def begin_step(self) -> None:
         self._say("begin")
 
-    def send(self, batch: Any) -> HostBatch:
+    def send(self, batch: Any) -> Transfer:
         self._say("send")
         if self._fails:
             raise MemoryError("no room")
-        return HostBatch(batch)
+        return Transfer(batch)
 
-    def hand_over(self, parcel: HostBatch) -> Any:
+    def hand_over(self, transfer: Transfer) -> Any:
         self._say("hand over")
-        return parcel.batch
+        return transfer.batch
 
-    def discard(self, parcel: HostBatch) -> None:
-        self._say(f"discard {parcel.batch}")
+    def discard(self, transfer: Transfer) -> None:
+        self._say(f"discard {transfer.batch}")
 
     def close(self) -> None:
         self._say("close")
@@ -59,9 +59,9 @@ def test_each_piece_goes_through_the_copier_of_its_replica() -> None:
     log: list[str] = []
     transfer = ToDevice([LoggingCopier("0", log), LoggingCopier("1", log)])
     transfer.begin_step()
-    parcels = transfer.send(["a", "b"])
-    assert transfer.hand_over(parcels) == ["a", "b"]
-    transfer.discard(parcels)
+    transfers = transfer.send(["a", "b"])
+    assert transfer.hand_over(transfers) == ["a", "b"]
+    transfer.discard(transfers)
     transfer.close()
     assert log == [
         *("begin 0", "begin 1", "send 0", "send 1", "hand over 0", "hand over 1"),

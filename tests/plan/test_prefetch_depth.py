@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from torchdistinput.plan.prefetch_depth import PrefetchDepth, changed, drawn_at_once, ready_at_a_vote, shows
+from torchdistinput.plan.prefetch_depth import PrefetchDepth, changed, drawn_at_once, is_slow, ready_at_a_vote
 
 
 def test_half_of_the_last_eight_votes_must_have_shown() -> None:
@@ -12,16 +12,16 @@ def test_half_of_the_last_eight_votes_must_have_shown() -> None:
         read_ahead = PrefetchDepth(2, 100)
         for shown in votes:
             read_ahead.voted(shown=shown)
-        assert read_ahead.wish(1) == (sum(votes[1:]) >= 4)
+        assert read_ahead.requested_change(1) == (sum(votes[1:]) >= 4)
 
 
 def test_after_a_change_the_votes_are_looked_at_anew() -> None:
     read_ahead = PrefetchDepth(2, 100)
     for steps in (4, 8):
         for _ in range(4):
-            assert read_ahead.wish(1) == 0
+            assert read_ahead.requested_change(1) == 0
             read_ahead.voted(shown=True)
-        assert read_ahead.wish(1) == 1
+        assert read_ahead.requested_change(1) == 1
         read_ahead.agreed(steps)
 
 
@@ -31,14 +31,14 @@ def test_the_bytes_of_the_steps_ahead_and_of_the_one_in_use_count() -> None:
         for _ in range(8):
             read_ahead.voted(shown=True)
         objects, fits = (steps + 1) * largest > room, (2 * steps + 1) * largest <= room
-        assert read_ahead.wish(largest) == (-1 if objects else int(fits and largest > 0))
+        assert read_ahead.requested_change(largest) == (-1 if objects else int(fits and largest > 0))
 
 
 def test_a_number_that_was_given_is_never_to_be_changed() -> None:
     read_ahead = PrefetchDepth(2, None)
     for _ in range(8):
         read_ahead.voted(shown=True)
-    assert [read_ahead.wish(largest) for largest in (0, 1, 1 << 60)] == [0, 0, 0]
+    assert [read_ahead.requested_change(largest) for largest in (0, 1, 1 << 60)] == [0, 0, 0]
 
 
 def test_votes_wait_until_two_thirds_are_used_up_where_much_is_read_ahead() -> None:
@@ -61,7 +61,7 @@ def test_the_depth_stays_within_its_bounds() -> None:
 
 
 def test_a_vote_shows_if_it_takes_more_than_an_eighth_of_the_time_between_two() -> None:
-    assert [shows(2.0, between) for between in (0.0, 15.0, 16.0, 99.0)] == [True, True, False, False]
+    assert [is_slow(2.0, between) for between in (0.0, 15.0, 16.0, 99.0)] == [True, True, False, False]
 
 
 def test_steps_are_drawn_in_rows_of_a_quarter_of_those_ahead_and_never_so_many_that_none_is_left() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from torchdistinput.coroutines import Coroutine, Ended, Modes
+from torchdistinput.replicas.coroutines import Coroutine, Ended, Modes
 
 Talk = Coroutine[str, str]
 VARIABLE = contextvars.ContextVar("variable", default="unset")

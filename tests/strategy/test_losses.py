@@ -12,7 +12,7 @@ from torch import Tensor
 from torchdistinput.batches.per_replica import PerReplica, local_results
 from torchdistinput.losses import average_loss
 from torchdistinput.plan.options import Step
-from torchdistinput.replica import run_replicas
+from torchdistinput.replicas.run import run_replicas
 
 CPU = torch.device("cpu")
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torchdistinput.batches.per_replica import PerReplica, local_results
-from torchdistinput.replica import ReplicaContext, get_replica_context, require_no_replica, run_replicas
+from torchdistinput.replicas.run import ReplicaContext, get_replica_context, require_no_replica, run_replicas
 
 CPU = torch.device("cpu")
 VARIABLE = contextvars.ContextVar("variable", default="unset")
@@ -417,7 +417,7 @@ def test_ctrl_c_in_the_collective_ends_the_replicas(monkeypatch: pytest.MonkeyPa
     def interrupted(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("torchdistinput.replica.perform", interrupted)
+    monkeypatch.setattr("torchdistinput.replicas.run.perform", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run(2, lambda: context().all_reduce("SUM", 1))
     assert not [thread for thread in threading.enumerate() if "replica" in thread.name]

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, final
 import torch
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
-from torchdistinput.devices.copy_ahead import HostBatch, HostCopier
+from torchdistinput.devices.copy_ahead import HostCopier, Transfer
 
 PATIENCE_SECONDS = 40.0  # how long a rank waits for what the test itself brings about
 
@@ -211,17 +211,17 @@ class BrokenCopier:
     def begin_step(self) -> None:
         self._host.begin_step()
 
-    def send(self, batch: Any) -> HostBatch:
+    def send(self, batch: Any) -> Transfer:
         if not self._left:
             raise MemoryError("the device has no memory left")
         self._left -= 1
         return self._host.send(batch)
 
-    def hand_over(self, parcel: HostBatch) -> Any:
-        return self._host.hand_over(parcel)
+    def hand_over(self, transfer: Transfer) -> Any:
+        return self._host.hand_over(transfer)
 
-    def discard(self, parcel: HostBatch) -> None:
-        self._host.discard(parcel)
+    def discard(self, transfer: Transfer) -> None:
+        self._host.discard(transfer)
 
     def close(self) -> None:
         self._host.close()

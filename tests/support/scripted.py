@@ -150,10 +150,10 @@ def compose(
     fetch = Fetch(stream, checker)
 
     def send(share: LocalStep) -> None:
-        if share.parcels or checker.structure is None:
+        if share.transfers or checker.structure is None:
             return
         pieces = share.pieces or [None]
-        share.parcels = [checker.structure.empty() if piece is None else piece for piece in pieces]
+        share.transfers = [checker.structure.empty() if piece is None else piece for piece in pieces]
         share.sizes = share.sizes or (0,)
         share.pieces = []
         party.sent.append(share)
@@ -207,7 +207,7 @@ def _nothing() -> None:
 
 def values(delivered: LocalStep) -> tuple[int | None, list[int]]:
     """What a step brought this rank."""
-    return delivered.global_size, [value for parcel in delivered.parcels for value in parcel.tolist()]
+    return delivered.global_size, [value for transfer in delivered.transfers for value in transfer.tolist()]
 
 
 def read(party: Party, script: Script) -> Seen:

@@ -40,17 +40,17 @@ class Pad:
         """The rows of each piece."""
         return self._rows
 
-    def __call__(self, share: LocalStep, structure: Structure | None) -> None:
+    def __call__(self, step: LocalStep, structure: Structure | None) -> None:
         """Pads in place.
 
         Args:
-          share: a step without missing pieces.
+          step: a step without missing pieces.
           structure: the structure of earlier pieces, if it is known: an empty list does not show the type of its items.
 
         Raises:
           BatchingError: a piece does not have one row for each sample, or has more than ``rows`` samples.
         """
-        share.pieces = [self._padded(*each, structure) for each in zip(share.pieces, share.sizes, strict=True)]
+        step.pieces = [self._padded(*each, structure) for each in zip(step.pieces, step.sizes, strict=True)]
 
     def _padded(self, piece: Any, size: int, structure: Structure | None) -> tuple[Any, ...]:
         if size > self._rows:

@@ -273,9 +273,9 @@ class Reading(NamedTuple):
         return self.structure.build(iter([leaf[lo:hi] for leaf in self.leaves]))
 
 
-_Takes = Callable[[Container, int, bool], bool]
-"""Decides whether a list or tuple is one leaf: by what it holds, the number of samples, and whether its contents can be
-leaves and structure."""
+_Takes = Callable[[Container, bool], bool]
+"""Decides whether a list or tuple with an entry for each sample is one leaf: by what it holds, and whether its contents
+can be leaves and structure."""
 
 
 def read(batch: Any, size: int, like: Structure | None = None) -> Reading | None:
@@ -290,9 +290,9 @@ def read(batch: Any, size: int, like: Structure | None = None) -> Reading | None
       like: the structure of a batch before. Where a list could be both, as three images of three channels, it is what
         it was there.
     """
-    found = _read(batch, size, _takes_unread_entries)
+    found = _read(batch, size, lambda container, is_readable: not is_readable)
     if like is not None and found is not None and found.structure.signature() != like.signature():
-        other = _read(batch, size, _takes_entries)
+        other = _read(batch, size, lambda container, is_readable: True)
         if other is not None and other.structure.signature() == like.signature():
             return other
     return found
@@ -318,13 +318,13 @@ def _read_into(leaves: list[Any], value: Any, size: int, takes: _Takes) -> tuple
         return Structure("constant", constant=value), True
     before = len(leaves)
     may_be_rows = container.kind in ("list", "tuple") and len(container.children) == size
-    if may_be_rows and _are_samples(container.children, size, takes) and takes(container, size, False):
+    if may_be_rows and _are_samples(container.children, size, takes) and takes(container, False):
         leaves.append(value)
         return Structure("rows", dtype=object, cls=type(value)), False
     parts = [_read_into(leaves, child, size, takes) for child in container.children]
     children = tuple(part for part, _ in parts if part is not None)
     is_readable = len(children) == len(parts)
-    if may_be_rows and takes(container, size, is_readable):
+    if may_be_rows and takes(container, is_readable):
         leaves[before:] = [value]
         return Structure("rows", dtype=object, cls=type(value)), False
     if not is_readable:
@@ -350,15 +350,7 @@ def _are_samples(entries: Sequence[Any], size: int, takes: _Takes) -> bool:
     return not isinstance(first, Mapping) or all(entry.keys() == first.keys() for entry in entries)
 
 
-def _takes_unread_entries(container: Container, size: int, is_readable: bool) -> bool:  # noqa: FBT001 - see _Takes
-    return not is_readable
-
-
-def _takes_entries(container: Container, size: int, is_readable: bool) -> bool:  # noqa: FBT001 - see _Takes
-    return True
-
-
-def _takes_entries_alike(container: Container, size: int, is_readable: bool) -> bool:  # noqa: FBT001 - see _Takes
+def _takes_entries_alike(container: Container, is_readable: bool) -> bool:  # noqa: FBT001 - see _Takes
     """Where the number of samples is not known, entries of different kinds are fields."""
     return not is_readable and len({_kind_of(child) for child in container.children}) == 1
 

@@ -219,8 +219,8 @@ class Structure:
         """Plain lists, dicts, strings and numbers, for a rank that never saw a sample. Refuses what is not plain."""
         if self.kind == "tensor":
             names = {"dtype": str(self.dtype), "layout": str(self.layout)}
-            told = {key: name.removeprefix("torch.") for key, name in names.items()}
-            return {"kind": "tensor", **told, "dims": list(self.inner_dims)}
+            plain = {key: name.removeprefix("torch.") for key, name in names.items()}
+            return {"kind": "tensor", **plain, "dims": list(self.inner_dims)}
         if self.kind == "rows":
             return {"kind": "rows", "dtype": "str" if self.dtype is str else "object", "tuple": self.cls is tuple}
         if self.kind == "constant":

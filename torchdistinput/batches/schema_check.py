@@ -191,7 +191,7 @@ class SchemaChecker:
             made like it, though one may be needed.
         """
         if pytree.holds_arrays(piece):
-            piece = pytree.map_leaves(_itself, piece)
+            piece = pytree.map_leaves(lambda leaf: leaf, piece)
         found = self._read(piece, size)
         if found is None:
             self._see_other(piece)
@@ -199,7 +199,8 @@ class SchemaChecker:
         if self._one_structure and found.structure.signature() == self._signature and self.structure is not None:
             piece = self.structure.arrange(piece)
             found = self._read(piece, size) or found
-        self._take(found.structure, rows=found.has_rows and _are_rows(found, size))
+        has_rows = found.has_rows and all(len(leaf) == size for leaf in found.leaves)
+        self._take(found.structure, rows=has_rows)
         return piece
 
     def learn(self, structure: Structure) -> None:
@@ -279,15 +280,7 @@ def _cannot_be_empty(what: str) -> BatchingError:
     )
 
 
-def _are_rows(found: Reading, size: int) -> bool:
-    return all(len(leaf) == size for leaf in found.leaves)
-
-
 def _bytes_of_row(structure: Structure) -> int:
     """Bytes of one sample in the tensors of an element of this structure. Local."""
     kinds = [(leaf.dtype, leaf.inner_dims) for leaf in structure.leaves()]
     return sum(dtype.itemsize * math.prod(dims) for dtype, dims in kinds if isinstance(dtype, torch.dtype))
-
-
-def _itself(leaf: Any) -> Any:
-    return leaf

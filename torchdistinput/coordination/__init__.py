@@ -1,7 +1,7 @@
 """All that talks to other ranks. This page is the protocol; each part of it stands in the module that is named.
 
 **Meeting.** When a ``Strategy`` is made, each rank writes its address to the store of the default group, and waits
-until all have signed in (``store_barrier``, ``store``). Each rank then connects with ``log2 W`` others over TCP
+until all have signed in (``store``). Each rank then connects with ``log2 W`` others over TCP
 (``endpoint``, ``connections``). The store is not asked again. The connections serve two kinds of *channel*: one for
 the calls of the strategy, on the caller's thread (``process_group``), and one for each live iterator (``channel``). A
 message is an array of fixed size. Sums and texts of all ranks take ``log2 W`` rounds (``recursive_doubling``).
@@ -33,8 +33,7 @@ all ranks can send tensors of that device, else over the strategy's own channel.
 The modules:
 
 - ``launch``: The launcher, the default group, meshes.
-- ``store``: What ranks leave at the store, read in few requests.
-- ``store_barrier``: Ranks meet at the store when a strategy is made.
+- ``store``: The store at which all ranks sign in when a strategy is made, asked in few requests.
 - ``process_group``: Agreements and sums of the ranks of a strategy.
 - ``endpoint``: Where a rank can be reached; how two ranks connect.
 - ``connections``: Messages from rank to rank, over sockets.

@@ -48,12 +48,12 @@ def plain_message(text: str) -> dict[str, Any]:
       InputError: the text is no JSON object.
     """
     try:
-        told = json.loads(text)
+        message = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InputError(f"another rank sent {text!r:.100}, which is no message ({error}); {_SAME_LIBRARY}") from error
-    if not isinstance(told, dict):
+    if not isinstance(message, dict):
         raise InputError(f"another rank sent {text!r:.100}, which is no message; {_SAME_LIBRARY}")
-    return told
+    return message
 
 
 def _checked(size: int, rank: int) -> int:

@@ -40,7 +40,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchdistinput.coordination.exchanges import Pending
-from torchdistinput.coordination.fork_safety import told_of_forks
+from torchdistinput.coordination.fork_safety import register_for_forks
 
 __all__ = ["Array", "Connections", "Departed", "Farewell", "take_leave", "tell_waiting", "wait_for_sockets"]
 
@@ -342,7 +342,7 @@ class Connections:
         self.awaited: _Connection | None = None
         self.resting = False
         self._status_at = 0.0
-        told_of_forks(self)
+        register_for_forks(self)
 
     def send(self, words: Array, peer: int, tag: int) -> Pending:
         """Sends an array to one rank, after those before. Do not write to it until the result has come."""

@@ -37,7 +37,7 @@ from torchdistinput.coordination.connections import (
     tell_waiting,
     wait_for_sockets,
 )
-from torchdistinput.coordination.fork_safety import told_of_forks
+from torchdistinput.coordination.fork_safety import register_for_forks
 from torchdistinput.errors import InputError
 
 __all__ = ["Address", "Endpoint", "Late"]
@@ -132,7 +132,7 @@ class Endpoint:
         self._early: dict[tuple[int, int], socket.socket] = {}  # connections for channels that are not open here yet
         self._refused: dict[int, Farewell] = {}  # by channel
         self._oldest = 0  # the number of the oldest channel that may still be opened
-        told_of_forks(self)
+        register_for_forks(self)
 
     def meet(self, addresses: Mapping[int, Address]) -> None:
         """Sets the addresses of the partners of this rank. Local."""

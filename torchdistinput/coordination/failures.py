@@ -65,8 +65,8 @@ def kind_of(error: BaseException) -> str:
 
 def text_of(error: BaseException) -> str:
     """The exception as Python prints it, clipped."""
-    told = traceback.TracebackException.from_exception(error, limit=0).format_exception_only()
-    return _clipped("".join(told).strip().removeprefix(f"{errors.__name__}."), _TEXT)
+    lines = traceback.TracebackException.from_exception(error, limit=0).format_exception_only()
+    return _clipped("".join(lines).strip().removeprefix(f"{errors.__name__}."), _TEXT)
 
 
 def traceback_of(error: BaseException) -> str:
@@ -168,20 +168,19 @@ def _tell(alike: Sequence[dict[str, Any]], *, with_traceback: bool) -> str:
     return text
 
 
-def too_many(told: Sequence[dict[str, Any]], samples: int, max_errors: int, epoch: int, step: int) -> SourceError:
+def too_many(reports: Sequence[dict[str, Any]], samples: int, max_errors: int, epoch: int, step: int) -> SourceError:
     """The error for more samples left out than ``max_errors`` allows, the same on every rank.
 
     Args:
-      told: for each rank that left samples out, its ``rank`` and a line for each of its first samples, ``first``.
+      reports: for each rank that left samples out, its ``rank`` and a line for each of its first samples, ``first``.
       samples: how many samples all ranks left out.
       max_errors: how many samples may be left out.
       epoch: the number of the epoch.
       step: the step with the first sample beyond ``max_errors``.
     """
-    ranks = [each["rank"] for each in told]
-    first = [
-        f"rank {each['rank']}: {text}" if each["rank"] is not None else text for each in told for text in each["first"]
-    ]
+    ranks = [each["rank"] for each in reports]
+    lines = [(each["rank"], text) for each in reports for text in each["first"]]
+    first = [text if rank is None else f"rank {rank}: {text}" for rank, text in lines]
     return SourceError(
         f"{samples} samples could not be read up to step {step} of epoch {epoch}, and max_errors={max_errors} of an "
         f"epoch may be left out. Mend the data, or allow more. The first of them:\n" + "\n".join(first),

@@ -7,7 +7,7 @@ same facts and errors, so all raise the same error, or none.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -17,7 +17,9 @@ from torchdistinput.coordination.failures import words_of
 from torchdistinput.coordination.process_group import Ranks
 from torchdistinput.errors import InputError, RankDisagreement
 
-__all__ = ["agree"]
+__all__ = ["agree", "agree_on"]
+
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 _BUILTIN = {"TypeError": TypeError, "ValueError": ValueError}
 
@@ -29,7 +31,7 @@ def agree(
     *,
     error: Exception | None = None,
     extra: Any = None,
-    ways_out: Mapping[str, str] = MappingProxyType({}),
+    ways_out: Mapping[str, str] = _NOTHING,
 ) -> list[Any]:
     """Compares the facts of all ranks. Collective: every rank calls this.
 
@@ -56,28 +58,37 @@ def agree(
     text = json.dumps({"what": what, "facts": dict(facts), "problem": problem, "extra": extra}, default=str)
     texts = ranks.gather_texts(text, what)
     read = {each: _message(each) for each in dict.fromkeys(texts)}
-    told = [read[each] for each in texts]
+    answers = [read[each] for each in texts]
     if len(read) == 1 and error is None:  # mostly
-        return [each["extra"] for each in told]
+        return [each["extra"] for each in answers]
     try:
-        _compare(ranks, "calls", [each["what"] for each in told])
+        _compare(ranks, "calls", [each["what"] for each in answers])
     except RankDisagreement as disagreement:
         raise disagreement from error
-    problems = {ranks.name(rank): each["problem"] for rank, each in enumerate(told) if each["problem"]}
-    if error is not None and len(problems) == len(told) and len({tuple(each) for each in problems.values()}) == 1:
+    problems = {ranks.name(rank): each["problem"] for rank, each in enumerate(answers) if each["problem"]}
+    if error is not None and len(problems) == len(answers) and len({tuple(each) for each in problems.values()}) == 1:
         raise error  # the same error on all ranks: raised unchanged
     if problems:
         raise _like(what, problems) from error
     # In the order in which the facts were given: a fact on which others depend comes first.
-    for fact in dict.fromkeys(fact for each in told for fact in each["facts"]):
-        _compare(ranks, fact, [each["facts"].get(fact) for each in told], ways_out.get(fact, ""))
-    return [each["extra"] for each in told]
+    for fact in dict.fromkeys(fact for each in answers for fact in each["facts"]):
+        _compare(ranks, fact, [each["facts"].get(fact) for each in answers], ways_out.get(fact, ""))
+    return [each["extra"] for each in answers]
+
+
+def agree_on(ranks: Ranks | None, what: str, make: Callable[[], Any], facts: Mapping[str, Any] = _NOTHING) -> list[Any]:
+    """``agree``, with the result of ``make()`` as ``extra``, or with its error. Collective: every rank calls this."""
+    try:
+        made = make()
+    except Exception as error:  # of any kind: without a message the other ranks would wait for this one
+        return agree(ranks, what, facts, error=error)
+    return agree(ranks, what, facts, extra=made)
 
 
 def _message(text: str) -> dict[str, Any]:
-    match told := plain_message(text):
+    match message := plain_message(text):
         case {"what": str(), "facts": dict(), "problem": None | [str(), str()], "extra": _}:
-            return told
+            return message
         case _:
             raise InputError(f"another rank sent {text!r:.100}, which is no message of torchdistinput's.")
 
@@ -87,8 +98,8 @@ def _like(what: str, problems: Mapping[int, tuple[str, str]]) -> Exception:
     kinds = {kind for kind, _ in problems.values()}
     kind = kinds.pop() if len(kinds) == 1 else ""
     ours = kind in _BUILTIN or kind in errors.__all__
-    told = (f"rank {rank}: {text if ours else f'{name}: {text}'}" for rank, (name, text) in problems.items())
-    message = f"{what}: " + "\n".join(told)
+    lines = (f"rank {rank}: {text if ours else f'{name}: {text}'}" for rank, (name, text) in problems.items())
+    message = f"{what}: " + "\n".join(lines)
     if kind in _BUILTIN:
         return _BUILTIN[kind](message)
     found: Exception = (getattr(errors, kind) if ours else InputError)(message)

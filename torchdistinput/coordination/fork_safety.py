@@ -32,7 +32,7 @@ from typing import Any, Final, Protocol, final
 
 from torchdistinput.coordination.private_names import keep_until_the_process_ends
 
-__all__ = ["AroundForks", "Inherited", "Undo", "never_ended_by_forks", "told_of_forks"]
+__all__ = ["AroundForks", "Inherited", "Undo", "keep_alive_in_forks", "register_for_forks"]
 
 Undo = Callable[[], object]
 """A function that is not written in Python; ``int``, which does nothing, where there is nothing to undo."""
@@ -49,12 +49,12 @@ _KEPT: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
 _INHERITED: Final[weakref.WeakSet[Inherited]] = weakref.WeakSet()
 
 
-def never_ended_by_forks(kept: Any) -> None:
+def keep_alive_in_forks(kept: Any) -> None:
     """Keeps the copies of a store alive in all forks. Local."""
     _KEPT.add(kept)
 
 
-def told_of_forks(inherited: Inherited) -> None:
+def register_for_forks(inherited: Inherited) -> None:
     """Calls ``leave_to_parent`` of the object's copy in each fork, for as long as the object lives. Local."""
     _INHERITED.add(inherited)
 

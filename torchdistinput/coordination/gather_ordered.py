@@ -28,9 +28,9 @@ from torchdistinput.batches.containers import open_container
 from torchdistinput.batches.per_replica import PerReplica, select
 from torchdistinput.batches.schema import Structure
 from torchdistinput.coordination.channel import plain_message
-from torchdistinput.coordination.fingerprints import agree
+from torchdistinput.coordination.fingerprints import agree_on
 from torchdistinput.coordination.process_group import Ranks
-from torchdistinput.coordination.reduce import concatenate
+from torchdistinput.coordination.reduce import by_worker, concatenate
 
 __all__ = ["gather_ordered"]
 
@@ -49,12 +49,13 @@ def gather_ordered(index: Any, outputs: Any, *, num_local: int, workers: Ranks |
       device: where the results live.
     """
     parts: list[_Part] = []
-    problem: Exception | None = None
-    try:
-        parts = _local_parts(index, outputs, num_local)
-    except Exception as error:  # of any kind: without a message from here the others would wait for this worker
-        problem = error
-    facts = _exchange_facts(workers, parts, problem)
+
+    def describe() -> list[tuple[int, Any, list[list[Any] | None]]]:
+        parts.extend(_local_parts(index, outputs, num_local))
+        return [_described(part) for part in parts]
+
+    gathered = by_worker(workers, agree_on(workers, _NAME, describe))
+    facts = [[_Facts(*one) for one in each] for each in gathered]  # [worker][local replica]
     structure = _agreed_structure(workers, parts, facts)
     order = _order(parts, facts, workers)
     if structure is None:
@@ -237,20 +238,6 @@ def _is_plain(row: Any) -> bool:
 # ----------------------------------------------------------------------------------------------------------- agreement
 
 
-def _exchange_facts(workers: Ranks | None, parts: Sequence[_Part], problem: Exception | None) -> list[list[_Facts]]:
-    """The facts of all replicas, as ``[worker][local replica]``. Raises alike on all workers."""
-    extra = None
-    if problem is None:
-        try:
-            extra = [_described(part) for part in parts]
-        except Exception as error:  # for example a constant that JSON cannot carry
-            problem = error
-    gathered = agree(workers, _NAME, {}, error=problem, extra=extra)
-    if workers is not None:
-        gathered = [gathered[first] for first in workers.firsts]  # the ranks of one worker send the same facts
-    return [[_Facts(*one) for one in each] for each in gathered]
-
-
 def _described(part: _Part) -> tuple[int, Any, list[list[Any] | None]]:
     structure = None if part.structure is None else _comparable(part.structure.to_json())
     return len(part.index), structure, [leaf if isinstance(leaf, list) else None for leaf in part.leaves]
@@ -284,14 +271,13 @@ def _agreed_structure(
     own = next((part.structure for part in parts if part.structure is not None), None)
     if all(any(one.structure is not None for one in each) for each in facts):
         return own
-    problem: Exception | None = None
-    if own is None:
-        try:
-            own = Structure.from_json(plain_message(next(iter(found))))
-        except Exception as error:  # for example a class that this process lacks
-            problem = error
-    agree(workers, _NAME, {}, error=problem)
-    return own
+    learned: list[Structure] = []
+
+    def learn() -> None:
+        learned.append(own or Structure.from_json(plain_message(next(iter(found)))))  # it may lack the class
+
+    agree_on(workers, _NAME, learn)
+    return learned[0]
 
 
 def _names(replicas: Sequence[int]) -> str:

@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 
 from torchdistinput.coordination.private_names import default_store, devices_of_backend
-from torchdistinput.coordination.store import Store, prefixed, within
-from torchdistinput.coordination.store_barrier import StoreBarrier
+from torchdistinput.coordination.store import Store, StoreBarrier, prefixed, within
 from torchdistinput.errors import CoordinationTimeout, InputError, ShardingError
 
 __all__ = [
@@ -247,8 +246,8 @@ def join_default_group(launch: Launch, accelerator: str | None, timeout_seconds:
 
     def ask(given_up: threading.Event) -> None:
         store = _meeting_place(launch, timeout_seconds, given_up)
-        attendance = StoreBarrier(prefixed("torchdistinput/launch", store), launch.rank, range(launch.world_size))
-        attendance.wait_for_all("Strategy()", max(0.0, until - time.monotonic()), "", given_up)
+        barrier = StoreBarrier(prefixed("torchdistinput/launch", store), launch.rank, range(launch.world_size))
+        barrier.wait_for_all("Strategy()", max(0.0, until - time.monotonic()), "", given_up)
         group_store = cast(Any, prefixed("default_pg", store))
         with _connected_when_used(launch):
             dist.init_process_group(backend, store=group_store, rank=launch.rank, world_size=launch.world_size)

@@ -3,7 +3,7 @@
 Decisions.
 - All messages between ranks travel over the library's own connections (``connections.py``): one set for the calls of
   the strategy, on the caller's thread, and one set for each live iterator (``channel.py``). The ranks find each other
-  through the store of the default group (``endpoint.py``, ``store_barrier.py``). Later the store is not asked again.
+  through the store of the default group (``endpoint.py``, ``store.py``). Later the store is not asked again.
 - An *agreement* has two parts. First the ranks meet, in an exchange without content. A rank that gives up there (after
   an error that names the late rank, or after an interruption) may call again, also with another text, and continues the
   same exchange. Then the ranks compare a digest of their texts. Only where digests differ, the texts are gathered.
@@ -39,8 +39,7 @@ from torchdistinput.coordination.exchanges import Exchange, StartedExchange
 from torchdistinput.coordination.launch import Members, find_launch, store_of_default_group
 from torchdistinput.coordination.private_names import another_connection
 from torchdistinput.coordination.recursive_doubling import add_up, broadcast, combine, partners, spread
-from torchdistinput.coordination.store import prefixed, within
-from torchdistinput.coordination.store_barrier import StoreBarrier, did_not_come
+from torchdistinput.coordination.store import StoreBarrier, did_not_come, prefixed, within
 from torchdistinput.errors import CoordinationTimeout, InputError, RankLost
 
 __all__ = ["Channel", "ProcessGroupRanks", "Ranks", "without_repeats"]
@@ -172,8 +171,8 @@ class ProcessGroupRanks:
         self._free: set[int] = set()
         self._next_channel = 0
         self._meeting: StartedExchange[Any] | None = None  # the exchange that this rank gave up and may continue
-        self._is_told = False  # whether this rank's text was sent to the others
-        self._told = ""
+        self._text_is_sent = False  # whether this rank's text was sent to the others
+        self._sent_text = ""
         self._finalizer = weakref.finalize(self, _end, self._endpoint, self._channels)
         try:
             self._endpoint.meet(self._sign_in(f"at {launch.address}" if launch.address else ""))
@@ -194,16 +193,16 @@ class ProcessGroupRanks:
             root = another_connection(store_of_default_group(launch, timeout_seconds, given_up))
             # Each rank counts its own strategies over these ranks: its n-th strategy meets the n-th of each other rank.
             count = root.add(f"{place}/strategies/{self.rank}", 1)
-            attendance = StoreBarrier(prefixed(f"{place}/{count}", root), self.rank, self._ranks)
+            barrier = StoreBarrier(prefixed(f"{place}/{count}", root), self.rank, self._ranks)
             try:
-                attendance.wait_for_all(what, timeout_seconds, self._endpoint.address.to_text(), given_up)
+                barrier.wait_for_all(what, timeout_seconds, self._endpoint.address.to_text(), given_up)
             except CoordinationTimeout:
                 root.add(f"{place}/strategies/{self.rank}", -1)  # the caller may make the strategy again
                 raise
-            return attendance.told(others)
+            return barrier.texts(others)
 
-        told = within(timeout_seconds + _STORE_SECONDS, what, f" {where}" if where else "", ask)
-        return {other: Address.from_text(text) for other, text in zip(others, told, strict=True)}
+        texts = within(timeout_seconds + _STORE_SECONDS, what, f" {where}" if where else "", ask)
+        return {other: Address.from_text(text) for other, text in zip(others, texts, strict=True)}
 
     def _control(self) -> ProcessGroupChannel:
         if _CONTROL not in self._channels:
@@ -222,14 +221,14 @@ class ProcessGroupRanks:
                 "part; a word from here would count as its. Call this in that process, and let the fork read "
                 "with a DataLoader of torch's."
             )
-        if not self._is_told:
+        if not self._text_is_sent:
             self._go_on(what, lambda control: control.exchange([1]))
-            self._is_told, self._told = True, text
-        elif text != self._told:
+            self._text_is_sent, self._sent_text = True, text
+        elif text != self._sent_text:
             self._control().abort(f"made another call ({what}) after it had given up waiting in the middle of one")
-        said = self._told
-        texts: list[str] = self._go_on(what, lambda control: _compare(control, said))
-        self._is_told = False
+        sent = self._sent_text
+        texts: list[str] = self._go_on(what, lambda control: _compare(control, sent))
+        self._text_is_sent = False
         return texts
 
     def _go_on(self, what: str, exchange: Callable[[ProcessGroupChannel], Exchange[T]]) -> T:

@@ -36,6 +36,7 @@ __all__ = [
     "Operands",
     "Outcome",
     "as_tensor",
+    "by_worker",
     "concatenate",
     "gather",
     "gather_axis",
@@ -183,14 +184,14 @@ def perform(
     operands, local, calls = _agree(name, prepare, others, device)
     checked = []
     for index, path in enumerate(operands.leaves):
-        by_worker = [call[index] for call in calls]
-        metas = [meta for metas in by_worker for meta in metas]
-        checked.append((path, by_worker, metas, _check(operands, path, metas)))
+        of_workers = [call[index] for call in calls]
+        metas = [meta for metas in of_workers for meta in metas]
+        checked.append((path, of_workers, metas, _check(operands, path, metas)))
     outcomes = {}
-    for path, by_worker, metas, axes in checked:
+    for path, of_workers, metas, axes in checked:
         with torch.no_grad():
             if operands.op is None:
-                result = _gather(local[path], by_worker, axes or (0,), others)
+                result = _gather(local[path], of_workers, axes or (0,), others)
             else:
                 result = _reduce(operands.op, local[path], metas, axes, others)
         outcomes[path] = Outcome(result, any(meta.wants_grad for meta in metas), [meta.shape for meta in metas])
@@ -286,14 +287,14 @@ def _agree(
         raise
     does = _describe_call(operands.name, operands.op, operands.axes)
     facts = {"the call": does, "the leaves of the value": list(operands.leaves)}
-    by_worker = agree(ranks, name, facts, extra=extra)
-    if ranks is not None:
-        by_worker = [by_worker[first] for first in ranks.firsts]  # the ranks of one worker send the same facts
-    return (
-        operands,
-        local,
-        [[[_Meta(dtype, tuple(shape), grad) for dtype, shape, grad in leaf] for leaf in one] for one in by_worker],
-    )
+    gathered = by_worker(ranks, agree(ranks, name, facts, extra=extra))
+    metas = [[[_Meta(dtype, tuple(shape), grad) for dtype, shape, grad in leaf] for leaf in one] for one in gathered]
+    return operands, local, metas
+
+
+def by_worker(ranks: Ranks | None, answers: list[Any]) -> list[Any]:
+    """The answer of each worker, from those of all ranks: the ranks of one worker send the same facts. Local."""
+    return answers if ranks is None else [answers[first] for first in ranks.firsts]
 
 
 def _refuse_special(operands: Operands) -> None:
@@ -376,11 +377,11 @@ def _sum_over_workers(total: Tensor, workers: Ranks) -> Tensor:
 
 
 def _gather(
-    local: Sequence[Tensor], by_worker: Sequence[Sequence[_Meta]], axes: tuple[int, ...], workers: Ranks | None
+    local: Sequence[Tensor], of_workers: Sequence[Sequence[_Meta]], axes: tuple[int, ...], workers: Ranks | None
 ) -> Tensor:
     axis = axes[0]
     joined = local[0] if len(local) == 1 else torch.cat(list(local), dim=axis)
-    return concatenate(joined, axis, [sum(meta.shape[axis] for meta in metas) for metas in by_worker], workers)
+    return concatenate(joined, axis, [sum(meta.shape[axis] for meta in metas) for metas in of_workers], workers)
 
 
 def concatenate(joined: Tensor, axis: int, sizes: Sequence[int], workers: Ranks | None) -> Tensor:

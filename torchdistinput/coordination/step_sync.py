@@ -39,7 +39,7 @@ from torchdistinput.errors import InputError, RankLost
 from torchdistinput.plan.prefetch_depth import changed
 from torchdistinput.plan.step_agreement import StepDecision, StepReport, decide, peer_weight_of, weight_of
 from torchdistinput.step_types import (
-    MOST_TOLD,
+    MAX_DESCRIBED,
     NOTHING_SKIPPED,
     Ahead,
     EmptyStep,
@@ -175,10 +175,10 @@ class StepSync:
 
     def _log(self, left_out: Sequence[str]) -> None:
         """Logs the first samples that are left out of this epoch."""
-        for text in left_out[: MOST_TOLD - len(self._left_out)]:
+        for text in left_out[: MAX_DESCRIBED - len(self._left_out)]:
             self._left_out.append(text)
             _LOG.warning("left out of epoch %d, as it could not be read: %s", self._epoch, text)
-            if len(self._left_out) == MOST_TOLD:
+            if len(self._left_out) == MAX_DESCRIBED:
                 _LOG.warning("what else is left out of epoch %d here is counted, and not told", self._epoch)
 
     def stop(self, delivered: int) -> list[LocalStep]:
@@ -211,9 +211,9 @@ class StepSync:
         if self._agrees_at_once and type(held) is LocalStep:
             sizes = held.sizes
             size = sizes[0] if len(sizes) == 1 else sum(sizes)
-            if size or (held.parcels and type(held.parcels[0]) is OpaqueBatch):  # torch delivers empty batches, too
+            if size or (held.transfers and type(held.transfers[0]) is OpaqueBatch):  # torch delivers empty batches, too
                 self._rows += 1
-                if not held.parcels:
+                if not held.transfers:
                     self._complete(held)
                 held.global_size, held.rows = size, self._rows
                 return held
@@ -250,7 +250,7 @@ class StepSync:
         before = self._rows
         outcomes: list[Outcome] = self._read_ahead(decision.ahead)
         outcomes += [self._agreed(global_size) for global_size in decision.steps]
-        yield from self._pass_landmarks(before)
+        yield from self._sync_positions(before)
         if decision.news and (problem := (yield from self._hear_news())) is not None:
             return [*outcomes, self._finish(Raised(problem))]
         if decision.draws_differ:
@@ -312,13 +312,13 @@ class StepSync:
             self._passed_over += 1
             self._held.popleft()
             return EmptyStep(None if isinstance(held, PastEnd) else held)
-        if not step.parcels:
+        if not step.transfers:
             self._complete(step)
         self._held.popleft()
         step.global_size, step.rows = global_size, self._rows
         return step
 
-    def _pass_landmarks(self, before: int) -> Exchange[None]:
+    def _sync_positions(self, before: int) -> Exchange[None]:
         """Where a periodic sync was passed, all workers exchange their positions. Collective: all ranks count alike.
 
         The size of this exchange grows with the number of workers. It takes place once in ``every`` rows, and up to
@@ -328,8 +328,8 @@ class StepSync:
         if periodic_sync is None or channel is None:
             return
         seldom = min(self._ahead // max(1, self._least_ahead), _MOST_SELDOM)
-        rows = _last_landmark(self._rows, periodic_sync, seldom)
-        if rows > _last_landmark(before, periodic_sync, seldom):
+        rows = _last_sync(self._rows, periodic_sync, seldom)
+        if rows > _last_sync(before, periodic_sync, seldom):
             periodic_sync.learn(rows, (yield from channel.gather(periodic_sync.mine(rows))))
 
     def _hear_news(self) -> Exchange[BaseException | None]:
@@ -374,11 +374,11 @@ class StepSync:
         return "" if structure is None else json.dumps({"structure": structure.to_json()})
 
     def _learn_structure(self, texts: list[str]) -> str:
-        told = [plain_message(text) for text in texts if text]
-        known = [each["structure"] for each in told if "structure" in each]
+        answers = [plain_message(text) for text in texts if text]
+        known = [each["structure"] for each in answers if "structure" in each]
         if self._checker.structure is None:
             if not known:
-                return str(next(each["problem"] for each in told))
+                return str(next(each["problem"] for each in answers))
             self._checker.learn(Structure.from_json(known[0]))
         return ""
 
@@ -387,9 +387,9 @@ class StepSync:
         structure = self._checker.structure
         mine = "" if structure is None else f"rank {self._name}: {structure}"
         texts = yield from self._texts_of_all(mine)
-        told = "; ".join(text for text in texts if text)
+        structures = "; ".join(text for text in texts if text)
         return errors.BatchingError(
-            f"the elements of the ranks differ in structure after step {self._steps}: {told}. Nesting, names and "
+            f"the elements of the ranks differ in structure after step {self._steps}: {structures}. Nesting, names and "
             f"dtypes must be the same on every rank. {PER_SAMPLE}"
         )
 
@@ -405,24 +405,24 @@ class StepSync:
         divided = held.divided if isinstance(held, LocalStep) else None
         cost = "ended" if divided is None else f"{divided.digest:x}"
         mine = json.dumps({"rank": self._name, "worker": self._worker, "drew": drew, "read": read, "costs": cost})
-        told = [plain_message(text) for text in (yield from self._texts_of_all(mine))]
+        answers = [plain_message(text) for text in (yield from self._texts_of_all(mine))]
         at = f"at step {self._steps} of epoch {self._epoch}"
-        same = {(each["drew"], self._way_out and each["read"]) for each in told}
-        if len(same) == 1 < len({each["costs"] for each in told}):
-            costs = "; ".join(f"rank {each['rank']}: {each['costs']}" for each in told)
+        same = {(each["drew"], self._way_out and each["read"]) for each in answers}
+        if len(same) == 1 < len({each["costs"] for each in answers}):
+            costs = "; ".join(f"rank {each['rank']}: {each['costs']}" for each in answers)
             return errors.RankDisagreement(
                 f"the ranks differ in the costs of the samples {at}; as checksums of the costs: {costs}. Every rank "
                 "must find the same cost for a sample (balance=), as the costs say which rank gets it."
             )
         if self._way_out:
-            read = "; ".join(f"rank {each['rank']}: {each['read']}" for each in told)
+            read = "; ".join(f"rank {each['rank']}: {each['read']}" for each in answers)
             return errors.RankDisagreement(
                 f"the ranks read different data {at}. Under policy DATA each of them reads all of it and keeps its "
                 f"part of each batch, so the same must come on every rank; as checksums of what came: {read}. "
                 f"{self._way_out}"
             )
-        if len({each["drew"] for each in told}) > 1:
-            drawn = "; ".join(f"rank {each['rank']}: {each['drew']}" for each in told)
+        if len({each["drew"] for each in answers}) > 1:
+            drawn = "; ".join(f"rank {each['rank']}: {each['drew']}" for each in answers)
             return errors.RankDisagreement(
                 f"the samplers of the ranks differ {at}; as checksums of the batch that each drew: {drawn}. Every "
                 "rank's sampler must draw the same: seed it alike on all ranks, not by the rank; the library takes "
@@ -430,9 +430,9 @@ class StepSync:
             )
         return errors.RankDisagreement(
             f"ranks that share a data-parallel coordinate of the mesh read different data {at}; as checksums of what "
-            f"each read: {_peers_that_differ(told)}. They must read the same samples: give them the same dataset, and "
-            "seed what is random in it alike on them, not by the rank; or name the dims along which each rank is to "
-            "read samples of its own with data_dims=."
+            f"each read: {_peers_that_differ(answers)}. They must read the same samples: give them the same dataset, "
+            "and seed what is random in it alike on them, not by the rank; or name the dims along which each rank is "
+            "to read samples of its own with data_dims=."
         )
 
     def _failure_of_all(self) -> Exchange[BaseException]:
@@ -444,8 +444,8 @@ class StepSync:
         """The error for more than ``max_errors`` samples left out. Collective: every rank saw the same sums."""
         counted = self._skipped_until_next() if self._counts else 0
         mine = json.dumps({"rank": self._name, "first": self._left_out}) if counted else ""
-        told = [plain_message(text) for text in (yield from self._texts_of_all(mine)) if text]
-        return too_many(told, samples, self._max_errors or 0, self._epoch, self._steps)
+        answers = [plain_message(text) for text in (yield from self._texts_of_all(mine)) if text]
+        return too_many(answers, samples, self._max_errors or 0, self._epoch, self._steps)
 
     def _texts_of_all(self, mine: str) -> Exchange[list[str]]:
         return [mine] if self._channel is None else (yield from self._channel.gather(mine))
@@ -473,16 +473,16 @@ class StepSync:
             self._channel.abort(reason)
 
 
-def _peers_that_differ(told: Sequence[Mapping[str, Any]]) -> str:
+def _peers_that_differ(answers: Sequence[Mapping[str, Any]]) -> str:
     """For each worker whose ranks read different data: what each of these ranks read."""
     by_worker: dict[int, list[Mapping[str, Any]]] = {}
-    for each in told:
+    for each in answers:
         by_worker.setdefault(each["worker"], []).append(each)
     differ = [peers for peers in by_worker.values() if len({each["read"] for each in peers}) > 1]
     return "; ".join(f"rank {each['rank']}: {each['read']}" for peers in differ for each in peers)
 
 
-def _last_landmark(rows: int, periodic_sync: PeriodicSync, seldom: int) -> int:
+def _last_sync(rows: int, periodic_sync: PeriodicSync, seldom: int) -> int:
     """The row of the last periodic sync up to ``rows``; 0 where there was none."""
     every = periodic_sync.every * seldom
     if rows >= every or not periodic_sync.early:

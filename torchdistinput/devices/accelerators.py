@@ -118,7 +118,7 @@ def _resolve_one(name: str | torch.device, local_rank: int, found: Accelerators)
         raise ValueError(
             f"devices holds {str(name)!r}, which is no device name of this torch. Found: {found.describe()}."
         ) from error
-    named = _index(device)
+    named: int | None = device.index  # torch's types leave out the None
     if device.type == "cpu":
         if named not in (None, 0):
             raise ValueError(f"devices holds {str(name)!r}; torch has one CPU device. Write 'cpu', as often as needed.")
@@ -135,10 +135,6 @@ def _resolve_one(name: str | torch.device, local_rank: int, found: Accelerators)
             "where the launcher shows each process only its own device."
         )
     return torch.device(device.type, index)
-
-
-def _index(device: torch.device) -> int | None:
-    return device.index  # torch's types leave out the None
 
 
 def set_current(device: torch.device) -> None:

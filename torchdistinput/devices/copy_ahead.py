@@ -73,7 +73,7 @@ import torch
 from torchdistinput.batches.pytree import flatten, map_leaves, map_values, moves_itself, objects_in
 from torchdistinput.devices.small_leaves import SMALL_BYTES, Bundle, bundled
 
-__all__ = ["Copier", "DirectCopier", "Handling", "HostBatch", "HostCopier", "StreamBackend", "StreamCopier"]
+__all__ = ["Copier", "DirectCopier", "Handling", "HostCopier", "StreamBackend", "StreamCopier", "Transfer"]
 
 Batch = Any
 Stream = Any  # a torch.Stream, or a fake one
@@ -83,8 +83,8 @@ _Copies = list[tuple[Bundle, torch.Tensor]]  # from the host to a tensor or buff
 
 @final
 @dataclass(eq=False)
-class HostBatch:
-    """A batch whose copy to a device was begun (a *parcel*); made by ``send``, ended by ``hand_over`` or ``discard``.
+class Transfer:
+    """A batch whose copy to a device was begun (a *transfer*); made by ``send``, ended by ``hand_over`` or ``discard``.
 
     Attributes:
       batch: the batch as the consumer will get it; ``None`` once it was handed over or discarded.
@@ -116,14 +116,14 @@ class Copier(Protocol):
     def begin_step(self) -> None:
         """Called by the consumer at each ``next``, first: notes the stream that the consumer works on."""
 
-    def send(self, batch: Batch) -> HostBatch:
+    def send(self, batch: Batch) -> Transfer:
         """Begins the copy of a batch to the device, without waiting for it. The background thread calls this."""
 
-    def hand_over(self, parcel: HostBatch) -> Batch:
-        """The batch of a parcel, safe to use on the consumer's current stream. The consumer calls this."""
+    def hand_over(self, transfer: Transfer) -> Batch:
+        """The batch of a transfer, safe to use on the consumer's current stream. The consumer calls this."""
 
-    def discard(self, parcel: HostBatch) -> None:
-        """Frees a parcel that nobody will take. Any thread. No effect on a parcel that was handed over or discarded."""
+    def discard(self, transfer: Transfer) -> None:
+        """Frees a transfer that nobody will take. Any thread. No effect on one that was handed over or discarded."""
 
     def close(self) -> None:
         """Releases all streams and memory, once the background thread has stopped. Idempotent."""
@@ -139,17 +139,17 @@ class HostCopier:
     def begin_step(self) -> None:
         """Nothing to do: the CPU has no streams."""
 
-    def send(self, batch: Batch) -> HostBatch:
+    def send(self, batch: Batch) -> Transfer:
         """Wraps the batch."""
-        return HostBatch(batch)
+        return Transfer(batch)
 
-    def hand_over(self, parcel: HostBatch) -> Batch:
+    def hand_over(self, transfer: Transfer) -> Batch:
         """Unwraps the batch."""
-        return _open(parcel)
+        return _open(transfer)
 
-    def discard(self, parcel: HostBatch) -> None:
+    def discard(self, transfer: Transfer) -> None:
         """Drops the batch."""
-        parcel.batch = None
+        transfer.batch = None
 
     def close(self) -> None:
         """Nothing is held."""
@@ -174,7 +174,7 @@ class DirectCopier:
     def begin_step(self) -> None:
         """Nothing to do: there is only one stream."""
 
-    def send(self, batch: Batch) -> HostBatch:
+    def send(self, batch: Batch) -> Transfer:
         """Wraps the batch, still on the host.
 
         Raises:
@@ -187,18 +187,18 @@ class DirectCopier:
                     "Convert it in the dataset or in collate_fn, for example by x.float(). Python's floats become "
                     "float64 where torch collates them, and NumPy's are."
                 )
-        return HostBatch(batch, late=True)
+        return Transfer(batch, late=True)
 
-    def hand_over(self, parcel: HostBatch) -> Batch:
+    def hand_over(self, transfer: Transfer) -> Batch:
         """Moves the batch."""
-        return map_values(self._moved, _open(parcel))
+        return map_values(self._moved, _open(transfer))
 
     def _moved(self, value: Any) -> Any:
         return value.to(self._device) if isinstance(value, torch.Tensor) or moves_itself(value) else value
 
-    def discard(self, parcel: HostBatch) -> None:
+    def discard(self, transfer: Transfer) -> None:
         """Drops the batch, which is on the host."""
-        parcel.batch = None
+        transfer.batch = None
 
     def close(self) -> None:
         """Nothing is held."""
@@ -282,7 +282,7 @@ class StreamCopier:
         self._side = streams.new_stream()
         self._home = streams.current_stream()
         self._homes = [self._home]  # all home streams so far
-        self._unsettled: set[HostBatch] = set()
+        self._unsettled: set[Transfer] = set()
         self._held: deque[tuple[Event, list[torch.Tensor]]] = deque()
         # Also when a loader is dropped without `close()`. Not at exit: the device may be gone by then.
         self._finish = weakref.finalize(self, _finish, streams, self._unsettled, self._held)
@@ -298,7 +298,7 @@ class StreamCopier:
         if self._home not in self._homes:
             self._homes.append(self._home)
 
-    def send(self, batch: Batch) -> HostBatch:
+    def send(self, batch: Batch) -> Transfer:
         """Allocates on the consumer's stream, pins, and queues the copies on the side stream.
 
         Raises:
@@ -306,25 +306,25 @@ class StreamCopier:
         """
         while self._held and self._streams.done(self._held[0][0]):
             self._held.popleft()
-        parcel = HostBatch(None, self._home)
+        transfer = Transfer(None, self._home)
         leaves, structure = flatten(batch)
-        copies = self._allocate(leaves, parcel)
-        parcel.late = parcel.late or any(map(moves_itself, objects_in(leaves, structure)))
-        parcel.batch = structure.build(iter(leaves))
-        self._unsettled.add(parcel)
+        copies = self._allocate(leaves, transfer)
+        transfer.late = transfer.late or any(map(moves_itself, objects_in(leaves, structure)))
+        transfer.batch = structure.build(iter(leaves))
+        self._unsettled.add(transfer)
         if copies:
             try:
-                self._ship(parcel, copies)
+                self._ship(transfer, copies)
             except BaseException:
-                self.discard(parcel)
+                self.discard(transfer)
                 raise
-        return parcel
+        return transfer
 
-    def _allocate(self, leaves: list[Any], parcel: HostBatch) -> _Copies:
+    def _allocate(self, leaves: list[Any], transfer: Transfer) -> _Copies:
         """Puts tensors on the device in the place of the leaves that are copied ahead, which are returned."""
         handling = [self._streams.handling(leaf) for leaf in leaves]
-        parcel.late = Handling.LATE in handling
-        parcel.there = tuple(
+        transfer.late = Handling.LATE in handling
+        transfer.there = tuple(
             leaf
             for leaf, each in zip(leaves, handling, strict=True)
             if each is Handling.STAYS and isinstance(leaf, torch.Tensor)
@@ -333,19 +333,19 @@ class StreamCopier:
         copies: _Copies = []
         for bundle in bundled([leaves[place] for place in ahead], self._small):
             if bundle.offsets:
-                target = self._streams.empty(bundle.num_bytes, parcel.home)
+                target = self._streams.empty(bundle.num_bytes, transfer.home)
                 tensors = bundle.over(target)
             else:
-                target = self._streams.empty_like(bundle.leaves[0], parcel.home)
+                target = self._streams.empty_like(bundle.leaves[0], transfer.home)
                 tensors = [target]
             copies.append((bundle, target))
             for place, tensor in zip(bundle.places, tensors, strict=True):
                 leaves[ahead[place]] = tensor
-        parcel.moved = tuple(leaves[place] for place in ahead)
+        transfer.moved = tuple(leaves[place] for place in ahead)
         return copies
 
-    def _ship(self, parcel: HostBatch, copies: _Copies) -> None:
-        allocated = self._streams.record(parcel.home)
+    def _ship(self, transfer: Transfer, copies: _Copies) -> None:
+        allocated = self._streams.record(transfer.home)
         self._streams.wait(self._side, allocated)
         hosts: list[torch.Tensor] = []
         try:
@@ -354,37 +354,37 @@ class StreamCopier:
                 hosts.append(bundle.packed(streams.staging) if bundle.offsets else streams.pin(bundle.leaves[0]))
                 self._streams.copy(hosts[-1], target, self._side)
         finally:  # also after a failure: the copies queued before it are in flight
-            parcel.ready = self._streams.record(self._side)
-            self._held.append((parcel.ready, hosts))
+            transfer.ready = self._streams.record(self._side)
+            self._held.append((transfer.ready, hosts))
 
-    def hand_over(self, parcel: HostBatch) -> Batch:
+    def hand_over(self, transfer: Transfer) -> Batch:
         """Makes the consumer's current stream wait for the copies; the host does not wait.
 
         Raises:
-          RuntimeError: if the parcel was discarded, or handed over before.
+          RuntimeError: if the transfer was discarded, or handed over before.
         """
-        if parcel not in self._unsettled:
-            raise RuntimeError("this parcel was discarded, or handed over before; each one ends once.")
+        if transfer not in self._unsettled:
+            raise RuntimeError("this transfer was discarded, or handed over before; each one ends once.")
         here = self._streams.current_stream()
-        if parcel.ready is not None:
-            self._streams.wait(here, parcel.ready)
-            if here != parcel.home:
-                self._clone_into(here, parcel)
+        if transfer.ready is not None:
+            self._streams.wait(here, transfer.ready)
+            if here != transfer.home:
+                self._clone_into(here, transfer)
         if len(self._homes) > 1:
-            self._share(here, parcel.there)
-        self._unsettled.discard(parcel)
-        late = parcel.late
-        batch = _open(parcel)
+            self._share(here, transfer.there)
+        self._unsettled.discard(transfer)
+        late = transfer.late
+        batch = _open(transfer)
         return map_values(self._streams.move_now, batch) if late else batch
 
-    def _clone_into(self, here: Stream, parcel: HostBatch) -> None:
+    def _clone_into(self, here: Stream, transfer: Transfer) -> None:
         clones: dict[int, torch.Tensor] = {}
-        for tensor in parcel.moved:
+        for tensor in transfer.moved:
             clones[id(tensor)] = self._streams.empty_like(tensor, here)
             self._streams.copy(tensor, clones[id(tensor)], here)
         cloned = self._streams.record(here)
-        self._streams.wait(parcel.home, cloned)
-        parcel.batch = map_leaves(lambda leaf: clones.get(id(leaf), leaf), parcel.batch)
+        self._streams.wait(transfer.home, cloned)
+        transfer.batch = map_leaves(lambda leaf: clones.get(id(leaf), leaf), transfer.batch)
 
     def _share(self, here: Stream, there: tuple[torch.Tensor, ...]) -> None:
         for home in self._homes if there else ():
@@ -392,27 +392,27 @@ class StreamCopier:
         for tensor in there:
             self._streams.lend(tensor, here)
 
-    def discard(self, parcel: HostBatch) -> None:
+    def discard(self, transfer: Transfer) -> None:
         """Makes the stream that owns the memory wait for the copies, then lets go of it; the host does not wait."""
-        if parcel not in self._unsettled:
+        if transfer not in self._unsettled:
             return
-        if parcel.ready is not None:
-            self._streams.wait(parcel.home, parcel.ready)
-        self._unsettled.discard(parcel)
-        _open(parcel)
+        if transfer.ready is not None:
+            self._streams.wait(transfer.home, transfer.ready)
+        self._unsettled.discard(transfer)
+        _open(transfer)
 
     def close(self) -> None:
         """Discards what was never handed over, and waits on the host for the copies that still read pinned memory."""
         self._finish()
 
 
-def _finish(streams: StreamBackend, unsettled: set[HostBatch], held: deque[tuple[Event, list[torch.Tensor]]]) -> None:
-    for ready, _ in held:  # those of the unsettled parcels are among them, unless they are done
+def _finish(streams: StreamBackend, unsettled: set[Transfer], held: deque[tuple[Event, list[torch.Tensor]]]) -> None:
+    for ready, _ in held:  # those of the unsettled transfers are among them, unless they are done
         streams.block(ready)
     unsettled.clear()
     held.clear()
 
 
-def _open(parcel: HostBatch) -> Batch:
-    batch, parcel.batch, parcel.moved, parcel.there = parcel.batch, None, (), ()
+def _open(transfer: Transfer) -> Batch:
+    batch, transfer.batch, transfer.moved, transfer.there = transfer.batch, None, (), ()
     return batch

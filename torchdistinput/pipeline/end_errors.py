@@ -16,7 +16,7 @@ def not_an_end(error: BaseException) -> BaseException:
     return found
 
 
-def after_the_error(error: BaseException, told: str, delivered: int) -> InputError:
+def after_the_error(error: BaseException, summary: str, delivered: int) -> InputError:
     """The error of the next call after an error that ended the epoch. Later calls return the end of the data.
 
     The original error is raised once. A loop that continues after errors would meet it for ever, each time with a
@@ -24,13 +24,13 @@ def after_the_error(error: BaseException, told: str, delivered: int) -> InputErr
 
     Args:
       error: the original error.
-      told: the original error in one line.
+      summary: the original error in one line.
       delivered: steps before the error.
     """
     if isinstance(error, Exception):
         return InputError(
             f"this epoch ended with the error above, after step {delivered}, and cannot go on. Begin another iterator, "
-            f"or go on from a state that was saved before. The error was {told}"
+            f"or go on from a state that was saved before. The error was {summary}"
         )
     return InputError(
         f"the input was interrupted while it read, after step {delivered}, by {type(error).__name__}; what it was "

@@ -20,7 +20,7 @@ from typing import Any, Final, TypeVar, final
 from torch.autograd import profiler
 
 from torchdistinput.coordination.private_names import profiler_runs
-from torchdistinput.step_types import ROWS_BETWEEN_LANDMARKS, PeriodicSync
+from torchdistinput.step_types import ROWS_BETWEEN_SYNCS, PeriodicSync
 
 __all__ = ["COORDINATE", "COPY", "FETCH", "WAIT", "Metrics", "StatsSync", "in_range", "summary"]
 
@@ -128,7 +128,7 @@ class StatsSync:
     """
 
     def __init__(self, meter: Metrics, inner: PeriodicSync | None) -> None:
-        self.every: int = ROWS_BETWEEN_LANDMARKS if inner is None else inner.every
+        self.every: int = ROWS_BETWEEN_SYNCS if inner is None else inner.every
         self.early: bool = inner is not None and inner.early
         self._meter = meter
         self._inner = inner
@@ -139,10 +139,10 @@ class StatsSync:
 
     def learn(self, rows: int, texts: Sequence[str]) -> None:
         """See ``PeriodicSync.learn``."""
-        told = [json.loads(text) for text in texts]
-        self._meter.ranks = [each for each, _ in told]
+        answers = [json.loads(text) for text in texts]
+        self._meter.ranks = [each for each, _ in answers]
         if self._inner is not None:
-            self._inner.learn(rows, [text for _, text in told])
+            self._inner.learn(rows, [text for _, text in answers])
 
 
 def summary(epoch: int, step: int, meter: Metrics) -> str:

@@ -55,7 +55,7 @@ from typing import Any, Final, NamedTuple, final
 import torch
 
 from torchdistinput.coordination.failures import in_one_line
-from torchdistinput.coordination.fork_safety import told_of_forks
+from torchdistinput.coordination.fork_safety import register_for_forks
 from torchdistinput.coordination.private_names import profiler_runs
 from torchdistinput.coordination.timeouts import StragglerTimeout
 from torchdistinput.pipeline.end_errors import after_the_error, closed_elsewhere, left_to_parent, not_an_end
@@ -162,7 +162,7 @@ class Prefetcher:
 
     def begin(self) -> None:
         """Starts the background thread, if there is one. After an interruption it may run: ``close`` ends it."""
-        told_of_forks(self)
+        register_for_forks(self)
         if self._thread is not None:
             self._thread.start()
 
@@ -249,9 +249,9 @@ class Prefetcher:
         """Handles an outcome that is no step."""
         if isinstance(outcome, EmptyStep):
             self._in_flight -= 1
-            if outcome.share is not None:
-                self._meter.skipped += outcome.share.skipped.samples
-                self._upstream.discard([outcome.share])
+            if outcome.step is not None:
+                self._meter.skipped += outcome.step.skipped.samples
+                self._upstream.discard([outcome.step])
         elif isinstance(outcome, Missed):
             self._in_flight -= 1
             self._missed = outcome.error
@@ -393,7 +393,7 @@ class Prefetcher:
     def _complete(self, item: Drawn | Held) -> float:
         """Completes a step, and holds it for the vote, or settles it where no other rank votes. Returns the seconds."""
         seconds = 0.0
-        if type(item) is LocalStep and item.parcels:  # it is complete
+        if type(item) is LocalStep and item.transfers:  # it is complete
             held: Held = item
         else:
             began = perf_counter()
@@ -559,7 +559,7 @@ class Prefetcher:
             with contextlib.suppress(IndexError):  # a consumer on another thread may take the last one
                 while self._ready:
                     left.append(self._ready.take())
-            steps = [each.share if isinstance(each, EmptyStep) else each for each in left]
+            steps = [each.step if isinstance(each, EmptyStep) else each for each in left]
             self._upstream.discard([step for step in steps if isinstance(step, LocalStep)])
             left.clear()
             if not self._is_tidy:  # a garbage collection on this thread may have run this method in between

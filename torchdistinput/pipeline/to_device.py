@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, final
 
-from torchdistinput.devices.copy_ahead import Copier, HostBatch, HostCopier
+from torchdistinput.devices.copy_ahead import Copier, HostCopier, Transfer
 
 __all__ = ["ToDevice"]
 
@@ -40,7 +40,7 @@ class ToDevice:
         for copier in self._copiers:
             copier.begin_step()
 
-    def send(self, pieces: Sequence[Batch]) -> Sequence[HostBatch]:
+    def send(self, pieces: Sequence[Batch]) -> Sequence[Transfer]:
         """Begins the copies of the pieces of one step to their devices; all of them, or none if one fails.
 
         Args:
@@ -48,28 +48,28 @@ class ToDevice:
         """
         if not self.moves:
             return pieces
-        parcels: list[HostBatch] = []
+        transfers: list[Transfer] = []
         try:
             for copier, piece in zip(self._copiers, pieces, strict=True):
-                parcels.append(copier.send(piece))
+                transfers.append(copier.send(piece))
         except BaseException:
-            for copier, parcel in zip(self._copiers, parcels, strict=False):
-                copier.discard(parcel)
+            for copier, transfer in zip(self._copiers, transfers, strict=False):
+                copier.discard(transfer)
             raise
-        return parcels
+        return transfers
 
-    def hand_over(self, parcels: Sequence[HostBatch]) -> Sequence[Batch]:
+    def hand_over(self, transfers: Sequence[Transfer]) -> Sequence[Batch]:
         """The pieces of one step, each on its device and safe to use on the consumer's current streams."""
         if not self.moves:
-            return parcels
-        return [copier.hand_over(parcel) for copier, parcel in zip(self._copiers, parcels, strict=True)]
+            return transfers
+        return [copier.hand_over(transfer) for copier, transfer in zip(self._copiers, transfers, strict=True)]
 
-    def discard(self, parcels: Sequence[HostBatch]) -> None:
+    def discard(self, transfers: Sequence[Transfer]) -> None:
         """Discards the pieces of a step that nobody will take."""
         if not self.moves:
             return
-        for copier, parcel in zip(self._copiers, parcels, strict=True):
-            copier.discard(parcel)
+        for copier, transfer in zip(self._copiers, transfers, strict=True):
+            copier.discard(transfer)
 
     def close(self) -> None:
         """Releases the devices' streams and memory, once the background thread has stopped. Idempotent."""

@@ -69,7 +69,7 @@ class StepMaker:
     def produce(self, drawn: Drawn | Held) -> Held:
         """See ``Upstream.produce``."""
         held = self._finish(drawn) if type(drawn) is Drawn else drawn
-        if type(held) is LocalStep and not held.parcels and (self._checker.makes_empty or 0 not in held.sizes):
+        if type(held) is LocalStep and not held.transfers and (self._checker.makes_empty or 0 not in held.sizes):
             try:
                 self.complete(held)
             except Exception as error:  # for example out of memory: a failed step like any other
@@ -104,21 +104,21 @@ class StepMaker:
         ]
         if self._pad is not None:
             self._pad(step, self._checker.structure)
-        step.parcels = self._to_device.send(step.pieces)
+        step.transfers = self._to_device.send(step.pieces)
         step.pieces = []
 
     def weigh(self, step: LocalStep) -> int:
         """See ``Upstream.weigh``. 0 where pieces are copied to a device: the metrics count the bytes of such steps."""
         if self._to_device.moves:
             return 0
-        weights = [bytes_held(piece) for piece in step.parcels or step.pieces if piece is not None]
+        weights = [bytes_held(piece) for piece in step.transfers or step.pieces if piece is not None]
         return 0 if None in weights else sum(weight or 0 for weight in weights)
 
     def discard(self, steps: Sequence[LocalStep]) -> None:
         """See ``Upstream.discard``."""
         for step in steps:
-            if step.parcels:
-                self._to_device.discard(step.parcels)
+            if step.transfers:
+                self._to_device.discard(step.transfers)
 
     def close_devices(self) -> None:
         """See ``Upstream.close_devices``."""

@@ -4,7 +4,7 @@ When a vote is due. As soon as a step is held. With a prefetch depth of four or 
 the steps ahead are used, so that one message covers as many steps as possible (``PrefetchDepth.due_at``).
 
 Prefetch depth. An explicit depth is fixed. Otherwise the depth is two steps at first, and may change:
-- A vote is *slow* (``shows``) when it takes more than an eighth of the time from one vote to the next.
+- A vote is *slow* (``is_slow``) when it takes more than an eighth of the time from one vote to the next.
 - A rank asks for twice the depth when at least half of the last eight votes were slow, and so many steps, each as large
   as the largest so far, fit into ``prefetch_bytes``. It asks for half the depth when the present depth does not fit.
 - These requests travel in the votes. The depth doubles where all ranks ask for more, and halves where one rank asks for
@@ -25,7 +25,7 @@ from torchdistinput.coordination.private_names import holds
 from torchdistinput.pipeline.interfaces import Votes
 from torchdistinput.pipeline.metrics import COORDINATE, Metrics, in_range
 from torchdistinput.pipeline.ready_queue import ReadyQueue
-from torchdistinput.plan.prefetch_depth import PrefetchDepth, shows
+from torchdistinput.plan.prefetch_depth import PrefetchDepth, is_slow
 from torchdistinput.step_types import Ahead, Held, LocalStep, Outcome
 
 __all__ = ["Voter"]
@@ -144,8 +144,8 @@ class Voter:
         now = perf_counter()
         self._between, self._vote_began = now - self._vote_began, now
         self._making = 0.0
-        wish = self._depth.wish(max(self._largest, self._meter.largest))
-        self._vote = vote = StartedExchange(self._votes.vote(wish))
+        requested_change = self._depth.requested_change(max(self._largest, self._meter.largest))
+        self._vote = vote = StartedExchange(self._votes.vote(requested_change))
         return vote
 
     def _finish(self) -> None:
@@ -162,7 +162,7 @@ class Voter:
             self._vote = None
         took = perf_counter() - self._vote_began - (meter.filling - filling)
         meter.coordinating += took
-        self._depth.voted(shown=shows(took - self._making, self._between))
+        self._depth.voted(shown=is_slow(took - self._making, self._between))
         for outcome in outcomes:
             if isinstance(outcome, Ahead):
                 self._depth.agreed(outcome.steps)

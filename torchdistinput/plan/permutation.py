@@ -182,12 +182,10 @@ class _Sorted:
         self._elements: Indices = np.argsort(random_words(state, length), kind="stable").astype(np.int64)
 
     def block(self, start: int, stop: int) -> Indices:
-        """The elements at places ``start`` to ``stop - 1``."""
         found: Indices = self._elements[start:stop].copy()
         return found
 
     def at(self, places: Indices) -> Indices:
-        """The elements at these places."""
         found: Indices = self._elements[places]
         return found
 
@@ -220,7 +218,6 @@ class _Network:
         self._keys = [np.array(key >> (64 - width), self._word) for key in random_words(state, _ROUNDS).tolist()]
 
     def block(self, start: int, stop: int) -> Indices:
-        """The elements at places ``start`` to ``stop - 1``."""
         elements = np.empty(stop - start, np.int64)
         size = min(_BLOCK, stop - start)
         scratch, ramp = np.empty((4, size), self._word), np.arange(size, dtype=self._word)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Final, final
 
-__all__ = ["PrefetchDepth", "changed", "drawn_at_once", "is_deep", "ready_at_a_vote", "shows"]
+__all__ = ["PrefetchDepth", "changed", "drawn_at_once", "is_deep", "is_slow", "ready_at_a_vote"]
 
 _VOTES_LOOKED_AT: Final = 8
 _LAZY_FROM: Final = 4  # the least depth at which votes are delayed; with a smaller one they would come too late
@@ -52,14 +52,14 @@ def ready_at_a_vote(steps: int) -> int:
     return min(range(steps + 1 - row, 0, -row), key=lambda ready: (abs(3 * ready - steps), ready))
 
 
-def shows(took: float, between: float) -> bool:
+def is_slow(took: float, between: float) -> bool:
     """Whether a vote was slow: it took more than an eighth of the time since the vote before.
 
     Args:
       took: seconds of the vote, without the seconds in which this rank read its data meanwhile.
       between: seconds from the beginning of the vote before to the beginning of this vote.
 
-    >>> shows(1.0, 9.0), shows(1.0, 7.0)
+    >>> is_slow(1.0, 9.0), is_slow(1.0, 7.0)
     (False, True)
     """
     return took > between * _MUCH
@@ -82,7 +82,7 @@ class PrefetchDepth:
         self.agreed(steps)
 
     def voted(self, *, shown: bool) -> None:
-        """Notes that a vote is complete, and whether it was slow (``shows``)."""
+        """Notes that a vote is complete, and whether it was slow (``is_slow``)."""
         self._shown.append(shown)
 
     def agreed(self, steps: int) -> None:
@@ -92,7 +92,7 @@ class PrefetchDepth:
         """A vote is due when at most this many steps are ready."""
         self._shown.clear()
 
-    def wish(self, largest: int) -> int:
+    def requested_change(self, largest: int) -> int:
         """The change that this rank asks for: 1 for a larger depth, -1 for a smaller one, 0 for the present one.
 
         Args:

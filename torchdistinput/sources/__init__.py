@@ -13,5 +13,6 @@
 - ``sample_costs``: The costs of samples, by which batches are divided.
 - ``sample_seed``: ``sample_seed``, ``seed_samples``: a random seed for each sample.
 - ``order_advice``: What to write so that each epoch has the same order.
+- ``epoch_draws``: The random states from which the order of an epoch is drawn, recorded for a resume.
 - ``rng``: Random draws that are the same on all ranks.
 """

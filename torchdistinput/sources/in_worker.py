@@ -35,8 +35,8 @@ from torchdistinput.sources.sample_index import labelled
 from torchdistinput.sources.sample_seed import Samples
 from torchdistinput.sources.set_epoch import HearsEpochs
 from torchdistinput.step_types import (
-    MOST_TOLD,
-    NOWHERE,
+    MAX_DESCRIBED,
+    NO_ORIGIN,
     Counted,
     Digest,
     Origin,
@@ -108,7 +108,7 @@ class Failure:
       origin: the same as known values; the values that only this process knows are added.
     """
 
-    def __init__(self, error: BaseException, where: str, origin: Origin = NOWHERE) -> None:
+    def __init__(self, error: BaseException, where: str, origin: Origin = NO_ORIGIN) -> None:
         info = get_worker_info()
         self.where = where
         self.error = error
@@ -397,7 +397,7 @@ def thinned(left_out: Mapping[int, str], piece: Any) -> Any:
     """
     if not left_out:
         return piece
-    told = tuple(left_out.values())[:MOST_TOLD]
+    told = tuple(left_out.values())[:MAX_DESCRIBED]
     return PartialPiece(piece, Skipped(len(left_out), told), tuple(left_out))
 
 

@@ -259,11 +259,9 @@ class _Delay:
         self._until = time.monotonic() + seconds
 
     def has_come(self) -> bool:
-        """See ``Pending.has_come``."""
         return self._room.is_closed or time.monotonic() >= self._until
 
     def wait(self) -> None:
-        """See ``Pending.wait``."""
         self._room.pause(self._until - time.monotonic())
 
 
@@ -278,11 +276,9 @@ class _Meeting:
         self.received: list[Any] = []
 
     def has_come(self) -> bool:
-        """See ``Pending.has_come``."""
         return self._room.is_decided(self._number)
 
     def wait(self) -> None:
-        """See ``Pending.wait``."""
         self.received = self._room.wait(self._rank, self._number)
 
 

@@ -25,7 +25,7 @@ from torchdistinput.plan.mixed_turns import Cursor, cursor_from_json
 from torchdistinput.sources.files.batching import KnownRows
 from torchdistinput.sources.in_worker import Cut, Failure
 from torchdistinput.sources.iterable.cursor import Compared
-from torchdistinput.step_types import ROWS_BETWEEN_LANDMARKS, Counted, Row, SizedRow
+from torchdistinput.step_types import ROWS_BETWEEN_SYNCS, Counted, Row, SizedRow
 
 __all__ = ["CommonPlaces", "FilesPosition", "Places"]
 
@@ -139,7 +139,7 @@ class CommonPlaces:
       read_ahead: rows that may be read before they are delivered.
     """
 
-    every = ROWS_BETWEEN_LANDMARKS
+    every = ROWS_BETWEEN_SYNCS
     early = True  # so that a state of the first steps has the open files, too
 
     def __init__(self, own: Places, begun: FilesPosition, worker: int, read_ahead: int) -> None:

@@ -26,7 +26,7 @@ from typing import Any, Final, NoReturn, cast, final
 from torch.utils.data import DataLoader
 
 from torchdistinput.coordination.failures import plain_indices
-from torchdistinput.coordination.fork_safety import told_of_forks
+from torchdistinput.coordination.fork_safety import register_for_forks
 from torchdistinput.coordination.private_names import interrupted_in_a_fork, look_up
 from torchdistinput.pipeline.end_errors import left_to_parent
 from torchdistinput.sources.in_worker import few, indices_of
@@ -103,7 +103,7 @@ class LoaderRun(Iterator[Any]):
         """Whether the parent process began this run, before this process was forked."""
         self.fresh = 0
         """How many items came in newly allocated memory, because they did not fit into the reused memory."""
-        told_of_forks(self)
+        register_for_forks(self)
         if interrupted_in_a_fork():
             self.close()
             raise KeyboardInterrupt

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from torchdistinput.batches.per_replica import ReduceOp, regroup, select
 from torchdistinput.coordination.process_group import Ranks
 from torchdistinput.coordination.reduce import NoValue, Operands, Outcome, as_tensor, gather_axis, opened, perform
-from torchdistinput.coroutines import Coroutine, Ended, Modes
+from torchdistinput.replicas.coroutines import Coroutine, Ended, Modes
 
 __all__ = ["ReplicaContext", "get_replica_context", "require_no_replica", "run_replicas"]
 
