@@ -10,7 +10,7 @@ from typing import Any, final
 
 import pytest
 
-from torchdistinput.coordination.step_sync import _last_landmark
+from torchdistinput.coordination.step_sync import _last_sync
 from torchdistinput.plan.file_resharding import ReaderCursor
 from torchdistinput.sources.files.position import CommonPlaces, FilesPosition, Places
 from torchdistinput.sources.in_worker import Cut
@@ -108,8 +108,8 @@ def pass_landmarks(reader: Reader, rule: PeriodicSync, slots: int) -> int:
     while agreed < ROWS:
         reader.read_to(reader.begins_at + agreed + reader.read_ahead + 2)
         before, agreed = agreed, agreed + slots
-        sync = _last_landmark(agreed, rule, 1)
-        if sync > _last_landmark(before, rule, 1):
+        sync = _last_sync(agreed, rule, 1)
+        if sync > _last_sync(before, rule, 1):
             passed += 1
             learned.append(reader.begins_at + sync)
             place = reader.last_told(reader.begins_at + sync)

@@ -19,8 +19,6 @@ from torchdistinput.errors import InputError, RankDisagreement
 
 __all__ = ["agree", "agree_on"]
 
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
-
 _BUILTIN = {"TypeError": TypeError, "ValueError": ValueError}
 
 
@@ -31,7 +29,7 @@ def agree(
     *,
     error: Exception | None = None,
     extra: Any = None,
-    ways_out: Mapping[str, str] = _NOTHING,
+    ways_out: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Any]:
     """Compares the facts of all ranks. Collective: every rank calls this.
 
@@ -76,13 +74,13 @@ def agree(
     return [each["extra"] for each in answers]
 
 
-def agree_on(ranks: Ranks | None, what: str, make: Callable[[], Any], facts: Mapping[str, Any] = _NOTHING) -> list[Any]:
+def agree_on(ranks: Ranks | None, what: str, make: Callable[[], Any]) -> list[Any]:
     """``agree``, with the result of ``make()`` as ``extra``, or with its error. Collective: every rank calls this."""
     try:
         made = make()
     except Exception as error:  # of any kind: without a message the other ranks would wait for this one
-        return agree(ranks, what, facts, error=error)
-    return agree(ranks, what, facts, extra=made)
+        return agree(ranks, what, {}, error=error)
+    return agree(ranks, what, {}, extra=made)
 
 
 def _message(text: str) -> dict[str, Any]:

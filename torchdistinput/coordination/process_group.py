@@ -54,24 +54,19 @@ T = TypeVar("T")
 
 
 class Channel(Protocol):
-    """The connection of one live iterator to the same iterator on the other ranks."""
+    """The connection of one live iterator to the same iterator on the other ranks.
+
+    What is collective, every rank begins and completes in the same order; it raises ``RankLost`` if a rank went away.
+    """
 
     rank: int
     num_ranks: int
 
     def exchange(self, words: Sequence[int]) -> Exchange[list[int]]:
-        """The element-wise sums over the ranks. Collective: every rank begins and completes it, in the same order.
-
-        Raises:
-          RankLost: a rank went away.
-        """
+        """The element-wise sums over the ranks. Collective."""
 
     def gather(self, text: str) -> Exchange[list[str]]:
-        """Every rank's text, by rank. Collective: every rank begins and completes it, in the same order.
-
-        Raises:
-          RankLost: a rank went away.
-        """
+        """Every rank's text, by rank. Collective."""
 
     def waiting_since(self) -> float | None:
         """When the exchange in progress began (``time.monotonic``), or ``None``. Local: any thread."""
@@ -87,7 +82,10 @@ class Channel(Protocol):
 
 
 class Ranks(Protocol):
-    """The ranks of a strategy: the collective calls that its caller's thread makes."""
+    """The ranks of a strategy: the collective calls that its caller's thread makes.
+
+    Each raises ``CoordinationTimeout`` if a rank did not come, which it names, and ``RankLost`` if a rank went away.
+    """
 
     rank: int
     num_ranks: int
@@ -100,10 +98,6 @@ class Ranks(Protocol):
         Args:
           text: this rank's text.
           what: the name of the public call, for messages.
-
-        Raises:
-          CoordinationTimeout: a rank did not come; it is named.
-          RankLost: a rank went away meanwhile.
         """
 
     def combine(self, mine: bytes, merge: Callable[[bytes, bytes], bytes]) -> bytes:
@@ -115,9 +109,7 @@ class Ranks(Protocol):
     def open_channel(self, number: int) -> Channel:
         """The channel with this number, made if it is new. Collective: every rank calls this with the same number.
 
-        Raises:
-          CoordinationTimeout: a rank did not come; it is named.
-          RankLost: a rank went away meanwhile, or refuses.
+        Raises ``RankLost`` also if a rank refuses it.
         """
 
     def refuse_channel(self, number: int, why: str) -> None:
@@ -232,12 +224,7 @@ class ProcessGroupRanks:
         return texts
 
     def _go_on(self, what: str, exchange: Callable[[ProcessGroupChannel], Exchange[T]]) -> T:
-        """An exchange with all ranks, on the caller's thread. Continues the exchange that this rank gave up, if any.
-
-        Raises:
-          CoordinationTimeout: a rank did not come; it is named. The next call continues this exchange.
-          RankLost: a rank went away.
-        """
+        """An exchange with all ranks, on the caller's thread. Continues the exchange that this rank gave up, if any."""
         control = self._control()
         try:
             began = time.monotonic()

@@ -75,12 +75,7 @@ class Histogram(Statistic):
         return no_data()
 
     def update(self, state: State, batch: Any) -> State:
-        """See ``Statistic.update``.
-
-        Raises:
-          TypeError: the batch holds no numbers, or numbers of another kind than earlier batches.
-          ValueError: the features have another shape than before; or a number is not finite under ``"raise"``.
-        """
+        """See ``Statistic.update``, and ``base.taken`` for its errors; ``"raise"`` refuses what is not finite."""
         values, kind = taken(state, batch, self.axis)
         if not values.size:
             return state

@@ -85,12 +85,7 @@ class Moments(Statistic):
         return no_data()
 
     def update(self, state: State, batch: Any) -> State:
-        """See ``Statistic.update``.
-
-        Raises:
-          TypeError: the batch holds no numbers, or numbers of another kind than earlier batches.
-          ValueError: the features have another shape than before; or a number is not finite under ``"raise"``.
-        """
+        """See ``Statistic.update``, and ``base.taken`` for its errors; ``"raise"`` refuses what is not finite."""
         values, kind = taken(state, batch, self.axis)
         if not values.size:
             return state
@@ -249,12 +244,7 @@ class Covariance(Statistic):
         return no_data()
 
     def update(self, state: State, batch: Any) -> State:
-        """See ``Statistic.update``.
-
-        Raises:
-          TypeError: the batch holds no numbers, or numbers of another kind than earlier batches.
-          ValueError: it is no matrix, has another number of columns than before, or a number that is not finite.
-        """
+        """See ``Statistic.update``, and ``base.taken`` for its errors. The batch is a matrix of finite numbers."""
         shape = np.shape(batch)
         if len(shape) != 2:
             raise ValueError(f"a batch has shape {tuple(shape)}; Covariance needs (n, D), one row for each sample.")

@@ -113,13 +113,7 @@ class Quantiles(Statistic):
         return no_data()
 
     def update(self, state: State, batch: Any) -> State:
-        """See ``Statistic.update``.
-
-        Raises:
-          TypeError: the batch holds no numbers, or numbers of another kind than earlier batches.
-          ValueError: the features have another shape than before, or are too many; or a number is not finite under
-            ``"raise"``.
-        """
+        """See ``Statistic.update``, and ``base.taken`` for its errors; too many features are a ``ValueError``, too."""
         values, kind = taken(state, batch, self.axis)
         if not values.size:
             return state
