@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable
-from typing import Any, Generic, NoReturn, TypeVar, cast, final
+from typing import Any, Generic, NoReturn, TypeVar, final
 
 from torchdistinput.batches.element_spec import Elements
 from torchdistinput.batches.per_replica import regroup_batches
@@ -14,7 +14,6 @@ from torchdistinput.errors import InputError, OutOfRangeError
 from torchdistinput.pipeline.metrics import WAIT, Metrics, in_range, summary
 from torchdistinput.pipeline.prefetcher import Prefetcher
 from torchdistinput.pipeline.to_device import ToDevice
-from torchdistinput.plan.balancing import StepCosts
 from torchdistinput.plan.options import Step
 from torchdistinput.plan.topology import Topology
 from torchdistinput.step_types import NOTHING_SKIPPED, DividedDraw, LocalStep, Start
@@ -113,8 +112,7 @@ class Progress:
             return None
         size = taken.global_size if self._knows_all else None
         counts = (topology.num_replicas, topology.num_workers)
-        costs = cast("StepCosts | None", taken.divided)
-        return Step(self.epoch, self.steps - 1, size, taken.sizes, *counts, costs)
+        return Step(self.epoch, self.steps - 1, size, taken.sizes, *counts, taken.divided)
 
     @property
     def steps(self) -> int:

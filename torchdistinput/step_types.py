@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol, final, runtime_checkable
 
+from torchdistinput.plan.balancing import StepCosts
 from torchdistinput.plan.seed_schedule import SeedSchedule
 
 __all__ = [
@@ -28,7 +29,6 @@ __all__ = [
     "CatchesUp",
     "Counted",
     "Digest",
-    "Divided",
     "DividedDraw",
     "Drawn",
     "EmptyStep",
@@ -65,14 +65,6 @@ it is needed. 0 where there is nothing to compare."""
 LeftOut = tuple[tuple[int, ...], ...]
 
 
-class Divided(Protocol):
-    """How the batch of a step was divided by cost."""
-
-    @property
-    def digest(self) -> int:
-        """A number for the ranks to compare: they must divide a batch alike."""
-
-
 @final
 class DividedDraw:
     """The ``Digest`` of a draw whose batch was divided by cost. States do not depend on the division.
@@ -84,7 +76,7 @@ class DividedDraw:
 
     __slots__ = ("_divided", "drew", "left_out")
 
-    def __init__(self, drew: Digest, divided: Callable[[LeftOut], Divided]) -> None:
+    def __init__(self, drew: Digest, divided: Callable[[LeftOut], StepCosts]) -> None:
         self.drew = drew
         self.left_out: LeftOut = ()
         """For each local replica, the places in its piece of the samples that could not be read; empty for none."""
@@ -95,7 +87,7 @@ class DividedDraw:
         if any(type(piece) is PartialPiece for piece in pieces):
             self.left_out = tuple([piece.left_out if type(piece) is PartialPiece else () for piece in pieces])
 
-    def divided(self) -> Divided:
+    def divided(self) -> StepCosts:
         """How the batch was divided."""
         return self._divided(self.left_out)
 
@@ -375,7 +367,7 @@ class LocalStep:
         return found
 
     @property
-    def divided(self) -> Divided | None:
+    def divided(self) -> StepCosts | None:
         """How the batch was divided by cost, if it was."""
         drew = self.drew
         return drew.divided() if type(drew) is DividedDraw else None

@@ -39,11 +39,11 @@ _LOG = logging.getLogger("torchdistinput")
 PRIVATE_NAMES: Final = {
     "torch.distributed.distributed_c10d._get_default_store": (
         "the store of the default group, at which ranks find each other; torch's own FSDP gets it so. There is no "
-        "public way to it. Without it: a second connection to the store at MASTER_ADDR and MASTER_PORT"
+        "public way to it. Without it: the ranks meet at the store at MASTER_ADDR and MASTER_PORT"
     ),
     "torch.distributed.Store.clone": (
         "a second connection to a store; public, new in torch 2.8. Without it: the ranks find each other over the "
-        "connection that the training code uses"
+        "training code's own connection to the store, and a request of it may wait"
     ),
     "torch.distributed.Backend.backend_capability": (
         "for which devices a backend is made: the default backend of a device need not take its tensors. Without it: "
@@ -51,11 +51,11 @@ PRIVATE_NAMES: Final = {
     ),
     "torch.autograd.profiler._is_profiler_enabled": (
         "whether a profiler runs: the public record_function takes ten microseconds also where none does. Without it: "
-        "record_function for each step"
+        "each step is put into a range for the profiler, also where none runs, which takes some microseconds"
     ),
     "_thread.RLock._is_owned": (
         "whether this thread holds a reentrant lock: to release one that is not held raises, which would show in the "
-        "context of a user's exception. Without it: it is released, and taken again if it was held"
+        "context of a user's exception. Without it: a lock is released to see whether it is held"
     ),
     "logging._lock": (
         "a signal that comes during a fork leaves it locked for ever, before Python 3.13 (see fork_safety). Without "
@@ -63,10 +63,11 @@ PRIVATE_NAMES: Final = {
     ),
     "ctypes.pythonapi.Py_IncRef": (
         "a reference that nobody gives back, also not the end of the interpreter: a store that a forked process ends "
-        "would take a file from the ranks. Without it: stores end in forked processes"
+        "would take a file from the ranks. Without it: a store of the ranks that is a file may be removed when a "
+        "forked process ends"
     ),
 }
-"""The private names that are used in ``coordination/``, and why."""
+"""The private names that are used in ``coordination/``: why, and what is done without them."""
 
 
 _MISSING: Final = object()
@@ -141,22 +142,16 @@ def log_missing(names: Sequence[str], without: str) -> None:
     )
 
 
-_PROFILER: Final = Part(
-    "each step is put into a range for the profiler, also where none runs, which takes some microseconds",
-    ["torch.autograd.profiler._is_profiler_enabled"],
-)
-_KEEPS: Final = Part(
-    "a store of the ranks that is a file may be removed when a forked process ends", ["ctypes.pythonapi.Py_IncRef"]
-)
-_OWNER: Final = Part("a lock is released to see whether it is held", ["_thread.RLock._is_owned"])
-_DEFAULT_STORE: Final = Part(
-    "the ranks meet at the store at MASTER_ADDR and MASTER_PORT",
-    ["torch.distributed.distributed_c10d._get_default_store"],
-)
-_CONNECTS_AGAIN: Final = Part(
-    "the ranks find each other over the training code's own connection to the store, and a request of it may wait",
-    ["torch.distributed.Store.clone"],
-)
+def _part(name: str) -> Part:
+    """The piece that needs only this name of the table, which says what is done without it."""
+    return Part(PRIVATE_NAMES[name].partition("Without it: ")[2], [name])
+
+
+_PROFILER: Final = _part("torch.autograd.profiler._is_profiler_enabled")
+_KEEPS: Final = _part("ctypes.pythonapi.Py_IncRef")
+_OWNER: Final = _part("_thread.RLock._is_owned")
+_DEFAULT_STORE: Final = _part("torch.distributed.distributed_c10d._get_default_store")
+_CONNECTS_AGAIN: Final = _part("torch.distributed.Store.clone")
 
 
 def _look_at_profiler() -> Callable[[], bool]:

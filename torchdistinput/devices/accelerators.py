@@ -336,31 +336,24 @@ def page_lock(device: torch.device) -> PageLock | None:
 
     Such memory counts as pinned for torch (``is_pinned``), and for all accelerators of this kind.
     """
-    return _CudaPageLock(device) if device.type == "cuda" else None
+    return partial(_lock_for_cuda, device) if device.type == "cuda" else None
 
 
-@final
-@dataclass(frozen=True)
-class _CudaPageLock:
-    """The ``PageLock`` of CUDA and ROCm.
+def _lock_for_cuda(device: torch.device, address: int, num_bytes: int) -> Callable[[], object] | None:
+    """The ``PageLock`` of CUDA and ROCm. Where it fails (a limit, or a system without it), batches are copied first.
 
-    Args:
-      device: the device whose context locks. The context of another index would first be created, with some hundred MB.
+    The context of the device locks: that of another index would first be created, with some hundred MB.
     """
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call] # torch's
+    with torch.cuda.device(device):
+        if int(cudart.cudaHostRegister(address, num_bytes, 1)) == 0:  # 1: for all contexts
+            return partial(_unlock_for_cuda, device, address)
+        # CUDA keeps the failure for this thread, and the next kernel launch would report it.
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device=device)
+    return None
 
-    device: torch.device
 
-    def __call__(self, address: int, num_bytes: int, /) -> Callable[[], object] | None:
-        """See ``PageLock``. Where locking fails (a limit, or a system without it), batches are copied first."""
-        cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call] # torch's
-        with torch.cuda.device(self.device):
-            if int(cudart.cudaHostRegister(address, num_bytes, 1)) == 0:  # 1: for all contexts
-                return partial(self._unlock, address)
-            # CUDA keeps the failure for this thread, and the next kernel launch would report it.
-            with contextlib.suppress(RuntimeError):
-                torch.zeros(1, device=self.device)
-        return None
-
-    def _unlock(self, address: int) -> None:
-        with torch.cuda.device(self.device):
-            torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call] # torch's
+def _unlock_for_cuda(device: torch.device, address: int) -> None:
+    with torch.cuda.device(device):
+        torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call] # torch's

@@ -24,7 +24,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable
-from typing import Protocol, final
+from typing import final
 
 import numpy as np
 import numpy.typing as npt
@@ -33,17 +33,9 @@ import torch
 __all__ = ["PageLock", "PinnedRegion", "is_locked"]
 
 
-class PageLock(Protocol):
-    """Locks memory of this process in place, for one kind of accelerator."""
-
-    def __call__(self, address: int, num_bytes: int, /) -> Callable[[], object] | None:
-        """Locks memory, and returns the function that unlocks it; ``None`` if it could not be locked.
-
-        Args:
-          address: the address of the first byte, where a page begins.
-          num_bytes: the size, whole pages.
-        """
-
+PageLock = Callable[[int, int], Callable[[], object] | None]
+"""Locks memory of this process in place, for one kind of accelerator: from an address at which a page begins, so many
+bytes, which are whole pages. Returns the function that unlocks it; ``None`` if it could not be locked."""
 
 # Memory is found by its address, which means the same in the whole process.
 _FRONTS: weakref.WeakValueDictionary[int, PinnedRegion] = weakref.WeakValueDictionary()

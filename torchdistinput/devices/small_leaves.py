@@ -11,12 +11,12 @@ A leaf that is kept (or saved with its storage) keeps the whole buffer. So a buf
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, Protocol, final
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple, final
 
 import torch
 
-__all__ = ["BUFFER_BYTES", "SMALL_BYTES", "Allocator", "Bundle", "bundled"]
+__all__ = ["BUFFER_BYTES", "SMALL_BYTES", "Bundle", "bundled"]
 
 SMALL_BYTES = 64 * 1024
 """Leaves from this size on are copied alone: at 25 to 50 GB/s the copy takes longer than the call that begins it."""
@@ -24,13 +24,6 @@ SMALL_BYTES = 64 * 1024
 BUFFER_BYTES = 4 * 1024 * 1024
 
 _ALIGNMENT = 256  # bytes; the alignment of a device's allocations
-
-
-class Allocator(Protocol):
-    """Allocates buffers of one kind of memory."""
-
-    def __call__(self, num_bytes: int, /) -> torch.Tensor:
-        """A buffer of dtype uint8 and one dimension."""
 
 
 @final
@@ -53,8 +46,8 @@ class Bundle(NamedTuple):
         """Tensors like the leaves over a buffer on any device. Each keeps the buffer alive."""
         return [_over(buffer, leaf, offset) for leaf, offset in zip(self.leaves, self.offsets, strict=True)]
 
-    def packed(self, allocate: Allocator) -> torch.Tensor:
-        """The leaves' values in a buffer on the host."""
+    def packed(self, allocate: Callable[[int], torch.Tensor]) -> torch.Tensor:
+        """The leaves' values in a buffer on the host; ``allocate`` returns one of so many bytes, uint8."""
         buffer = allocate(self.num_bytes)
         for target, leaf in zip(self.over(buffer), self.leaves, strict=True):
             target.copy_(leaf)
