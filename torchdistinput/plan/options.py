@@ -134,10 +134,9 @@ class InputOptions:
     equal_counts: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.auto_shard_policy, AutoShardPolicy):
-            raise TypeError(f"auto_shard_policy is {self.auto_shard_policy!r}; a member of AutoShardPolicy is needed.")
-        if not isinstance(self.replication_mode, InputReplicationMode):
-            raise TypeError(f"replication_mode is {self.replication_mode!r}; an InputReplicationMode is needed.")
+        policy, mode = self.auto_shard_policy, self.replication_mode
+        _check_type("auto_shard_policy", policy, AutoShardPolicy, "a member of AutoShardPolicy is needed")
+        _check_type("replication_mode", mode, InputReplicationMode, "an InputReplicationMode is needed")
         if self.prefetch is not None:
             _check_count("prefetch", self.prefetch, 0)
         _check_count("prefetch_bytes", self.prefetch_bytes, 0, "bytes")
@@ -150,13 +149,11 @@ class InputOptions:
         _check_word("partial_batch", self.partial_batch, "keep", "pad")
         _check_word("on_error", self.on_error, "raise", "skip")
         for name in ("count_fn", "split_fn", "empty_fn"):
-            _check_function(name, getattr(self, name))
+            _check_type(name, getattr(self, name), Callable | None, "a function is needed, or None")
         _check_word("own_state", self.own_state, "auto", "use", "ignore")
         _check_word("file_assignment", self.file_assignment, "in_turn", "by_size")
-        _check_bool("with_index", self.with_index)
-        _check_bool("seed_samples", self.seed_samples)
-        _check_bool("fetch_to_device", self.fetch_to_device)
-        _check_bool("equal_counts", self.equal_counts)
+        for name in ("with_index", "seed_samples", "fetch_to_device", "equal_counts"):
+            _check_type(name, getattr(self, name), bool, "True or False is needed")
         self._check_balance()
 
     def _check_balance(self) -> None:
@@ -208,14 +205,9 @@ def check_seconds(name: str, value: object) -> None:
         raise ValueError(f"{name} is {value}; it must be positive.")
 
 
-def _check_bool(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} is {value!r}; True or False is needed.")
-
-
-def _check_function(name: str, value: object) -> None:
-    if value is not None and not callable(value):
-        raise TypeError(f"{name} is {value!r:.100}; a function is needed, or None.")
+def _check_type(name: str, value: object, kind: Any, needed: str) -> None:
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} is {value!r:.100}; {needed}.")
 
 
 def _check_word(name: str, value: object, *words: str) -> None:
