@@ -36,8 +36,6 @@ from torchdistinput.statistics.base import State, Statistic
 from torchdistinput.statistics.encoding import decoded, encoded
 from torchdistinput.strategy import Strategy, strategy_of_scope
 
-__all__ = ["Analysis", "Progress", "analyze", "chosen_strategy"]
-
 _LOG = logging.getLogger("torchdistinput")
 
 _AT_ONCE: Final = 2**20  # numbers of small batches that are put together before an update

@@ -29,8 +29,6 @@ from torchdistinput.sources.rng import Draw, SharedRngState
 from torchdistinput.sources.torch_loader.open_runs import OpenRuns
 from torchdistinput.step_types import CatchesUp, Counted, HasNews, Start, Stream
 
-__all__ = ["Opened", "Setting", "build_pipeline", "open_stream"]
-
 
 @final
 @dataclass(frozen=True, kw_only=True)

@@ -33,8 +33,6 @@ from torchdistinput.sources.epoch_draws import EpochDraws, RngSnapshot
 from torchdistinput.sources.rng import Draw, SharedRng, SharedRngState
 from torchdistinput.step_types import Start, Stream
 
-__all__ = ["Checkpoint", "Entry"]
-
 _LOG = logging.getLogger("torchdistinput")
 _REMEMBERED_EPOCHS: Final = 64  # some KiB each
 

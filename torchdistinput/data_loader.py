@@ -65,8 +65,6 @@ from torchdistinput.sources.torch_loader.private_names import set_in_spite_of_in
 from torchdistinput.sources.torch_loader.settings import TORCH_SAMPLERS, LikeTorch, check_loader, sampler_in
 from torchdistinput.strategy import Strategy
 
-__all__ = ["DataLoader", "shared_strategy"]
-
 _LOG = logging.getLogger("torchdistinput")
 
 T = TypeVar("T")

@@ -33,8 +33,6 @@ from torchdistinput.sources.rng import (
 )
 from torchdistinput.sources.sample_costs import digest_of_costs
 
-__all__ = ["SAMPLES", "DistributedDataset", "check_number", "check_partial_batch", "facts_of", "setting_of"]
-
 SAMPLES: Final = "the samples"
 """The name of the fact that identifies the samples of map-style data."""
 

@@ -18,16 +18,6 @@ from torch.utils.data import Sampler
 
 from torchdistinput.errors import InputError
 
-__all__ = [
-    "GivenCollate",
-    "GivenSampler",
-    "check_accelerate",
-    "check_gathering",
-    "check_trainer",
-    "lightning_replaces_sampler",
-    "only_tries",
-]
-
 _LOG = logging.getLogger("torchdistinput")
 
 PRIVATE_NAMES: Final = {

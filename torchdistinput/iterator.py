@@ -18,8 +18,6 @@ from torchdistinput.plan.options import Step
 from torchdistinput.plan.topology import Topology
 from torchdistinput.step_types import NOTHING_SKIPPED, DividedDraw, LocalStep, Start
 
-__all__ = ["DistributedIterator", "LastStep", "Optional", "Progress", "delivered", "of_this_process"]
-
 _LOG = logging.getLogger("torchdistinput")
 
 T = TypeVar("T")

@@ -14,8 +14,6 @@ from torchdistinput.errors import InputError, SourceError
 from torchdistinput.iterator import DistributedIterator, of_this_process
 from torchdistinput.plan.options import Step
 
-__all__ = ["AnnouncedLength", "Divided", "LoaderIterator", "refuse_divided"]
-
 
 @final
 class Divided(NamedTuple):

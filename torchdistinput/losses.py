@@ -24,8 +24,6 @@ from torchdistinput.plan.options import Step
 from torchdistinput.replicas.run import get_replica_context
 from torchdistinput.strategy import get_strategy
 
-__all__ = ["average_loss"]
-
 
 def average_loss(
     per_sample_loss: Tensor, step: Step, weights: Tensor | None = None, *, rows: slice | None = None

@@ -20,40 +20,6 @@ from typing import Any, Final, NamedTuple, Protocol, final, runtime_checkable
 from torchdistinput.plan.balancing import StepCosts
 from torchdistinput.plan.seed_schedule import SeedSchedule
 
-__all__ = [
-    "MAX_DESCRIBED",
-    "NOTHING_SKIPPED",
-    "NO_ORIGIN",
-    "ROWS_BETWEEN_SYNCS",
-    "Ahead",
-    "CatchesUp",
-    "Counted",
-    "Digest",
-    "DividedDraw",
-    "Drawn",
-    "EmptyStep",
-    "End",
-    "Failed",
-    "Held",
-    "LocalStep",
-    "Missed",
-    "OpaqueBatch",
-    "Origin",
-    "Outcome",
-    "PartialPiece",
-    "PastEnd",
-    "PeriodicSync",
-    "Raised",
-    "ReadFailure",
-    "Row",
-    "RowSizes",
-    "Rows",
-    "SizedRow",
-    "Skipped",
-    "Start",
-    "Stream",
-]
-
 MAX_DESCRIBED: Final = 10
 """How many left-out samples each worker describes in an epoch; it only counts the others."""
 

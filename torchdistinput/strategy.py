@@ -37,8 +37,6 @@ from torchdistinput.sources.resolve import recognise
 from torchdistinput.sources.rng import lent_among
 from torchdistinput.sources.torch_loader.settings import not_pinning
 
-__all__ = ["ClusterResolver", "Strategy", "get_strategy", "strategy_of_scope"]
-
 _LOG = logging.getLogger("torchdistinput")
 _LONGEST_SECONDS = 10**9  # the longest timeout that torch's groups and stores take, with room to spare
 

@@ -13,17 +13,6 @@ from typing import Any, Final, NamedTuple, cast
 import numpy as np
 import torch
 
-__all__ = [
-    "MANY_ENTRIES",
-    "PLAIN_TYPES",
-    "Container",
-    "is_tensor_collection",
-    "mapping_like",
-    "named_tuple_fields",
-    "open_container",
-    "tensor_collection",
-]
-
 MANY_ENTRIES: Final = 16
 """A list of so many dicts, tuples or lists is a list of samples, and only the first of them is looked into."""
 PLAIN_TYPES: Final = frozenset({str, bytes, int, float, bool, type(None)})

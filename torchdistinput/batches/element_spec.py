@@ -14,8 +14,6 @@ from torchdistinput.batches.schema import TensorSpec
 from torchdistinput.batches.schema_check import SchemaChecker
 from torchdistinput.errors import InputError
 
-__all__ = ["Elements"]
-
 
 @final
 class Elements:

@@ -16,8 +16,6 @@ from torchdistinput.batches.schema import Structure
 from torchdistinput.errors import BatchingError
 from torchdistinput.step_types import LocalStep
 
-__all__ = ["Pad"]
-
 
 @final
 class Pad:

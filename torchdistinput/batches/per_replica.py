@@ -13,8 +13,6 @@ from typing import Any, Generic, TypeVar, final
 from torchdistinput.batches.containers import PLAIN_TYPES, open_container
 from torchdistinput.batches.pytree import plain_leaves, plainly_rebuilt, read, structure_of
 
-__all__ = ["PerReplica", "ReduceOp", "local_results", "regroup", "regroup_batches", "select", "take_apart"]
-
 T_co = TypeVar("T_co", covariant=True)
 
 

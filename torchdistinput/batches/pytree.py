@@ -21,25 +21,6 @@ from torchdistinput.batches.containers import MANY_ENTRIES, PLAIN_TYPES, Contain
 from torchdistinput.batches.schema import COUNT_OR_SPLIT, Structure
 from torchdistinput.errors import BatchingError
 
-__all__ = [
-    "Reading",
-    "batch_size",
-    "bytes_held",
-    "cut",
-    "flatten",
-    "holds_arrays",
-    "holds_tensors",
-    "map_leaves",
-    "map_values",
-    "moves_itself",
-    "named_leaves",
-    "objects_in",
-    "plain_leaves",
-    "plainly_rebuilt",
-    "read",
-    "structure_of",
-]
-
 _SINGLE_SAMPLES: Final = "If the source yields single samples, give global_batch_size= so that they are batched."
 _MOST_WEIGHED: Final = 32
 _BYTES_OF_AN_OBJECT: Final = 64  # about, with its place in a list

@@ -27,8 +27,6 @@ from torchdistinput.batches.containers import (
 )
 from torchdistinput.errors import BatchingError
 
-__all__ = ["COUNT_OR_SPLIT", "PER_SAMPLE", "Structure", "TensorSpec"]
-
 PER_SAMPLE: Final = (
     "Pad and stack the tensors, or give InputOptions(split_fn=, count_fn=), which cut and count such batches."
 )

@@ -22,8 +22,6 @@ from torchdistinput.batches.pytree import Reading, read, structure_of
 from torchdistinput.batches.schema import PER_SAMPLE, Structure
 from torchdistinput.errors import BatchingError
 
-__all__ = ["KnownSchema", "SchemaChecker"]
-
 _Shapes = tuple[type | None, list[Any] | None, int, Any]
 """Of a batch: its type, its keys (``None`` of a tuple or list, none of a tensor), its size, and a chain: the dtype and
 shape of the first leaf, and the chain of those after it."""

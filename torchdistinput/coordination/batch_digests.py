@@ -24,18 +24,6 @@ import torch
 from torchdistinput.batches.containers import open_container
 from torchdistinput.step_types import DividedDraw, LocalStep
 
-__all__ = [
-    "BatchDigests",
-    "digest_of_batch",
-    "digest_of_element",
-    "digest_of_read",
-    "digest_of_samples",
-    "longer_gap",
-    "number_of_size",
-    "take_for_read",
-    "words_of",
-]
-
 _LONGEST_GAP: Final = 64
 _DIGEST: Final = 1 << 62  # this bit is set in a digest, and not in the number for a size (``number_of_size``)
 _MOST_ITEMS: Final = 6

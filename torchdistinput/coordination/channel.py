@@ -31,8 +31,6 @@ from torchdistinput.coordination.exchanges import Exchange
 from torchdistinput.coordination.recursive_doubling import spread, sum_up
 from torchdistinput.errors import InputError, RankLost
 
-__all__ = ["ProcessGroupChannel", "lost", "plain_message"]
-
 T = TypeVar("T")
 
 _MAX_TEXT = 1 << 30  # of one rank in one exchange, in bytes

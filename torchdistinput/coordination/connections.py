@@ -42,8 +42,6 @@ import numpy.typing as npt
 from torchdistinput.coordination.exchanges import Pending
 from torchdistinput.coordination.fork_safety import register_for_forks
 
-__all__ = ["Array", "Connections", "Departed", "Farewell", "take_leave", "tell_waiting", "wait_for_sockets"]
-
 Array = npt.NDArray[Any]
 """A contiguous array of one dimension, of any type of numbers."""
 

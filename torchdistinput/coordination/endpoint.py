@@ -40,8 +40,6 @@ from torchdistinput.coordination.connections import (
 from torchdistinput.coordination.fork_safety import register_for_forks
 from torchdistinput.errors import InputError
 
-__all__ = ["Address", "Endpoint", "Late"]
-
 _GREETING: Final = struct.Struct("<16sqqq")  # secret, channel, sender, length of the farewell that follows
 _LOOK_SECONDS: Final = 0.5
 _CONNECT_SECONDS: Final = 1.0

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import Generic, Protocol, TypeVar, cast, final
 
-__all__ = ["Exchange", "Pending", "StartedExchange", "conclude"]
-
 T = TypeVar("T")
 
 

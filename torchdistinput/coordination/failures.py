@@ -15,18 +15,6 @@ from torchdistinput import errors
 from torchdistinput.errors import InputError, SourceError
 from torchdistinput.step_types import Failed
 
-__all__ = [
-    "error_of",
-    "in_one_line",
-    "kind_of",
-    "plain_indices",
-    "story_of",
-    "text_of",
-    "too_many",
-    "traceback_of",
-    "words_of",
-]
-
 _TEXT: Final = 4 << 10
 _TRACEBACK: Final = 16 << 10
 _NAME: Final = 200

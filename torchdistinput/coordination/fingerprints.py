@@ -17,8 +17,6 @@ from torchdistinput.coordination.failures import words_of
 from torchdistinput.coordination.process_group import Ranks
 from torchdistinput.errors import InputError, RankDisagreement
 
-__all__ = ["agree", "agree_on"]
-
 _BUILTIN = {"TypeError": TypeError, "ValueError": ValueError}
 
 

@@ -32,8 +32,6 @@ from typing import Any, Final, Protocol, final
 
 from torchdistinput.coordination.private_names import keep_until_the_process_ends
 
-__all__ = ["AroundForks", "Inherited", "Undo", "keep_alive_in_forks", "register_for_forks"]
-
 Undo = Callable[[], object]
 """A function that is not written in Python; ``int``, which does nothing, where there is nothing to undo."""
 

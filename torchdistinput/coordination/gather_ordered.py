@@ -32,8 +32,6 @@ from torchdistinput.coordination.fingerprints import agree_on
 from torchdistinput.coordination.process_group import Ranks
 from torchdistinput.coordination.reduce import by_worker, concatenate
 
-__all__ = ["gather_ordered"]
-
 _NAME: Final = "gather_ordered()"
 _SHOWN: Final = 5
 

@@ -19,25 +19,6 @@ from torchdistinput.coordination.private_names import default_store, devices_of_
 from torchdistinput.coordination.store import Store, StoreBarrier, prefixed, within
 from torchdistinput.errors import CoordinationTimeout, InputError, ShardingError
 
-__all__ = [
-    "Launch",
-    "Members",
-    "backends_for",
-    "carries",
-    "default_group",
-    "default_group_exists",
-    "expected_ranks",
-    "find_launch",
-    "find_members",
-    "global_ranks",
-    "is_group",
-    "is_mesh",
-    "join_default_group",
-    "leave_default_group",
-    "store_of_default_group",
-]
-
-
 _GLOO_LAZY_INIT: Final = "TORCH_GLOO_LAZY_INIT"
 _LAST_SECONDS: Final = 2.0  # for making the default group, after all ranks have signed in
 _LOOK_SECONDS: Final = 1.0  # between two trials to reach the store, and for each of them

@@ -20,20 +20,6 @@ from typing import Any, Final, final
 
 import torch
 
-__all__ = [
-    "PRIVATE_NAMES",
-    "Part",
-    "another_connection",
-    "default_store",
-    "devices_of_backend",
-    "holds",
-    "interrupted_in_a_fork",
-    "keep_until_the_process_ends",
-    "log_missing",
-    "look_up",
-    "profiler_runs",
-]
-
 _LOG = logging.getLogger("torchdistinput")
 
 PRIVATE_NAMES: Final = {

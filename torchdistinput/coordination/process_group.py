@@ -42,8 +42,6 @@ from torchdistinput.coordination.recursive_doubling import add_up, broadcast, co
 from torchdistinput.coordination.store import StoreBarrier, did_not_come, prefixed, within
 from torchdistinput.errors import CoordinationTimeout, InputError, RankLost
 
-__all__ = ["Channel", "ProcessGroupRanks", "Ranks", "without_repeats"]
-
 _LOG = logging.getLogger("torchdistinput")
 _REST_SECONDS: Final = 0.5
 _WARN_SECONDS: Final = 5.0

@@ -16,8 +16,6 @@ import numpy as np
 from torchdistinput.coordination.connections import Array, Connections
 from torchdistinput.coordination.exchanges import Exchange, Pending
 
-__all__ = ["add_up", "broadcast", "combine", "partners", "spread", "sum_up"]
-
 _SUMS, _ROWS, _FIRST, _PARTS = 1, 2, 3, 4  # tags
 
 

@@ -31,20 +31,6 @@ from torchdistinput.batches.per_replica import PerReplica, ReduceOp, select, tak
 from torchdistinput.coordination.fingerprints import agree
 from torchdistinput.coordination.process_group import Ranks
 
-__all__ = [
-    "NoValue",
-    "Operands",
-    "Outcome",
-    "as_tensor",
-    "by_worker",
-    "concatenate",
-    "gather",
-    "gather_axis",
-    "opened",
-    "perform",
-    "reduce",
-]
-
 
 @final
 class Operands(NamedTuple):

@@ -56,8 +56,6 @@ from torchdistinput.step_types import (
     Raised,
 )
 
-__all__ = ["StepSync"]
-
 _LOG = logging.getLogger("torchdistinput")
 _MOST_SELDOM: Final = 4
 

@@ -28,8 +28,6 @@ import torch.distributed as dist
 from torchdistinput.coordination.fork_safety import keep_alive_in_forks
 from torchdistinput.errors import CoordinationTimeout, RankLost
 
-__all__ = ["Store", "StoreBarrier", "did_not_come", "missing", "prefixed", "within"]
-
 T = TypeVar("T")
 
 _ASK_AGAIN_SECONDS: Final = 10e-6  # between two polls, for each rank that polls the same key: the store has other work

@@ -9,8 +9,6 @@ from typing import Protocol, final
 
 from torchdistinput.errors import CoordinationTimeout
 
-__all__ = ["StragglerTimeout"]
-
 _LOG = logging.getLogger("torchdistinput")
 _WARN_SECONDS = 5.0
 

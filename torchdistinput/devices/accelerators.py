@@ -20,18 +20,6 @@ from torchdistinput.devices.copy_ahead import Copier, DirectCopier, Handling, Ho
 from torchdistinput.devices.pinned_memory import PageLock, is_locked
 from torchdistinput.errors import InputError
 
-__all__ = [
-    "Accelerators",
-    "TorchStreams",
-    "default_state",
-    "make_copier",
-    "new_generator",
-    "page_lock",
-    "resolve_devices",
-    "set_current",
-    "streams_here",
-]
-
 # Accelerators whose torch backend has a single stream (`torch.Stream(device)` cannot make a second one), with the
 # dtypes that they do not support.
 _ONE_STREAM = {"mps": frozenset({torch.float64, torch.complex128})}

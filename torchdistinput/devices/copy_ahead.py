@@ -73,8 +73,6 @@ import torch
 from torchdistinput.batches.pytree import flatten, map_leaves, map_values, moves_itself, objects_in
 from torchdistinput.devices.small_leaves import SMALL_BYTES, Bundle, bundled
 
-__all__ = ["Copier", "DirectCopier", "Handling", "HostCopier", "StreamBackend", "StreamCopier", "Transfer"]
-
 Batch = Any
 Stream = Any  # a torch.Stream, or a fake one
 Event = Any  # a torch.Event, or a fake one

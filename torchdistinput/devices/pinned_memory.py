@@ -30,9 +30,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["PageLock", "PinnedRegion", "is_locked"]
-
-
 PageLock = Callable[[int, int], Callable[[], object] | None]
 """Locks memory of this process in place, for one kind of accelerator: from an address at which a page begins, so many
 bytes, which are whole pages. Returns the function that unlocks it; ``None`` if it could not be locked."""

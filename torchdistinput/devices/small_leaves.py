@@ -16,8 +16,6 @@ from typing import NamedTuple, final
 
 import torch
 
-__all__ = ["BUFFER_BYTES", "SMALL_BYTES", "Bundle", "bundled"]
-
 SMALL_BYTES = 64 * 1024
 """Leaves from this size on are copied alone: at 25 to 50 GB/s the copy takes longer than the call that begins it."""
 

@@ -26,8 +26,6 @@ from torchdistinput.step_types import (
     Skipped,
 )
 
-__all__ = ["Fetch"]
-
 
 @final
 class Fetch:

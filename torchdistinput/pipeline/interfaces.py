@@ -8,8 +8,6 @@ from typing import Protocol
 from torchdistinput.coordination.exchanges import Exchange
 from torchdistinput.step_types import Drawn, Held, LocalStep, Outcome
 
-__all__ = ["LoaderWorkers", "Upstream", "Votes"]
-
 
 class Votes(Protocol):
     """The stage in which all ranks agree on their steps; see ``step_sync.StepSync``."""

@@ -22,8 +22,6 @@ from torch.autograd import profiler
 from torchdistinput.coordination.private_names import profiler_runs
 from torchdistinput.step_types import ROWS_BETWEEN_SYNCS, PeriodicSync
 
-__all__ = ["COORDINATE", "COPY", "FETCH", "WAIT", "Metrics", "StatsSync", "in_range", "summary"]
-
 T = TypeVar("T")
 
 FETCH: Final = "torchdistinput::fetch"

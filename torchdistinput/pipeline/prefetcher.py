@@ -66,8 +66,6 @@ from torchdistinput.pipeline.voter import Voter
 from torchdistinput.plan.prefetch_depth import drawn_at_once, is_deep
 from torchdistinput.step_types import Ahead, Drawn, EmptyStep, End, Held, LocalStep, Missed, Outcome, Raised
 
-__all__ = ["GRACE_SECONDS", "SOON_SECONDS", "Prefetcher"]
-
 _LOG = logging.getLogger("torchdistinput")
 GRACE_SECONDS = 2.0
 """How long the thread and the other ranks may take to end, before the channel is aborted."""

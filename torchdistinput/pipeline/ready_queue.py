@@ -10,8 +10,6 @@ from typing import final
 
 from torchdistinput.step_types import Outcome
 
-__all__ = ["ReadyQueue"]
-
 
 @final
 class ReadyQueue:

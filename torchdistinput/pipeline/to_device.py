@@ -7,8 +7,6 @@ from typing import Any, final
 
 from torchdistinput.devices.copy_ahead import Copier, HostCopier, Transfer
 
-__all__ = ["ToDevice"]
-
 Batch = Any
 
 

@@ -16,8 +16,6 @@ from torchdistinput.pipeline.metrics import COPY, FETCH, Metrics, in_range
 from torchdistinput.pipeline.to_device import ToDevice
 from torchdistinput.step_types import Drawn, Failed, Held, LocalStep
 
-__all__ = ["StepMaker"]
-
 
 @final
 class StepMaker:

@@ -28,8 +28,6 @@ from torchdistinput.pipeline.ready_queue import ReadyQueue
 from torchdistinput.plan.prefetch_depth import PrefetchDepth, is_slow
 from torchdistinput.step_types import Ahead, Held, LocalStep, Outcome
 
-__all__ = ["Voter"]
-
 _MOST_BETWEEN_WEIGHINGS = 256  # steps
 
 

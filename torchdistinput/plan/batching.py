@@ -25,18 +25,6 @@ from typing import final
 from torchdistinput.errors import BatchingError
 from torchdistinput.plan.topology import Topology
 
-__all__ = [
-    "Cutter",
-    "Row",
-    "check_batch_size",
-    "check_replica",
-    "cycle_sizes",
-    "distinct_steps",
-    "num_batches",
-    "refuse_empty_pieces",
-    "split",
-]
-
 Row = tuple[tuple[int, int], ...]
 """One range ``(lo, hi)`` of a batch for each local replica."""
 

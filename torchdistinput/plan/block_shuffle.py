@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     Indices: TypeAlias = npt.NDArray[np.int64]
 
-__all__ = ["BlockShuffle"]
-
 _AT_ONCE: Final = 2**12
 # The parts of the key that tell the three permutations of an order apart.
 _BLOCKS, _SHORT, _SAMPLES = 1, 2, 3

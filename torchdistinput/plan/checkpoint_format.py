@@ -27,8 +27,6 @@ from typing import Any, Final, final
 
 from torchdistinput.errors import StateMismatch
 
-__all__ = ["VERSION", "SavedState", "differences"]
-
 VERSION: Final = 1
 _ENCODER: Final = json.JSONEncoder(default=str)  # made once: states are taken in the loop
 _MAX_DEPTH: Final = 32

@@ -17,8 +17,6 @@ from typing import Any, NamedTuple, TypeAlias
 from torchdistinput.errors import StateMismatch
 from torchdistinput.plan.sharding import shares_of
 
-__all__ = ["Deals", "FileCursor", "ReaderCursor", "checked_deals", "fresh_files", "redeal"]
-
 Deals: TypeAlias = Sequence[Sequence[int]]
 """The changes of the number of workers, in order."""
 

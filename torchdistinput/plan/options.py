@@ -10,8 +10,6 @@ from typing import Any, Final, Literal, final
 from torchdistinput.plan.balancing import StepCosts
 from torchdistinput.plan.sharding import AutoShardPolicy
 
-__all__ = ["InputOptions", "InputReplicationMode", "Step", "check_seconds"]
-
 _FIRST_AHEAD: Final = 2
 _MOST_AHEAD: Final = 32
 

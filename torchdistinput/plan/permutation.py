@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     Indices: TypeAlias = npt.NDArray[np.int64]
     Words: TypeAlias = npt.NDArray[np.uint64]
 
-__all__ = ["Permutation", "random_words", "shuffled", "word", "words_after"]
-
 _MAX_LENGTH: Final = 2**62
 _MAX_SORTED: Final = 2**12
 _ROUNDS: Final = 8

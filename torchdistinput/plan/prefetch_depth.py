@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import deque
 from typing import Final, final
 
-__all__ = ["PrefetchDepth", "changed", "drawn_at_once", "is_deep", "is_slow", "ready_at_a_vote"]
-
 _VOTES_LOOKED_AT: Final = 8
 _LAZY_FROM: Final = 4  # the least depth at which votes are delayed; with a smaller one they would come too late
 _MUCH: Final = 1 / 8

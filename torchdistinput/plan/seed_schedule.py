@@ -14,8 +14,6 @@ from __future__ import annotations
 from enum import Enum
 from typing import final
 
-__all__ = ["SeedSchedule"]
-
 
 @final
 class SeedSchedule(Enum):

@@ -14,8 +14,6 @@ from typing import TypeVar
 
 from torchdistinput.errors import ShardingError
 
-__all__ = ["AutoShardPolicy", "deal", "parts_of", "resolve_policy", "shares_of"]
-
 T = TypeVar("T")
 
 

@@ -45,8 +45,6 @@ import numpy as np
 
 from torchdistinput.plan.permutation import random_words
 
-__all__ = ["MAX_RANKS", "MAX_SAMPLES", "StepDecision", "StepReport", "count", "decide", "peer_weight_of", "weight_of"]
-
 _COUNTER_BITS = 15
 _SAMPLE_BITS = 33
 _COUNTER = (1 << _COUNTER_BITS) - 1

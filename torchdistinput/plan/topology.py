@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import final
 
-__all__ = ["InputContext", "Topology", "ValueContext"]
-
 
 @final
 @dataclass(frozen=True, kw_only=True)

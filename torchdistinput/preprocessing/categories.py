@@ -13,8 +13,6 @@ from torchdistinput.preprocessing.hashes import buckets
 from torchdistinput.preprocessing.inputs import holds_strings, ints, strings
 from torchdistinput.preprocessing.layer import as_vectors, check_mode
 
-__all__ = ["CategoryEncoding", "Hashing", "salt_of"]
-
 _MODES: Final = ("one_hot", "multi_hot", "count")
 
 

@@ -11,8 +11,6 @@ from typing import Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["buckets"]
-
 Words: TypeAlias = npt.NDArray[np.uint64]
 
 _ROWS: Final = 2**14

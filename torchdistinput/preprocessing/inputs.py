@@ -11,19 +11,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = [
-    "Texts",
-    "holds_strings",
-    "ints",
-    "is_arrow",
-    "listed",
-    "nested",
-    "numbers",
-    "strings",
-    "taken",
-    "texts_of",
-]
-
 Texts: TypeAlias = Any
 """A list of strings, an array of fixed width (``U``, or ``S`` in UTF-8), or an Arrow array of strings without nulls."""
 

@@ -17,8 +17,6 @@ from torchdistinput.dataset import DistributedDataset
 from torchdistinput.preprocessing.inputs import is_arrow
 from torchdistinput.strategy import Strategy
 
-__all__ = ["OUTPUT_MODES", "as_it_is", "as_vectors", "check_mode", "learn_from"]
-
 _TEXTS: Final = 1024  # the number of texts in a step
 
 _KNOWN: Final = (Tensor, np.ndarray, DataLoader, Dataset, DistributedDataset)

@@ -16,8 +16,6 @@ from torchdistinput.preprocessing.layer import as_it_is, as_vectors, check_mode,
 from torchdistinput.statistics import Counts, Moments, Quantiles
 from torchdistinput.strategy import Strategy
 
-__all__ = ["Discretization", "Normalization"]
-
 _LEAST_STD: Final = 1e-7  # Keras's epsilon
 
 

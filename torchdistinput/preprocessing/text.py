@@ -15,8 +15,6 @@ from torchdistinput.preprocessing.layer import check_mode
 from torchdistinput.preprocessing.lookup import StringLookup
 from torchdistinput.strategy import Strategy
 
-__all__ = ["TextVectorization"]
-
 _MODES: Final = ("int", "multi_hot", "count", "tf_idf")
 # Only ASCII changes, as in Keras.
 _LOWER: Final = str.maketrans(string.ascii_uppercase, string.ascii_lowercase)

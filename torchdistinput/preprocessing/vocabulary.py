@@ -24,8 +24,6 @@ from torchdistinput.preprocessing.string_table import NOWHERE, StringTable
 from torchdistinput.statistics import Counts, CountsResult, State, Statistic
 from torchdistinput.strategy import Strategy
 
-__all__ = ["Settings", "Vocabulary"]
-
 _UNCOUNTED: Final = -1  # the index of masks in vectors
 
 

@@ -21,8 +21,6 @@ from typing import Any, Generic, NamedTuple, TypeVar, final
 
 import torch
 
-__all__ = ["Coroutine", "Ended", "Modes"]
-
 _log = logging.getLogger(__name__)
 _LOOK_AGAIN_SECONDS = 0.1
 

@@ -25,8 +25,6 @@ from torchdistinput.coordination.process_group import Ranks
 from torchdistinput.coordination.reduce import NoValue, Operands, Outcome, as_tensor, gather_axis, opened, perform
 from torchdistinput.replicas.coroutines import Coroutine, Ended, Modes
 
-__all__ = ["ReplicaContext", "get_replica_context", "require_no_replica", "run_replicas"]
-
 _current: contextvars.ContextVar[ReplicaContext | None] = contextvars.ContextVar("replica context", default=None)
 
 

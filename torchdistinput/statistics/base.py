@@ -9,18 +9,6 @@ from typing import Any, Final, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = [
-    "NanPolicy",
-    "State",
-    "Statistic",
-    "check_float_dtype",
-    "check_has_data",
-    "check_nan_policy",
-    "joined",
-    "no_data",
-    "taken",
-]
-
 State: TypeAlias = Any
 """Dicts, lists, sets, strings, numbers, ``None`` and NumPy arrays, nested. A state is sent to other ranks and saved."""
 

@@ -12,8 +12,6 @@ import numpy as np
 
 from torchdistinput.statistics.base import State, Statistic
 
-__all__ = ["Counts", "CountsResult", "Distinct"]
-
 
 @final
 @dataclass(frozen=True)

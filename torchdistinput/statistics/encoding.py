@@ -9,8 +9,6 @@ import numpy as np
 
 from torchdistinput.statistics.base import State
 
-__all__ = ["decoded", "encoded"]
-
 
 def encoded(state: State) -> bytes:
     """The bytes of a state: the length of a JSON text, this text with the structure, then the contents of its arrays.

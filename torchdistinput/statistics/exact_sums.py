@@ -18,8 +18,6 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Limbs", "Parts", "add", "add_products", "merged", "parts_of", "rounded", "total"]
-
 Limbs: TypeAlias = dict[int, npt.NDArray[np.int64]]
 """By exponent: one number for each feature."""
 

@@ -20,8 +20,6 @@ from torchdistinput.statistics.base import (
     taken,
 )
 
-__all__ = ["Histogram", "HistogramResult"]
-
 Ints = npt.NDArray[np.int64]
 
 

@@ -22,8 +22,6 @@ from torchdistinput.statistics.base import (
 )
 from torchdistinput.statistics.exact_sums import add, add_products, merged, parts_of, rounded, total
 
-__all__ = ["Covariance", "CovarianceResult", "Moments", "MomentsResult"]
-
 Numbers = npt.NDArray[Any]
 
 _AT_ONCE: Final = 2**15  # numbers that are summed at once: they stay in the cache of a core

@@ -30,8 +30,6 @@ from torchdistinput.statistics.base import (
 )
 from torchdistinput.statistics.exact_sums import rounded
 
-__all__ = ["Method", "Quantiles"]
-
 Method = Literal["linear", "lower", "higher", "inverted_cdf", "interpolated_inverted_cdf"]
 
 Numbers = npt.NDArray[Any]
