@@ -38,7 +38,7 @@ from torchdistinput.sources.rng import lent_among
 from torchdistinput.sources.torch_loader.settings import not_pinning
 
 _LOG = logging.getLogger("torchdistinput")
-_LONGEST_SECONDS = 10**9  # the longest timeout that torch's groups and stores take, with room to spare
+_MAX_SECONDS = 10**9  # the longest timeout that torch's groups and stores take, with room to spare
 
 T = TypeVar("T")
 
@@ -523,8 +523,8 @@ def _misuse(timeout_seconds: float, process_group: Any, mesh: Any, data_dims: Se
         check_seconds("timeout_seconds", timeout_seconds)
     except (TypeError, ValueError) as error:
         return error
-    if timeout_seconds > _LONGEST_SECONDS:
-        return ValueError(f"timeout_seconds is {timeout_seconds}; it must be {_LONGEST_SECONDS} at most.")
+    if timeout_seconds > _MAX_SECONDS:
+        return ValueError(f"timeout_seconds is {timeout_seconds}; it must be {_MAX_SECONDS} at most.")
     if process_group is not None and not launcher.is_group(process_group):
         found = type(process_group).__name__
         return TypeError(

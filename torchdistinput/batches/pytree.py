@@ -22,7 +22,7 @@ from torchdistinput.batches.schema import COUNT_OR_SPLIT, Structure
 from torchdistinput.errors import BatchingError
 
 _SINGLE_SAMPLES: Final = "If the source yields single samples, give global_batch_size= so that they are batched."
-_MOST_WEIGHED: Final = 32
+_MAX_WEIGHED: Final = 32
 _BYTES_OF_AN_OBJECT: Final = 64  # about, with its place in a list
 
 
@@ -354,7 +354,7 @@ def bytes_held(batch: Any) -> int | None:
     Of a long list of texts, or of samples, some 32 are looked at.
     """
     if is_list_of_samples(batch):
-        weights = [bytes_held(sample) for sample in batch[:: 1 + len(batch) // _MOST_WEIGHED]]
+        weights = [bytes_held(sample) for sample in batch[:: 1 + len(batch) // _MAX_WEIGHED]]
         known = [weight for weight in weights if weight is not None]
         return sum(known) * len(batch) // len(known) if len(known) == len(weights) else None
     held = 0
@@ -362,7 +362,7 @@ def bytes_held(batch: Any) -> int | None:
         if isinstance(leaf, torch.Tensor):
             held += leaf.numel() * leaf.element_size()
             continue
-        some = leaf[:: 1 + len(leaf) // _MOST_WEIGHED]
+        some = leaf[:: 1 + len(leaf) // _MAX_WEIGHED]
         if not all(isinstance(item, str | bytes) for item in some):
             return None
         if some:

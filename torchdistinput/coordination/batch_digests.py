@@ -24,17 +24,17 @@ import torch
 from torchdistinput.batches.containers import open_container
 from torchdistinput.step_types import DividedDraw, LocalStep
 
-_LONGEST_GAP: Final = 64
+_MAX_GAP: Final = 64
 _DIGEST: Final = 1 << 62  # this bit is set in a digest, and not in the number for a size (``number_of_size``)
-_MOST_ITEMS: Final = 6
-_MOST_SAMPLES: Final = 3
-_MOST_PARTS: Final = 12
-_LONGEST_NAME: Final = 1024
-_MOST_LEAVES: Final = 16  # of a container in a piece
-_MOST_PARTS_OF_ROW: Final = 64
+_MAX_ITEMS: Final = 6
+_MAX_SAMPLES: Final = 3
+_MAX_PARTS: Final = 12
+_MAX_NAME: Final = 1024
+_MAX_LEAVES: Final = 16  # of a container in a piece
+_MAX_PARTS_OF_ROW: Final = 64
 _BLOCKS: Final = 4
 _BLOCK_BYTES: Final = 512
-_MOST_VALUES: Final = 256
+_MAX_VALUES: Final = 256
 _PLAIN: Final = (str, bytes, int, float, bool, type(None))
 
 
@@ -60,7 +60,7 @@ def longer_gap(gap: int) -> int:
 
     Ranks that read different data often begin alike, for example with a common part. A short epoch has few batches.
     """
-    return min(2 * gap, _LONGEST_GAP)
+    return min(2 * gap, _MAX_GAP)
 
 
 def take_for_read(step: LocalStep, row: Sequence[Any]) -> None:
@@ -83,12 +83,12 @@ def digest_of_read(value: Any) -> int:
     It covers a few items of each list and mapping, a few bytes of each tensor, array and text, and the types of all
     other objects. Numbers that are not finite count by their bytes.
     """
-    return _digest(value, _MOST_PARTS, _MOST_ITEMS) | _DIGEST
+    return _digest(value, _MAX_PARTS, _MAX_ITEMS) | _DIGEST
 
 
 def digest_of_samples(samples: Sequence[Any]) -> int:
     """The digest of the samples of a batch: of their number, and of three of them. Local."""
-    return digest_of_read((len(samples), samples[:: -(-len(samples) // _MOST_SAMPLES) or 1]))
+    return digest_of_read((len(samples), samples[:: -(-len(samples) // _MAX_SAMPLES) or 1]))
 
 
 def words_of(number: int) -> str:
@@ -105,12 +105,12 @@ def digest_of_batch(row: Sequence[Any]) -> int:
     Args:
       row: the pieces; ``None`` for an empty one.
     """
-    return _digest(list(row), _MOST_PARTS_OF_ROW, _MOST_LEAVES) // 2 + 1
+    return _digest(list(row), _MAX_PARTS_OF_ROW, _MAX_LEAVES) // 2 + 1
 
 
 def digest_of_element(element: Any) -> int:
     """A number of 1 to 2**63 for one element of an iterable, of any kind. It covers more than ``digest_of_read``."""
-    return _digest(element, _MOST_VALUES, _MOST_VALUES) // 2 + 1
+    return _digest(element, _MAX_VALUES, _MAX_VALUES) // 2 + 1
 
 
 def _digest(value: Any, most_parts: int, most_items: int) -> int:
@@ -174,7 +174,7 @@ def _parts(value: Any) -> Iterator[bytes]:
         yield from _blocks(value)
     elif isinstance(value, str):
         # Each machine may have its own folders.
-        name = value.rpartition("/")[2] if len(value) < _LONGEST_NAME else value
+        name = value.rpartition("/")[2] if len(value) < _MAX_NAME else value
         yield from _parts(name.encode("utf-8", "surrogatepass"))
     else:
         yield (repr(value) if type(value) in _PLAIN else type(value).__name__).encode()

@@ -34,7 +34,7 @@ from torchdistinput.errors import InputError, RankLost
 T = TypeVar("T")
 
 _MAX_TEXT = 1 << 30  # of one rank in one exchange, in bytes
-_LEAST_ROW, _MOST_ROW = 256, 2048  # bytes that a rank sends at first in an exchange of texts
+_MIN_ROW, _MAX_ROW = 256, 2048  # bytes that a rank sends at first in an exchange of texts
 _WORD = 8  # bytes; the first word of a row is the length of the text
 _SAME_LIBRARY = "every rank must run the same version of torchdistinput, on a network that loses nothing"
 
@@ -97,7 +97,7 @@ class ProcessGroupChannel:
         self._give_back = give_back
         self._names = names
         self._lock = threading.RLock()  # garbage collection may close a dropped iterator on a thread that holds it
-        self._row = _LEAST_ROW  # the same on all ranks: it follows from texts that all ranks received
+        self._row = _MIN_ROW  # the same on all ranks: it follows from texts that all ranks received
         self._since: float | None = None
         self._cause: Farewell | None = None  # why the channel ended
         self._released = False
@@ -117,7 +117,7 @@ class ProcessGroupChannel:
         needed = _WORD * (1 - -max(sizes) // _WORD)
         if needed > self._row:
             rows = yield from self._spread(data, needed)
-        self._row = min(max(1 << (needed - 1).bit_length(), _LEAST_ROW), _MOST_ROW)
+        self._row = min(max(1 << (needed - 1).bit_length(), _MIN_ROW), _MAX_ROW)
         return [
             _text_of(row[1:].tobytes()[:size], rank) for rank, (row, size) in enumerate(zip(rows, sizes, strict=True))
         ]

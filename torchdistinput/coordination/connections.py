@@ -48,14 +48,14 @@ Array = npt.NDArray[Any]
 _HEAD: Final = struct.Struct("<qq")  # kind and length in bytes; the kind of a message of words is its tag
 _STATUS: Final = -1
 _FAREWELL: Final = -2
-_MOST_CONTENT: Final = 1 << 16  # bytes of a status or farewell
+_MAX_CONTENT: Final = 1 << 16  # bytes of a status or farewell
 _BUFFER: Final = 1 << 14
 _SMALL: Final = 1 << 12  # a message up to this size is copied, and sent in one piece with its header
 
 _REST_SECONDS: Final = 0.5
 _STATUS_SECONDS: Final = 0.5
 _FRESH_SECONDS: Final = 2.5  # how long a status counts as true
-_MOST_BLAMED: Final = 64
+_MAX_BLAMED: Final = 64
 _CLOSING_SECONDS: Final = 0.5
 
 
@@ -77,7 +77,7 @@ class Farewell:
 
     def to_bytes(self) -> bytes:
         """The farewell as bytes for another rank. Local."""
-        return json.dumps({"rank": self.rank, "why": self.why[: _MOST_CONTENT // 16]}).encode(errors="replace")
+        return json.dumps({"rank": self.rank, "why": self.why[: _MAX_CONTENT // 16]}).encode(errors="replace")
 
     @staticmethod
     def from_bytes(data: bytes, sender: int) -> Farewell:
@@ -196,7 +196,7 @@ class _Connection:
 
     def _begin_frame(self, kind: int, size: int) -> None:
         found, length = _HEAD.unpack_from(self._buffer, self._start)
-        if (found, length) != (kind, size) and (found not in (_STATUS, _FAREWELL) or not 0 <= length <= _MOST_CONTENT):
+        if (found, length) != (kind, size) and (found not in (_STATUS, _FAREWELL) or not 0 <= length <= _MAX_CONTENT):
             raise Departed(
                 Farewell(
                     self.peer,
@@ -252,7 +252,7 @@ class _Connection:
     def _hear(self, kind: int, content: bytes) -> None:
         if kind == _FAREWELL:
             raise Departed(Farewell.from_bytes(content, self.peer))
-        self.blamed = np.frombuffer(content[: len(content) // 8 * 8], np.int64)[:_MOST_BLAMED].tolist()
+        self.blamed = np.frombuffer(content[: len(content) // 8 * 8], np.int64)[:_MAX_BLAMED].tolist()
         self.blamed_at = time.monotonic()
 
     def say_farewell(self, farewell: Farewell) -> None:
@@ -382,7 +382,7 @@ class Connections:
         blamed = awaited.blamed
         # If the awaited rank waited for this rank, it does not any more: this rank's message was sent.
         if blamed and self.rank not in blamed and time.monotonic() - awaited.blamed_at < _FRESH_SECONDS:
-            return [rank for rank in blamed if 0 <= rank < self.num_ranks][:_MOST_BLAMED]
+            return [rank for rank in blamed if 0 <= rank < self.num_ranks][:_MAX_BLAMED]
         return [awaited.peer]
 
     def say_farewell(self, farewell: Farewell) -> None:
@@ -402,7 +402,7 @@ class Connections:
 
 def _status(ranks: Sequence[int]) -> bytes:
     """The content of a status: the ranks that a rank waits for. Local."""
-    return np.array(ranks[:_MOST_BLAMED], np.int64).tobytes()
+    return np.array(ranks[:_MAX_BLAMED], np.int64).tobytes()
 
 
 def take_leave(peer: int, connected: socket.socket, farewell: Farewell) -> None:

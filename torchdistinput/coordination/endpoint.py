@@ -44,9 +44,9 @@ _GREETING: Final = struct.Struct("<16sqqq")  # secret, channel, sender, length o
 _LOOK_SECONDS: Final = 0.5
 _CONNECT_SECONDS: Final = 1.0
 _REFUSE_SECONDS: Final = 1.0
-_MOST_LOOK_SECONDS: Final = 8.0  # between two trials whether a rank that does not come has ended
+_MAX_LOOK_SECONDS: Final = 8.0  # between two trials whether a rank that does not come has ended
 _BACKLOG: Final = 128
-_MOST_FAREWELL: Final = 1 << 16
+_MAX_FAREWELL: Final = 1 << 16
 
 
 class Address(NamedTuple):
@@ -237,7 +237,7 @@ class Endpoint:
             if now - began > seconds:
                 raise Late(missing)
             if now - looked > look:
-                looked, look = now, min(2 * look, _MOST_LOOK_SECONDS)
+                looked, look = now, min(2 * look, _MAX_LOOK_SECONDS)
                 self._look_for_ended(missing, number)
             meanwhile(missing, now - began)
             for connected in found.values():  # they may be at their first exchange already, and would name this rank
@@ -328,7 +328,7 @@ def _receive_greeting(connected: socket.socket, greeting: bytearray, secret: byt
             return True
         missing = _GREETING.size - len(greeting)
         if missing <= 0:
-            missing += max(0, min(_GREETING.unpack_from(greeting)[3], _MOST_FAREWELL))
+            missing += max(0, min(_GREETING.unpack_from(greeting)[3], _MAX_FAREWELL))
             if missing <= 0:
                 return True
         try:

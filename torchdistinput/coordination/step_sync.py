@@ -57,7 +57,7 @@ from torchdistinput.step_types import (
 )
 
 _LOG = logging.getLogger("torchdistinput")
-_MOST_SELDOM: Final = 4
+_MAX_STRETCH: Final = 4
 
 
 @final
@@ -325,7 +325,7 @@ class StepSync:
         periodic_sync, channel = self._periodic_sync, self._channel
         if periodic_sync is None or channel is None:
             return
-        seldom = min(self._ahead // max(1, self._least_ahead), _MOST_SELDOM)
+        seldom = min(self._ahead // max(1, self._least_ahead), _MAX_STRETCH)
         rows = _last_sync(self._rows, periodic_sync, seldom)
         if rows > _last_sync(before, periodic_sync, seldom):
             periodic_sync.learn(rows, (yield from channel.gather(periodic_sync.mine(rows))))

@@ -28,7 +28,7 @@ from torchdistinput.pipeline.ready_queue import ReadyQueue
 from torchdistinput.plan.prefetch_depth import PrefetchDepth, is_slow
 from torchdistinput.step_types import Ahead, Held, LocalStep, Outcome
 
-_MOST_BETWEEN_WEIGHINGS = 256  # steps
+_MAX_BETWEEN_WEIGHINGS = 256  # steps
 
 
 @final
@@ -76,7 +76,7 @@ class Voter:
         self._making += seconds
         self._until_weighed -= 1
         if self._until_weighed <= 0 and self._grows and type(held) is LocalStep:
-            self._between_weighings = min(2 * self._between_weighings, _MOST_BETWEEN_WEIGHINGS)
+            self._between_weighings = min(2 * self._between_weighings, _MAX_BETWEEN_WEIGHINGS)
             self._until_weighed = self._between_weighings
             self._largest = max(self._largest, self._weigh(held))
         self._votes.hold(held)

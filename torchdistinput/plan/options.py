@@ -11,7 +11,7 @@ from torchdistinput.plan.balancing import StepCosts
 from torchdistinput.plan.sharding import AutoShardPolicy
 
 _FIRST_AHEAD: Final = 2
-_MOST_AHEAD: Final = 32
+_MAX_AHEAD: Final = 32
 
 
 @enum.unique
@@ -180,7 +180,7 @@ class InputOptions:
     @property
     def most_ahead(self) -> int:
         """Steps that are made ready ahead at most."""
-        return _MOST_AHEAD if self.prefetch is None else self.prefetch
+        return _MAX_AHEAD if self.prefetch is None else self.prefetch
 
 
 def _check_count(name: str, value: object, least: int, what: str = "steps") -> None:

@@ -8,7 +8,7 @@ from typing import Final, final
 _VOTES_LOOKED_AT: Final = 8
 _LAZY_FROM: Final = 4  # the least depth at which votes are delayed; with a smaller one they would come too late
 _MUCH: Final = 1 / 8
-_MOST_AT_ONCE: Final = 8
+_MAX_AT_ONCE: Final = 8
 
 
 def changed(steps: int, change: int, least: int, most: int) -> int:
@@ -35,7 +35,7 @@ def drawn_at_once(steps: int) -> int:
     >>> [drawn_at_once(steps) for steps in (0, 2, 8, 32, 1000)]
     [1, 1, 2, 8, 8]
     """
-    return min(max(1, steps // 4), _MOST_AT_ONCE)
+    return min(max(1, steps // 4), _MAX_AT_ONCE)
 
 
 def ready_at_a_vote(steps: int) -> int:

@@ -16,7 +16,7 @@ from torchdistinput.preprocessing.layer import as_it_is, as_vectors, check_mode,
 from torchdistinput.statistics import Counts, Moments, Quantiles
 from torchdistinput.strategy import Strategy
 
-_LEAST_STD: Final = 1e-7  # Keras's epsilon
+_MIN_STD: Final = 1e-7  # Keras's epsilon
 
 
 @final
@@ -113,7 +113,7 @@ class Normalization(nn.Module):
         x = x if x.dtype is torch.float64 else x.to(torch.float32)
         x = x.reshape((1,) * (self._dims - x.dim()) + x.shape)
         mean, variance = self._along(self.mean, x), self._along(self.variance, x)
-        scale = variance.sqrt().clamp_min(_LEAST_STD)
+        scale = variance.sqrt().clamp_min(_MIN_STD)
         return mean + x * scale if self.invert else (x - mean) / scale
 
     def _along(self, features: Tensor, x: Tensor) -> Tensor:

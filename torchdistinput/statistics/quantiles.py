@@ -36,7 +36,7 @@ Numbers = npt.NDArray[Any]
 
 _METHODS: Final = ("linear", "lower", "higher", "inverted_cdf", "interpolated_inverted_cdf")
 _DIGIT: Final = 16
-_MOST_BYTES: Final = 1 << 30
+_MAX_BYTES: Final = 1 << 30
 
 
 @final
@@ -122,10 +122,10 @@ class Quantiles(Statistic):
         offsets = np.cumsum([0, *map(len, prefixes)])
         if state["dtype"] is None:
             rows = int(offsets[-1])
-            if rows * 8 << width > _MOST_BYTES:
+            if rows * 8 << width > _MAX_BYTES:
                 raise ValueError(
                     f"quantiles of {len(values)} features of {values.dtype} need counts of {rows * 8 << width >> 20:,} "
-                    f"MiB in a pass; {_MOST_BYTES >> 20:,} MiB is the most. Take fewer features at a time, fewer "
+                    f"MiB in a pass; {_MAX_BYTES >> 20:,} MiB is the most. Take fewer features at a time, fewer "
                     "quantiles, or axis=None for one set of quantiles over all."
                 )
             zeros = {name: np.zeros(len(values), np.int64) for name in ("count", "nans")}

@@ -14,7 +14,7 @@ from torchdistinput.sources.fragments import Fragment, FragmentSource
 
 __all__ = ["check_source"]
 
-_MOST_POSITIONS: Final = 20  # the most positions of a fragment at which reading begins
+_MAX_POSITIONS: Final = 20  # the most positions of a fragment at which reading begins
 
 
 def check_source(source: FragmentSource, *, change: Callable[[], object] | None = None) -> None:
@@ -65,7 +65,7 @@ def _check_fragment(source: FragmentSource, copy: FragmentSource, fragment: Frag
     for position, records in blocks:
         starts.append((position, seen))
         seen += len(records)
-    for position, start in starts[:: max(1, len(starts) // _MOST_POSITIONS)]:
+    for position, start in starts[:: max(1, len(starts) // _MAX_POSITIONS)]:
         _check_position(source, fragment, position, whole[start:])
 
 

@@ -34,7 +34,7 @@ from torchdistinput.devices.copy_ahead import Handling
 __all__ = ["POISON", "FakeDevice", "FakeEvent", "FakeStream", "Turns"]
 
 POISON = -777
-_MOST_PAUSES = 100_000  # after so many pauses, the functions are taken to wait for each other for ever
+_MAX_PAUSES = 100_000  # after so many pauses, the functions are taken to wait for each other for ever
 
 
 @final
@@ -47,7 +47,7 @@ class Turns:
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
-        self._left = _MOST_PAUSES
+        self._left = _MAX_PAUSES
         self._waiting: dict[int, threading.Semaphore] = {}  # by number, for functions that have not ended
         self._here = threading.local()
         self._failures: list[BaseException] = []
