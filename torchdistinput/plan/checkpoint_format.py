@@ -36,20 +36,7 @@ _MAX_BITS: Final = 1024
 @final
 @dataclass(frozen=True, kw_only=True)
 class SavedState:
-    """A saved state.
-
-    Args:
-      epoch: the number of the epoch.
-      step: steps delivered in the epoch.
-      samples: samples in these steps, over all replicas.
-      drawn: a digest of the sampler's draw for the last step; 0 where there is none.
-      told_epoch: the last argument of the user's ``set_epoch``.
-      sample_seed: the base of ``sample_seed()``, where it is known.
-      random: the random states from which the order of the epoch is drawn; see the module.
-      position: the position of the source; ``None`` at the start of an epoch.
-      fingerprint: the facts that identify this input.
-      was_changed: whether the state was edited after it was saved.
-    """
+    """A saved state: its keys, as the module describes them, and whether it was edited after it was saved."""
 
     epoch: int
     step: int
