@@ -10,7 +10,7 @@ import pytest
 
 from torchdistinput.errors import StateMismatch
 from torchdistinput.plan.file_resharding import FileCursor, ReaderCursor, checked_deals, fresh_files, redeal
-from torchdistinput.plan.sharding import shares_of
+from torchdistinput.plan.sharding import shards_of
 
 A, B, C, D, E = (FileCursor(file, 10 * file, file, 2 * file, 100) for file in range(5))
 
@@ -41,7 +41,7 @@ def test_every_file_is_opened_once_over_three_worlds(num_files: int, sizes: list
             for number, num_workers in enumerate(worlds):
                 fresh = fresh_files(order, deals, sizes)
                 assert fresh == [file for file in order if file not in opened]
-                shares = shares_of(fresh, num_workers, sizes)
+                shares = shards_of(fresh, num_workers, sizes)
                 last = number == len(worlds) - 1
                 counts = [
                     len(share) if last else (worker * 3 + seed + number) % (len(share) + 1)

@@ -11,7 +11,7 @@ import pytest
 
 import torchdistinput.plan
 from torchdistinput.errors import ShardingError
-from torchdistinput.plan.sharding import AutoShardPolicy, deal, parts_of, resolve_policy, shares_of
+from torchdistinput.plan.sharding import AutoShardPolicy, deal, parts_of, resolve_policy, shards_of
 
 AUTO, FILE, DATA, HINT, OFF = (
     AutoShardPolicy.AUTO,
@@ -100,7 +100,7 @@ def test_files_by_size_go_to_the_least_loaded_worker_the_largest_first() -> None
     for count, workers in itertools.product(range(6), range(1, 5)):
         for sizes in itertools.product(range(4), repeat=count):
             order = [number * 3 % count if count % 3 else number for number in range(count)]
-            shares = shares_of(order, workers, sizes)
+            shares = shards_of(order, workers, sizes)
             loads = [0] * workers
             wanted: list[set[int]] = [set() for _ in range(workers)]
             for size in (3, 2, 1, 0):
@@ -117,8 +117,8 @@ def test_files_by_size_go_to_the_least_loaded_worker_the_largest_first() -> None
 def test_files_of_one_size_are_dealt_as_without_sizes() -> None:
     for count, workers in itertools.product(range(9), range(1, 5)):
         order = list(range(count))[::-1]
-        assert shares_of(order, workers, [5] * count) == shares_of(order, workers)
-        assert shares_of(order, workers) == [order[worker::workers] for worker in range(workers)]
+        assert shards_of(order, workers, [5] * count) == shards_of(order, workers)
+        assert shards_of(order, workers) == [order[worker::workers] for worker in range(workers)]
 
 
 def test_the_parts_of_a_file_are_few_and_even_and_make_up_the_file() -> None:
@@ -135,5 +135,5 @@ def test_half_of_all_bytes_in_one_file_that_is_cut_are_spread_evenly() -> None:
     """16 files, half of everything in the first."""
     sizes = [end - start for size in (96_000, *[6400] * 15) for start, end in parts_of(size, 1600)]
     for workers in range(1, 9):
-        loads = [sum(sizes[file] for file in share) for share in shares_of(range(len(sizes)), workers, sizes)]
+        loads = [sum(sizes[file] for file in share) for share in shards_of(range(len(sizes)), workers, sizes)]
         assert max(loads) <= 1.05 * sum(loads) / workers

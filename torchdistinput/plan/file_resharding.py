@@ -15,7 +15,7 @@ from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
 from torchdistinput.errors import StateMismatch
-from torchdistinput.plan.sharding import shares_of
+from torchdistinput.plan.sharding import shards_of
 
 Deals: TypeAlias = Sequence[Sequence[int]]
 """The changes of the number of workers, in order."""
@@ -90,7 +90,7 @@ class ReaderCursor(NamedTuple):
 def fresh_files(order: Sequence[int], deals: Deals, sizes: Sequence[int] | None = None) -> list[int]:
     """The files that no worker has opened, in their order.
 
-    ``sharding.shares_of`` divides them among the workers.
+    ``sharding.shards_of`` divides them among the workers.
 
     Args:
       order: all files of the epoch.
@@ -99,8 +99,8 @@ def fresh_files(order: Sequence[int], deals: Deals, sizes: Sequence[int] | None 
     """
     fresh = list(order)
     for num_workers, *opened in deals:
-        shares = shares_of(fresh, num_workers, sizes)
-        left = {file for share, count in zip(shares, opened, strict=True) for file in share[count:]}
+        shards = shards_of(fresh, num_workers, sizes)
+        left = {file for shard, count in zip(shards, opened, strict=True) for file in shard[count:]}
         fresh = [file for file in fresh if file in left]
     return fresh
 

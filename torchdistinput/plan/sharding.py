@@ -85,7 +85,7 @@ def deal(items: Sequence[T], num_workers: int, worker: int) -> list[T]:
     return list(items[worker::num_workers])
 
 
-def shares_of(order: Sequence[int], num_workers: int, sizes: Sequence[int] | None = None) -> list[list[int]]:
+def shards_of(order: Sequence[int], num_workers: int, sizes: Sequence[int] | None = None) -> list[list[int]]:
     """The files of each worker, in their order.
 
     Without sizes, worker ``i`` gets the files ``[i::W]`` of the order. With sizes (law "FILE by size"), each file goes
@@ -97,7 +97,7 @@ def shares_of(order: Sequence[int], num_workers: int, sizes: Sequence[int] | Non
       num_workers: W.
       sizes: the size in bytes of each file, by its number.
 
-    >>> shares_of([0, 1, 2, 3, 4], 2, [9, 1, 4, 4, 1])
+    >>> shards_of([0, 1, 2, 3, 4], 2, [9, 1, 4, 4, 1])
     [[0, 4], [1, 2, 3]]
     """
     if sizes is None:

@@ -205,7 +205,7 @@ class Quantiles(Statistic):
                 continue
             values = {place: _value(key, state["dtype"]) for place, (key, _) in keys.items()}
             wanted = self.places(count)
-            columns.append([_between(values[low], values[high], share, self.dtype) for low, high, share in wanted])
+            columns.append([_between(values[low], values[high], weight, self.dtype) for low, high, weight in wanted])
         table: Numbers = np.array(columns, self.dtype).T.reshape(-1, *state["shape"])
         return table if isinstance(self.q, Sequence | np.ndarray) else table.reshape(state["shape"])
 
@@ -309,8 +309,8 @@ def _value(key: int, dtype: str) -> Fraction | float:
     return Fraction(key - top if kind.kind == "i" else key)
 
 
-def _between(low: Fraction | float, high: Fraction | float, share: Fraction, dtype: str) -> float:
+def _between(low: Fraction | float, high: Fraction | float, weight: Fraction, dtype: str) -> float:
     if isinstance(low, Fraction) and isinstance(high, Fraction):
-        exact = low + (high - low) * share
+        exact = low + (high - low) * weight
         return rounded(exact.numerator, exact.denominator, dtype)
-    return float(low) if not share else float(low) + float(high) * float(share)
+    return float(low) if not weight else float(low) + float(high) * float(weight)

@@ -24,7 +24,7 @@ from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.batching import Row as Limits
 from torchdistinput.plan.file_resharding import Deals, ReaderCursor, fresh_files
 from torchdistinput.plan.mixed_turns import Cursor
-from torchdistinput.plan.sharding import shares_of
+from torchdistinput.plan.sharding import shards_of
 from torchdistinput.sources.files.columns import Columns, RecordList, collated
 from torchdistinput.sources.files.corrupt_records import CorruptRecord
 from torchdistinput.sources.files.mixture import RecordDataset
@@ -197,7 +197,7 @@ class RecordRows(IterableDataset[Any]):
         order: Sequence[int] = fresh_files(self.dataset.file_order(epoch), entrance.deals, self._sizes)
         if self._by_file:
             topology = self._cutter.topology
-            order = shares_of(order, topology.num_workers, self._sizes)[topology.worker]
+            order = shards_of(order, topology.num_workers, self._sizes)[topology.worker]
         try:
             reader = self.dataset.reader(order, epoch, entrance.place, skip=self._skip, in_ranges=self._in_ranges)
             with closing(reader):

@@ -25,7 +25,7 @@ from torchdistinput.plan.file_resharding import ReaderCursor, fresh_files, redea
 from torchdistinput.plan.mixed_turns import Cursor
 from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.seed_schedule import SeedSchedule
-from torchdistinput.plan.sharding import AutoShardPolicy, shares_of
+from torchdistinput.plan.sharding import AutoShardPolicy, shards_of
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.base import Exchange, RowStream
 from torchdistinput.sources.files.batching import Batch, Entrance, KnownRows, RecordRows, divide_records, pass_over
@@ -228,7 +228,7 @@ class RecordSource:
         there = Topology(num_workers=workers, replicas_per_worker=found.num_replicas // workers, worker=worker)
         cutter = Cutter(there, workers == 1, self._cutter.global_batch_size)
         fresh = fresh_files(self._dataset.file_order(epoch), found.deals, self._sizes)
-        files = shares_of(fresh, workers, self._sizes)[worker]
+        files = shards_of(fresh, workers, self._sizes)[worker]
         reader = self._dataset.reader(files, epoch, place, skip=self._options.skips)
         try:
             passed = pass_over(reader, cutter, found.rows - row, drop_last=self._drop_last)

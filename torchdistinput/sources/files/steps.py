@@ -12,7 +12,7 @@ from typing import Final
 
 from torchdistinput.errors import ShardingError
 from torchdistinput.plan.batching import Cutter, num_batches
-from torchdistinput.plan.sharding import shares_of
+from torchdistinput.plan.sharding import shards_of
 from torchdistinput.sources.files.fragment_dataset import FragmentDataset
 from torchdistinput.sources.files.mixture import RecordDataset
 
@@ -77,7 +77,7 @@ def told_of_skew(
     if known is None:
         known, what = [1] * len(order), "files"
     workers = range(cutter.topology.num_workers)
-    shares = [sum(known[file] for file in share) for share in shares_of(order, len(workers), by_size)]
+    shares = [sum(known[file] for file in share) for share in shards_of(order, len(workers), by_size)]
     most, total = max(shares), sum(shares)
     if not total:
         return ""
