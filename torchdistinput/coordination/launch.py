@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, cast, final
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -101,11 +102,9 @@ def _members_of_mesh(mesh: Any, data_dims: Sequence[str] | None) -> Members:
     if dist.get_rank() not in ranks:
         raise ValueError(f"rank {dist.get_rank()} is not in the mesh {ranks}; only its members make the strategy.")
     axes = list(range(grid.dim())) if not names else [names.index(name) for name in data_dims]
-    along = [torch.arange(size, device="cpu") for size in grid.shape]
-    places = torch.cartesian_prod(*along).reshape(len(ranks), grid.dim())
-    workers = torch.zeros(len(ranks), dtype=torch.int64, device="cpu")
-    for axis in axes:  # the mixed radix of the coordinates in the data dims
-        workers = workers * grid.shape[axis] + places[:, axis]
+    coordinates = np.indices(grid.shape).reshape(grid.dim(), -1)[axes]
+    sizes = [grid.shape[axis] for axis in axes]
+    workers = np.ravel_multi_index(tuple(coordinates), sizes) if axes else np.zeros(len(ranks), np.int64)
     return Members(ranks=ranks, workers=tuple(workers.tolist()), rank=ranks.index(dist.get_rank()))
 
 

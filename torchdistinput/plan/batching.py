@@ -20,6 +20,7 @@ the guide won.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import final
 
 from torchdistinput.errors import BatchingError
@@ -139,7 +140,7 @@ class Cutter:
         if self.shared or self.topology.num_workers == 1:
             return [tuple(split(size, count, k) for k in self.topology.replica_ids)]
         if size == self.global_batch_size:
-            pieces = _ranges(cycle_sizes(size, self.topology))
+            pieces = list(pairwise(accumulate(cycle_sizes(size, self.topology), initial=0)))
         else:
             pieces = [split(size, count, k) for k in range(count)]
             if self.global_batch_size is not None:
@@ -187,11 +188,3 @@ class Cutter:
         if self.global_batch_size is None or not drop_last or self.global_batch_size % self.topology.num_replicas:
             return None
         return self.global_batch_size // self.topology.num_replicas
-
-
-def _ranges(sizes: tuple[int, ...]) -> list[tuple[int, int]]:
-    ranges, start = [], 0
-    for size in sizes:
-        ranges.append((start, start + size))
-        start += size
-    return ranges

@@ -129,9 +129,6 @@ def taken(texts: Texts, rows: npt.NDArray[np.int64]) -> Texts:
 
 def nested(flat: Sequence[Any], shape: Sequence[int]) -> Any:
     """The flat values as nested lists of a shape; the value itself of shape ``()``."""
-    if not shape:
-        return flat[0]
-    if len(shape) == 1:
-        return list(flat)
-    size = int(np.prod(shape[1:]))
-    return [nested(flat[row * size : (row + 1) * size], shape[1:]) for row in range(shape[0])]
+    values = np.empty(len(flat), object)
+    values[:] = flat
+    return values.reshape(shape).tolist()
