@@ -10,6 +10,7 @@ References: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communicati
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,13 +20,28 @@ from torchdistinput.coordination.exchanges import Exchange, Pending
 _SUMS, _ROWS, _FIRST, _PARTS = 1, 2, 3, 4  # tags
 
 
-def _power_below(num_ranks: int) -> int:
-    """The largest power of two that is at most ``num_ranks``.
+class _Partners(NamedTuple):
+    """The ranks that one rank exchanges messages with.
 
-    >>> [_power_below(num_ranks) for num_ranks in (1, 2, 3, 4, 7)]
-    [1, 2, 2, 4, 4]
+    >>> _Partners.of(1, 6), _Partners.of(5, 6)
+    (_Partners(below=None, above=5, peers=[0, 3]), _Partners(below=1, above=None, peers=[]))
     """
-    return 1 << (num_ranks.bit_length() - 1)
+
+    below: int | None
+    """The rank that takes part for this one, if this one is beyond the largest power of two."""
+    above: int | None
+    """The rank for which this one takes part."""
+    peers: list[int]
+    """The partner of each round."""
+
+    @classmethod
+    def of(cls, rank: int, num_ranks: int) -> _Partners:
+        rounds = num_ranks.bit_length() - 1
+        power = 1 << rounds
+        if rank >= power:
+            return cls(rank - power, None, [])
+        above = rank + power if rank + power < num_ranks else None
+        return cls(None, above, [rank ^ 1 << number for number in range(rounds)])
 
 
 def partners(rank: int, num_ranks: int) -> list[int]:
@@ -34,11 +50,8 @@ def partners(rank: int, num_ranks: int) -> list[int]:
     >>> partners(1, 6), partners(5, 6)
     ([0, 3, 5], [1])
     """
-    power = _power_below(num_ranks)
-    if rank >= power:
-        return [rank - power]
-    others = [rank ^ 1 << place for place in range(power.bit_length() - 1)]
-    return [*others, rank + power] if rank + power < num_ranks else others
+    below, above, peers = _Partners.of(rank, num_ranks)
+    return [*peers, *(other for other in (below, above) if other is not None)]
 
 
 def sum_up(group: Connections, words: Sequence[int]) -> Exchange[list[int]]:
@@ -66,27 +79,22 @@ def add_up(group: Connections, mine: Array, add: Callable[[Array, Array], None])
       mine: this rank's array, of the same length and type on all ranks.
       add: adds the second array to the first one, in place.
     """
-    rank, num_ranks = group.rank, group.num_ranks
-    power = _power_below(num_ranks)
+    below, above, peers = _Partners.of(group.rank, group.num_ranks)
     theirs = np.empty_like(mine)
-    if rank >= power:
-        yield group.send(mine, rank - power, _SUMS)
-        yield group.recv(mine, rank - power, _SUMS)
+    if below is not None:
+        yield group.send(mine, below, _SUMS)
+        yield group.recv(mine, below, _SUMS)
         return
-    stands_for = rank + power if rank + power < num_ranks else None
-    if stands_for is not None:
-        yield group.recv(theirs, stands_for, _SUMS)
+    if above is not None:
+        yield group.recv(theirs, above, _SUMS)
         add(mine, theirs)
-    distance = 1
-    while distance < power:
-        peer = rank ^ distance
+    for peer in peers:
         sent = group.send(mine, peer, _SUMS)
         yield group.recv(theirs, peer, _SUMS)
         yield sent
         add(mine, theirs)
-        distance *= 2
-    if stands_for is not None:
-        yield group.send(mine, stands_for, _SUMS)
+    if above is not None:
+        yield group.send(mine, above, _SUMS)
 
 
 def combine(group: Connections, mine: bytes, merge: Callable[[bytes, bytes], bytes]) -> Exchange[bytes]:
@@ -100,8 +108,7 @@ def combine(group: Connections, mine: bytes, merge: Callable[[bytes, bytes], byt
       mine: this rank's value, one byte or more.
       merge: one value from two.
     """
-    rank, num_ranks = group.rank, group.num_ranks
-    power = _power_below(num_ranks)
+    below, above, peers = _Partners.of(group.rank, group.num_ranks)
 
     def send(peer: int) -> list[Pending]:
         """Sends this rank's value: first its length, then its content."""
@@ -114,21 +121,18 @@ def combine(group: Connections, mine: bytes, merge: Callable[[bytes, bytes], byt
         yield group.recv(content, peer, _PARTS)
         return content.tobytes()
 
-    if rank >= power:
-        yield from send(rank - power)
-        return (yield from receive(rank - power))
-    stands_for = rank + power if rank + power < num_ranks else None
-    if stands_for is not None:
-        mine = merge(mine, (yield from receive(stands_for)))
-    distance = 1
-    while distance < power:
-        sent = send(rank ^ distance)
-        theirs = yield from receive(rank ^ distance)
+    if below is not None:
+        yield from send(below)
+        return (yield from receive(below))
+    if above is not None:
+        mine = merge(mine, (yield from receive(above)))
+    for peer in peers:
+        sent = send(peer)
+        theirs = yield from receive(peer)
         yield from sent
-        mine = merge(mine, theirs) if rank < rank ^ distance else merge(theirs, mine)
-        distance *= 2
-    if stands_for is not None:
-        yield from send(stands_for)
+        mine = merge(mine, theirs) if group.rank < peer else merge(theirs, mine)
+    if above is not None:
+        yield from send(above)
     return mine
 
 
@@ -140,29 +144,25 @@ def spread(group: Connections, own: Array) -> Exchange[list[Array]]:
       own: this rank's row, of the same length and type on all ranks.
     """
     rank, num_ranks = group.rank, group.num_ranks
-    power = _power_below(num_ranks)
+    below, above, peers = _Partners.of(rank, num_ranks)
+    power = 1 << (num_ranks.bit_length() - 1)
     # The row of a rank lies beside the row of its partner, so that every message is one contiguous part.
     table = np.zeros((power, 2, len(own)), own.dtype)
-    seat = rank % power
-    table[seat, rank // power] = own
-    if rank >= power:
-        yield group.send(table[seat, 1], seat, _ROWS)
-        yield group.recv(table.reshape(-1), seat, _ROWS)
-    else:
-        stands_in = rank + power < num_ranks
-        if stands_in:
-            yield group.recv(table[seat, 1], rank + power, _ROWS)
-        distance = 1
-        while distance < power:
-            first = seat - seat % distance
-            other = first ^ distance
-            outgoing = table[first : first + distance].reshape(-1)
-            sent = group.send(outgoing, rank ^ distance, _ROWS)
-            yield group.recv(table[other : other + distance].reshape(-1), rank ^ distance, _ROWS)
-            yield sent
-            distance *= 2
-        if stands_in:
-            yield group.send(table.reshape(-1), rank + power, _ROWS)
+    table[rank % power, rank // power] = own
+    if below is not None:
+        yield group.send(table[below, 1], below, _ROWS)
+        yield group.recv(table.reshape(-1), below, _ROWS)
+    if above is not None:
+        yield group.recv(table[rank, 1], above, _ROWS)
+    for peer in peers:
+        distance = rank ^ peer
+        first = rank - rank % distance
+        other = first ^ distance
+        sent = group.send(table[first : first + distance].reshape(-1), peer, _ROWS)
+        yield group.recv(table[other : other + distance].reshape(-1), peer, _ROWS)
+        yield sent
+    if above is not None:
+        yield group.send(table.reshape(-1), above, _ROWS)
     return [table[each % power, each // power] for each in range(num_ranks)]
 
 
@@ -173,18 +173,15 @@ def broadcast(group: Connections, mine: Array) -> Exchange[None]:
       group: the ranks.
       mine: the array, of the same length and type on all ranks.
     """
-    rank, num_ranks = group.rank, group.num_ranks
-    power = _power_below(num_ranks)
-    if rank >= power:
-        yield group.recv(mine, rank - power, _FIRST)
+    rank = group.rank
+    below, above, peers = _Partners.of(rank, group.num_ranks)
+    if below is not None:
+        yield group.recv(mine, below, _FIRST)
         return
-    highest = 1 << (rank.bit_length() - 1) if rank else 0
     if rank:  # from the rank without its highest bit
-        yield group.recv(mine, rank ^ highest, _FIRST)
-    distance = max(1, 2 * highest)
-    others = [rank + power] if rank + power < num_ranks else []
-    while distance < power:
-        others.append(rank ^ distance)
-        distance *= 2
-    for peer in reversed(others):  # first the rank that has to pass it on most often
-        yield group.send(mine, peer, _FIRST)
+        yield group.recv(mine, rank ^ 1 << (rank.bit_length() - 1), _FIRST)
+    for peer in reversed(peers):  # first the rank that has to pass it on most often
+        if rank ^ peer > rank:
+            yield group.send(mine, peer, _FIRST)
+    if above is not None:
+        yield group.send(mine, above, _FIRST)
