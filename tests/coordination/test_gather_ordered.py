@@ -283,6 +283,10 @@ def test_replicas_must_bring_the_same_structure_and_their_own_values() -> None:
     index = PerReplica([torch.tensor([0]), torch.tensor([1])])
     with pytest.raises(ValueError, match=r"replica 0: float32\[batch, 2\]; replica 1: float32\[batch, 3\]"):
         strategy.gather_ordered(index, PerReplica([torch.ones(1, 2), torch.ones(1, 3)]))
+    scores: Any = PerReplica([torch.ones(1), torch.ones(1, dtype=torch.int64)])
+    texts: Any = PerReplica([["a"], ["b"]])
+    with pytest.raises(ValueError, match=r"replica 1: namedtuple\(score: int64\[batch\], text: list of rows\)"):
+        strategy.gather_ordered(index, Pair(scores, texts))
     with pytest.raises(ValueError, match="a bare Tensor as outputs, and this process has 2 replicas"):
         strategy.gather_ordered(index, torch.ones(1))
     with pytest.raises(ValueError, match=r"the index of local replica 1 has 1 entries, and outputs has 2"):

@@ -282,14 +282,11 @@ def _names(replicas: Sequence[int]) -> str:
     return f"replica {', '.join(map(str, replicas))}"
 
 
-def _shown(structure: dict[str, Any]) -> str:
-    return str(Structure.from_json(_without_classes(structure)))
-
-
-def _without_classes(structure: dict[str, Any]) -> dict[str, Any]:
+def _shown(structure: dict[str, Any]) -> Structure:
+    """The structure for a message: no class is looked up, as this process may lack it."""
     if "children" not in structure:
-        return structure
-    return {**structure, "class": None, "children": [_without_classes(child) for child in structure["children"]]}
+        return Structure.from_json(structure)
+    return Structure(structure["kind"], tuple(structure["keys"]), tuple(map(_shown, structure["children"])))
 
 
 # ---------------------------------------------------------------------------------------------------- what then travels

@@ -24,7 +24,7 @@ import json
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any, Final, final
 
 from torchdistinput import errors
@@ -490,7 +490,4 @@ def _last_sync(rows: int, periodic_sync: PeriodicSync, seldom: int) -> int:
 
 def _until_a_loss(steps: list[LocalStep | PastEnd]) -> list[LocalStep | PastEnd]:
     """The steps before the first one, other than ``steps[0]``, that lost samples; law A7."""
-    for number, held in enumerate(steps[1:], 1):
-        if isinstance(held, LocalStep) and held.skipped.samples:
-            return steps[:number]
-    return steps
+    return steps[:1] + list(takewhile(lambda held: type(held) is PastEnd or not held.skipped.samples, steps[1:]))
