@@ -97,38 +97,40 @@ class RngSnapshot:
         self._draws = draws
         self._random = random
         self._source = source
-        self._beginning = False
-        self._left: list[torch.Tensor] | None = None  # the states after the beginning of the epoch
-        self._done = False
+        self._next = RngSnapshot._begin  # what the next call does; a bound method would keep this object alive
+        self._left: list[torch.Tensor] = []  # the states after the beginning of the epoch
 
     def __call__(self, call: Callable[[], Any]) -> Any:
         """Makes the call and returns its result. The first call begins the epoch, each later one draws a batch."""
-        if self._done:
+        return self._next(self, call)
+
+    def _begin(self, call: Callable[[], Any]) -> Any:
+        self._next = RngSnapshot._draw_at_once
+        try:
             return self._draws(call)
-        if self._beginning:  # the beginning of the epoch draws the first batch at once
-            self._done = True
-            return self._draws(call)
-        if self._left is None:
-            return self._begin(call)
-        self._done = True
-        draws, left = self._draws, self._left
+        finally:
+            if self._next is RngSnapshot._draw_at_once:
+                self._next, self._left = RngSnapshot._draw_first, self._states()
+
+    def _draw_at_once(self, call: Callable[[], Any]) -> Any:
+        """The beginning of the epoch draws the first batch at once."""
+        self._next = RngSnapshot._draw
+        return self._draws(call)
+
+    def _draw_first(self, call: Callable[[], Any]) -> Any:
+        self._next, draws = RngSnapshot._draw, self._draws
         if not isinstance(draws, SharedRng):
-            self._compare(left)
+            self._compare()
             return draws(call)
         draws.catch_up()
-        self._compare(left)
+        self._compare()
         try:
             return draws(call)
         finally:
             draws.lend()
 
-    def _begin(self, call: Callable[[], Any]) -> Any:
-        self._beginning = True
-        try:
-            return self._draws(call)
-        finally:
-            self._beginning = False
-            self._left = self._states()
+    def _draw(self, call: Callable[[], Any]) -> Any:
+        return self._draws(call)
 
     def _states(self) -> list[torch.Tensor]:
         """The present states: the default state, if the order may depend on it, then those of the generators."""
@@ -137,9 +139,9 @@ class RngSnapshot:
             return states
         return [draws.state if isinstance(draws, SharedRng) else torch.get_rng_state(), *states]
 
-    def _compare(self, left: Sequence[torch.Tensor]) -> None:
+    def _compare(self) -> None:
         found = self._states()
-        if all(map(_equal, left, found)):
+        if all(map(_equal, self._left, found)):
             return
         default = found.pop(0) if self._source.needs_default_state else None
         self._random.begin_at(default, found)
