@@ -185,7 +185,6 @@ ITEMS: dict[str, Callable[[], Any]] = {
     "keys": lambda: {("a", 1): numbers(4, BIG)},
     "sizes": lambda: [numbers(4, BIG).shape, numbers(4, BIG)],
 }
-USUAL = ("tensor", "small", "scalar", "torch.bfloat16", "many", "texts", "nothing", "sealed", "containers")
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
@@ -196,12 +195,6 @@ def test_an_item_is_what_the_ordinary_way_gives(name: str) -> None:
     for _ in range(3):  # into fresh pages, and into used ones
         found = pipe.through(ITEMS[name]())
         assert facts(found) == facts(ordinary)
-
-
-@pytest.mark.parametrize("name", USUAL)
-def test_usual_items_are_not_taken_to_a_pickler(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "_Pickler", None)
-    assert facts(Pipe().through(ITEMS[name]())) == facts(ITEMS[name]())
 
 
 def test_what_is_there_twice_stays_one_thing() -> None:

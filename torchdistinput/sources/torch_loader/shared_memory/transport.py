@@ -1,14 +1,14 @@
 """Sends batches of loader workers through reused shared memory, instead of new shared memory for each batch.
 
-A worker pickles an item as PyTorch does, or encodes it in plain tuples where possible (see ``plain_items``), except for
-the contents of tensors and arrays. These are put into the worker's part of the ``SharedPool`` (see ``pool``), and only
-their places are sent. ``default_collate`` stacks samples directly in the pool. An item that does not fit there, or
-cannot be sent so, is sent as torch sends it.
+A worker pickles an item as PyTorch does, except for the contents of tensors and arrays. These are put into the worker's
+part of the ``SharedPool`` (see ``pool``), and only their places are sent. ``default_collate`` stacks samples directly
+in the pool. An item that does not fit there, or cannot be sent so, is sent as torch sends it.
 """
 
 from __future__ import annotations
 
 import io
+import math
 import pickle
 import sys
 from collections.abc import Callable, Sequence
@@ -23,15 +23,6 @@ from torchdistinput.coordination.private_names import look_up
 from torchdistinput.sources.in_worker import Failure, PieceDataset
 from torchdistinput.sources.torch_loader.queues import reduction_of
 from torchdistinput.sources.torch_loader.settings import WorkerInit
-from torchdistinput.sources.torch_loader.shared_memory.plain_items import (
-    DTYPES,
-    NUMBER_OF,
-    Tensors,
-    UnusualError,
-    is_whole,
-    made,
-    told,
-)
 from torchdistinput.sources.torch_loader.shared_memory.pool import (
     SharedPool,
     Token,
@@ -53,6 +44,13 @@ __all__ = ["BatchDecoder", "BatchEncoder", "Fresh", "Packed", "through_slots"]
 _OTHER_ORDER: Final = ">" if sys.byteorder == "little" else "<"
 """The prefix of NumPy's types whose bytes are in the other order than this machine's."""
 
+_DTYPES: Final = (
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
+    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),
+)
+_NUMBER_OF: Final = {dtype: number for number, dtype in enumerate(_DTYPES)}
+"""Common types of tensors; their place in this list travels as a number."""
+
 _stacking: Final[dict[type[Any], Any]] = look_up("torch.utils.data._utils.collate.default_collate_fn_map")
 """The functions with which ``default_collate`` stacks, by type."""
 
@@ -62,7 +60,7 @@ Places = Sequence[tuple[int, int]]
 Packed = bytes
 """An item of a loader worker whose tensors lie in the pool, pickled. It is a tuple of: the worker; how many of its
 items took memory so far; the entry in the ledger (``None`` if this item took no memory); the places of the contents;
-and the rest of the item, as ``told`` encodes it, or pickled.
+and the rest of the item, pickled.
 
 The tuple is a plain one: the name of a class would take as long to send as all of it."""
 
@@ -102,17 +100,6 @@ class _Contents:
         """The tensor with which a storage was first seen, if that tensor is all of it."""
         return self._storages[id(storage)][1]
 
-    def put(self, storage: torch.UntypedStorage, whole: torch.Tensor) -> bytes | None:
-        """Puts the contents of a storage into the pool; returns them if they belong in the message."""
-        block = self._lender.block_of(storage)
-        if block is None:
-            contents = pickle.PickleBuffer(_memory_of(storage, whole)).raw()
-            if self._lender.is_small(contents.nbytes):
-                return bytes(contents)
-            block = self._lender.place(contents)
-        self.blocks.append(block)
-        return None
-
     def look_up(self, storage: torch.UntypedStorage) -> pickle.PickleBuffer | None:
         """The contents of a storage, if it is a block of the pool."""
         block = self._lender.block_of(storage)
@@ -150,11 +137,11 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         """Reduces a storage to a buffer of bytes, a plain tensor to its storage, other objects as PyTorch does."""
         if type(obj) is torch.Tensor:
-            number = NUMBER_OF.get(obj.dtype)
+            number = _NUMBER_OF.get(obj.dtype)
             if number is None or not is_plain(obj) or obj.is_neg():
                 return reduction_of(obj)
             storage, shape, stride = obj.untyped_storage(), tuple(obj.shape), obj.stride()
-            if is_whole(obj, storage) and self._contents.is_new(storage, obj):
+            if _is_whole(obj, storage) and self._contents.is_new(storage, obj):
                 return _whole, (self._buffer(storage, obj), number, shape)
             return _tensor, (storage, number, obj.storage_offset(), shape, stride)
         if type(obj) is np.ndarray and (usual := _usual(obj)) is not obj:
@@ -171,6 +158,16 @@ class _Pickler(pickle.Pickler):
         if buffer is not None:
             return buffer
         return pickle.PickleBuffer(_memory_of(storage, whole))
+
+
+def _is_whole(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
+    """Whether a plain tensor is all of its storage, as a new one of its shape would be."""
+    shape: Sequence[int] = tensor.shape
+    return (
+        tensor.is_contiguous()
+        and 0 < storage.nbytes() == tensor.nbytes
+        and (1 not in shape or tensor.stride() == tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape))))
+    )
 
 
 def _usual(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -195,13 +192,13 @@ def _memory_of(storage: torch.UntypedStorage, whole: torch.Tensor | None) -> mem
 
 def _whole(buffer: memoryview | bytearray, number: int, shape: Sequence[int]) -> torch.Tensor:
     """A tensor that is all of its storage."""
-    return tensor_over(buffer, DTYPES[number], shape)
+    return tensor_over(buffer, _DTYPES[number], shape)
 
 
 def _tensor(
     storage: torch.UntypedStorage, number: int, offset: int, shape: Sequence[int], stride: Sequence[int]
 ) -> torch.Tensor:
-    return torch.empty(0, dtype=DTYPES[number], device="cpu").set_(storage, offset, shape, stride)
+    return torch.empty(0, dtype=_DTYPES[number], device="cpu").set_(storage, offset, shape, stride)
 
 
 @final
@@ -248,28 +245,11 @@ class BatchEncoder:
 
 
 def _packed(item: Any, lender: PoolAllocator) -> Packed:
-    contents, tensors = _Contents(lender), Tensors()
-    rest: Any
-    try:
-        what = told(item, tensors)
-    except (UnusualError, RecursionError):
-        message = io.BytesIO()
-        _Pickler(message, contents).dump(item)
-        rest = message.getvalue()
-    else:
-        rest = what, tuple([contents.put(*each) for each in tensors.found.values()])
-    blocks = contents.blocks
-    entry = lender.enter(blocks) if blocks else None
-    places = tuple([(block.lo, block.lo + block.size) for block in blocks])
-    return pickle.dumps((lender.worker, lender.number, entry, places, rest), pickle.HIGHEST_PROTOCOL)
-
-
-def _unpacked(rest: Any, buffers: list[memoryview]) -> Any:
-    if type(rest) is bytes:
-        return pickle.loads(rest, buffers=buffers)
-    what, small = rest
-    places = iter(buffers)
-    return made(what, (next(places) if each is None else bytearray(each) for each in small))
+    contents, message = _Contents(lender), io.BytesIO()
+    _Pickler(message, contents).dump(item)
+    entry = lender.enter(contents.blocks) if contents.blocks else None
+    places = tuple([(block.lo, block.lo + block.size) for block in contents.blocks])
+    return pickle.dumps((lender.worker, lender.number, entry, places, message.getvalue()), pickle.HIGHEST_PROTOCOL)
 
 
 def through_slots(loader: DataLoader[Any]) -> BatchDecoder | None:
@@ -328,14 +308,14 @@ class BatchDecoder:
         worker, number, entry, places, rest = pickle.loads(sent)
         self._count(worker, number, took=entry is not None)
         if entry is None:
-            return _unpacked(rest, [])
+            return pickle.loads(rest)
         token = Token(self._arena.part(worker))
         self._tokens[worker, entry] = token, places
         if self._closed:  # after the token is stored: close() sets _closed first and looks for tokens then
             raise StopIteration
         buffers = [token.buffer(lo, hi) for lo, hi in places]
         token.handed_out()
-        return _unpacked(rest, buffers)
+        return pickle.loads(rest, buffers=buffers)
 
     def _count(self, worker: int, number: int, *, took: bool) -> None:
         """Notes that an item came; ``number`` of the worker's items have taken memory so far."""
