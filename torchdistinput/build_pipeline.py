@@ -122,7 +122,6 @@ def build_pipeline(
         setting.topology.replicas_per_worker,
         progress.meter,
         workers,
-        stream.expect,
         draw=None if with_rng is None or stream.in_background else partial(with_rng, fetch.draw),
         give_back=idle.append,
     )

@@ -245,9 +245,6 @@ class Rows(Protocol):
         Returns a value for ``fetch``. A plain tuple is a ``SizedRow``, the row itself, and needs no ``fetch``.
         """
 
-    def expect(self, rows: int) -> None:
-        """Announces that ``rows`` rows will be drawn at once; their work may be combined if no user code can tell."""
-
     def fetch(self, drawn: Any) -> Counted | None:
         """The row for a value from ``draw``; ``None`` past the end, where only reading the data finds the end."""
 

@@ -60,9 +60,6 @@ class Rows:
     def digest_of(self, drawn: Any) -> int:
         return 0
 
-    def expect(self, rows: int) -> None:
-        pass
-
     def fetch(self, drawn: Any) -> Counted | None:
         assert drawn is True
         self.log.append("fetch")
@@ -190,9 +187,6 @@ def test_an_interrupt_is_no_failed_step() -> None:
 
         def draw(self) -> Any:
             raise KeyboardInterrupt
-
-        def expect(self, rows: int) -> None:
-            pass
 
         def digest_of(self, drawn: Any) -> int:
             return 0

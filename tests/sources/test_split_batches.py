@@ -52,9 +52,6 @@ class Rows:
     def digest_of(self, drawn: Any) -> int:
         return 0
 
-    def expect(self, rows: int) -> None:
-        pass
-
     def close(self) -> None:
         self._rows.close()
 

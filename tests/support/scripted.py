@@ -78,9 +78,6 @@ class ScriptedStream:
     def digest_of(self, drawn: Any) -> int:
         return 0
 
-    def expect(self, rows: int) -> None:
-        pass
-
     def fetch(self, drawn: Any) -> Counted | None:
         place: int = drawn
         self.fetches.append(place)

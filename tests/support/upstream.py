@@ -30,6 +30,5 @@ class Calls:
     close_devices: Callable[[], None] = _nothing
     lost_workers: Callable[[], str] = str
     weigh: Callable[[LocalStep], int] = _no_bytes
-    expect: Callable[[int], None] = _nothing
     consumers: dict[object, float] = field(default_factory=dict)
     look: Callable[[], object] = int

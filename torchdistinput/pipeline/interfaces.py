@@ -86,6 +86,3 @@ class Upstream(LoaderWorkers, Protocol):
 
     def weigh(self, step: LocalStep, /) -> int:
         """About how many bytes a step takes; 0 where the size is not known."""
-
-    def expect(self, steps: int, /) -> None:
-        """Announces that ``steps`` steps will be drawn at once."""

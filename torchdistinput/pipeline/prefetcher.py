@@ -288,8 +288,6 @@ class Prefetcher:
     def _draw_ahead(self) -> None:
         drawn, draw, profiled = self._drawn, self._upstream.draw, profiler_runs()
         began = perf_counter()
-        if self._depth:
-            in_range(FETCH, self._upstream.expect, self._depth + 1 - self._in_flight)
         while self._in_flight <= self._depth:
             drawn.append(in_range(FETCH, draw) if profiled else draw())
             self._in_flight += 1

@@ -29,7 +29,6 @@ class StepMaker:
       replicas_per_worker: pieces of a step.
       metrics: collects the times.
       workers: the loader workers of the source.
-      expect: is called with the number of steps that will be drawn at once.
       draw: takes the place of ``fetch.draw``, where the draw needs other random states.
       give_back: is called with ``to_device`` when the pipeline no longer needs it.
     """
@@ -43,7 +42,6 @@ class StepMaker:
         replicas_per_worker: int,
         metrics: Metrics,
         workers: LoaderWorkers,
-        expect: Callable[[int], None],
         *,
         draw: Callable[[], Drawn | Held] | None = None,
         give_back: Callable[[ToDevice], None] | None = None,
@@ -57,7 +55,6 @@ class StepMaker:
         self._give_back = give_back
         # These are called for every step, so they are bound methods without a wrapper.
         self.draw = fetch.draw if draw is None else draw
-        self.expect = expect
         self.close_source = fetch.close
         self.enter_thread = to_device.enter_thread
         self.consumers = workers.consumers

@@ -355,9 +355,6 @@ class RowStream:
         """See ``Stream.owns_state``. As of the last position."""
         return self._track.owns_state
 
-    def expect(self, rows: int) -> None:
-        """See ``Stream.expect``."""
-
     def fetch(self, drawn: Any) -> Counted | None:
         """See ``Stream.fetch``."""
         row: Counted | Compared | SizedRow | Failure | None = self._next() if self.in_background else drawn

@@ -42,7 +42,7 @@ from torchdistinput.sources.map_style import columns, in_memory
 from torchdistinput.sources.map_style import index_batches as sampler_module
 from torchdistinput.sources.map_style import rows as map_rows
 from torchdistinput.sources.map_style.in_memory import gather_of, numbers_of
-from torchdistinput.sources.map_style.index_array import Digests, Numbers, digest_of
+from torchdistinput.sources.map_style.index_array import Numbers, digest_of
 from torchdistinput.sources.map_style.index_batches import DrawnRow
 from torchdistinput.sources.map_style.rows import MapStream
 from torchdistinput.sources.map_style.table import Table
@@ -501,7 +501,7 @@ TROUBLED = ["subset of a concat", "too short"]
 def test_rows_that_are_gathered_as_they_are_drawn_are_those_that_are_read_and_looked_at(
     kind: str, replicas: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Types, sizes, digests, positions and errors; and so are those that are gathered together."""
+    """Types, sizes, digests, positions and errors."""
     data = pairs(9) if kind == "too short" else FAST[kind](tmp_path)
     ways: list[dict[str, Any]] = [{}, {"partial_batch": "pad"}, {"on_error": "skip"}]
     fetched: list[Any] = []
@@ -514,16 +514,6 @@ def test_rows_that_are_gathered_as_they_are_drawn_are_those_that_are_read_and_lo
     monkeypatch.setattr(MapStream, "fetch", noted)
     gathered = [steps_of(data, replicas, **way) for way in ways]
     assert len(fetched) == len(ways) or kind in TROUBLED  # the first row of each, to be learned
-    draw, together = MapStream.draw, list[int]()
-
-    def ahead(stream: MapStream) -> Any:
-        stream.expect(3)
-        together.append(len(stream._ahead))
-        return draw(stream)
-
-    monkeypatch.setattr(MapStream, "draw", ahead)
-    assert [steps_of(data, replicas, **way) for way in ways] == gathered
-    assert max(together) == 2 or kind in TROUBLED
     monkeypatch.setattr(PieceDataset, "gather", None)
     assert [steps_of(data, replicas, **way) for way in ways] == gathered
     assert len(fetched) > 2 * len(ways)
@@ -637,24 +627,6 @@ def test_numbers_are_what_torch_would_yield() -> None:
         assert numbers.array().dtype == np.int64
         own = SampleNumbers(Topology(num_workers=2, replicas_per_worker=1, worker=1), sharded=True, shared=False)
         assert own.of_batch(numbers).tolist() == [2**48 + number for number in range(3, 9)]
-
-
-def test_digests_that_are_made_together_are_those_of_each_batch() -> None:
-    """Whatever the sizes, and in whatever order they are asked for; some end where a block does."""
-    order = torch.randperm(20_000, generator=generator()).numpy()
-    for count in (1, 7, 100, 300, 4096, 5000):
-        together = Digests(order)
-        starts = [*range(0, 20_000 - count, count), 20_000 - count, 3, 0, count, 2 * count + 1]
-        assert [together.at(start, count) for start in starts] == [
-            digest_of(order[start : start + count].tolist()) for start in starts
-        ]
-    mixed = Digests(order)
-    for start, count in ((0, 10), (10, 10), (20, 5), (20, 10), (30, 5000), (30, 1)):
-        own = Numbers(order[start : start + count], mixed, start)
-        assert own.digest() == digest_of(order[start : start + count].tolist())
-        assert pickle.loads(pickle.dumps(own)).digest() == own.digest()
-        assert len(pickle.dumps(own)) < 8 * count + 1000
-        assert own[1:3].digest() == digest_of(order[start : start + count].tolist()[1:3])
 
 
 def test_the_digest_of_indices_in_a_row_is_found_without_making_them() -> None:

@@ -13,7 +13,7 @@ as torch does. So are indices that are out of range, so that errors are torch's,
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol, final
 
 import numpy as np
@@ -74,9 +74,6 @@ class _Reader(Protocol):
           IndexError: a row is out of range, or negative, which torch would count from the end.
         """
 
-    def read_each(self, batches: Sequence[Numbers]) -> Iterable[Sequence[torch.Tensor]]:
-        """The result of ``read`` for each of these batches."""
-
     def is_current(self) -> bool:
         """Whether the dataset still has the same parts."""
 
@@ -102,10 +99,6 @@ class InMemoryRows:
           IndexError: a row is out of range, or negative. Torch then raises its own error, or counts from the end.
         """
         return self._build(self._reader.read(rows))
-
-    def each(self, batches: Sequence[Numbers]) -> list[Any]:
-        """The batch of each of these lists of rows."""
-        return [self._build([*tensors]) for tensors in self._reader.read_each(batches)]
 
     def is_current(self) -> bool:
         """Whether torch would still make the same batches. To be called when an epoch begins."""
@@ -197,29 +190,18 @@ class _Columns:
 
     def read(self, rows: Numbers) -> list[torch.Tensor]:
         """See ``_Reader.read``."""
-        content = self._checked(rows)
-        return [_rows_of(column, content) for column in self._columns]
-
-    def read_each(self, batches: Sequence[Numbers]) -> Iterable[Sequence[torch.Tensor]]:
-        """See ``_Reader.read_each``. Reading column by column is faster, as each column has memory of its own."""
-        contents = [self._checked(each) for each in batches]
-        return zip(*[[_rows_of(column, each) for each in contents] for column in self._columns], strict=True)
-
-    def _checked(self, rows: Numbers) -> Ints | range:
         content = rows.content
-        if type(content) is range and content.stop > self._length:  # the gather checks an array
+        if not isinstance(content, range):
+            return [column.take(content) for column in self._columns]
+        if content.stop > self._length:  # the gather checks an array
             raise IndexError(f"a place outside of [0, {self._length})")
-        return content
+        return [column.cut(content.start, content.stop) for column in self._columns]
 
     def is_current(self) -> bool:
         """See ``_Reader.is_current``."""
         now = columns_in(self._content())
         same = len(now) == len(self._columns)
         return same and all(own.is_still(column) for own, column in zip(self._columns, now, strict=True))
-
-
-def _rows_of(column: Column, content: Ints | range) -> torch.Tensor:
-    return column.cut(content.start, content.stop) if isinstance(content, range) else column.take(content)
 
 
 def _nest_of(columns: Any) -> Any:
@@ -260,10 +242,6 @@ class _Picked:
             return self._inner.read(Numbers(indices.take(places)))
         _refuse_outside(places, len(indices))
         return self._inner.read(Numbers(indices.start + indices.step * places))
-
-    def read_each(self, batches: Sequence[Numbers]) -> Iterable[Sequence[torch.Tensor]]:
-        """See ``_Reader.read_each``."""
-        return map(self.read, batches)
 
     def is_current(self) -> bool:
         """See ``_Reader.is_current``."""
@@ -315,10 +293,6 @@ class _Joined:
             for whole, part in zip(joined, own, strict=True):
                 whole.index_copy_(0, torch.from_numpy(where), part)
         return joined
-
-    def read_each(self, batches: Sequence[Numbers]) -> Iterable[Sequence[torch.Tensor]]:
-        """See ``_Reader.read_each``."""
-        return map(self.read, batches)
 
     def is_current(self) -> bool:
         """See ``_Reader.is_current``."""

@@ -17,39 +17,7 @@ import numpy.typing as npt
 
 from torchdistinput.plan.permutation import random_words
 
-__all__ = ["Digests", "Numbers", "digest_of"]
-
-
-@final
-class Digests:
-    """Digests of consecutive batches of indices. Many digests are computed together.
-
-    Args:
-      indices: int64, ``(n,)``.
-    """
-
-    def __init__(self, indices: npt.NDArray[np.int64]) -> None:
-        self._indices = indices
-        self._first = self._count = 0
-        self._found: list[int] = []  # for consecutive batches of this size after the first one
-
-    def at(self, start: int, count: int) -> int:
-        """The digest of the ``count`` indices from ``start`` on. They exist, and are at least one."""
-        place, rest = divmod(start - self._first, count)
-        if count != self._count or rest or not 0 <= place < len(self._found):
-            self._make(start, count)
-            place = 0
-        return self._found[place]
-
-    def _make(self, start: int, count: int) -> None:
-        indices = self._indices[start:]
-        self._first, self._count = start, count
-        if count > len(_WEIGHTS):
-            self._found = [_digest(indices[:count])]
-            return
-        batches = min(len(indices) // count, _TOGETHER)
-        sums: list[int] = indices[: batches * count].reshape(batches, count).dot(_WEIGHTS[:count]).tolist()
-        self._found = [(count * _STEP + number) % _LARGEST + 1 for number in sums]
+__all__ = ["Numbers", "digest_of"]
 
 
 @final
@@ -58,19 +26,15 @@ class Numbers:
 
     Args:
       content: int64, ``(n,)``; or a range with steps of 1.
-      digests: computes the digest together with those of other batches; ``None``: it is computed alone.
-      start: the position of the indices in ``digests``.
     """
 
-    __slots__ = ("_digests", "_start", "content")
+    __slots__ = ("content",)
 
-    def __init__(self, content: npt.NDArray[np.int64] | range, digests: Digests | None = None, start: int = 0) -> None:
+    def __init__(self, content: npt.NDArray[np.int64] | range) -> None:
         self.content = content
-        self._digests = digests
-        self._start = start
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Numbers.of_plain, (self.plain(),)  # ``digests`` would bring all indices of the epoch along
+        return Numbers.of_plain, (self.plain(),)
 
     def plain(self) -> tuple[int, int] | bytes:
         """The indices as ints or bytes, which pickle in a fraction of the time of a range or an array."""
@@ -100,8 +64,6 @@ class Numbers:
         content = self.content
         if isinstance(content, range):
             return _digest_of_range(content.start, len(content))
-        if self._digests is not None and len(content):
-            return self._digests.at(self._start, len(content))
         return _digest(content)
 
     def tolist(self) -> list[int]:
@@ -126,7 +88,6 @@ _WEIGHTS: Final = (random_words(0, 4096) | np.uint64(1)).view(np.int64)
 _NUM_WEIGHTS: Final = len(_WEIGHTS)
 _STEP: Final = 0x9E3779B97F4A7C15
 _LARGEST: Final = 1 << 63
-_TOGETHER: Final = 64  # batches
 
 
 def _digest(indices: npt.NDArray[np.int64]) -> int:

@@ -59,16 +59,14 @@ class CutRow(NamedTuple):
 
     def requests(self, indices: Any, key: int, *, collate: bool) -> list[Request]:
         """The requests for the pieces; loader workers also get requests for pieces without a sample."""
-        requests: list[Request] = [(collate, part, key) for part in self.parts(indices)]
+        # A list is copied, as the user may change it later.
+        size = len(indices) if type(indices) is Numbers else -1
+        parts = [indices if hi - lo == size else indices[lo:hi] for lo, hi in self.limits if lo < hi]
+        requests: list[Request] = [(collate, part, key) for part in parts]
         if len(requests) < self.wanted:
             full = iter(requests)
             return [next(full) if lo < hi else NO_SAMPLES for lo, hi in self.limits]
         return requests
-
-    def parts(self, indices: Any) -> list[Any]:
-        """The indices of the pieces that have samples. A list is copied, as the user may change it later."""
-        size = len(indices) if type(indices) is Numbers else -1
-        return [indices if hi - lo == size else indices[lo:hi] for lo, hi in self.limits if lo < hi]
 
 
 @final
@@ -170,37 +168,6 @@ class SamplerDraws:
     def give_back(self, requests: Sequence[Request]) -> None:
         """Takes back the requests that were taken last."""
         self._requests.extendleft(reversed(requests))
-
-    def expect(self, rows: int) -> None:
-        """Prepares for ``rows`` rows: draws those whose indices are already determined. Caller's thread.
-
-        Otherwise each row would be drawn between two reads of samples, with cold CPU caches.
-        """
-        self.put(self.take_fixed(rows - len(self._rows)))
-
-    @property
-    def comes_known(self) -> bool:
-        """Whether the next rows are those of ``take_fixed``, and may be gathered without drawing them here."""
-        return not self._rows and self._numbers is None and self._balance is None
-
-    def take_fixed(self, rows: int) -> Sequence[Numbers]:
-        """The next batches, for up to ``rows`` rows, whose indices are already determined. Caller's thread.
-
-        They follow the rows that were drawn already. The caller passes them to ``put``, or gathers each row of
-        ``rows_of``.
-        """
-        if rows <= 0 or self._exhausted or self._rows_to_skip:
-            return ()
-        return self._batches.draw_fixed(-(-rows // self._rows_a_batch))
-
-    def put(self, batches: Sequence[Numbers]) -> None:
-        """Adds the rows of these batches after the rows that were drawn already."""
-        try:
-            for batch in batches:
-                self._num_drawn += 1
-                self._add(batch, 0)
-        except self._caught as error:
-            self._fail(error)
 
     def take_row(self) -> DrawnRow | None:
         """The next row, after drawing the requests that it needs; ``None`` at the end. Caller's thread.

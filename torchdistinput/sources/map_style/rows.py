@@ -2,14 +2,11 @@
 
 Indices are drawn on the caller's thread; pieces are fetched where torch fetches them. Data in memory of this process is
 gathered as a whole row as soon as its indices are drawn. The structure of such a row is known, so it is not inspected.
-For a group of expected rows, all indices are drawn first, then all rows are gathered: code between the copies would run
-with cold CPU caches.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, final
 
 import torch
@@ -27,8 +24,7 @@ from torchdistinput.sources.in_worker import (
 )
 from torchdistinput.sources.iterable.cursor import in_any_order
 from torchdistinput.sources.map_style.in_memory import NOT_THERE
-from torchdistinput.sources.map_style.index_array import Numbers
-from torchdistinput.sources.map_style.index_batches import CutRow, DrawnRow, SamplerDraws
+from torchdistinput.sources.map_style.index_batches import DrawnRow, SamplerDraws
 from torchdistinput.sources.rng import packed
 from torchdistinput.sources.sample_index import labelled_batch
 from torchdistinput.sources.split_batches import AS_LEAVES, CutReady, ReadyFns
@@ -95,39 +91,13 @@ class MapStream:
         self._cutter = cutter
         self._whole = CutReady(as_is, cutter, ready)
         self._rows_of_whole: list[Counted] = []
-        self._ahead: deque[SizedRow] = deque()
 
     def catch_up(self, rows: int) -> None:
         """See ``CatchesUp.catch_up``."""
         self._draws.catch_up(self._first_row + rows)
 
-    def expect(self, rows: int) -> None:
-        """See ``Stream.expect``. Rows in memory are gathered now, one directly after the other."""
-        if self._pieces is None:
-            return
-        gather, draws, missing = self._pieces.gather, self._draws, rows - len(self._ahead)
-        if gather is None or not draws.comes_known:
-            draws.expect(missing)
-            return
-        batches = draws.take_fixed(missing)
-        cuts: list[tuple[CutRow, Digest]] = []
-        pieces: list[Numbers] = []
-        try:
-            for batch in batches:
-                digest = draws.digest_of(batch)
-                for cut in draws.rows_of(len(batch)):
-                    cuts.append((cut, digest))
-                    pieces += cut.parts(batch)
-            made = iter(gather.each(pieces))
-        except NOT_THERE:  # the same row will raise it again in ``draw``
-            draws.put(batches)
-            return
-        self._ahead.extend([(_row(cut.pieces, made), cut.sizes, digest) for cut, digest in cuts])
-
     def draw(self) -> DrawnRow | SizedRow | None:
         """See ``Stream.draw``. What is gathered from memory is a whole row at once, and known."""
-        if self._ahead:
-            return self._ahead.popleft()
         drawn = self._draws.take_row()
         if self._pieces is None or drawn is None or drawn.gathered is None:
             return drawn
@@ -136,12 +106,11 @@ class MapStream:
             return drawn
         requests = [self._draws.take_request() for _ in range(drawn.wanted)]
         try:
-            made: Row = [gather(numbers) for _, numbers, _ in requests]
+            made = iter([gather(numbers) for _, numbers, _ in requests])
         except NOT_THERE:  # reading one by one will raise it too, and name the samples
             self._draws.give_back(requests)
             return drawn
-        row = made if len(made) == len(drawn.pieces) else _row(drawn.pieces, iter(made))
-        return row, drawn.gathered, drawn.digest
+        return [next(made) if wanted else None for wanted in drawn.pieces], drawn.gathered, drawn.digest
 
     def fetch(self, drawn: DrawnRow) -> Counted:
         """See ``Stream.fetch``."""
@@ -193,11 +162,6 @@ class MapStream:
     def close(self) -> None:
         """See ``Stream.close``."""
         self._close()
-
-
-def _row(pieces: Sequence[bool], made: Iterator[Any]) -> Row:
-    """The row of the pieces that are wanted, taken from the next ones."""
-    return [next(made) if wanted else None for wanted in pieces]
 
 
 def _labelled(pieces: Row, index: Sequence[torch.Tensor]) -> Row:

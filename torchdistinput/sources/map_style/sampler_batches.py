@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext, suppress
 from functools import cache
 from itertools import count as counting
@@ -33,7 +33,7 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from torchdistinput.plan.block_shuffle import BlockShuffle
 from torchdistinput.plan.permutation import Permutation
-from torchdistinput.sources.map_style.index_array import Digests, Numbers
+from torchdistinput.sources.map_style.index_array import Numbers
 from torchdistinput.sources.map_style.shuffle_sampler import ShuffleSampler
 
 __all__ = ["Batches", "Passed", "batches_of", "size_of"]
@@ -68,9 +68,6 @@ class Batches(Protocol):
         Raises:
           StopIteration: there is no batch left.
         """
-
-    def draw_fixed(self, most: int, /) -> Sequence[Numbers]:
-        """Up to ``most`` next batches: only those that can be made without a random draw or user code."""
 
     def skip(self, count: int) -> Passed:
         """Skips ``count`` batches, and makes the draws that yielding them would make; ``sys.maxsize``: all of them."""
@@ -107,18 +104,11 @@ class _Indices(Protocol):
     def take(self, count: int) -> Numbers | list[Any]:
         """The next ``count`` indices; fewer at the end, which is only searched for then."""
 
-    def take_fixed(self, count: int, most: int, /) -> Sequence[Numbers]:
-        """Up to ``most`` next groups of ``count`` indices: only those that are already determined."""
-
     def skip(self, count: int) -> int:
         """Skips ``count`` indices. Returns how many there were."""
 
 
 _Known = Callable[[object, "_PutOff"], "_ChunkedIndices | None"]
-
-
-def _none_fixed(_self: object, *_counts: int) -> Sequence[Numbers]:
-    return ()
 
 
 @final
@@ -198,13 +188,6 @@ class _CutBatches:
         self._ended = False
         return batch
 
-    def draw_fixed(self, most: int) -> Sequence[Numbers]:
-        """See ``Batches.draw_fixed``."""
-        indices = self._indices
-        fixed = () if self._ended or indices is None else indices.take_fixed(self._size(), most)
-        self._put_off.drawn += len(fixed)
-        return fixed
-
     def skip(self, count: int) -> Passed:
         """See ``Batches.skip``."""
         if self._ended or not count:
@@ -237,8 +220,6 @@ class _CutBatches:
 @final
 class _Singles:
     """Single indices, each of which is a batch."""
-
-    draw_fixed = _none_fixed  # not worth it
 
     def __init__(self, indices: _ChunkedIndices, put_off: _PutOff) -> None:
         self._indices = indices
@@ -281,8 +262,6 @@ class _Singles:
 class _IteratedBatches:
     """Batches of any other iterable, which cannot be predicted."""
 
-    draw_fixed = _none_fixed
-
     def __init__(self, batches: Iterator[Any], size: Callable[[Any], int]) -> None:
         self._batches = batches
         self._size = size
@@ -307,8 +286,6 @@ class _IteratedBatches:
 @final
 class _IteratedIndices:
     """Indices of any other iterable, which cannot be predicted."""
-
-    take_fixed = _none_fixed
 
     def __init__(self, indices: Iterator[Any]) -> None:
         self._indices = indices
@@ -369,14 +346,13 @@ class _ChunkedIndices:
         self._place = 0  # the position in the chunk after the ready indices
         self._ready: npt.NDArray[np.int64] | range = range(0)
         self._used = 0  # how many of the ready indices were used
-        self._digests: Digests | None = None
 
     def take(self, count: int) -> Numbers:
         """See ``_Indices.take``."""
         used = self._used
         if used + count <= len(self._ready):
             self._used = used + count
-            return Numbers(self._ready[used : used + count], self._digests, used)
+            return Numbers(self._ready[used : used + count])
         drawn = self.take_drawn(count)
         # A copy, as a view would keep the whole permutation while the next one is drawn.
         parts = [drawn.array().copy()] if len(drawn) else []
@@ -384,23 +360,14 @@ class _ChunkedIndices:
         while left and self._reach(left):
             chunk = self._chunk
             stop = min(self._place + max(left, chunk.together - chunk.together % left), chunk.length)
-            self._ready = ready = chunk.between(self._place, stop)
-            self._digests = None if isinstance(ready, range) else Digests(ready)
+            self._ready = chunk.between(self._place, stop)
             self._place, self._used = stop, min(left, len(self._ready))
-            first = Numbers(self._ready[: self._used], self._digests)
+            first = Numbers(self._ready[: self._used])
             if self._used == count:
                 return first
             parts.append(first.array())
             left -= self._used
         return Numbers(np.concatenate(parts) if parts else range(0))
-
-    def take_fixed(self, count: int, most: int) -> Sequence[Numbers]:
-        """See ``_Indices.take_fixed``."""
-        ready, digests, used = self._ready, self._digests, self._used
-        if count < 1:  # the user has set such a batch size within the epoch
-            return ()
-        self._used = stop = used + min((len(ready) - used) // count, most) * count
-        return [Numbers(ready[place : place + count], digests, place) for place in range(used, stop, count)]
 
     def take_drawn(self, most: int) -> Numbers:
         """Up to ``most`` next indices: only those that are already determined."""
@@ -423,7 +390,7 @@ class _ChunkedIndices:
         """Whether there is another index; draws its chunk."""
         while self._place == self._chunk.length:
             # Frees a permutation before the next one is drawn.
-            self._chunk, self._place, self._ready, self._used, self._digests = _NOTHING, 0, range(0), 0, None
+            self._chunk, self._place, self._ready, self._used = _NOTHING, 0, range(0), 0
             chunk = self._chunks(wanted)
             if chunk is None:
                 return False
