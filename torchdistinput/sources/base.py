@@ -295,9 +295,6 @@ class Track(Protocol):
     owns_state: bool
     """See ``Stream.owns_state``."""
 
-    def drawn(self) -> None:
-        """Notes that another row was requested, which is fetched in the background. Caller's thread."""
-
     def position(self, rows: int) -> list[Any]:
         """See ``Stream.position``."""
 
@@ -344,7 +341,7 @@ class RowStream:
         self._track = track
         self._close = close
         if in_background:
-            self.draw = partial(_asked, track)
+            self.draw = _nothing_here
         elif draws is None or draws is plainly:
             self.draw = self._next
         else:
@@ -393,7 +390,6 @@ class RowStream:
             _LOG.debug("closed while another thread reads, which closes its files when it is done: %s", error)
 
 
-def _asked(track: Track) -> bool:
-    """Draws a row that is fetched in the background: here the request is only noted in the track."""
-    track.drawn()
+def _nothing_here() -> bool:
+    """Draws a row that is fetched in the background."""
     return True

@@ -348,9 +348,6 @@ class _Track:
         self._mixture = mixture
         self._epoch = epoch
 
-    def drawn(self) -> None:
-        """See ``Track.drawn``. Old cursors are dropped when new ones are reported."""
-
     def position(self, rows: int) -> list[Any]:
         """See ``Stream.position``."""
         row = self._begun.rows + rows

@@ -5,18 +5,16 @@ iterators of the datasets of a dataset function. Only two facts are known: how m
 the iterable's own state, if it has one, which is taken from time to time. To resume, each reader restores this state
 and skips the batches after it; without a state it skips all batches.
 
-Each batch is written to a log when it is fetched, before it is delivered; equal batches share one entry. Delivered
-batches are removed from the log on the caller's thread: all of them when a position is asked for. From time to time,
-batches are removed that must have been delivered, as the read-ahead is bounded. So the log stays short even if no
-position is ever asked for.
+The position after each batch is noted in a log when the batch is fetched, before it is delivered. A position that can
+no longer be asked for is dropped: the read-ahead is bounded, so older batches must have been delivered.
 """
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, final
 
 from torch.utils.data import get_worker_info
@@ -27,7 +25,6 @@ from torchdistinput.step_types import Digest, Row, Start
 
 __all__ = [
     "Compared",
-    "Entry",
     "Marked",
     "Place",
     "ReadLog",
@@ -41,7 +38,6 @@ __all__ = [
 ]
 
 _TAG: Final = "iterable"
-_BETWEEN_PASSES: Final = 16  # draws, or log entries, between two removals: a removal costs part of a step
 
 
 class Reader(NamedTuple):
@@ -187,107 +183,83 @@ def place_of(start: Start, num_readers: int) -> Place:
     return Place((Reader(),) * num_readers, rows=start.steps)
 
 
-@final
-@dataclass(slots=True)
-class _Count:
-    """The position of one reader, see ``Reader``. It is mutable, which takes a third of the time of new objects."""
-
-    batches: int
-    since: int
-    text: str | None
-    digest: int
-
-
-@final
-@dataclass(slots=True)
-class Entry:
-    """An entry of the log: consecutive batches with equal counts.
+class _Known(NamedTuple):
+    """What is known after a batch.
 
     Args:
-      rows: rows of each batch.
-      samples: samples in each batch.
-      taken: the readers that gave each batch.
-      times: how many batches there are. The last entry of the log may still grow.
+      rows: rows from the opening of the stream to the end of the batch.
+      place: the position there.
+      owns_state: whether the dataset is known to have a state of its own.
+      refusal: why the own state cannot be saved.
+      left_out: why the own state is not saved, and the data is read again.
     """
 
     rows: int
-    samples: int
-    taken: Sequence[Taken]
-    times: int = 1
+    place: Place
+    owns_state: bool
+    refusal: str = ""
+    left_out: str = ""
+
+    def after(self, rows: int, samples: int, taken: Sequence[Taken]) -> _Known:
+        """The same after more batches; see ``ReadLog.add``."""
+        _, place, owns_state, refusal, left_out = self
+        readers = [*place.readers]
+        for number, batches, snapshot in taken:
+            before = readers[number]
+            reader = Reader(before.batches + batches, before.since + batches, before.text, before.digest)
+            if snapshot is not None:
+                owns_state = True
+                if snapshot.reads_again:
+                    left_out = snapshot.refusal
+                else:
+                    reader = Reader(reader.batches, 0, snapshot.text, snapshot.digest)
+                    refusal = snapshot.refusal
+            readers[number] = reader
+        turn = (taken[-1].reader + 1) % len(readers)
+        place = Place(tuple(readers), turn, 0, place.samples + samples)
+        return _Known(self.rows + rows, place, owns_state, refusal, left_out)
 
 
 @final
 class ReadLog:
-    """A log of the batches that were read and may not be delivered yet. One for each stream.
+    """The positions after the batches that were read and may not be delivered yet. One for each stream.
 
     Args:
       place: where the stream begins.
       read_ahead: how many rows may be drawn beyond the one for which the consumer waits.
       owns_state: whether the dataset is known to have a state of its own.
-      in_background: whether another thread than the caller's may fetch rows. The caller then reports each draw.
       in_order: whether the readers' batches come in turn.
     """
 
-    def __init__(
-        self, place: Place, read_ahead: int, *, owns_state: bool, in_background: bool = True, in_order: bool = True
-    ) -> None:
+    def __init__(self, place: Place, read_ahead: int, *, owns_state: bool, in_order: bool = True) -> None:
         self._in_order = in_order
         self.owns_state = owns_state
-        self._readers = [_Count(*reader) for reader in place.readers]
-        self._turn = place.turn
-        self._samples = place.samples
-        self._rows = -place.rows  # rows from the opening of the stream to the first batch in the log
         self._behind = read_ahead + 2  # and the row for which the consumer waits, and one that was inspected
-        self._in_background = in_background
-        self._drawn = 0
-        self._ended = False
-        self._refusal = ""
-        self._left_out = ""  # why an own state was not saved
+        self.has_ended = False
+        """Whether all batches were read."""
         self._warned = False
-        # Written by the fetching thread, read by the caller's thread.
-        self._read: deque[Entry] = deque()
-        self._last = Entry(0, 0, (), 0)
-        self._entries = 0
-        self._fetched = self._rows  # rows from the opening of the stream to the last entry
-        self._passed = 0  # batches of the first entry that were removed
+        self._known = deque([_Known(-place.rows, place._replace(rows=0), owns_state)])
+        # Batches are read on one thread, positions are asked for on another, perhaps by the handler of a signal.
+        self._lock = threading.RLock()
 
-    def add(self, rows: int, samples: int, taken: Sequence[Taken]) -> Entry:
+    def add(self, rows: int, samples: int, taken: Sequence[Taken]) -> None:
         """Notes fetched batches. Fetching thread.
-
-        Returns the entry that counts them. For later batches with equal counts, its ``times`` may be increased instead
-        of another call.
 
         Args:
           rows: how many rows the batches make.
           samples: samples in them.
-          taken: the readers that gave them; equal values must be the same object.
+          taken: the readers that gave them.
         """
-        last = self._last
-        if taken is last.taken and samples == last.samples and rows == last.rows:
-            last.times += 1
-            return last
-        self._fetched += last.rows * last.times
-        self._last = last = Entry(rows, samples, taken)
-        self._read.append(last)
-        self._entries += 1
-        if not (self._in_background or self._entries % _BETWEEN_PASSES):
-            self._pass(self._fetched - self._behind)  # a caller that draws these rows has drawn all earlier ones
-        return last
+        known = self._known
+        with self._lock:
+            oldest = known[-1].rows - self._behind  # whoever draws these rows has drawn all earlier ones
+            known.append(known[-1].after(rows, samples, taken))
+            while known[1].rows <= oldest:
+                known.popleft()
 
     def end(self) -> None:
         """Notes that there are no more batches. Fetching thread."""
-        self._ended = True
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether all batches were read."""
-        return self._ended
-
-    def drawn(self) -> None:
-        """Notes a request for another row: rows too old to be read ahead must have been delivered. Caller's thread."""
-        self._drawn += 1
-        if not self._drawn % _BETWEEN_PASSES:
-            self._pass(self._drawn - self._behind)
+        self.has_ended = True
 
     def position(self, rows: int) -> list[Any]:
         """See ``Stream.position``.
@@ -297,54 +269,21 @@ class ReadLog:
         """
         if not self._in_order:
             raise in_any_order()
-        self._pass(rows)
-        if self._refusal:
-            raise StateMismatch(self._refusal)
-        if self._left_out and not self._warned:
+        with self._lock:
+            found = next(each for each in reversed(self._known) if each.rows <= rows)
+            at_end = self.has_ended and found is self._known[-1]
+        self.owns_state = found.owns_state
+        if found.refusal:
+            raise StateMismatch(found.refusal)
+        if found.left_out and not self._warned:
             self._warned = True
             warnings.warn(
-                f"the data's own state cannot be saved, so on a resume the data is read again: {self._left_out} Give "
+                f"the data's own state cannot be saved, so on a resume the data is read again: {found.left_out} Give "
                 'InputOptions(own_state="use") to have this as an error, or "ignore" not to ask for it.',
                 stacklevel=2,
             )
         # After its own end a worker counts rows of the other workers.
-        left = 0 if self._ended and not self._left() else rows - self._rows
-        readers = tuple(Reader(each.batches, each.since, each.text, each.digest) for each in self._readers)
-        return Place(readers, self._turn, left, self._samples).to_json()
-
-    def _left(self) -> bool:
-        """Whether the log has a batch that was not removed."""
-        return len(self._read) > 1 or (bool(self._read) and self._read[0].times > self._passed)
-
-    def _pass(self, rows: int) -> None:
-        read = self._read
-        while read:
-            grows = len(read) == 1  # read first: another entry is only begun when this one is complete
-            entry = read[0]
-            times = min(entry.times - self._passed, (rows - self._rows) // entry.rows)
-            if times > 0:
-                self._work_off(entry, times)
-            if grows or self._passed < entry.times:
-                return
-            read.popleft()
-            self._passed = 0
-
-    def _work_off(self, entry: Entry, times: int) -> None:
-        self._passed += times
-        self._rows += times * entry.rows
-        self._samples += times * entry.samples
-        for number, batches, snapshot in entry.taken:
-            reader = self._readers[number]
-            reader.batches += times * batches
-            reader.since += times * batches
-            if snapshot is not None:
-                self.owns_state = True
-                if snapshot.reads_again:
-                    self._left_out = snapshot.refusal
-                    continue
-                reader.since, reader.text, reader.digest = 0, snapshot.text, snapshot.digest
-                self._refusal = snapshot.refusal
-        self._turn = (entry.taken[-1].reader + 1) % len(self._readers)
+        return found.place._replace(rows=0 if at_end else rows - found.rows).to_json()
 
 
 _NOT_DRAWN_AGAIN: Final = (

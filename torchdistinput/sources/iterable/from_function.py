@@ -189,7 +189,7 @@ class FunctionSource:
         opened = draws(lambda: [self._enter(number, reader, start) for number, reader in enumerate(place.readers)])
         self._has_begun = True
         in_background = all(isinstance(each, DataLoader) and each.num_workers > 0 for each in self._datasets)
-        log = ReadLog(place, self._options.most_ahead, owns_state=True, in_background=in_background)
+        log = ReadLog(place, self._options.most_ahead, owns_state=True)
         positions = Positions(self._topology, shared=self._topology.num_workers == 1, taken=place.samples)
         count = Measure(self._options.count_fn)
         numbers = positions if self._options.with_index else None
@@ -309,10 +309,6 @@ class _Track:
         self._datasets = datasets
         self._texts: list[str] | None = None
 
-    def drawn(self) -> None:
-        """See ``Track.drawn``."""
-        self._log.drawn()
-
     def position(self, rows: int) -> list[Any]:
         """See ``Stream.position``.
 
@@ -372,12 +368,9 @@ def _dealt_rows(
         problem = each.batches.enter(each.enters_at, each.enters_at.since, each.at_least)
         if problem is not None:
             problem.reraise()
-    taken: list[Taken] = []
     while True:
         row: Row = []
-        found = [_take(number, each.batches, per_dataset, row) for number, each in enumerate(opened)]
-        if found != taken:
-            taken = found
+        taken = [_take(number, each.batches, per_dataset, row) for number, each in enumerate(opened)]
         if all(batch is None for batch in row):
             break
         samples = 0

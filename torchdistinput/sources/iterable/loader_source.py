@@ -203,7 +203,6 @@ class IterableLoaderSource:
             place,
             self._options.most_ahead,
             owns_state=self._owns_state,
-            in_background=in_background,
             in_order=keeps_order(self._loader),
         )
         self._between.begun(log, self._dataset)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from functools import cache
 from itertools import chain
 from typing import Any, NamedTuple, cast, final
 
@@ -15,7 +14,6 @@ from torchdistinput.plan.batching import Cutter
 from torchdistinput.sources.in_worker import ENDS, Cut, Failure, OnFailure, cut_of
 from torchdistinput.sources.iterable.cursor import (
     Compared,
-    Entry,
     Marked,
     Place,
     Reader,
@@ -28,11 +26,12 @@ from torchdistinput.sources.iterable.data_pipes import PipeSetting, is_data_pipe
 from torchdistinput.sources.iterable.user_state import NOBODY, Kept, OwnState, begun_again, entered
 from torchdistinput.sources.sample_index import Positions
 from torchdistinput.sources.set_epoch import HearsEpochs
-from torchdistinput.step_types import Counted, ReadFailure, Row, RowSizes, SizedRow
+from torchdistinput.step_types import Counted, ReadFailure, Row, SizedRow
 
 __all__ = ["CapturingIterable", "CapturingIterator", "Entrance", "entrances_at", "labels_by_position", "rows_logged"]
 
 _END = object()
+_READ_HERE = (Taken(0, 1, None),)
 
 
 @final
@@ -370,49 +369,27 @@ def rows_logged(
     Raises:
       StateMismatch: the data has fewer rows than come before the position.
     """
-    left, here = place.rows, _one_of(0)
-    closely = left > 0 or label is not None  # else known rows are handed on unchanged
-    before: RowSizes | None = None  # the sizes of the row before, if that row was handed on unchanged
-    entry: Entry | None = None
+    left = place.rows
     for item in items:
         found: Any = cut(item)
+        rows: Sequence[Counted | Compared | SizedRow | Failure] = [found]
         if goes_on and type(found) is Failure:
-            log.add(1, 0, _one_of(found.origin.worker or 0))
-            entry = None
-            if not left:
-                yield found
-            left = max(0, left - 1)
-            closely = left > 0 or label is not None
-            continue
-        if closely or type(found) is not tuple:
-            whole = cut_of(found)
-            rows = whole.counted(label)
-            if rows:  # else a loader worker skipped its turn
-                plainly, reader = whole.snapshot is None, whole.worker
-                log.add(len(rows), whole.size, _one_of(reader) if plainly else (Taken(reader, 1, whole.snapshot),))
-            entry = None
-            yield from whole.compared(rows[left:])
-            left = max(0, left - len(rows))
-            closely = left > 0 or label is not None
-            continue
-        sizes: RowSizes = found[1]
-        if entry is None or sizes is not before:
-            before, entry = sizes, log.add(1, sizes.samples, here)
+            log.add(1, 0, (Taken(found.origin.worker or 0, 1, None),))
+        elif type(found) is tuple and label is None:
+            log.add(1, found[1].samples, _READ_HERE)
         else:
-            entry.times += 1  # inline, as a call would take as long as all the rest
-        yield found
+            whole = cut_of(found)
+            rows = whole.compared(whole.counted(label))
+            if rows:  # else a loader worker skipped its turn
+                log.add(len(rows), whole.size, (Taken(whole.worker, 1, whole.snapshot),))
+        yield from rows[left:]
+        left = max(0, left - len(rows))
     log.end()
     if left:
         raise StateMismatch(
             f"the data ended {left} step(s) before the one where the epoch was to begin. It must be the same data in "
             "the same order, and have that step."
         )
-
-
-@cache
-def _one_of(reader: int) -> tuple[Taken]:
-    """One batch of a reader, without a state. For each reader it is always the same object."""
-    return (Taken(reader, 1, None),)
 
 
 def labels_by_position(cutter: Cutter, samples: int) -> Callable[[Cut], list[Row]]:

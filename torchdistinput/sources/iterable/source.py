@@ -178,7 +178,7 @@ class IterableSource:
         else:
             items = batched(elements, size, drop_last=False)
             cut = CutSamples(self._collate or default_collate, self._cutter, self._balance)
-        log = ReadLog(place, self._options.most_ahead, owns_state=self._owns_state, in_background=False)
+        log = ReadLog(place, self._options.most_ahead, owns_state=self._owns_state)
         self._between.begun(log, data)
         label = labels_by_position(self._cutter, place.samples) if self._options.with_index else None
         own_draws = draws if self.draws_from_default_generator else None

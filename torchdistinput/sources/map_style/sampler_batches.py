@@ -21,9 +21,9 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext, suppress
-from functools import cache
+from functools import cache, partial
+from itertools import chain, islice, repeat
 from itertools import count as counting
-from itertools import islice
 from typing import Any, Final, NamedTuple, Protocol, TypeVar, cast, final
 
 import numpy as np
@@ -31,8 +31,6 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
-from torchdistinput.plan.block_shuffle import BlockShuffle
-from torchdistinput.plan.permutation import Permutation
 from torchdistinput.sources.map_style.index_array import Numbers
 from torchdistinput.sources.map_style.shuffle_sampler import ShuffleSampler
 
@@ -45,8 +43,6 @@ _LOG = logging.getLogger("torchdistinput")
 _BLOCK: Final = 16_384  # indices that are evaluated (keyed permutation) or widened (drawn permutation) together
 _MOST_NARROW: Final = 2**31 - 1
 _DRAWN_TOGETHER: Final = 32  # indices that a RandomSampler with replacement draws together
-_MOST_GROUPS: Final = 2**12
-_FEW: Final = 64  # single indices as batches: so many are converted to Python ints together
 
 
 class Passed(NamedTuple):
@@ -225,26 +221,20 @@ class _Singles:
         self._indices = indices
         self._put_off = put_off
         self.catch_up = put_off.catch_up
-        self._few: Iterator[int] = iter(())  # indices that are drawn already
         self._ended = False
 
     def __next__(self) -> Any:
-        return self.draw()
-
-    def draw(self) -> Any:
-        """See ``Batches.draw``."""
-        self._put_off.drawn += 1
-        for index in self._few:
-            return index
         if self._ended:
             raise StopIteration
         self._ended = True  # also after an error, as torch's generator does
+        self._put_off.drawn += 1
         taken = self._indices.take(1).tolist()
         if not taken:
             raise StopIteration
         self._ended = False
-        self._few = iter(self._indices.take_drawn(_FEW).tolist())
         return taken[0]
+
+    draw = __next__
 
     def skip(self, count: int) -> Passed:
         """See ``Batches.skip``."""
@@ -252,8 +242,7 @@ class _Singles:
             return Passed(0, 0)
         self._ended = True
         self._put_off.drawn += count
-        passed = sum(1 for _ in islice(self._few, min(count, sys.maxsize)))
-        passed += self._indices.skip(count - passed)
+        passed = self._indices.skip(count)
         self._ended = passed < count
         return Passed(passed, passed)
 
@@ -269,9 +258,7 @@ class _IteratedBatches:
     def __next__(self) -> Any:
         return next(self._batches)
 
-    def draw(self) -> Any:
-        """See ``Batches.draw``."""
-        return next(self._batches)
+    draw = __next__
 
     def skip(self, count: int) -> Passed:
         """See ``Batches.skip``."""
@@ -309,10 +296,6 @@ class _Chunk(NamedTuple):
     together: int = sys.maxsize
 
 
-_Chunks = Callable[[int], "_Chunk | None"]
-"""Draws and returns the next chunk, ``None`` at the end. Its argument says how many more indices will be taken."""
-
-
 def _known(sampler: object, put_off: _PutOff) -> _ChunkedIndices | None:
     """The indices of an epoch that begins now, if they can be addressed; else ``None``, and nothing has begun."""
     return None if type(sampler) is RandomSampler and not _draws_as_torch() else _addressed(sampler, put_off)
@@ -322,13 +305,12 @@ def _addressed(sampler: object, put_off: _PutOff) -> _ChunkedIndices | None:
     """The same, whether or not they are torch's."""
     if type(sampler) is SequentialSampler:
         numbers = range(len(sampler.data_source))
-        return _ChunkedIndices(_chunks_of(iter([_Chunk(len(numbers), lambda lo, hi: numbers[lo:hi])])))
+        return _ChunkedIndices(iter([_Chunk(len(numbers), lambda lo, hi: numbers[lo:hi])]))
     if type(sampler) is ShuffleSampler:
-        return _ChunkedIndices(_chunks_of(iter([_chunk_of_order(sampler.next_order())])))
+        order = sampler.next_order()
+        return _ChunkedIndices(iter([_Chunk(len(order), order.block, _BLOCK)]))
     if type(sampler) is RandomSampler:
-        if sampler.replacement:
-            return _ChunkedIndices(_Replaced(sampler, put_off))
-        return _ChunkedIndices(_chunks_of(_permutations(sampler, put_off)))
+        return _ChunkedIndices((_replaced if sampler.replacement else _permutations)(sampler, put_off))
     return None
 
 
@@ -340,7 +322,7 @@ class _ChunkedIndices:
       chunks: draws the chunks.
     """
 
-    def __init__(self, chunks: _Chunks) -> None:
+    def __init__(self, chunks: Iterator[_Chunk]) -> None:
         self._chunks = chunks
         self._chunk = _NOTHING
         self._place = 0  # the position in the chunk after the ready indices
@@ -353,11 +335,12 @@ class _ChunkedIndices:
         if used + count <= len(self._ready):
             self._used = used + count
             return Numbers(self._ready[used : used + count])
-        drawn = self.take_drawn(count)
+        drawn = Numbers(self._ready[used:])
+        self._used = len(self._ready)
         # A copy, as a view would keep the whole permutation while the next one is drawn.
         parts = [drawn.array().copy()] if len(drawn) else []
         left = count - len(drawn)
-        while left and self._reach(left):
+        while left and self._reach():
             chunk = self._chunk
             stop = min(self._place + max(left, chunk.together - chunk.together % left), chunk.length)
             self._ready = chunk.between(self._place, stop)
@@ -369,29 +352,23 @@ class _ChunkedIndices:
             left -= self._used
         return Numbers(np.concatenate(parts) if parts else range(0))
 
-    def take_drawn(self, most: int) -> Numbers:
-        """Up to ``most`` next indices: only those that are already determined."""
-        used = self._used
-        self._used = stop = min(used + most, len(self._ready))
-        return Numbers(self._ready[used:stop])
-
     def skip(self, count: int) -> int:
         """See ``_Indices.skip``."""
         step = min(count, len(self._ready) - self._used)
         self._used += step
         left = count - step
-        while left and self._reach(left):
+        while left and self._reach():
             step = min(left, self._chunk.length - self._place)
             self._place += step
             left -= step
         return count - left
 
-    def _reach(self, wanted: int) -> bool:
+    def _reach(self) -> bool:
         """Whether there is another index; draws its chunk."""
         while self._place == self._chunk.length:
             # Frees a permutation before the next one is drawn.
             self._chunk, self._place, self._ready, self._used = _NOTHING, 0, range(0), 0
-            chunk = self._chunks(wanted)
+            chunk = next(self._chunks, None)
             if chunk is None:
                 return False
             self._chunk = chunk
@@ -399,14 +376,6 @@ class _ChunkedIndices:
 
 
 _NOTHING: Final = _Chunk(0, range)
-
-
-def _chunks_of(chunks: Iterator[_Chunk]) -> _Chunks:
-    return lambda _wanted: next(chunks, None)
-
-
-def _chunk_of_order(order: Permutation | BlockShuffle) -> _Chunk:
-    return _Chunk(len(order), order.block, _BLOCK)
 
 
 def _chunk_of_tensor(numbers: torch.Tensor) -> _Chunk:
@@ -431,31 +400,39 @@ def _start(permutation: torch.Tensor, first: int) -> torch.Tensor:
     return permutation if first == len(permutation) else permutation[:first].clone()
 
 
-def _generator_of(sampler: RandomSampler) -> torch.Generator:
-    """The generator that an epoch draws from: the sampler's, or a new one with a seed from the default state."""
+def _drawing(sampler: RandomSampler, put_off: _PutOff) -> Callable[[Callable[[torch.Generator], _T]], _T]:
+    """Begins an epoch: a function that makes draws from its generator: the user's, or a new one with a drawn seed.
+
+    The state of a new one is not visible to the user, so its draws need not be postponed.
+    """
     if sampler.generator is not None:
-        return cast(torch.Generator, sampler.generator)
-    seed = int(torch.empty((), dtype=torch.int64).random_().item())
-    return torch.Generator().manual_seed(seed)
+        return partial(put_off.draw, sampler.generator)
+    own = torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+    return lambda draw: draw(own)
 
 
 def _permutations(sampler: RandomSampler, put_off: _PutOff) -> Iterator[_Chunk]:
     """The draws of ``RandomSampler`` without replacement: permutations, and the start of one more, usually empty."""
-    n = len(sampler.data_source)
-    generator, is_users = _generator_of(sampler), sampler.generator is not None
-
-    def permutation(first: int) -> _Chunk:
-        if not is_users:  # the state of the epoch's own generator is not visible to the user
-            return _permutation(generator, n, first)
-        return put_off.draw(generator, lambda drawn_from: _permutation(drawn_from, n, first))
-
+    n, draw = len(sampler.data_source), _drawing(sampler, put_off)
     for _ in range(sampler.num_samples // n):
-        yield permutation(n)
+        yield draw(lambda generator: _permutation(generator, n, n))
     rest = sampler.num_samples % n
     if rest:
-        yield permutation(rest)
-    elif is_users:
-        put_off.draw_unseen(generator, lambda drawn_from: _permutation(drawn_from, n, 0))
+        yield draw(lambda generator: _permutation(generator, n, rest))
+    elif sampler.generator is not None:
+        put_off.draw_unseen(sampler.generator, lambda generator: _permutation(generator, n, 0))
+
+
+def _replaced(sampler: RandomSampler, put_off: _PutOff) -> Iterator[_Chunk]:
+    """The draws of ``RandomSampler`` with replacement: groups of 32, and a last group with the rest."""
+    n, draw = len(sampler.data_source), _drawing(sampler, put_off)
+    groups, rest = divmod(sampler.num_samples, _DRAWN_TOGETHER)
+    for size in chain(repeat(_DRAWN_TOGETHER, groups), [rest]):
+        yield draw(partial(_random_chunk, n, size))
+
+
+def _random_chunk(n: int, size: int, generator: torch.Generator) -> _Chunk:
+    return _chunk_of_tensor(torch.randint(high=n, size=(size,), dtype=torch.int64, generator=generator))
 
 
 @cache
@@ -514,47 +491,3 @@ def _all_of(batches: Any) -> list[Any]:
         while True:
             found.append(next(batches))
     return found
-
-
-@final
-class _Replaced:
-    """The draws of ``RandomSampler`` with replacement: groups of 32, and a last group with the rest.
-
-    Groups that will be taken for certain are drawn together. This gives the same numbers as drawing them one by one.
-    """
-
-    def __init__(self, sampler: RandomSampler, put_off: _PutOff) -> None:
-        self._sampler = sampler
-        self._put_off = put_off
-        self._draw: Callable[[int], _Chunk] | None = None
-        self._groups = 0
-        self._ended = False
-
-    def __call__(self, wanted: int) -> _Chunk | None:
-        if self._ended:
-            return None
-        draw = self._draw or self._begin()
-        if self._groups:
-            groups = min(-(-wanted // _DRAWN_TOGETHER), self._groups, _MOST_GROUPS)
-            self._groups -= groups
-            return draw(groups * _DRAWN_TOGETHER)
-        self._ended = True
-        return draw(self._sampler.num_samples % _DRAWN_TOGETHER)
-
-    def _begin(self) -> Callable[[int], _Chunk]:
-        n = len(self._sampler.data_source)
-        generator = _generator_of(self._sampler)
-        self._groups = self._sampler.num_samples // _DRAWN_TOGETHER
-
-        is_users = self._sampler.generator is not None
-
-        def numbers(drawn_from: torch.Generator, size: int) -> _Chunk:
-            return _chunk_of_tensor(torch.randint(high=n, size=(size,), dtype=torch.int64, generator=drawn_from))
-
-        def draw(size: int) -> _Chunk:
-            if not is_users:
-                return numbers(generator, size)
-            return self._put_off.draw(generator, lambda drawn_from: numbers(drawn_from, size))
-
-        self._draw = draw
-        return draw
