@@ -24,7 +24,7 @@ from torchdistinput.pipeline.to_device import ToDevice
 from torchdistinput.pipeline.upstream import StepMaker
 from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.base import ReadByAll, RowStream, Source
+from torchdistinput.sources.base import RowStream, Source
 from torchdistinput.sources.rng import Draw, SharedRngState
 from torchdistinput.sources.torch_loader.open_runs import OpenRuns
 from torchdistinput.step_types import CatchesUp, Counted, HasNews, Start, Stream
@@ -99,14 +99,14 @@ def build_pipeline(
     checker = SchemaChecker(
         strings=stream.strings,
         one_structure=stream.one_structure,
-        may_lack=source.may_lack_samples,
+        may_lack=source.may_lack_samples(),
         empty_fn=options.empty_fn,
         with_index=options.with_index,
     )
     rows = source.largest_piece_size
     pad = None if options.partial_batch == "keep" or rows is None else Pad(rows, with_index=options.with_index)
     to_device = idle.pop() if idle else ToDevice([make_copier(device) for device in devices])
-    way_out = "" if channel is None or not isinstance(source, ReadByAll) else source.way_out
+    way_out = "" if channel is None else source.way_out
     compares = channel is not None and setting.has_peers
     note_read = take_for_read if way_out else BatchDigests() if compares else None
     fetch = Fetch(stream, checker, as_read=pad is None and not to_device.moves, note_read=note_read)

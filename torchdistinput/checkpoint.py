@@ -28,7 +28,7 @@ from torchdistinput.errors import InputError, StateMismatch
 from torchdistinput.iterator import Progress
 from torchdistinput.plan.checkpoint_format import SavedState, differences
 from torchdistinput.plan.seed_schedule import SeedSchedule
-from torchdistinput.sources.base import DrawsAlone, KeepsBetweenEpochs, KnowsEpochs, SeedsSamples, Source, TellsEpochs
+from torchdistinput.sources.base import Source
 from torchdistinput.sources.epoch_draws import EpochDraws, RngSnapshot
 from torchdistinput.sources.rng import Draw, SharedRng, SharedRngState
 from torchdistinput.step_types import Start, Stream
@@ -112,11 +112,6 @@ class Checkpoint:
         self._worker = worker
         self._name = name
         self._shared_rng = shared_rng
-        # Computed once: an isinstance check of a protocol takes microseconds, and states are taken in the loop.
-        self._alone = source if isinstance(source, DrawsAlone) and source.draws_alone else None
-        self._seeding = source if isinstance(source, SeedsSamples) else None
-        self._between = source if isinstance(source, KeepsBetweenEpochs) and source.keeps_between else None
-        self._telling = source if isinstance(source, TellsEpochs) else None
         self._epoch = 0
         self._user_epoch: int | None = None
         self._pending: _Pending | None = None
@@ -134,7 +129,7 @@ class Checkpoint:
 
     def set_by_user(self) -> int | None:
         """The epoch that the user set on the sampler or dataset itself; ``None`` if only this library set it. Local."""
-        return None if self._telling is None else self._telling.told.set_by_user()
+        return self._source.told.set_by_user()
 
     def set_epoch(self, epoch: int, *, running: bool = False) -> None:
         """Sets the number of the next epoch. A place in this epoch that was loaded or sought is kept.
@@ -237,10 +232,7 @@ class Checkpoint:
         self._pending = pending
         self._known.extend(left.known)
         self._epoch, self._user_epoch = left.epoch, left.user_epoch
-        if isinstance(self._source, KnowsEpochs):
-            self._source.go_on_from(left.source)
-        if self._telling is not None and isinstance(left.source, TellsEpochs):
-            self._telling.told.go_on_from(left.source.told)
+        self._source.go_on_from(left.source)
 
     def left_to(self, source: Source, ranks: Ranks | None) -> _Left:
         """The facts for ``go_on_from`` of another checkpoint, with its source and perhaps other ranks. Local."""
@@ -274,21 +266,21 @@ class Checkpoint:
 
     def state(self) -> SavedState:
         """The saved state for the steps delivered so far. Collective where the workers' positions differ."""
-        progress, stream = self._progress, self._stream
+        source, progress, stream = self._source, self._progress, self._stream
         if self._pending is not None or progress is None or stream is None or progress.ended:
             saved = self.next_state()
             if self._pending is not None:
                 return saved
-            if self._alone is not None:
-                position, random = self._positions(saved.epoch, 0, saved.random, self._alone.first_position)
+            if source.draws_alone:
+                position, random = self._positions(saved.epoch, 0, saved.random, source.first_position)
                 return replace(saved, position=position, random=random)
-            if self._between is None:
+            if not source.keeps_between:
                 return saved
-            position, _ = self._positions(saved.epoch, 0, saved.random, self._between.front)
+            position, _ = self._positions(saved.epoch, 0, saved.random, source.front)
             return replace(saved, position=position)
         reached = Start(progress.steps, progress.samples, progress.drawn)
         random, place = progress.random(), None
-        if progress.steps or self._alone is not None or self._between is not None:
+        if progress.steps or source.draws_alone or source.keeps_between:
             rows = progress.rows
             place, random = self._positions(progress.epoch, progress.steps, random, lambda: stream.position(rows))
         return self._saved(progress.epoch, random, reached, place, user_epoch=self._begun_user_epoch)
@@ -308,7 +300,7 @@ class Checkpoint:
             samples=reached.samples,
             drawn=reached.drawn,
             told_epoch=user_epoch,
-            sample_seed=None if self._seeding is None else self._seeding.sample_seed,
+            sample_seed=self._source.sample_seed,
             random=random,
             position=position,
             fingerprint=self._fingerprint,
@@ -360,8 +352,7 @@ class Checkpoint:
         self._leave()
         self._epoch = saved.epoch
         self._user_epoch = saved.told_epoch
-        if self._seeding is not None:
-            self._seeding.give_sample_seed(saved.sample_seed)
+        self._source.give_sample_seed(saved.sample_seed)
         if saved.told_epoch is not None:
             self._source.set_epoch(saved.told_epoch)
         self._pending = _Pending(saved, random, restores=saved.step > 0 or random.replay > 0)
@@ -370,10 +361,9 @@ class Checkpoint:
         if random.default is not None and (self._ranks is None or self._ranks.rank == 0):
             torch.set_rng_state(random.default)
         own = self._own(saved.position)
-        if own is not None and self._alone is not None:
-            self._alone.restore(own)
-        if self._telling is not None:
-            self._telling.told.look()
+        if own is not None and self._source.draws_alone:
+            self._source.restore(own)
+        self._source.told.look()
 
     def _compared(self, saved: SavedState) -> tuple[SavedState, str]:
         """The state, and its differences from this input, in words.
@@ -453,7 +443,7 @@ class Checkpoint:
 
     def _random_of(self, epoch: int) -> EpochDraws | None:
         """The random states from which to draw an epoch, with the epochs to replay first; ``None`` for no draw."""
-        if self._alone is not None and epoch != self._epoch:
+        if self._source.draws_alone and epoch != self._epoch:
             raise InputError(
                 f"epoch {epoch} was sought, but each worker draws the order of its own data (policy HINT, or a dataset "
                 f"function), which is known for the next epoch only, {self._epoch}. Load a state of that epoch."

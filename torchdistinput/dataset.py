@@ -22,7 +22,7 @@ from torchdistinput.pipeline.metrics import Metrics
 from torchdistinput.pipeline.to_device import ToDevice
 from torchdistinput.plan.options import InputOptions, Step
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.base import CountsSources, CountsSteps, Source, TellsOrder, TellsPart
+from torchdistinput.sources.base import Source
 from torchdistinput.sources.rng import (
     CoordinateStates,
     Draw,
@@ -113,7 +113,7 @@ class DistributedDataset:
           TypeError: the number is not known before the data is read.
           SourceError: naming a file that is missing or cannot be opened.
         """
-        steps = self._source.count_steps() if isinstance(self._source, CountsSteps) else self._source.num_steps()
+        steps = self._source.count_steps()
         if steps is None:
             raise TypeError("the number of steps is not known before the data is read.")
         return steps
@@ -162,7 +162,7 @@ class DistributedDataset:
         """
         progress, source = self._progress, self._source
         stats = self._meter.stats(0 if progress is None else progress.epoch)
-        counts = source.counts(progress.rows) if progress is not None and isinstance(source, CountsSources) else None
+        counts = None if progress is None else source.counts(progress.rows)
         return stats if counts is None else {**stats, "sources": counts}
 
     def gather_stats(self) -> dict[str, Any]:
@@ -194,7 +194,7 @@ class DistributedDataset:
         self._checkpoint.set_epoch(epoch, running=running)
 
     def _order_advice(self) -> str | None:
-        return self._source.order_advice if isinstance(self._source, TellsOrder) else None
+        return self._source.order_advice
 
     def _heed_user(self) -> None:
         """Makes a ``set_epoch`` that the user called on the sampler or dataset count as one of this dataset."""
@@ -533,5 +533,4 @@ def facts_of(source: Source, policy: str, options: InputOptions) -> Mapping[str,
     asked["balance"] = digest_of_costs(options.balance)
     for name in ("count_fn", "split_fn", "empty_fn"):  # functions of two processes cannot be compared
         asked[name] = asked[name] is not None
-    parts = {SAMPLES: source.part} if isinstance(source, TellsPart) else {}
-    return {**source.fingerprint(), **alone, **asked, "policy": policy, **parts}  # only some policies need equal parts
+    return {**source.fingerprint(), **alone, **asked, "policy": policy, SAMPLES: source.part}

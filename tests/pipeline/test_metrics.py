@@ -314,7 +314,7 @@ def test_no_time_is_lost_where_a_step_is_completed_while_another_one_is_filled_i
     checker.see(torch.zeros(2), 2)
     no_source: Any = None
     stream = pipeline_module.open_stream(no_source, 0, plainly, Start())  # of which nothing is read
-    own = StepMaker(Fetch(stream, checker), checker, None, ToDevice([]), 1, meter, OpenRuns(), print)
+    own = StepMaker(Fetch(stream, checker), checker, None, ToDevice([]), 1, meter, OpenRuns())
     for first, second in ((own.fill, own.complete), (own.complete, own.fill)):
         before = meter.window()["seconds_copying"]
         clock.meanwhile = [partial(second, LocalStep([], ())), nothing]  # at the second reading

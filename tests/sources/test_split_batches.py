@@ -150,15 +150,14 @@ def test_of_batches_that_last_several_steps_nothing_is_known() -> None:
         assert [row[0].tolist() for row, _ in item.counted()] == [[0, 1], [2, 3]]
 
 
-@pytest.mark.parametrize("in_background", [True, False])
-def test_a_log_that_counts_alike_batches_together_says_what_one_of_single_batches_says(in_background: bool) -> None:
+def test_a_log_that_drops_old_positions_says_what_one_that_keeps_all_says() -> None:
     longest = 0
     for seed in range(200):
         rng = random.Random(seed)
         begun = Place((Reader(2, 1), Reader(5, 5)), rng.randrange(2), rng.choice([0, 0, 2]), 9)
         ahead = rng.choice([0, 2, 7])
-        merged = ReadLog(begun, ahead, owns_state=False, in_background=in_background)
-        single = ReadLog(begun, 10**9, owns_state=False)
+        short = ReadLog(begun, ahead, owns_state=False)
+        whole = ReadLog(begun, 10**9, owns_state=False)
         kinds = [(rng.choice([1, 1, 2]), rng.choice([4, 8]), (Taken(rng.randrange(2), 1, None),)) for _ in range(3)]
         rows = drawn = asked = 0
         while rows < 120:
@@ -166,21 +165,18 @@ def test_a_log_that_counts_alike_batches_together_says_what_one_of_single_batche
             if rng.random() < 0.1:
                 taken = (taken[0]._replace(snapshot=Snapshot(str(rows))),)
             for _ in range(rng.choice([1, 1, 3, 30])):
-                merged.add(count, samples, taken)
-                single.add(count, samples, (taken[0]._replace(),))  # another object each time
+                short.add(count, samples, taken)
+                whole.add(count, samples, taken)
                 rows += count
-                while drawn < rows - begun.rows:
-                    if in_background:
-                        merged.drawn()
-                    drawn += 1
-                longest = max(longest, len(merged._read))
+                drawn = max(drawn, rows - begun.rows)
+                longest = max(longest, len(short._known))
                 if rng.random() < 0.2:
                     asked = rng.randint(max(asked, drawn - ahead - 2), max(asked, drawn))
-                    assert merged.position(asked) == single.position(asked), seed
-        merged.end()
-        single.end()
+                    assert short.position(asked) == whole.position(asked), seed
+        short.end()
+        whole.end()
         for more in (drawn, drawn + 5):
-            assert merged.position(more) == single.position(more), seed
+            assert short.position(more) == whole.position(more), seed
     assert longest <= 40
 
 
@@ -239,7 +235,7 @@ def test_a_known_row_is_numbered_and_passed_over_like_any_other() -> None:
     cutter = Cutter(Topology(num_workers=1, replicas_per_worker=1, worker=0), shared=True)
     batches = [torch.full((2,), number) for number in range(6)]
     place = Place((Reader(),), rows=2)
-    log = ReadLog(place, 0, owns_state=False, in_background=False)
+    log = ReadLog(place, 0, owns_state=False)
     rows: list[Any] = list(rows_logged(batches, CutReady(as_is, cutter), log, place))
     assert [(row[0] if type(row) is tuple else row)[0].tolist() for row in rows] == [[n, n] for n in range(2, 6)]
     assert any(type(row) is tuple for row in rows)

@@ -19,9 +19,8 @@ from torchdistinput.errors import StateMismatch
 from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.base import DrawsAlone, Source
+from torchdistinput.sources.base import Source
 from torchdistinput.sources.iterable.from_function import FunctionSource
-from torchdistinput.sources.iterable.loader_source import IterableLoaderSource
 from torchdistinput.sources.iterable.source import IterableSource
 from torchdistinput.sources.map_style.shuffle_sampler import ShuffleSampler
 from torchdistinput.sources.rng import plainly
@@ -153,7 +152,7 @@ def quietly(call: Callable[[], Any]) -> Any:
 
 def entered(source: Source, position: Any, steps: int) -> tuple[list[Any], list[Any]]:
     source.check(position)
-    if isinstance(source, DrawsAlone) and source.draws_alone:
+    if source.draws_alone:
         source.restore(position)
     result: tuple[list[Any], list[Any]] = quietly(lambda: read(source, Start(steps=steps, position=position)))
     return result
@@ -184,7 +183,7 @@ def in_loader(
     workers: int,
     **more: Any,
 ) -> Make:
-    return lambda: IterableLoaderSource(loader_of(data(), size, workers, **more), policy, topology, NUMBERED)
+    return lambda: IterableSource(loader_of(data(), size, workers, **more), policy, topology, NUMBERED)
 
 
 SOURCES: dict[str, Make] = {
@@ -311,7 +310,7 @@ def test_a_state_that_is_not_plain_is_refused_when_it_is_asked_for() -> None:
     use = replace(FAR, own_state="use")
     for make in (
         lambda: IterableSource(Sets(12), DATA, one_of(1), use, 4, None),
-        lambda: IterableLoaderSource(loader_of(Sets(12), 4, 2), DATA, one_of(1), use),
+        lambda: IterableSource(loader_of(Sets(12), 4, 2), DATA, one_of(1), use),
         lambda: FunctionSource([Sets(12)], one_of(1), replace(use, count_fn=lambda _: 1)),
     ):
         stream = make().open(0, plainly, Start())
@@ -331,10 +330,11 @@ def test_what_cannot_be_saved_is_read_again_with_one_warning() -> None:
         def state_dict(self) -> Any:
             return {1, 2}
 
-    for make in (
+    sources: tuple[Make, ...] = (
         lambda: IterableSource(Sets(23), DATA, one_of(1), FAR, 4, None),
-        lambda: IterableLoaderSource(loader_of(Sets(23), 4, 2), DATA, one_of(1), FAR),
-    ):
+        lambda: IterableSource(loader_of(Sets(23), 4, 2), DATA, one_of(1), FAR),
+    )
+    for make in sources:
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             rows, positions = read(make())
@@ -358,7 +358,7 @@ def test_a_state_after_which_another_element_comes_is_a_mismatch(workers: int | 
         options = replace(FAR, own_state=own_state)
         if workers is None:
             return IterableSource(Late(23), DATA, one_of(1), options, 4, None)
-        return IterableLoaderSource(loader_of(Late(23), 4, workers), DATA, one_of(1), options)
+        return IterableSource(loader_of(Late(23), 4, workers), DATA, one_of(1), options)
 
     rows, positions = read(make("auto"))
     with pytest.raises(ReadFailure) as caught:
@@ -379,10 +379,10 @@ class Seeded(Plain):
 
 @pytest.mark.parametrize("lasting", [False, True])
 def test_loader_workers_keep_their_random_seeds(lasting: bool) -> None:
-    def make() -> IterableLoaderSource:
+    def make() -> IterableSource:
         generator = torch.Generator().manual_seed(5)
         data = loader_of(Seeded(7), 2, 3, generator=generator, persistent_workers=lasting)
-        return IterableLoaderSource(data, DATA, one_of(1), FAR)
+        return IterableSource(data, DATA, one_of(1), FAR)
 
     source = make()
     rows, positions = read(source)
@@ -396,8 +396,8 @@ def test_loader_workers_keep_their_random_seeds(lasting: bool) -> None:
 
 
 def test_workers_that_live_on_begin_the_next_epoch_at_the_front() -> None:
-    def make() -> IterableLoaderSource:
-        return IterableLoaderSource(loader_of(Kept(14), 3, 2, persistent_workers=True), DATA, one_of(1), FAR)
+    def make() -> IterableSource:
+        return IterableSource(loader_of(Kept(14), 3, 2, persistent_workers=True), DATA, one_of(1), FAR)
 
     source = make()
     epochs = [read(source) for _ in range(3)]
@@ -415,7 +415,7 @@ def test_the_draws_of_epochs_before_are_made_again() -> None:
     for lasting in (False, True):
         generators = [torch.Generator().manual_seed(5) for _ in range(2)]
         sources = [
-            IterableLoaderSource(
+            IterableSource(
                 loader_of(Seeded(7), 2, 2, generator=generator, persistent_workers=lasting), DATA, one_of(1), FAR
             )
             for generator in generators

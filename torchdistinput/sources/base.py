@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence, Sized
 from functools import partial
 from typing import Any, Protocol, cast, final, runtime_checkable
@@ -20,22 +21,12 @@ from torchdistinput.sources.torch_loader.open_runs import OpenRuns
 from torchdistinput.step_types import Counted, Digest, News, PeriodicSync, SizedRow, Start, Stream
 
 __all__ = [
-    "CountsSources",
-    "CountsSteps",
-    "DrawsAlone",
     "Exchange",
     "HoldsTorchLoader",
-    "KeepsBetweenEpochs",
-    "KnowsEpochs",
     "MapStyle",
-    "ReadByAll",
     "RowStream",
-    "SeedsSamples",
     "Shards",
     "Source",
-    "TellsEpochs",
-    "TellsOrder",
-    "TellsPart",
     "Track",
     "length_of",
     "own_shard",
@@ -47,61 +38,137 @@ Exchange = Callable[[Callable[[], Any]], list[Any]]
 """Calls a function on every rank and returns the plain values of all ranks. If a call fails, all ranks raise alike."""
 
 
-class Source(Protocol):
-    """The data of one distributed dataset, as one worker reads it."""
+class Source(ABC):
+    """The data of one distributed dataset, as one worker reads it. Defaults are for data without the feature."""
 
     draws_from_default_generator: bool
     """Whether making a stream draws from torch's default random state (all ranks then use the state of rank 0)."""
-    certain_piece_size: int | None
-    """The size of every piece, if all pieces have the same size for certain."""
-    largest_piece_size: int | None
-    """The largest possible size of a piece, if it is known."""
     needs_default_state: bool
     """Whether the order of an epoch may depend on torch's default random state."""
-    draws_order: bool
-    """Whether ``open`` uses ``draws`` to begin an epoch, and then to draw each batch of indices. The first batch is
-    drawn at the first ``next`` at the latest."""
     bound_to_world: bool
     """Whether a saved position fits the same number of workers only."""
     collective_state: bool
     """Whether each worker has a position of its own, so that ``state_dict`` is collective."""
+    certain_piece_size: int | None = None
+    """The size of every piece, if all pieces have the same size for certain."""
+    largest_piece_size: int | None = None
+    """The largest possible size of a piece, if it is known."""
+    draws_order: bool = False
+    """Whether ``open`` uses ``draws`` to begin an epoch, and then to draw each batch of indices. The first batch is
+    drawn at the first ``next`` at the latest."""
+    draws_alone: bool = False
+    """Whether each worker draws from random states of its own. Each worker's position then has its states."""
+    workers: OpenRuns | None = None
+    """The loader workers of this process; ``None`` where it cannot have any."""
+    told: ToldEpochs
+    """The epochs that the user's objects were set to."""
 
-    @property
-    def may_lack_samples(self) -> bool:
-        """Whether some replica may be left without a sample at some step."""
+    # Facts about the data.
 
-    @property
-    def workers(self) -> OpenRuns | None:
-        """The loader workers of this process; ``None`` where it cannot have any."""
-
-    @property
-    def seeds(self) -> SeedSchedule:
-        """When torch's loader draws the base seed of its loader workers, from the next epoch on."""
-
+    @abstractmethod
     def fingerprint(self) -> Mapping[str, Any]:
         """Plain facts that must be equal on all ranks."""
 
     def epoch_fingerprint(self) -> Mapping[str, Any]:
         """Plain facts that must be equal on all ranks at the start of an epoch, such as a generator's state."""
+        return {}
+
+    @property
+    def part(self) -> str:
+        """A text that identifies the samples of map-style data, if all workers must have the same samples; else empty.
+
+        It is also empty where the samples cannot be identified without reading them.
+        """
+        return ""
+
+    @property
+    def way_out(self) -> str:
+        """Advice for the user if the workers read different data, where every worker may have to read all of it.
+
+        Empty if they need not read the same data, or the data is divided before it is read.
+        """
+        return ""
+
+    @property
+    def order_advice(self) -> str | None:
+        """What to write so that each epoch has the same order; empty if each has it; ``None`` if it is not known."""
+        return None
+
+    @abstractmethod
+    def may_lack_samples(self) -> bool:
+        """Whether some replica may be left without a sample at some step."""
 
     def num_steps(self) -> int | None:
         """The number of steps of an epoch, if it is known before the epoch is read."""
+        return None
+
+    def count_steps(self) -> int | None:
+        """The number of steps of an epoch, for ``len``, if it can be found without reading the epoch."""
+        return self.num_steps()
+
+    def counts(self, rows: int) -> dict[str, dict[str, int]] | None:
+        """Samples and tokens of each part of a mixture up to so many rows of the epoch begun last; else ``None``."""
+        return None
+
+    # What lasts from epoch to epoch.
 
     def set_epoch(self, epoch: int) -> None:
         """Calls ``set_epoch`` of the user's sampler or dataset with the next epoch, as users of ``DataLoader`` do."""
+        self.told.tell(epoch)
 
-    def close(self) -> None:
-        """Ends persistent loader workers. Idempotent; the next ``open`` starts new ones."""
+    @property
+    def seeds(self) -> SeedSchedule:
+        """When torch's loader draws the base seed of its loader workers, from the next epoch on."""
+        return SeedSchedule.EVERY_EPOCH
 
     def generators(self) -> Sequence[torch.Generator]:
         """The generators on which the order of an epoch depends, each once."""
+        return ()
 
+    @property
+    def sample_seed(self) -> int | None:
+        """The base seed for ``sample_seed()`` of the last epoch that was begun, or of the state that was loaded.
+
+        ``None`` before; also where the data has no such seed, or has it in its own arguments.
+        """
+        return None
+
+    def give_sample_seed(self, seed: int | None) -> None:  # noqa: B027 - most have none
+        """Sets the base seed of this and later epochs; ``None``: it is taken from the random state."""
+
+    def go_on_from(self, before: Source) -> None:
+        """Takes over the facts of the source ``before``, which had the same data and which this one replaces. Local."""
+        self.told.go_on_from(before.told)
+
+    def close(self) -> None:  # noqa: B027 - most have none
+        """Ends persistent loader workers. Idempotent; the next ``open`` starts new ones."""
+
+    # Positions.
+
+    @abstractmethod
     def check(self, position: Sequence[Any]) -> None:
         """Refuses a position from which the data cannot be read on. Local.
 
         Raises:
           StateMismatch: the position is malformed, or the data at the position has changed since.
         """
+
+    def first_position(self) -> list[Any]:
+        """The position at the start of an epoch that starts now, where each worker draws alone. Caller's thread."""
+        raise NotImplementedError
+
+    def restore(self, position: Sequence[Any]) -> None:
+        """Sets this worker's random states to those of a position, where it draws alone. Caller's thread."""
+        raise NotImplementedError
+
+    @property
+    def keeps_between(self) -> bool:
+        """Whether the data keeps a state of its own from epoch to epoch."""
+        return False
+
+    def front(self) -> list[Any]:
+        """The position at which the next epoch begins, where the data keeps a state. Caller's thread."""
+        raise NotImplementedError
 
     def resume(self, epoch: int, start: Start, share: Exchange) -> Start:
         """Prepares an ``open`` that starts in the middle of an epoch. Caller's thread.
@@ -117,7 +184,9 @@ class Source(Protocol):
         Raises:
           StateMismatch: the data cannot be read on from the position.
         """
+        return start
 
+    @abstractmethod
     def open(self, epoch: int, draws: Draw, start: Start) -> Stream:
         """Opens a stream of one epoch. Caller's thread.
 
@@ -129,114 +198,12 @@ class Source(Protocol):
 
 
 @runtime_checkable
-class DrawsAlone(Protocol):
-    """A source whose workers may have random states of their own. Each worker's position then has its states."""
-
-    @property
-    def draws_alone(self) -> bool:
-        """Whether each worker draws from random states of its own."""
-
-    def first_position(self) -> list[Any]:
-        """The position at the start of an epoch that starts now. Caller's thread."""
-
-    def restore(self, position: Sequence[Any]) -> None:
-        """Sets this worker's random states to those of a position. Caller's thread."""
-
-
-@runtime_checkable
-class CountsSteps(Protocol):
-    """A source that can count the steps of an epoch by opening its files, for ``len``."""
-
-    def count_steps(self) -> int | None:
-        """The number of steps of an epoch, if it can be found without reading the epoch."""
-
-
-@runtime_checkable
-class CountsSources(Protocol):
-    """A source that may be a mixture, and counts the samples of its parts."""
-
-    def counts(self, rows: int) -> dict[str, dict[str, int]] | None:
-        """Samples and tokens of each part up to so many rows of the epoch begun last; ``None``: it is no mixture."""
-
-
-@runtime_checkable
-class SeedsSamples(Protocol):
-    """A source that supports ``sample_seed()``. Its base seed is saved in states."""
-
-    @property
-    def sample_seed(self) -> int | None:
-        """The base seed of the last epoch that was begun, or of the state that was loaded; ``None`` before."""
-
-    def give_sample_seed(self, seed: int | None) -> None:
-        """Sets the base seed of this and later epochs; ``None``: it is taken from the random state."""
-
-
-@runtime_checkable
 class MapStyle(Protocol):
     """Data of the user's with samples by index. A class counts by its methods: ``issubclass(type(data), MapStyle)``."""
 
     def __getitem__(self, index: Any) -> Any: ...
 
     def __len__(self) -> int: ...
-
-
-@runtime_checkable
-class KnowsEpochs(Protocol):
-    """A source that keeps facts from epoch to epoch."""
-
-    def go_on_from(self, before: Source) -> None:
-        """Takes over the facts of the source ``before``, which had the same data and which this one replaces. Local."""
-
-
-@runtime_checkable
-class TellsEpochs(Protocol):
-    """A source that calls ``set_epoch`` of the user's objects when an epoch is opened."""
-
-    @property
-    def told(self) -> ToldEpochs:
-        """The epochs that the user's objects were set to."""
-
-
-@runtime_checkable
-class KeepsBetweenEpochs(Protocol):
-    """A source whose data may keep a state of its own from epoch to epoch."""
-
-    @property
-    def keeps_between(self) -> bool:
-        """Whether the data keeps such a state."""
-
-    def front(self) -> list[Any]:
-        """The position at which the next epoch begins. Caller's thread."""
-
-
-@runtime_checkable
-class ReadByAll(Protocol):
-    """A source that cannot be divided before it is read. Every worker may have to read all of it."""
-
-    @property
-    def way_out(self) -> str:
-        """Advice for the user if the workers read different data; empty if they need not read the same data."""
-
-
-@runtime_checkable
-class TellsPart(Protocol):
-    """A source of map-style data."""
-
-    @property
-    def part(self) -> str:
-        """A text that identifies its samples, if all workers must have the same samples; else empty.
-
-        It is also empty where the samples cannot be identified without reading them.
-        """
-
-
-@runtime_checkable
-class TellsOrder(Protocol):
-    """A source that knows whether it shuffles."""
-
-    @property
-    def order_advice(self) -> str | None:
-        """What to write so that each epoch has the same order; empty if each has it; ``None`` if it is not known."""
 
 
 @runtime_checkable

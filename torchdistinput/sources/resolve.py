@@ -30,7 +30,6 @@ from torchdistinput.sources.files.mixture import RecordDataset, StreamMixture
 from torchdistinput.sources.fragments import FragmentSource
 from torchdistinput.sources.in_worker import cannot_skip
 from torchdistinput.sources.iterable.data_pipes import has_sharding_filter
-from torchdistinput.sources.iterable.loader_source import IterableLoaderSource
 from torchdistinput.sources.iterable.source import IterableSource
 from torchdistinput.sources.map_style.mixture import Mixture, MixtureSampler
 from torchdistinput.sources.map_style.source import MapLoaderSource
@@ -206,7 +205,7 @@ def _source_of_loader(
         return RecordSource(loader, policy, topology, options, read=_read_in_order(loader))
     if isinstance(loader.dataset, IterableDataset):
         _refuse_without_numbers(f"a DataLoader over an iterable ({type(loader.dataset).__name__})", options)
-        return IterableLoaderSource(loader, policy, topology, options, like_torch=like_torch)
+        return IterableSource(loader, policy, topology, options, like_torch=like_torch)
     return MapLoaderSource(loader, policy, topology, options, like_torch=like_torch)
 
 

@@ -14,7 +14,6 @@ from dataclasses import replace
 from hashlib import sha256
 from typing import Any, cast, final
 
-import torch
 from torch.utils.data import DataLoader, default_collate
 
 from torchdistinput.errors import BatchingError, StateMismatch
@@ -24,10 +23,9 @@ from torchdistinput.plan.batching import Row as Limits
 from torchdistinput.plan.file_resharding import ReaderCursor, fresh_files, redeal
 from torchdistinput.plan.mixed_turns import Cursor
 from torchdistinput.plan.options import InputOptions
-from torchdistinput.plan.seed_schedule import SeedSchedule
 from torchdistinput.plan.sharding import AutoShardPolicy, shards_of
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.base import Exchange, RowStream
+from torchdistinput.sources.base import Exchange, RowStream, Source
 from torchdistinput.sources.files.batching import Batch, Entrance, KnownRows, RecordRows, divide_records, pass_over
 from torchdistinput.sources.files.fragment_dataset import FragmentDataset
 from torchdistinput.sources.files.mixture import RecordDataset, StreamMixture
@@ -37,6 +35,7 @@ from torchdistinput.sources.files.steps import counted_steps, known_steps, sizes
 from torchdistinput.sources.in_worker import Cut, Failure, as_is
 from torchdistinput.sources.rng import Draw
 from torchdistinput.sources.sample_costs import balance_by_record
+from torchdistinput.sources.set_epoch import ToldEpochs
 from torchdistinput.sources.split_batches import ReadyFns
 from torchdistinput.sources.torch_loader.run import LoaderRuns
 from torchdistinput.sources.torch_loader.settings import (
@@ -56,7 +55,7 @@ Collate = Callable[[Any], Any]
 
 
 @final
-class RecordSource:
+class RecordSource(Source):
     """A ``FragmentDataset`` or ``StreamMixture``: its records are batched here, or are ready batches.
 
     Args:
@@ -69,9 +68,7 @@ class RecordSource:
       read: the records, where they are not those of the loader's dataset.
     """
 
-    seeds = SeedSchedule.EVERY_EPOCH
     needs_default_state = False
-    draws_order = False
     collective_state = False
 
     def __init__(
@@ -106,6 +103,7 @@ class RecordSource:
         self._steps_by_cost = by_file and self._balance is not None
         self.bound_to_world = not shared and not by_file  # under OFF all workers read all files
         self._options = options
+        self.told = ToldEpochs()  # the epoch is an argument of ``open``
         self._reads_here = self._loader is None or is_read_here(self._loader)
         # If several workers read the same batches, each reads only its own part of them, if the files allow it.
         num_readers = 1 if self._loader is None else max(1, self._loader.num_workers)
@@ -132,18 +130,16 @@ class RecordSource:
             told = told_of_skew(dataset, self._cutter, self._sizes, drop_last=self._drop_last)
             if told:
                 _LOG.warning("%s", told)
-        self.workers = None if self._loader is None else _runs_of(self._loader)
+        self._runs = self.workers = None if self._loader is None else _runs_of(self._loader)
         self._track: _Track | None = None  # of the epoch that was begun last
         self.draws_from_default_generator = self._loader is not None and self._loader.generator is None
         certain = shared and not options.skips and self._balance is None
         self.certain_piece_size = self._cutter.certain_piece_size(drop_last=self._drop_last) if certain else None
         self.largest_piece_size = self._cutter.largest_piece_size
-        lacks = self._cutter.may_lack_samples(drop_last=self._drop_last, num_samples=None)
-        self.may_lack_samples = lacks or (options.skips and topology.num_replicas > 1)
 
     @property
     def order_advice(self) -> str:
-        """See ``TellsOrder.order_advice``."""
+        """See ``Source.order_advice``."""
         return self._dataset.order_advice
 
     def fingerprint(self) -> Mapping[str, Any]:
@@ -160,6 +156,11 @@ class RecordSource:
         """See ``Source.epoch_fingerprint``."""
         return {"generator state": None if self._loader is None else generator_digest(self._loader.generator)}
 
+    def may_lack_samples(self) -> bool:
+        """See ``Source.may_lack_samples``."""
+        lacks = self._cutter.may_lack_samples(drop_last=self._drop_last, num_samples=None)
+        return lacks or (self._options.skips and self._cutter.topology.num_replicas > 1)
+
     def num_steps(self) -> int | None:
         """See ``Source.num_steps``."""
         size = self._cutter.global_batch_size
@@ -168,23 +169,16 @@ class RecordSource:
         return known_steps(self._dataset, size, drop_last=self._drop_last)
 
     def count_steps(self) -> int | None:
-        """See ``CountsSteps.count_steps``. Records that may be left out are counted by an index only."""
+        """See ``Source.count_steps``. Records that may be left out are counted by an index only."""
         size = self._cutter.global_batch_size
         if size is None or not self._cutter.shared or self._options.skips:
             return self.num_steps()
         return counted_steps(self._dataset, size, drop_last=self._drop_last)
 
-    def set_epoch(self, epoch: int) -> None:
-        """See ``Source.set_epoch``. The epoch is an argument of ``open``."""
-
     def close(self) -> None:
         """See ``Source.close``."""
-        if self.workers is not None:
-            self.workers.close()
-
-    def generators(self) -> Sequence[torch.Generator]:
-        """See ``Source.generators``. None: the order depends on the dataset's seed only."""
-        return ()
+        if self._runs is not None:
+            self._runs.close()
 
     def check(self, position: Sequence[Any]) -> None:
         """See ``Source.check``."""
@@ -260,13 +254,13 @@ class RecordSource:
         rows = self._rows
         if position.rows or start.position is not None:
             rows = rows.of_epoch(epoch, Entrance(position.deals, place, position.rows - row, self._cutter.shared))
-        elif self.workers is None or not self.workers.can_last():
+        elif self._runs is None or not self._runs.can_last():
             rows = rows.of_epoch(epoch)
         else:
             rows.set_epoch(epoch)
         cuts: Iterator[Cut | KnownRows | Failure] = iter(())
         close: Callable[[], None] | None = None
-        runs = self.workers
+        runs = self._runs
         if runs is None:
             cuts = iter(rows)
         else:
@@ -297,17 +291,17 @@ class RecordSource:
 
     @property
     def keeps_between(self) -> bool:
-        """See ``KeepsBetweenEpochs.keeps_between``: the weights of a mixture."""
+        """See ``Source.keeps_between``: the weights of a mixture."""
         return self._mixture is not None
 
     def front(self) -> list[Any]:
-        """See ``KeepsBetweenEpochs.front``."""
+        """See ``Source.front``."""
         position = self._position_of(Start())
         weights = None if self._mixture is None else self._mixture.weights.to_json(sys.maxsize, 0)
         return position._replace(weights=weights).to_json()
 
     def counts(self, rows: int) -> dict[str, dict[str, int]] | None:
-        """See ``CountsSources.counts``."""
+        """See ``Source.counts``."""
         return None if self._track is None else self._track.counts(rows)
 
     def _position_of(self, start: Start) -> FilesPosition:

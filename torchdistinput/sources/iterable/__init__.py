@@ -1,7 +1,6 @@
 """Iterable data: any iterable, torch loaders over iterable datasets, and the datasets of a dataset function.
 
-- ``source``: Any iterable; ``ShardedIterableDataset``.
-- ``loader_source``: A ``DataLoader`` over an iterable dataset.
+- ``source``: Any iterable, or a ``DataLoader`` over one; ``ShardedIterableDataset``.
 - ``data_pipes``: Gives torch's DataPipes their seed and their shard.
 - ``from_function``: The datasets that a dataset function returned.
 - ``reopening``: Opens the data again in each epoch.

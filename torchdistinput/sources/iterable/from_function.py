@@ -13,7 +13,7 @@ from torchdistinput.errors import BatchingError, InputError, StateMismatch
 from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.seed_schedule import SeedSchedule
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.base import Exchange, RowStream
+from torchdistinput.sources.base import RowStream, Source
 from torchdistinput.sources.checks import refuse_class, refuse_ray
 from torchdistinput.sources.in_worker import Failure, cannot_skip
 from torchdistinput.sources.iterable.cursor import (
@@ -45,7 +45,7 @@ _FRONT: Final = Reader()
 
 
 @final
-class FunctionSource:
+class FunctionSource(Source):
     """The datasets of a dataset function. They are not changed: each local replica gets one batch of them a step.
 
     Args:
@@ -59,10 +59,7 @@ class FunctionSource:
     """
 
     bound_to_world = True
-    draws_order = False
     collective_state = True
-    certain_piece_size: int | None = None
-    largest_piece_size: int | None = None
 
     def __init__(self, datasets: Sequence[Any], topology: Topology, options: InputOptions) -> None:
         if options.skips:
@@ -78,11 +75,11 @@ class FunctionSource:
         self._topology = topology
         self._options = options
         self._reopen: list[Callable[[], Iterable[Any]]] = [Reopened(dataset) for dataset in datasets]
-        self.may_lack_samples = topology.num_replicas > 1
         self.told = ToldEpochs(*datasets)
         self._has_begun = False
         self._lasting: dict[int, LoaderRun] = {}
-        self.workers = OpenRuns()
+        self.workers = self._runs = OpenRuns()
+        self.draws_alone = topology.num_workers > 1
         # With several workers, each has a random state of its own, which is part of its position.
         self.needs_default_state = self.draws_from_default_generator = topology.num_workers == 1
         for dataset in datasets:
@@ -99,17 +96,9 @@ class FunctionSource:
         """See ``Source.fingerprint``. Lengths may differ from worker to worker."""
         return {"kind": "from function", "datasets": len(self._datasets)}
 
-    def epoch_fingerprint(self) -> Mapping[str, Any]:
-        """See ``Source.epoch_fingerprint``."""
-        return {}
-
-    def num_steps(self) -> int | None:
-        """See ``Source.num_steps``."""
-        return None
-
-    def set_epoch(self, epoch: int) -> None:
-        """See ``Source.set_epoch``."""
-        self.told.tell(epoch)
+    def may_lack_samples(self) -> bool:
+        """See ``Source.may_lack_samples``."""
+        return self._topology.num_replicas > 1
 
     def close(self) -> None:
         """See ``Source.close``."""
@@ -119,20 +108,15 @@ class FunctionSource:
             self._lasting.pop(number, None)
 
     def generators(self) -> Sequence[torch.Generator]:
-        """See ``Source.generators``. With several workers, each has its own, see ``DrawsAlone``."""
+        """See ``Source.generators``. With several workers, each has its own, see ``Source.draws_alone``."""
         return () if self.draws_alone else self._own_generators()
 
-    @property
-    def draws_alone(self) -> bool:
-        """See ``DrawsAlone.draws_alone``."""
-        return self._topology.num_workers > 1
-
     def first_position(self) -> list[Any]:
-        """See ``DrawsAlone.first_position``."""
+        """See ``Source.first_position``."""
         return [place_of(Start(), len(self._datasets)).to_json(), [packed(state) for state in self._states_now()]]
 
     def restore(self, position: Sequence[Any]) -> None:
-        """See ``DrawsAlone.restore``."""
+        """See ``Source.restore``."""
         states = self._split(position)[1]
         if states:
             torch.set_rng_state(states[0])
@@ -149,10 +133,6 @@ class FunctionSource:
     def check(self, position: Sequence[Any]) -> None:
         """See ``Source.check``."""
         self._split(position)
-
-    def resume(self, epoch: int, start: Start, share: Exchange) -> Start:
-        """See ``Source.resume``."""
-        return start
 
     def _split(self, position: Sequence[Any]) -> tuple[Place, list[torch.Tensor]]:
         """The position, and this worker's own random states."""
@@ -196,7 +176,7 @@ class FunctionSource:
         rows = _dealt_rows(opened, self._per_dataset, log, place.rows, numbers, count)
 
         def close() -> None:
-            _close_all(opened, self.workers)
+            _close_all(opened, self._runs)
             self.told.look()
 
         return RowStream(
@@ -253,7 +233,7 @@ class FunctionSource:
         at_least: int = 0,
     ) -> _Opened:
         if run is not None:
-            self.workers.add(run)
+            self._runs.add(run)
         return _Opened(batches, run, isinstance(data, DataLoader) and data.persistent_workers, enters_at, at_least)
 
     def _passing_over(

@@ -1,15 +1,17 @@
-"""The source for iterables that are read in this process, and for functions that return one.
+"""The source for iterables, functions that return one, and a torch ``DataLoader`` over an opaque iterable dataset.
 
-Also ``ShardedIterableDataset``, the wrapper for a plain torch ``DataLoader``.
+A loader without loader workers, and any other iterable, is read in this process; see ``cursor`` for the position. Also
+``ShardedIterableDataset``, the wrapper for a plain torch ``DataLoader``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, final
+from functools import partial
+from typing import Any, cast, final
 
 import torch
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from torchdistinput.batches import pytree
 from torchdistinput.plan.batching import (
@@ -24,18 +26,32 @@ from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.seed_schedule import SeedSchedule
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.base import Exchange, RowStream, length_of, own_shard
-from torchdistinput.sources.in_worker import CutSamples, as_is, batched, cut_of
+from torchdistinput.sources.base import RowStream, Source, length_of, own_shard
+from torchdistinput.sources.in_worker import ENDS, CutSamples, as_is, batched, cut_of
 from torchdistinput.sources.iterable.between_epochs import BetweenEpochs
 from torchdistinput.sources.iterable.cursor import Place, ReadLog, place_of, warn_of_reading_again
+from torchdistinput.sources.iterable.data_pipes import PipeSetting, is_data_pipe
 from torchdistinput.sources.iterable.divided_sources import way_out_for
 from torchdistinput.sources.iterable.reading import CapturingIterable, entrances_at, labels_by_position, rows_logged
 from torchdistinput.sources.iterable.reopening import Reopened, is_function
-from torchdistinput.sources.iterable.user_state import OwnState, keeps_state, why_unused
-from torchdistinput.sources.rng import Draw
+from torchdistinput.sources.iterable.user_state import keeps_state, why_unused
+from torchdistinput.sources.rng import Draw, generators_of
 from torchdistinput.sources.sample_costs import balance_by_record
 from torchdistinput.sources.set_epoch import ToldEpochs
 from torchdistinput.sources.split_batches import CutReady, ReadyFns
+from torchdistinput.sources.torch_loader.base_seeds import BaseSeeds
+from torchdistinput.sources.torch_loader.run import LoaderRuns
+from torchdistinput.sources.torch_loader.settings import (
+    RebuiltLoader,
+    WorkerInit,
+    check_loader,
+    failing_like_torch,
+    generator_digest,
+    is_read_here,
+    keeps_order,
+    let_torch_warn,
+    settings_of,
+)
 from torchdistinput.step_types import Start, Stream
 
 __all__ = ["IterableSource", "ShardedIterableDataset"]
@@ -51,147 +67,248 @@ def _shard_of(data: Any, topology: Topology) -> Any:
 
 
 @final
-class IterableSource:
-    """Any iterable, or a function that returns one: of global batches, or of samples with a global batch size.
+class IterableSource(Source):
+    """An iterable of global batches, or of samples with a global batch size: batches are cut where they are read.
 
     Args:
-      data: the iterable or function.
+      data: the iterable, a function that returns one, or a ``DataLoader`` over an iterable dataset.
       policy: the policy in force.
       topology: the position of this worker among all workers.
-      options: the user's options.
-      global_batch_size: G, if samples are to be batched here.
+      options: the user's options; ``snapshot_every`` counts batches of a loader worker.
+      global_batch_size: G, if samples are to be batched here; a ``DataLoader`` has its own.
       collate: makes a batch of samples; torch's ``default_collate`` if not given.
       first: the data of the first epoch, if the function was called already.
+      like_torch: see ``settings.LikeTorch``.
     """
 
-    workers = None
-    seeds = SeedSchedule.EVERY_EPOCH
-    draws_order = False
-
-    def __init__(
+    def __init__(  # noqa: PLR0915 - one kind of source is one call
         self,
         data: Any,
         policy: AutoShardPolicy,
         topology: Topology,
         options: InputOptions,
-        global_batch_size: int | None,
-        collate: Collate | None,
+        global_batch_size: int | None = None,
+        collate: Collate | None = None,
         *,
         first: Any = None,
+        like_torch: bool = False,
     ) -> None:
-        self._own_state: OwnState = options.own_state
-        self._owns_state = keeps_state(data if first is None else first, self._own_state)
-        whole = data
-        if policy is AutoShardPolicy.HINT and topology.num_workers > 1:
+        self._loader = loader = data if isinstance(data, DataLoader) else None
+        self._options = options
+        self._on_failure = ENDS
+        self._drop_last = False
+        if loader is not None:
+            check_loader(loader, policy, alone=like_torch)
+            self._on_failure = failing_like_torch(loader, options) if like_torch else ENDS
+            size = loader.batch_size
+            global_batch_size = None if size is None else check_batch_size(size, "batch_size")
+            collate, self._drop_last = cast(Collate, loader.collate_fn), loader.drop_last
+            data = loader.dataset
+        elif collate is None:
+            collate = as_is if global_batch_size is None else default_collate
+        shared = policy is AutoShardPolicy.DATA or topology.num_workers == 1
+        self._cutter = cutter = Cutter(topology, shared, global_batch_size)
+        kind = "an iterable" if loader is None else "a DataLoader over an iterable"
+        balance = balance_by_record(options, cutter, kind)
+        self._owns_state = keeps_state(data if first is None else first, options.own_state)
+        self._whole = data
+        self._pipe: PipeSetting | None = None
+        divides = policy is AutoShardPolicy.HINT and topology.num_workers > 1
+        if loader is not None and is_data_pipe(data):
+            ranks = (topology.num_workers, topology.worker) if divides else (1, 0)
+            self._pipe = PipeSetting(*ranks, lasting=loader.persistent_workers)
+        elif divides:
             data, first = _shard_of(data, topology), None
         self._data = data
-        self._between = BetweenEpochs(self._own_state, data)
-        self.told = ToldEpochs(whole, data)
-        self._reopen = Reopened(data, first)
-        self._shared = policy is AutoShardPolicy.DATA or topology.num_workers == 1
-        self._cutter = Cutter(topology, self._shared, global_batch_size)
-        self._collate = collate
-        self._balance = balance_by_record(options, self._cutter, "an iterable")
-        self._options = options
-        # In-process data may draw from it. With several workers each has its own state; rank 0's is not used for all.
+        self._reopen: Callable[[], Any] = Reopened(data, first) if loader is None else lambda: data
+        self._between = BetweenEpochs(options.own_state, data)
+        self._cut: CutReady | CutSamples
+        if global_batch_size is None:
+            ready = ReadyFns(options.count_fn, options.split_fn)
+            self._cut = CutReady(collate, cutter, ready, on_failure=self._on_failure)
+        else:
+            self._cut = CutSamples(collate, cutter, balance, on_failure=self._on_failure)
+        self._num_loader_workers = 0 if loader is None else loader.num_workers
+        self._reads_here = loader is None or is_read_here(loader)
+        lasting = loader is not None and loader.persistent_workers and loader.num_workers > 0
+        self.told = ToldEpochs(self._whole, data, lasting=lasting)
+        # In-process data may draw from the default state. With several workers each has its own state; rank 0's is not
+        # used for all, unless a loader draws the seed of its loader workers from it.
         self.needs_default_state = self.draws_from_default_generator = topology.num_workers == 1
-        self.bound_to_world = not self._shared
-        self.collective_state = not self._shared or self._owns_state
-        self.certain_piece_size: int | None = None
-        self.largest_piece_size = self._cutter.largest_piece_size
-        self.may_lack_samples = self._cutter.may_lack_samples(drop_last=False, num_samples=None)
+        self._seeds: BaseSeeds | None = None
+        self._runs: LoaderRuns | None = None
+        if loader is not None:
+            self._seeds = BaseSeeds(loader.generator, SeedSchedule.of(persistent=lasting))
+            # A method would make a cycle, and the loader workers would live on.
+            build = partial(_build, loader, global_batch_size, self._cut, self._seeds, self._pipe)
+            self.workers = self._runs = LoaderRuns(build, lasting=lasting)
+            self.draws_from_default_generator = loader.generator is None
+            self.needs_default_state = loader.generator is None and (shared or self._pipe is not None)
+        # Every rank reads an opaque loader under DATA: the results must be the same on all ranks.
+        self._draws_rows = self.draws_from_default_generator if loader is None else shared
+        self.bound_to_world = not shared
+        self.collective_state = not shared or self._owns_state
+        certain = shared and balance is None
+        self.certain_piece_size = cutter.certain_piece_size(drop_last=self._drop_last) if certain else None
+        self.largest_piece_size = cutter.largest_piece_size
 
     def fingerprint(self) -> Mapping[str, Any]:
         """See ``Source.fingerprint``."""
+        size, loader = self._cutter.global_batch_size, self._loader
+        if loader is None:
+            length = length_of(self._data) if self._cutter.shared else None
+            return {"kind": f"iterable {type(self._data).__name__}", "length": length, "batch size": size}
         return {
-            "kind": f"iterable {type(self._data).__name__}",
-            "length": length_of(self._data) if self._shared else None,
-            "batch size": self._cutter.global_batch_size,
+            "kind": f"iterable {type(self._whole).__name__}",
+            "batch size": size,
+            "drop_last": self._drop_last,
+            # torch repeats or divides an opaque iterable among its loader workers: their number is part of the data.
+            "num_workers": loader.num_workers,
         }
 
     def epoch_fingerprint(self) -> Mapping[str, Any]:
         """See ``Source.epoch_fingerprint``."""
-        return {}
+        return {} if self._loader is None else {"generator state": generator_digest(self._loader.generator)}
+
+    def may_lack_samples(self) -> bool:
+        """See ``Source.may_lack_samples``."""
+        return self._cutter.may_lack_samples(drop_last=self._drop_last, num_samples=None)
 
     def num_steps(self) -> int | None:
         """See ``Source.num_steps``."""
-        length = length_of(self._data) if self._shared else None
+        if not self._cutter.shared:
+            return None
+        if self._loader is not None:
+            return length_of(self._loader)
+        length = length_of(self._data)
         return None if length is None else num_batches(length, self._cutter.global_batch_size or 1)
-
-    def set_epoch(self, epoch: int) -> None:
-        """See ``Source.set_epoch``."""
-        self.told.tell(epoch)
 
     @property
     def way_out(self) -> str:
-        """See ``ReadByAll.way_out``."""
-        return way_out_for(self._data) if self._cutter.read_by_all else ""
+        """See ``Source.way_out``."""
+        return way_out_for(self._data if self._loader is None else self._whole) if self._cutter.read_by_all else ""
 
     def close(self) -> None:
-        """See ``Source.close``. Nothing outlives an epoch."""
+        """See ``Source.close``."""
+        if self._runs is not None:
+            self._runs.close()
+
+    @property
+    def seeds(self) -> SeedSchedule:
+        """See ``Source.seeds``."""
+        return super().seeds if self._seeds is None else self._seeds.schedule
 
     def generators(self) -> Sequence[torch.Generator]:
-        """See ``Source.generators``. The generators of the user's code are not known."""
-        return ()
+        """See ``Source.generators``. Those of the user's code are not known."""
+        return () if self._loader is None else generators_of(self._loader)
 
     def check(self, position: Sequence[Any]) -> None:
         """See ``Source.check``."""
-        Place.from_json(position, 1)
+        Place.from_json(position, self._num_readers)
 
     @property
     def keeps_between(self) -> bool:
-        """See ``KeepsBetweenEpochs.keeps_between``."""
-        return self._owns_state
+        """See ``Source.keeps_between``."""
+        return self._owns_state and self._reads_here
 
     def front(self) -> list[Any]:
-        """See ``KeepsBetweenEpochs.front``."""
+        """See ``Source.front``."""
         return self._between.position()
 
-    def resume(self, epoch: int, start: Start, share: Exchange) -> Start:
-        """See ``Source.resume``."""
-        return start
+    @property
+    def _num_readers(self) -> int:
+        return max(1, self._num_loader_workers)
 
     def open(self, epoch: int, draws: Draw, start: Start) -> Stream:
         """See ``Source.open``."""
         self.told.tell(epoch)
-        data, place, size = self._reopen(), place_of(start, 1), self._cutter.global_batch_size
+        data, place = self._reopen(), place_of(start, self._num_readers)
         self.told.tell_also(data)
-        unused = why_unused(data, self._own_state)
+        unused = why_unused(data, self._options.own_state)
         place = place.without_states() if unused else place
-        warn_of_reading_again(start, place, size or 1, self._data, unused=unused)
-        entrances = entrances_at(place)
-        if not start.steps and start.position is None:
-            place = self._between.begin(data)
+        per_batch = self._cutter.global_batch_size or 1
+        lived_on = self._num_loader_workers > 0 and start.seeds is SeedSchedule.NO_EPOCH
+        warn_of_reading_again(start, place, per_batch, self._data, unused=unused, lived_on=lived_on)
         elements = CapturingIterable(
             data,
-            size or 1,
+            per_batch,
             self._options.snapshot_every,
-            entrances,
-            own_state=self._own_state,
+            () if place.is_front else entrances_at(place),
+            on_failure=self._on_failure,
+            pipe=self._pipe,
+            hears=self.told.hears,
+            own_state=self._options.own_state,
             compares=self._cutter.read_by_all,
         )
-        items: Iterable[Any] = elements
-        cut: CutReady | CutSamples
-        if size is None:
-            ready = ReadyFns(self._options.count_fn, self._options.split_fn)
-            cut = CutReady(self._collate or as_is, self._cutter, ready)
-        else:
-            items = batched(elements, size, drop_last=False)
-            cut = CutSamples(self._collate or default_collate, self._cutter, self._balance)
-        log = ReadLog(place, self._options.most_ahead, owns_state=self._owns_state)
+        if not place.is_front:
+            self.close()  # persistent loader workers have another position
+        elif self._reads_here:
+            place = self._between.begin(data)
+        items, cut, end = draws(lambda: self._start(elements, start))
+
+        def close() -> None:
+            if end is not None:
+                end()
+            self.told.look()
+
+        in_order = self._loader is None or keeps_order(self._loader)
+        log = ReadLog(place, self._options.most_ahead, owns_state=self._owns_state, in_order=in_order)
         self._between.begun(log, data)
         label = labels_by_position(self._cutter, place.samples) if self._options.with_index else None
-        own_draws = draws if self.draws_from_default_generator else None
-        rows = rows_logged(items, cut.__call__, log, place, label)
-        cut_by_leaves = size is None and self._options.split_fn is None
         return RowStream(
-            rows,
-            in_background=False,
+            rows_logged(items, cut, log, place, label, goes_on=self._on_failure.goes_on),
+            in_background=self._num_loader_workers > 0,
             track=log,
-            draws=own_draws,
-            close=self.told.look,
-            one_structure=cut_by_leaves,
+            close=close,
+            draws=draws if self._draws_rows else None,
+            one_structure=self._cutter.global_batch_size is None and self._options.split_fn is None,
         )
+
+    def _start(
+        self, elements: CapturingIterable, start: Start
+    ) -> tuple[Iterable[Any], Callable[[Any], Any], Callable[[], None] | None]:
+        """Makes the draws that torch would have made by now. Returns how to read an epoch, to cut it and to end it.
+
+        Without loader workers this process reads by itself: torch's loader would do nothing else.
+        """
+        loader, seeds, runs = self._loader, self._seeds, self._runs
+        if loader is not None and seeds is not None and runs is not None:
+            seeds.schedule = start.seeds or seeds.schedule
+            for _ in range(start.replay + 1):
+                self._draw_seeds(loader, seeds)
+            if not self._reads_here:
+                run = runs.start(elements)
+                return run, as_is, lambda: runs.finish(run)
+            let_torch_warn(loader, seeds.generator)
+        size = self._cutter.global_batch_size
+        items: Iterable[Any] = elements if size is None else batched(elements, size, drop_last=self._drop_last)
+        return items, self._cut.__call__, None
+
+    def _draw_seeds(self, loader: DataLoader[Any], seeds: BaseSeeds) -> None:
+        """Makes the draws of torch's loader at the start of an epoch."""
+        starts_workers = loader.num_workers > 0 and seeds.schedule is not SeedSchedule.NO_EPOCH
+        if self._pipe is not None:
+            self._pipe.draw(loader.generator)
+        seeds.draw()
+        if self._pipe is not None and starts_workers:  # torch draws another seed for the pipe, and does not use it
+            torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+
+
+def _build(
+    loader: DataLoader[Any],
+    size: int | None,
+    cut: CutReady | CutSamples,
+    seeds: BaseSeeds,
+    pipe: PipeSetting | None,
+    elements: CapturingIterable,
+) -> DataLoader[Any]:
+    """The loader that reads a dataset and cuts its batches."""
+    batching: dict[str, Any] = {} if size is None else {"drop_last": loader.drop_last}
+    settings = {**settings_of(loader), "generator": seeds.generator}
+    init = settings["worker_init_fn"]
+    if pipe is not None and isinstance(init, WorkerInit):
+        init.tell_part = pipe.tell_part
+    return RebuiltLoader(elements, batch_size=size, collate_fn=cut, **batching, **settings)
 
 
 @final

@@ -27,7 +27,7 @@ from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.seed_schedule import SeedSchedule
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.base import Exchange, Source, length_of, own_shard
+from torchdistinput.sources.base import Source, length_of, own_shard
 from torchdistinput.sources.in_worker import ENDS, PieceDataset, as_is
 from torchdistinput.sources.iterable.divided_sources import part_of
 from torchdistinput.sources.iterable.user_state import tell_unused
@@ -71,7 +71,7 @@ def _draws_by_default(batches: Any) -> bool:
 
 
 @final
-class MapLoaderSource:
+class MapLoaderSource(Source):
     """A ``DataLoader`` over a map-style dataset: batches are cut before they are read.
 
     Args:
@@ -104,6 +104,7 @@ class MapLoaderSource:
             self._shard(topology)
         size = self._batches.batch_size if type(self._batches) is BatchSampler else None
         shared = policy is AutoShardPolicy.DATA or topology.num_workers == 1
+        self.draws_alone = self.collective_state = policy is AutoShardPolicy.HINT and not shared
         self._cutter = Cutter(topology, shared, size)
         self._balance = self._new_balance()
         self._drop_last = bool(self._collates and getattr(self._batches, "drop_last", False))
@@ -123,7 +124,7 @@ class MapLoaderSource:
             hears=self.told.hears,
         )
         build = partial(_build, loader, self._feed, self._base_seeds)  # a method would make a cycle and keep workers
-        self.workers = LoaderRuns(build, lasting=lasting)
+        self.workers = self._runs = LoaderRuns(build, lasting=lasting)
         self._given_seed: int | None = None  # from a state that was loaded
         self._used_seed: int | None = None
         inner = sampler_in(self._batches)
@@ -133,7 +134,6 @@ class MapLoaderSource:
         self.draws_order = not self.draws_alone
         self.draws_from_default_generator = loader.generator is None or self.needs_default_state
         self.bound_to_world = not shared
-        self.collective_state = self.draws_alone
         by_place = options.balance is None or options.equal_counts
         certain = shared and not options.skips and by_place
         self.certain_piece_size = self._cutter.certain_piece_size(drop_last=self._drop_last) if certain else None
@@ -150,8 +150,8 @@ class MapLoaderSource:
             let_torch_warn(self._loader, self._base_seeds.generator)
             read, next_request = self._pieces.__getitem__, drawn.take_request
             return lambda: read(next_request()), _nothing
-        run = self.workers.start(self._pieces)
-        return run.__next__, lambda: self.workers.finish(run)
+        run = self._runs.start(self._pieces)
+        return run.__next__, lambda: self._runs.finish(run)
 
     def _shard(self, topology: Topology) -> None:
         """Policy HINT: the dataset's own shard, with the user's kind of sampling over it."""
@@ -183,7 +183,6 @@ class MapLoaderSource:
             )
         return balance_by_index(self._options, self._cutter, length_of(self._dataset))
 
-    @property
     def may_lack_samples(self) -> bool:
         """See ``Source.may_lack_samples``."""
         batches = self._batches
@@ -204,12 +203,12 @@ class MapLoaderSource:
 
     @property
     def order_advice(self) -> str | None:
-        """See ``TellsOrder.order_advice``."""
+        """See ``Source.order_advice``."""
         return order_advice(self._loader)
 
     @property
     def part(self) -> str:
-        """See ``TellsPart.part``."""
+        """See ``Source.part``."""
         return part_of(self._dataset) if self._cutter.read_by_all else ""
 
     def epoch_fingerprint(self) -> Mapping[str, Any]:
@@ -225,13 +224,14 @@ class MapLoaderSource:
 
     def set_epoch(self, epoch: int) -> None:
         """See ``Source.set_epoch``."""
-        self.told.tell(epoch)
+        super().set_epoch(epoch)
         self._shuffle_epoch, self._shuffle_lead = epoch, 0
         if self._shuffle is not None:
             self._shuffle.set_epoch(epoch)
 
     def go_on_from(self, before: Source) -> None:
-        """See ``KnowsEpochs.go_on_from``."""
+        """See ``Source.go_on_from``."""
+        super().go_on_from(before)
         if isinstance(before, MapLoaderSource):
             self._given_seed, self._shuffle_epoch, self._shuffle_lead = before.kept()
 
@@ -241,7 +241,7 @@ class MapLoaderSource:
 
     def close(self) -> None:
         """See ``Source.close``."""
-        self.workers.close()
+        self._runs.close()
 
     @property
     def seeds(self) -> SeedSchedule:
@@ -249,20 +249,15 @@ class MapLoaderSource:
         return self._base_seeds.schedule
 
     def generators(self) -> Sequence[torch.Generator]:
-        """See ``Source.generators``. Under HINT each worker has its own, see ``DrawsAlone``."""
+        """See ``Source.generators``. Under HINT each worker has its own, see ``Source.draws_alone``."""
         return () if self.draws_alone else self._own_generators()
 
-    @property
-    def draws_alone(self) -> bool:
-        """See ``DrawsAlone.draws_alone``."""
-        return self._policy is AutoShardPolicy.HINT and not self._cutter.shared
-
     def first_position(self) -> list[Any]:
-        """See ``DrawsAlone.first_position``."""
+        """See ``Source.first_position``."""
         return ["map", 0, *(packed(each.get_state()) for each in self._own_generators())]
 
     def restore(self, position: Sequence[Any]) -> None:
-        """See ``DrawsAlone.restore``."""
+        """See ``Source.restore``."""
         for generator, text in zip(self._own_generators(), position[2:], strict=False):
             generator.set_state(unpacked(text))
 
@@ -274,10 +269,6 @@ class MapLoaderSource:
         states = len(self._own_generators()) if self.draws_alone else 0
         if len(position) != 2 + states or position[0] != "map" or type(position[1]) is not int:
             raise StateMismatch(f"position: found {position!r:.100} in the state, not one of map-style data.")
-
-    def resume(self, epoch: int, start: Start, share: Exchange) -> Start:
-        """See ``Source.resume``. It needs no facts of the other workers."""
-        return start
 
     def open(self, epoch: int, draws: Draw, start: Start) -> Stream:
         """See ``Source.open``."""
@@ -327,11 +318,11 @@ class MapLoaderSource:
 
     @property
     def sample_seed(self) -> int | None:
-        """See ``SeedsSamples.sample_seed``."""
+        """See ``Source.sample_seed``."""
         return self._used_seed if self._given_seed is None else self._given_seed
 
     def give_sample_seed(self, seed: int | None) -> None:
-        """See ``SeedsSamples.give_sample_seed``."""
+        """See ``Source.give_sample_seed``."""
         self._given_seed = seed
 
     def _seed_of_samples(self) -> int:
