@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchdistinput as tdi
+from tests.support.fsdp import shard
 from torchdistinput.testing import run_ranks
 
 SAMPLES = 11
@@ -87,7 +86,7 @@ def with_ddp() -> Any:
 
 def with_fsdp2() -> Any:
     torch.manual_seed(0)
-    model: Any = fully_shard(nn.Linear(2, 1), mesh=dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),)))
+    model = shard(nn.Linear(2, 1))
     epochs = train(model, torch.optim.SGD(model.parameters(), lr=0.1), loader_of(tdi.DataLoader))
     return epochs, model.weight.full_tensor().tolist()
 

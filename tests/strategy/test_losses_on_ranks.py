@@ -8,11 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.support.fsdp import shard
 from torchdistinput.batches.per_replica import PerReplica
 from torchdistinput.losses import average_loss
 from torchdistinput.plan.options import Step
@@ -53,7 +52,7 @@ def batch_of(size: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def wrap(net: Net, wrapper: str) -> nn.Module:
     if wrapper == "FSDP":
-        fully_shard(net, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        shard(net)
         return net
     return DistributedDataParallel(net, static_graph=wrapper == "DDP with static_graph")
 

@@ -18,17 +18,16 @@ from typing import Any, Protocol, TypeAlias
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchdistinput as tdi
 from tests.support.cells import cells
+from tests.support.fsdp import shard
 from torchdistinput.testing import run_ranks
 
 SAMPLES, GLOBAL_BATCH, EPOCHS = 85, 12, 3
@@ -276,9 +275,8 @@ LOADERS: dict[str, Callable[[tdi.Strategy], Loader]] = {
 
 def wrap(net: Net, wrapper: str) -> nn.Module:
     if wrapper == "FSDP2":
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         for part in (net.attention, net.inner, net):
-            fully_shard(part, mesh=mesh)
+            shard(part)
         return net
     return DistributedDataParallel(net, static_graph=wrapper == "DDP(static_graph=True)")
 
