@@ -539,6 +539,11 @@ def test_the_iterator_has_the_length_that_torchs_has(name: str) -> None:
     assert found[:2] == found[2:]
 
 
+def file_of(warned: warnings.WarningMessage) -> str:
+    """The file of a warning. Torch 2.8 names its own, later releases and this loader the one with the loop."""
+    return __file__ if warned.filename == torch.utils.data.dataloader.__file__ else warned.filename
+
+
 @pytest.mark.parametrize("asks", [False, True])
 @pytest.mark.parametrize("workers", WORKERS, ids=str)
 @pytest.mark.parametrize("batch_size", [None, 1, 2])
@@ -554,7 +559,7 @@ def test_a_stream_that_is_longer_than_it_said_is_warned_of_as_by_torch(
             if asks:
                 len(loader)
             told_after = [batch for batch in loader]  # noqa: C416
-        messages = [(each.category, str(each.message), each.filename) for each in caught]
+        messages = [(each.category, str(each.message), file_of(each)) for each in caught]
         found.append((plain(told_before), plain(told_after), messages))
     assert found[0] == found[1]
     assert asks == bool(found[1][2]) or batch_size == 2
@@ -564,7 +569,7 @@ def test_a_stream_that_is_longer_than_it_said_is_warned_of_as_by_torch(
 def test_too_many_loader_workers_are_warned_of_as_often_as_by_torch(
     workers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch._utils, "cpu_count", lambda: 1)  # where torch looks for it
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})  # which torch counts
     for data in (range(3), Resumable(length=3)):
         found = []
         for cls in (Torchs, Ours):

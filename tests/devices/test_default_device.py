@@ -50,6 +50,14 @@ def all_of(batches: Iterable[Any]) -> list[Any]:
     return [shown(batch) for batch in batches]
 
 
+def outcome_of(batches: Iterable[Any]) -> Any:
+    """The batches; or why torch makes none: that of 2.8 has no room elsewhere for what loader workers collate."""
+    try:
+        return all_of(batches)
+    except RuntimeError as error:
+        return str(error).rpartition("RuntimeError: ")[2].strip()
+
+
 def seeded(seed: int = 4) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
@@ -72,10 +80,10 @@ def npy_files(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_the_drop_in_gives_what_torch_gives(dataset: Any, num_workers: int) -> None:
     with Elsewhere():
         torch.manual_seed(1)
-        expected = all_of(DataLoader(dataset, 4, num_workers=num_workers)), torch.get_rng_state().tolist()
+        expected = outcome_of(DataLoader(dataset, 4, num_workers=num_workers)), torch.get_rng_state().tolist()
         torch.manual_seed(1)
         loader = tdi.DataLoader(dataset, 4, num_workers=num_workers)
-        assert (all_of(loader), torch.get_rng_state().tolist()) == expected
+        assert (outcome_of(loader), torch.get_rng_state().tolist()) == expected
 
 
 @pytest.mark.parametrize("replacement", [False, True])

@@ -49,7 +49,7 @@ class Elsewhere(DeviceContext):  # `torch.get_default_device` knows no other kin
         generator = given.get("generator")
         if func is torch.empty and tuple(args) == ((),):  # a seed
             return func(*args, **given)
-        if func in _DRAWS and generator is not None:
+        if func in _DRAWS and generator is not None and given.get("device") is None:
             if all(generator is not own for own in self._generators):
                 raise RuntimeError("Expected a 'meta' device type for generator but found 'cpu'")
             return func(*args, **given).as_subclass(_OnDevice)

@@ -166,6 +166,12 @@ SLOW: dict[str, Callable[[], Any]] = {
     "nothing": lambda: TensorDataset(floats(0, 3)),
 }
 
+try:
+    default_collate([np.bool_(True)])
+except TypeError:  # of torch 2.8, beside NumPy 2, which then is this loader's too
+    SLOW["bool scalars"] = partial(array, "bool", N)
+    del FAST["bool scalars"]
+
 
 class Own(Sampler[int]):
     """A sampler of the user's: any order, also from the end."""

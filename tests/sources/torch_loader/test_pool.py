@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from tests.support.platforms import linux_memory
+from tests.support.sent_storages import forget_sent_storages
 from torchdistinput.sources.torch_loader.shared_memory.pool import (
     Free,
     SharedPool,
@@ -141,9 +142,11 @@ def test_an_array_holds_memory_that_its_tensor_left(moved: str) -> None:
     else:
         x.share_memory_()  # type: ignore[no-untyped-call] # torch's
     del x
+    forget_sent_storages()
     assert not token.is_free
     assert array.tolist() == [7.0] * 16
     del array
+    forget_sent_storages()
     assert token.is_free
 
 

@@ -22,6 +22,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 import torchdistinput as tdi
 from tests.support.interruptions import Interruption
 from tests.support.platforms import linux_memory
+from tests.support.sent_storages import forget_sent_storages
 from tests.support.structures import Batch, Pair
 from torchdistinput.devices import pinned_memory
 from torchdistinput.sources.in_worker import Failure, PieceDataset, as_is
@@ -407,6 +408,7 @@ def test_whoever_keeps_a_batch_keeps_it_whoever_drops_it_frees_it(seed: int, mon
         while waiting:
             pipe.inlet.open(waiting.pop(0)[1])
     del sent  # in one process what came in fresh memory is the very storage that was sent
+    forget_sent_storages()
     for worker in (0, 1):  # all is free again, so that two batches may have it all, on both sides of the front's end
         pipe.through(numbers(2000), worker)
         pipe.through(0, worker)

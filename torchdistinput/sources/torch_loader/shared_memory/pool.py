@@ -33,7 +33,8 @@ pages as before.
 
 **Limits.** Linux only. The number of entries and the size of the file are bounds: a batch that does not fit takes new
 memory, as in torch. A closed loader keeps only the memory of batches that are still in use. A forked process must not
-close all open files that it finds, and then go on to read a batch of its parent.
+close all open files that it finds, and then go on to read a batch of its parent. Torch 2.8 keeps the memory of a tensor
+that was sent to another process until some hundred more were sent.
 """
 
 from __future__ import annotations
