@@ -10,9 +10,9 @@ over the ``W`` processes they are averaged, which takes the ``W`` away again:
 
 Example: G = 5 over W = 2, parts of 3 and 2: the factors are 2/5 and 2/5, where plain means would have 1/3 and 1/2.
 
-Limit: with gloo, FSDP2 of torch 2.8 adds gradients in float32 and bfloat16 where it is to average them, as gloo's
-reduce-scatter adds there (torch 2.9.1 averages). ``module.set_force_sum_reduction_for_comms(True)``, for each module that
-was given to ``fully_shard``, makes FSDP2 divide by itself. NCCL averages in each release.
+Limit: over gloo, FSDP2 of torch 2.8 adds gradients in float32 and bfloat16 where it is to average them, as gloo's
+reduce-scatter adds there (that of torch 2.9.1 averages). ``module.set_force_sum_reduction_for_comms(True)``, for each
+module that was given to ``fully_shard``, makes FSDP2 divide by itself.
 """
 
 from __future__ import annotations
