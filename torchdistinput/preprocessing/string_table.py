@@ -98,25 +98,28 @@ class _Table:
     """Places of keys of one width. Each key is in the first free slot from that of its hash on.
 
     Args:
-      keys: all different, ``(width, n)``; where slots are wanted by several, the first one comes first.
+      keys: all different, ``(width, n)``, none with a first word of zero, which stands for a free slot; where slots are
+        wanted by several, the first one comes first.
       places: of the keys.
       room: slots for each key; at least one slot stays free.
     """
 
     def __init__(self, keys: Words, places: Ints, room: int) -> None:
-        self._none = keys.shape[1]
-        bits = max(1, (room * self._none).bit_length())
+        width, count = keys.shape
+        bits = max(1, (room * count).bit_length())
         self._shift, self._last = np.uint64(64 - bits), (1 << bits) - 1
-        self._keys = np.pad(keys, ((0, 0), (0, 1)))
-        self._places = np.append(places, NOWHERE)
-        self._entries = np.full(1 << bits, self._none, np.int32)
-        slots, waiting = self._slots(keys), np.arange(self._none)[::-1]
+        owners = np.full(1 << bits, count, np.int32)
+        slots, waiting = self._slots(keys), np.arange(count)[::-1]
         while len(waiting):
             wanted = slots[waiting]
-            free = self._entries[wanted] == self._none
-            self._entries[wanted[free]] = waiting[free]  # the last one is written, so the first key
-            waiting = waiting[self._entries[wanted] != waiting]
+            free = owners[wanted] == count
+            owners[wanted[free]] = waiting[free]  # the last one is written, so the first key
+            waiting = waiting[owners[wanted] != waiting]
             slots[waiting] = (slots[waiting] + 1) & self._last
+        self._keys = np.zeros((width, 1 << bits), np.uint64)
+        self._keys[:, slots] = keys
+        self._places = np.full(1 << bits, NOWHERE)
+        self._places[slots] = places
 
     def _slots(self, words: Words) -> Ints:
         mixed = words[0]
@@ -141,11 +144,11 @@ class _Table:
 
     def _found(self, words: Words, slots: Ints) -> tuple[Ints, npt.NDArray[np.intp]]:
         """The places of the keys that are in these slots, and which keys are to be looked for in the next ones."""
-        entries = self._entries.take(slots).astype(np.intp)
-        equal = self._keys[0].take(entries) == words[0]
+        first = self._keys[0].take(slots)
+        equal = first == words[0]
         for key, column in zip(self._keys[1:], words[1:], strict=True):
-            equal &= key.take(entries) == column
-        return self._places.take(entries), np.flatnonzero(equal < (entries < self._none))
+            equal &= key.take(slots) == column
+        return self._places.take(slots), np.flatnonzero(equal < (first != 0))
 
 
 @final
