@@ -62,14 +62,12 @@ def _bytes(padded: bytes, starts: Ints, lengths: Ints) -> _Bytes:
 def _of_list(texts: Sequence[str]) -> _Bytes | None:
     """``None`` where a string has a NUL; a ``TypeError`` where an entry is no string."""
     joined = "\0".join(texts)
-    joined += _PADDING.decode()
-    padded = joined.encode("utf-8", "surrogatepass")
-    ends = np.flatnonzero(np.frombuffer(padded, np.uint8) == 0)
-    if len(ends) != len(texts) - 1 + _LONGEST:
+    padded = f"\0{joined}\0{_PADDING.decode()}".encode("utf-8", "surrogatepass")
+    nuls = np.flatnonzero(np.frombuffer(padded, np.uint8) == 0)  # around each string, and the padding
+    if len(nuls) != len(texts) + 1 + len(_PADDING):
         return None
-    ends = ends[: len(texts)]
-    starts = np.append(0, ends[:-1] + 1)
-    return _bytes(padded, starts, ends - starts)
+    starts = nuls[: len(texts)] + 1
+    return _bytes(padded, starts, nuls[1 : len(texts) + 1] - starts)
 
 
 def _of_array(array: npt.NDArray[Any]) -> _Bytes | None:
@@ -163,7 +161,8 @@ class StringTable:
 
     def __init__(self, places: Mapping[str, int], *, room: int = 4, few: int = 512) -> None:
         self._places, self._few = dict(places), few
-        terms = [term for term in places if "\0" not in term]
+        self._empty = places.get("", NOWHERE)
+        terms = [term for term in places if term and "\0" not in term]
         contents = [term.encode("utf-8", "surrogatepass") for term in terms]
         lengths = np.fromiter(map(len, contents), np.int64, len(terms))
         read = _bytes(b"".join((*contents, _PADDING)), np.cumsum(lengths) - lengths, lengths)
@@ -173,7 +172,7 @@ class StringTable:
         for size, width in enumerate(_WIDTHS):
             rows = np.flatnonzero(sizes == size)
             self._tables.append(_Table(read.words(rows, width), numbers[rows], room))
-        self._has_others = int((sizes < len(_WIDTHS)).sum()) < len(places)
+        self._has_others = int((sizes < len(_WIDTHS)).sum()) < len(places) - ("" in places)
 
     def find(self, texts: Texts) -> Ints:
         """The place of each text; ``NOWHERE`` where there is none.
@@ -210,6 +209,8 @@ class StringTable:
 
     def _in_tables(self, texts: _Bytes) -> Ints:
         found = self._tables[0].find(texts.words(slice(None), 1))
+        if self._empty != NOWHERE:  # its word is that of a free slot
+            found[texts.lengths == 0] = self._empty
         rows = np.flatnonzero(texts.lengths > 8)
         for table, width in zip(self._tables[1:], _WIDTHS[1:], strict=True):
             if not len(rows):

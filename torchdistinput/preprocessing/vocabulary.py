@@ -242,7 +242,7 @@ class Vocabulary:
             raise TypeError(f"{self.settings.layer}: {error}; strings are needed, or lists of them.") from error
         outside = found == NOWHERE
         if outside.any():
-            found[outside] = self._outside(texts, outside)
+            np.place(found, outside, self._outside(texts, outside))
         return torch.from_numpy(found)
 
     def _outside(self, texts: Texts, outside: npt.NDArray[np.bool_]) -> Any:
