@@ -7,10 +7,15 @@ the split by place (law B1) makes it wait long. The laws, for a batch of ``b`` s
     same sums: for 1,024 samples over 64 replicas to at most 2**-33 of the largest cost, so that whole numbers below
     2**34 stay exact.
 (C2) The balanced split. The samples are taken by falling cost, equal ones in the order of the batch. Each goes to the
-    replica with the least cost so far; of equal ones to the one with the fewest samples, then to the first.
-(C3) Equal counts. The sizes are ``[lo+1]*extra + [lo]*(N-extra)`` with ``lo, extra = divmod(b, N)``. The samples are
-    dealt by (C2), and each replica keeps the first that it gets, up to its size. The rest are dealt again by falling
-    cost: each to the replica with the least cost among those that have room; of equal ones to the first.
+    replica with the least cost so far; of equal ones to the one with the fewest samples, then to the first. Of
+    ``16 N`` samples or more, the dearest eighth and the cheapest eighth go one by one; those between go in runs of
+    ``g = b // (8 N)``, and what no longer fills a run goes with the cheapest. A run goes to one replica.
+(C3) Equal counts. The sizes are ``[lo+1]*extra + [lo]*(N-extra)`` with ``lo, extra = divmod(b, N)``. The samples and
+    runs of (C2) go each to the replica with the least cost among those that have room for it; of equal ones to the one
+    with the most room, then to the first. Then, with at most 64 samples for each replica, up to 16 times: if the
+    costliest replica (the first of equal ones) has more than 65/64 of the mean, and of the dearest sample with the
+    ``lo-1`` cheapest, then it and the cheapest replica swap two samples: those whose difference in cost is closest to
+    half that of the replicas, by falling cost the first of equal ones, if both replicas get closer by it.
 (C4) Batches of a worker's own (FILE, OFF). Each of the ``R`` steps that the batch lasts takes the next samples in
     order, at least one, so that the delivered samples are a prefix of the batch. A sample is in step ``r`` (from 0) if
     its middle, in the running sum of the costs, lies from ``r/R`` to ``(r+1)/R`` of the whole. The samples of a step
@@ -19,14 +24,14 @@ the split by place (law B1) makes it wait long. The laws, for a batch of ``b`` s
 (C6) Micro-batches. A part is cut into runs of samples of at most a given cost, each as long as it may be. All replicas
     have as many as the one that needs the most; the last ones of the others are empty.
 
-(C2) is the rule of Graham, "Bounds on multiprocessing timing anomalies", 1969: the slowest replica has at most
-``4/3 - 1/(3N)`` of the least possible cost.
+(C2) is the rule of Graham, "Bounds on multiprocessing timing anomalies", 1969: of fewer than ``16 N`` samples, the
+slowest replica has at most ``4/3 - 1/(3N)`` of the least possible cost. With runs the last samples make replicas even.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from hashlib import blake2b
 from heapq import heapify, heappop, heapreplace
 from itertools import accumulate, pairwise
@@ -58,6 +63,9 @@ Places: TypeAlias = npt.NDArray[np.int64]
 _BITS: Final = 62  # of a load: the cost, the samples and the number of a replica in one int
 _LEAST_BITS: Final = 8  # to tell costs apart
 _MANY: Final = 24  # replicas
+_FEW: Final = 4  # rounds
+_SWAPS: Final = 16
+_SWAPPED: Final = 64  # samples for each replica
 
 
 class BalancedSplit(NamedTuple):
@@ -108,47 +116,87 @@ def balanced_split(costs: Costs, num_replicas: int, *, equal_counts: bool = Fals
     keys.sort()
     keys = keys[::-1]
     fallen = size - 1 - (keys & (1 << for_place) - 1)
+    runs = _runs(size, num_replicas)
     # A load is (cost, samples, number) of a replica in one int; a sample adds its cost, and one sample.
     steps = (keys >> for_place << for_place | 1) << for_replica
-    sizes = _equal_sizes(size, num_replicas) if equal_counts else None
+    if runs.most > 1:
+        steps = np.add.reduceat(steps, runs.starts)
+    if equal_counts:
+        dealt, loads = _dealt_equally(steps, runs, num_replicas, for_replica)
+        dealt = runs.of_samples(dealt & (1 << for_replica) - 1)
+        if size <= _SWAPPED * num_replicas:
+            _swap(dealt, keys >> for_place, loads >> for_place + for_replica)
+    else:
+        loads = np.arange(num_replicas)
+        dealt = (_dealt_in_rounds if num_replicas >= _MANY else _dealt_singly)(steps, loads)
+        dealt = runs.of_samples(dealt & (1 << for_replica) - 1)
     owners = np.empty(size, np.int16 if num_replicas < 1 << 15 else np.int64)  # int16 is sorted by its digits
-    owners[fallen] = _owners(steps, num_replicas, sizes, for_place, for_replica)
+    owners[fallen] = dealt
     counts = np.bincount(owners, minlength=num_replicas)
     return BalancedSplit(owners.argsort(kind="stable"), tuple(counts.tolist()))
 
 
-def _owners(steps: Places, num_replicas: int, sizes: Places | None, for_place: int, for_replica: int) -> Places:
-    """The replica of each sample, by falling cost: law C2; with sizes, law C3."""
-    before = _dealt_in_rounds(steps, num_replicas) if num_replicas >= _MANY else _dealt_singly(steps, num_replicas)
-    owners = before & (1 << for_replica) - 1
-    if sizes is None:
-        return owners
-    keeps = before >> for_replica & (1 << for_place) - 1 < sizes[owners]
-    kept = np.arange(num_replicas)
-    np.add.at(kept, owners[keeps], steps[keeps])
-    room = sizes - (kept >> for_replica & (1 << for_place) - 1)
-    again = ~keeps
-    owners[again] = _dealt_again(steps[again].tolist(), kept.tolist(), room.tolist())
-    return owners
+@final
+@dataclass(frozen=True)
+class _Runs:
+    """What is dealt together, by falling cost.
 
-
-def _dealt_singly(steps: Places, num_replicas: int) -> Places:
-    """Law C2: the load of the replica that gets each sample, before it gets it."""
-    loads = list(range(num_replicas))  # a heap
-    return np.fromiter([heapreplace(loads, loads[0] + step) for step in steps.tolist()], np.int64, len(steps))
-
-
-def _dealt_in_rounds(steps: Places, num_replicas: int) -> Places:
-    """The same, faster for many replicas: in a round, the samples go to the replicas by rising load.
-
-    A round ends before the first replica that has more than one that got a sample in this round.
+    Args:
+      starts: where each run begins.
+      lengths: its samples.
+      stages: the first and the end of runs of one length, and this length.
     """
-    loads = np.arange(num_replicas)
+
+    starts: Places
+    lengths: Places
+    stages: tuple[tuple[int, int, int], ...]
+
+    @property
+    def most(self) -> int:
+        """The length of the longest."""
+        return max(length for _, _, length in self.stages)
+
+    def of_samples(self, values: Places) -> Places:
+        """The value of the run of each sample, given that of each run."""
+        return values if self.most == 1 else values.repeat(self.lengths)
+
+
+@lru_cache(maxsize=8)
+def _runs(size: int, num_replicas: int) -> _Runs:
+    """Law C2."""
+    together = size // (8 * num_replicas)
+    if together < 2:
+        return _Runs(np.arange(size), np.ones(size, np.int64), ((0, size, 1),))
+    alone = size // 8  # no fewer than ``together * num_replicas``, so that there is room for each run
+    runs = (size - 2 * alone) // together
+    end = alone + runs * together
+    starts = np.concatenate([np.arange(alone), np.arange(alone, end, together), np.arange(end, size)])
+    stages = ((0, alone, 1), (alone, alone + runs, together), (alone + runs, len(starts), 1))
+    return _Runs(starts, np.diff(starts, append=size), stages)
+
+
+def _dealt_singly(steps: Places, loads: Places) -> Places:
+    """Law C2: the load of the replica that gets each run, before it gets it. ``loads`` rise."""
+    heap = loads.tolist()
+    return np.fromiter([heapreplace(heap, heap[0] + step) for step in steps.tolist()], np.int64, len(steps))
+
+
+def _dealt_in_rounds(steps: Places, loads: Places, rounds: int | None = None) -> Places:
+    """The same, faster for many replicas: in a round, the runs go to the replicas by rising load.
+
+    A round ends before the first replica that has more than one that got a run in this round. So each replica gets
+    one run in a round at most.
+
+    Args:
+      steps: what the runs add.
+      loads: of the replicas; those after the last round are written here.
+      rounds: how many there are at most; then fewer runs may be dealt.
+    """
     found = np.empty_like(steps)
     done = 0
-    while done < len(steps):
+    while done < len(steps) and rounds != 0:
         loads.sort()
-        wanted = steps[done : done + num_replicas]
+        wanted = steps[done : done + len(loads)]
         after = loads[: len(wanted)] + wanted
         too_much = loads[1 : len(wanted)] > np.minimum.accumulate(after)[:-1]
         first = int(too_much.argmax()) if len(too_much) else 0
@@ -156,28 +204,73 @@ def _dealt_in_rounds(steps: Places, num_replicas: int) -> Places:
         found[done : done + taken] = loads[:taken]
         loads[:taken] = after[:taken]
         done += taken
-    return found
+        rounds = None if rounds is None else rounds - 1
+    return found[:done]
 
 
-def _dealt_again(steps: list[int], loads: list[int], room: list[int]) -> list[int]:
-    """Law C3: the replicas of the samples that the first ones had no room for."""
-    heap = [(load, replica) for replica, load in enumerate(loads) if room[replica]]
+def _dealt_equally(steps: Places, runs: _Runs, num_replicas: int, for_replica: int) -> tuple[Places, Places]:
+    """Law C3: the load of the replica that gets each run, before; and the loads of all in the end, by replica."""
+    low, extra = divmod(int(runs.lengths.sum()), num_replicas)
+    limit = low + (extra > 0)
+    loads = np.arange(num_replicas)
+    if extra:
+        loads[extra:] += 1 << for_replica  # as if these had a sample already
+    samples = (1 << limit.bit_length() + for_replica) - 1  # the bits below the cost
+    found: list[Places] = []
+    for start, stop, length in runs.stages:
+        full = limit - length + 1 << for_replica
+        done = start
+        while done < stop:
+            has_room = loads & samples < full
+            free = loads[has_room]
+            rounds = 0
+            if len(free) >= _MANY:
+                rounds = (limit - (int((free & samples).max()) >> for_replica)) // length
+            if rounds >= _FEW:
+                before, after = _dealt_in_rounds(steps[done:stop], free, rounds), free
+            else:
+                before, after = _dealt_with_room(steps[done:stop].tolist(), free.tolist(), samples, full)
+            found.append(before)
+            loads = np.concatenate([loads[~has_room], after])
+            done += len(before)
+    loads = loads[(loads & (1 << for_replica) - 1).argsort()]
+    return np.concatenate(found), loads
+
+
+def _dealt_with_room(steps: list[int], heap: list[int], samples: int, full: int) -> tuple[Places, Places]:
     heapify(heap)
-    found = []
+    found, left = [], []
     for step in steps:
-        load, replica = heap[0]
-        found.append(replica)
-        room[replica] -= 1
-        if room[replica]:
-            heapreplace(heap, (load + step, replica))
+        load = heap[0]
+        found.append(load)
+        load += step
+        if load & samples < full:
+            heapreplace(heap, load)
         else:
+            left.append(load)
             heappop(heap)
-    return found
+    return np.array(found, np.int64), np.array(left + heap, np.int64)
 
 
-def _equal_sizes(size: int, num_replicas: int) -> Places:
-    low, extra = divmod(size, num_replicas)
-    return np.full(num_replicas, low) + (np.arange(num_replicas) < extra)
+def _swap(owners: Places, costs: Places, loads: Places) -> None:
+    """Law C3: the swaps. Costs fall; all arguments but them are changed."""
+    cheapest = len(costs) - len(costs) // len(loads) + 1
+    least = max(int(costs.sum()), len(loads) * int(costs[0] + costs[cheapest:].sum()))  # of all replicas together
+    for _ in range(_SWAPS):
+        high, low = int(loads.argmax()), int(loads.argmin())
+        if 64 * len(loads) * int(loads[high]) <= 65 * least:
+            return
+        gap = int(loads[high] - loads[low])
+        given, taken = np.flatnonzero(owners == high), np.flatnonzero(owners == low)
+        less = costs[given][:, None] - costs[taken]
+        place = int(np.abs(2 * less - gap).argmin())
+        one, other = given[place // len(taken)], taken[place % len(taken)]
+        moved = int(costs[one] - costs[other])
+        if not 0 < moved < gap:
+            return
+        owners[one], owners[other] = low, high
+        loads[high] -= moved
+        loads[low] += moved
 
 
 def _ends_of_steps(costs: Costs, num_steps: int) -> list[int]:
