@@ -135,6 +135,20 @@ def test_a_length_that_is_wrong_is_named_on_all_ranks_at_the_same_step() -> None
     assert "sample 77 has shape" in first[2]
 
 
+def lengths_of_its_own() -> Any:
+    lengths = [*LENGTHS[:-1], LENGTHS[-1] - torch.distributed.get_rank()]
+    loader = DataLoader(tdi.Packed(Texts(), 64, lengths=lengths), 8)
+    return raised(lambda: tdi.Strategy(["cpu"]).distribute_dataset(loader))
+
+
+def test_lengths_that_differ_between_ranks_are_refused_on_all() -> None:
+    first, second = run_ranks(2, lengths_of_its_own)
+    assert first == second
+    assert first.kind == "RankDisagreement"
+    assert 'rank 0: "a Packed (checksum' in first.message
+    assert 'rank 1: "a Packed (checksum' in first.message
+
+
 def test_bad_arguments_are_told() -> None:
     with pytest.raises(ValueError, match="more than max_length=8"):
         tdi.Packed(Texts(), 8)

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
+from tests.support.epochs import steps_until_raised
 from tests.support.resume import check_worlds
 from torchdistinput import Fragment
 from torchdistinput.errors import BatchingError, InputError, RankDisagreement, ShardingError, SourceError, StateMismatch
@@ -384,3 +386,73 @@ def test_a_length_below_0_is_told(folder: str) -> None:
     mixed = mixture(folder, unit="tokens", lengths={**LENGTHS, "code": lambda record: -len(record)})
     with pytest.raises(SourceError, match="code: the length of record 0 of .*code-0.txt is -4"):
         list(mixed)
+
+
+def length_on_rank(line: str) -> int:
+    """Of a line; one is another on rank 1."""
+    return 9 if line == "1007" and torch.distributed.get_rank() == 1 else len(line)
+
+
+def lengths_differ(folder: str, num_workers: int, unit: str, options: dict[str, Any]) -> list[Any]:
+    found = []
+    array = [9 - torch.distributed.get_rank()] * BOOK
+    for more in ({"code": length_on_rank}, {"book": array}):
+        mixed = mixture(folder, unit=unit, lengths={**LENGTHS, **more})
+        data: Any = DataLoader(mixed, SIZE, num_workers=num_workers)
+        with tdi.Strategy(["cpu"]).distribute_dataset(data, tdi.InputOptions(**options)) as loader:
+            steps, error = steps_until_raised(loader)
+        assert error is not None
+        found.append((steps, error.kind, error.message))
+    return found
+
+
+def same_cost(_sample: Any) -> float:
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "unit", "options"), [(0, "tokens", {}), (1, "samples", {}), (0, "tokens", {"balance": same_cost})]
+)
+def test_lengths_that_differ_between_ranks_are_refused_on_all_at_the_step_of_the_sample(
+    folder: str, num_workers: int, unit: str, options: dict[str, Any]
+) -> None:
+    first, second = run_ranks(2, lengths_differ, folder, num_workers, unit, options)
+    assert first == second
+    order = list(mixture(folder, unit=unit, lengths=LENGTHS))
+    at = [order.index(1007) // SIZE, next(place for place, number in enumerate(order) if number >= 5000) // SIZE]
+    for (steps, kind, message), step in zip(first, at, strict=True):
+        assert (steps, kind) == (step, "RankDisagreement")
+        assert f"the ranks read different data at step {step} of epoch 0" in message
+        assert "rank 0: " in message
+        assert "rank 1: " in message
+        assert "lengths= must tell every rank the same" in message
+
+
+def no_length_on_rank(line: str) -> int:
+    if line == "1007" and torch.distributed.get_rank() == 1:
+        raise KeyError(line)
+    return len(line)
+
+
+def fails_to_measure(folder: str, num_workers: int) -> list[Any]:
+    found = []
+    for length in (no_length_on_rank, lambda line: -1 if line == "1007" else len(line)):
+        data: Any = DataLoader(mixture(folder, lengths={"code": length}), SIZE, num_workers=num_workers)
+        with tdi.Strategy(["cpu"]).distribute_dataset(data) as loader:
+            steps, error = steps_until_raised(loader)
+        assert error is not None
+        found.append((steps, error.kind, error.message.splitlines()[0]))
+    return found
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_length_that_cannot_be_found_is_the_error_of_all_ranks_at_one_step(folder: str, num_workers: int) -> None:
+    first, second = run_ranks(2, fails_to_measure, folder, num_workers)
+    assert first == second
+    step = list(mixture(folder)).index(1007) // SIZE
+    (_, _, missing), (_, _, negative) = first
+    assert [each[:2] for each in first] == [(step, "SourceError")] * 2
+    assert f"the input of rank 1 failed at step {step}" in missing
+    assert "code: the length of record 7 of" in missing
+    assert "could not be found: KeyError: '1007'" in missing
+    assert "code-0.txt is -1; it must be 0 or more" in negative

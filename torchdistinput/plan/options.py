@@ -96,7 +96,8 @@ class InputOptions:
         their means, the end and the state stay the same; the parts differ in size, as ``average_loss`` takes them. The
         costs are 0 or more, in any unit: for map-style data an array with one for each index (``lengths ** 2``), or a
         function of the index; for files and iterables whose samples are batched here a function of the record, before
-        ``map_fn``. Under DATA all ranks must find the same costs, and each reads all records of files. Where each
+        ``map_fn``; for a mixture a function of ``(number of the source, record)``, or index in place of the record.
+        Under DATA all ranks must find the same costs, and each reads all records of files. Where each
         worker has batches of its own (FILE, OFF), a batch is cut into steps of about equal cost.
       equal_counts: with ``balance``: the parts of a step differ by one sample at most. Not for batches of a worker's
         own. ``partial_batch="pad"`` needs it.

@@ -27,6 +27,7 @@ from torchdistinput.plan.mixed_turns import Cursor
 from torchdistinput.plan.sharding import shards_of
 from torchdistinput.sources.files.columns import Columns, RecordList, collated
 from torchdistinput.sources.files.corrupt_records import CorruptRecord
+from torchdistinput.sources.files.mixed_reader import MixedReader
 from torchdistinput.sources.files.mixture import RecordDataset
 from torchdistinput.sources.files.reading import Reads, RecordPlace, Reserved
 from torchdistinput.sources.in_worker import Cut, Failure, labelled_piece, no_sizes, nothing_left, sizes_in, thinned
@@ -138,6 +139,7 @@ class RecordRows(IterableDataset[Any]):
       in_ranges: whether another process reads a part of each batch, or some batches.
       strings: whether the records are strings, and collating returns the list of them, in this process.
       balance: divides batches by cost; ``None``: they are cut by place.
+      compares: whether the ranks compare what the reader of a mixture drew, as all must draw the same.
     """
 
     def __init__(  # noqa: PLR0913 - one kind of rows is one call
@@ -156,8 +158,10 @@ class RecordRows(IterableDataset[Any]):
         in_ranges: bool = False,
         strings: bool = False,
         balance: Balance | None = None,
+        compares: bool = False,
     ) -> None:
         self._balance = balance
+        self._compares = compares
         self.dataset = dataset
         self._cutter = cutter
         self._collate = collate
@@ -243,14 +247,14 @@ class RecordRows(IterableDataset[Any]):
                 return self._cut_ready([*records[:]], partial(reader.places, 0, 1), key, first)._replace(place=place)
             rows: list[Row] = []
             numbers: list[list[Any]] | None = [] if self._with_index else None
-            read: Digest = 0
+            read: Digest = reader.digest() if self._compares and isinstance(reader, MixedReader) else 0
             origins: Reads | _InOrder = reader
             if self._balance is None:
                 all_limits = self._limits(len(records))[first:]
             else:
                 division = divide_records(self._balance, records)
                 records, origins = _in_order(records[:], division.order), _InOrder(reader, division.order)
-                all_limits, read = division.rows[first:], self._balance.digest_of(division, 0)
+                all_limits, read = division.rows[first:], self._balance.digest_of(division, read)
             for limits in all_limits:
                 rows.append([self._piece(records, lo, hi, origins, key) if lo < hi else None for lo, hi in limits])
                 if numbers is not None:

@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from hashlib import blake2b
 from typing import Any, Final, NamedTuple, Protocol, final
 
 import numpy as np
 
+from torchdistinput.coordination.batch_digests import digest_of_read
 from torchdistinput.coordination.failures import in_one_line
 from torchdistinput.errors import SourceError, StateMismatch
 from torchdistinput.plan.file_resharding import FileCursor, ReaderCursor
@@ -128,9 +130,12 @@ class _Waiting:
         before = self._reader.position()
         try:
             found = list(self._reader.take(count))
+            places = self._reader.places(0, len(found))
+            lengths = self._measured(found, places)
         except SourceError:
             if count == 1:
                 raise
+            self._reader.close()
             self._reader, self._place, self._most = None, before, 1  # the good records in front of it come first
             return
         if found:
@@ -138,8 +143,8 @@ class _Waiting:
             self._read += len(found)
             self._read_this_turn = True
             self.records += found
-            self.places += self._reader.places(0, len(found))
-            self.lengths += self._measured(found)
+            self.places += places
+            self.lengths += lengths
         if len(found) == count:
             return
         if not self._repeats:
@@ -153,19 +158,22 @@ class _Waiting:
         self._reader, self._place, self._read_this_turn = None, None, False
         self._turn += 1
 
-    def _measured(self, records: list[Any]) -> list[int]:
+    def _measured(self, records: list[Any], places: list[RecordPlace]) -> list[int]:
         length = self._part.length
         if length is None:
             return [0] * len(records)
-        found = [0 if isinstance(record, CorruptRecord) else int(length(record)) for record in records]
+        found: list[int] = []
+        try:
+            found.extend(0 if isinstance(record, CorruptRecord) else int(length(record)) for record in records)
+        except Exception as error:
+            raise self._unmeasured(places[len(found)], f"could not be found: {in_one_line(error)}") from error
         if found and min(found) < 0:
-            place = self.places[len(self.lengths) + found.index(min(found))]
-            raise SourceError(
-                f"{self._part.name}: the length of record {place.record} of {place.file} is {min(found)}; it must be "
-                "0 or more.",
-                file=place.file,
-            )
+            raise self._unmeasured(places[found.index(min(found))], f"is {min(found)}; it must be 0 or more")
         return found
+
+    def _unmeasured(self, place: RecordPlace, problem: str) -> SourceError:
+        text = f"{self._part.name}: the length of record {place.record} of {place.file} {problem} (lengths=)."
+        return SourceError(text, file=place.file)
 
     def take(self, count: int) -> tuple[list[Any], list[RecordPlace]]:
         """Hands over the next records at hand."""
@@ -281,6 +289,11 @@ class MixedReader:
     def places(self, lo: int, hi: int) -> list[RecordPlace]:
         """See ``Reads.places``."""
         return self._places[lo:hi]
+
+    def digest(self) -> int:
+        """A number of the sources of the records that were taken last, and the tokens of each source up to there."""
+        tokens = [waiting.tokens for waiting in self._sources]
+        return digest_of_read(blake2b(np.array([*self._drawn, *tokens]).tobytes(), digest_size=16).hexdigest())
 
     def position(self) -> MixtureCursor:
         """See ``Reads.position``."""

@@ -36,6 +36,7 @@ from torchdistinput.sources.map_style.length_batches import Lengths
 from torchdistinput.sources.sample_seed import epoch_key
 
 __all__ = [
+    "LENGTHS_WAY_OUT",
     "InOwnOrder",
     "Lengths",
     "RecordDataset",
@@ -53,6 +54,12 @@ Weights: TypeAlias = Mapping[str, float] | Sequence[tuple[int, Mapping[str, floa
 _STOPS: Final = ("first", "all", "repeat")
 _UNITS: Final = ("samples", "tokens")
 _READ_TOGETHER: Final = 64
+
+LENGTHS_WAY_OUT: Final = (
+    "Of a mixture these are the sources of the samples, and the tokens of each source so far: lengths= must tell every "
+    "rank the same, and the sources must have the same records."
+)
+"""Advice where the ranks drew different samples of a mixture."""
 
 
 @runtime_checkable
@@ -199,6 +206,11 @@ class StreamMixture(IterableDataset[Any]):
                     f'the source {part.name!r} has no end, and stop="all" waits for it. Give it num_samples, or use '
                     'stop="repeat".'
                 )
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether lengths were given, which may differ from rank to rank. Local."""
+        return any(part.length is not None for part in self._parts)
 
     @property
     def is_endless(self) -> bool:

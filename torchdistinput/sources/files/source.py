@@ -28,7 +28,7 @@ from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.base import Exchange, RowStream, Source
 from torchdistinput.sources.files.batching import Batch, Entrance, KnownRows, RecordRows, divide_records, pass_over
 from torchdistinput.sources.files.fragment_dataset import FragmentDataset
-from torchdistinput.sources.files.mixture import RecordDataset, StreamMixture
+from torchdistinput.sources.files.mixture import LENGTHS_WAY_OUT, RecordDataset, StreamMixture
 from torchdistinput.sources.files.mixture_weights import WeightsSync
 from torchdistinput.sources.files.position import CommonPlaces, FilesPosition, Places
 from torchdistinput.sources.files.steps import counted_steps, known_steps, sizes_of, told_of_skew
@@ -125,6 +125,7 @@ class RecordSource(Source):
             in_ranges=in_ranges,
             strings=self._lists_strings and self._reads_here,
             balance=self._balance,
+            compares=bool(self.way_out),
         )
         if options.auto_shard_policy is AutoShardPolicy.AUTO and not shared and topology.worker == 0:
             told = told_of_skew(dataset, self._cutter, self._sizes, drop_last=self._drop_last)
@@ -141,6 +142,13 @@ class RecordSource(Source):
     def order_advice(self) -> str:
         """See ``Source.order_advice``."""
         return self._dataset.order_advice
+
+    @property
+    def way_out(self) -> str:
+        """See ``ReadByAll.way_out``."""
+        counts = self._mixture is not None and self._mixture.counts_tokens
+        compares = counts and self._cutter.read_by_all and self._options.coordination == "on"
+        return LENGTHS_WAY_OUT if compares else ""
 
     def fingerprint(self) -> Mapping[str, Any]:
         """See ``Source.fingerprint``."""

@@ -19,6 +19,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from torchdistinput.coordination.batch_digests import digest_of_read
 from torchdistinput.sources.base import length_of
+from torchdistinput.sources.map_style.packed import Packed
 from torchdistinput.sources.map_style.table import Table
 
 __all__ = ["PART_WAY_OUT", "divides_itself", "part_of", "way_out_for"]
@@ -121,6 +122,9 @@ def _told_of(dataset: Any, depth: int) -> Iterator[int]:
         return
     if isinstance(dataset, TensorDataset | Table):
         yield digest_of_read(list(dataset.tensors) if isinstance(dataset, TensorDataset) else dataset.columns)
+    elif isinstance(dataset, Packed):
+        yield dataset.checksum
+        yield from _told_of(dataset.dataset, depth - 1)
     elif isinstance(dataset, ConcatDataset):
         for each in dataset.datasets[:_MOST_INSIDE]:
             yield from _told_of(each, depth - 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from hashlib import blake2b
 from itertools import accumulate
 from typing import Any, final
 
@@ -62,7 +63,7 @@ class Packed(Dataset[dict[str, Tensor]]):
         pad: float | Mapping[str, float] | None = None,
     ) -> None:
         check_packing(max_length, window, strategy, overflow)
-        self._dataset, self._max_length, self._window = dataset, max_length, window
+        self.dataset, self._max_length, self._window = dataset, max_length, window
         self._strategy: PackingStrategy = strategy
         self._overflow: Overflow = overflow
         self._fields = None if fields is None else list(fields)
@@ -89,7 +90,7 @@ class Packed(Dataset[dict[str, Tensor]]):
         self._plan = lru_cache(2)(self._planned)
 
     def _measured(self, lengths: Lengths | None) -> Any:
-        count = len(self._dataset)
+        count = len(self.dataset)
         if lengths is None:
             return np.array([len(self._columns(index)[0]) for index in range(count)], np.int64)
         if callable(lengths):
@@ -107,7 +108,7 @@ class Packed(Dataset[dict[str, Tensor]]):
         return pack_window(part, start, self._max_length, self._strategy, self._overflow)
 
     def _columns(self, index: int) -> list[Any]:
-        sample = self._dataset[index]
+        sample = self.dataset[index]
         return [sample] if self._fields is None else [sample[name] for name in self._fields]
 
     def __len__(self) -> int:
@@ -119,6 +120,13 @@ class Packed(Dataset[dict[str, Tensor]]):
         """The tokens of all packs, of the places that they have."""
         kept = int(self._lengths.sum()) - self.dropped_tokens - self.truncated_tokens
         return kept / max(1, len(self) * self._max_length)
+
+    @property
+    def checksum(self) -> int:
+        """A number of the lengths, and of what is done with them: ranks with the same number have the same packs."""
+        found = blake2b(np.ascontiguousarray(self._lengths).data, digest_size=8)
+        found.update(f"{self._max_length} {self._window} {self._strategy} {self._overflow}".encode())
+        return int.from_bytes(found.digest(), "little")
 
     def items(self, pack: int) -> list[Item]:
         """The samples of a pack, and the tokens of them that it has. Local, reads no sample."""
