@@ -126,6 +126,9 @@ def build_pipeline(
         give_back=idle.append,
     )
     ranks = setting.ranks
+    news = stream.news if isinstance(stream, HasNews) else None
+    if news is not None:
+        news.follow(lambda: progress.rows)
     step_sync = StepSync(
         channel,
         slots=max(1, options.most_ahead),
@@ -139,7 +142,7 @@ def build_pipeline(
         periodic_sync=StatsSync(progress.meter, stream.periodic_sync),
         max_errors=options.max_errors if options.skips else None,
         ahead=(depth, options.least_ahead) if grows else None,
-        news=stream.news if isinstance(stream, HasNews) else None,
+        news=news,
     )
     threaded = channel is not None or (depth > 0 and (stream.in_background or copies))
     prefetcher = Prefetcher(

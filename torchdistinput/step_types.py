@@ -210,6 +210,9 @@ class PeriodicSync(Protocol):
 class News(Protocol):
     """Facts that one rank may have for all ranks at any time; the next vote carries them (law A9)."""
 
+    def follow(self, delivered: Callable[[], int]) -> None:
+        """Takes a function that returns how many rows of the stream were delivered on this rank."""
+
     @property
     def pending(self) -> bool:
         """Whether this rank has any. Any thread."""

@@ -22,7 +22,10 @@ RATE, PADDING = "million samples a second of CPU time", "empty places, %"
 MAX_LENGTH = 2048
 LOGNORMAL, SOURCES = "lognormal", "sources"
 GRAIN = ("grain",)
-NOTE = "Grain fills rows while it reads: its time is that of the tokens' copies too."
+NOTE = (
+    "Grain fills rows while it reads: its time is that of the tokens' copies too. The first window of first_fit in a "
+    "process takes 10 ms more, for its patterns, which few samples show."
+)
 
 
 def lengths_of(law: str, count: int) -> npt.NDArray[np.int64]:
@@ -87,7 +90,8 @@ def table(title: str, law: str, count: int, windows: Sequence[int], rounds: int)
         for name, window in names
     ]
     columns = (Column(RATE, "more", rate("samples", "seconds")), Column(PADDING, "less", largest("empty")))
-    targets = [Target(RATE, f"best_fit, window of {window:,}", 1.0) for window in windows]
+    fast = [each for each in cases if each[0] == "best_fit" or (each[0] == "first_fit" and law == LOGNORMAL)]
+    targets = [Target(RATE, f"{strategy}, window of {window:,}", 1.0) for strategy, window in fast]
     targets += [
         Target(PADDING, f"best_fit, window of {window:,}", 1.0, (f"Grain, BestFitPackIterDataset, {window:,}",))
         for window in windows

@@ -19,6 +19,7 @@ from tests.support.epochs import steps_until_raised
 from tests.support.resume import check_worlds
 from torchdistinput import Fragment
 from torchdistinput.errors import BatchingError, InputError, RankDisagreement, ShardingError, SourceError, StateMismatch
+from torchdistinput.sources.files.mixture_weights import MixtureWeights, WeightsSync
 from torchdistinput.testing import run_ranks
 
 WEB, CODE, KEYS, BOOK = 700, 330, 90, 45
@@ -205,6 +206,44 @@ def test_different_weights_on_two_ranks_are_refused_on_both(folder: str) -> None
     assert first == second
     assert "rank 0: {'web': 1.0, 'code': 1.0" in first
     assert "rank 1: {'web': 2.0, 'code': 1.0" in first
+
+
+def test_ranks_that_are_late_repeat_what_was_agreed_and_others_win_by_their_step() -> None:
+    both = [MixtureWeights(["a", "b"], [(0, {"a": 1})], None) for _ in range(2)]
+    syncs = [WeightsSync(weights, 0, 0, 10, 1) for weights in both]
+    delivered = [0, 0]
+    for rank, sync in enumerate(syncs):
+        sync.follow(lambda rank=rank: delivered[rank])  # type: ignore[misc]
+
+    def ask(rank: int, row: int, share: int) -> None:
+        delivered[rank] = row
+        both[rank].ask({"a": 1, "b": share})
+
+    def exchange(rows: int) -> list[int]:
+        """The weights of b so far, after a vote."""
+        texts = [sync.mine(rows) for sync in syncs]
+        for sync in syncs:
+            sync.learn(rows, texts)
+        found = [[int(weights[1] / weights[0]) for _, weights in weights.changes(0)] for weights in both]
+        assert found[0] == found[1]
+        assert not any(weights.wished for weights in both)
+        return found[0]
+
+    ask(0, 1, 5)
+    assert exchange(3) == [0, 5]
+    ask(1, 1, 5)  # late
+    ask(1, 2, 7)
+    ask(0, 2, 7)
+    assert exchange(4) == [0, 5, 7]
+    ask(0, 4, 1)
+    ask(1, 3, 2)
+    assert exchange(6) == [0, 5, 7, 1]
+    ask(1, 3, 3)  # of an earlier step
+    assert exchange(7) == [0, 5, 7, 1]
+    ask(1, 4, 2)
+    told = r"rank 1: \{'a': 1.0, 'b': 2.0\}; agreed before: \{'a': 1.0, 'b': 1.0\}"
+    with pytest.raises(RankDisagreement, match=told):
+        exchange(8)
 
 
 def test_random_programs_of_weights_and_resumes_lose_and_repeat_nothing(folder: str, all_cells: bool) -> None:

@@ -16,10 +16,13 @@ Johnson, "Near-optimal bin packing algorithms", 1973.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+import re
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
-from typing import Final, Literal, NamedTuple, TypeAlias, final
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
@@ -33,8 +36,6 @@ Overflow: TypeAlias = Literal["error", "split", "truncate", "drop"]
 
 _STRATEGIES: Final = ("best_fit", "first_fit", "concat")
 _OVERFLOWS: Final = ("error", "split", "truncate", "drop")
-
-_BLOCK: Final = 32  # packs that first fit passes over at once
 
 
 class Item(NamedTuple):
@@ -173,24 +174,34 @@ def _best_fit(lengths: Ints, max_length: int) -> Ints:
 
 
 def _first_fit(lengths: Ints, max_length: int) -> Ints:
-    """The pack of each item. Blocks of packs are passed over by their largest room."""
-    largest = [max_length]  # the last block is empty
-    rooms = [[max_length] * _BLOCK]
+    """The pack of each item.
+
+    Rooms are told apart in at most 255 levels, one byte for each pack. A pattern of ``re`` finds the first pack of a
+    level that may do, much faster than a loop. As rooms only shrink, it is never before the one found last.
+    """
+    bounds = np.sort(lengths)[np.linspace(0, len(lengths) - 1, 255).astype(np.int64)] if len(lengths) else lengths
+    bounds = np.unique(bounds)
+    levels_of_items = np.searchsorted(bounds, lengths, side="right").tolist()
+    steps = bounds.tolist()
+    rooms = [max_length] * len(lengths)
+    levels = bytearray([len(steps)]) * len(lengths)
+    firsts = [0] * (len(steps) + 1)
     found = []
-    for length in lengths.tolist():
-        block = pack = 0
-        while largest[block] < length:
-            block += 1
-        inside = rooms[block]
-        while inside[pack] < length:
-            pack += 1
-        found.append(block * _BLOCK + pack)
-        inside[pack] -= length
-        if block == len(largest) - 1:
-            largest.append(max_length)
-            rooms.append([max_length] * _BLOCK)
-        largest[block] = max(inside)
+    for length, level in zip(lengths.tolist(), levels_of_items, strict=True):
+        search = _at_least(level)
+        firsts[level] = pack = search(levels, firsts[level]).start()  # there are as many packs as items
+        while rooms[pack] < length:
+            pack = search(levels, pack + 1).start()
+        found.append(pack)
+        rooms[pack] = room = rooms[pack] - length
+        levels[pack] = bisect_right(steps, room)
     return np.array(found, np.int64)
+
+
+@lru_cache(maxsize=256)
+def _at_least(level: int) -> Callable[[bytearray, int], Any]:
+    """Finds the first byte of so much."""
+    return re.compile(b"[" + re.escape(bytes([level])) + b"-\xff]").search
 
 
 def _cut(lengths: Ints, first: int, max_length: int) -> Packing:

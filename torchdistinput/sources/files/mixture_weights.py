@@ -9,6 +9,10 @@ given back. They are kept, with their epochs and positions, in memory that loade
 there before each batch; it is never as far as the position when the weights arrive.
 
 Weights that were set hold until others are set, in later epochs too, and a schedule ends there.
+
+Ranks call at different times, so a wish has the *moment* of its call: which loop over the data it was, the rows that
+were delivered, and which call it was since then. The latest moment counts, and a wish of an earlier one than was agreed
+is dropped. So where all ranks call, those that are late repeat what was agreed.
 """
 
 from __future__ import annotations
@@ -16,9 +20,9 @@ from __future__ import annotations
 import json
 import mmap
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, NamedTuple, TypeAlias, final
 
 import torch
 
@@ -31,6 +35,13 @@ __all__ = ["MixtureWeights", "WeightsSync", "named_shares"]
 
 _MOST: Final = 200  # changes in an epoch
 _SPARE: Final = 8  # steps, above all that a rank may have read ahead
+
+_Wish: TypeAlias = tuple[tuple[int, ...], tuple[float, ...]]
+"""The moment of a call, and the weights."""
+
+
+def _nothing() -> int:
+    return 0
 
 
 def named_shares(
@@ -77,14 +88,16 @@ class MixtureWeights:
         self.uncoordinated = False
         """Whether several ranks read it without votes, so that none can tell the others of new weights."""
         self._lock = threading.Lock()  # the user's thread sets weights, the thread that votes sends them
-        self._asked = 0  # calls of ``ask`` here, and changes of other ranks
-        self._wish: tuple[int, tuple[float, ...]] | None = None
+        self._loop, self._delivered = 0, _nothing
+        self._asked: tuple[int, ...] = ()  # the moment of the last call here
+        self._wish: _Wish | None = None
+        self._agreed: _Wish = (), ()  # the last one
         with torch.inference_mode(mode=False):  # an inference tensor could not be written outside of inference mode
             size = 1 + _MOST * (3 + len(self.names))
             self._board = torch.frombuffer(mmap.mmap(-1, 8 * size), dtype=torch.float64)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_lock": None, "_wish": None}
+        return {**vars(self), "_lock": None, "_wish": None, "_delivered": _nothing}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -153,29 +166,61 @@ class MixtureWeights:
             )
         named_shares(self.names, weights, self._temperature)
         with self._lock:
-            self._asked += 1
+            now = self._loop, self._delivered()
+            self._asked = *now, 1 + (self._asked[2] if self._asked[:2] == now else 0)
             self._wish = self._asked, tuple(float(weights.get(name, 0)) for name in self.names)
+
+    def follow(self, delivered: Callable[[], int]) -> None:
+        """Begins another loop over the data, as all ranks do together.
+
+        Args:
+          delivered: returns the rows that were delivered here.
+        """
+        with self._lock:
+            self._loop, self._delivered = self._loop + 1, delivered
 
     @property
     def wished(self) -> bool:
         """Whether weights were asked for here that the ranks have not agreed on."""
         return self._wish is not None
 
-    def wish(self) -> tuple[int, tuple[float, ...]] | None:
-        """The weights that were asked for here, and how many times weights were asked for before."""
+    def wish(self) -> _Wish | None:
+        """The weights that were asked for here."""
         with self._lock:
             return self._wish
 
-    def agree(self, told: tuple[int, tuple[float, ...]], sent: object, epoch: int, position: int, agreed: int) -> None:
-        """Takes the weights on which the ranks agreed. The same on all ranks, but for ``sent``, which was sent here."""
-        number, weights = told
+    def settle(self, asked: Mapping[int, _Wish], sent: _Wish | None) -> tuple[float, ...] | None:
+        """Chooses among the weights that ranks asked for; ``None`` if others were agreed at the same moment or later.
+
+        Args:
+          asked: by rank; the same on all ranks.
+          sent: those of this rank.
+
+        Raises:
+          RankDisagreement: ranks asked for different weights at one moment.
+        """
         with self._lock:
-            self._asked = max(self._asked, number)
-            if self._wish == sent:
+            if self._wish == sent:  # else weights were asked for since
                 self._wish = None
-            elif self._wish is not None:  # asked for since
-                self._asked += 1
-                self._wish = self._asked, self._wish[1]
+        moment = max(each for each, _ in asked.values())
+        if moment < self._agreed[0]:
+            return None
+        said = {f"rank {rank}": weights for rank, (each, weights) in asked.items() if each == moment}
+        if moment == self._agreed[0]:
+            said["agreed before"] = self._agreed[1]
+        if len(set(said.values())) > 1:
+            told = "; ".join(f"{who}: {dict(zip(self.names, each, strict=True))}" for who, each in said.items())
+            raise RankDisagreement(
+                f"set_weights() of a mixture was called with different weights on different ranks: {told}. Call it on "
+                "one rank, or with the same weights on all."
+            )
+        if moment == self._agreed[0]:
+            return None
+        self._agreed = moment, next(iter(said.values()))
+        return self._agreed[1]
+
+    def take(self, weights: tuple[float, ...], epoch: int, position: int, agreed: int) -> None:
+        """Takes weights on which the ranks agreed, from a position on."""
         found = self._set()
         if not found or found[-1].weights != weights:
             self._add(_Change(epoch, position, agreed, weights))
@@ -241,7 +286,11 @@ class WeightsSync:
     def __init__(self, weights: MixtureWeights, epoch: int, first_row: int, batch_size: int, lead: int) -> None:
         self._weights, self._epoch = weights, epoch
         self._first_row, self._batch_size, self._lead = first_row, batch_size, lead + _SPARE
-        self._sent: tuple[int, tuple[float, ...]] | None = None
+        self._sent: _Wish | None = None
+
+    def follow(self, delivered: Callable[[], int]) -> None:
+        """See ``News.follow``."""
+        self._weights.follow(delivered)
 
     @property
     def pending(self) -> bool:
@@ -251,8 +300,7 @@ class WeightsSync:
     def mine(self, rows: int) -> str:
         """See ``News.mine``."""
         wish = self._sent = self._weights.wish()
-        told = None if wish is None else [wish[0], list(wish[1])]
-        return json.dumps({"read": self._first_row + rows + self._lead, "weights": told})
+        return json.dumps({"read": self._first_row + rows + self._lead, "weights": wish})
 
     def learn(self, rows: int, texts: Sequence[str]) -> None:
         """See ``News.learn``.
@@ -262,15 +310,8 @@ class WeightsSync:
         """
         told = [plain_message(text) for text in texts]
         asks = {rank: each["weights"] for rank, each in enumerate(told) if each["weights"]}
-        asked = {rank: (number, tuple(weights)) for rank, (number, weights) in asks.items()}
-        latest = max(asked.values())
-        now = {rank: weights for rank, (number, weights) in asked.items() if number == latest[0]}
-        if len(set(now.values())) > 1:
-            names = self._weights.names
-            said = "; ".join(f"rank {rank}: {dict(zip(names, each, strict=True))}" for rank, each in now.items())
-            raise RankDisagreement(
-                f"set_weights() of a mixture was called with different weights on different ranks: {said}. Call it on "
-                "one rank, or with the same weights on all."
-            )
-        row = max(each["read"] for each in told)
-        self._weights.agree(latest, self._sent, self._epoch, row * self._batch_size, self._first_row + rows + 1)
+        asked = {rank: (tuple(moment), tuple(weights)) for rank, (moment, weights) in asks.items()}
+        found = self._weights.settle(asked, self._sent)
+        if found is not None:
+            row = max(each["read"] for each in told)
+            self._weights.take(found, self._epoch, row * self._batch_size, self._first_row + rows + 1)
