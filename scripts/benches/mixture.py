@@ -1,10 +1,10 @@
-"""``tdi.Mixture`` beside Grain's ``mix`` and Hugging Face's ``interleave_datasets``: speed, shares, a far position."""
+"""``tdi.Mixture`` beside the mixtures of Grain, Hugging Face, MosaicML, torchtitan: speed, shares, a far position."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ __all__ = ["tables"]
 WEIGHTS = {"web": 0.7, "code": 0.2, "books": 0.1}
 RATE, SHARES = "thousand samples a second", "largest error of a share at 100 places, samples"
 SEEK = "a far sample, ms"
+NOTE = "MosaicML reads its samples from files; all others make them. Only by position a far sample needs no state."
 
 
 class Numbers:
@@ -99,9 +100,50 @@ def hugging_face(count: int, size: int) -> Measured:
     return measured(lambda: (each["x"] for each in mixed), count, float("nan"))
 
 
+def mosaic(count: int, folder: str) -> Measured:
+    """An epoch of ``count`` samples of three ``Stream``s, shuffled; they are read from shards on the disk."""
+    of = peer("streaming")
+    made = [Path(folder) / name for name in WEIGHTS]
+    for number, (path, share) in enumerate(zip(made, WEIGHTS.values(), strict=True)):
+        if not path.exists():
+            with of.MDSWriter(out=str(path), columns={"x": "int"}) as writer:
+                for index in range(round(count * share)):
+                    writer.write({"x": number * 2**40 + index})
+    streams = [of.Stream(local=str(path), proportion=WEIGHTS[path.name]) for path in made]
+    mixed = of.StreamingDataset(streams=streams, epoch_size=count, shuffle=True, batch_size=1, num_canonical_nodes=1)
+    return measured(lambda: (each["x"] for each in mixed), count, float("nan"))
+
+
+class Stateful:
+    """A source as torchtitan's mixture takes them."""
+
+    def __init__(self, source: Numbers) -> None:
+        self._source = source
+
+    def __iter__(self) -> Iterator[int]:
+        return map(self._source.__getitem__, range(len(self._source)))
+
+    def state_dict(self) -> dict[str, int]:
+        """Nothing: it is not saved here."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """See ``state_dict``."""
+
+
+def torchtitan(count: int, size: int) -> Measured:
+    """``InterleavedDataset``: each sample is of a source that is drawn at random."""
+    of = peer("torchtitan.hf_datasets.interleaved")
+
+    def mixed() -> Iterable[int]:
+        found: Iterable[int] = of.InterleavedDataset([*map(Stateful, sources(size).values())], [*WEIGHTS.values()], 1)
+        return found
+
+    return measured(mixed, count, float("nan"))
+
+
 def tables(*, small: bool, folder: Path) -> Sequence[Table]:
     """One table."""
-    del folder
     count, size = (2_000, 4_000) if small else (200_000, 1_000_000)
     contenders = (
         Contender("tdi.Mixture by position", "ours", indexed, (count, size)),
@@ -109,6 +151,10 @@ def tables(*, small: bool, folder: Path) -> Sequence[Table]:
         Contender("tdi.StreamMixture, tokens", "ours", stream, (count, size, "tokens")),
         Contender("grain MapDataset.mix", "peer", grain, (count, size), ("grain",)),
         Contender("datasets.interleave_datasets", "peer", hugging_face, (count, size), ("datasets",)),
+        Contender(
+            "MosaicML, Stream(proportion=)", "peer", mosaic, (count, str(folder)), ("mosaicml-streaming",), apart=True
+        ),
+        Contender("torchtitan InterleavedDataset", "peer", torchtitan, (count, size), ("torchtitan",), apart=True),
     )
     columns = (
         Column(RATE, "more", rate("samples", "seconds")),
@@ -116,4 +162,4 @@ def tables(*, small: bool, folder: Path) -> Sequence[Table]:
         Column(SEEK, "less", largest("seek")),
     )
     targets = (Target(SEEK, "tdi.Mixture by position", 10.0, better_by=False),)
-    return [Table("A mixture of three sources", columns, contenders, 1, 1 if small else 3, targets)]
+    return [Table("A mixture of three sources", columns, contenders, 1, 1 if small else 3, targets, NOTE)]

@@ -43,6 +43,7 @@ class Contender:
       needs: packages that it takes, beside those of the library; without them it is left out.
       fresh: whether it takes interpreters that have imported nothing yet, instead of forks of one with torch in it.
       once: whether one round will do, as it takes very long.
+      apart: whether its packages are in the environment of ``scripts/test_apart``, as they exclude others.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Contender:
     needs: tuple[str, ...] = ()
     fresh: bool = False
     once: bool = False
+    apart: bool = False
 
 
 @dataclass(frozen=True)

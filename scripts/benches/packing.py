@@ -1,4 +1,4 @@
-"""``tdi.Packed``: how fast packs are planned from lengths, and how many places stay empty: beside Grain's packing."""
+"""``tdi.Packed``: how fast packs are planned from lengths, and the places that stay empty: Grain, torchtitan."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ MAX_LENGTH = 2048
 LOGNORMAL, SOURCES = "lognormal", "sources"
 GRAIN = ("grain",)
 NOTE = (
-    "Grain fills rows while it reads: its time is that of the tokens' copies too. The first window of first_fit in a "
-    "process takes 10 ms more, for its patterns, which few samples show."
+    "Grain and torchtitan fill rows while they read: their time is that of the tokens' copies too. The first window of "
+    "first_fit in a process takes 10 ms more, for its patterns, which few samples show."
 )
 
 
@@ -76,6 +76,49 @@ def by_grain(law: str, count: int, window: int, name: str) -> Measured:
     return found(lengths, packs, time.process_time() - before)
 
 
+class Tokens:
+    """A tokenizer of torchtitan whose texts are the numbers of their tokens."""
+
+    eos_id = 0
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **_more: bool) -> str:
+        """The text of the last message."""
+        return messages[-1]["content"]
+
+    def encode(self, text: str, **_more: bool) -> list[int]:
+        """So many tokens."""
+        return [1] * int(text)
+
+
+def conversation(sample: dict[str, int]) -> list[dict[str, str]]:
+    """An empty question, and an answer that has the length of the sample."""
+    return [{"role": "user", "content": "0"}, {"role": "assistant", "content": str(sample["length"])}]
+
+
+def by_torchtitan_chat(law: str, count: int) -> Measured:
+    """``ChatDataset``: the next pack begins where a sample does not fit."""
+    of, datasets = peer("torchtitan.hf_datasets.text_datasets"), peer("datasets")
+    lengths = lengths_of(law, count)
+    source = datasets.Dataset.from_dict({"length": lengths})
+    dataset = of.ChatDataset(source, Tokens(), conversation, seq_len=MAX_LENGTH)
+    before = time.process_time()
+    packs = sum(1 for _ in dataset)
+    return found(lengths, packs, time.process_time() - before)
+
+
+def by_torchtitan_packer(law: str, count: int, window: int) -> Measured:
+    """``MMSamplePacker``: fills a row by a search of all samples that wait, first fit."""
+    packing, torch = peer("torchtitan.hf_datasets.multimodal.utils.packing"), peer("torch")
+    lengths = lengths_of(law, count)
+    samples = [dict.fromkeys(("input_ids", "labels", "positions"), torch.zeros(each)) for each in lengths.tolist()]
+    packer = packing.MMSamplePacker(MAX_LENGTH, window)
+    before = time.process_time()
+    for sample in samples:
+        packer.add_sample(sample)
+    packer.flush()
+    return found(lengths, len(packer.packed_samples), time.process_time() - before)
+
+
 def table(title: str, law: str, count: int, windows: Sequence[int], rounds: int) -> Table:
     """All strategies with a law of lengths."""
     cases: list[tuple[PackingStrategy, int]] = [("concat", windows[0])]
@@ -89,6 +132,17 @@ def table(title: str, law: str, count: int, windows: Sequence[int], rounds: int)
         Contender(f"Grain, {name}, {window:,}", "peer", by_grain, (law, count, window, name), GRAIN, True, True)
         for name, window in names
     ]
+    titan = ("torchtitan",)
+    peers += [
+        Contender("torchtitan, ChatDataset", "peer", by_torchtitan_chat, (law, count), titan, once=True, apart=True),
+        *(
+            Contender(
+                f"torchtitan, MMSamplePacker, {window:,}", "peer", by_torchtitan_packer, (law, count, window), titan,
+                once=True, apart=True,
+            )
+            for window in windows[:2]
+        ),
+    ]  # fmt: skip
     columns = (Column(RATE, "more", rate("samples", "seconds")), Column(PADDING, "less", largest("empty")))
     fast = [each for each in cases if each[0] == "best_fit" or (each[0] == "first_fit" and law == LOGNORMAL)]
     targets = [Target(RATE, f"{strategy}, window of {window:,}", 1.0) for strategy, window in fast]

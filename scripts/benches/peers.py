@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import subprocess
 from collections.abc import Iterable
+from functools import lru_cache
+from pathlib import Path
 from types import ModuleType
 
-__all__ = ["missing", "peer", "versions"]
+__all__ = ["APART", "missing", "missing_apart", "peer", "versions"]
+
+APART = Path(__file__).parents[2] / ".venv-apart" / "bin" / "python"
+"""The interpreter of the environment that ``scripts/test_apart`` makes."""
 
 
 def peer(module: str) -> ModuleType:
@@ -23,6 +29,17 @@ def versions(packages: Iterable[str]) -> dict[str, str]:
 def missing(packages: Iterable[str]) -> list[str]:
     """Those that are not installed."""
     return [package for package in packages if not _installed(package)]
+
+
+def missing_apart(packages: Iterable[str]) -> list[str]:
+    """Those that are not installed in the environment of ``scripts/test_apart``."""
+    return [package for package in packages if not _installed_apart(package)]
+
+
+@lru_cache
+def _installed_apart(package: str) -> bool:
+    code = f"import importlib.metadata; importlib.metadata.version({package!r})"
+    return APART.exists() and not subprocess.run([APART, "-c", code], capture_output=True, check=False).returncode
 
 
 def _installed(package: str) -> bool:

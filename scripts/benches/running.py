@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benches.model import Column, Contender, Measured, Table, Target
-from benches.peers import missing
+from benches.peers import APART, missing, missing_apart
 from torchdistinput.testing import run_ranks
 
 __all__ = ["Reached", "Result", "Row", "reached", "run_table"]
@@ -77,8 +77,9 @@ def run_table(case: str, table: Table, say: Callable[[str], None]) -> Result:
       table: what is measured.
       say: is told what is going on.
     """
-    rows = [Row(contender) for contender in table.contenders if not missing(contender.needs)]
-    absent = [contender.name for contender in table.contenders if missing(contender.needs)]
+    here = {each.name: not (missing_apart if each.apart else missing)(each.needs) for each in table.contenders}
+    rows = [Row(contender) for contender in table.contenders if here[contender.name]]
+    absent = [name for name, is_here in here.items() if not is_here]
     for turn in range(table.rounds):
         for row in rows:
             if row.failure or (turn and row.contender.once):
@@ -91,7 +92,7 @@ def run_table(case: str, table: Table, say: Callable[[str], None]) -> Result:
 def _measure(table: Table, row: Row) -> None:
     contender = row.contender
     try:
-        if contender.fresh:
+        if contender.fresh or contender.apart:
             ranks: Sequence[Measured] = _fresh(contender)
         else:
             ranks = run_ranks(table.world, contender.run, *contender.args, timeout_seconds=_SECONDS)
@@ -104,13 +105,12 @@ def _measure(table: Table, row: Row) -> None:
 
 
 def _fresh(contender: Contender) -> list[Measured]:
-    """In an interpreter that has imported nothing."""
+    """In an interpreter that has imported nothing, of the environment that the contender takes."""
     call = f"from {contender.run.__module__} import {contender.run.__name__} as run; import json; print(json.dumps("
     code = f"{call}run(*{contender.args!r})))"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(_SCRIPTS), str(_SCRIPTS.parent)])}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=_SECONDS, check=False
-    )
+    command = [str(APART) if contender.apart else sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_SECONDS, check=False)
     if done.returncode:
         raise RuntimeError(done.stderr)
     return [json.loads(done.stdout.splitlines()[-1])]
