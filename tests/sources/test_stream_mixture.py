@@ -246,6 +246,55 @@ def test_ranks_that_are_late_repeat_what_was_agreed_and_others_win_by_their_step
         exchange(8)
 
 
+class Packs:
+    """A ``StatefulFlatMap``: numbers of a file in rows of at most 30 digits, in order."""
+
+    def initial_state(self) -> list[str]:
+        return []
+
+    def __call__(self, waiting: list[str], line: str) -> tuple[list[str], list[list[int]]]:
+        if sum(map(len, waiting)) + len(line) <= 30:
+            return [*waiting, line], []
+        return [line], self.final_samples(waiting)
+
+    def final_samples(self, waiting: list[str]) -> list[list[int]]:
+        return [[int(line) for line in waiting]] if waiting else []
+
+
+def padded(packs: list[list[int]]) -> torch.Tensor:
+    return torch.tensor([pack + [-1] * (30 - len(pack)) for pack in packs])
+
+
+def packs_of_files(folder: str) -> Any:
+    packed = {
+        name: tdi.FileDataset(f"{folder}/{name}-*.txt", tdi.readers.text_lines, flat_map_fn=Packs(), cycle_length=2)
+        for name in ("web", "code")
+    }
+    return tdi.Mixture(packed, {"web": 2, "code": 1}, stop="all", seed=4)
+
+
+def make_loader_of_packs(folder: str) -> DataLoader[Any]:
+    return DataLoader(packs_of_files(folder), SIZE, collate_fn=padded)
+
+
+def test_packs_of_files_are_mixed_and_resumed_at_another_world(folder: str) -> None:
+    order = list(packs_of_files(folder))
+    assert sorted(chain(*order)) == [number for number in ALL if number < 3000]
+    assert all(sum(len(str(number)) for number in pack) <= 30 for pack in order)
+    lists = [padded(batch).tolist() for batch in batches(order)]
+    state = check_worlds(make_loader_of_packs, (folder,), lists, [(2, 3), (3, 1000)])
+    assert len(state) < 4096
+
+
+def test_a_stream_is_not_packed_by_index_and_the_way_out_is_named(folder: str) -> None:
+    streams: list[tuple[Any, str]] = [
+        (packs_of_files(folder), "a StreamMixture"), (files(folder, "web"), "a FileDataset"), (Keys(), "a Keys")
+    ]  # fmt: skip
+    for stream, name in streams:
+        with pytest.raises(TypeError, match=rf"found {name}\. Pack the records of files while they are read"):
+            tdi.Packed(stream, 64)
+
+
 def test_random_programs_of_weights_and_resumes_lose_and_repeat_nothing(folder: str, all_cells: bool) -> None:
     for seed in range(200 if all_cells else 12):
         dice = random.Random(seed)

@@ -252,7 +252,8 @@ class Step:
         Raises:
           ValueError: a sample of the global batch costs more; on every rank alike.
           RuntimeError: the costs of the global batch are not known: without ``balance``, or where each worker has
-            batches of its own (FILE, OFF, HINT).
+            batches of its own (FILE, OFF, HINT). There the ranks agree on a step by sums, before ``max_cost`` is known,
+            so none could know the largest number of runs without a further exchange of its own.
         """
         if self.costs is None:
             raise RuntimeError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from functools import lru_cache
 from hashlib import blake2b
 from itertools import accumulate
@@ -12,7 +12,7 @@ from typing import Any, final
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from torchdistinput.plan.packing import Item, Overflow, Packing, PackingStrategy, check_packing, pack_window
 from torchdistinput.sources.map_style.length_batches import Lengths, length_reader
@@ -34,6 +34,10 @@ class Packed(Dataset[dict[str, Tensor]]):
     ``positions``, int64, the place of each token in its sample. Without ``pad`` there is ``cu_seqlens`` too, int32: the
     ends of the items, from 0, as attention of variable length takes them; packs then have different lengths.
 
+    What is read from front to end (files, fragments, a mixture of them) is refused: a state, ``set_weights`` and the
+    numbers of samples count what is read, and would have to count packs in whole windows. Such data is packed while it
+    is read, in each file by a ``StatefulFlatMap`` (``FileDataset(flat_map_fn=...)``), and the packs are mixed.
+
     Args:
       dataset: samples are one-dimensional tensors, arrays or lists; or dicts of them, with ``fields``.
       max_length: tokens of a pack at most.
@@ -46,7 +50,7 @@ class Packed(Dataset[dict[str, Tensor]]):
       pad: the value that fills packs up to ``max_length``, or one for each field; its segment is 0.
 
     Raises:
-      TypeError: the dataset has no length.
+      TypeError: the dataset has no length, or no index.
       ValueError: an argument is out of range or another word; a sample is too long (it is named), or a length negative.
     """
 
@@ -63,6 +67,7 @@ class Packed(Dataset[dict[str, Tensor]]):
         pad: float | Mapping[str, float] | None = None,
     ) -> None:
         check_packing(max_length, window, strategy, overflow)
+        _check_indexed(dataset)
         self.dataset, self._max_length, self._window = dataset, max_length, window
         self._strategy: PackingStrategy = strategy
         self._overflow: Overflow = overflow
@@ -166,3 +171,12 @@ class Packed(Dataset[dict[str, Tensor]]):
             name: torch.nn.functional.pad(column, (0, missing), value=self._pad.get(name, 0))
             for name, column in found.items()
         }
+
+
+def _check_indexed(dataset: object) -> None:
+    if not isinstance(dataset, Sized) or isinstance(dataset, IterableDataset):
+        raise TypeError(
+            "Packed takes a map-style dataset, with __len__ and __getitem__, whose samples it reads in any order; "
+            f"found a {type(dataset).__name__}. Pack the records of files while they are read, with a StatefulFlatMap: "
+            "FileDataset(..., flat_map_fn=...), and mix the packs; or give data with an index."
+        )
