@@ -470,6 +470,22 @@ def test_policy_file_is_refused_with_the_way_out(folder: str) -> None:
     assert "Use AutoShardPolicy.DATA" in told[0]
 
 
+def test_costs_of_a_mixture_are_those_of_sources_and_records(folder: str) -> None:
+    asked: set[tuple[int, Any]] = set()
+
+    def cost(sample: tuple[int, Any]) -> float:
+        asked.add(tuple(sample))
+        return 1.0
+
+    strategy = tdi.Strategy(["cpu"] * 2)
+    with strategy.distribute_dataset(mixture(folder), tdi.InputOptions(balance=cost), global_batch_size=SIZE) as loader:
+        for _ in loader:
+            pass
+    assert {(0, "3"), (1, "1007"), (2, 3005), (3, 7)} < asked
+    with pytest.raises(TypeError, match=r"a mixture has no samples by index; .* \(number of the source, record\)"):
+        strategy.distribute_dataset(mixture(folder), tdi.InputOptions(balance=[1.0]), global_batch_size=SIZE)
+
+
 def test_a_length_below_0_is_told(folder: str) -> None:
     mixed = mixture(folder, unit="tokens", lengths={**LENGTHS, "code": lambda record: -len(record)})
     with pytest.raises(SourceError, match="code: the length of record 0 of .*code-0.txt is -4"):

@@ -91,7 +91,7 @@ def balance_by_record(options: InputOptions, cutter: Cutter, what: str) -> Balan
     if not callable(options.balance):
         raise TypeError(
             f"balance is a {type(options.balance).__name__}, and {what} has no samples by index; give a function that "
-            "returns the cost of a record."
+            "returns the cost of a record, or of (number of the source, record) of a mixture."
         )
     if cutter.global_batch_size is None:
         raise BatchingError(
@@ -174,7 +174,7 @@ class _CostsOfRecords:
         self._balance = balance
 
     def __call__(self, records: Sequence[Any]) -> Costs:
-        advice = "The function gets a record as it was read, before map_fn"
+        advice = "The function gets a record as it was read, before map_fn; of a mixture (number of the source, record)"
         return _checked(_costs_of(self._balance, records, range(len(records)), advice), range(len(records)), "record")
 
 

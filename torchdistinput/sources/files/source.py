@@ -98,7 +98,7 @@ class RecordSource(Source):
         self._mixture = _checked_mixture(dataset, global_batch_size, topology, options)
         self._lists_strings = self._dataset.yields_strings and collate is default_collate  # which returns the list
         self._cutter = Cutter(topology, shared, global_batch_size)
-        self._balance = balance_by_record(options, self._cutter, "a dataset of files")
+        self._balance = balance_by_record(options, self._cutter, "a mixture" if self._mixture else "a dataset of files")
         by_file = policy is AutoShardPolicy.FILE
         self._steps_by_cost = by_file and self._balance is not None
         self.bound_to_world = not shared and not by_file  # under OFF all workers read all files
