@@ -219,20 +219,22 @@ def _dealt_equally(steps: Places, runs: _Runs, num_replicas: int, for_replica: i
     found: list[Places] = []
     for start, stop, length in runs.stages:
         full = limit - length + 1 << for_replica
-        done = start
+        done, closed = start, loads[:0]
         while done < stop:
-            has_room = loads & samples < full
-            free = loads[has_room]
-            rounds = 0
-            if len(free) >= _MANY:
-                rounds = (limit - (int((free & samples).max()) >> for_replica)) // length
+            counts = loads & samples
+            most = int(counts.max())
+            if most >= full:
+                has_room = counts < full
+                closed, loads = np.concatenate([closed, loads[~has_room]]), loads[has_room]
+                most = int(counts[has_room].max())
+            rounds = (limit - (most >> for_replica)) // length if len(loads) >= _MANY else 0
             if rounds >= _FEW:
-                before, after = _dealt_in_rounds(steps[done:stop], free, rounds), free
+                before = _dealt_in_rounds(steps[done:stop], loads, rounds)
             else:
-                before, after = _dealt_with_room(steps[done:stop].tolist(), free.tolist(), samples, full)
+                before, loads = _dealt_with_room(steps[done:stop].tolist(), loads.tolist(), samples, full)
             found.append(before)
-            loads = np.concatenate([loads[~has_room], after])
             done += len(before)
+        loads = np.concatenate([loads, closed])
     loads = loads[(loads & (1 << for_replica) - 1).argsort()]
     return np.concatenate(found), loads
 
