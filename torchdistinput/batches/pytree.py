@@ -17,12 +17,18 @@ from typing import Any, Final, NamedTuple, final
 import numpy as np
 import torch
 
-from torchdistinput.batches.containers import MANY_ENTRIES, PLAIN_TYPES, Container, is_tensor_collection, open_container
+from torchdistinput.batches.containers import (
+    MANY_ENTRIES,
+    PLAIN_TYPES,
+    Container,
+    is_tensor_collection,
+    open_container,
+    some_of,
+)
 from torchdistinput.batches.schema import COUNT_OR_SPLIT, Structure
 from torchdistinput.errors import BatchingError
 
 _SINGLE_SAMPLES: Final = "If the source yields single samples, give global_batch_size= so that they are batched."
-_MAX_WEIGHED: Final = 32
 _BYTES_OF_AN_OBJECT: Final = 64  # about, with its place in a list
 
 
@@ -154,10 +160,10 @@ def holds_tensors(batch: Any) -> bool:
 
 
 def is_list_of_samples(batch: Any) -> bool:
-    """Whether the batch is a list of dicts, or of tuples, or of lists. It may have thousands. Local."""
+    """Whether the batch is a list of dicts, or of tuples, or of lists. Of thousands, some 32 are looked at. Local."""
     if type(batch) is not list or len(batch) < MANY_ENTRIES:
         return False
-    kinds = set(map(type, batch))
+    kinds = set(map(type, some_of(batch)))
     return len(kinds) == 1 and issubclass(kinds.pop(), dict | tuple | list)
 
 
@@ -354,7 +360,7 @@ def bytes_held(batch: Any) -> int | None:
     Of a long list of texts, or of samples, some 32 are looked at.
     """
     if is_list_of_samples(batch):
-        weights = [bytes_held(sample) for sample in batch[:: 1 + len(batch) // _MAX_WEIGHED]]
+        weights = [bytes_held(sample) for sample in some_of(batch)]
         known = [weight for weight in weights if weight is not None]
         return sum(known) * len(batch) // len(known) if len(known) == len(weights) else None
     held = 0
@@ -362,7 +368,7 @@ def bytes_held(batch: Any) -> int | None:
         if isinstance(leaf, torch.Tensor):
             held += leaf.numel() * leaf.element_size()
             continue
-        some = leaf[:: 1 + len(leaf) // _MAX_WEIGHED]
+        some = some_of(leaf)
         if not all(isinstance(item, str | bytes) for item in some):
             return None
         if some:

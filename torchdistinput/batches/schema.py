@@ -23,6 +23,7 @@ from torchdistinput.batches.containers import (
     mapping_like,
     named_tuple_fields,
     open_container,
+    some_of,
     tensor_collection,
 )
 from torchdistinput.errors import BatchingError
@@ -135,9 +136,9 @@ class Structure:
             return False
         if self.dtype is str:
             return countOf(map(type, batch), str) == len(batch)
-        kinds = set(map(type, batch))
-        if kinds == {tuple}:  # rows of a table
+        if set(map(type, some_of(batch))) == {tuple}:  # rows of a table
             return len(batch) >= MANY_ENTRIES and PLAIN_TYPES.issuperset(map(type, batch[0]))
+        kinds = set(map(type, batch))
         return kinds <= PLAIN_TYPES and not kinds <= {str}
 
     def digest(self) -> int:

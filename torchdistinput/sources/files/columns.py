@@ -63,18 +63,12 @@ class Columns:
         """The records as a batch in memory of its own: a tensor for each array, a list for each list."""
         return {name: _batch(column) for name, column in self._columns.items()}
 
-    def schema(self) -> dict[str, str]:
-        """The type of each column as text, by its name; those of inner columns by ``outer.inner``."""
-        found: dict[str, str] = {}
-        for name, column in self._columns.items():
-            if isinstance(column, Columns):
-                found |= {f"{name}.{inner}": kind for inner, kind in column.schema().items()}
-            elif isinstance(column, np.ndarray):
-                shape = f" of shape {column.shape[1:]}" if column.ndim > 1 else ""
-                found[name] = f"{column.dtype.newbyteorder('=')}{shape}"
-            else:
-                found[name] = "list"
-        return found
+    def types(self) -> dict[str, Any]:
+        """The type of each column, by its name: dtype and shape of an array, the types of inner columns, or ``list``.
+
+        The native byte order is in the place of any other.
+        """
+        return {name: _type(column) for name, column in self._columns.items()}
 
     @staticmethod
     def joined(parts: Sequence[Columns]) -> Columns:
@@ -136,12 +130,12 @@ class SchemaOfFiles:
 
     def __init__(self) -> None:
         self._first = ""
-        self._schema: dict[str, str] | None = None
+        self._types: dict[str, Any] | None = None
 
     @property
     def is_known(self) -> bool:
         """Whether a file with columns was read."""
-        return self._schema is not None
+        return self._types is not None
 
     def check(self, columns: Columns, name: str) -> None:
         """Compares the columns of a file.
@@ -149,18 +143,37 @@ class SchemaOfFiles:
         Raises:
           SourceError: they differ; both files are named.
         """
-        schema = columns.schema()
-        if self._schema is None:
-            self._first, self._schema = name, schema
-        elif schema != self._schema:
+        types = columns.types()
+        if self._types is None:
+            self._first, self._types = name, types
+        elif types != self._types:
+            mine, first = _as_text(types), _as_text(self._types)
             here, there = (
                 {name: kind for name, kind in one.items() if other.get(name) != kind}
-                for one, other in ((schema, self._schema), (self._schema, schema))
+                for one, other in ((mine, first), (first, mine))
             )
             raise SourceError(
                 f"its columns differ from those of {self._first}: {_listed(here)} here, {_listed(there)} there; "
                 "all files of a dataset need the same columns and types: write them alike, or read them as two datasets"
             )
+
+
+def _as_text(types: Mapping[str, Any], outer: str = "") -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name, kind in types.items():
+        if isinstance(kind, dict):
+            found |= _as_text(kind, f"{outer}{name}.")
+        elif isinstance(kind, tuple):
+            found[outer + name] = str(kind[0]) + (f" of shape {kind[1]}" if kind[1] else "")
+        else:
+            found[outer + name] = "list"
+    return found
+
+
+def _type(column: Any) -> Any:
+    if isinstance(column, np.ndarray):
+        return column.dtype.newbyteorder("="), column.shape[1:]
+    return column.types() if isinstance(column, Columns) else list
 
 
 def _listed(schema: Mapping[str, str]) -> str:

@@ -55,7 +55,7 @@ __all__ = [
 BLOCK_BYTES: Final = 1 << 16
 """The approximate size of a block, if the format leaves the choice."""
 
-_MADE_AT_ONCE: Final = 64
+_MADE_AT_ONCE: Final = 256
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -100,6 +100,11 @@ class MadeRecords(Generic[T]):
         """The records of a slice without a step."""
         lo, hi, _ = wanted.indices(self._count)
         return self._make(lo, max(lo, hi))
+
+    def part(self, lo: int, hi: int) -> MadeRecords[T]:
+        """The records of the slice ``[lo, hi)``, which are not made yet."""
+        lo, hi, _ = slice(lo, hi).indices(self._count)
+        return MadeRecords(max(0, hi - lo), lambda first, end: self._make(lo + first, lo + end))
 
 
 Block: TypeAlias = tuple[int, Records[T]]

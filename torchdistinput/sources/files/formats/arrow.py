@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, final
 
 import numpy as np
 import pyarrow as pa
@@ -12,31 +13,85 @@ import torch
 
 from torchdistinput.errors import SourceError
 from torchdistinput.sources.files.columns import Columns
+from torchdistinput.sources.files.reader_api import MadeRecords
 
-__all__ = ["columns_of"]
+__all__ = ["TableColumns", "columns_of", "tuples_of"]
 
 
 def columns_of(table: Any, fill_null: Any = None) -> Columns:
+    """All records of a table; see ``TableColumns``."""
+    return TableColumns(table, fill_null)[: table.num_rows]
+
+
+def tuples_of(table: Any) -> MadeRecords[tuple[Any, ...]]:
+    """The rows of a table as tuples of the values of ``to_pylist``."""
+    columns = []
+    for column in map(_in_one, table.columns):
+        kind = column.type
+        plain = pa.types.is_integer(kind) or pa.types.is_float32(kind) or pa.types.is_float64(kind)
+        columns.append(column.to_numpy() if plain and not column.null_count else column)  # numpy makes the values faster
+    return MadeRecords(table.num_rows, partial(_tuples, columns))
+
+
+def _tuples(columns: Sequence[Any], lo: int, hi: int) -> list[tuple[Any, ...]]:
+    values = [
+        column[lo:hi].tolist() if isinstance(column, np.ndarray) else column.slice(lo, hi - lo).to_pylist()
+        for column in columns
+    ]
+    return list(zip(*values, strict=True))
+
+
+@final
+class TableColumns:
     """The columns of a table; see ``readers.parquet`` for their types.
+
+    Numbers become arrays once, mostly without a copy; other columns are converted record by record, as they are read.
 
     Args:
       table: a ``pyarrow.Table`` with at least one column.
       fill_null: the value that replaces missing values: one value, or a dict by the names of columns.
-
-    Raises:
-      SourceError: a column has missing values that are not filled.
     """
-    columns = {}
-    for name, column in zip(table.column_names, table.columns, strict=True):
-        fill = fill_null.get(name) if isinstance(fill_null, Mapping) else fill_null
-        columns[name] = _column(name, column.combine_chunks(), fill)
-    return Columns(columns)
+
+    def __init__(self, table: Any, fill_null: Any = None) -> None:
+        self._fill = fill_null if isinstance(fill_null, Mapping) else dict.fromkeys(table.column_names, fill_null)
+        self._size = table.num_rows
+        self._columns: dict[str, Any] = {}
+        for name, column in zip(table.column_names, table.columns, strict=True):
+            array = _in_one(column)
+            whole = _is_number(array.type) and not array.null_count
+            self._columns[name] = _numbers(array) if whole else array
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, wanted: slice) -> Columns:
+        """The records of a slice without a step.
+
+        Raises:
+          SourceError: a column has missing values that are not filled.
+        """
+        lo, hi, _ = wanted.indices(self._size)
+        return Columns(
+            {
+                name: column[lo:hi]
+                if isinstance(column, np.ndarray)
+                else _column(name, column.slice(lo, hi - lo), self._fill.get(name))
+                for name, column in self._columns.items()
+            }
+        )
+
+
+def _in_one(column: Any) -> Any:
+    if column.num_chunks == 1:
+        return column.chunk(0)  # ``combine_chunks`` would copy it
+    whole = column.combine_chunks()
+    if isinstance(whole, pa.ChunkedArray):  # several chunks too long for one array, or no chunk
+        whole = pa.concat_arrays(whole.chunks) if whole.num_chunks else pa.array([], column.type)
+    return whole
 
 
 def _column(name: str, array: Any, fill: Any) -> Any:
     kind = array.type
-    if isinstance(array, pa.ChunkedArray):  # several chunks too long for one array, or no chunk
-        array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], kind)
     if pa.types.is_dictionary(kind):
         return _column(name, array.cast(kind.value_type), fill)
     if isinstance(kind, pa.ExtensionType):

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, Final, final
 from torchdistinput.errors import InputError, SourceError
 from torchdistinput.sources.checks import as_object
 from torchdistinput.sources.files.columns import RecordList, joined
-from torchdistinput.sources.files.reader_api import Block, Layout, in_blocks
+from torchdistinput.sources.files.reader_api import Block, Layout, MadeRecords, Records, in_blocks
 
 __all__ = ["parquet"]
 
@@ -97,9 +97,8 @@ def _parquet(
         raise SourceError(f"reading is to go on at record {offset}, but the file has {rows.starts[-1]}", offset=offset)
     for group in range(rows.group_of(offset), len(rows.starts) - 1):
         start = rows.starts[group]
-        table = rows.group(group)
-        for lo in range(max(0, offset - start), len(table), _RECORDS_AT_ONCE):
-            yield start + lo, rows.records(group, lo, lo + _RECORDS_AT_ONCE)
+        for lo in range(max(0, offset - start), rows.size_of(group), _RECORDS_AT_ONCE):
+            yield start + lo, rows.block(group, lo, lo + _RECORDS_AT_ONCE)
 
 
 @final
@@ -148,18 +147,25 @@ class _Rows:
         """The row group of a record."""
         return bisect_right(self.starts, record) - 1
 
-    def group(self, group: int) -> Any:
-        """The table of a row group.
+    def size_of(self, group: int) -> int:
+        """How many records of a row group are kept."""
+        return len(self._decoded(group))
+
+    def _decoded(self, group: int) -> Any:
+        """The records of a row group, of which slices are taken.
 
         Raises:
           SourceError: it cannot be decoded.
         """
         import pyarrow as pa
 
+        from torchdistinput.sources.files.formats.arrow import TableColumns, tuples_of
+
         if self._last[0] != group:
             self._last = (-1, None)  # frees it before another one is read
             try:
-                self._last = (group, self._read(group))
+                table = self._read(group)
+                self._last = (group, tuples_of(table) if self._as_tuples else TableColumns(table, self._fill_null))
             except (pa.ArrowException, OSError) as error:
                 _raise_if_of_the_disk(error)
                 raise self._failure(group, f"cannot be decoded: {error}") from error
@@ -177,15 +183,17 @@ class _Rows:
 
     def records(self, group: int, lo: int, hi: int) -> RecordList:
         """The records ``[lo, hi)`` of a row group."""
-        from torchdistinput.sources.files.formats.arrow import columns_of
-
-        table = self.group(group).slice(lo, hi - lo)
-        if self._as_tuples:
-            return list(zip(*(column.to_pylist() for column in table.columns), strict=True))
+        decoded = self._decoded(group)
         try:
-            return columns_of(table, self._fill_null)
+            records: RecordList = decoded[lo:hi]
         except SourceError as error:
             raise self._failure(group, str(error)) from error
+        return records
+
+    def block(self, group: int, lo: int, hi: int) -> Records[Any]:
+        """``records``. Tuples are made as they are taken: a batch that was just made is still in the cache."""
+        decoded = self._decoded(group)
+        return decoded.part(lo, hi) if isinstance(decoded, MadeRecords) else self.records(group, lo, hi)
 
     def boundary_from(self, record: int) -> int:
         """See ``Layout.boundary_from``."""
