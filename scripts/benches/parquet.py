@@ -1,4 +1,17 @@
-"""Parquet: 4 files of 500,000 records with 8 numbers and a text, as columns and as tuples, over one rank and two."""
+"""Parquet: 4 files of 500,000 records with 8 numbers and a text, as columns and as tuples, over one rank and two.
+
+Under DATA a rank needs some rows of each global batch, and so of each row group. pyarrow decodes row groups whole, and
+ranks exchange no samples, so at two ranks each row group is decoded twice. The bare loop over ``files[rank::2]`` decodes
+it once, but its batches are not those of one process. The limit for DATA is the loop that cuts its part out of the
+global batches of all files; the table has both.
+
+Tuples: at two processes the bare loop makes 2,048 tuples and frees them before it makes the next ones, so that Python
+uses their memory again, and collects no garbage. Under FILE a rank makes the 4,096 tuples of a batch of its own, which
+are delivered in two steps; such a loop by hand takes 1.4 times as long as one that makes 2,048.
+
+LitData has an environment of its own (``scripts/test_apart``), where the same command measures it too:
+``.venv-apart/bin/python scripts/bench.py parquet tar``.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +26,7 @@ from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
 from benches.model import Column, Contender, Measured, Table, Target, rate
-from benches.peers import peer
+from benches.peers import missing, peer
 from benches.timing import epochs
 
 __all__ = ["tables"]
@@ -21,6 +34,8 @@ __all__ = ["tables"]
 RATE = "records/s"
 COLUMNS_LIMIT = "pyarrow iter_batches on files[rank::world], to tensors"
 ROWS_LIMIT = "pyarrow iter_batches on files[rank::world], to tuples"
+CUT_LIMIT = "pyarrow iter_batches on all files, this rank's part of each global batch"
+LIMITS = "Under DATA each rank decodes all row groups, as pyarrow decodes no part of one: the second loop has that limit."
 FILES, GLOBAL_BATCH = 4, 4096
 NUMBERS = [f"n{number}" for number in range(8)]
 Tuples = list[tuple[Any, ...]]
@@ -43,17 +58,20 @@ def mine(folder: str) -> list[str]:
 
 
 class Bare:
-    """The loop without a loader."""
+    """The loop without a loader: batches of this rank's files; or its part of each global batch of all files."""
 
-    def __init__(self, folder: str, columns: Sequence[str], convert: Callable[[Any], Any]) -> None:
-        self.files, self.columns, self.convert = mine(folder), list(columns), convert
+    def __init__(self, folder: str, columns: Sequence[str], convert: Callable[[Any], Any], *, cuts: bool) -> None:
+        self.files = names(folder) if cuts else mine(folder)
+        self.columns, self.convert, self.cuts = list(columns), convert, cuts
 
     def __iter__(self) -> Iterator[Any]:
         parquet = peer("pyarrow.parquet")
+        rank, size = world()
+        share = GLOBAL_BATCH // size
         for name in self.files:
             with parquet.ParquetFile(name) as file:
-                for batch in file.iter_batches(GLOBAL_BATCH // world()[1], columns=self.columns):
-                    yield self.convert(batch)
+                for batch in file.iter_batches(GLOBAL_BATCH if self.cuts else share, columns=self.columns):
+                    yield self.convert(batch.slice(rank * share, share) if self.cuts else batch)
 
 
 def as_tensors(batch: Any) -> dict[str, torch.Tensor]:
@@ -76,14 +94,14 @@ def timed(loader: Iterable[Any], repeats: int) -> Measured:
     return epochs(loader, num_records, repeats=repeats, steps_ahead=0)
 
 
-def bare_columns(folder: str, repeats: int) -> Measured:
+def bare_columns(folder: str, repeats: int, cuts: bool) -> Measured:  # noqa: FBT001 - arguments are sent by place
     """The limit of columns."""
-    return timed(Bare(folder, NUMBERS, as_tensors), repeats)
+    return timed(Bare(folder, NUMBERS, as_tensors, cuts=cuts), repeats)
 
 
-def bare_rows(folder: str, repeats: int) -> Measured:
+def bare_rows(folder: str, repeats: int, cuts: bool) -> Measured:  # noqa: FBT001 - arguments are sent by place
     """The limit of rows."""
-    return timed(Bare(folder, [*NUMBERS[:2], "text"], as_tuples), repeats)
+    return timed(Bare(folder, [*NUMBERS[:2], "text"], as_tuples, cuts=cuts), repeats)
 
 
 def columns(folder: str, repeats: int, policy: str) -> Measured:
@@ -135,6 +153,20 @@ def grain(folder: str, repeats: int) -> Measured:
     return timed(data.map(_numbers).batch(GLOBAL_BATCH // world()[1]), repeats)
 
 
+def litdata(folder: str, repeats: int) -> Measured:
+    """LitData's reader of Parquet files, over an index of them."""
+    of, loaders = peer("litdata"), peer("litdata.streaming.item_loader")
+    read = loaders.ParquetLoader(columns=NUMBERS)
+    data = of.StreamingDataset(folder, item_loader=read, index_path=f"{folder}-litdata", drop_last=False)
+    return timed(of.StreamingDataLoader(data, batch_size=GLOBAL_BATCH // world()[1]), repeats)
+
+
+def index_for_litdata(folder: str) -> None:
+    """Makes this index."""
+    Path(f"{folder}-litdata").mkdir()
+    peer("litdata").index_parquet_dataset(folder, cache_dir=f"{folder}-litdata")
+
+
 def _numbers(record: dict[str, Any]) -> dict[str, Any]:
     return {name: record[name] for name in NUMBERS}
 
@@ -155,24 +187,38 @@ def tables(*, small: bool, folder: Path) -> Sequence[Table]:
     """Columns and rows, over one rank and two."""
     records, repeats = 2_000 if small else 500_000, 1 if small else 3
     where, less = write(folder / "parquet", records), write(folder / "less", records // 10)  # for what is slow
+    if not missing(("litdata", "polars")):
+        index_for_litdata(less)
     found = []
     for size in (1, 2):
         fast, slow = (where, repeats), (less, 1)
+        column_limits, row_limits = (
+            [
+                Contender(limit, "limit", run, (*fast, False)),
+                *([Contender(CUT_LIMIT, "limit", run, (*fast, True))] if size > 1 else []),
+            ]
+            for limit, run in ((COLUMNS_LIMIT, bare_columns), (ROWS_LIMIT, bare_rows))
+        )
         found.append(
             Table(
                 f"Parquet as columns, {size} process(es)",
                 (Column(RATE, "more", rate("samples", "seconds")),),
                 (
-                    Contender(COLUMNS_LIMIT, "limit", bare_columns, fast),
+                    *column_limits,
                     Contender("FILE", "ours", columns, (*fast, "FILE")),
                     Contender("DATA", "ours", columns, (*fast, "DATA")),
                     Contender("datasets, streaming, as fragments", "ours", fragments, fast, ("datasets",)),
                     Contender("datasets, streaming", "peer", hugging_face, slow, ("datasets",), once=True),
                     Contender("grain ParquetIterDataset", "peer", grain, slow, ("grain",), once=True),
+                    Contender("litdata ParquetLoader", "peer", litdata, slow, ("litdata", "polars"), once=True),
                 ),
                 size,
                 1 if small else 3,
-                tuple(Target(RATE, name, 0.9, (COLUMNS_LIMIT,)) for name in ("FILE", "DATA")),
+                (
+                    Target(RATE, "FILE", 0.9, (COLUMNS_LIMIT,)),
+                    Target(RATE, "DATA", 0.9, (column_limits[-1].name,)),
+                ),
+                LIMITS if size > 1 else "",
             )
         )
         found.append(
@@ -180,13 +226,17 @@ def tables(*, small: bool, folder: Path) -> Sequence[Table]:
                 f"Parquet as tuples, {size} process(es)",
                 (Column(RATE, "more", rate("samples", "seconds")),),
                 (
-                    Contender(ROWS_LIMIT, "limit", bare_rows, fast),
+                    *row_limits,
                     Contender("FILE", "ours", rows, (*fast, "FILE")),
                     Contender("DATA", "ours", rows, (*fast, "DATA")),
                 ),
                 size,
                 1 if small else 3,
-                (Target(RATE, "FILE", 0.9, (ROWS_LIMIT,)),),
+                (
+                    Target(RATE, "FILE", 0.9, (ROWS_LIMIT,)),
+                    Target(RATE, "DATA", 0.9, (row_limits[-1].name,)),
+                ),
+                LIMITS if size > 1 else "",
             )
         )
     return found

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 import torchdistinput as tdi
 from benches.files import READ, timed
 from benches.model import Column, Contender, Measured, Table, Target, rate, total
-from benches.peers import peer
+from benches.peers import missing, peer
 
 __all__ = ["tables"]
 
@@ -26,6 +26,7 @@ LIMIT = "bare loop at known offsets"
 BY_HAND = "DataLoader over tarfile"
 WEBDATASET = "webdataset"
 DATASETS = "datasets, streaming"
+LITDATA = "litdata, over its own chunks"
 FILES = 8
 GLOBAL_BATCH = 64
 
@@ -113,6 +114,23 @@ def webdataset(folder: str, repeats: int) -> Measured:
     return measured(DataLoader(data, share()), folder, repeats)
 
 
+def litdata(folder: str, repeats: int) -> Measured:
+    """LitData, over the same samples in chunks of its own."""
+    of = peer("litdata")
+    data = of.StreamingDataset(f"{folder}-litdata", drop_last=False)
+    return measured(of.StreamingDataLoader(data, batch_size=share()), f"{folder}-litdata", repeats)
+
+
+def write_litdata(folder: str) -> None:
+    """Writes these chunks."""
+    Path(f"{folder}-litdata").mkdir()
+    writer = peer("litdata.streaming.writer").BinaryWriter(f"{folder}-litdata", chunk_bytes=1 << 24)
+    for number, sample in enumerate(ByHand(sorted(str(path) for path in Path(folder).iterdir()))):
+        writer.add_item(number, sample)
+    writer.done()
+    writer.merge(1)
+
+
 def hugging_face(folder: str, repeats: int) -> Measured:
     """Datasets, streaming."""
     data = peer("datasets").load_dataset("webdataset", data_files=mine(folder), split="train", streaming=True)
@@ -156,6 +174,9 @@ def tables(*, small: bool, folder: Path) -> Sequence[Table]:
     """Two sizes of samples, over one rank and two."""
     each = {"1 KB": (10, 1000) if small else (2000, 1000), "100 KB": (2, 100_000) if small else (150, 100_000)}
     written = {title: write(folder / title.replace(" ", ""), *sizes) for title, sizes in each.items()}
+    if not missing(("litdata",)):
+        for where in written.values():
+            write_litdata(where)
     return [_table(title, where, world, small=small) for title, where in written.items() for world in (1, 2)]
 
 
@@ -170,13 +191,14 @@ def _table(title: str, folder: str, world: int, *, small: bool) -> Table:
         Contender(BY_HAND, "before", by_hand, fast),
         Contender(WEBDATASET, "peer", webdataset, slow, ("webdataset",)),
         Contender(DATASETS, "peer", hugging_face, slow, ("datasets",), once=True),
+        Contender(LITDATA, "peer", litdata, slow, ("litdata",), once=True),
     )
     targets = (
-        Target(RATE, "FILE", 1.0, (BY_HAND, WEBDATASET, DATASETS)),
-        Target(RATE, "DATA, with an index", 1.0, (BY_HAND, WEBDATASET, DATASETS)),
+        Target(RATE, "FILE", 1.0, (BY_HAND, WEBDATASET, DATASETS, LITDATA)),
+        Target(RATE, "DATA, with an index", 1.0, (BY_HAND, WEBDATASET, DATASETS, LITDATA)),
         Target(READ, "FILE", 1.01),
         Target(READ, "DATA, with an index", 1.05),
     )
     columns = (Column(RATE, "more", rate("samples", "seconds")), Column(READ, "less", total("read")))
-    note = "The bare loop reads no header. Grain, LitData and MosaicML's streaming read no tar archives."
+    note = "The bare loop reads no header. Grain, LitData and MosaicML's streaming read no archives; LitData has its chunks."
     return Table(f"Tar archives, {title} samples", columns, contenders, world, 1 if small else 3, targets, note)
