@@ -1,9 +1,9 @@
 """Parquet: 4 files of 500,000 records with 8 numbers and a text, as columns and as tuples, over one rank and two.
 
 Under DATA a rank needs some rows of each global batch, and so of each row group. pyarrow decodes row groups whole, and
-ranks exchange no samples, so at two ranks each row group is decoded twice. The bare loop over ``files[rank::2]`` decodes
-it once, but its batches are not those of one process. The limit for DATA is the loop that cuts its part out of the
-global batches of all files; the table has both.
+ranks exchange no samples, so at two ranks each row group is decoded twice. The bare loop over ``files[rank::2]``
+decodes it once, but its batches are not those of one process. The limit for DATA is the loop that cuts its part out of
+the global batches of all files; the table has both.
 
 Tuples: at two processes the bare loop makes 2,048 tuples and frees them before it makes the next ones, so that Python
 uses their memory again, and collects no garbage. Under FILE a rank makes the 4,096 tuples of a batch of its own, which
@@ -35,7 +35,7 @@ RATE = "records/s"
 COLUMNS_LIMIT = "pyarrow iter_batches on files[rank::world], to tensors"
 ROWS_LIMIT = "pyarrow iter_batches on files[rank::world], to tuples"
 CUT_LIMIT = "pyarrow iter_batches on all files, this rank's part of each global batch"
-LIMITS = "Under DATA each rank decodes all row groups, as pyarrow decodes no part of one: the second loop has that limit."
+LIMITS = "Under DATA each rank decodes all row groups, as pyarrow decodes no part of one; so does the second loop."
 FILES, GLOBAL_BATCH = 4, 4096
 NUMBERS = [f"n{number}" for number in range(8)]
 Tuples = list[tuple[Any, ...]]

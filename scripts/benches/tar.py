@@ -200,5 +200,5 @@ def _table(title: str, folder: str, world: int, *, small: bool) -> Table:
         Target(READ, "DATA, with an index", 1.05),
     )
     columns = (Column(RATE, "more", rate("samples", "seconds")), Column(READ, "less", total("read")))
-    note = "The bare loop reads no header. Grain, LitData and MosaicML's streaming read no archives; LitData has its chunks."
+    note = "The bare loop reads no header. Grain, LitData and MosaicML's streaming read no tar archives."
     return Table(f"Tar archives, {title} samples", columns, contenders, world, 1 if small else 3, targets, note)
