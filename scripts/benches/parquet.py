@@ -15,6 +15,7 @@ LitData has an environment of its own (``scripts/test_apart``), where the same c
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -157,14 +158,14 @@ def litdata(folder: str, repeats: int) -> Measured:
     """LitData's reader of Parquet files, over an index of them."""
     of, loaders = peer("litdata"), peer("litdata.streaming.item_loader")
     read = loaders.ParquetLoader(columns=NUMBERS)
-    data = of.StreamingDataset(folder, item_loader=read, index_path=f"{folder}-litdata", drop_last=False)
+    data = of.StreamingDataset(f"{folder}-litdata", item_loader=read, drop_last=False)
     return timed(of.StreamingDataLoader(data, batch_size=GLOBAL_BATCH // world()[1]), repeats)
 
 
 def index_for_litdata(folder: str) -> None:
-    """Makes this index."""
-    Path(f"{folder}-litdata").mkdir()
-    peer("litdata").index_parquet_dataset(folder, cache_dir=f"{folder}-litdata")
+    """Makes this index, beside copies of the files."""
+    shutil.copytree(folder, f"{folder}-litdata")
+    peer("litdata").index_parquet_dataset(f"{folder}-litdata")
 
 
 def _numbers(record: dict[str, Any]) -> dict[str, Any]:

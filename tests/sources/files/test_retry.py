@@ -344,6 +344,7 @@ def _with_status(name: str, status: int, base: type[Exception] = Exception) -> E
         (BrokenPipeError(), True),
         (TimeoutError(), True),
         (OSError("of a store, translated"), True),
+        (OSError("Forbidden: https://storage.googleapis.com/b/data/o/x\nno access"), False),  # as gcsfs tells of 403
         (OSError(errno.EIO, "io"), True),
         (http.client.IncompleteRead(b""), True),
         (ftplib.error_temp("421"), True),

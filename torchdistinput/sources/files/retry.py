@@ -7,7 +7,8 @@ of the stores have exceptions of their own, so what is known is what lasts; all 
 **A stall.** A request that is never answered cannot be interrupted from outside. The filesystem's own time limit must
 end it, and then it counts as one that failed in passing. It is set by ``storage_options``, for example
 ``{"config_kwargs": {"connect_timeout": 10, "read_timeout": 60}}`` for ``s3``,
-``{"client_kwargs": {"timeout": aiohttp.ClientTimeout(sock_read=60)}}`` for ``http``. The default of several is minutes.
+``{"client_kwargs": {"timeout": aiohttp.ClientTimeout(sock_read=60)}}`` for ``http``, ``{"requests_timeout": 60}`` for
+``gs``, which has no limit by default. The default of several is minutes.
 
 **Whether it is the same file.** One that is opened again must have the size that it had; a file that was replaced by
 another one of the same size meanwhile is not noticed.
@@ -64,7 +65,8 @@ def is_passing(error: BaseException) -> bool:
     base = next(cls for cls in type(error).__mro__ if cls.__module__ == "builtins")
     if not isinstance(error, OSError):
         return base in {Exception, EOFError}
-    return not isinstance(error, _LASTING) and error.errno not in _LASTING_NUMBERS
+    refused = error.errno is None and str(error).startswith("Forbidden: ")  # by Google's store: gcsfs has no other sign
+    return not (refused or isinstance(error, _LASTING) or error.errno in _LASTING_NUMBERS)
 
 
 def retried(action: Callable[[], T], name: str, problem: str, *, named: bool) -> T:

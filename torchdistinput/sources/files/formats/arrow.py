@@ -54,7 +54,7 @@ class TableColumns:
 
     def __init__(self, table: Any, fill_null: Any = None) -> None:
         self._fill = fill_null if isinstance(fill_null, Mapping) else dict.fromkeys(table.column_names, fill_null)
-        self._size = table.num_rows
+        self._size: int = table.num_rows
         self._columns: dict[str, Any] = {}
         for name, column in zip(table.column_names, table.columns, strict=True):
             array = _in_one(column)
