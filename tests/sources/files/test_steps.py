@@ -17,7 +17,7 @@ from tests.support.epochs import raised
 from torchdistinput import SourceError, readers
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.files.steps import sizes_of, told_of_skew
+from torchdistinput.sources.files.steps import sizes_of, skew_warning
 from torchdistinput.testing import run_ranks
 
 UNEVEN = (11, 9, 73, 10)  # 103 records: worker 2 of 3 has 73
@@ -87,7 +87,7 @@ def test_where_records_are_batches_the_length_is_unknown(tmp_path: Path) -> None
 
 def told(dataset: tdi.FileDataset, workers: int = 3, *, drop_last: bool = False) -> str:
     topology = Topology(num_workers=workers, replicas_per_worker=1, worker=0)
-    return told_of_skew(dataset, Cutter(topology, shared=False, global_batch_size=10), drop_last=drop_last)
+    return skew_warning(dataset, Cutter(topology, shared=False, global_batch_size=10), drop_last=drop_last)
 
 
 def test_uneven_files_are_told_of_by_what_is_known(tmp_path: Path) -> None:
@@ -122,8 +122,8 @@ def test_files_by_size_are_told_of_by_their_shares(tmp_path: Path) -> None:
     cutter = Cutter(topology, shared=False, global_batch_size=10)
     sizes = sizes_of(dataset)
     assert sizes == [44, 36, 80, 40]
-    assert "worker 0 reads 42% of the bytes" in told_of_skew(dataset, cutter, drop_last=False)
-    assert not told_of_skew(dataset, cutter, sizes, drop_last=False)
+    assert "worker 0 reads 42% of the bytes" in skew_warning(dataset, cutter, drop_last=False)
+    assert not skew_warning(dataset, cutter, sizes, drop_last=False)
 
 
 def test_sizes_are_asked_for_where_no_folder_was_listed_and_no_file_is_opened(

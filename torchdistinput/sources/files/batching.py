@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple, final
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import IterableDataset, default_collate, get_worker_info
+from torch.utils.data import IterableDataset, default_collate
 
 from torchdistinput.errors import SourceError, StateMismatch
 from torchdistinput.plan.balancing import Division
@@ -29,6 +29,7 @@ from torchdistinput.sources.files.columns import Columns, RecordList, collated
 from torchdistinput.sources.files.corrupt_records import CorruptRecord
 from torchdistinput.sources.files.mixed_reader import MixedReader
 from torchdistinput.sources.files.mixture import RecordDataset
+from torchdistinput.sources.files.plain_epochs import loader_worker
 from torchdistinput.sources.files.reading import Reads, RecordPlace, Reserved
 from torchdistinput.sources.in_worker import Cut, Failure, labelled_piece, no_sizes, nothing_left, sizes_in, thinned
 from torchdistinput.sources.opaque_batches import OpaqueCollate
@@ -210,12 +211,11 @@ class RecordRows(IterableDataset[Any]):
             yield Failure(error, "")
 
     def _cuts(self, reader: Reads, entrance: Entrance, key: int) -> Iterator[Cut | KnownRows | Failure]:
-        """This loader worker's share of the batches from the entrance on."""
-        info = get_worker_info()
-        worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
+        """This loader worker's batches, from the entrance on."""
+        worker, num_workers = loader_worker()
         size = self._cutter.global_batch_size or 1
         # Records and batches until the next cursor is reported; files that were open at the last report.
-        untold, untold_batches, opened = 0, 0, 0
+        to_report, batches_to_report, opened = 0, 0, 0
         take: Callable[[int], Batch] = reader.reserve if self._in_ranges else reader.take
         rows = entrance.rows
         passed = pass_over(reader, self._cutter, rows, drop_last=self._drop_last, in_ranges=self._in_ranges)
@@ -228,10 +228,11 @@ class RecordRows(IterableDataset[Any]):
                 return
             if number % num_workers == worker:
                 place = None
-                untold, untold_batches = untold - len(records), untold_batches - 1
-                if (untold <= 0 and untold_batches <= 0) or reader.opened > opened:
+                to_report, batches_to_report = to_report - len(records), batches_to_report - 1
+                if (to_report <= 0 and batches_to_report <= 0) or reader.opened > opened:
                     place = reader.position()
-                    untold, untold_batches = _RECORDS_BETWEEN_PLACES * max(1, len(place.slots)), _BATCHES_BETWEEN_PLACES
+                    to_report = _RECORDS_BETWEEN_PLACES * max(1, len(place.slots))
+                    batches_to_report = _BATCHES_BETWEEN_PLACES
                     opened = place.opened
                 if self._slices_strings and type(records) is list:
                     yield KnownRows(self._sliced(records)[first:], place)

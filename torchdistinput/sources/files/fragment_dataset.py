@@ -17,7 +17,7 @@ from functools import partial
 from itertools import chain, islice
 from typing import Any, Final, Protocol, cast
 
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset
 
 from torchdistinput.coordination.failures import in_one_line
 from torchdistinput.errors import InputError, SourceError, StateMismatch
@@ -30,7 +30,7 @@ from torchdistinput.sources.files.corrupt_records import CorruptRecord
 from torchdistinput.sources.files.flat_map import FlatMap, flat_mapped
 from torchdistinput.sources.files.interleave import Interleave
 from torchdistinput.sources.files.open_file import Opened, OpenFile, Read, RecordPlace
-from torchdistinput.sources.files.plain_epochs import EpochCounter
+from torchdistinput.sources.files.plain_epochs import EpochCounter, loader_worker
 from torchdistinput.sources.files.reader_api import Block, Layout, in_blocks
 from torchdistinput.sources.files.reading import RecordReader
 from torchdistinput.sources.files.retry import one_line
@@ -333,8 +333,8 @@ class FragmentDataset(IterableDataset[Any]):
                     decoded.append(record if self.map_fn is None else self.map_fn(record))
                 except Exception as error:
                     place = places()[position]
-                    told = str(error) if isinstance(error, SourceError) else f"map_fn failed: {in_one_line(error)}"
-                    left_out[position] = f"{one_line(place.file)}, record {place.record}: {told}"
+                    problem = str(error) if isinstance(error, SourceError) else f"map_fn failed: {in_one_line(error)}"
+                    left_out[position] = f"{one_line(place.file)}, record {place.record}: {problem}"
         return decoded, left_out
 
     def fingerprint(self) -> dict[str, Any]:
@@ -353,13 +353,12 @@ class FragmentDataset(IterableDataset[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the epoch of the next ``iter()``; later ones follow. Also for persistent loader workers."""
-        self._epochs.announce(checked_int("epoch", epoch))
+        self._epochs.announce(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        """The decoded records of the next epoch; in a loader worker, this worker's share of them."""
+        """The decoded records of the next epoch; in a loader worker, this worker's part of them."""
         epoch = self._epochs.take()
-        info = get_worker_info()
-        worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
+        worker, num_workers = loader_worker()
         reader = self.reader(self.file_order(epoch), epoch)
         if self.map_fn is None:  # no Python code runs for a record of a block
             return chain.from_iterable(self._undecoded(reader, worker, num_workers))
@@ -457,7 +456,7 @@ class _SourceFragments:
         return _known_of_all([each.num_bytes for each in self._all])
 
     def ask_num_bytes(self) -> list[int] | None:
-        """See ``Fragments.ask_num_bytes``. A source has told all that it knows."""
+        """See ``Fragments.ask_num_bytes``. A source has given all that it knows."""
         return self.num_bytes()
 
 
@@ -526,7 +525,7 @@ def _known_of_all(values: Sequence[int | None]) -> list[int] | None:
 
 
 def _undecodable(place: RecordPlace, error: Exception) -> SourceError:
-    told = f"map_fn failed on record {place.record}: {in_one_line(error)}"
+    problem = f"map_fn failed on record {place.record}: {in_one_line(error)}"
     if isinstance(error, SourceError):  # of the reader's decoder, which says what failed
-        told = f"record {place.record}: {error}"
-    return SourceError(f"{one_line(place.file)}: {told}", file=place.file)
+        problem = f"record {place.record}: {error}"
+    return SourceError(f"{one_line(place.file)}: {problem}", file=place.file)

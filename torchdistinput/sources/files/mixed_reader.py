@@ -351,8 +351,8 @@ def decode_mixed(
         part, own = parts[source], [records[row].record for row in rows]
 
         def found(rows: list[int] = rows) -> list[RecordPlace]:
-            told = places()
-            return [told[row] for row in rows]
+            origins = places()
+            return [origins[row] for row in rows]
 
         if skip:
             decoded, without = part.records.decode_readable(own, found, key, seeds=seeds)

@@ -13,7 +13,7 @@ from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, Final, Literal, NamedTuple, Protocol, TypeAlias, final, runtime_checkable
 
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data import Dataset, IterableDataset
 
 from torchdistinput.errors import StateMismatch
 from torchdistinput.plan.mixed_turns import Cursor, MixtureCursor, SampleTurns, SourceCursor, TokenTurns
@@ -29,7 +29,7 @@ from torchdistinput.sources.files.mixed_reader import (
     decode_mixed,
 )
 from torchdistinput.sources.files.mixture_weights import MixtureWeights
-from torchdistinput.sources.files.plain_epochs import EpochCounter
+from torchdistinput.sources.files.plain_epochs import EpochCounter, loader_worker
 from torchdistinput.sources.files.reading import RecordPlace
 from torchdistinput.sources.fragments import FragmentSource
 from torchdistinput.sources.map_style.length_batches import Lengths
@@ -375,19 +375,18 @@ class StreamMixture(IterableDataset[Any]):
             "shuffle": self._shuffle,
         }
         for part in self._parts:
-            told = json.dumps(part.records.fingerprint(), sort_keys=True)
-            facts[f"source {part.name}"] = hashlib.sha256(told.encode()).hexdigest()[:16]
+            source = json.dumps(part.records.fingerprint(), sort_keys=True)
+            facts[f"source {part.name}"] = hashlib.sha256(source.encode()).hexdigest()[:16]
         return facts
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the epoch of the next ``iter()``; later ones follow. Also for persistent loader workers."""
-        self._epochs.announce(checked_int("epoch", epoch))
+        self._epochs.announce(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        """The samples of the next epoch in plain torch; in a loader worker, this worker's share of them."""
+        """The samples of the next epoch in plain torch; in a loader worker, this worker's part of them."""
         epoch = self._epochs.take()
-        info = get_worker_info()
-        worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
+        worker, num_workers = loader_worker()
         key = epoch_key(self.seed, epoch)
         with closing(self.reader((), epoch)) as reader:
             while records := reader.take(_READ_TOGETHER * num_workers):

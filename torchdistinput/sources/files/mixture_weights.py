@@ -3,7 +3,7 @@
 Problem. ``set_weights`` is called on one rank or on all, while ranks and loader workers have read ahead, each its own
 number of steps. All must change at the same position, and the position must be in the state.
 
-Decision. A rank that was told new weights says so in its next vote (law A9). In the exchange that follows, each rank
+Decision. A rank that was given new weights says so in its next vote (law A9). In the exchange that follows, each rank
 tells how far it may have read ahead. The weights hold from the latest of these steps on, so no record that was read is
 given back. They are kept, with their epochs and positions, in memory that loader workers share. A loader worker looks
 there before each batch; it is never as far as the position when the weights arrive.
@@ -209,9 +209,9 @@ class MixtureWeights:
         if moment == self._agreed[0]:
             said["agreed before"] = self._agreed[1]
         if len(set(said.values())) > 1:
-            told = "; ".join(f"{who}: {dict(zip(self.names, each, strict=True))}" for who, each in said.items())
+            by_whom = "; ".join(f"{who}: {dict(zip(self.names, each, strict=True))}" for who, each in said.items())
             raise RankDisagreement(
-                f"set_weights() of a mixture was called with different weights on different ranks: {told}. Call it on "
+                f"set_weights() of a mixture was called with different weights on different ranks: {by_whom}. Call it on "
                 "one rank, or with the same weights on all."
             )
         if moment == self._agreed[0]:
@@ -308,10 +308,10 @@ class WeightsSync:
         Raises:
           RankDisagreement: ranks asked for different weights at once.
         """
-        told = [plain_message(text) for text in texts]
-        asks = {rank: each["weights"] for rank, each in enumerate(told) if each["weights"]}
+        messages = [plain_message(text) for text in texts]
+        asks = {rank: each["weights"] for rank, each in enumerate(messages) if each["weights"]}
         asked = {rank: (tuple(moment), tuple(weights)) for rank, (moment, weights) in asks.items()}
         found = self._weights.settle(asked, self._sent)
         if found is not None:
-            row = max(each["read"] for each in told)
+            row = max(each["read"] for each in messages)
             self._weights.take(found, self._epoch, row * self._batch_size, self._first_row + rows + 1)

@@ -1,4 +1,4 @@
-"""Epoch counters for datasets in plain torch: a count of ``iter()``, and an epoch that loader workers share."""
+"""Epochs of datasets in plain torch: a count of ``iter()``, an epoch that loader workers share, and their numbers."""
 
 from __future__ import annotations
 
@@ -6,8 +6,17 @@ import mmap
 from typing import Any, final
 
 import torch
+from torch.utils.data import get_worker_info
 
-__all__ = ["EpochCounter", "SharedEpoch"]
+from torchdistinput.sources.checks import checked_int
+
+__all__ = ["EpochCounter", "SharedEpoch", "loader_worker"]
+
+
+def loader_worker() -> tuple[int, int]:
+    """The number of this loader worker, and how many there are: 0 and 1 in a process that is none."""
+    info = get_worker_info()
+    return (0, 1) if info is None else (info.id, info.num_workers)
 
 
 @final
@@ -50,8 +59,12 @@ class EpochCounter:
         self._board = SharedEpoch()
 
     def announce(self, epoch: int) -> None:
-        """Sets the next epoch, in every process that shares the memory."""
-        self._board.announce(epoch)
+        """Sets the next epoch, in every process that shares the memory.
+
+        Raises:
+          TypeError: it is no int.
+        """
+        self._board.announce(checked_int("epoch", epoch))
 
     def take(self) -> int:
         """The epoch that starts now."""

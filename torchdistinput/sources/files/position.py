@@ -64,8 +64,8 @@ class FilesPosition(NamedTuple):
 
     def json_at(self, rows: int, cursors: Sequence[tuple[int, str]], weights: Any = None) -> list[Any]:
         """``to_json`` for other rows, with the cursors as texts, and the weights of a mixture."""
-        told = ["files", self.num_replicas, list(map(list, self.deals)), list(map(list, cursors)), rows]
-        return told if weights is None else [*told, weights]
+        values = ["files", self.num_replicas, list(map(list, self.deals)), list(map(list, cursors)), rows]
+        return values if weights is None else [*values, weights]
 
 
 def _cursor_of(value: object) -> tuple[int, object]:
@@ -173,12 +173,12 @@ class CommonPlaces:
 
 def _told_place(text: str) -> tuple[int, tuple[int, str]]:
     """The worker that sent the text, a row, and the worker's cursor after it."""
-    match told := plain_message(text):
+    match sent := plain_message(text):
         case {"worker": int(worker), "row": int(row), "place": str(place)}:
             return worker, (row, place)
         case _:
             raise InputError(
-                f"another rank sent {told!r:.100} as the cursor of its reader; every rank must run the same version of "
+                f"another rank sent {sent!r:.100} as the cursor of its reader; every rank must run the same version of "
                 "torchdistinput."
             )
 

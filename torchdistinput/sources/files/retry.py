@@ -89,12 +89,12 @@ def retried(action: Callable[[], T], name: str, problem: str, *, named: bool) ->
             raise
         except Exception as error:
             failures += 1
-            told = f"{one_line(name)}: {problem}" if named else problem
+            what = f"{one_line(name)}: {problem}" if named else problem
             if not is_passing(error):
-                raise SourceError(f"{told}: {reason(error)}", file=name) from error
+                raise SourceError(f"{what}: {reason(error)}", file=name) from error
             if failures >= _TRIES:
                 raise SourceError(
-                    f"{told}, tried {failures} times: {reason(error)}; look at the filesystem and the way to it, then "
+                    f"{what}, tried {failures} times: {reason(error)}; look at the filesystem and the way to it, then "
                     "go on from the last saved state",
                     file=name,
                 ) from error

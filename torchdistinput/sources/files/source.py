@@ -31,7 +31,7 @@ from torchdistinput.sources.files.fragment_dataset import FragmentDataset
 from torchdistinput.sources.files.mixture import LENGTHS_WAY_OUT, RecordDataset, StreamMixture
 from torchdistinput.sources.files.mixture_weights import WeightsSync
 from torchdistinput.sources.files.position import CommonPlaces, FilesPosition, Places
-from torchdistinput.sources.files.steps import counted_steps, known_steps, sizes_of, told_of_skew
+from torchdistinput.sources.files.steps import counted_steps, known_steps, sizes_of, skew_warning
 from torchdistinput.sources.in_worker import Cut, Failure, as_is
 from torchdistinput.sources.rng import Draw
 from torchdistinput.sources.sample_costs import balance_by_record
@@ -128,9 +128,9 @@ class RecordSource(Source):
             compares=bool(self.way_out),
         )
         if options.auto_shard_policy is AutoShardPolicy.AUTO and not shared and topology.worker == 0:
-            told = told_of_skew(dataset, self._cutter, self._sizes, drop_last=self._drop_last)
-            if told:
-                _LOG.warning("%s", told)
+            warning = skew_warning(dataset, self._cutter, self._sizes, drop_last=self._drop_last)
+            if warning:
+                _LOG.warning("%s", warning)
         self._runs = self.workers = None if self._loader is None else _runs_of(self._loader)
         self._track: _Track | None = None  # of the epoch that was begun last
         self.draws_from_default_generator = self._loader is not None and self._loader.generator is None
@@ -211,8 +211,8 @@ class RecordSource(Source):
         if self._is_of_this_world(found):
             return start
         mine = range(topology.worker, len(found.cursors), topology.num_workers)
-        told = share(lambda: [[worker, self._forward(epoch, found, worker).to_json()] for worker in mine])
-        places = {worker: ReaderCursor.from_json(place) for each in told for worker, place in each}
+        gathered = share(lambda: [[worker, self._forward(epoch, found, worker).to_json()] for worker in mine])
+        places = {worker: ReaderCursor.from_json(place) for each in gathered for worker, place in each}
         dealt, deals = redeal([places[worker] for worker in range(len(found.cursors))], found.deals, num_readers_then)
         position = FilesPosition(topology.num_replicas, deals, [(0, place) for place in dealt], 0)
         return replace(start, position=position.to_json())

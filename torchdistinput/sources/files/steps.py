@@ -16,7 +16,7 @@ from torchdistinput.plan.sharding import shards_of
 from torchdistinput.sources.files.fragment_dataset import FragmentDataset
 from torchdistinput.sources.files.mixture import RecordDataset
 
-__all__ = ["counted_steps", "known_steps", "told_of_skew"]
+__all__ = ["counted_steps", "known_steps", "skew_warning"]
 
 _TOLD_FROM: Final = 1.25  # times as many steps
 
@@ -61,7 +61,7 @@ def sizes_of(dataset: FragmentDataset) -> list[int]:
     return sizes
 
 
-def told_of_skew(
+def skew_warning(
     dataset: FragmentDataset, cutter: Cutter, by_size: Sequence[int] | None = None, *, drop_last: bool
 ) -> str:
     """The warning for uneven files in the first epoch under FILE; empty if they are even. Local.
