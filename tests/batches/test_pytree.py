@@ -351,6 +351,9 @@ def test_a_list_of_columns_is_no_list_of_samples() -> None:
     found = pytree.read(columns, 2)
     assert found is not None
     assert len(found.leaves) == 2
+    many = [[torch.arange(2)], *[np.arange(2)] * 40]
+    assert not pytree.is_list_of_samples(many)
+    assert pytree.holds_arrays(many)
     configs = {"x": torch.arange(2), "settings": [{"rate": 1.0}, {"decay": 2.0}]}
     found = pytree.read(configs, 2)
     assert found is not None

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -257,6 +258,37 @@ def test_records_may_be_tuples_of_python_values(worlds: Worlds) -> None:
     for found in worlds.values():
         assert joined(together([rank["DATA, tuples"] for rank in found])) == wanted
         assert sorted(joined(together([rank["FILE, tuples"] for rank in found]))) == sorted(wanted)
+
+
+def test_tuples_have_the_values_of_to_pylist_in_any_order_and_after_a_resume(tmp_path: Path) -> None:
+    numbers = np.arange(50)
+    of = {
+        "int": numbers,
+        "small": pa.array(numbers, pa.uint8()),
+        "half": pa.array((numbers / 2).astype("float16")),
+        "float": (numbers / 3).astype("float32"),
+        "bool": numbers % 2 == 1,
+        "day": pa.array(numbers, pa.int32()).cast(pa.date32()),
+        "hole": pa.array([None if number % 3 else number for number in range(50)]),
+        "list": [[*range(number % 4)] for number in range(50)],
+    }
+    pq.write_table(pa.table(of), tmp_path / "0.parquet", row_group_size=17)
+    wanted = [tuple(record.values()) for record in pa.table(of).to_pylist()]
+    data = tdi.FileDataset(str(tmp_path / "0.parquet"), readers.parquet(as_tuples=True))
+    assert [*data] == wanted
+    assert [*map(type, [*data][1])] == [*map(type, wanted[1])]
+    windows = tdi.FileDataset(str(tmp_path / "0.parquet"), readers.parquet(as_tuples=True), shuffle_buffer=20)
+    assert sorted(windows, key=itemgetter(0)) == wanted
+
+    def made() -> tdi.DistributedDataset:
+        return tdi.Strategy(["cpu"]).distribute_dataset(data, global_batch_size=20, collate_fn=list)
+
+    with closing(iter(loader := made())) as iterator:
+        assert next(iterator) == wanted[:20]
+        state = loader.state_dict()
+    rest = made()
+    rest.load_state_dict(state)
+    assert [*rest] == [wanted[20:40], wanted[40:]]
 
 
 def test_filters_keep_each_wanted_record_once_at_any_world_size(worlds: Worlds) -> None:
