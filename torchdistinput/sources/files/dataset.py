@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
-from typing import Any, Final, final
+from typing import Any, Final, TypeVar, final
 
 import torch
 
@@ -17,7 +17,7 @@ from torchdistinput.plan.permutation import shuffled
 from torchdistinput.sources.checks import as_object, check_callable, checked_int
 from torchdistinput.sources.files.file_cache import FileCache
 from torchdistinput.sources.files.flat_map import FlatMap, decoded_first
-from torchdistinput.sources.files.fragment_dataset import FragmentDataset
+from torchdistinput.sources.files.fragment_dataset import FragmentDataset, known_of_all
 from torchdistinput.sources.files.glob import FileNames, expand, listed
 from torchdistinput.sources.files.io import OpenedFile, check_compression, file_size, is_plain, open_file
 from torchdistinput.sources.files.open_file import Opened, Read
@@ -35,6 +35,8 @@ from torchdistinput.sources.files.record_index import IndexFolder
 from torchdistinput.sources.files.retry import one_line
 
 __all__ = ["FileDataset", "list_files"]
+
+T = TypeVar("T")
 
 _MAX_ASKED_AT_ONCE: Final = 8
 
@@ -217,6 +219,12 @@ class FileDataset(FragmentDataset):
         return sum(map(self._files.build_index, names))
 
 
+def _in_threads(ask: Callable[[int], T], indices: Sequence[int]) -> list[T]:
+    """What a request for each index returns; some requests are made at the same time."""
+    with ThreadPoolExecutor(max(1, min(_MAX_ASKED_AT_ONCE, len(indices)))) as pool:
+        return [*pool.map(ask, indices)]
+
+
 def _decode_and_map(decode: Callable[[Any], Any], map_fn: Callable[[Any], Any], record: Any) -> Any:
     return map_fn(decode(record))
 
@@ -268,9 +276,7 @@ class _Files:
 
     def num_bytes(self) -> list[int] | None:
         """See ``Fragments.num_bytes``: the stored sizes, if the listing of folders gave all of them."""
-        sizes = [part.size for part in self._parts]
-        known = [size for size in sizes if size is not None]
-        return known if len(known) == len(sizes) else None
+        return known_of_all([part.size for part in self._parts])
 
     def ask_num_bytes(self) -> list[int] | None:
         """See ``Fragments.ask_num_bytes``: one request for each file that was named without a pattern.
@@ -288,11 +294,9 @@ class _Files:
 
     def _ask_sizes(self) -> None:
         unknown = [index for index, size in enumerate(self._sizes) if size is None]
-        if unknown:
-            with ThreadPoolExecutor(min(_MAX_ASKED_AT_ONCE, len(unknown))) as pool:
-                asked = pool.map(lambda index: file_size(self.files[index], self._storage_options), unknown)
-                for index, size in zip(unknown, asked, strict=True):
-                    self._sizes[index] = size
+        asked = _in_threads(lambda index: file_size(self.files[index], self._storage_options), unknown)
+        for index, size in zip(unknown, asked, strict=True):
+            self._sizes[index] = size
 
     def _check_can_be_cut(self) -> None:
         known = [self.indices, next_start_of(self.read), layout_of(self.read)]
@@ -310,10 +314,7 @@ class _Files:
           SourceError: naming a file that is missing or whose size cannot be found.
         """
         if self.indices is not None and self._records is None:
-            with ThreadPoolExecutor(min(_MAX_ASKED_AT_ONCE, len(self.names))) as pool:
-                found = [*pool.map(self._records_of, range(len(self.names)))]
-            known = [records for records in found if records is not None]
-            self._records = known if len(known) == len(found) else None
+            self._records = known_of_all(_in_threads(self._records_of, range(len(self.names))))
         return self._records
 
     def count_records(self) -> list[int] | None:
@@ -325,10 +326,7 @@ class _Files:
         if self.indices is not None or layout_of(self.read) is None:
             return self.num_records()
         if self._counted is None:
-            with ThreadPoolExecutor(min(_MAX_ASKED_AT_ONCE, len(self.names))) as pool:
-                found = [*pool.map(self._records_in, range(len(self.names)))]
-            known = [records for records in found if records is not None]
-            self._counted = known if len(known) == len(found) else None
+            self._counted = known_of_all(_in_threads(self._records_in, range(len(self.names))))
         return self._counted
 
     def _records_in(self, index: int) -> int | None:
@@ -384,14 +382,13 @@ class _Files:
           StateMismatch: naming the file and both sizes, or the file that is gone.
           SourceError: naming the file, if its size cannot be found.
         """
-        with ThreadPoolExecutor(min(_MAX_ASKED_AT_ONCE, len(places))) as pool:
-            sizes = pool.map(self._stored_size, [place.file for place in places])
-            for place, size in zip(places, sizes, strict=True):
-                if size is not None and place.size not in {-1, size}:
-                    raise StateMismatch(
-                        f"{one_line(self.names[place.file])}: the file has {size} bytes, but had {place.size} when the "
-                        "state was saved, in the middle of it; put the file back as it was, or start the epoch anew"
-                    )
+        sizes = _in_threads(self._stored_size, [place.file for place in places])
+        for place, size in zip(places, sizes, strict=True):
+            if size is not None and place.size not in {-1, size}:
+                raise StateMismatch(
+                    f"{one_line(self.names[place.file])}: the file has {size} bytes, but had {place.size} when the "
+                    "state was saved, in the middle of it; put the file back as it was, or start the epoch anew"
+                )
 
     def _stored_size(self, index: int) -> int | None:
         name = self._parts[index].file

@@ -37,7 +37,7 @@ from torchdistinput.sources.files.retry import one_line
 from torchdistinput.sources.fragments import Fragment, FragmentSource
 from torchdistinput.sources.sample_seed import Samples, calls_on, epoch_key
 
-__all__ = ["FragmentDataset", "Fragments"]
+__all__ = ["FragmentDataset", "Fragments", "known_of_all"]
 
 _MARK_BYTES: Final = 6
 
@@ -445,7 +445,7 @@ class _SourceFragments:
 
     def num_records(self) -> list[int] | None:
         """See ``Fragments.num_records``."""
-        return _known_of_all([each.num_records for each in self._all])
+        return known_of_all([each.num_records for each in self._all])
 
     def count_records(self) -> list[int] | None:
         """See ``Fragments.count_records``."""
@@ -453,7 +453,7 @@ class _SourceFragments:
 
     def num_bytes(self) -> list[int] | None:
         """See ``Fragments.num_bytes``."""
-        return _known_of_all([each.num_bytes for each in self._all])
+        return known_of_all([each.num_bytes for each in self._all])
 
     def ask_num_bytes(self) -> list[int] | None:
         """See ``Fragments.ask_num_bytes``. A source has given all that it knows."""
@@ -519,7 +519,8 @@ def _mark_of(fragment: Fragment) -> int:
     return int.from_bytes(hashlib.sha256(json.dumps(facts).encode()).digest()[:_MARK_BYTES], "big")
 
 
-def _known_of_all(values: Sequence[int | None]) -> list[int] | None:
+def known_of_all(values: Sequence[int | None]) -> list[int] | None:
+    """The values, if none is missing."""
     known = [value for value in values if value is not None]
     return known if len(known) == len(values) else None
 

@@ -201,11 +201,48 @@ class _Waiting:
 
 
 @final
-class _Supply:
-    """See ``mixed_turns.Supply``."""
+class MixedReader:
+    """The reader of the undecoded records of a mixture, see ``reading.Reads``; and a ``mixed_turns.Supply``.
 
-    def __init__(self, sources: Sequence[_Waiting]) -> None:
-        self._sources = sources
+    Args:
+      parts: the sources.
+      epoch: of the mixture.
+      place: where to begin.
+      turns: the order; it is made from the cursor.
+      take_weights: changes the turns if the weights have changed; called with the position before records are taken.
+      repeats: whether sources begin again.
+      skip: see ``FragmentDataset.reader``.
+    """
+
+    of_columns = False
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        epoch: int,
+        place: MixtureCursor,
+        turns: SampleTurns | TokenTurns,
+        take_weights: Callable[[int], None],
+        *,
+        repeats: bool,
+        skip: bool,
+    ) -> None:
+        self._parts = parts
+        self._position = place.position
+        cursors = place.sources or [SourceCursor()] * len(parts)
+        self._sources = [
+            _Waiting(part, epoch, cursor, repeats=repeats, skip=skip)
+            for part, cursor in zip(parts, cursors, strict=True)
+        ]
+        self._turns = turns
+        self._take_weights = take_weights
+        self._places: list[RecordPlace] = []
+        self._drawn: list[int] = []
+
+    @property
+    def opened(self) -> int:
+        """See ``Reads.opened``: the cursor is reported after each batch, which the counts by source need."""
+        return self._position
 
     def have(self, source: int, count: int) -> int:
         """See ``Supply.have``."""
@@ -220,56 +257,10 @@ class _Supply:
         """See ``Supply.done``."""
         return self._sources[source].done
 
-
-@final
-class MixedReader:
-    """The reader of the undecoded records of a mixture, see ``reading.Reads``.
-
-    Args:
-      parts: the sources.
-      epoch: of the mixture.
-      place: where to begin.
-      turns: the order; it is made from the cursor.
-      heard: returns the weights of the epoch if they have changed since the last call.
-      repeats: whether sources begin again.
-      skip: see ``FragmentDataset.reader``.
-    """
-
-    of_columns = False
-
-    def __init__(
-        self,
-        parts: Sequence[Part],
-        epoch: int,
-        place: MixtureCursor,
-        turns: SampleTurns | TokenTurns,
-        heard: Callable[[int], None],
-        *,
-        repeats: bool,
-        skip: bool,
-    ) -> None:
-        self._parts = parts
-        self._position = place.position
-        cursors = place.sources or [SourceCursor()] * len(parts)
-        self._sources = [
-            _Waiting(part, epoch, cursor, repeats=repeats, skip=skip)
-            for part, cursor in zip(parts, cursors, strict=True)
-        ]
-        self._supply = _Supply(self._sources)
-        self._turns = turns
-        self._heard = heard
-        self._places: list[RecordPlace] = []
-        self._drawn: list[int] = []
-
-    @property
-    def opened(self) -> int:
-        """See ``Reads.opened``: the cursor is reported after each batch, which the counts by source need."""
-        return self._position
-
     def take(self, count: int) -> list[MixedRecord]:
         """The next records; fewer at the end."""
-        self._heard(self._position)
-        drawn = self._drawn = self._turns.draw(self._position, count, self._supply)
+        self._take_weights(self._position)
+        drawn = self._drawn = self._turns.draw(self._position, count, self)
         self._position += len(drawn)
         records: list[Iterator[Any]] = []
         places: list[Iterator[RecordPlace]] = []
@@ -278,7 +269,7 @@ class MixedReader:
         ):
             taken, of = waiting.take(needed)
             records.append(iter(taken))
-            places.append(map(partial(_told, part), of))
+            places.append(map(partial(_origin, part), of))
         self._places = [next(places[source]) for source in drawn]
         return [MixedRecord(source, next(records[source])) for source in drawn]
 
@@ -309,7 +300,7 @@ class MixedReader:
             waiting.close()
 
 
-def _told(part: Part, place: RecordPlace) -> RecordPlace:
+def _origin(part: Part, place: RecordPlace) -> RecordPlace:
     return RecordPlace(f"{part.name}: {place.file}", place.record, part.first + place.file_number)
 
 

@@ -299,7 +299,7 @@ class StreamMixture(IterableDataset[Any]):
             used = [each.used for each in cursor.sources] or [0] * len(self._parts)
             turns = TokenTurns(used, changes, stop, num_samples)
 
-        def hear(position: int) -> None:
+        def take_weights(position: int) -> None:
             nonlocal changes, version
             if self._weights.version != version:
                 before = [each for each in changes if each[0] < position]
@@ -308,7 +308,7 @@ class StreamMixture(IterableDataset[Any]):
                     raise AssertionError(f"weights changed before position {position}, which was read already")
                 turns.change(changes)
 
-        return MixedReader(self._parts, epoch, cursor, turns, hear, repeats=stop == "repeat", skip=skip)
+        return MixedReader(self._parts, epoch, cursor, turns, take_weights, repeats=stop == "repeat", skip=skip)
 
     def read_epoch(self, epoch: int, place: Cursor | None, *, skip: bool = False) -> MixedReader:
         """See ``RecordSet.read_epoch``."""

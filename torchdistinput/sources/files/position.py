@@ -161,7 +161,7 @@ class CommonPlaces:
         Raises:
           InputError: a rank sent something else.
         """
-        self._known.append((self._first_row + rows, dict(map(_told_place, texts))))
+        self._known.append((self._first_row + rows, dict(map(_received, texts))))
         while len(self._known) > self._keep:
             self._known.popleft()
 
@@ -171,7 +171,7 @@ class CommonPlaces:
         return [known[worker] for worker in range(len(known))]
 
 
-def _told_place(text: str) -> tuple[int, tuple[int, str]]:
+def _received(text: str) -> tuple[int, tuple[int, str]]:
     """The worker that sent the text, a row, and the worker's cursor after it."""
     match sent := plain_message(text):
         case {"worker": int(worker), "row": int(row), "place": str(place)}:

@@ -18,7 +18,7 @@ from torchdistinput.sources.files.mixture import RecordDataset
 
 __all__ = ["counted_steps", "known_steps", "skew_warning"]
 
-_TOLD_FROM: Final = 1.25  # times as many steps
+_WARNED_FROM: Final = 1.25  # times as many steps
 
 
 def known_steps(dataset: RecordDataset, global_batch_size: int, *, drop_last: bool) -> int | None:
@@ -88,7 +88,7 @@ def skew_warning(
         under_file = max(_steps(share, cutter, size, drop_last=drop_last) for share in shares)
         under_data = known_steps(dataset, size, drop_last=drop_last) or 0
         more, steps = under_file / max(1, under_data), f"{under_file} steps instead of the {under_data}"
-    if more < _TOLD_FROM:
+    if more < _WARNED_FROM:
         return ""
     first = "the files are of one size, an" if what == "files" else "An"
     return (
