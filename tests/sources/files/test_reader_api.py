@@ -11,7 +11,7 @@ import io
 import itertools
 import lzma
 import pickle
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -30,6 +30,7 @@ from torchdistinput.sources.files import io as filesystem
 from torchdistinput.sources.files import reader_api
 from torchdistinput.sources.files.formats import fixed_length, json_lines, readers, text, tfrecords
 from torchdistinput.sources.files.formats import npy as npy_reader
+from torchdistinput.testing import check_source
 
 Reader = Callable[[BinaryIO], Iterable[Any]]
 
@@ -152,6 +153,43 @@ def test_a_reader_is_entered_at_each_of_its_blocks(name: str, opener: str) -> No
     assert number == len(every)
     assert offsets == sorted(set(offsets))
     assert (len(offsets) == 1) == (name in ONE_BLOCK)
+
+
+class Content:
+    """Two files of a reader as a source of fragments."""
+
+    def __init__(self, read: Reader, content: bytes, changes: int = 0) -> None:
+        self.read_file, self.content, self.changes = read, content, changes
+
+    def fragments(self) -> Sequence[tdi.Fragment]:
+        return [tdi.Fragment(name, fingerprint=str(self.changes)) for name in ("a", "b")]
+
+    def read(self, fragment: tdi.Fragment, position: Any) -> Iterator[tuple[Any, Any]]:
+        enter = reader_api.blocks_of(self.read_file)
+        assert enter is not None
+        return iter(enter(io.BytesIO(self.content), position or 0))
+
+
+def parquet() -> bytes:
+    parquet, whole = pytest.importorskip("pyarrow.parquet"), io.BytesIO()
+    columns = {"x": [*range(20)], "s": [*map(str, range(20))], "v": [[number] * (number % 3) for number in range(20)]}
+    parquet.write_table(pytest.importorskip("pyarrow").table(columns), whole, row_group_size=6)
+    return whole.getvalue()
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("name", [*CONTENTS, "parquet", "parquet, tuples"])
+def test_each_reader_keeps_the_contract_of_sources(name: str) -> None:
+    known: dict[str, Callable[[], Reader]] = {
+        "parquet": readers.parquet,
+        "parquet, tuples": functools.partial(readers.parquet, as_tuples=True),
+    }
+    source = Content(*(CONTENTS[name] if name in CONTENTS else (known[name](), parquet())))
+
+    def change() -> None:
+        source.changes += 1
+
+    check_source(source, change=change)
 
 
 @pytest.mark.usefixtures("small")

@@ -8,7 +8,7 @@ import pickle
 import random
 import tarfile
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,11 @@ import pytest
 import torch
 
 import torchdistinput as tdi
-from torchdistinput import Fragment, readers
+from torchdistinput import readers
 from torchdistinput.errors import SourceError
-from torchdistinput.sources.files import reader_api
 from torchdistinput.sources.files.dataset import FileDataset
 from torchdistinput.sources.files.formats import tar_headers
 from torchdistinput.sources.files.reader_api import blocks_of, decoder_of
-from torchdistinput.testing import check_source
 
 Member = tuple[str, bytes]
 
@@ -391,28 +389,3 @@ def test_ordinary_headers_are_read_as_tarfile_reads_them(monkeypatch: pytest.Mon
 
 
 # ------------------------------------------------------------------------------------------------------- the contract
-
-
-class Tars:
-    """Archives as a source of fragments."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def fragments(self) -> Sequence[Fragment]:
-        paths = sorted(self.folder.glob("*.tar"))
-        return [Fragment(path.name, num_bytes=path.stat().st_size) for path in paths]
-
-    def read(self, fragment: Fragment, position: Any) -> Iterator[tuple[Any, Sequence[Any]]]:
-        enter = blocks_of(readers.webdataset("auto", ["cls", "jpg"]))
-        assert enter is not None
-        with (self.folder / fragment.name).open("rb") as file:
-            for offset, samples in enter(file, position or 0):
-                yield offset, [*samples]
-
-
-def test_the_reader_keeps_the_contract_of_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader_api, "BLOCK_BYTES", 2000)
-    for number, members in enumerate((PAIRS, PAIRS[:3], [])):
-        (tmp_path / f"{number}.tar").write_bytes(tar(members))
-    check_source(Tars(tmp_path), change=lambda: (tmp_path / "1.tar").write_bytes(tar(PAIRS)))
