@@ -211,8 +211,8 @@ class MixtureWeights:
         if len(set(said.values())) > 1:
             by_whom = "; ".join(f"{who}: {dict(zip(self.names, each, strict=True))}" for who, each in said.items())
             raise RankDisagreement(
-                f"set_weights() of a mixture was called with different weights on different ranks: {by_whom}. Call it on "
-                "one rank, or with the same weights on all."
+                f"set_weights() of a mixture was called with different weights on different ranks: {by_whom}. Call it "
+                "on one rank, or with the same weights on all."
             )
         if moment == self._agreed[0]:
             return None
