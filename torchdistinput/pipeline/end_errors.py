@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from torchdistinput.errors import InputError
 
-__all__ = ["after_the_error", "closed_elsewhere", "left_to_parent", "not_an_end"]
-
 
 def not_an_end(error: BaseException) -> BaseException:
     """The error; for a ``StopIteration``, which would end the user's loop as if the data had ended, another one."""

@@ -43,17 +43,6 @@ import numpy.typing as npt
 from torchdistinput.errors import BatchingError
 from torchdistinput.plan.batching import Cutter, Row
 
-__all__ = [
-    "BalancedSplit",
-    "CostCutter",
-    "Costs",
-    "Division",
-    "StepCosts",
-    "balanced_split",
-    "check_costs",
-    "runs_within",
-]
-
 Costs: TypeAlias = npt.NDArray[np.float64]
 """The cost of each sample of a batch, ``(b,)``."""
 

@@ -31,17 +31,6 @@ from torchdistinput.errors import StateMismatch
 from torchdistinput.plan.file_resharding import ReaderCursor
 from torchdistinput.plan.mixing import MixedOrder, Stop
 
-__all__ = [
-    "Changes",
-    "Cursor",
-    "MixtureCursor",
-    "SampleTurns",
-    "SourceCursor",
-    "Supply",
-    "TokenTurns",
-    "cursor_from_json",
-]
-
 Changes: TypeAlias = Sequence[tuple[int, Sequence[Fraction]]]
 """The weights, as shares of all sources, from positions on; the first is 0."""
 

@@ -31,8 +31,6 @@ import numpy.typing as npt
 
 from torchdistinput.plan.permutation import Permutation
 
-__all__ = ["MixedOrder", "Stop", "shares"]
-
 Stop: TypeAlias = Literal["first", "all", "repeat"]
 Ints: TypeAlias = npt.NDArray[np.int64]
 

@@ -27,8 +27,6 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias, final
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Item", "Overflow", "Packing", "PackingStrategy", "check_packing", "pack_window"]
-
 Ints: TypeAlias = npt.NDArray[np.int64]
 
 PackingStrategy: TypeAlias = Literal["best_fit", "first_fit", "concat"]

@@ -17,8 +17,6 @@ from torchdistinput.sources.files.dataset import FileDataset
 from torchdistinput.sources.files.formats.readers import text_lines
 from torchdistinput.strategy import Strategy
 
-__all__ = ["IntegerLookup", "StringLookup", "rows_of_texts", "started"]
-
 
 def started(settings: Settings, vocabulary: Any, idf_weights: Any) -> Vocabulary | None:
     """The vocabulary that a constructor was given: a sequence, or the path of a file with one term in each line.

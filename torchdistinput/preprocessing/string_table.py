@@ -16,8 +16,6 @@ import numpy.typing as npt
 
 from torchdistinput.preprocessing.inputs import Texts, is_arrow, listed, taken
 
-__all__ = ["NOWHERE", "StringTable"]
-
 Ints: TypeAlias = npt.NDArray[np.int64]
 Words: TypeAlias = npt.NDArray[np.uint64]
 

@@ -20,18 +20,6 @@ from torchdistinput.sources.set_epoch import ToldEpochs
 from torchdistinput.sources.torch_loader.open_runs import OpenRuns
 from torchdistinput.step_types import Counted, Digest, News, PeriodicSync, SizedRow, Start, Stream
 
-__all__ = [
-    "Exchange",
-    "HoldsTorchLoader",
-    "MapStyle",
-    "RowStream",
-    "Shards",
-    "Source",
-    "Track",
-    "length_of",
-    "own_shard",
-]
-
 _LOG = logging.getLogger("torchdistinput")
 
 Exchange = Callable[[Callable[[], Any]], list[Any]]

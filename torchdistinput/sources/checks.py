@@ -9,8 +9,6 @@ from torch.utils.data import Dataset
 
 from torchdistinput.errors import InputError
 
-__all__ = ["as_object", "check_callable", "checked_int", "refuse_class", "refuse_plain_iterable", "refuse_ray"]
-
 
 @runtime_checkable
 class _Indexed(Protocol):

@@ -8,8 +8,6 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import default_convert
 
-__all__ = ["swift"]
-
 _torch_converted: Callable[[Any], Any] = default_convert
 
 

@@ -12,8 +12,6 @@ from torchdistinput.plan.seed_schedule import SeedSchedule
 from torchdistinput.sources.base import Source
 from torchdistinput.sources.rng import Draw, SharedRng, packed, unpacked
 
-__all__ = ["EpochDraws", "RngSnapshot"]
-
 
 @final
 class EpochDraws:

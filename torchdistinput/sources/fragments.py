@@ -13,8 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, final, runtime_checkable
 
-__all__ = ["Fragment", "FragmentSource"]
-
 
 @final
 @dataclass(frozen=True)

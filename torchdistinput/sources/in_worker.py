@@ -47,31 +47,6 @@ from torchdistinput.step_types import (
     Skipped,
 )
 
-__all__ = [
-    "ENDS",
-    "NO_SAMPLES",
-    "PLAIN",
-    "Cut",
-    "CutSamples",
-    "Failure",
-    "FetchesBatches",
-    "Keep",
-    "OnFailure",
-    "PieceDataset",
-    "Request",
-    "as_is",
-    "batched",
-    "cannot_skip",
-    "cut_of",
-    "few",
-    "indices_of",
-    "labelled_piece",
-    "no_sizes",
-    "nothing_left",
-    "sizes_in",
-    "thinned",
-]
-
 
 class WorkerTraceback(Exception):
     """The traceback of a loader worker, as text: the cause of the exception that this loader worker returned."""

@@ -11,8 +11,6 @@ from torchdistinput.errors import BatchingError
 from torchdistinput.sources.converting import swift
 from torchdistinput.step_types import OpaqueBatch
 
-__all__ = ["OpaqueCollate"]
-
 
 @final
 class OpaqueCollate:

@@ -9,8 +9,6 @@ from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 from torchdistinput.sources.files.mixture import RecordDataset
 from torchdistinput.sources.torch_loader.settings import sampler_in
 
-__all__ = ["order_advice"]
-
 
 def order_advice(loader: DataLoader[Any]) -> str | None:
     """The change of a script that gives each epoch of a torch loader the same order. Local.

@@ -37,8 +37,6 @@ from torchdistinput.sources.map_style.table import Table, is_table, refuse_frame
 from torchdistinput.sources.sample_seed import cannot_seed
 from torchdistinput.sources.torch_loader.settings import LikeTorch, not_pinning
 
-__all__ = ["as_dataset", "is_map_style", "recognise"]
-
 Collate = Callable[[Any], Any]
 
 _COLUMNS: Final = (torch.Tensor, np.ndarray)

@@ -16,20 +16,6 @@ import torch
 
 from torchdistinput.errors import StateMismatch
 
-__all__ = [
-    "CoordinateStates",
-    "Draw",
-    "EqualRngStates",
-    "SharedRng",
-    "SharedRngState",
-    "generators_of",
-    "lent_among",
-    "packed",
-    "plainly",
-    "state_of_epoch",
-    "unpacked",
-]
-
 Draw = Callable[[Callable[[], Any]], Any]
 """Calls user code that may draw from torch's default random state, and returns what it returns."""
 

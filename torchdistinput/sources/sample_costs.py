@@ -20,8 +20,6 @@ from torchdistinput.plan.options import InputOptions
 from torchdistinput.sources.map_style.index_array import Numbers
 from torchdistinput.step_types import Digest, DividedDraw
 
-__all__ = ["Balance", "balance_by_index", "balance_by_record", "digest_of_costs", "picked"]
-
 
 @final
 @dataclass(frozen=True)

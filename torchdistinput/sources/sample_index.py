@@ -24,18 +24,9 @@ import torch
 from torchdistinput.errors import BatchingError
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.files.reading import RecordPlace
+from torchdistinput.sources.files.open_file import RecordPlace
 from torchdistinput.sources.map_style.index_array import Numbers
 from torchdistinput.step_types import Row
-
-__all__ = [
-    "Positions",
-    "SampleNumbers",
-    "labelled",
-    "labelled_batch",
-    "number_of",
-    "number_of_first_row",
-]
 
 _FILE: Final = 2**40
 _WORKER: Final = 2**48

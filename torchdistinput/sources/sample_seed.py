@@ -27,10 +27,9 @@ import torch
 
 from torchdistinput.errors import InputError
 from torchdistinput.plan.permutation import word, words_after
-from torchdistinput.sources.files.reading import RecordPlace, RecordReader
+from torchdistinput.sources.files.open_file import RecordPlace
+from torchdistinput.sources.files.reading import RecordReader
 from torchdistinput.sources.sample_index import number_of
-
-__all__ = ["Samples", "calls_on", "cannot_seed", "epoch_key", "sample_seed"]
 
 _WAY_OUT = (
     "It works inside the __getitem__ of a map-style dataset that is asked for one sample by its int index, and inside "

@@ -19,8 +19,6 @@ from typing import Any, Final, Protocol, final, runtime_checkable
 from torchdistinput.sources.files.plain_epochs import SharedEpoch
 from torchdistinput.sources.map_style.shuffle_sampler import ShuffleSampler
 
-__all__ = ["HearsEpochs", "SetsEpoch", "ToldEpochs", "tell_epoch", "wants_epochs"]
-
 _HOLDERS: Final = ("sampler", "batch_sampler", "dataset", "datasets", "given")
 _MOST_LOOKED_INTO: Final = 256
 

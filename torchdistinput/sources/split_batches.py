@@ -21,8 +21,6 @@ from torchdistinput.sources.in_worker import ENDS, Cut, Failure, OnFailure, as_i
 from torchdistinput.sources.iterable.cursor import Marked, Wait
 from torchdistinput.step_types import OpaqueBatch, Row, RowSizes, SizedRow
 
-__all__ = ["AS_LEAVES", "CutReady", "Measure", "ReadyFns"]
-
 _NO_BATCHES = (Failure, Wait, Marked)
 _MOST_SIZES = 1024  # batch sizes for which the cut is cached
 

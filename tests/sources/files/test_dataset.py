@@ -28,7 +28,8 @@ from torchdistinput.sources.files import dataset as files
 from torchdistinput.sources.files.dataset import FileDataset, list_files
 from torchdistinput.sources.files.formats import readers
 from torchdistinput.sources.files.glob import FileNames
-from torchdistinput.sources.files.reading import RecordPlace, RecordReader
+from torchdistinput.sources.files.open_file import RecordPlace
+from torchdistinput.sources.files.reading import RecordReader
 from torchdistinput.sources.files.source import RecordSource
 from torchdistinput.step_types import Start
 

@@ -12,8 +12,9 @@ import pytest
 from torchdistinput import FileDataset, readers
 from torchdistinput.plan.file_resharding import ReaderCursor
 from torchdistinput.sources.files.interleave import woven
+from torchdistinput.sources.files.open_file import RecordPlace
 from torchdistinput.sources.files.reader_api import Block
-from torchdistinput.sources.files.reading import RecordPlace, RecordReader
+from torchdistinput.sources.files.reading import RecordReader
 
 
 @readers.in_blocks

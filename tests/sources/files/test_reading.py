@@ -21,8 +21,8 @@ from torchdistinput.plan.file_resharding import FileCursor, ReaderCursor, fresh_
 from torchdistinput.sources.files.dataset import FileDataset
 from torchdistinput.sources.files.formats import readers
 from torchdistinput.sources.files.formats.crc32c import masked_crc32c
+from torchdistinput.sources.files.open_file import RecordPlace
 from torchdistinput.sources.files.reader_api import Block
-from torchdistinput.sources.files.reading import RecordPlace
 
 
 @readers.in_blocks

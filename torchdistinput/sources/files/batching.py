@@ -29,8 +29,9 @@ from torchdistinput.sources.files.columns import Columns, RecordList, collated
 from torchdistinput.sources.files.corrupt_records import CorruptRecord
 from torchdistinput.sources.files.mixed_reader import MixedReader
 from torchdistinput.sources.files.mixture import RecordDataset
+from torchdistinput.sources.files.open_file import RecordPlace
 from torchdistinput.sources.files.plain_epochs import loader_worker
-from torchdistinput.sources.files.reading import Reads, RecordPlace, Reserved
+from torchdistinput.sources.files.reading import Reads, Reserved
 from torchdistinput.sources.in_worker import Cut, Failure, labelled_piece, no_sizes, nothing_left, sizes_in, thinned
 from torchdistinput.sources.opaque_batches import OpaqueCollate
 from torchdistinput.sources.sample_costs import Balance, picked
@@ -38,8 +39,6 @@ from torchdistinput.sources.sample_index import labelled_batch, number_of, numbe
 from torchdistinput.sources.sample_seed import epoch_key
 from torchdistinput.sources.split_batches import AS_LEAVES, CutReady, ReadyFns
 from torchdistinput.step_types import Digest, DividedDraw, OpaqueBatch, Origin, Row, RowSizes, SizedRow, Skipped
-
-__all__ = ["Entrance", "KnownRows", "Passed", "RecordRows", "divide_records", "pass_over"]
 
 # Reporting a cursor costs a microsecond or two for each file. A resume reads the records since the last cursor again,
 # undecoded.

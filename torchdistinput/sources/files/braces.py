@@ -15,8 +15,6 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Final
 
-__all__ = ["MOST_NAMES", "expand_braces"]
-
 MOST_NAMES: Final = 1 << 20
 
 _HIDDEN: Final = {"[{]": "\0(", "[}]": "\0)"}  # no name has a zero byte

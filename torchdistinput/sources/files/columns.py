@@ -17,8 +17,6 @@ import torch
 
 from torchdistinput.errors import SourceError
 
-__all__ = ["Columns", "RecordList", "SchemaOfFiles", "as_records", "collated", "in_windows", "joined"]
-
 _NUMBERS = (bool, int, float)
 _TYPES_OF_PYTHON = (np.dtype(np.bool_), np.dtype(np.int64), np.dtype(np.float64))
 

@@ -10,8 +10,6 @@ from torchdistinput.errors import SourceError
 from torchdistinput.sources.files.reader_api import Block
 from torchdistinput.sources.files.retry import one_line
 
-__all__ = ["CorruptRecord", "with_corrupt_records"]
-
 
 @final
 class CorruptRecord(NamedTuple):

@@ -34,8 +34,6 @@ from torchdistinput.sources.files.reader_api import (
 from torchdistinput.sources.files.record_index import IndexFolder
 from torchdistinput.sources.files.retry import one_line
 
-__all__ = ["FileDataset", "list_files"]
-
 T = TypeVar("T")
 
 _MAX_ASKED_AT_ONCE: Final = 8

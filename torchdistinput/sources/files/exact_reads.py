@@ -6,8 +6,6 @@ from typing import BinaryIO, Final
 
 from torchdistinput.errors import SourceError
 
-__all__ = ["cut_off", "read_pieces"]
-
 _PIECE: Final = 1 << 20
 
 

@@ -28,8 +28,6 @@ from torchdistinput.errors import InputError
 from torchdistinput.sources.checks import as_object, checked_int
 from torchdistinput.sources.files.retry import one_line
 
-__all__ = ["FileCache", "Remote"]
-
 _LOG = logging.getLogger("torchdistinput")
 
 _PIECE: Final = 1 << 22

@@ -23,8 +23,6 @@ from torchdistinput.sources.files.open_file import Read
 from torchdistinput.sources.files.reader_api import Block, BlockReader, blocks_of
 from torchdistinput.sources.files.retry import one_line
 
-__all__ = ["FlatMap", "StatefulFlatMap", "decoded_first", "flat_mapped"]
-
 
 @runtime_checkable
 class StatefulFlatMap(Protocol):

@@ -37,8 +37,6 @@ from torchdistinput.sources.files.retry import one_line
 from torchdistinput.sources.fragments import Fragment, FragmentSource
 from torchdistinput.sources.sample_seed import Samples, calls_on, epoch_key
 
-__all__ = ["FragmentDataset", "Fragments", "known_of_all"]
-
 _MARK_BYTES: Final = 6
 
 

@@ -21,8 +21,6 @@ from torchdistinput.sources.files.braces import expand_braces
 from torchdistinput.sources.files.io import filesystem_of
 from torchdistinput.sources.files.retry import is_passing, one_line, reason, retried
 
-__all__ = ["FileNames", "Listed", "expand", "listed"]
-
 FileNames: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
 
 _LOG = logging.getLogger("torchdistinput")

@@ -21,8 +21,6 @@ from torchdistinput.plan.file_resharding import FileCursor, ReaderCursor
 from torchdistinput.sources.files.columns import Columns, RecordList, joined
 from torchdistinput.sources.files.open_file import OpenFile
 
-__all__ = ["Interleave", "Rounds", "Taken", "Turn", "taken_turns", "woven"]
-
 T = TypeVar("T")
 
 Turn: TypeAlias = tuple[OpenFile, int, int]

@@ -33,8 +33,6 @@ from torchdistinput.sources.files.retry import (
     retried,
 )
 
-__all__ = ["OpenedFile", "check_compression", "file_size", "filesystem_of", "is_plain", "open_file", "skip_to"]
-
 _BUFFER_BYTES = 1 << 16  # the size of the readers' requests, which are then served without another copy
 _DROPPED_BYTES = 1 << 20
 

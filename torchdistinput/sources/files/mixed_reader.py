@@ -22,11 +22,10 @@ from torchdistinput.plan.file_resharding import FileCursor, ReaderCursor
 from torchdistinput.plan.mixed_turns import Cursor, MixtureCursor, SampleTurns, SourceCursor, TokenTurns
 from torchdistinput.plan.permutation import Permutation
 from torchdistinput.sources.files.corrupt_records import CorruptRecord
-from torchdistinput.sources.files.reading import Reads, RecordPlace, Reserved
+from torchdistinput.sources.files.open_file import RecordPlace
+from torchdistinput.sources.files.reading import Reads, Reserved
 from torchdistinput.sources.in_worker import FetchesBatches
 from torchdistinput.sources.sample_seed import Samples
-
-__all__ = ["IndexRecords", "MixedReader", "MixedRecord", "Part", "RecordSet", "decode_mixed"]
 
 _CHUNK: Final = 64  # records
 _ROUND: Final = 2**32  # epochs of the mixture: a source that repeats is in other epochs of its own

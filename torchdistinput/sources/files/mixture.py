@@ -29,24 +29,11 @@ from torchdistinput.sources.files.mixed_reader import (
     decode_mixed,
 )
 from torchdistinput.sources.files.mixture_weights import MixtureWeights
+from torchdistinput.sources.files.open_file import RecordPlace
 from torchdistinput.sources.files.plain_epochs import EpochCounter, loader_worker
-from torchdistinput.sources.files.reading import RecordPlace
 from torchdistinput.sources.fragments import FragmentSource
 from torchdistinput.sources.map_style.length_batches import Lengths
 from torchdistinput.sources.sample_seed import epoch_key
-
-__all__ = [
-    "LENGTHS_WAY_OUT",
-    "InOwnOrder",
-    "Lengths",
-    "RecordDataset",
-    "StreamMixture",
-    "Unit",
-    "Weights",
-    "as_schedule",
-    "check_stop",
-    "is_stream",
-]
 
 Unit: TypeAlias = Literal["samples", "tokens"]
 Weights: TypeAlias = Mapping[str, float] | Sequence[tuple[int, Mapping[str, float]]]

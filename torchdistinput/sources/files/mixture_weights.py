@@ -31,8 +31,6 @@ from torchdistinput.errors import InputError, RankDisagreement, StateMismatch
 from torchdistinput.plan.mixed_turns import Changes
 from torchdistinput.plan.mixing import shares
 
-__all__ = ["MixtureWeights", "WeightsSync", "named_shares"]
-
 _MOST: Final = 200  # changes in an epoch
 _SPARE: Final = 8  # steps, above all that a rank may have read ahead
 

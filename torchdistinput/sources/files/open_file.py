@@ -26,12 +26,10 @@ from torchdistinput.errors import SourceError, StateMismatch
 from torchdistinput.plan.file_resharding import FileCursor
 from torchdistinput.plan.permutation import shuffled
 from torchdistinput.sources.files.columns import Columns, RecordList, SchemaOfFiles, as_records, in_windows, joined
-from torchdistinput.sources.files.corrupt_records import CorruptRecord, with_corrupt_records
+from torchdistinput.sources.files.corrupt_records import with_corrupt_records
 from torchdistinput.sources.files.reader_api import Block, Layout, MadeRecords, Part, Records, blocks_of
 from torchdistinput.sources.files.retry import one_line
 from torchdistinput.sources.files.window_shuffle import Window, windows
-
-__all__ = ["CorruptRecord", "OpenFile", "Opened", "Read", "RecordPlace"]
 
 _Found = TypeVar("_Found", bound=Sized)
 

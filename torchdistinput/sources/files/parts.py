@@ -18,8 +18,6 @@ from torchdistinput.sources.files.io import OpenedFile
 from torchdistinput.sources.files.open_file import Read
 from torchdistinput.sources.files.reader_api import Block, BlockReader, Layout, Part, blocks_of, next_start_of
 
-__all__ = ["FilePart", "cut_file", "reader_of_part"]
-
 
 @final
 class FilePart(NamedTuple):

@@ -10,8 +10,6 @@ from torch.utils.data import get_worker_info
 
 from torchdistinput.sources.checks import checked_int
 
-__all__ = ["EpochCounter", "SharedEpoch", "loader_worker"]
-
 
 def loader_worker() -> tuple[int, int]:
     """The number of this loader worker, and how many there are: 0 and 1 in a process that is none."""

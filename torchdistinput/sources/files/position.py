@@ -27,8 +27,6 @@ from torchdistinput.sources.in_worker import Cut, Failure
 from torchdistinput.sources.iterable.cursor import Compared
 from torchdistinput.step_types import ROWS_BETWEEN_SYNCS, Counted, Row, SizedRow
 
-__all__ = ["CommonPlaces", "FilesPosition", "Places"]
-
 T = TypeVar("T")
 
 

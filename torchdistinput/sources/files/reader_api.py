@@ -33,25 +33,6 @@ import numpy.typing as npt
 
 from torchdistinput.sources.files.columns import RecordList
 
-__all__ = [
-    "BLOCK_BYTES",
-    "Block",
-    "BlockReader",
-    "Layout",
-    "MadeRecords",
-    "Part",
-    "Records",
-    "StartsOf",
-    "blocks_of",
-    "decoder_of",
-    "grouped",
-    "in_blocks",
-    "kind_of",
-    "layout_of",
-    "next_start_of",
-    "reads_ranges",
-]
-
 BLOCK_BYTES: Final = 1 << 16
 """The approximate size of a block, if the format leaves the choice."""
 

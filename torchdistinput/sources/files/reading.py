@@ -17,8 +17,6 @@ from torchdistinput.sources.files.columns import RecordList, SchemaOfFiles, join
 from torchdistinput.sources.files.interleave import Interleave, Turn, taken_turns
 from torchdistinput.sources.files.open_file import OpenFile, RecordPlace
 
-__all__ = ["Reads", "RecordPlace", "RecordReader", "Reserved"]
-
 _MOST_READY: Final = 256  # rows of arrays are made as they are handed out
 
 

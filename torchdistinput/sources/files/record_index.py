@@ -31,8 +31,6 @@ from torchdistinput.sources.files.io import OpenedFile
 from torchdistinput.sources.files.reader_api import BlockReader, Layout, StartsOf
 from torchdistinput.sources.files.retry import one_line
 
-__all__ = ["IndexFolder"]
-
 _LOG = logging.getLogger("torchdistinput")
 
 _FORMAT: Final = "torchdistinput offsets 1"

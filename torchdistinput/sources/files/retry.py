@@ -27,8 +27,6 @@ from typing import Any, Final, TypeVar, final
 
 from torchdistinput.errors import InputError, SourceError
 
-__all__ = ["RetryingFile", "is_passing", "known_size", "one_line", "reason", "retried"]
-
 T = TypeVar("T")
 
 _LOG = logging.getLogger("torchdistinput")

@@ -47,8 +47,6 @@ from torchdistinput.sources.torch_loader.settings import (
 )
 from torchdistinput.step_types import Start, Stream
 
-__all__ = ["RecordSource"]
-
 _LOG = logging.getLogger("torchdistinput")
 
 Collate = Callable[[Any], Any]

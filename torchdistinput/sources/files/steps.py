@@ -16,8 +16,6 @@ from torchdistinput.plan.sharding import shards_of
 from torchdistinput.sources.files.fragment_dataset import FragmentDataset
 from torchdistinput.sources.files.mixture import RecordDataset
 
-__all__ = ["counted_steps", "known_steps", "skew_warning"]
-
 _WARNED_FROM: Final = 1.25  # times as many steps
 
 

@@ -14,8 +14,6 @@ from typing import final
 from torchdistinput.plan.permutation import shuffled
 from torchdistinput.sources.files.columns import Columns, RecordList
 
-__all__ = ["Window", "windows"]
-
 
 @final
 class Window:

@@ -9,8 +9,6 @@ from torchdistinput.errors import StateMismatch
 from torchdistinput.sources.iterable.cursor import Place, Reader, ReadLog
 from torchdistinput.sources.iterable.user_state import OwnState, front_of
 
-__all__ = ["BetweenEpochs"]
-
 
 @final
 class BetweenEpochs:

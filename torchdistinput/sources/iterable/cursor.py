@@ -23,20 +23,6 @@ from torchdistinput.errors import StateMismatch
 from torchdistinput.sources.iterable.user_state import Snapshot
 from torchdistinput.step_types import Digest, Row, Start
 
-__all__ = [
-    "Compared",
-    "Marked",
-    "Place",
-    "ReadLog",
-    "Reader",
-    "Taken",
-    "Wait",
-    "in_any_order",
-    "place_of",
-    "warn_of_reading_again",
-    "worker_number",
-]
-
 _TAG: Final = "iterable"
 
 

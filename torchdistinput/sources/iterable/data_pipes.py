@@ -15,8 +15,6 @@ from torch.utils.data import IterDataPipe
 from torch.utils.data.graph import traverse_dps
 from torch.utils.data.graph_settings import apply_random_seed, apply_sharding, get_all_graph_pipes
 
-__all__ = ["PipeSetting", "has_sharding_filter", "is_data_pipe"]
-
 
 @runtime_checkable
 class _Shards(Protocol):

@@ -22,8 +22,6 @@ from torchdistinput.sources.base import length_of
 from torchdistinput.sources.map_style.packed import Packed
 from torchdistinput.sources.map_style.table import Table
 
-__all__ = ["PART_WAY_OUT", "divides_itself", "part_of", "way_out_for"]
-
 _OFF: Final = "auto_shard_policy=AutoShardPolicy.OFF (in the drop-in policy=AutoShardPolicy.OFF)"
 _BY_INDEX: Final = (
     "For each sample once, at any number of ranks, give a map-style dataset whose __getitem__(index) returns "

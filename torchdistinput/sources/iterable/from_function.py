@@ -39,8 +39,6 @@ from torchdistinput.sources.torch_loader.run import LoaderRun, begin_anew_if_end
 from torchdistinput.sources.torch_loader.settings import started_like_ours
 from torchdistinput.step_types import Counted, Row, Start, Stream
 
-__all__ = ["FunctionSource"]
-
 _FRONT: Final = Reader()
 
 

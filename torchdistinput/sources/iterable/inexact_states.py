@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
-__all__ = ["why_inexact"]
-
 _MOST_DEPTH: Final = 64
 
 

@@ -28,8 +28,6 @@ from torchdistinput.sources.sample_index import Positions
 from torchdistinput.sources.set_epoch import HearsEpochs
 from torchdistinput.step_types import Counted, ReadFailure, Row, SizedRow
 
-__all__ = ["CapturingIterable", "CapturingIterator", "Entrance", "entrances_at", "labels_by_position", "rows_logged"]
-
 _END = object()
 _READ_HERE = (Taken(0, 1, None),)
 

@@ -8,8 +8,6 @@ from typing import Any, cast, final
 
 from torchdistinput.errors import InputError
 
-__all__ = ["Reopened", "is_function"]
-
 
 @final
 class Reopened:

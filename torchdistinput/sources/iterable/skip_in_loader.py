@@ -16,8 +16,6 @@ from torchdistinput.sources.torch_loader.base_seeds import BaseSeeds
 from torchdistinput.sources.torch_loader.settings import RebuiltLoader, settings_of
 from torchdistinput.step_types import Start
 
-__all__ = ["can_pass_over", "passing_over", "tell_shuffler"]
-
 
 def can_pass_over(data: object) -> TypeGuard[DataLoader[Any]]:
     """Whether the data is a plain torch loader over map-style data, which reads its batches by indices."""

@@ -54,8 +54,6 @@ from torchdistinput.sources.torch_loader.settings import (
 )
 from torchdistinput.step_types import Start, Stream
 
-__all__ = ["IterableSource", "ShardedIterableDataset"]
-
 Collate = Callable[[Any], Any]
 
 

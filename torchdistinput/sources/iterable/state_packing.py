@@ -14,8 +14,6 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-__all__ = ["packed_state", "unpacked_state"]
-
 _MOST_BYTES: Final = 1 << 20
 _KIND: Final = "$"
 _PLAIN: Final = (str, int, float, bool, type(None))

@@ -28,20 +28,6 @@ from torchdistinput.sources.iterable.inexact_states import why_inexact
 from torchdistinput.sources.iterable.state_packing import packed_state, unpacked_state
 from torchdistinput.sources.set_epoch import wants_epochs
 
-__all__ = [
-    "NOBODY",
-    "HasState",
-    "Kept",
-    "OwnState",
-    "Snapshot",
-    "begun_again",
-    "entered",
-    "front_of",
-    "keeps_state",
-    "tell_unused",
-    "why_unused",
-]
-
 OwnState = Literal["auto", "use", "ignore"]
 """See ``InputOptions.own_state``."""
 

@@ -14,8 +14,6 @@ from torchdistinput.sources.map_style.index_array import Numbers
 from torchdistinput.sources.sample_costs import Balance, picked
 from torchdistinput.step_types import LeftOut
 
-__all__ = ["BalancedBatch", "LatePiece"]
-
 
 @final
 class BalancedBatch:

@@ -18,8 +18,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["ARRAYS", "Column", "column_of"]
-
 Ints = npt.NDArray[np.int64]
 
 ARRAYS: Final = (np.ndarray, np.memmap)

@@ -36,8 +36,6 @@ from torchdistinput.sources.map_style.columns import ARRAYS, Column, column_of
 from torchdistinput.sources.map_style.index_array import Numbers
 from torchdistinput.sources.map_style.table import Table, columns_in
 
-__all__ = ["NOT_THERE", "InMemoryRows", "gather_of", "gathers", "numbers_of"]
-
 NOT_THERE: Final = (IndexError, RuntimeError)
 """Exceptions of a gather if a row is out of range, or counted from the end: reading one by one then names the row.
 All other exceptions come from elsewhere, for example from a signal handler, and must not be taken for this."""

@@ -17,8 +17,6 @@ import numpy.typing as npt
 
 from torchdistinput.plan.permutation import random_words
 
-__all__ = ["Numbers", "digest_of"]
-
 
 @final
 class Numbers:

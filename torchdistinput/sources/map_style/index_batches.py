@@ -25,8 +25,6 @@ from torchdistinput.sources.sample_costs import Balance
 from torchdistinput.sources.sample_index import SampleNumbers
 from torchdistinput.step_types import Digest, DividedDraw, RowSizes
 
-__all__ = ["CutRow", "DistributedBatchSampler", "DrawnRow", "IndexFeed", "SamplerDraws"]
-
 
 class DrawnRow(NamedTuple):
     """A row whose indices were drawn: the pieces that will come from the loader, or its number in a whole batch."""

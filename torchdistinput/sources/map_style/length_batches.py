@@ -16,8 +16,6 @@ from torch.utils.data import Sampler
 from torchdistinput.sources.checks import checked_int
 from torchdistinput.sources.set_epoch import SetsEpoch
 
-__all__ = ["BucketBatchSampler", "Lengths", "TokenBatchSampler", "length_reader"]
-
 Lengths: TypeAlias = Sequence[int] | Callable[[int], int]
 """An array with the length of each sample, or a function of the index."""
 

@@ -12,10 +12,9 @@ from torch.utils.data import Dataset, Sampler
 from torchdistinput.plan.mixing import MixedOrder, Stop
 from torchdistinput.plan.permutation import Permutation
 from torchdistinput.sources.checks import checked_int
-from torchdistinput.sources.files.mixture import InOwnOrder, Lengths, StreamMixture, Unit, Weights, is_stream
+from torchdistinput.sources.files.mixture import InOwnOrder, StreamMixture, Unit, Weights, is_stream
 from torchdistinput.sources.in_worker import FetchesBatches
-
-__all__ = ["Mixture", "MixtureSampler"]
+from torchdistinput.sources.map_style.length_batches import Lengths
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 

@@ -17,8 +17,6 @@ from torch.utils.data import Dataset, IterableDataset
 from torchdistinput.plan.packing import Item, Overflow, Packing, PackingStrategy, check_packing, pack_window
 from torchdistinput.sources.map_style.length_batches import Lengths, length_reader
 
-__all__ = ["Packed"]
-
 _TOKENS = "tokens"
 
 

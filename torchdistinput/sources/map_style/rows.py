@@ -30,8 +30,6 @@ from torchdistinput.sources.sample_index import labelled_batch
 from torchdistinput.sources.split_batches import AS_LEAVES, CutReady, ReadyFns
 from torchdistinput.step_types import Counted, Digest, DividedDraw, PartialPiece, ReadFailure, Row, SizedRow
 
-__all__ = ["MapStream"]
-
 
 @final
 class MapStream:

@@ -34,8 +34,6 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 from torchdistinput.sources.map_style.index_array import Numbers
 from torchdistinput.sources.map_style.shuffle_sampler import ShuffleSampler
 
-__all__ = ["Batches", "Passed", "batches_of", "size_of"]
-
 _T = TypeVar("_T")
 
 _LOG = logging.getLogger("torchdistinput")

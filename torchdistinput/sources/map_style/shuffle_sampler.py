@@ -11,8 +11,6 @@ from torchdistinput.plan.block_shuffle import BlockShuffle
 from torchdistinput.plan.permutation import Permutation
 from torchdistinput.sources.checks import checked_int
 
-__all__ = ["ShuffleSampler"]
-
 _MAX_LENGTH: Final = 2**62
 _WINDOW: Final = 16
 

@@ -58,8 +58,6 @@ from torchdistinput.sources.torch_loader.settings import (
 )
 from torchdistinput.step_types import Start, Stream
 
-__all__ = ["MapLoaderSource"]
-
 _WITHOUT_DRAWS = (SequentialSampler, ShuffleSampler, DistributedSampler)
 """Samplers whose order does not depend on a random state."""
 

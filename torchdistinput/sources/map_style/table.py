@@ -12,8 +12,6 @@ from torch.utils.data import Dataset
 from torchdistinput.batches.containers import is_tensor_collection, open_container
 from torchdistinput.errors import BatchingError, InputError
 
-__all__ = ["Table", "columns_in", "is_table", "refuse_frame"]
-
 _AS_DICT: Final = {
     ("pandas", "DataFrame"): "{name: column.to_numpy() for name, column in data.items()}",
     ("polars", "DataFrame"): "{column.name: column.to_numpy() for column in data}",

@@ -13,8 +13,6 @@ import torch
 from torchdistinput.devices.accelerators import default_state, new_generator
 from torchdistinput.plan.seed_schedule import SeedSchedule
 
-__all__ = ["BaseSeeds"]
-
 
 @final
 class BaseSeeds:

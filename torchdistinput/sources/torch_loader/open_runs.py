@@ -22,8 +22,6 @@ from typing import Final, Protocol
 
 from torchdistinput.step_types import Origin, ReadFailure
 
-__all__ = ["OpenRuns", "late"]
-
 _LOG = logging.getLogger("torchdistinput")
 _PART_OF_TIMEOUT: Final = 0.9
 """The part of the bound used here. The rest is left for the vote that tells the other ranks."""

@@ -22,8 +22,6 @@ import threading
 import time
 from typing import Any, Final, NamedTuple, final
 
-__all__ = ["Parent", "end_with", "parent_for"]
-
 _PR_SET_PDEATHSIG: Final = 1
 _LOOK_SECONDS: Final = 1.0
 

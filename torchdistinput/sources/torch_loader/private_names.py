@@ -15,22 +15,6 @@ from typing import Any, Final
 from torchdistinput.coordination.launch import find_launch
 from torchdistinput.coordination.private_names import Part, log_missing, look_up
 
-__all__ = [
-    "ENDING",
-    "LASTING",
-    "NEXT",
-    "PINNING",
-    "PIPES",
-    "POOL",
-    "PRIVATE_NAMES",
-    "RESTING",
-    "STUCK_FORKS",
-    "children_of_this_process",
-    "is_of_loader_workers",
-    "set_dataset_of_worker",
-    "set_in_spite_of_init",
-]
-
 _ITERATOR: Final = "torch.utils.data.dataloader._MultiProcessingDataLoaderIter"
 _QUEUE: Final = "multiprocessing.queues.Queue"
 _REDUCERS: Final = "multiprocessing.reduction.ForkingPickler._extra_reducers"

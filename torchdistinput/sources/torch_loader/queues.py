@@ -40,8 +40,6 @@ from torchdistinput.batches.containers import PLAIN_TYPES
 from torchdistinput.coordination.private_names import look_up
 from torchdistinput.sources.torch_loader.private_names import PIPES
 
-__all__ = ["WorkerQueues", "context_for", "largest", "reduction_of"]
-
 _PAGE: Final = 4096
 _LARGE_PIPE: Final = 1 << 18
 

@@ -52,8 +52,6 @@ from torchdistinput.step_types import Origin, ReadFailure
 
 # ruff: noqa: SLF001 - torch has no public way to its loader workers, see above
 
-__all__ = ["LoaderRun", "LoaderRuns", "begin_anew_if_ended"]
-
 _DEATH_SECONDS: Final = 1.0
 """The longest time between the end of a worker's sockets and the end of the worker."""
 _LOCK_SECONDS: Final = 1.0

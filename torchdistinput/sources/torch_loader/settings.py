@@ -34,23 +34,6 @@ from torchdistinput.sources.torch_loader.private_names import set_dataset_of_wor
 from torchdistinput.sources.torch_loader.queues import context_for
 from torchdistinput.sources.torch_loader.stuck_forks import StuckForks, arrivals_of
 
-__all__ = [
-    "TORCH_SAMPLERS",
-    "LikeTorch",
-    "RebuiltLoader",
-    "WorkerInit",
-    "check_loader",
-    "failing_like_torch",
-    "generator_digest",
-    "is_read_here",
-    "keeps_order",
-    "let_torch_warn",
-    "not_pinning",
-    "sampler_in",
-    "settings_of",
-    "started_like_ours",
-]
-
 TORCH_SAMPLERS: Final = (
     RandomSampler,
     SequentialSampler,

@@ -34,8 +34,6 @@ from torchdistinput.sources.torch_loader.worker_processes import words_for
 
 # ruff: noqa: SLF001 - torch has no public way to its loader workers
 
-__all__ = ["StuckForks", "arrivals_of", "see_in"]
-
 _LOG = logging.getLogger("torchdistinput")
 _SECONDS: Final = 10.0
 _ATTEMPTS: Final = 3

@@ -10,8 +10,6 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Final
 
-__all__ = ["files_read_by", "is_stopped", "words_for"]
-
 _STATES: Final = {
     "T": "stopped by a signal",
     "t": "stopped by a debugger",

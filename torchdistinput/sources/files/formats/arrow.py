@@ -15,8 +15,6 @@ from torchdistinput.errors import SourceError
 from torchdistinput.sources.files.columns import Columns
 from torchdistinput.sources.files.reader_api import MadeRecords
 
-__all__ = ["TableColumns", "columns_of", "tuples_of"]
-
 
 def columns_of(table: Any, fill_null: Any = None) -> Columns:
     """All records of a table; see ``TableColumns``."""

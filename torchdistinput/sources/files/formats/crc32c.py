@@ -16,8 +16,6 @@ from typing import Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["crc32c", "masked_crc32c", "masked_crcs32c"]
-
 _Words: TypeAlias = "npt.NDArray[np.uint32]"
 
 _POLYNOMIAL: Final = 0x82F63B78  # reflected: the lowest bit is the highest power

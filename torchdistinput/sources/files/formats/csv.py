@@ -11,8 +11,6 @@ from torchdistinput.errors import SourceError
 from torchdistinput.sources.files.io import skip_to
 from torchdistinput.sources.files.reader_api import Block, grouped, in_blocks
 
-__all__ = ["csv_rows"]
-
 _BOM: Final = codecs.BOM_UTF8.decode()
 
 

@@ -13,8 +13,6 @@ from torchdistinput.sources.files.exact_reads import cut_off, read_pieces
 from torchdistinput.sources.files.io import skip_to
 from torchdistinput.sources.files.reader_api import BLOCK_BYTES, Block, Layout, in_blocks
 
-__all__ = ["fixed_length_records"]
-
 
 def fixed_length_records(num_bytes: int) -> Callable[[BinaryIO], Iterator[bytes]]:
     """Makes a reader of records that all have ``num_bytes`` bytes. The reader can be pickled.

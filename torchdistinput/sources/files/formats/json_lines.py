@@ -14,8 +14,6 @@ from torchdistinput.errors import SourceError
 from torchdistinput.sources.files.formats.text import BOM, blocks_of_lines, next_line, not_utf8
 from torchdistinput.sources.files.reader_api import BLOCK_BYTES, Block, grouped, in_blocks
 
-__all__ = ["json_lines"]
-
 _decode_json: Final = json.JSONDecoder().raw_decode
 _first_of, _second_of = itemgetter(0), itemgetter(1)
 

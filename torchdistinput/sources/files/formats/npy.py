@@ -17,8 +17,6 @@ from torchdistinput.sources.files.exact_reads import read_pieces
 from torchdistinput.sources.files.io import skip_to
 from torchdistinput.sources.files.reader_api import Block, Layout, MadeRecords, in_blocks
 
-__all__ = ["npy_rows"]
-
 _BLOCK_BYTES: Final = 1 << 20
 _MAX_EMPTY_ROWS: Final = 1 << 24  # nothing else in the file proves how many empty rows there are
 _PREFIX_BYTES: Final = np.lib.format.MAGIC_LEN

@@ -19,8 +19,6 @@ from torchdistinput.sources.checks import as_object
 from torchdistinput.sources.files.columns import RecordList, joined
 from torchdistinput.sources.files.reader_api import Block, Layout, MadeRecords, Records, in_blocks
 
-__all__ = ["parquet"]
-
 _RECORDS_AT_ONCE: Final = 1 << 14
 
 

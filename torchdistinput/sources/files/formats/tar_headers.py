@@ -19,8 +19,6 @@ from typing import Final, NamedTuple, final
 
 from torchdistinput.errors import SourceError
 
-__all__ = ["BLOCK_SIZE", "Header", "extended_size", "padded", "read_header"]
-
 BLOCK_SIZE: Final = 512
 """The size of a header; contents are padded to a multiple of it."""
 

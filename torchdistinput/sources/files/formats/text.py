@@ -13,8 +13,6 @@ from torchdistinput.errors import SourceError
 from torchdistinput.sources.files.io import skip_to
 from torchdistinput.sources.files.reader_api import BLOCK_BYTES, Block, in_blocks
 
-__all__ = ["BOM", "blocks_of_lines", "next_line", "not_utf8", "text_lines"]
-
 BOM: Final = codecs.BOM_UTF8.decode()
 _SCANNED_BYTES: Final = 1 << 20
 _FIRST_SCANNED_BYTES: Final = 1 << 12

@@ -17,8 +17,6 @@ from torchdistinput.sources.files.formats.crc32c import masked_crc32c, masked_cr
 from torchdistinput.sources.files.io import skip_to
 from torchdistinput.sources.files.reader_api import BLOCK_BYTES, Block, grouped, in_blocks
 
-__all__ = ["tfrecords"]
-
 _STARTS: Final = 4096
 
 

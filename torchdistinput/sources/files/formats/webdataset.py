@@ -27,8 +27,6 @@ from torchdistinput.sources.files.formats.tar_headers import BLOCK_SIZE, extende
 from torchdistinput.sources.files.io import skip_to
 from torchdistinput.sources.files.reader_api import Block, Part, grouped, in_blocks
 
-__all__ = ["webdataset"]
-
 Sample: TypeAlias = dict[str, Any]
 Decode: TypeAlias = Callable[[str, bytes], Any]
 

@@ -60,18 +60,6 @@ from torchdistinput.coordination.fork_safety import AroundForks, Undo
 from torchdistinput.devices.pinned_memory import PinnedRegion
 from torchdistinput.sources.torch_loader.private_names import POOL
 
-__all__ = [
-    "ENTRIES",
-    "NUMPYS",
-    "Free",
-    "SharedPool",
-    "Token",
-    "forks_of_workers",
-    "pool_is_usable",
-    "storage_over",
-    "tensor_over",
-]
-
 ENTRIES: Final = 64
 """How many batches of one worker may be in use at a time."""
 

@@ -39,8 +39,6 @@ from torchdistinput.sources.torch_loader.shared_memory.worker import (
     is_plain,
 )
 
-__all__ = ["BatchDecoder", "BatchEncoder", "Fresh", "Packed", "through_slots"]
-
 _OTHER_ORDER: Final = ">" if sys.byteorder == "little" else "<"
 """The prefix of NumPy's types whose bytes are in the other order than this machine's."""
 

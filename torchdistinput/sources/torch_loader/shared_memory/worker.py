@@ -13,8 +13,6 @@ import torch
 from torchdistinput.coordination.private_names import look_up
 from torchdistinput.sources.torch_loader.shared_memory.pool import ENTRIES, NUMPYS, Free, SharedPool, Token, tensor_over
 
-__all__ = ["Block", "DoesNotFit", "PoolAllocator", "Stack", "is_plain"]
-
 _SMALL: Final = 1 << 14
 """The largest size in bytes of tensors that are pickled inline: no slower, and keeping small labels pins no memory."""
 _LARGE: Final = 1 << 16
