@@ -25,10 +25,10 @@ PRIVATE_NAMES: Final = {
     f"{_ITERATOR}._worker_pids_set": "whether torch's signal handler knows the processes, to remove them there",
     f"{_ITERATOR}._timeout": "whether the user gave a timeout, which then replaces ours",
     f"{_ITERATOR}._pin_memory": "whether a thread of torch's reads the results and pins them",
-    f"{_ITERATOR}._task_info": "the worker that sends the next batch, for messages; whether no batch is requested",
+    f"{_ITERATOR}._task_info": "the worker that sends the next batch, for messages",
     f"{_ITERATOR}._rcvd_idx": "the number of the next batch, to find its worker",
     f"{_ITERATOR}._send_idx": "how many batches were requested, to name the samples that a late worker reads",
-    f"{_ITERATOR}._index_sampler": "the requested indices, to name them; begun again for persistent workers",
+    f"{_ITERATOR}._index_sampler": "the requested indices, to name them",
     f"{_ITERATOR}._shutdown": "whether the workers were ended; set where we ended them, or where a parent has them",
     f"{_ITERATOR}._shutdown_workers": "torch's own way to end the workers, called after ours",
     f"{_ITERATOR}._workers_done_event": "asks all workers to leave; an argument of a worker",
@@ -36,14 +36,8 @@ PRIVATE_NAMES: Final = {
     f"{_ITERATOR}._worker_result_queue": "wakes the thread that waits for a worker; an argument of a worker",
     f"{_ITERATOR}._data_queue": "wakes the thread that waits for torch's pinning thread",
     f"{_ITERATOR}._worker_init_fn": "our init function, which knows the workers that came up; an argument of a worker",
-    f"{_ITERATOR}._next_data": "the next batch without the profiler's range, a tenth of the time of a batch",
-    f"{_ITERATOR}._dataset_kind": "whether the dataset is map-style; an argument of a worker",
-    f"{_ITERATOR}._sampler_iter": "begins an epoch of persistent workers without waiting for their answers",
-    f"{_ITERATOR}._num_yielded": "as _sampler_iter",
-    f"{_ITERATOR}._worker_queue_idx_cycle": "as _sampler_iter",
-    f"{_ITERATOR}._prefetch_factor": "as _sampler_iter",
-    f"{_ITERATOR}._try_put_index": "as _sampler_iter",
-    f"{_ITERATOR}._num_workers": "as _sampler_iter; an argument of a worker",
+    f"{_ITERATOR}._dataset_kind": "an argument of a worker",
+    f"{_ITERATOR}._num_workers": "an argument of a worker",
     f"{_ITERATOR}._dataset": "an argument of a worker that is forked again",
     f"{_ITERATOR}._auto_collation": "as _dataset",
     f"{_ITERATOR}._collate_fn": "as _dataset",
@@ -52,7 +46,6 @@ PRIVATE_NAMES: Final = {
     f"{_ITERATOR}._persistent_workers": "as _dataset",
     f"{_ITERATOR}._shared_seed": "as _dataset",
     f"{_ITERATOR}._pin_memory_thread_done_event": "lets torch's pinning thread leave, where the workers were killed",
-    "torch.utils.data.dataloader._DatasetKind": "the values of _dataset_kind",
     "torch.utils.data.DataLoader._iterator": "the iterator of persistent workers, to begin it again or drop it",
     "torch.utils.data.DataLoader.__setattr__": "refuses some attributes of a finished loader; they are set without it",
     "torch.utils.data._utils.python_exit_status": "whether the interpreter ends; then torch asks no worker to leave",
@@ -65,7 +58,6 @@ PRIVATE_NAMES: Final = {
     ),
     "torch._C._remove_worker_pids": "removes workers that we end from torch's signal handler",
     "torch._C._set_worker_pids": "adds workers that are forked again to torch's signal handler",
-    "torch._C._autograd._profiler_enabled": "whether a profiler runs; then torch's own next() is called",
     "torch.UntypedStorage.buffer": "keeps the memory of a storage alive, which shows the end of its use; written to",
     _REDUCERS: "the registered reducers, for messages that we pickle ourselves",
     f"{_QUEUE}._reader": "the pipe of a queue: to wait with a bound, to wake a reader, to write without a thread",
@@ -116,23 +108,6 @@ LASTING: Final = _part(
     "only torch begins a new epoch of persistent loader workers", [], ["torch.utils.data.DataLoader._iterator"]
 )
 """Reads the iterator of persistent loader workers."""
-
-RESTING: Final = _part(
-    "torch waits for an answer of each persistent loader worker before each epoch",
-    [_ITERATOR, "torch.utils.data.dataloader._DatasetKind"],
-    _of_iterator(
-        *("_dataset_kind", "_task_info", "_shutdown", "_sampler_iter", "_index_sampler", "_num_yielded"),
-        *("_worker_queue_idx_cycle", "_num_workers", "_prefetch_factor", "_try_put_index"),
-    ),
-)
-"""Begins an epoch of persistent loader workers without waiting for their answers."""
-
-NEXT: Final = _part(
-    "torch announces each batch of loader workers to its profiler, even where none runs",
-    [_ITERATOR, "torch.utils.data.dataloader._DatasetKind", "torch._C._autograd._profiler_enabled"],
-    _of_iterator("_dataset_kind", "_next_data"),
-)
-"""Takes the next batch without torch's work for its profiler."""
 
 STUCK_FORKS: Final = _part(
     "torch waits without a bound for a loader worker that hangs in its fork",

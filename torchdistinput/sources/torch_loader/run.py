@@ -11,7 +11,6 @@ these copies nor the end of the fork ends a worker of the parent.
 
 from __future__ import annotations
 
-import itertools
 import pickle
 import threading
 import time
@@ -35,10 +34,8 @@ from torchdistinput.sources.torch_loader.open_runs import OpenRuns, late
 from torchdistinput.sources.torch_loader.private_names import (
     ENDING,
     LASTING,
-    NEXT,
     PINNING,
     PIPES,
-    RESTING,
     STUCK_FORKS,
     children_of_this_process,
     is_of_loader_workers,
@@ -60,10 +57,8 @@ _LEAVE_SECONDS: Final = 5.0
 """The longest wait for a woken thread, or for loader workers that were asked to leave."""
 
 _remove_worker_pids: Final = look_up("torch._C._remove_worker_pids")
-_profiler_enabled: Final = look_up("torch._C._autograd._profiler_enabled")
 _pin_memory: Final = look_up("torch.utils.data._utils.pin_memory.pin_memory")
 _EXIT_STATUS: Final = "torch.utils.data._utils.python_exit_status"
-_DatasetKind: Final = look_up("torch.utils.data.dataloader._DatasetKind")
 
 _Workers = Any
 """Torch's ``_MultiProcessingDataLoaderIter``."""
@@ -83,11 +78,6 @@ class LoaderRun(Iterator[Any]):
         self._inlet = inlet
         self._workers = _workers_of(iterator)
         self._pins = bool(getattr(iterator, "_pin_memory", False))
-        self._next_data: Callable[[], Any] | None = None
-        workers: _Workers
-        if is_of_loader_workers(iterator) and NEXT.is_usable(iterator):
-            workers = iterator
-            self._next_data = workers._next_data if workers._dataset_kind == _DatasetKind.Map else None
         self._waiting: int | None = None  # the id of the thread in __next__
         self.waits_since: float | None = None
         """When this thread entered ``__next__``, by ``perf_counter``."""
@@ -107,7 +97,7 @@ class LoaderRun(Iterator[Any]):
             raise KeyboardInterrupt
         init = None
         if is_of_loader_workers(iterator) and STUCK_FORKS.is_usable(iterator):
-            workers = iterator
+            workers: _Workers = iterator
             init = workers._worker_init_fn
         if isinstance(init, WorkerInit) and init.arrivals is not None:
             try:
@@ -153,24 +143,13 @@ class LoaderRun(Iterator[Any]):
         if inlet is None:
             return next(self._iterator)
         inlet.take_back()
-        sent = self._sent()
+        sent: Any = next(self._iterator)
         item = inlet.open(sent)
         fresh = isinstance(sent, Fresh)
         self.fresh += fresh
         if self._pins and not fresh:  # torch's pinning thread could not see the tensors inside
             item = _pin_memory(item)
         return item
-
-    def _sent(self) -> Any:
-        """The next item from a worker.
-
-        Torch's ``__next__`` announces each batch to its profiler, even where none runs, and counts the batches of
-        iterable datasets. For map-style datasets it does nothing else, and costs a tenth of the time that this process
-        spends on a batch.
-        """
-        if self._next_data is None or _profiler_enabled():
-            return next(self._iterator)
-        return self._next_data()
 
     def _wait_for_dead(self, lost: bool) -> list[tuple[int, int]]:  # noqa: FBT001 - whether a connection was lost
         until = time.monotonic() + (_DEATH_SECONDS if lost and self._workers is not None else 0.0)
@@ -252,7 +231,7 @@ class LoaderRun(Iterator[Any]):
             if self._workers is not None:
                 self._end(self._workers)
             else:
-                self._iterator, self._next_data = iter(()), None  # torch ends its workers when the iterator is garbage
+                self._iterator = iter(())  # torch ends its workers when the iterator is garbage
             self._ended = True
 
     def leave_to_parent(self) -> None:
@@ -392,9 +371,8 @@ def _begin(loader: Iterable[Any], inlet: BatchDecoder | None, seconds: float | N
         loader.sampler.taken = deque(maxlen=loader.num_workers * (loader.prefetch_factor or 0))
     try:
         with forks_of_workers():
-            before = _iterator_of(loader)
-            rested = _at_rest(loader)
-            iterator = _reset(loader, seconds) if rested is None else rested
+            before = _lasting_of(loader)
+            iterator = _reset(loader, before, seconds)
             workers = _workers_of(iterator)
             if workers is not None and workers is not before:
                 # Runs just before Python terminates persistent loader workers, and waits for them without a bound.
@@ -405,26 +383,6 @@ def _begin(loader: Iterable[Any], inlet: BatchDecoder | None, seconds: float | N
             inlet.seal()
 
 
-def _at_rest(loader: Iterable[Any]) -> Any:
-    """The iterator of persistent workers, set to its next epoch, if they have sent all requested items; else ``None``.
-
-    Torch announces each epoch to each worker, waits for all answers, and drops the items that are left of the last
-    epoch; the workers then begin their iterable dataset again. Where no item is left and the dataset is map-style, all
-    of this has no effect, but takes longer than the first batch.
-    """
-    workers = _iterator_of(loader)
-    if not is_of_loader_workers(workers) or not RESTING.is_usable(workers):
-        return None
-    if workers._dataset_kind != _DatasetKind.Map or workers._task_info or workers._shutdown:
-        return None
-    workers._sampler_iter = iter(workers._index_sampler)
-    workers._num_yielded = 0
-    workers._worker_queue_idx_cycle = itertools.cycle(range(workers._num_workers))
-    for _ in range(workers._prefetch_factor * workers._num_workers):
-        workers._try_put_index()
-    return workers
-
-
 def begin_anew_if_ended(loader: DataLoader[Any]) -> None:
     """Lets a user's own loader start new workers in place of its persistent ones, where those were ended here."""
     lasting = _lasting_of(loader)
@@ -432,19 +390,15 @@ def begin_anew_if_ended(loader: DataLoader[Any]) -> None:
         loader._iterator = None
 
 
-def _iterator_of(loader: Iterable[Any]) -> Any:
-    """The iterator that a loader keeps for its next epoch, if it keeps one."""
-    return loader._iterator if isinstance(loader, DataLoader) and LASTING.is_usable(loader) else None
-
-
 def _lasting_of(loader: Iterable[Any]) -> _Workers | None:
-    """The iterator over a loader's persistent workers, if these can be ended here."""
-    return _workers_of(_iterator_of(loader))
+    """The iterator over the persistent workers of a loader, if these can be ended here."""
+    if not isinstance(loader, DataLoader) or not LASTING.is_usable(loader):
+        return None
+    return _workers_of(loader._iterator)
 
 
-def _reset(loader: Iterable[Any], seconds: float | None) -> Iterator[Any]:
+def _reset(loader: Iterable[Any], lasting: _Workers | None, seconds: float | None) -> Iterator[Any]:
     """Torch's iterator, at its next epoch. Torch asks persistent workers for an answer, and waits for all answers."""
-    lasting = _lasting_of(loader)
     if lasting is None or lasting._timeout > 0 or seconds is None:
         return iter(loader)
     lasting._timeout = seconds

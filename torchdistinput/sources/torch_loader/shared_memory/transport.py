@@ -82,7 +82,6 @@ class _Contents:
 
     def __init__(self, lender: PoolAllocator) -> None:
         self._lender = lender
-        self._next: tuple[pickle.PickleBuffer, Block] | None = None
         self.blocks: list[Block] = []
         """The blocks of the contents that are not in the message."""
         self._storages: dict[int, tuple[torch.UntypedStorage, torch.Tensor | None]] = {}  # by id, unique while kept
@@ -98,20 +97,8 @@ class _Contents:
         """The tensor with which a storage was first seen, if that tensor is all of it."""
         return self._storages[id(storage)][1]
 
-    def look_up(self, storage: torch.UntypedStorage) -> pickle.PickleBuffer | None:
-        """The contents of a storage, if it is a block of the pool."""
-        block = self._lender.block_of(storage)
-        if block is None:
-            return None
-        buffer = pickle.PickleBuffer(self._lender.contents_of(block))
-        self._next = buffer, block
-        return buffer
-
     def are_inside(self, buffer: pickle.PickleBuffer) -> bool:
         """Whether contents become a part of the message; the pickler calls this for each buffer in turn."""
-        if self._next is not None and self._next[0] is buffer:
-            self.blocks.append(self._next[1])
-            return False
         contents = buffer.raw()
         if self._lender.is_small(contents.nbytes):
             return True
@@ -140,7 +127,7 @@ class _Pickler(pickle.Pickler):
                 return reduction_of(obj)
             storage, shape, stride = obj.untyped_storage(), tuple(obj.shape), obj.stride()
             if _is_whole(obj, storage) and self._contents.is_new(storage, obj):
-                return _whole, (self._buffer(storage, obj), number, shape)
+                return _whole, (pickle.PickleBuffer(_memory_of(storage, obj)), number, shape)
             return _tensor, (storage, number, obj.storage_offset(), shape, stride)
         if type(obj) is np.ndarray and (usual := _usual(obj)) is not obj:
             return usual.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
@@ -148,14 +135,7 @@ class _Pickler(pickle.Pickler):
             return reduction_of(obj)
         if not self._contents.is_new(obj, None):
             return torch.Tensor.untyped_storage, (self._contents.whole_of(obj),)
-        return storage_over, (self._buffer(obj, None),)
-
-    def _buffer(self, storage: torch.UntypedStorage, whole: torch.Tensor | None) -> pickle.PickleBuffer:
-        """The contents of a storage; ``whole`` is a tensor that is all of it, if there is one."""
-        buffer = self._contents.look_up(storage)
-        if buffer is not None:
-            return buffer
-        return pickle.PickleBuffer(_memory_of(storage, whole))
+        return storage_over, (pickle.PickleBuffer(_memory_of(obj, None)),)
 
 
 def _is_whole(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
@@ -176,7 +156,7 @@ def _usual(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def _memory_of(storage: torch.UntypedStorage, whole: torch.Tensor | None) -> memoryview:
-    """The contents of a storage that is no block; ``whole`` is a tensor that is all of it, if there is one.
+    """The contents of a storage; ``whole`` is a tensor that is all of it, if there is one.
 
     Raises:
       DoesNotFit: torch can send the storage without a copy.

@@ -68,7 +68,6 @@ class PoolAllocator:
         self._arena = arena
         self._ledger = arena.ledger(worker)
         memory = arena.part(worker)
-        self._memory = memory.data  # a view of another array than the arrays that the tokens watch
         self._base: int = memory.__array_interface__["data"][0]
         self._size = memory.nbytes
         self._free = Free(self._size)
@@ -101,15 +100,6 @@ class PoolAllocator:
         if lo is not None:
             self._blocks[lo] = Block(lo, size, Token(self._arena.part(self.worker)))
         return lo
-
-    def block_of(self, storage: torch.UntypedStorage) -> Block | None:
-        """The block that is this storage, if one is exactly that."""
-        block = self._blocks.get(storage.data_ptr() - self._base)
-        return block if block is not None and block.size == storage.nbytes() else None
-
-    def contents_of(self, block: Block) -> memoryview:
-        """The contents of a block, read without a reference that would count as use."""
-        return self._memory[block.lo : block.lo + block.size]
 
     def place(self, contents: memoryview) -> Block:
         """The block that holds the contents. They are copied into a new block, unless they lie in one already.
