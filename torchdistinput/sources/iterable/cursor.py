@@ -5,15 +5,15 @@ iterators of the datasets of a dataset function. Only two facts are known: how m
 the iterable's own state, if it has one, which is taken from time to time. To resume, each reader restores this state
 and skips the batches after it; without a state it skips all batches.
 
-The position after each batch is noted in a log when the batch is fetched, before it is delivered. A position that can
-no longer be asked for is dropped: the read-ahead is bounded, so older batches must have been delivered.
+Each batch is noted in a log when it is fetched, before it is delivered. When a position is asked for, the batches up to
+there are counted and dropped; from time to time also those that must have been delivered, as the read-ahead is bounded.
+So the log stays short even if no position is ever asked for.
 """
 
 from __future__ import annotations
 
 import threading
 import warnings
-from collections import deque
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple, final
 
@@ -24,6 +24,7 @@ from torchdistinput.sources.iterable.user_state import Snapshot
 from torchdistinput.step_types import Digest, Row, Start
 
 _TAG: Final = "iterable"
+_COUNTED_TOGETHER: Final = 32  # batches: counting each by itself costs part of a step
 
 
 class Reader(NamedTuple):
@@ -169,46 +170,9 @@ def place_of(start: Start, num_readers: int) -> Place:
     return Place((Reader(),) * num_readers, rows=start.steps)
 
 
-class _Known(NamedTuple):
-    """What is known after a batch.
-
-    Args:
-      rows: rows from the opening of the stream to the end of the batch.
-      place: the position there.
-      owns_state: whether the dataset is known to have a state of its own.
-      refusal: why the own state cannot be saved.
-      left_out: why the own state is not saved, and the data is read again.
-    """
-
-    rows: int
-    place: Place
-    owns_state: bool
-    refusal: str = ""
-    left_out: str = ""
-
-    def after(self, rows: int, samples: int, taken: Sequence[Taken]) -> _Known:
-        """The same after more batches; see ``ReadLog.add``."""
-        _, place, owns_state, refusal, left_out = self
-        readers = [*place.readers]
-        for number, batches, snapshot in taken:
-            before = readers[number]
-            reader = Reader(before.batches + batches, before.since + batches, before.text, before.digest)
-            if snapshot is not None:
-                owns_state = True
-                if snapshot.reads_again:
-                    left_out = snapshot.refusal
-                else:
-                    reader = Reader(reader.batches, 0, snapshot.text, snapshot.digest)
-                    refusal = snapshot.refusal
-            readers[number] = reader
-        turn = (taken[-1].reader + 1) % len(readers)
-        place = Place(tuple(readers), turn, 0, place.samples + samples)
-        return _Known(self.rows + rows, place, owns_state, refusal, left_out)
-
-
 @final
 class ReadLog:
-    """The positions after the batches that were read and may not be delivered yet. One for each stream.
+    """A log of the batches that were read and may not be delivered yet. One for each stream.
 
     Args:
       place: where the stream begins.
@@ -220,11 +184,16 @@ class ReadLog:
     def __init__(self, place: Place, read_ahead: int, *, owns_state: bool, in_order: bool = True) -> None:
         self._in_order = in_order
         self.owns_state = owns_state
+        self._place = place._replace(rows=0)  # before the first batch in the log
+        self._rows = self._fetched = -place.rows  # from the opening of the stream to there, and to the end of the log
         self._behind = read_ahead + 2  # and the row for which the consumer waits, and one that was inspected
+        self._most = self._behind + _COUNTED_TOGETHER
         self.has_ended = False
         """Whether all batches were read."""
+        self._refusal = ""
+        self._left_out = ""  # why an own state was not saved
         self._warned = False
-        self._known = deque([_Known(-place.rows, place._replace(rows=0), owns_state)])
+        self._read: list[tuple[int, int, Sequence[Taken]]] = []
         # Batches are read on one thread, positions are asked for on another, perhaps by the handler of a signal.
         self._lock = threading.RLock()
 
@@ -236,12 +205,11 @@ class ReadLog:
           samples: samples in them.
           taken: the readers that gave them.
         """
-        known = self._known
         with self._lock:
-            oldest = known[-1].rows - self._behind  # whoever draws these rows has drawn all earlier ones
-            known.append(known[-1].after(rows, samples, taken))
-            while known[1].rows <= oldest:
-                known.popleft()
+            self._read.append((rows, samples, taken))
+            if len(self._read) > self._most:
+                self._count(self._fetched - self._behind)  # whoever draws these rows has drawn all earlier ones
+            self._fetched += rows
 
     def end(self) -> None:
         """Notes that there are no more batches. Fetching thread."""
@@ -256,20 +224,44 @@ class ReadLog:
         if not self._in_order:
             raise in_any_order()
         with self._lock:
-            found = next(each for each in reversed(self._known) if each.rows <= rows)
-            at_end = self.has_ended and found is self._known[-1]
-        self.owns_state = found.owns_state
-        if found.refusal:
-            raise StateMismatch(found.refusal)
-        if found.left_out and not self._warned:
+            self._count(rows)
+            # After its own end a worker counts rows of the other workers.
+            place = self._place._replace(rows=0 if self.has_ended and not self._read else rows - self._rows)
+        if self._refusal:
+            raise StateMismatch(self._refusal)
+        if self._left_out and not self._warned:
             self._warned = True
             warnings.warn(
-                f"the data's own state cannot be saved, so on a resume the data is read again: {found.left_out} Give "
+                f"the data's own state cannot be saved, so on a resume the data is read again: {self._left_out} Give "
                 'InputOptions(own_state="use") to have this as an error, or "ignore" not to ask for it.',
                 stacklevel=2,
             )
-        # After its own end a worker counts rows of the other workers.
-        return found.place._replace(rows=0 if at_end else rows - found.rows).to_json()
+        return place.to_json()
+
+    def _count(self, rows: int) -> None:
+        """Drops the batches of the first ``rows`` rows, and counts them in the position."""
+        readers, turn, _, samples = self._place
+        counts: list[list[Any]] = [[*reader] for reader in readers]
+        reached, dropped = self._rows, 0
+        for count, more, taken in self._read:
+            if reached + count > rows:
+                break
+            reached, samples, dropped = reached + count, samples + more, dropped + 1
+            for number, batches, snapshot in taken:
+                reader = counts[number]
+                reader[0] += batches
+                reader[1] += batches
+                if snapshot is not None:
+                    self.owns_state = True
+                    if snapshot.reads_again:
+                        self._left_out = snapshot.refusal
+                    else:
+                        reader[1:] = 0, snapshot.text, snapshot.digest
+                        self._refusal = snapshot.refusal
+            turn = (taken[-1].reader + 1) % len(counts)
+        if dropped:
+            self._place, self._rows = Place(tuple(Reader(*each) for each in counts), turn, 0, samples), reached
+            del self._read[:dropped]
 
 
 _NOT_DRAWN_AGAIN: Final = (
