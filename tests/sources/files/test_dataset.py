@@ -24,7 +24,6 @@ from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.permutation import shuffled
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.files import dataset as files
 from torchdistinput.sources.files.dataset import FileDataset, list_files
 from torchdistinput.sources.files.formats import readers
 from torchdistinput.sources.files.glob import FileNames
@@ -665,10 +664,6 @@ def test_a_file_that_is_not_there_cannot_be_walked(tmp_path: Path) -> None:
             dataset.reader([index], 0)
     with pytest.raises(TypeError, match="epoch must be an int"):
         dataset.set_epoch(0.5)  # type: ignore[arg-type]
-
-
-def test_public_names_are_the_promised_ones() -> None:
-    assert files.__all__ == ["FileDataset", "list_files"]
 
 
 def test_lists_of_lines_are_vouched_for_and_nothing_else(tmp_path: Path) -> None:
