@@ -22,7 +22,7 @@ import torchdistinput as tdi
 from tests.support import faults, scenes
 from tests.support.cells import cells
 from tests.support.faults import Numbers, Stall
-from tests.support.interpreters import Interpreters
+from tests.support.interpreters import Interpreters, own_output
 from tests.support.platforms import linux_processes
 from tests.support.scenes import SETTINGS, Expected, Group, Played, Scene, Stage, check
 from torchdistinput.coordination import timeouts
@@ -314,7 +314,7 @@ def test_the_interpreter_ends_with_iterators_alive(how: str, interpreters: Inter
     faults.wait_for(lambda: not any(scenes.members_of(rank.pid) for rank in ranks))
     codes = [rank.code for rank in ranks]
     errors = [rank.errors for rank in ranks]
-    assert [rank.output for rank in ranks] == ["alive\n"] * 2, errors
+    assert [own_output(rank) for rank in ranks] == ["alive\n"] * 2, errors
     if how == "raise on one":
         assert codes == [1, 1], errors
         assert "RankLost" in errors[0]
