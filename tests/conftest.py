@@ -38,6 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure() -> None:
     # Whoever starts the fork server first: without it each of its processes would import torch by itself.
+    ranks._PRELOADED.append("tests.support.preloaded")
     multiprocessing.set_forkserver_preload(ranks._PRELOADED)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts background jobs so; tests send the signal
         signal.signal(signal.SIGINT, signal.default_int_handler)
