@@ -272,9 +272,9 @@ class SchemaChecker:
 
 def _cannot_be_empty(what: str) -> BatchingError:
     return BatchingError(
-        f"nobody knows how to make {what} without a sample, and a replica may be left without one. Give "
-        "InputOptions(empty_fn=), a function that returns the empty batch; or use drop_last=True, or sizes of the data "
-        "and of the batches, with which each replica has a sample at every step."
+        f"it is not known how to make {what} without a sample, and a replica may be left without a sample. Give "
+        "InputOptions(empty_fn=), a function that returns the empty batch; or use drop_last=True, or a batch size and "
+        "a number of samples with which each replica has a sample at every step."
     )
 
 

@@ -207,9 +207,9 @@ class ProcessGroupRanks:
         """See ``Ranks.gather_texts``."""
         if os.getpid() != self._process:
             raise InputError(
-                f"{what}: this process was forked from rank {self._ranks[self.rank]}, which is the one that takes "
-                "part; a word from here would count as its. Call this in that process, and let the fork read "
-                "with a DataLoader of torch's."
+                f"{what}: this process was forked from rank {self._ranks[self.rank]}, and a message from the fork "
+                "would count as a message of that rank. Call this in the process of the rank; in the fork, read with "
+                "torch's own DataLoader."
             )
         if not self._text_is_sent:
             self._go_on(what, lambda control: control.exchange([1]))

@@ -88,7 +88,7 @@ def _with_words(state: int, *words: int) -> int:
 
 
 def random_words(state: int, count: int) -> Words:
-    """``count`` words of the SplitMix64 generator that starts at ``checkpoint_format``. Local."""
+    """``count`` words of the SplitMix64 generator that starts at ``state``. Local."""
     steps = np.arange(1, count + 1, dtype=np.uint64)
     return _mix_words(steps * np.uint64(_GOLDEN) + np.uint64(state))
 
