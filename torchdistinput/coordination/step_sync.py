@@ -78,7 +78,7 @@ class StepSync:
       max_errors: samples that all ranks together may leave out; ``None`` where none is ever left out.
       ahead: the prefetch depth at first and at least, where the depth may grow up to ``slots``; ``None`` where the
         depth is fixed.
-      news: what this rank has to tell all others at any time; ``None`` where there is nothing.
+      news: facts that this rank may have for all ranks at any time; ``None`` where there can be none.
     """
 
     def __init__(  # noqa: PLR0913 - one stage is one call
@@ -473,7 +473,7 @@ class StepSync:
 
 
 def _peers_that_differ(answers: Sequence[Mapping[str, Any]]) -> str:
-    """For each worker whose ranks read different data: what each of these ranks read."""
+    """For each worker whose ranks read different data: the digest of each of these ranks."""
     by_worker: dict[int, list[Mapping[str, Any]]] = {}
     for each in answers:
         by_worker.setdefault(each["worker"], []).append(each)

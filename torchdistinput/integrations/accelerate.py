@@ -1,4 +1,4 @@
-"""A loader of this library as accelerate knows its own: it tells where it ends, can be skipped in, and gathered from.
+"""Prepares a loader of this library for accelerate, which then sees its end, skips steps in it, and gathers its parts.
 
 Problem. ``accumulate`` makes the last update where ``GradientState`` says that the loader ends; ``gather`` takes the
 parts of all ranks to be equal; ``skip_first_batches`` builds a torch loader out of a loader's attributes.
@@ -39,7 +39,7 @@ PRIVATE_NAMES: Final = {
 
 
 def prepare(accelerator: Accelerator, loader: DataLoader[Any] | DistributedDataset) -> PreparedLoader:
-    """The loader as accelerate knows its own. Collective: every rank calls this, in the same order.
+    """The loader with the interface of accelerate's own loaders. Collective: every rank calls this, in the same order.
 
     From then on ``accelerator.gather`` and ``gather_for_metrics`` take parts of any size, and cut nothing off.
 
@@ -64,7 +64,7 @@ def prepare(accelerator: Accelerator, loader: DataLoader[Any] | DistributedDatas
 
 @final
 class PreparedLoader:
-    """A loader of this library, as accelerate knows its own. Made by ``prepare``.
+    """A loader of this library with the interface of accelerate's own loaders. Made by ``prepare``.
 
     Iterating it is an epoch of the loader. ``step``, ``set_epoch``, ``state_dict`` and ``load_state_dict`` are the
     loader's.

@@ -170,8 +170,8 @@ class _Sorted:
     """A drawn order, kept.
 
     Args:
-      length: the elements, at most ``_MAX_SORTED``.
-      state: what the words are made of.
+      length: the number of elements, at most ``_MAX_SORTED``.
+      state: the seed of the words.
     """
 
     __slots__ = ("_elements",)
@@ -190,11 +190,11 @@ class _Sorted:
 
 @final
 class _Network:
-    """The Feistel network; see the top.
+    """The order of a Feistel network; see the docstring of the module.
 
     Args:
-      length: the elements, more than ``_MAX_SORTED``.
-      state: what the round keys are made of.
+      length: the number of elements, more than ``_MAX_SORTED``.
+      state: the seed of the round keys.
     """
 
     __slots__ = ("_constants", "_keys", "_length", "_low", "_one_word", "_rows", "_word")
