@@ -19,6 +19,7 @@ from typing import Any, Final, final
 import torch
 from accelerate import Accelerator
 
+from torchdistinput.batches.per_replica import take_apart
 from torchdistinput.data_loader import DataLoader
 from torchdistinput.dataset import DistributedDataset
 from torchdistinput.errors import InputError
@@ -248,10 +249,6 @@ class _Gather:
 
 def _with_rows(value: Any) -> Any:
     """Scalars as tensors of one row, as accelerate gathers them."""
-    if isinstance(value, torch.Tensor):
-        return value.detach()[None] if value.ndim == 0 else value.detach()
-    if isinstance(value, dict):
-        return {name: _with_rows(each) for name, each in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(_with_rows, value))
-    return type(value)(map(_with_rows, value)) if isinstance(value, list | tuple) else value
+    _, leaves, rebuild = take_apart(value)
+    tensors = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    return rebuild(leaf[None] if isinstance(leaf, torch.Tensor) and not leaf.ndim else leaf for leaf in tensors)
