@@ -115,7 +115,10 @@ class DistributedDataset:
         """
         steps = self._source.count_steps()
         if steps is None:
-            raise TypeError("the number of steps is not known before the data is read.")
+            raise TypeError(
+                "the number of steps is not known before the data is read. It is known of map-style data, and under "
+                "DATA of files whose format or index says how many records they have."
+            )
         return steps
 
     @property

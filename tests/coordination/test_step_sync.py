@@ -160,7 +160,7 @@ def test_all_ranks_that_fail_at_one_step_are_named() -> None:
 def test_failures_that_are_alike_are_told_once() -> None:
     turns = [vote(Failed(ValueError("a"), "")), vote(share(1)), vote(Failed(ValueError("a"), ""))]
     for outcomes in together(turns):
-        assert str(error(outcomes)).count("the input of rank 0, 2 failed at step 0") == 1
+        assert str(error(outcomes)).count("the input of ranks 0, 2 failed at step 0") == 1
 
 
 def test_an_error_of_ours_keeps_its_class_on_all_ranks() -> None:

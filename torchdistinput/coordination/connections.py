@@ -74,6 +74,7 @@ class Farewell:
 
     DIED: Final = "died or lost its connection"
     ENDED: Final = "ended"
+    GAVE_UP: Final = "gave up waiting"  # the beginning of the reason
 
     def to_bytes(self) -> bytes:
         """The farewell as bytes for another rank. Local."""

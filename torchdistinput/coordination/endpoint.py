@@ -166,7 +166,7 @@ class Endpoint:
             return error.farewell
         if isinstance(error, Late):
             late = ", ".join(str(self._names[rank]) for rank in error.ranks)
-            return Farewell(self._rank, f"gave up waiting for rank {late} after {seconds:g} seconds")
+            return Farewell(self._rank, f"{Farewell.GAVE_UP} for rank {late} after {seconds:g} seconds")
         return Farewell(self._rank, f"was interrupted by {type(error).__name__}")
 
     def refuse(self, number: int, why: str) -> None:

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchdistinput.coordination.channel import ProcessGroupChannel, lost
-from torchdistinput.coordination.connections import Array, Connections, Departed
+from torchdistinput.coordination.connections import Array, Connections, Departed, Farewell
 from torchdistinput.coordination.endpoint import Address, Endpoint, Late
 from torchdistinput.coordination.exchanges import Exchange, StartedExchange
 from torchdistinput.coordination.launch import Members, find_launch, store_of_default_group
@@ -239,7 +239,7 @@ class ProcessGroupRanks:
             return meeting.conclude()
         except CoordinationTimeout:
             late = self._names(control.late())
-            control.gave_up = f"gave up waiting for rank {late} in {what} after {self._timeout_seconds:g} seconds"
+            control.gave_up = f"{Farewell.GAVE_UP} for rank {late} in {what} after {self._timeout_seconds:g} seconds"
             raise
         except RankLost as error:
             self._meeting = None
