@@ -1,6 +1,6 @@
 """The tables of TensorFlow's distributed input guide, from real runs.
 
-    python examples/guide.py
+    python examples/guide.py  # alone, not under torchrun: it starts the processes itself
 
 Every table below is what the guide says its example gives. Several replicas are CPU replicas of this process; several
 workers are real processes with a gloo group.

@@ -1,5 +1,6 @@
 """A source of your own: the rows of an SQLite table, one fragment for each range of keys.
 
+Import the class; run alone, this file does nothing.
 ``strategy.distribute_dataset(SqliteSource("data.db", "samples"), global_batch_size=256)`` divides the ranges (FILE) or
 the rows of each batch (DATA), and resumes in the middle of a range with any number of ranks.
 """

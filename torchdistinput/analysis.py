@@ -199,7 +199,7 @@ class Analysis:
         self._is_left = False
 
     def _try(self, call: Callable[[], None]) -> None:
-        """Keeps the error of a call, until all ranks are told; after an error nothing is called."""
+        """Calls ``call`` unless an earlier call failed; keeps its error until all ranks exchange their errors."""
         if self._problem is None:
             try:
                 call()
@@ -252,7 +252,7 @@ class Analysis:
         mine = [self._states[path] if counts else self._statistics[path].start() for path in paths]
 
         def merge(first: bytes, second: bytes) -> bytes:
-            """Both states as one; an error is told to all ranks in the place of a state, as a text."""
+            """Both states as one. An error travels to all ranks as a text, in the place of a state."""
             one, other = decoded(first), decoded(second)
             if isinstance(one, str) or isinstance(other, str):
                 return first if isinstance(one, str) else second
@@ -339,7 +339,7 @@ class Analysis:
 
 
 def chosen_strategy(strategy: Strategy | None) -> Strategy:
-    """The strategy that is given, that of the ``scope``, or that of all ranks. Collective."""
+    """The given strategy, else the strategy of the ``scope``, else the strategy of all ranks. Collective."""
     return strategy or strategy_of_scope() or shared_strategy()
 
 
@@ -436,7 +436,7 @@ def _checked(options: InputOptions | None) -> InputOptions:
 
 
 def _default_batch_size(data: Any, workers: int) -> int | None:
-    """The samples of a step, where ``distribute_dataset`` needs to be told."""
+    """The batch size for data of which ``distribute_dataset`` needs one; else ``None``."""
     columns = columns_in(data) if is_table(data) else list(data.tensors) if isinstance(data, TensorDataset) else []
     if columns and all(len(each) for each in columns):
         row: int = sum(each.nbytes // len(each) for each in columns)

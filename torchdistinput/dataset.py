@@ -92,7 +92,7 @@ class DistributedDataset:
           SourceError: the data of a rank failed, on every rank after the same number of steps.
           BatchingError: an element cannot be cut, or differs in structure from the elements before.
         """
-        only_tried = only_tries(self._order_advice)
+        only_tried = only_tries(lambda: self._source.order_advice)
         check_accelerate()
         if self._setting.ranks is not None:
             check_trainer()
@@ -115,7 +115,10 @@ class DistributedDataset:
         """
         steps = self._source.count_steps()
         if steps is None:
-            raise TypeError("the number of steps is not known before the data is read.")
+            raise TypeError(
+                "the number of steps is not known before the data is read. It is known of map-style data, and under "
+                "DATA of files whose format or index says how many records they have."
+            )
         return steps
 
     @property
@@ -192,9 +195,6 @@ class DistributedDataset:
         self._drop_opened()
         running = any(iterator.is_live and iterator.reads(self._progress) for iterator in self._iterators)
         self._checkpoint.set_epoch(epoch, running=running)
-
-    def _order_advice(self) -> str | None:
-        return self._source.order_advice
 
     def _heed_user(self) -> None:
         """Makes a ``set_epoch`` that the user called on the sampler or dataset count as one of this dataset."""

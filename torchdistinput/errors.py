@@ -31,7 +31,7 @@ __all__ = [
 
 
 class InputError(Exception):
-    """Base class of the errors of distributed input. Raised itself for an argument that is no data."""
+    """Base class of the errors of distributed input. Raised itself where none of its subclasses fits."""
 
 
 class ShardingError(InputError, ValueError):
@@ -77,7 +77,7 @@ class SourceError(InputError):
       traceback: the original's traceback, as text; the middle of a long one is left out.
     """
 
-    def __init__(  # noqa: PLR0913 - what is known of a failure is many things, each optional
+    def __init__(  # noqa: PLR0913 - a failure has many attributes, each optional
         self,
         message: str,
         *,

@@ -185,8 +185,8 @@ def only_tries(order_advice: Callable[[], str | None]) -> bool:
     """Whether Lightning asks for an epoch that it does not read. Called by an ``__iter__``. Local, on every rank alike.
 
     Args:
-      order_advice: returns what to write so that each epoch has the same order; an empty text if each epoch has it;
-        ``None`` if that is not known.
+      order_advice: returns the advice by which each epoch has the same order; an empty text if each epoch has it
+        already; ``None`` if this is not known.
 
     Returns:
       True: Lightning only checks whether the loader has an ``__iter__``.

@@ -309,11 +309,11 @@ class DistributedIterator:
 
 
 def of_this_process(what: object) -> TypeError:
-    """The error for an attempt to copy or pickle ``what``. A ``TypeError``, which callers that try this expect."""
+    """The error for an attempt to copy or pickle ``what``: a ``TypeError``, as Python raises it."""
     return TypeError(
         f"cannot copy or pickle a {type(what).__name__}: its threads, loader workers and connections to other ranks "
-        "are of this process, and there is one set of them. Distribute the data again, where it is needed; "
-        "state_dict() and load_state_dict() take the place in it over."
+        "belong to this process. Distribute the data again where it is needed; state_dict() and load_state_dict() "
+        "carry the position over."
     )
 
 

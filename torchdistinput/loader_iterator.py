@@ -98,7 +98,7 @@ class LoaderIterator:
         self._steps = 0
 
     def begin(self, divided: Divided, announced: AnnouncedLength | None) -> None:
-        """Ends this epoch, at whatever step it is, and begins the next one."""
+        """Ends this epoch, at any step, and begins the next one."""
         self.close()
         self._open(divided, announced)
 

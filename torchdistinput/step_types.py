@@ -37,7 +37,7 @@ class DividedDraw:
 
     Args:
       drew: the digest of the draw.
-      divided: returns how the batch was divided, given what was left out.
+      divided: returns how the batch was divided, given the samples that were left out.
     """
 
     __slots__ = ("_divided", "drew", "left_out")
@@ -208,7 +208,7 @@ class PeriodicSync(Protocol):
 
 
 class News(Protocol):
-    """Facts that one rank may have for all ranks at any time; the next vote carries them (law A9)."""
+    """Facts that one rank may have for all ranks at any time, such as new weights; the next vote carries them (A9)."""
 
     def follow(self, delivered: Callable[[], int]) -> None:
         """Takes a function that returns how many rows of the stream were delivered on this rank."""

@@ -453,8 +453,9 @@ class Strategy:
     def mirror(self, module: nn.Module) -> Any:
         """Makes the module's parameters and buffers those of the first replica, on all replicas.
 
-        Collective: every rank calls this with a module of the same shapes. What submodules save beside tensors
-        (``get_extra_state``: the vocabulary of a lookup) is not sent, but must be equal on all ranks, and is compared.
+        Collective: every rank calls this with a module of the same shapes. The extra states of submodules
+        (``get_extra_state``: the vocabulary of a lookup) are not sent; they are compared, and must be equal on all
+        ranks.
 
         Args:
           module: is moved to this process's first device.
@@ -503,7 +504,7 @@ def _looks(tensor: Tensor) -> list[Any]:
 
 
 def _extra_states(module: nn.Module) -> dict[str, str]:
-    """A digest of what each submodule saves beside tensors; of objects that are no plain values, the type counts."""
+    """A digest of the extra state of each submodule; of objects that are no plain values, only the type counts."""
     found = {}
     for name, each in module.named_modules():
         if type(each).get_extra_state is not nn.Module.get_extra_state:

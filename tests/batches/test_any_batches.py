@@ -158,7 +158,7 @@ def test_where_a_replica_may_be_left_without_a_sample_the_first_step_says_so_on_
     for of_rank in run_ranks(2, refused, 9):
         for told in of_rank:
             assert "step 0 of epoch 0" in told
-            assert "nobody knows how to make an element of type Boxed without a sample" in told
+            assert "it is not known how to make an element of type Boxed without a sample" in told
             assert "empty_fn=" in told
 
 

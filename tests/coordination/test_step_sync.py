@@ -16,6 +16,7 @@ from tests.support.scripted import results_of
 from torchdistinput.batches.pytree import batch_size
 from torchdistinput.batches.schema_check import SchemaChecker
 from torchdistinput.coordination import step_sync as coordinate_module
+from torchdistinput.coordination.batch_digests import digest_of_read, number_of_size
 from torchdistinput.coordination.exchanges import conclude
 from torchdistinput.coordination.process_group import Channel
 from torchdistinput.coordination.step_sync import StepSync
@@ -159,7 +160,7 @@ def test_all_ranks_that_fail_at_one_step_are_named() -> None:
 def test_failures_that_are_alike_are_told_once() -> None:
     turns = [vote(Failed(ValueError("a"), "")), vote(share(1)), vote(Failed(ValueError("a"), ""))]
     for outcomes in together(turns):
-        assert str(error(outcomes)).count("the input of rank 0, 2 failed at step 0") == 1
+        assert str(error(outcomes)).count("the input of ranks 0, 2 failed at step 0") == 1
 
 
 def test_an_error_of_ours_keeps_its_class_on_all_ranks() -> None:
@@ -182,6 +183,7 @@ def test_a_rank_that_stops_is_named_to_those_that_go_on() -> None:
         found = error(outcomes)
         assert isinstance(found, RankLost)
         assert "rank 1 after 2 step(s)" in str(found)
+        assert "decide on a value that all ranks know" in str(found)
 
 
 def test_all_stopping_is_one_last_vote() -> None:
@@ -317,6 +319,25 @@ def test_samplers_that_draw_differently_are_told_after_the_steps_before() -> Non
         assert isinstance(found, RankDisagreement)
         assert "samplers of the ranks differ at step 1 of epoch 3" in str(found)
         assert "rank 0: 8; rank 1: 5; rank 2: 8" in str(found)
+
+
+def test_ranks_that_read_different_data_are_told_what_each_read() -> None:
+    world = FakeCollectives(3)
+
+    def rank_votes(rank: int) -> list[Outcome]:
+        stage = make(world.ranks(rank).open_channel(0), rank, piece=torch.zeros(1), way_out="Do this.")
+        stage.hold(LocalStep([torch.zeros(1)], (1,), read=digest_of_read(1)))
+        last = PastEnd() if rank == 2 else LocalStep([torch.zeros(1)], (1,), read=number_of_size(8 - rank))
+        stage.hold(last)
+        return conclude(stage.vote())
+
+    for outcomes in results_of(world, rank_votes):
+        assert sizes(outcomes) == [(3, 1), "Raised"]
+        assert str(error(outcomes[1:])) == (
+            "the ranks read different data at step 1 of epoch 3 (a checksum of the batch, its size, or the end of the "
+            "data): rank 0: 8 sample(s); rank 1: 7 sample(s); rank 2: ended. Under policy DATA each rank reads all of "
+            "the data and keeps its part of each batch, so every rank must read the same batches. Do this."
+        )
 
 
 def lossy(size: int, *left_out: str) -> LocalStep:

@@ -302,7 +302,7 @@ def test_a_loader_with_a_strategy_is_copied_and_what_is_bound_to_the_process_say
         for error, kind in zip(bound, kinds, strict=True):
             assert error.kind == "TypeError"
             assert f"cannot copy or pickle a {kind}" in error.message
-            assert "state_dict() and load_state_dict() take the place" in error.message
+            assert "state_dict() and load_state_dict() carry the position over" in error.message
 
 
 # ------------------------------------------------------------------------------------------------------------ failures

@@ -85,7 +85,7 @@ class Pad:
         return type(leaf)([*leaf, *[blank] * (self._rows - size)])
 
     def structure(self, structure: Structure) -> Structure:
-        """The structure of the padded pieces, from that of the pieces."""
+        """The structure of the padded pieces, from the structure of the pieces."""
         mask = Structure("tensor", dtype=torch.bool)
         children = (*structure.children, mask) if self._with_index else (structure, mask)
         return Structure("tuple", tuple(range(len(children))), children, cls=tuple)

@@ -58,7 +58,7 @@ def _as_leaf(value: Any) -> Any | None:
             return torch.from_numpy(native if plain else native.copy())
         return value.tolist()
     if is_tensor_collection(value):
-        return value if value.dim() else None  # without a batch dimension it is a dict of what is in it
+        return value if value.dim() else None  # without a batch dimension it is a dict of its entries
     return value if _is_rows(value) else None
 
 
@@ -126,7 +126,7 @@ def moves_itself(value: object) -> bool:
 
 
 def objects_in(leaves: Iterable[Any], structure: Structure) -> Iterator[Any]:
-    """What a batch holds that is no tensor, text, number or container: constants, and entries of lists. Local.
+    """The objects in a batch that are no tensor, text, number or container: constants, and entries of lists. Local.
 
     Args:
       leaves: of the batch.
@@ -261,12 +261,12 @@ class Reading(NamedTuple):
 
 
 _Takes = Callable[[Container, bool], bool]
-"""Decides whether a list or tuple with an entry for each sample is one leaf: by what it holds, and whether its contents
-can be leaves and structure."""
+"""Decides whether a list or tuple with an entry for each sample is one leaf: by its contents, and by whether these can
+be leaves and structure."""
 
 
 def read(batch: Any, size: int, like: Structure | None = None) -> Reading | None:
-    """Takes a batch of so many samples apart; ``None`` if some tensor or list has not one entry for each. Local.
+    """Takes a batch of so many samples apart; ``None`` if some tensor or list has not one entry for each sample. Local.
 
     A list or tuple with as many entries as there are samples, whose contents cannot be leaves, is a leaf: an entry for
     each sample. So tuples of images and of dicts of boxes are two leaves, whatever the sizes of the images.
@@ -274,8 +274,8 @@ def read(batch: Any, size: int, like: Structure | None = None) -> Reading | None
     Args:
       batch: the batch.
       size: samples in it.
-      like: the structure of a batch before. Where a list could be both, as three images of three channels, it is what
-        it was there.
+      like: the structure of a batch before. Where a list could be both a leaf and structure, as three images of three
+        channels, it is read as in that batch.
     """
     found = _read(batch, size, lambda container, is_readable: not is_readable)
     if like is not None and found is not None and found.structure.signature() != like.signature():

@@ -1,7 +1,7 @@
-"""What every batch of an input has in common: its nesting, field names and dtypes.
+"""The structure that all batches of an input have in common: nesting, field names and dtypes.
 
-From it an empty batch is made and a batch of the same kind is recognised, and with it a rank that never saw a sample
-learns from the others what a batch looks like.
+An empty batch is made from the structure, and a batch of the same structure is recognised by it. A rank that never saw
+a sample gets the structure from another rank.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from torchdistinput.errors import BatchingError
 PER_SAMPLE: Final = (
     "Pad and stack the tensors, or give InputOptions(split_fn=, count_fn=), which cut and count such batches."
 )
-"""What to do about ready batches whose structures differ."""
+"""The way out for ready batches whose structures differ."""
 
 COUNT_OR_SPLIT: Final = (
     "If it is a batch, InputOptions(count_fn=) tells how many samples it has, and split_fn= how to cut it."
 )
-"""What to do about a ready batch that cannot be counted or cut by its leaves."""
+"""The way out for a ready batch that cannot be counted or cut by its leaves."""
 
 
 @final
@@ -62,7 +62,7 @@ _LEAVES: Final = ("tensor", "rows", "tensors")
 @final
 @dataclasses.dataclass(frozen=True)
 class Structure:
-    """What every batch of an input has in common: nesting, field names, dtypes; inner dims and layouts of one example.
+    """Nesting, field names and dtypes, which all batches of an input share; inner dims and layouts of one batch.
 
     ``kind`` is ``tensor``, ``rows`` (a list leaf), ``tensors`` (a ``TensorDict`` or tensorclass, with an empty one as
     ``constant`` where it was seen here), ``constant``, or the kind of a container. Two structures are the same kind if
@@ -190,7 +190,7 @@ class Structure:
         return [leaf for child in self.children for leaf in child.leaves()]
 
     def constants(self) -> list[Any]:
-        """What stands in the batch and is neither leaf nor container, in order."""
+        """The values in the batch that are neither leaf nor container, in order."""
         if self.kind == "constant":
             return [self.constant]
         return [] if self.kind in _LEAVES else [found for child in self.children for found in child.constants()]
@@ -200,7 +200,7 @@ class Structure:
 
         Args:
           dim0: the batch size where it is certain, else ``None``.
-          wrap: what to put in the place of a spec.
+          wrap: returns the value to put in the place of a spec.
           path: where this structure stands in its batch; names the specs.
         """
         if self.kind == "tensor":
@@ -215,7 +215,11 @@ class Structure:
         return dict(zip(self.keys, specs, strict=True)) if self.kind == "tensors" else _build(self, specs)
 
     def to_json(self) -> Any:
-        """Plain lists, dicts, strings and numbers, for a rank that never saw a sample. Refuses what is not plain."""
+        """The structure in plain lists, dicts, strings and numbers, for a rank that never saw a sample.
+
+        Raises:
+          BatchingError: a constant or a key is no plain value, or a tensor collection is empty.
+        """
         if self.kind == "tensor":
             names = {"dtype": str(self.dtype), "layout": str(self.layout)}
             plain = {key: name.removeprefix("torch.") for key, name in names.items()}
@@ -276,7 +280,7 @@ class Structure:
             if not isinstance(layout, torch.layout):
                 raise BatchingError(f"another rank has a leaf of layout {data['layout']!r}, unknown to torch here.")
             dims = tuple(int(size) for size in data["dims"])
-            torch.empty((0, *dims), dtype=dtype, device="meta")  # refuses what no tensor can have
+            torch.empty((0, *dims), dtype=dtype, device="meta")  # refuses sizes that no tensor can have
             return Structure("tensor", dtype=dtype, inner_dims=dims, layout=layout)
         if kind == "rows":
             dtype = str if data["dtype"] == "str" else object
@@ -303,7 +307,7 @@ _FITS: Final[Mapping[str, Callable[[type], bool]]] = {
     "dataclass": dataclasses.is_dataclass,
     "tensors": is_tensor_collection,
 }
-"""What a class must be, by the kind of container that is made of it."""
+"""A check of the class, for each kind of container that is made of a class."""
 
 
 def _find_class(kind: str, name: Any) -> type | None:

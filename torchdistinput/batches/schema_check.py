@@ -1,8 +1,9 @@
-"""The schema of the elements of an iterator: learned from the first one, or told by another rank; then checked.
+"""The schema of the elements of an iterator: learned from the first one, or from another rank; then checked.
 
-It serves two purposes. Batches that a source yields ready, and that are cut by their leaves, must all be of one
-structure: one that differs is a mistake in the data. And an empty piece is made like the pieces before. What a collate
-function makes may be anything, and differ from step to step: of that only the second holds.
+The schema serves two purposes. Ready batches, which a source yields and which are cut by their leaves, must all be of
+one structure: a batch of another structure is a mistake in the data. And an empty piece is made like earlier pieces.
+The result of a collate function may differ in structure from step to step; for such pieces, only the second purpose
+counts.
 
 Nearly all batches are like the one before, so ``KnownSchema`` recognises such a batch in a fraction of a microsecond.
 """
@@ -40,9 +41,9 @@ class KnownSchema:
 
     def __init__(self, *, strings: bool = False) -> None:
         self.structure: Structure | None = None
-        """The structure that batches have, where somebody found it out; else only equal shapes are recognised."""
+        """The structure of the batches, once the owner has set it; until then only equal shapes are recognised."""
         self.mark: object = _UNMARKED
-        """What somebody notes of the batches of the schema; forgotten with it."""
+        """``RowSizes.schema`` of rows that have this schema, set by ``Fetch``; forgotten with the schema."""
         self._strings = strings
         self._last = _NO_BATCH
 
@@ -82,9 +83,9 @@ class KnownSchema:
         return None if self.structure is None else self._size_of_other(batch, self.structure)
 
     def _size_of_other(self, batch: Any, structure: Structure) -> int | None:
-        """The size of a batch whose shapes are not those of the last one. It is the last one now."""
+        """The size of a batch whose shapes differ from those of the last batch. Its shapes are remembered instead."""
         if self._strings and type(batch) is list and (structure.dtype, structure.cls) == (str, list):
-            return len(batch)  # nobody needs to look at them
+            return len(batch)  # the strings need no check
         size = structure.size_of_same(batch)
         if size is not None:
             self.remember(batch, size)
@@ -112,7 +113,7 @@ class SchemaChecker:
       strings: whether it is certain that elements which are lists hold strings and nothing else.
       one_structure: whether all elements must be of one structure, on all ranks.
       may_lack: whether some replica may be left without a sample, so that an empty piece is needed.
-      empty_fn: makes the empty element; ``None``: it is made like those before.
+      empty_fn: makes the empty element; ``None``: it is made like earlier elements.
       with_index: whether pieces are ``(index, element)``.
     """
 
@@ -151,7 +152,7 @@ class SchemaChecker:
 
     @property
     def digest(self) -> int | None:
-        """A number for comparing ranks; ``None`` where another rank has to tell how an empty piece is made."""
+        """A number that ranks compare; ``None`` where this rank needs the structure from another rank."""
         if self._one_structure and self._empty_fn is None:
             return None if self.structure is None else self.structure.digest()
         return _ANY if self.makes_empty or not self._may_lack else None
@@ -160,7 +161,7 @@ class SchemaChecker:
         """A new piece without a sample, on the CPU.
 
         Raises:
-          BatchingError: nobody knows how.
+          BatchingError: the structure is not known, and there is no ``empty_fn``.
         """
         if self._empty_fn is not None:
             element = self._empty_fn()
@@ -170,7 +171,7 @@ class SchemaChecker:
         return self.structure.empty()
 
     def knows(self, piece: Any) -> bool:
-        """Whether a piece is plainly of the known structure; else have a closer look: ``see`` it."""
+        """Whether a piece is plainly of the known structure; else call ``see``, which looks closer."""
         return self.known.size_of(piece) is not None
 
     def see(self, piece: Any, size: int) -> Any:
@@ -181,8 +182,8 @@ class SchemaChecker:
           size: samples in it, one or more.
 
         Returns:
-          The piece. Its arrays have become tensors; where all must be of one structure, its dicts have the order of the
-          first one.
+          The piece. Its arrays have become tensors. Where all must be of one structure, the keys of its dicts have the
+          order of the first piece.
 
         Raises:
           BatchingError: the structure or a dtype differs from before, where that may not be; or no empty piece can be
@@ -256,7 +257,7 @@ class SchemaChecker:
         self._try()
 
     def _try(self) -> None:
-        """Where an empty piece may be needed, makes one at the first element: all ranks hear then if it cannot be."""
+        """Where an empty piece may be needed, makes one at the first element: a failure is then one on all ranks."""
         if self._is_tried or not self._may_lack:
             return
         self._is_tried = True
@@ -272,9 +273,9 @@ class SchemaChecker:
 
 def _cannot_be_empty(what: str) -> BatchingError:
     return BatchingError(
-        f"nobody knows how to make {what} without a sample, and a replica may be left without one. Give "
-        "InputOptions(empty_fn=), a function that returns the empty batch; or use drop_last=True, or sizes of the data "
-        "and of the batches, with which each replica has a sample at every step."
+        f"it is not known how to make {what} without a sample, and a replica may be left without a sample. Give "
+        "InputOptions(empty_fn=), a function that returns the empty batch; or use drop_last=True, or a batch size and "
+        "a number of samples with which each replica has a sample at every step."
     )
 
 

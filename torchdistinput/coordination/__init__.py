@@ -1,4 +1,4 @@
-"""All that talks to other ranks. This page is the protocol; each part of it stands in the module that is named.
+"""All communication with other ranks. This page is the protocol; it names the module of each part.
 
 **Meeting.** When a ``Strategy`` is made, each rank writes its address to the store of the default group, and waits
 until all have signed in (``store``). Each rank then connects with ``log2 W`` others over TCP
@@ -16,12 +16,13 @@ all raise the same error, which names the fact, the values and the ranks.
 rank failed or stopped, and whether schemas or digests differ; the laws are in ``plan.step_agreement``. As every rank
 sees the same sums, every rank draws the same conclusion at the same step. Texts follow only where the sums call for
 them: the description of a failure (``failures``), a schema for a rank that has seen no sample, positions and
-measurements from time to time. So what ranks can still tell each other travels in the vote, and nowhere else.
+measurements from time to time. During an epoch, ranks that can still communicate use the votes, and nothing else.
 
-**The abort path.** What ranks cannot tell each other in a vote ends the channel: a death, an interruption, an
-exception of this library, a loop that was left for good. The rank that leaves sends a *farewell* with its reason over
-each connection, and closes them; where a process dies, the system closes them. A rank that misses a message passes the
-farewell on. So every survivor raises an error that names the rank that left first, and why. There is no third path.
+**The abort path.** Where a rank can take part in no further vote, the channel ends: after a death, an interruption, an
+exception of this library, or when its loop was left for good. The rank that leaves sends a *farewell* with its reason
+over each connection, and closes them; where a process dies, the system closes them. A rank that misses a message
+passes the farewell on. So every survivor raises an error that names the rank that left first, and why. There is no
+third path.
 
 **Waiting.** Each wait for another rank is bounded by ``timeout_seconds`` (``timeouts``) and sees signals. A rank that
 waits tells its neighbours whom it waits for, so the error at the end of the time names the rank that is really late. A
@@ -35,18 +36,18 @@ The modules:
 - ``launch``: The launcher, the default group, meshes.
 - ``store``: The store at which all ranks sign in when a strategy is made, asked in few requests.
 - ``process_group``: Agreements and sums of the ranks of a strategy.
-- ``endpoint``: Where a rank can be reached; how two ranks connect.
+- ``endpoint``: The address and port of a rank; how two ranks connect.
 - ``connections``: Messages from rank to rank, over sockets.
 - ``channel``: The messages of one live iterator.
 - ``recursive_doubling``: Sums and texts of all ranks in log2 W rounds.
 - ``exchanges``: An exchange begun by one thread, waited for by another.
-- ``private_names``: How private names of torch and CPython are looked up, and those that are used here.
-- ``fork_safety``: What a forked process leaves to its parent.
-- ``fingerprints``: What all ranks must have in common before they begin.
-- ``failures``: What a failure says, and how it travels to the other ranks.
-- ``timeouts``: How long to wait for other ranks, and who is late.
-- ``batch_digests``: Digests of batches, for ranks that must read the same.
-- ``step_sync``: All ranks agree: sizes, end, errors, stops.
+- ``private_names``: The lookup of private names of torch and CPython, and the names that are used here.
+- ``fork_safety``: Leaves connections and iterators to the parent process after a fork.
+- ``fingerprints``: Compares the arguments of a call on all ranks.
+- ``failures``: The description of a failure that is sent to the other ranks, and the error that all ranks raise.
+- ``timeouts``: The bound of an iterator's waits, and the names of late ranks.
+- ``batch_digests``: Digests of batches, for ranks that must read the same data.
+- ``step_sync``: The vote: all ranks agree on the steps, the end, errors and stops.
 - ``reduce``: Reduce and gather.
 - ``gather_ordered``: The outputs of all replicas in the order of the data.
 """

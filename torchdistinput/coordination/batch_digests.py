@@ -56,7 +56,7 @@ class BatchDigests:
 
 
 def longer_gap(gap: int) -> int:
-    """The batches from one digest to the next, given those to this one: 1, 2, 4, and so on; at most 64. Local.
+    """The number of batches from one digest to the next: twice the number before, so 1, 2, 4, ...; at most 64. Local.
 
     Ranks that read different data often begin alike, for example with a common part. A short epoch has few batches.
     """

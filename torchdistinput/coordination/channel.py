@@ -77,6 +77,11 @@ def lost(farewell: Farewell, names: Sequence[int]) -> RankLost:
             f"rank {who} ended before it came here. Every rank of the strategy makes the same calls; its own log tells "
             "why it ended."
         )
+    if farewell.why.startswith(Farewell.GAVE_UP):
+        return RankLost(
+            f"rank {who} {farewell.why}. If the late rank is only slow, raise timeout_seconds; else look at what it "
+            "does (py-spy dump --pid)."
+        )
     return RankLost(f"rank {who} {farewell.why}. Every rank must read the same number of steps.")
 
 

@@ -74,6 +74,7 @@ class Farewell:
 
     DIED: Final = "died or lost its connection"
     ENDED: Final = "ended"
+    GAVE_UP: Final = "gave up waiting"  # the beginning of the reason
 
     def to_bytes(self) -> bytes:
         """The farewell as bytes for another rank. Local."""
@@ -343,7 +344,7 @@ class Connections:
         register_for_forks(self)
 
     def send(self, words: Array, peer: int, tag: int) -> Pending:
-        """Sends an array to one rank, after those before. Do not write to it until the result has come."""
+        """Sends an array to one rank, after earlier arrays. Do not write to the array until the result has come."""
         connection = self._by_rank[peer]
         connection.send(tag, words.data.cast("B"))
         return _Sent(self, connection)

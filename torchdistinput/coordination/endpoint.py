@@ -126,7 +126,7 @@ class Endpoint:
             secrets.token_bytes(16),
         )
         self._by_rank: dict[int, Address] = {}
-        self._arriving: dict[socket.socket, bytearray] = {}  # with what came of the greeting: a rank may stand still
+        self._arriving: dict[socket.socket, bytearray] = {}  # and the greeting so far: a rank may stand still
         self._early: dict[tuple[int, int], socket.socket] = {}  # connections for channels that are not open here yet
         self._refused: dict[int, Farewell] = {}  # by channel
         self._oldest = 0  # the number of the oldest channel that may still be opened
@@ -166,7 +166,7 @@ class Endpoint:
             return error.farewell
         if isinstance(error, Late):
             late = ", ".join(str(self._names[rank]) for rank in error.ranks)
-            return Farewell(self._rank, f"gave up waiting for rank {late} after {seconds:g} seconds")
+            return Farewell(self._rank, f"{Farewell.GAVE_UP} for rank {late} after {seconds:g} seconds")
         return Farewell(self._rank, f"was interrupted by {type(error).__name__}")
 
     def refuse(self, number: int, why: str) -> None:
@@ -184,7 +184,7 @@ class Endpoint:
     def _take_leave(self, found: Mapping[int, socket.socket], number: int, farewell: Farewell) -> None:
         until = time.monotonic() + _REFUSE_SECONDS
         for peer in self._by_rank:
-            with contextlib.suppress(OSError):  # it has ended, or cannot be reached: nobody waits there
+            with contextlib.suppress(OSError):  # it has ended, or cannot be reached: no rank waits there
                 self._dial(peer, number, max(0.01, until - time.monotonic()), farewell.to_bytes()).close()
         # After the dialling: a partner that dials later finds the refusal, and one that dialled before is found here.
         self._accept_all()
@@ -266,10 +266,10 @@ class Endpoint:
             if _receive_greeting(connected, greeting, self.address.secret):
                 del self._arriving[connected]
                 self._welcome(connected, bytes(greeting))
-        while len(self._arriving) > _BACKLOG:  # strangers that say nothing: the oldest goes
-            stranger = next(iter(self._arriving))
-            del self._arriving[stranger]
-            stranger.close()
+        while len(self._arriving) > _BACKLOG:  # connections that send nothing: the oldest is closed
+            oldest = next(iter(self._arriving))
+            del self._arriving[oldest]
+            oldest.close()
 
     def _welcome(self, connected: socket.socket, greeting: bytes) -> None:
         """Keeps the connection of a partner, or the reason of a refusal; closes other connections, and late ones."""
@@ -406,7 +406,7 @@ def _ipv4_of(interface: str) -> str:
 
 
 def _ipv6_of(interface: str) -> str:
-    """Linux only, and none that is valid on its own link only."""
+    """The first IPv6 address of an interface on Linux, except link-local ones; empty where there is none."""
     table = Path("/proc/net/if_inet6")
     rows = [row.split() for row in table.read_text().splitlines()] if table.exists() else []
     for address, _, _, scope, _, name in rows:

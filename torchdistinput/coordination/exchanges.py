@@ -58,7 +58,7 @@ class StartedExchange(Generic[T]):
             if pending is not None:
                 try:
                     pending.wait()
-                except RuntimeError as error:  # the exchange decides what it means
+                except RuntimeError as error:  # the exchange handles it
                     self._pending = self._exchange.throw(error)
                     return
             self._pending = next(self._exchange)

@@ -148,7 +148,7 @@ def _tell_all(stories: Sequence[dict[str, Any]], *, with_traceback: bool) -> str
 def _tell(alike: Sequence[dict[str, Any]], *, with_traceback: bool) -> str:
     first = alike[0]
     ranks = ", ".join(str(story["rank"]) for story in alike)
-    who = "the input" if first["rank"] is None else f"the input of rank {ranks}"
+    who = "the input" if first["rank"] is None else f"the input of rank{'s' * (len(alike) > 1)} {ranks}"
     where = f" ({first['where']})" if first["where"] else ""
     text = f"{who} failed at step {first['step']} of epoch {first['epoch']}{where}: {first['text']}"
     if with_traceback:

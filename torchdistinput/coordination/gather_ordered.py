@@ -101,7 +101,7 @@ class _Facts:
     lists: Sequence[list[Any] | None]
 
 
-# ----------------------------------------------------------------------------------------------- what a replica brings
+# --------------------------------------------------------------------------------------- the contribution of a replica
 
 
 def _local_parts(index: Any, outputs: Any, num_local: int) -> list[_Part]:
@@ -289,7 +289,7 @@ def _shown(structure: dict[str, Any]) -> Structure:
     return Structure(structure["kind"], tuple(structure["keys"]), tuple(map(_shown, structure["children"])))
 
 
-# ---------------------------------------------------------------------------------------------------- what then travels
+# ------------------------------------------------------------------------------------------- the exchange of the rows
 
 
 def _sizes(facts: Sequence[Sequence[_Facts]]) -> list[int]:

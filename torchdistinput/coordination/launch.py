@@ -299,7 +299,7 @@ def _store_at(launch: Launch, seconds: float, *, hosts_it: bool) -> Any:
 
 
 def _listens(launch: Launch) -> bool:
-    """Whether somebody listens at the launcher's address. Local, bounded."""
+    """Whether a process listens at the launcher's address. Local, bounded."""
     with contextlib.suppress(OSError):
         socket.create_connection((launch.address, launch.port), _LOOK_SECONDS).close()
         return True

@@ -1,11 +1,12 @@
-"""Private names of torch and CPython: how they are looked up, and those that the ranks and the pipeline need.
+"""The lookup of private names of torch and CPython, and the private names that the ranks and the pipeline use.
 
-Problem. A release of tomorrow may have lost a private name, and would keep the whole library from being imported.
+Problem. A later release may lack a private name; an import of the name would then keep the whole library from loading.
 
 Decision. Private names are used in two rooms only: here and in ``process_group``, and in ``sources/torch_loader``. Each
-room has one table with a reason for each name. A name is looked up, never imported. What needs it asks a ``Part``, and
-takes the public way where a name is missing, which is slower, and is logged once. ``tests/test_private_names.py`` reads
-the syntax tree of the package for private names elsewhere, and removes each name of the tables in turn.
+room has one table with a reason for each name. A name is looked up, never imported. Code that needs a name asks a
+``Part`` whether it is there. Where it is missing, the code takes the public way, which is slower, and logs this once.
+``tests/test_private_names.py`` reads the syntax tree of the package for private names elsewhere, and removes each name
+of the tables in turn.
 """
 
 from __future__ import annotations
@@ -53,18 +54,18 @@ PRIVATE_NAMES: Final = {
         "forked process ends"
     ),
 }
-"""The private names that are used in ``coordination/``: why, and what is done without them."""
+"""The private names that are used in ``coordination/``, each with the reason, and with the way without it."""
 
 
 _MISSING: Final = object()
 
 
 def look_up(name: str, missing: Any = None) -> Any:
-    """What has that dotted name, which may be private. Local.
+    """The object with a dotted name, which may be private. Local.
 
     Args:
-      name: modules, and what is in them.
-      missing: what is returned where this release has no such name.
+      name: the module, and the attributes in it.
+      missing: the value that is returned where this release has no such name.
     """
     try:
         return pkgutil.resolve_name(name)
@@ -78,13 +79,14 @@ def _always() -> bool:
 
 @final
 class Part:
-    """Private names that one piece of the library needs together. That piece is left out where one is missing.
+    """Private names that one part of the library needs together. The part is left out where a name is missing.
 
     Args:
-      without: what is done instead, for the log.
-      names: dotted, as in a table.
-      attributes: as in a table, of objects that ``is_usable`` is given: these are not found in their class.
-      is_on: whether the piece was not switched off.
+      without: the way without the names, for the log.
+      names: dotted names, as in the table.
+      attributes: names of attributes, as in the table, that the objects given to ``is_usable`` must have: attributes
+        of instances, which a lookup in the class does not find.
+      is_on: whether the part is switched on.
     """
 
     def __init__(
@@ -97,7 +99,7 @@ class Part:
         self._was_logged = False
 
     def is_usable(self, *owners: object) -> bool:
-        """Whether all names are there. It is logged once where one is not. Local.
+        """Whether all names are there. The first time that a name is missing, this is logged. Local.
 
         Args:
           *owners: the objects that must have the attributes.
@@ -118,7 +120,7 @@ def _have(owners: Sequence[object], name: str) -> bool:
 
 
 def log_missing(names: Sequence[str], without: str) -> None:
-    """Says that this release has no such names, and what is done without them. Local."""
+    """Logs that this release lacks names, and the way without them. Local."""
     _LOG.warning(
         "torch %s on Python %s has no %s: %s. The batches are the same.",
         torch.__version__,
@@ -129,7 +131,7 @@ def log_missing(names: Sequence[str], without: str) -> None:
 
 
 def _part(name: str) -> Part:
-    """The piece that needs only this name of the table, which says what is done without it."""
+    """The part that needs only this name; the table has the way without it."""
     return Part(PRIVATE_NAMES[name].partition("Without it: ")[2], [name])
 
 
@@ -178,7 +180,7 @@ def interrupted_in_a_fork() -> bool:
 
 
 def keep_until_the_process_ends(kept: object) -> None:
-    """An object is never ended in this process. Local."""
+    """Keeps an object alive until this process ends. Local."""
     if _KEEPS.is_usable():
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchdistinput.coordination.channel import ProcessGroupChannel, lost
-from torchdistinput.coordination.connections import Array, Connections, Departed
+from torchdistinput.coordination.connections import Array, Connections, Departed, Farewell
 from torchdistinput.coordination.endpoint import Address, Endpoint, Late
 from torchdistinput.coordination.exchanges import Exchange, StartedExchange
 from torchdistinput.coordination.launch import Members, find_launch, store_of_default_group
@@ -207,9 +207,9 @@ class ProcessGroupRanks:
         """See ``Ranks.gather_texts``."""
         if os.getpid() != self._process:
             raise InputError(
-                f"{what}: this process was forked from rank {self._ranks[self.rank]}, which is the one that takes "
-                "part; a word from here would count as its. Call this in that process, and let the fork read "
-                "with a DataLoader of torch's."
+                f"{what}: this process was forked from rank {self._ranks[self.rank]}, and a message from the fork "
+                "would count as a message of that rank. Call this in the process of the rank; in the fork, read with "
+                "torch's own DataLoader."
             )
         if not self._text_is_sent:
             self._go_on(what, lambda control: control.exchange([1]))
@@ -239,7 +239,7 @@ class ProcessGroupRanks:
             return meeting.conclude()
         except CoordinationTimeout:
             late = self._names(control.late())
-            control.gave_up = f"gave up waiting for rank {late} in {what} after {self._timeout_seconds:g} seconds"
+            control.gave_up = f"{Farewell.GAVE_UP} for rank {late} in {what} after {self._timeout_seconds:g} seconds"
             raise
         except RankLost as error:
             self._meeting = None

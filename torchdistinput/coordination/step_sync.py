@@ -78,7 +78,7 @@ class StepSync:
       max_errors: samples that all ranks together may leave out; ``None`` where none is ever left out.
       ahead: the prefetch depth at first and at least, where the depth may grow up to ``slots``; ``None`` where the
         depth is fixed.
-      news: what this rank has to tell all others at any time; ``None`` where there is nothing.
+      news: facts that this rank may have for all ranks at any time; ``None`` where there can be none.
     """
 
     def __init__(  # noqa: PLR0913 - one stage is one call
@@ -409,25 +409,25 @@ class StepSync:
         if len(same) == 1 < len({each["costs"] for each in answers}):
             costs = "; ".join(f"rank {each['rank']}: {each['costs']}" for each in answers)
             return errors.RankDisagreement(
-                f"the ranks differ in the costs of the samples {at}; as checksums of the costs: {costs}. Every rank "
-                "must find the same cost for a sample (balance=), as the costs say which rank gets it."
+                f"the ranks differ in the costs of the samples {at}; checksums of the costs: {costs}. Every rank must "
+                "find the same cost for a sample (balance=), as the costs say which rank gets the sample."
             )
         if self._way_out:
             read = "; ".join(f"rank {each['rank']}: {each['read']}" for each in answers)
             return errors.RankDisagreement(
-                f"the ranks read different data {at}. Under policy DATA each of them reads all of it and keeps its "
-                f"part of each batch, so the same must come on every rank; as checksums of what came: {read}. "
-                f"{self._way_out}"
+                f"the ranks read different data {at} (a checksum of the batch, its size, or the end of the data): "
+                f"{read}. Under policy DATA each rank reads all of the data and keeps its part of each batch, so every "
+                f"rank must read the same batches. {self._way_out}"
             )
         if len({each["drew"] for each in answers}) > 1:
             drawn = "; ".join(f"rank {each['rank']}: {each['drew']}" for each in answers)
             return errors.RankDisagreement(
-                f"the samplers of the ranks differ {at}; as checksums of the batch that each drew: {drawn}. Every "
+                f"the samplers of the ranks differ {at}; checksums of the batch that each drew: {drawn}. Every "
                 "rank's sampler must draw the same: seed it alike on all ranks, not by the rank; the library takes "
                 "each rank's part."
             )
         return errors.RankDisagreement(
-            f"ranks that share a data-parallel coordinate of the mesh read different data {at}; as checksums of what "
+            f"ranks that share a data-parallel coordinate of the mesh read different data {at}; checksums of what "
             f"each read: {_peers_that_differ(answers)}. They must read the same samples: give them the same dataset, "
             "and seed what is random in it alike on them, not by the rank; or name the dims along which each rank is "
             "to read samples of its own with data_dims=."
@@ -454,7 +454,8 @@ class StepSync:
         stopped = ", ".join(text for text in texts if text)
         return RankLost(
             f"{stopped} of epoch {self._epoch} stopped reading, while rank {self._name} goes on. Every rank must leave "
-            "its loop at the same step."
+            "its loop at the same step: decide on a value that all ranks know, such as the step, or the sum of a flag "
+            "over the ranks (strategy.reduce)."
         )
 
     def waiting_since(self) -> float | None:
@@ -472,7 +473,7 @@ class StepSync:
 
 
 def _peers_that_differ(answers: Sequence[Mapping[str, Any]]) -> str:
-    """For each worker whose ranks read different data: what each of these ranks read."""
+    """For each worker whose ranks read different data: the digest of each of these ranks."""
     by_worker: dict[int, list[Mapping[str, Any]]] = {}
     for each in answers:
         by_worker.setdefault(each["worker"], []).append(each)

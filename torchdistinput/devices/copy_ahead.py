@@ -7,7 +7,7 @@ queues the copy on a side stream. Four things can then go wrong without any erro
 2. the copy is written into the freed memory of an earlier batch, while kernels queued earlier still read it
    (a caching allocator reuses a block as soon as the last Python reference to it is gone);
 3. the pinned host buffer is reused while the copy still reads it;
-4. a batch that nobody will take (an early ``break``) frees its memory while the copy still writes it.
+4. a batch that is not delivered (after an early ``break``) frees its memory while the copy still writes it.
 
 **Decision.** The tensors on the device are allocated *on the consumer's stream* and only written on the side stream.
 An allocator with one pool per stream promises one thing: a block is reused in the order of the stream to which it
@@ -121,7 +121,7 @@ class Copier(Protocol):
         """The batch of a transfer, safe to use on the consumer's current stream. The consumer calls this."""
 
     def discard(self, transfer: Transfer) -> None:
-        """Frees a transfer that nobody will take. Any thread. No effect on one that was handed over or discarded."""
+        """Frees a transfer that will not be handed over. Any thread. No effect on a transfer that has ended."""
 
     def close(self) -> None:
         """Releases all streams and memory, once the background thread has stopped. Idempotent."""
@@ -229,7 +229,7 @@ class StreamBackend(Protocol):
         """An event that is done when all that was queued on the stream so far is done."""
 
     def wait(self, stream: Stream, event: Event) -> None:
-        """What is queued on the stream from now on starts after the event."""
+        """Makes work that is queued on the stream from now on start after the event."""
 
     def done(self, event: Event) -> bool:
         """Whether the event is done."""
@@ -241,16 +241,16 @@ class StreamBackend(Protocol):
         """How this leaf of a batch gets to the device."""
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor in page-locked host memory: itself, or a copy. The buffer is reused once nobody refers to it."""
+        """The tensor in page-locked host memory: itself, or a copy, whose memory is reused once it is freed."""
 
     def staging(self, num_bytes: int) -> torch.Tensor:
-        """Page-locked host memory, dtype uint8. It is reused once nobody refers to it."""
+        """Page-locked host memory, dtype uint8. It is reused once the tensor is freed."""
 
     def empty(self, num_bytes: int, stream: Stream) -> torch.Tensor:
         """Memory on the accelerator, dtype uint8, from the stream's pool as by ``empty_like``."""
 
     def empty_like(self, tensor: torch.Tensor, stream: Stream) -> torch.Tensor:
-        """A tensor on the accelerator from the stream's pool, where it returns once nobody refers to it."""
+        """A tensor on the accelerator from the stream's pool, to which its memory returns once the tensor is freed."""
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, stream: Stream) -> None:
         """Queues a copy on the stream."""
@@ -400,7 +400,7 @@ class StreamCopier:
         _open(transfer)
 
     def close(self) -> None:
-        """Discards what was never handed over, and waits on the host for the copies that still read pinned memory."""
+        """Discards the transfers that have not ended, and waits on the host for copies that read pinned memory."""
         self._finish()
 
 

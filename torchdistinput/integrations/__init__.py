@@ -1,6 +1,6 @@
-"""Thin adapters to other libraries. Each is imported by who uses that library, and by nothing else.
+"""Thin adapters to other libraries. A program imports the adapters that it uses; this library imports none of them.
 
-- ``accelerate``: Where a loader ends, skipping in it, gathering from it.
+- ``accelerate``: Prepares a loader for accelerate: gradient accumulation, skipping, gathering of uneven parts.
 - ``datasets``: A streaming dataset as fragments, which resume exactly at any world size.
-- ``transformers``: Parts of any size in a Trainer, and what its loss is divided by.
+- ``transformers``: Prepares a loader for a ``Trainer``: parts of any size, and the divisor of the loss.
 """

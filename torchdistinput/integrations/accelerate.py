@@ -1,4 +1,4 @@
-"""A loader of this library as accelerate knows its own: it tells where it ends, can be skipped in, and gathered from.
+"""Prepares a loader of this library for accelerate, which then sees its end, skips steps in it, and gathers its parts.
 
 Problem. ``accumulate`` makes the last update where ``GradientState`` says that the loader ends; ``gather`` takes the
 parts of all ranks to be equal; ``skip_first_batches`` builds a torch loader out of a loader's attributes.
@@ -19,6 +19,7 @@ from typing import Any, Final, final
 import torch
 from accelerate import Accelerator
 
+from torchdistinput.batches.per_replica import take_apart
 from torchdistinput.data_loader import DataLoader
 from torchdistinput.dataset import DistributedDataset
 from torchdistinput.errors import InputError
@@ -39,7 +40,7 @@ PRIVATE_NAMES: Final = {
 
 
 def prepare(accelerator: Accelerator, loader: DataLoader[Any] | DistributedDataset) -> PreparedLoader:
-    """The loader as accelerate knows its own. Collective: every rank calls this, in the same order.
+    """The loader with the interface of accelerate's own loaders. Collective: every rank calls this, in the same order.
 
     From then on ``accelerator.gather`` and ``gather_for_metrics`` take parts of any size, and cut nothing off.
 
@@ -64,7 +65,7 @@ def prepare(accelerator: Accelerator, loader: DataLoader[Any] | DistributedDatas
 
 @final
 class PreparedLoader:
-    """A loader of this library, as accelerate knows its own. Made by ``prepare``.
+    """A loader of this library with the interface of accelerate's own loaders. Made by ``prepare``.
 
     Iterating it is an epoch of the loader. ``step``, ``set_epoch``, ``state_dict`` and ``load_state_dict`` are the
     loader's.
@@ -248,10 +249,6 @@ class _Gather:
 
 def _with_rows(value: Any) -> Any:
     """Scalars as tensors of one row, as accelerate gathers them."""
-    if isinstance(value, torch.Tensor):
-        return value.detach()[None] if value.ndim == 0 else value.detach()
-    if isinstance(value, dict):
-        return {name: _with_rows(each) for name, each in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(_with_rows, value))
-    return type(value)(map(_with_rows, value)) if isinstance(value, list | tuple) else value
+    _, leaves, rebuild = take_apart(value)
+    tensors = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    return rebuild(leaf[None] if isinstance(leaf, torch.Tensor) and not leaf.ndim else leaf for leaf in tensors)

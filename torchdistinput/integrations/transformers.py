@@ -53,7 +53,7 @@ def prepare(trainer: Trainer, loader: DataLoader[Any] | DistributedDataset) -> P
     prepared.tells_trainer = True
     if not isinstance(trainer.compute_loss, _ComputeLoss):
         losses = _ComputeLoss(trainer, trainer.compute_loss)
-        trainer.compute_loss = losses  # of this one
+        trainer.compute_loss = losses  # of this Trainer only
         predict = _PredictionStep(trainer.prediction_step, losses)
         trainer.prediction_step = predict  # as above
     return prepared
@@ -61,11 +61,11 @@ def prepare(trainer: Trainer, loader: DataLoader[Any] | DistributedDataset) -> P
 
 @final
 class _ComputeLoss:
-    """``compute_loss`` that reads empty parts, and refuses what would not be the mean over all samples.
+    """``compute_loss`` that reads empty parts, and refuses a loss that is not the mean over all samples.
 
     Args:
-      trainer: whose.
-      compute: its own.
+      trainer: the Trainer.
+      compute: the Trainer's own ``compute_loss``.
     """
 
     def __init__(self, trainer: Trainer, compute: Callable[..., Any]) -> None:
@@ -82,7 +82,7 @@ class _ComputeLoss:
         return_outputs: bool = False,  # noqa: FBT001, FBT002 - as in transformers
         num_items_in_batch: Any = None,
     ) -> Any:
-        """The loss, and what the model returned if that is asked for."""
+        """The loss; with ``return_outputs`` also the outputs of the model."""
         trainer, loader = self._trainer, self.loader
         if loader is None:
             return self._compute(model, inputs, return_outputs, num_items_in_batch)
@@ -132,8 +132,8 @@ class _PredictionStep:
     """``prediction_step`` that reads empty parts, and whose loss is repeated as often as its weight asks for.
 
     Args:
-      predict: the Trainer's own.
-      losses: tells what is read now, and how its loss was divided.
+      predict: the Trainer's own ``prediction_step``.
+      losses: knows the loader that is read now, and how its loss was divided.
     """
 
     def __init__(self, predict: Callable[..., Any], losses: _ComputeLoss) -> None:
@@ -141,7 +141,7 @@ class _PredictionStep:
         self._losses = losses
 
     def __call__(self, model: Any, inputs: Any, *args: Any, **more: Any) -> Any:
-        """The loss, what was predicted, and the labels."""
+        """The loss, the predictions, and the labels."""
         loader, rows = self._losses.loader, _rows(inputs)
         if loader is None or rows is None:
             return self._predict(model, inputs, *args, **more)
@@ -184,7 +184,7 @@ def _row(name: str, like: torch.Tensor, label: int) -> torch.Tensor:
 
 
 def _no_rows(value: Any) -> Any:
-    """The same without its row."""
+    """The value without its row."""
     if isinstance(value, torch.Tensor):
         return value[:0]
     if isinstance(value, Mapping):

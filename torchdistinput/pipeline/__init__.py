@@ -6,7 +6,7 @@
 - ``prefetcher``: Draws steps ahead, completes them, and delivers the agreed ones to ``next``; with a background thread.
 - ``voter``: Begins the votes of this rank when they are due, and continues them, with or without waiting.
 - ``ready_queue``: The agreed outcomes that the consumer did not take yet.
-- ``interfaces``: What the prefetcher needs of the stages before the vote, and of the vote.
+- ``interfaces``: The interfaces between the prefetcher, the stages before the vote, and the vote.
 - ``end_errors``: The errors of an iterator that ended.
 - ``metrics``: Measures where the time of an input goes.
 """

@@ -9,7 +9,7 @@ def not_an_end(error: BaseException) -> BaseException:
     """The error; for a ``StopIteration``, which would end the user's loop as if the data had ended, another one."""
     if not isinstance(error, StopIteration):
         return error
-    found = RuntimeError("an iterator of the input's own ended where it must not: a defect of torchdistinput.")
+    found = RuntimeError("an iterator inside torchdistinput ended too early; this is a defect of torchdistinput.")
     found.__cause__ = error
     return found
 
@@ -47,6 +47,7 @@ def closed_elsewhere(delivered: int) -> InputError:
 def left_to_parent() -> InputError:
     """The error of a forked process that reads an iterator of its parent."""
     return InputError(
-        "this process was forked from the one that began the iterator, which goes on with it: its loader workers, "
-        "background thread and place among the ranks are there. With one rank, begin another one here: iter(loader)."
+        "this process was forked from the process that began the iterator, and the iterator goes on there: its loader "
+        "workers, background thread and connections to other ranks are in that process. With one rank, begin another "
+        "iterator here: iter(loader)."
     )

@@ -1,4 +1,4 @@
-"""What the prefetcher needs of its neighbours: the stages before the vote, and the vote itself."""
+"""The interfaces of the prefetcher to its neighbours: the stages before the vote, and the vote itself."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Upstream(LoaderWorkers, Protocol):
         """The complete step: fetched, and its copies to the devices begun."""
 
     def discard(self, steps: Sequence[LocalStep], /) -> None:
-        """Discards steps that nobody will take."""
+        """Discards steps that will not be delivered."""
 
     def enter_thread(self) -> None:
         """The thread that calls ``produce`` calls this first."""

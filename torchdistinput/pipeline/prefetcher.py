@@ -32,9 +32,9 @@ row loads them again for the others.
 
 Closing. The thread tells the other ranks in its next vote that this rank stopped. If all ranks stop, all answer at
 once. If the others do not answer within the grace time, the channel is aborted, and they learn the reason. The thread
-that leaves last discards the steps that nobody took: as a rule the consumer; the background thread where the garbage
-collector drops the iterator on that thread, or where the thread still waits for its data after the grace time. An
-interruption (Ctrl-C) may come between any two lines of ``close``. So each line can run again, and runs again in the
+that leaves last discards the steps that were not delivered: as a rule the consumer; the background thread where the
+garbage collector drops the iterator on that thread, or where the thread still waits for its data after the grace time.
+An interruption (Ctrl-C) may come between any two lines of ``close``. So each line can run again, and runs again in the
 next call.
 """
 
@@ -149,13 +149,13 @@ class Prefetcher:
         self._made = 0  # work items that the background thread completed
         self._watched = False  # whether the consumer polls the votes
         self._looks = 0  # how often the consumer polled
-        self._votes_at_once = False  # whether the background thread votes before it completes what is queued
+        self._votes_at_once = False  # whether the background thread votes before it completes queued items
         self._has_failed = False
         # Of the end:
         self._end_lock = threading.RLock()
         self._consumer_left = False
         self._thread_left = not threaded
-        self._left: list[Outcome] = []  # outcomes that nobody took and that were not discarded yet
+        self._left: list[Outcome] = []  # outcomes that were neither delivered nor discarded yet
         self._is_tidy = False
 
     def begin(self) -> None:
@@ -333,7 +333,7 @@ class Prefetcher:
             return
         try:
             self._voter.poll()
-        except Exception as error:  # the consumer takes what is ready first, as where the thread fails
+        except Exception as error:  # the consumer takes the ready steps first, as where the thread fails
             self._fail(error)
 
     def _polls_for_a_moment(self) -> bool:
@@ -480,7 +480,7 @@ class Prefetcher:
         """
         if self._closed_by in (None, threading.get_ident()) or not isinstance(error, Exception | None):
             return
-        self._upstream.close_source()  # the closing thread could not close what this thread was reading
+        self._upstream.close_source()  # the closing thread could not close the source while this thread read
         if not threading.main_thread().is_alive():  # the interpreter exits, which ends this daemon thread
             raise SystemExit
         raise closed_elsewhere(self._next_step) from error
@@ -543,7 +543,7 @@ class Prefetcher:
             thread.join(GRACE_SECONDS)
 
     def _tidy_up(self, delivered: int) -> None:
-        """Discards the steps that nobody took, once both the consumer and the background thread have left."""
+        """Discards the steps that were not delivered, once the consumer and the background thread have both left."""
         with self._end_lock:
             if not (self._consumer_left and self._thread_left) or self._is_tidy:
                 return

@@ -35,7 +35,7 @@ class ReadyQueue:
         """Sleeps until there is an outcome, for at most ``seconds``. Consumer's thread."""
         self._is_waited_for = True
         try:
-            if not self._outcomes:  # checked again: an outcome put before ``_is_waited_for`` was set wakes nobody
+            if not self._outcomes:  # checked again: an outcome put before ``_is_waited_for`` was set wakes no thread
                 with contextlib.suppress(queue.Empty):
                     self._wake_up.get(timeout=seconds)
         finally:

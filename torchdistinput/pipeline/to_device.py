@@ -63,7 +63,7 @@ class ToDevice:
         return [copier.hand_over(transfer) for copier, transfer in zip(self._copiers, transfers, strict=True)]
 
     def discard(self, transfers: Sequence[Transfer]) -> None:
-        """Discards the pieces of a step that nobody will take."""
+        """Discards the pieces of a step that will not be delivered."""
         if not self.moves:
             return
         for copier, transfer in zip(self._copiers, transfers, strict=True):

@@ -1,4 +1,4 @@
-"""How a global batch is divided by the costs of its samples: who computes what, and nothing else.
+"""How the samples of a global batch are divided among the replicas by their costs.
 
 Training in step waits for the slowest replica. Where samples differ in cost (attention over documents of any length),
 the split by place (law B1) makes it wait long. The laws, for a batch of ``b`` samples over ``N`` replicas:
@@ -128,11 +128,11 @@ def balanced_split(costs: Costs, num_replicas: int, *, equal_counts: bool = Fals
 @final
 @dataclass(frozen=True)
 class _Runs:
-    """What is dealt together, by falling cost.
+    """Runs of samples, by falling cost; all samples of a run go to one replica.
 
     Args:
       starts: where each run begins.
-      lengths: its samples.
+      lengths: the number of samples of each run.
       stages: the first and the end of runs of one length, and this length.
     """
 
@@ -142,7 +142,7 @@ class _Runs:
 
     @property
     def most(self) -> int:
-        """The length of the longest."""
+        """The length of the longest run."""
         return max(length for _, _, length in self.stages)
 
     def of_samples(self, values: Places) -> Places:
@@ -171,15 +171,15 @@ def _dealt_singly(steps: Places, loads: Places) -> Places:
 
 
 def _dealt_in_rounds(steps: Places, loads: Places, rounds: int | None = None) -> Places:
-    """The same, faster for many replicas: in a round, the runs go to the replicas by rising load.
+    """As ``_dealt_singly``, but faster for many replicas: in a round, the runs go to the replicas by rising load.
 
     A round ends before the first replica that has more than one that got a run in this round. So each replica gets
     one run in a round at most.
 
     Args:
-      steps: what the runs add.
-      loads: of the replicas; those after the last round are written here.
-      rounds: how many there are at most; then fewer runs may be dealt.
+      steps: the load that each run adds.
+      loads: the loads of the replicas; the loads after the last round are written here.
+      rounds: the most rounds; with a limit, some runs may be left over.
     """
     found = np.empty_like(steps)
     done = 0
@@ -355,7 +355,7 @@ class StepCosts:
         return self.division.digest
 
     def micro_batches(self, max_cost: float, replica: int) -> list[slice]:
-        """Law C6 for one local replica: slices of its part. What was left out is missing in them, and nothing else.
+        """Law C6 for one local replica: slices of its part, without the samples that were left out.
 
         Raises:
           ValueError: a sample costs more; on every rank alike.
@@ -372,7 +372,7 @@ class CostCutter:
     """Divides the batches of one worker by cost.
 
     Args:
-      cutter: where this worker stands, and whose batches it gets.
+      cutter: the topology, and whether all workers see the same batches.
       equal_counts: see law C3.
     """
 

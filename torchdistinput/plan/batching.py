@@ -116,7 +116,7 @@ class Cutter:
     """Cuts the batches of one worker into rows.
 
     Args:
-      topology: where this worker stands.
+      topology: the number of workers and replicas, and which worker this is.
       shared: every worker sees the same batches (law B2); else each has batches of its own (laws B3, B4, B5).
       global_batch_size: G, or ``None`` where the source yields ready batches.
     """

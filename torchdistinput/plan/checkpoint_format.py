@@ -108,7 +108,7 @@ def _checksum(state: Mapping[str, Any]) -> int:
 
 def _checked_fields(state: object) -> Mapping[str, Any]:
     if not isinstance(state, Mapping):
-        raise StateMismatch(f"found a {type(state).__name__} as a state; what state_dict() returned is needed.")
+        raise StateMismatch(f"found a {type(state).__name__} as a state; the dict of state_dict() is needed.")
     _check_plain(state)
     version = state.get("version")
     if isinstance(version, int) and not 1 <= version <= VERSION:
@@ -120,7 +120,7 @@ def _checked_fields(state: object) -> Mapping[str, Any]:
     if missing:
         raise StateMismatch(
             f"{', '.join(missing)}: missing in the state, which has {', '.join(state) or 'nothing':.200}. It was "
-            "cut off, or is the state of something else."
+            "cut off, or is no state of this library. Give load_state_dict() the dict that state_dict() returned."
         )
     for name in ("version", "epoch", "step", "samples", "drawn", "checksum"):
         _check(name, state[name], "an int of 0 or more", _is_count(state[name]))
@@ -139,7 +139,7 @@ def _checked_fields(state: object) -> Mapping[str, Any]:
 
 
 def _check_plain(state: object) -> None:
-    """Refuses what no JSON of ours holds, before it is compared or printed: that alone can fail, or take for ever."""
+    """Refuses values that no saved state holds, before they are compared or printed, which may fail or never end."""
     left: list[tuple[object, int]] = [(state, 0)]
     while left:
         value, depth = left.pop()

@@ -202,7 +202,7 @@ class MixtureCursor(NamedTuple):
 
     @property
     def slots(self) -> Sequence[SourceCursor]:
-        """What is open."""
+        """The open sources; see ``ReaderCursor.slots``."""
         return self.sources
 
     @property

@@ -161,7 +161,9 @@ class InputOptions:
                 raise ValueError("equal_counts=True was given without balance; the costs of the samples are needed.")
             return
         if not callable(self.balance) and not isinstance(self.balance, Sized):
-            raise TypeError(f"balance is {self.balance!r:.100}; an array with a cost for each sample, or a function.")
+            raise TypeError(
+                f"balance is {self.balance!r:.100}; an array with a cost for each sample, or a function, is needed."
+            )
         if self.partial_batch == "pad" and not self.equal_counts:
             raise ValueError(
                 "partial_batch='pad' pads every part to ceil(G / N) rows, and parts that are balanced by cost alone "

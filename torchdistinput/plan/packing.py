@@ -51,7 +51,7 @@ class Packing:
 
     Args:
       items: ``(n, 3)``: sample, start and stop of each item, pack by pack.
-      bounds: ``(packs + 1,)``: the items of pack ``p`` are those from ``bounds[p]`` to ``bounds[p + 1] - 1``.
+      bounds: ``(packs + 1,)``: pack ``p`` has the items from ``bounds[p]`` to ``bounds[p + 1] - 1``.
       dropped: tokens of samples that were left out.
       truncated: tokens that were cut off.
     """

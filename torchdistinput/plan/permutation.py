@@ -88,7 +88,7 @@ def _with_words(state: int, *words: int) -> int:
 
 
 def random_words(state: int, count: int) -> Words:
-    """``count`` words of the SplitMix64 generator that starts at ``checkpoint_format``. Local."""
+    """``count`` words of the SplitMix64 generator that starts at ``state``. Local."""
     steps = np.arange(1, count + 1, dtype=np.uint64)
     return _mix_words(steps * np.uint64(_GOLDEN) + np.uint64(state))
 
@@ -162,7 +162,7 @@ class Permutation:
         """
         if not 0 <= start <= stop <= self._length:
             raise IndexError(f"block [{start}, {stop}) is outside of a permutation of [0, {self._length})")
-        return self._order.block(start, stop)
+        return self._order.at(np.arange(start, stop))
 
 
 @final
@@ -170,18 +170,14 @@ class _Sorted:
     """A drawn order, kept.
 
     Args:
-      length: the elements, at most ``_MAX_SORTED``.
-      state: what the words are made of.
+      length: the number of elements, at most ``_MAX_SORTED``.
+      state: the seed of the words.
     """
 
     __slots__ = ("_elements",)
 
     def __init__(self, length: int, state: int) -> None:
         self._elements: Indices = np.argsort(random_words(state, length), kind="stable").astype(np.int64)
-
-    def block(self, start: int, stop: int) -> Indices:
-        found: Indices = self._elements[start:stop].copy()
-        return found
 
     def at(self, places: Indices) -> Indices:
         found: Indices = self._elements[places]
@@ -190,11 +186,11 @@ class _Sorted:
 
 @final
 class _Network:
-    """The Feistel network; see the top.
+    """The order of a Feistel network; see the docstring of the module.
 
     Args:
-      length: the elements, more than ``_MAX_SORTED``.
-      state: what the round keys are made of.
+      length: the number of elements, more than ``_MAX_SORTED``.
+      state: the seed of the round keys.
     """
 
     __slots__ = ("_constants", "_keys", "_length", "_low", "_one_word", "_rows", "_word")
@@ -214,21 +210,6 @@ class _Network:
         shifts = (width // 2, width - self._low, row_bits, width - row_bits)
         self._constants = tuple(np.array(each, self._word) for each in (*factors, self._rows, *shifts))
         self._keys = [np.array(key >> (64 - width), self._word) for key in random_words(state, _ROUNDS).tolist()]
-
-    def block(self, start: int, stop: int) -> Indices:
-        elements = np.empty(stop - start, np.int64)
-        size = min(_BLOCK, stop - start)
-        scratch, ramp = np.empty((4, size), self._word), np.arange(size, dtype=self._word)
-        mask = 2**self._low - 1
-        for at in range(start, stop, _BLOCK):
-            found = elements[at - start : at - start + _BLOCK]
-            row, low, mixed, free = scratch[:, : len(found)]
-            np.add(ramp[: len(found)], self._word(at & mask), out=low)
-            np.right_shift(low, self._word(self._low), out=row)
-            np.add(row, self._word(at >> self._low), out=row)
-            np.bitwise_and(low, self._word(mask), out=low)
-            self._send(row, low, mixed, free, found)
-        return self._inside(elements)
 
     def at(self, places: Indices) -> Indices:
         """The elements at these places, which may be any numbers of the network's domain; in one dimension."""

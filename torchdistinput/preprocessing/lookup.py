@@ -63,7 +63,7 @@ def _rows_of_ints(batch: Any) -> list[Any]:
 
 
 class _Lookup(nn.Module):
-    """What both lookup layers are: a module with a vocabulary, which is given or learned, and saved."""
+    """The code shared by both lookup layers: a module with a vocabulary, which is given or learned, and saved."""
 
     def __init__(self, settings: Settings, vocabulary: Vocabulary | None) -> None:
         super().__init__()
@@ -89,10 +89,10 @@ class _Lookup(nn.Module):
         self._vocabulary = Vocabulary.learned(self.settings, data, tokens_of or rows_of, rows_of, strategy=strategy)
 
     def vocabulary(self) -> Vocabulary:
-        """What the layer looks values up in.
+        """The vocabulary of the layer.
 
         Raises:
-          RuntimeError: nothing was learned yet.
+          RuntimeError: the layer has learned nothing yet.
         """
         if self._vocabulary is None:
             raise RuntimeError(f"{self.settings.layer}: there is no vocabulary yet; call adapt(data), or give one.")
@@ -118,14 +118,14 @@ class _Lookup(nn.Module):
         return None if self._vocabulary is None else self._vocabulary.weights
 
     def get_extra_state(self) -> dict[str, Any]:
-        """What was learned, for ``state_dict``."""
+        """The learned vocabulary, for ``state_dict``."""
         weights = self.idf_weights
         terms = None if self._vocabulary is None else self._vocabulary.terms
         size = len(self.get_vocabulary())  # without padding
         return {"terms": terms, "idf_weights": None if weights is None else weights[:size].tolist()}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Takes over what was learned, from ``load_state_dict``."""
+        """Takes over a learned vocabulary, from ``load_state_dict``."""
         terms = state["terms"]
         self._vocabulary = None if terms is None else Vocabulary(self.settings, terms, state["idf_weights"])
 
@@ -139,7 +139,7 @@ class StringLookup(_Lookup):
       num_oov_indices: indices for strings that are not in the vocabulary; several are chosen by a hash. With 0 such a
         string is an error.
       mask_token: the string with index 0 in ``"int"``, which counts for nothing in the other modes.
-      oov_token: what stands for the strings that are not in the vocabulary, with ``invert`` and in ``get_vocabulary``.
+      oov_token: the token for strings that are not in the vocabulary, with ``invert`` and in ``get_vocabulary``.
       vocabulary: the terms, instead of ``adapt``: strings, or the path of a file (of any protocol of fsspec) with one
         in each line.
       idf_weights: of the vocabulary, with ``"tf_idf"``.
@@ -193,7 +193,7 @@ class StringLookup(_Lookup):
         super().__init__(settings, started(settings, vocabulary, idf_weights))
 
     def adapt(self, data: Any, *, strategy: Strategy | None = None) -> None:
-        """Learns the vocabulary; what was learned before is forgotten. Collective: every rank calls this.
+        """Learns the vocabulary, in place of an earlier one. Collective: every rank calls this.
 
         Args:
           data: see ``layer.learn_from``.

@@ -30,7 +30,7 @@ _UNCOUNTED: Final = -1  # the index of masks in vectors
 @final
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a lookup layer was constructed with; see ``StringLookup``.
+    """The arguments of a lookup layer; see ``StringLookup``.
 
     Args:
       layer: its name, for messages.
@@ -85,7 +85,7 @@ class Settings:
 @final
 @dataclass(frozen=True)
 class _DocumentsResult:
-    """What ``_Documents`` found.
+    """The result of ``_Documents``.
 
     Args:
       tokens: how often each token occurs.
@@ -124,7 +124,7 @@ class Vocabulary:
     """The terms of a lookup layer, and their weights.
 
     Args:
-      settings: what the layer was constructed with.
+      settings: the arguments of the layer.
       terms: the terms in their order, without special tokens.
       idf_weights: with ``"tf_idf"``, one for each special token and term.
 
@@ -200,7 +200,7 @@ class Vocabulary:
         """The vocabulary of data. Collective: every rank calls this.
 
         Args:
-          settings: what the layer was constructed with.
+          settings: the arguments of the layer.
           data: see ``layer.learn_from``.
           tokens_of: the tokens of a batch, as ``Counts`` takes them.
           rows_of: the tokens of each document of a batch.

@@ -102,7 +102,7 @@ class Coroutine(Generic[Question, Answer]):
             if self._paused:
                 self._paused = False
                 self._answers.put(_Unwind())
-            # Bounded, as Ctrl-C may have come between the last word of the thread and its join.
+            # Bounded, as Ctrl-C may have come between the last message of the thread and its join.
             with contextlib.suppress(queue.Empty):
                 said = self._questions.get(timeout=_LOOK_AGAIN_SECONDS)
                 self._paused = not isinstance(said, Ended)
@@ -146,7 +146,7 @@ class Modes(NamedTuple):
 
     @staticmethod
     def capture(devices: Sequence[torch.device]) -> Modes:
-        """Those of the calling thread; autocast for the CPU and the types of the given devices."""
+        """The modes of the calling thread; of autocast, the modes of the CPU and of the types of the given devices."""
         kinds = sorted({"cpu", *(device.type for device in devices)})
         return Modes(
             grad=torch.is_grad_enabled(),

@@ -40,8 +40,8 @@ class Message:
       channel: the channel's number; ``None`` for the calls of ``Ranks`` itself.
       meeting: the number of the meeting in that channel, from 0.
       rank: the rank that brought the message.
-      kind: ``exchange`` or ``gather`` in a channel; ``fingerprints`` or ``tensor`` outside.
-      content: the words, the text, or the tensor.
+      kind: ``exchange`` or ``gather`` in a channel; ``agreement``, ``tensor`` or ``merge`` outside.
+      content: the words, the text, the tensor, or the bytes.
     """
 
     channel: int | None

@@ -320,7 +320,7 @@ def _run(job: _Job, pipe: Connection) -> None:
     with job.stacks_path.open("a") as stacks:
         faulthandler.enable(file=stacks)
         faulthandler.register(signal.SIGUSR1, file=stacks)
-        # A rank that outlives its parent has nobody left to kill it.
+        # No process would kill a rank that outlives its parent.
         faulthandler.dump_traceback_later(job.timeout_seconds + _ORPHAN_SECONDS, exit=True)
         report = _report(job)
         pipe.send_bytes(pickle.dumps(report))
