@@ -353,11 +353,9 @@ class _InOrder:
 
     @property
     def of_columns(self) -> bool:
-        """See ``RecordReader.of_columns``."""
         return self._reader.of_columns
 
     def places(self, lo: int, hi: int) -> list[RecordPlace]:
-        """See ``RecordReader.places``."""
         places = self._reader.places(0, len(self._order))
         return [places[place] for place in self._order[lo:hi].tolist()]
 

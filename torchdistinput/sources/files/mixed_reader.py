@@ -117,7 +117,6 @@ class _Waiting:
         self.done, self.tokens = cursor.done, cursor.tokens
 
     def have(self, count: int) -> int:
-        """See ``Supply.have``."""
         while len(self.records) < count and not self._ended:
             self._fill(self._most or max(_CHUNK, count - len(self.records)))
         return len(self.records)
@@ -466,22 +465,18 @@ class _IndexReader:
         self._last: list[int] = []
 
     def take(self, count: int) -> list[Any]:
-        """See ``Reads.take``."""
         until = min(self._size, self._at + count)
         self._last = self._order(slice(self._at, until)).tolist() if until > self._at else []
         self._at = until
         return self._last
 
     def reserve(self, count: int) -> Reserved:
-        """See ``Reads.reserve``."""
         return Reserved([self.take(count)])
 
     def places(self, lo: int, hi: int) -> list[RecordPlace]:
-        """See ``Reads.places``."""
         return [RecordPlace("samples", index, 0) for index in self._last[lo:hi]]
 
     def position(self) -> ReaderCursor:
-        """See ``Reads.position``."""
         return ReaderCursor((FileCursor(0, delivered=self._at, size=self._size),))
 
     def close(self) -> None:

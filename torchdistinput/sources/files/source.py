@@ -349,7 +349,6 @@ class _Track:
         self._epoch = epoch
 
     def position(self, rows: int) -> list[Any]:
-        """See ``Stream.position``."""
         row = self._begun.rows + rows
         weights = None if self._mixture is None else self._mixture.weights.to_json(self._epoch, row)
         cursors = [self._own.at(row)] if self._common is None else self._common.at(row)

@@ -88,13 +88,11 @@ class _OfTensor:
         return len(self._tensor)
 
     def take(self, places: Ints) -> torch.Tensor:
-        """See ``Column.take``."""
         if self._view is not None and self._is_for_one_thread(len(places)):
             return torch.from_numpy(self._view.take(places, 0))
         return self._tensor.index_select(0, torch.from_numpy(places))
 
     def cut(self, lo: int, hi: int) -> torch.Tensor:
-        """See ``Column.cut``."""
         if self._view is not None and self._is_for_one_thread(hi - lo):
             return torch.from_numpy(self._view[lo:hi].copy())
         return self._tensor[lo:hi].clone(memory_format=torch.contiguous_format)
@@ -104,7 +102,6 @@ class _OfTensor:
         return (rows <= self._few or torch.get_num_threads() == 1) and self._tensor.data_ptr() == self._address
 
     def is_still(self, column: Any) -> bool:
-        """See ``Column.is_still``."""
         return column is self._tensor and column.data_ptr() == self._address and column.shape == self._shape
 
 
@@ -136,13 +133,10 @@ class _OfArray:
         return len(self._array)
 
     def take(self, places: Ints) -> torch.Tensor:
-        """See ``Column.take``."""
         return torch.from_numpy(self._array.take(places, 0))
 
     def cut(self, lo: int, hi: int) -> torch.Tensor:
-        """See ``Column.cut``."""
         return torch.from_numpy(self._array[lo:hi].copy())
 
     def is_still(self, column: Any) -> bool:
-        """See ``Column.is_still``."""
         return column is self._given

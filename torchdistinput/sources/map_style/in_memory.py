@@ -187,7 +187,6 @@ class _Columns:
         self.kind = _Kind(_nest_of(content()), tuple(column.kind for column in columns))
 
     def read(self, rows: Numbers) -> list[torch.Tensor]:
-        """See ``_Reader.read``."""
         content = rows.content
         if not isinstance(content, range):
             return [column.take(content) for column in self._columns]
@@ -196,7 +195,6 @@ class _Columns:
         return [column.cut(content.start, content.stop) for column in self._columns]
 
     def is_current(self) -> bool:
-        """See ``_Reader.is_current``."""
         now = columns_in(self._content())
         same = len(now) == len(self._columns)
         return same and all(own.is_still(column) for own, column in zip(self._columns, now, strict=True))
@@ -234,7 +232,6 @@ class _Picked:
         self.kind = inner.kind
 
     def read(self, rows: Numbers) -> list[torch.Tensor]:
-        """See ``_Reader.read``."""
         indices, places = self._indices, rows.array()
         if not isinstance(indices, range):
             return self._inner.read(Numbers(indices.take(places)))
@@ -242,7 +239,6 @@ class _Picked:
         return self._inner.read(Numbers(indices.start + indices.step * places))
 
     def is_current(self) -> bool:
-        """See ``_Reader.is_current``."""
         subset = self._subset
         same = subset.dataset is self._dataset and subset.indices is self._given
         return same and (self._copy is None or self._copy == subset.indices) and self._inner.is_current()
@@ -277,7 +273,6 @@ class _Joined:
         self.kind = parts[0].kind
 
     def read(self, rows: Numbers) -> list[torch.Tensor]:
-        """See ``_Reader.read``."""
         places = rows.array()
         _refuse_outside(places, self._sizes[-1])
         owners = np.searchsorted(self._ends, places, side="right")
@@ -293,7 +288,6 @@ class _Joined:
         return joined
 
     def is_current(self) -> bool:
-        """See ``_Reader.is_current``."""
         whole = self._whole
         same = len(whole.datasets) == len(self._datasets) and whole.cumulative_sizes == self._sizes
         same = same and all(a is b for a, b in zip(whole.datasets, self._datasets, strict=True))
