@@ -24,16 +24,16 @@ from torchdistinput.errors import InputError, SourceError
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.batching import Row as Limits
 from torchdistinput.plan.mixed_turns import Cursor
-from torchdistinput.sources.converting import swift
+from torchdistinput.sources.converting import fast_collate
 from torchdistinput.sources.iterable.cursor import Compared, Marked, Wait, worker_number
 from torchdistinput.sources.iterable.user_state import Snapshot
 from torchdistinput.sources.map_style.in_memory import NOT_THERE, InMemoryRows, gather_of, numbers_of
 from torchdistinput.sources.map_style.index_array import Numbers
 from torchdistinput.sources.opaque_batches import OpaqueCollate
-from torchdistinput.sources.sample_costs import Balance, picked
+from torchdistinput.sources.sample_costs import Balance, select
 from torchdistinput.sources.sample_index import labelled
 from torchdistinput.sources.sample_seed import Samples
-from torchdistinput.sources.set_epoch import HearsEpochs
+from torchdistinput.sources.set_epoch import EpochListener
 from torchdistinput.step_types import (
     MAX_DESCRIBED,
     NO_ORIGIN,
@@ -139,14 +139,14 @@ Request = tuple[int, Any, int]
 """The request that torch's loader passes to a ``PieceDataset``: whether to collate a list of samples, the index or
 indices (as ``Numbers`` if torch's own sampler drew a list of them), and the key of the epoch for ``sample_seed``."""
 
-PLAIN: Final = 2
+PLAIN_INDICES: Final = 2
 """Added to the first value of a request to a loader worker if it has ``Numbers.plain`` instead of ``Numbers``."""
 
 _NOTHING: Final = 4
 NO_SAMPLES: Final[Request] = (_NOTHING, None, 0)
 """The request for a piece without a sample. Its result is ``None``."""
 
-Keep = Callable[[Any, int, int], Any]
+MoveSample = Callable[[Any, int, int], Any]
 """Takes a sample, its position in the piece, and the number of samples in the piece. Returns the sample with its
 contents moved into the memory of the piece, or ``None`` if neither this sample nor later ones are moved."""
 
@@ -193,7 +193,7 @@ class PieceDataset(Dataset[Any]):
       skip: whether samples that cannot be read are left out.
       seeds: whether the global generators are seeded for each sample; samples are then read one by one.
       on_failure: how a failure of the dataset or of ``collate`` is handled.
-      hears: sets the epoch of the dataset, in persistent loader workers.
+      listener: sets the epoch of the dataset, in persistent loader workers.
     """
 
     def __init__(
@@ -204,26 +204,26 @@ class PieceDataset(Dataset[Any]):
         skip: bool = False,
         seeds: bool = False,
         on_failure: OnFailure = ENDS,
-        hears: HearsEpochs | None = None,
+        listener: EpochListener | None = None,
     ) -> None:
-        self._hears = hears
+        self._listener = listener
         self._key: int | None = None  # the key of the epoch that the dataset was set to last
         self.dataset = dataset
         self._caught = on_failure.caught
         self._collate = collate
-        self._make = swift(collate)
+        self._make = fast_collate(collate)
         self._skip = skip
         self._seeds = seeds
         self._fetches_batches = isinstance(dataset, FetchesBatches) and not seeds
         self._gather: InMemoryRows | None = None
         self._looked = False  # whether a way to gather was searched for
-        self._keep: Keep | None = None
+        self._keep: MoveSample | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # The copy searches for a way to gather again: pickle would copy the tensors to which it refers.
         return {**vars(self), "_gather": None, "_looked": False}
 
-    def keep_samples(self, keep: Keep) -> None:
+    def move_samples(self, keep: MoveSample) -> None:
         """Lets ``keep`` move each sample into the memory of the piece once it is read, for ``default_collate``."""
         collate = self._collate.collate if isinstance(self._collate, OpaqueCollate) else self._collate
         if collate is default_collate:
@@ -243,8 +243,8 @@ class PieceDataset(Dataset[Any]):
         many, wanted, key = request
         if many & _NOTHING:
             return None
-        if many & PLAIN:
-            many, wanted = bool(many & ~PLAIN), Numbers.of_plain(wanted)
+        if many & PLAIN_INDICES:
+            many, wanted = bool(many & ~PLAIN_INDICES), Numbers.of_plain(wanted)
         try:
             if not self._looked:
                 self._gather, self._looked = gather_of(self.dataset, self._collate, many=bool(many)), True
@@ -262,12 +262,12 @@ class PieceDataset(Dataset[Any]):
 
     def _read(self, many: int, wanted: Any, key: int) -> Any:
         try:
-            if self._hears is not None and key != self._key:
-                self._hears.listen(self.dataset)
+            if self._listener is not None and key != self._key:
+                self._listener.listen(self.dataset)
                 self._key = key
             with Samples(key, seeds=self._seeds) as reading:
                 if self._skip:
-                    return self._thinned((many, wanted, key), reading)
+                    return self._read_skipping((many, wanted, key), reading)
                 if not many:
                     samples = self._item(wanted, reading)
                 elif self._fetches_batches:
@@ -301,7 +301,7 @@ class PieceDataset(Dataset[Any]):
         reading.begin(index)
         return self.dataset[index]
 
-    def _thinned(self, request: Request, reading: Samples) -> Any:
+    def _read_skipping(self, request: Request, reading: Samples) -> Any:
         """The collated piece of the samples that can be read. Exceptions of the collate function are raised."""
         many, wanted, _ = request
         if not many:
@@ -309,11 +309,11 @@ class PieceDataset(Dataset[Any]):
                 item = self._item(wanted, reading)
             except Exception as error:
                 samples_in_it = len(wanted) if isinstance(wanted, list) else 1
-                return thinned(dict.fromkeys(range(samples_in_it), _unread(wanted, error)), None)
+                return without_left_out(dict.fromkeys(range(samples_in_it), _unread(wanted, error)), None)
             return self._make(item)
         left_out: dict[int, str] = {}
         samples = self._readable(wanted, reading, left_out)
-        return thinned(left_out, self._collate(samples) if samples or not wanted else None)
+        return without_left_out(left_out, self._collate(samples) if samples or not wanted else None)
 
     def _one_of_batch(self, index: Any, reading: Samples) -> Any:
         """One sample, read by ``__getitems__``: its samples may differ from those of ``__getitem__``."""
@@ -339,7 +339,7 @@ class PieceDataset(Dataset[Any]):
 
 def _failure(error: BaseException, wanted: Any) -> Failure:
     indices = wanted if isinstance(wanted, list | tuple) else [wanted]
-    return Failure(error, f"samples {few(wanted)}", Origin(plain_indices(indices)))
+    return Failure(error, f"samples {indices_as_text(wanted)}", Origin(plain_indices(indices)))
 
 
 def indices_of(request: Request) -> list[Any]:
@@ -347,12 +347,12 @@ def indices_of(request: Request) -> list[Any]:
     many, wanted, _ = request
     if many & _NOTHING:
         return []
-    if many & PLAIN:
+    if many & PLAIN_INDICES:
         return Numbers.of_plain(wanted).tolist()
     return list(wanted) if isinstance(wanted, list | tuple) else [wanted]
 
 
-def few(indices: Any) -> str:
+def indices_as_text(indices: Any) -> str:
     """Indices as text; of many indices only the first few."""
     if isinstance(indices, Sequence) and not isinstance(indices, str) and len(indices) > 8:
         return f"{', '.join(map(str, indices[:8]))}, ... ({len(indices)} in all)"
@@ -363,7 +363,7 @@ def _unread(index: Any, error: Exception) -> str:
     return f"sample {plain_indices([index])[0]}: {in_one_line(error)}"
 
 
-def thinned(left_out: Mapping[int, str], piece: Any) -> Any:
+def without_left_out(left_out: Mapping[int, str], piece: Any) -> Any:
     """The piece; ``PartialPiece`` if samples were left out.
 
     Args:
@@ -461,7 +461,7 @@ class CutSamples:
                 limits = self._cutter.rows(len(samples))
             else:
                 division = self._balance.divide(samples)
-                limits, samples = division.rows, picked(samples, division.order)
+                limits, samples = division.rows, select(samples, division.order)
                 read = self._balance.digest_of(division, read)
                 places = [[division.order[lo:hi] for lo, hi in row] for row in limits]
             rows = [[self._collate(samples[lo:hi]) if lo < hi else None for lo, hi in row] for row in limits]

@@ -117,7 +117,7 @@ def digest_of_costs(balance: Any) -> str | None:
     return f"{len(array)} costs, checksum {blake2b(array.data, digest_size=8).hexdigest()}"
 
 
-def picked(samples: Any, places: npt.NDArray[np.int64]) -> Any:
+def select(samples: Any, places: npt.NDArray[np.int64]) -> Any:
     """The samples of some places in a list, or in ``Numbers``. Local."""
     if isinstance(samples, Numbers):
         return Numbers(samples.array()[places])

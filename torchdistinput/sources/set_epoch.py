@@ -60,7 +60,7 @@ def tell_epoch(epoch: int, *objects: Any) -> None:
 
 
 @final
-class ToldEpochs:
+class EpochSetter:
     """Sets the epoch of the user's objects, and remembers the epochs that were set.
 
     Args:
@@ -72,7 +72,7 @@ class ToldEpochs:
         self._objects = wants_epochs(*objects)
         self._seen: Sequence[int | None] = [0] * len(self._objects)
         self._epoch = 0
-        self.hears = HearsEpochs(SharedEpoch()) if lasting and self._objects else None
+        self.listener = EpochListener(SharedEpoch()) if lasting and self._objects else None
         """The part that persistent loader workers get; ``None`` without them."""
 
     def tell(self, epoch: int) -> None:
@@ -80,8 +80,8 @@ class ToldEpochs:
         self._epoch = epoch
         for each in self._objects:
             each.set_epoch(epoch)
-        if self.hears is not None:
-            self.hears.board.announce(epoch)
+        if self.listener is not None:
+            self.listener.board.announce(epoch)
         self.look()
 
     def tell_also(self, fresh: Any) -> None:
@@ -102,7 +102,7 @@ class ToldEpochs:
                 return found
         return None
 
-    def go_on_from(self, before: ToldEpochs) -> None:
+    def go_on_from(self, before: EpochSetter) -> None:
         """Takes over the noted epochs of the same objects. Local."""
         known = {id(each): seen for each, seen in zip(before._objects, before._seen, strict=True)}
         self._seen = [known.get(id(each), 0) for each in self._objects]
@@ -114,7 +114,7 @@ def _epoch_of(each: object) -> int | None:
 
 
 @final
-class HearsEpochs:
+class EpochListener:
     """Sets the epoch of the datasets in persistent loader workers.
 
     Args:

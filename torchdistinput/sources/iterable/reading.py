@@ -25,7 +25,7 @@ from torchdistinput.sources.iterable.cursor import (
 from torchdistinput.sources.iterable.data_pipes import PipeSetting, is_data_pipe
 from torchdistinput.sources.iterable.user_state import NOBODY, Kept, OwnState, begun_again, entered
 from torchdistinput.sources.sample_index import Positions
-from torchdistinput.sources.set_epoch import HearsEpochs
+from torchdistinput.sources.set_epoch import EpochListener
 from torchdistinput.step_types import Counted, ReadFailure, Row, SizedRow
 
 _END = object()
@@ -64,7 +64,7 @@ class CapturingIterable(IterableDataset[Any]):
       entrances: where each loader worker begins the first time; without them, at the start.
       on_failure: how a failure of the dataset is handled.
       pipe: the seed and shard of the dataset, if it is a DataPipe.
-      hears: sets the epoch of the dataset, in persistent loader workers.
+      listener: sets the epoch of the dataset, in persistent loader workers.
       own_state: see ``InputOptions.own_state``.
       compares: whether the ranks compare the batches that they read.
     """
@@ -78,13 +78,13 @@ class CapturingIterable(IterableDataset[Any]):
         *,
         on_failure: OnFailure = ENDS,
         pipe: PipeSetting | None = None,
-        hears: HearsEpochs | None = None,
+        listener: EpochListener | None = None,
         own_state: OwnState = "auto",
         compares: bool = False,
     ) -> None:
         self._own_state = own_state
         self._pipe = pipe
-        self._hears = hears
+        self._listener = listener
         self._compares = compares
         self._on_failure = on_failure
         self.dataset = dataset
@@ -103,8 +103,8 @@ class CapturingIterable(IterableDataset[Any]):
         if entrance.waits:
             yield [Wait()] * per_batch
         try:
-            if self._hears is not None:
-                self._hears.listen(self.dataset)
+            if self._listener is not None:
+                self._listener.listen(self.dataset)
             if self._pipe is not None and is_data_pipe(self.dataset):
                 self._pipe.tell_seed(self.dataset)
                 if get_worker_info() is None:

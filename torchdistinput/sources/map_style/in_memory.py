@@ -162,12 +162,12 @@ def _reader_of(dataset: Any) -> _Reader | None:
         return _columns_of(lambda: dataset)
     if kind is Subset:
         inner, indices = _reader_of(dataset.dataset), _indices_of(dataset.indices)
-        return None if inner is None or indices is None else _Picked(dataset, inner, indices)
+        return None if inner is None or indices is None else _SubsetReader(dataset, inner, indices)
     if kind is ConcatDataset:
         parts = [_reader_of(part) for part in dataset.datasets]
         readers = [part for part in parts if part is not None]
         alike = len(readers) == len(parts) and len({part.kind for part in readers}) == 1
-        return _Joined(dataset, readers) if alike else None
+        return _ConcatReader(dataset, readers) if alike else None
     return None
 
 
@@ -213,7 +213,7 @@ def _columns_of(content: Callable[[], Any]) -> _Columns | None:
 
 
 @final
-class _Picked:
+class _SubsetReader:
     """A ``Subset``.
 
     Args:
@@ -256,7 +256,7 @@ def _indices_of(indices: Any) -> Ints | range | None:
 
 
 @final
-class _Joined:
+class _ConcatReader:
     """A ``ConcatDataset``.
 
     Args:

@@ -40,7 +40,7 @@ from torchdistinput.sources.rng import Draw, generators_of, packed, unpacked
 from torchdistinput.sources.sample_costs import Balance, balance_by_index
 from torchdistinput.sources.sample_index import SampleNumbers
 from torchdistinput.sources.sample_seed import epoch_key
-from torchdistinput.sources.set_epoch import ToldEpochs
+from torchdistinput.sources.set_epoch import EpochSetter
 from torchdistinput.sources.split_batches import ReadyFns
 from torchdistinput.sources.torch_loader.base_seeds import BaseSeeds
 from torchdistinput.sources.torch_loader.run import LoaderRuns
@@ -112,14 +112,16 @@ class MapLoaderSource(Source):
         self._base_seeds = BaseSeeds(loader.generator, SeedSchedule.of(persistent=lasting, sampler_twice=twice))
         self._reads_here = is_read_here(loader)
         collate = cast(Callable[[Any], Any], loader.collate_fn)
-        self.told = ToldEpochs(loader.sampler, loader.batch_sampler, loader.dataset, self._dataset, lasting=lasting)
+        self.epoch_setter = EpochSetter(
+            *(loader.sampler, loader.batch_sampler, loader.dataset, self._dataset), lasting=lasting
+        )
         self._pieces = PieceDataset(
             self._dataset,
             collate,
             skip=options.skips,
             seeds=options.seed_samples,
             on_failure=self._on_failure,
-            hears=self.told.hears,
+            listener=self.epoch_setter.listener,
         )
         build = partial(_build, loader, self._feed, self._base_seeds)  # a method would make a cycle and keep workers
         self.workers = self._runs = LoaderRuns(build, lasting=lasting)
@@ -281,9 +283,9 @@ class MapLoaderSource(Source):
 
         def begin() -> tuple[SamplerDraws, Callable[[], Any], Callable[[], None]]:
             for before in range(start.replay, 0, -1):
-                self.told.tell(epoch - before)
+                self.epoch_setter.tell(epoch - before)
                 self._replay()
-            self.told.tell(epoch)
+            self.epoch_setter.tell(epoch)
             self._tell_shuffle(epoch + lead)
             drawn = self._new_draws(draws)
             if self._base_seeds.draw():
@@ -296,7 +298,7 @@ class MapLoaderSource(Source):
 
         def close() -> None:
             end()
-            self.told.look()
+            self.epoch_setter.look()
 
         return MapStream(
             drawn,

@@ -28,7 +28,7 @@ from torchdistinput.coordination.failures import plain_indices
 from torchdistinput.coordination.fork_safety import register_for_forks
 from torchdistinput.coordination.private_names import interrupted_in_a_fork, look_up
 from torchdistinput.pipeline.end_errors import left_to_parent
-from torchdistinput.sources.in_worker import few, indices_of
+from torchdistinput.sources.in_worker import indices_as_text, indices_of
 from torchdistinput.sources.map_style.index_batches import IndexFeed
 from torchdistinput.sources.torch_loader.open_runs import OpenRuns, late
 from torchdistinput.sources.torch_loader.private_names import (
@@ -201,7 +201,7 @@ class LoaderRun(Iterator[Any]):
             wanted = self._awaited_request()
             if wanted is not None:
                 indices = plain_indices(wanted)
-                words.append(f"samples {few(wanted)}")
+                words.append(f"samples {indices_as_text(wanted)}")
             files = files_read_by(process)
             words += [f"with {', '.join(files)} open"] if files else []
         others = [(each, process) for each, process in enumerate(workers._workers) if each != number]

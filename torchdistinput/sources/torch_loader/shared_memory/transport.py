@@ -199,7 +199,7 @@ class BatchEncoder:
         if _stacking.get(torch.Tensor) is collate_tensor_fn:
             _stacking[torch.Tensor] = stack = Stack(self._lender)
             if isinstance(dataset, PieceDataset):
-                dataset.keep_samples(stack.keep)
+                dataset.move_samples(stack.keep)
 
     def __call__(self, data: Any) -> Packed | Fresh:
         """The encoded item."""
