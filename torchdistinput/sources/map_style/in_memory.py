@@ -31,7 +31,6 @@ from torch.utils.data import (
 
 from torchdistinput.batches import pytree
 from torchdistinput.batches.containers import open_container
-from torchdistinput.batches.schema import Structure
 from torchdistinput.sources.map_style.columns import ARRAYS, Column, column_of
 from torchdistinput.sources.map_style.index_array import Numbers
 from torchdistinput.sources.map_style.table import Table, columns_in
@@ -306,24 +305,12 @@ def _build_of(batch: Any) -> Callable[[list[torch.Tensor]], Any] | None:
         return None
     flat = all(child.kind == "tensor" for child in structure.children)
     if structure.kind == "tensor":
-        return _only
+        return lambda tensors: tensors[0]
     if structure.kind == "list" and flat:
-        return _itself
+        return lambda tensors: tensors
     if structure.kind == "dict" and structure.cls is dict and flat:
         keys = structure.keys
         return lambda tensors: dict(zip(keys, tensors, strict=True))
-    return _nested(structure)
-
-
-def _only(tensors: list[torch.Tensor]) -> torch.Tensor:
-    return tensors[0]
-
-
-def _itself(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    return tensors
-
-
-def _nested(structure: Structure) -> Callable[[list[torch.Tensor]], Any]:
     return lambda tensors: structure.build(iter(tensors))
 
 
