@@ -31,7 +31,7 @@ from torchdistinput.sources.files.fragment_dataset import FragmentDataset
 from torchdistinput.sources.files.mixture import LENGTHS_WAY_OUT, RecordDataset, StreamMixture
 from torchdistinput.sources.files.mixture_weights import WeightsSync
 from torchdistinput.sources.files.position import CommonPlaces, FilesPosition, Places
-from torchdistinput.sources.files.steps import counted_steps, known_steps, sizes_of, skew_warning
+from torchdistinput.sources.files.steps import sizes_of, skew_warning, steps_of
 from torchdistinput.sources.in_worker import Cut, Failure, as_is
 from torchdistinput.sources.rng import Draw
 from torchdistinput.sources.sample_costs import balance_by_record
@@ -172,14 +172,14 @@ class RecordSource(Source):
         size = self._cutter.global_batch_size
         if size is None or not self._cutter.shared:
             return None
-        return known_steps(self._dataset, size, drop_last=self._drop_last)
+        return steps_of(self._dataset.num_records(), size, drop_last=self._drop_last)
 
     def count_steps(self) -> int | None:
         """See ``Source.count_steps``. Records that may be left out are counted by an index only."""
         size = self._cutter.global_batch_size
         if size is None or not self._cutter.shared or self._options.skips:
             return self.num_steps()
-        return counted_steps(self._dataset, size, drop_last=self._drop_last)
+        return steps_of(self._dataset.count_records(), size, drop_last=self._drop_last)
 
     def close(self) -> None:
         """See ``Source.close``."""
