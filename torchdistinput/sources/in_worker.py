@@ -25,7 +25,8 @@ from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.batching import Row as Limits
 from torchdistinput.plan.mixed_turns import Cursor
 from torchdistinput.sources.converting import fast_collate
-from torchdistinput.sources.iterable.cursor import Compared, Marked, Wait, worker_number
+from torchdistinput.sources.files.plain_epochs import SharedEpoch, loader_worker
+from torchdistinput.sources.iterable.cursor import Compared, Marked, Wait
 from torchdistinput.sources.iterable.user_state import Snapshot
 from torchdistinput.sources.map_style.in_memory import NOT_THERE, InMemoryRows, gather_of, numbers_of
 from torchdistinput.sources.map_style.index_array import Numbers
@@ -33,7 +34,7 @@ from torchdistinput.sources.opaque_batches import OpaqueCollate
 from torchdistinput.sources.sample_costs import Balance, select
 from torchdistinput.sources.sample_index import labelled
 from torchdistinput.sources.sample_seed import Samples
-from torchdistinput.sources.set_epoch import EpochListener
+from torchdistinput.sources.set_epoch import set_announced_epoch
 from torchdistinput.step_types import (
     MAX_DESCRIBED,
     NO_ORIGIN,
@@ -193,7 +194,7 @@ class PieceDataset(Dataset[Any]):
       skip: whether samples that cannot be read are left out.
       seeds: whether the global generators are seeded for each sample; samples are then read one by one.
       on_failure: how a failure of the dataset or of ``collate`` is handled.
-      listener: sets the epoch of the dataset, in persistent loader workers.
+      shared_epoch: the epoch to which the dataset is set, in persistent loader workers.
     """
 
     def __init__(
@@ -204,9 +205,9 @@ class PieceDataset(Dataset[Any]):
         skip: bool = False,
         seeds: bool = False,
         on_failure: OnFailure = ENDS,
-        listener: EpochListener | None = None,
+        shared_epoch: SharedEpoch | None = None,
     ) -> None:
-        self._listener = listener
+        self._shared_epoch = shared_epoch
         self._key: int | None = None  # the key of the epoch that the dataset was set to last
         self.dataset = dataset
         self._caught = on_failure.caught
@@ -262,8 +263,8 @@ class PieceDataset(Dataset[Any]):
 
     def _read(self, many: int, wanted: Any, key: int) -> Any:
         try:
-            if self._listener is not None and key != self._key:
-                self._listener.listen(self.dataset)
+            if self._shared_epoch is not None and key != self._key:
+                set_announced_epoch(self._shared_epoch, self.dataset)
                 self._key = key
             with Samples(key, seeds=self._seeds) as reading:
                 if self._skip:
@@ -465,7 +466,7 @@ class CutSamples:
                 read = self._balance.digest_of(division, read)
                 places = [[division.order[lo:hi] for lo, hi in row] for row in limits]
             rows = [[self._collate(samples[lo:hi]) if lo < hi else None for lo, hi in row] for row in limits]
-            return Cut(rows, len(samples), sizes_in(limits), places, worker_number(), snapshot, None, read)
+            return Cut(rows, len(samples), sizes_in(limits), places, loader_worker()[0], snapshot, None, read)
         except self._caught as error:
             return Failure(error, "collating")
 

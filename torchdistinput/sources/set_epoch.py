@@ -72,16 +72,16 @@ class EpochSetter:
         self._objects = wants_epochs(*objects)
         self._seen: Sequence[int | None] = [0] * len(self._objects)
         self._epoch = 0
-        self.listener = EpochListener(SharedEpoch()) if lasting and self._objects else None
-        """The part that persistent loader workers get; ``None`` without them."""
+        self.shared_epoch = SharedEpoch() if lasting and self._objects else None
+        """The epoch as persistent loader workers see it; ``None`` without them."""
 
     def tell(self, epoch: int) -> None:
         """Sets the epoch that begins now. Local."""
         self._epoch = epoch
         for each in self._objects:
             each.set_epoch(epoch)
-        if self.listener is not None:
-            self.listener.board.announce(epoch)
+        if self.shared_epoch is not None:
+            self.shared_epoch.announce(epoch)
         self.look()
 
     def tell_also(self, fresh: Any) -> None:
@@ -113,19 +113,8 @@ def _epoch_of(each: object) -> int | None:
     return epoch if type(epoch) is int and epoch >= 0 else None
 
 
-@final
-class EpochListener:
-    """Sets the epoch of the datasets in persistent loader workers.
-
-    Args:
-      board: the shared memory in which the epoch is announced.
-    """
-
-    def __init__(self, board: SharedEpoch) -> None:
-        self.board = board
-
-    def listen(self, dataset: Any) -> None:
-        """Sets the dataset's epoch when an epoch begins in this loader worker, if a new one was announced."""
-        epoch = self.board.news()
-        if epoch is not None:
-            tell_epoch(epoch, dataset)
+def set_announced_epoch(shared: SharedEpoch, dataset: Any) -> None:
+    """In a persistent loader worker: sets the dataset's epoch when one begins, if a new epoch was announced."""
+    epoch = shared.news()
+    if epoch is not None:
+        tell_epoch(epoch, dataset)

@@ -414,20 +414,11 @@ class IndexRecords:
         """See ``RecordSet.decode_readable``."""
         samples, left_out = [], {}
         for row, record in enumerate(records):
-            found = self._readable([record], partial(_only, places, row), key, seeds=seeds)
-            if isinstance(found, SourceError):
-                left_out[row] = str(found)
-            else:
-                samples += found
+            try:
+                samples += self.decode([record], lambda row=row: [places()[row]], key, seeds=seeds)  # type: ignore[misc]
+            except SourceError as error:  # noqa: PERF203 - each sample may fail by itself
+                left_out[row] = str(error)
         return samples, left_out
-
-    def _readable(
-        self, records: list[Any], places: Callable[[], Sequence[RecordPlace]], key: int, *, seeds: bool
-    ) -> list[Any] | SourceError:
-        try:
-            return self.decode(records, places, key, seeds=seeds)
-        except SourceError as error:
-            return error
 
     def check_places(self, places: Sequence[Cursor]) -> None:
         """See ``RecordSet.check_places``."""
@@ -441,10 +432,6 @@ class IndexRecords:
     def fingerprint(self) -> dict[str, Any]:
         """See ``RecordSet.fingerprint``."""
         return {"kind": f"map-style {type(self._data).__name__}", "length": len(self._data)}
-
-
-def _only(places: Callable[[], Sequence[RecordPlace]], row: int) -> list[RecordPlace]:
-    return [places()[row]]
 
 
 @final

@@ -234,7 +234,7 @@ class IterableSource(Source):
             () if place.is_front else entrances_at(place),
             on_failure=self._on_failure,
             pipe=self._pipe,
-            listener=self.epoch_setter.listener,
+            shared_epoch=self.epoch_setter.shared_epoch,
             own_state=self._options.own_state,
             compares=self._cutter.read_by_all,
         )

@@ -121,7 +121,7 @@ class MapLoaderSource(Source):
             skip=options.skips,
             seeds=options.seed_samples,
             on_failure=self._on_failure,
-            listener=self.epoch_setter.listener,
+            shared_epoch=self.epoch_setter.shared_epoch,
         )
         build = partial(_build, loader, self._feed, self._base_seeds)  # a method would make a cycle and keep workers
         self.workers = self._runs = LoaderRuns(build, lasting=lasting)
