@@ -32,7 +32,6 @@ from torchdistinput.sources.map_style.in_memory import NOT_THERE, InMemoryRows, 
 from torchdistinput.sources.map_style.index_array import Numbers
 from torchdistinput.sources.opaque_batches import OpaqueCollate
 from torchdistinput.sources.sample_costs import Balance, select
-from torchdistinput.sources.sample_index import labelled
 from torchdistinput.sources.sample_seed import Samples
 from torchdistinput.sources.set_epoch import set_announced_epoch
 from torchdistinput.step_types import (
@@ -415,8 +414,8 @@ def labelled_piece(index: torch.Tensor | None, piece: Any) -> Any:
             return piece
         kept = torch.ones(len(index), dtype=torch.bool, device="cpu")
         kept[list(piece.left_out)] = False
-        return piece._replace(piece=labelled(index[kept], piece.piece))
-    return None if piece is None or index is None else labelled(index, piece)
+        return piece._replace(piece=(index[kept], piece.piece))
+    return None if piece is None or index is None else (index, piece)
 
 
 @final

@@ -73,7 +73,7 @@ def skew_warning(
     first = "the files are of one size, an" if what == "files" else "An"
     return (
         f"policy FILE deals {len(order)} file(s) out to {len(workers)} workers: worker {shares.index(most)} reads "
-        f"{_part(most, total)} of the {what}, worker {shares.index(min(shares))} {_part(min(shares), total)}. "
+        f"{most / total:.0%} of the {what}, worker {shares.index(min(shares))} {min(shares) / total:.0%}. "
         f"{'If ' * (what == 'files')}{first} epoch takes {steps} under policy DATA, as it lasts until the worker with "
         "the most is done, and the others have empty batches meanwhile. Use auto_shard_policy=AutoShardPolicy.DATA, "
         'file_assignment="by_size" (with fragment_bytes= for large files), or more files of about one size.'
@@ -84,7 +84,3 @@ def _steps(records: int, cutter: Cutter, size: int, *, drop_last: bool) -> int:
     """The steps of a worker that has ``records`` records of its own."""
     full, last = divmod(records, size)
     return full * len(cutter.rows(size)) + (len(cutter.rows(last)) if last and not drop_last else 0)
-
-
-def _part(share: int, total: int) -> str:
-    return f"{100 * share / total:.0f}%"
