@@ -24,7 +24,7 @@ from torchdistinput.plan.permutation import Permutation
 from torchdistinput.sources.files.corrupt_records import CorruptRecord
 from torchdistinput.sources.files.open_file import RecordPlace
 from torchdistinput.sources.files.reading import Reads, Reserved
-from torchdistinput.sources.in_worker import FetchesBatches
+from torchdistinput.sources.map_style.piece_dataset import FetchesBatches
 from torchdistinput.sources.sample_seed import Samples
 
 _CHUNK: Final = 64  # records

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple, final
 
 from torchdistinput.plan.balancing import Division, StepCosts
-from torchdistinput.sources.in_worker import NO_SAMPLES, Request
 from torchdistinput.sources.map_style.index_array import Numbers
+from torchdistinput.sources.map_style.piece_dataset import NO_SAMPLES, Request
 from torchdistinput.sources.sample_costs import Balance, select
 from torchdistinput.step_types import LeftOut
 

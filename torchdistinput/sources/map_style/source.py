@@ -28,10 +28,11 @@ from torchdistinput.plan.seed_schedule import SeedSchedule
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.base import Source, length_of, own_shard
-from torchdistinput.sources.in_worker import ENDS, PieceDataset, as_is
+from torchdistinput.sources.in_worker import ENDS, as_is
 from torchdistinput.sources.iterable.divided_sources import part_of
 from torchdistinput.sources.iterable.user_state import tell_unused
 from torchdistinput.sources.map_style.index_batches import IndexFeed, SamplerDraws
+from torchdistinput.sources.map_style.piece_dataset import PieceDataset
 from torchdistinput.sources.map_style.rows import MapStream
 from torchdistinput.sources.map_style.sampler_batches import batches_of
 from torchdistinput.sources.map_style.shuffle_sampler import ShuffleSampler

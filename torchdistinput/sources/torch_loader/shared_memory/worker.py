@@ -212,7 +212,7 @@ class Stack:
         self._rows: dict[_Path, _Rows] = {}  # the rows of the piece that is being read, by the leaf's path in a sample
 
     def keep(self, sample: Any, row: int, rows: int) -> Any:
-        """See ``in_worker.MoveSample``."""
+        """See ``piece_dataset.MoveSample``."""
         if row == 0:
             self._rows = {}
         elif whole := self._rows.get(()):  # the sample is a leaf
