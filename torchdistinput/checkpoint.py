@@ -129,7 +129,7 @@ class Checkpoint:
 
     def set_by_user(self) -> int | None:
         """The epoch that the user set on the sampler or dataset itself; ``None`` if only this library set it. Local."""
-        return self._source.told.set_by_user()
+        return self._source.epoch_setter.set_by_user()
 
     def set_epoch(self, epoch: int, *, running: bool = False) -> None:
         """Sets the number of the next epoch. A place in this epoch that was loaded or sought is kept.
@@ -363,7 +363,7 @@ class Checkpoint:
         own = self._own(saved.position)
         if own is not None and self._source.draws_alone:
             self._source.restore(own)
-        self._source.told.look()
+        self._source.epoch_setter.look()
 
     def _compared(self, saved: SavedState) -> tuple[SavedState, str]:
         """The state, and its differences from this input, in words.

@@ -54,7 +54,7 @@ from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.sources.base import length_of
 from torchdistinput.sources.checks import refuse_plain_iterable, refuse_ray
 from torchdistinput.sources.files.mixture import RecordDataset
-from torchdistinput.sources.files.steps import counted_steps
+from torchdistinput.sources.files.steps import steps_of
 from torchdistinput.sources.iterable.data_pipes import has_sharding_filter
 from torchdistinput.sources.iterable.divided_sources import divides_itself
 from torchdistinput.sources.map_style.in_memory import gathers
@@ -405,7 +405,7 @@ class DataLoader(Generic[T_co]):
     def _steps_as_torch(self) -> int:
         if isinstance(self.dataset, RecordDataset):
             size = self.batch_size
-            steps = None if size is None else counted_steps(self.dataset, size, drop_last=self.drop_last)
+            steps = None if size is None else steps_of(self.dataset.count_records(), size, drop_last=self.drop_last)
             if steps is None:
                 raise TypeError(
                     "the number of steps is not known before the files are read. With a batch size it is known of "

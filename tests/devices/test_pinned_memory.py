@@ -59,22 +59,22 @@ class Pipe:
     """A loader worker and the main process, in one process."""
 
     def __init__(self) -> None:
-        arena = SharedPool.for_workers(1)
-        assert arena is not None
-        arena.seal()
-        self.arena, self.inlet = arena, BatchDecoder(arena)
+        shared_pool = SharedPool.for_workers(1)
+        assert shared_pool is not None
+        shared_pool.seal()
+        self.shared_pool, self.decoder = shared_pool, BatchDecoder(shared_pool)
         self.new_worker()
 
     def new_worker(self) -> None:
-        self.outlet = BatchEncoder(self.arena, as_is)
+        self.encoder = BatchEncoder(self.shared_pool, as_is)
         stacking = default_collate_fn_map[torch.Tensor]
-        self.outlet.begin(0, None)
+        self.encoder.begin(0, None)
         default_collate_fn_map[torch.Tensor] = stacking  # which a real worker replaces for good
 
     def through(self, rows: int = 4, value: float = 0.0) -> torch.Tensor:
-        self.inlet.take_back()
-        sent = self.outlet(torch.full((rows, ROW), value))
-        tensor: torch.Tensor = self.inlet.open(ForkingPickler.loads(ForkingPickler.dumps(sent)))
+        self.decoder.take_back()
+        sent = self.encoder(torch.full((rows, ROW), value))
+        tensor: torch.Tensor = self.decoder.open(ForkingPickler.loads(ForkingPickler.dumps(sent)))
         return tensor
 
     def settle(self) -> None:
@@ -135,7 +135,7 @@ def test_it_stays_locked_while_anybody_has_a_batch_of_it(closed: bool) -> None:
     batch = pipe.through(value=5.0)
     assert is_locked(batch, locks)
     if closed:
-        pipe.inlet.close()
+        pipe.decoder.close()
     del pipe
     gc.collect()
     assert locks.holds(batch)
@@ -151,9 +151,9 @@ def test_closing_unlocks_what_nobody_uses() -> None:
     pipe, locks = Pipe(), Locks()
     pipe.settle()
     assert is_locked(pipe.through(), locks)
-    pipe.inlet.close()
+    pipe.decoder.close()
     assert not locks.locked
-    pipe.inlet.close()
+    pipe.decoder.close()
 
 
 def test_a_forked_process_unlocks_nothing() -> None:
@@ -162,7 +162,7 @@ def test_a_forked_process_unlocks_nothing() -> None:
     assert is_locked(pipe.through(), locks)
     child = os.fork()
     if child == 0:
-        pipe.inlet.close()
+        pipe.decoder.close()
         del pipe
         gc.collect()
         os._exit(0 if locks.locked else 1)

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import default_collate, default_convert
 
 from tests.support.structures import KINDS, Pair
-from torchdistinput.sources.converting import swift
+from torchdistinput.sources.converting import fast_collate
 
 TORCH: Callable[[Any], Any] = default_convert
 
@@ -57,7 +57,7 @@ def same(found: Any, expected: Any, given: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 def test_a_batch_is_converted_as_torch_does_it() -> None:
-    convert, torch_converted = swift(TORCH), TORCH
+    convert, torch_converted = fast_collate(TORCH), TORCH
     for seed in range(400):
         value = random_value(random.Random(seed))
         same(convert(value), torch_converted(value), value)
@@ -66,12 +66,12 @@ def test_a_batch_is_converted_as_torch_does_it() -> None:
 
 
 def test_other_functions_are_left_alone() -> None:
-    assert swift(default_collate) is default_collate
-    assert swift(len) is len
+    assert fast_collate(default_collate) is default_collate
+    assert fast_collate(len) is len
 
 
 def test_what_torch_refuses_is_refused_alike() -> None:
     loop: list[Any] = []
     loop.append(loop)
     with pytest.raises(RecursionError):
-        swift(default_convert)(loop)
+        fast_collate(default_convert)(loop)

@@ -4,7 +4,7 @@
 - ``fragments``: ``Fragment``, ``FragmentSource``: the public interface for data that is read in parts.
 - ``checks``: Checks of the user's arguments.
 - ``base``: The interface of a source.
-- ``in_worker``: The code that runs in loader workers.
+- ``in_worker``: What all reading code shares: failures as values, and cuts of batches.
 - ``split_batches``: Counts and cuts ready batches.
 - ``opaque_batches``: Batches that stay whole and are not inspected.
 - ``converting``: Torch's conversion of ready batches.

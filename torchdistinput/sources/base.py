@@ -16,7 +16,7 @@ from torchdistinput.plan.seed_schedule import SeedSchedule
 from torchdistinput.sources.in_worker import Failure
 from torchdistinput.sources.iterable.cursor import Compared
 from torchdistinput.sources.rng import Draw, plainly
-from torchdistinput.sources.set_epoch import ToldEpochs
+from torchdistinput.sources.set_epoch import EpochSetter
 from torchdistinput.sources.torch_loader.open_runs import OpenRuns
 from torchdistinput.step_types import Counted, Digest, News, PeriodicSync, SizedRow, Start, Stream
 
@@ -48,7 +48,7 @@ class Source(ABC):
     """Whether each worker draws from random states of its own. Each worker's position then has its states."""
     workers: OpenRuns | None = None
     """The loader workers of this process; ``None`` where it cannot have any."""
-    told: ToldEpochs
+    epoch_setter: EpochSetter
     """The epochs that the user's objects were set to."""
 
     # Facts about the data.
@@ -102,7 +102,7 @@ class Source(ABC):
 
     def set_epoch(self, epoch: int) -> None:
         """Calls ``set_epoch`` of the user's sampler or dataset with the next epoch, as users of ``DataLoader`` do."""
-        self.told.tell(epoch)
+        self.epoch_setter.tell(epoch)
 
     @property
     def seeds(self) -> SeedSchedule:
@@ -126,7 +126,7 @@ class Source(ABC):
 
     def go_on_from(self, before: Source) -> None:
         """Takes over the facts of the source ``before``, which had the same data and which this one replaces. Local."""
-        self.told.go_on_from(before.told)
+        self.epoch_setter.go_on_from(before.epoch_setter)
 
     def close(self) -> None:  # noqa: B027 - most have none
         """Ends persistent loader workers. Idempotent; the next ``open`` starts new ones."""
@@ -158,13 +158,13 @@ class Source(ABC):
         """The position at which the next epoch begins, where the data keeps a state. Caller's thread."""
         raise NotImplementedError
 
-    def resume(self, epoch: int, start: Start, share: Exchange) -> Start:
+    def resume(self, epoch: int, start: Start, exchange: Exchange) -> Start:
         """Prepares an ``open`` that starts in the middle of an epoch. Caller's thread.
 
         Args:
           epoch: the number of the epoch.
           start: where the epoch is to begin.
-          share: calls a function on every rank and returns the values of all ranks; raises alike on all ranks.
+          exchange: calls a function on every rank and returns the values of all ranks; raises alike on all ranks.
 
         Returns:
           the start to pass to ``open``.

@@ -11,7 +11,7 @@ from torch.utils.data import default_convert
 _torch_converted: Callable[[Any], Any] = default_convert
 
 
-def swift(collate: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def fast_collate(collate: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """The function, or a faster one with the same results: torch's spends microseconds on abstract class checks."""
     return _converted if collate is default_convert else collate
 

@@ -1,6 +1,6 @@
-"""Reads, decodes and collates samples: in loader workers, or in this process if there are none.
+"""What all reading code shares, in loader workers and in this process: failures as values, and cuts of batches.
 
-Only the samples that this rank needs are decoded and collated. Exceptions are returned as values: an exception of a
+Exceptions are returned as values: an exception of a
 class that cannot be pickled would otherwise hang the queue of the loader worker, and the indices or the file would be
 missing in its message.
 """
@@ -11,29 +11,23 @@ import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
-from typing import Any, Final, NamedTuple, NoReturn, Protocol, cast, final, runtime_checkable
+from typing import Any, Final, NamedTuple, NoReturn, cast, final
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import Dataset, default_collate, get_worker_info
+from torch.utils.data import get_worker_info
 
 from torchdistinput.coordination.batch_digests import digest_of_samples, number_of_size
-from torchdistinput.coordination.failures import in_one_line, kind_of, plain_indices, text_of, traceback_of
+from torchdistinput.coordination.failures import kind_of, text_of, traceback_of
 from torchdistinput.errors import InputError, SourceError
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.batching import Row as Limits
 from torchdistinput.plan.mixed_turns import Cursor
-from torchdistinput.sources.converting import swift
-from torchdistinput.sources.iterable.cursor import Compared, Marked, Wait, worker_number
+from torchdistinput.sources.files.plain_epochs import loader_worker
+from torchdistinput.sources.iterable.cursor import Compared, Marked, Wait
 from torchdistinput.sources.iterable.user_state import Snapshot
-from torchdistinput.sources.map_style.in_memory import NOT_THERE, InMemoryRows, gather_of, numbers_of
-from torchdistinput.sources.map_style.index_array import Numbers
-from torchdistinput.sources.opaque_batches import OpaqueCollate
-from torchdistinput.sources.sample_costs import Balance, picked
-from torchdistinput.sources.sample_index import labelled
-from torchdistinput.sources.sample_seed import Samples
-from torchdistinput.sources.set_epoch import HearsEpochs
+from torchdistinput.sources.sample_costs import Balance, select
 from torchdistinput.step_types import (
     MAX_DESCRIBED,
     NO_ORIGIN,
@@ -128,29 +122,6 @@ def _picklable(error: Exception) -> Exception:
     return RuntimeError(text_of(error))  # it cannot be pickled; its text still says what happened
 
 
-@runtime_checkable
-class FetchesBatches(Protocol):
-    """A dataset that reads many samples at once, as torch's loader asks for them."""
-
-    def __getitems__(self, indices: list[Any]) -> list[Any]: ...
-
-
-Request = tuple[int, Any, int]
-"""The request that torch's loader passes to a ``PieceDataset``: whether to collate a list of samples, the index or
-indices (as ``Numbers`` if torch's own sampler drew a list of them), and the key of the epoch for ``sample_seed``."""
-
-PLAIN: Final = 2
-"""Added to the first value of a request to a loader worker if it has ``Numbers.plain`` instead of ``Numbers``."""
-
-_NOTHING: Final = 4
-NO_SAMPLES: Final[Request] = (_NOTHING, None, 0)
-"""The request for a piece without a sample. Its result is ``None``."""
-
-Keep = Callable[[Any, int, int], Any]
-"""Takes a sample, its position in the piece, and the number of samples in the piece. Returns the sample with its
-contents moved into the memory of the piece, or ``None`` if neither this sample nor later ones are moved."""
-
-
 @final
 class Cut(NamedTuple):
     """A batch that was cut into rows."""
@@ -183,187 +154,7 @@ class Cut(NamedTuple):
         return [Counted(row, tuple(sizes)) for row, sizes in zip(rows, self.sizes, strict=True)]
 
 
-@final
-class PieceDataset(Dataset[Any]):
-    """A map-style dataset whose items are whole pieces: one request gives the collated piece of a replica.
-
-    Args:
-      dataset: the user's dataset.
-      collate: makes a batch of a list of samples, or converts a ready batch.
-      skip: whether samples that cannot be read are left out.
-      seeds: whether the global generators are seeded for each sample; samples are then read one by one.
-      on_failure: how a failure of the dataset or of ``collate`` is handled.
-      hears: sets the epoch of the dataset, in persistent loader workers.
-    """
-
-    def __init__(
-        self,
-        dataset: Any,
-        collate: Callable[[Any], Any],
-        *,
-        skip: bool = False,
-        seeds: bool = False,
-        on_failure: OnFailure = ENDS,
-        hears: HearsEpochs | None = None,
-    ) -> None:
-        self._hears = hears
-        self._key: int | None = None  # the key of the epoch that the dataset was set to last
-        self.dataset = dataset
-        self._caught = on_failure.caught
-        self._collate = collate
-        self._make = swift(collate)
-        self._skip = skip
-        self._seeds = seeds
-        self._fetches_batches = isinstance(dataset, FetchesBatches) and not seeds
-        self._gather: InMemoryRows | None = None
-        self._looked = False  # whether a way to gather was searched for
-        self._keep: Keep | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        # The copy searches for a way to gather again: pickle would copy the tensors to which it refers.
-        return {**vars(self), "_gather": None, "_looked": False}
-
-    def keep_samples(self, keep: Keep) -> None:
-        """Lets ``keep`` move each sample into the memory of the piece once it is read, for ``default_collate``."""
-        collate = self._collate.collate if isinstance(self._collate, OpaqueCollate) else self._collate
-        if collate is default_collate:
-            self._keep = keep
-
-    @property
-    def gather(self) -> InMemoryRows | None:
-        """The reader that gathers the pieces of this epoch from plain int indices; ``None`` if it is not possible."""
-        return self._gather if self._looked else None
-
-    def begin(self) -> None:
-        """Begins an epoch. It takes in the changes that the user made to the dataset since the last epoch."""
-        self._looked = self._gather is not None and self._gather.is_current()
-
-    def __getitem__(self, request: Request) -> Any:
-        """The collated piece, ``PartialPiece`` if samples were left out; or a ``Failure`` that names the indices."""
-        many, wanted, key = request
-        if many & _NOTHING:
-            return None
-        if many & PLAIN:
-            many, wanted = bool(many & ~PLAIN), Numbers.of_plain(wanted)
-        try:
-            if not self._looked:
-                self._gather, self._looked = gather_of(self.dataset, self._collate, many=bool(many)), True
-            if self._gather is not None:
-                rows = wanted if type(wanted) is Numbers else numbers_of(wanted)
-                if rows is not None and len(rows):  # for no samples the user's collate function may return anything
-                    return self._gather(rows)
-        except NOT_THERE:  # reading one by one names the bad index, or counts it from the end
-            pass
-        except Exception as error:
-            return _failure(error, wanted.tolist() if isinstance(wanted, Numbers) else wanted)
-        if isinstance(wanted, Numbers):
-            wanted = wanted.tolist()
-        return self._read(many, wanted, key)
-
-    def _read(self, many: int, wanted: Any, key: int) -> Any:
-        try:
-            if self._hears is not None and key != self._key:
-                self._hears.listen(self.dataset)
-                self._key = key
-            with Samples(key, seeds=self._seeds) as reading:
-                if self._skip:
-                    return self._thinned((many, wanted, key), reading)
-                if not many:
-                    samples = self._item(wanted, reading)
-                elif self._fetches_batches:
-                    samples = self.dataset.__getitems__(wanted)
-                else:
-                    samples = self._one_by_one(wanted, reading)
-            return self._make(samples)
-        except ReadFailure as failure:
-            return Failure(cast(BaseException, failure.__cause__), failure.where, failure.origin)
-        except self._caught as error:
-            return _failure(error, wanted)
-
-    def _one_by_one(self, wanted: Sequence[Any], reading: Samples) -> list[Any]:
-        dataset, keep, samples = self.dataset, self._keep, []
-        for row, index in enumerate(wanted):
-            reading.begin(index)
-            try:
-                sample = dataset[index]
-            except self._caught as error:
-                raise ReadFailure(f"sample {index}", Origin(plain_indices([index]))) from error
-            if keep is not None:
-                kept = keep(sample, row, len(wanted))
-                if kept is None:  # it will not move any later sample either
-                    keep = None
-                else:
-                    sample = kept
-            samples.append(sample)
-        return samples
-
-    def _item(self, index: Any, reading: Samples) -> Any:
-        reading.begin(index)
-        return self.dataset[index]
-
-    def _thinned(self, request: Request, reading: Samples) -> Any:
-        """The collated piece of the samples that can be read. Exceptions of the collate function are raised."""
-        many, wanted, _ = request
-        if not many:
-            try:
-                item = self._item(wanted, reading)
-            except Exception as error:
-                samples_in_it = len(wanted) if isinstance(wanted, list) else 1
-                return thinned(dict.fromkeys(range(samples_in_it), _unread(wanted, error)), None)
-            return self._make(item)
-        left_out: dict[int, str] = {}
-        samples = self._readable(wanted, reading, left_out)
-        return thinned(left_out, self._collate(samples) if samples or not wanted else None)
-
-    def _one_of_batch(self, index: Any, reading: Samples) -> Any:
-        """One sample, read by ``__getitems__``: its samples may differ from those of ``__getitem__``."""
-        (sample,) = self.dataset.__getitems__([index])
-        return sample
-
-    def _readable(self, wanted: Sequence[Any], reading: Samples, left_out: dict[int, str]) -> list[Any]:
-        """The samples that can be read. The errors of the others are put into ``left_out``, by position."""
-        dataset, read = self.dataset, self._item
-        if self._fetches_batches:
-            try:
-                return cast("list[Any]", dataset.__getitems__(wanted))
-            except Exception:  # reading one by one shows which sample failed
-                read = self._one_of_batch
-        samples = []
-        for position, index in enumerate(wanted):
-            try:
-                samples.append(read(index, reading))
-            except Exception as error:  # noqa: PERF203 - each sample may fail by itself
-                left_out[position] = _unread(index, error)
-        return samples
-
-
-def _failure(error: BaseException, wanted: Any) -> Failure:
-    indices = wanted if isinstance(wanted, list | tuple) else [wanted]
-    return Failure(error, f"samples {few(wanted)}", Origin(plain_indices(indices)))
-
-
-def indices_of(request: Request) -> list[Any]:
-    """The indices that a request asks for."""
-    many, wanted, _ = request
-    if many & _NOTHING:
-        return []
-    if many & PLAIN:
-        return Numbers.of_plain(wanted).tolist()
-    return list(wanted) if isinstance(wanted, list | tuple) else [wanted]
-
-
-def few(indices: Any) -> str:
-    """Indices as text; of many indices only the first few."""
-    if isinstance(indices, Sequence) and not isinstance(indices, str) and len(indices) > 8:
-        return f"{', '.join(map(str, indices[:8]))}, ... ({len(indices)} in all)"
-    return ", ".join(map(str, indices)) if isinstance(indices, list | tuple) else str(indices)
-
-
-def _unread(index: Any, error: Exception) -> str:
-    return f"sample {plain_indices([index])[0]}: {in_one_line(error)}"
-
-
-def thinned(left_out: Mapping[int, str], piece: Any) -> Any:
+def without_left_out(left_out: Mapping[int, str], piece: Any) -> Any:
     """The piece; ``PartialPiece`` if samples were left out.
 
     Args:
@@ -414,8 +205,8 @@ def labelled_piece(index: torch.Tensor | None, piece: Any) -> Any:
             return piece
         kept = torch.ones(len(index), dtype=torch.bool, device="cpu")
         kept[list(piece.left_out)] = False
-        return piece._replace(piece=labelled(index[kept], piece.piece))
-    return None if piece is None or index is None else labelled(index, piece)
+        return piece._replace(piece=(index[kept], piece.piece))
+    return None if piece is None or index is None else (index, piece)
 
 
 @final
@@ -461,11 +252,11 @@ class CutSamples:
                 limits = self._cutter.rows(len(samples))
             else:
                 division = self._balance.divide(samples)
-                limits, samples = division.rows, picked(samples, division.order)
+                limits, samples = division.rows, select(samples, division.order)
                 read = self._balance.digest_of(division, read)
                 places = [[division.order[lo:hi] for lo, hi in row] for row in limits]
             rows = [[self._collate(samples[lo:hi]) if lo < hi else None for lo, hi in row] for row in limits]
-            return Cut(rows, len(samples), sizes_in(limits), places, worker_number(), snapshot, None, read)
+            return Cut(rows, len(samples), sizes_in(limits), places, loader_worker()[0], snapshot, None, read)
         except self._caught as error:
             return Failure(error, "collating")
 

@@ -8,7 +8,7 @@ from typing import Any, final
 from torchdistinput.batches import pytree
 from torchdistinput.batches.schema_check import KnownSchema
 from torchdistinput.errors import BatchingError
-from torchdistinput.sources.converting import swift
+from torchdistinput.sources.converting import fast_collate
 from torchdistinput.step_types import OpaqueBatch
 
 
@@ -24,7 +24,7 @@ class OpaqueCollate:
 
     def __init__(self, collate: Callable[[Any], Any], *, counts: bool) -> None:
         self.collate = collate
-        self._make = swift(collate)
+        self._make = fast_collate(collate)
         self._counts = counts
         self._last = KnownSchema()
 

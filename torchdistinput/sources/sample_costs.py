@@ -62,8 +62,10 @@ def balance_by_index(options: InputOptions, cutter: Cutter, num_samples: int | N
     """
     if options.balance is None:
         return None
-    costs = _CostsByFunction(options.balance) if callable(options.balance) else _CostsByIndex(options.balance)
-    if isinstance(costs, _CostsByIndex) and num_samples not in (None, len(costs.array)):
+    if callable(options.balance):
+        return Balance(partial(_costs_of_indices, options.balance), _cost_cutter(options, cutter))
+    costs = _CostsByIndex(options.balance)
+    if num_samples not in (None, len(costs.array)):
         raise BatchingError(
             f"balance has {len(costs.array)} costs, and the dataset {num_samples} samples; give one cost for each "
             "index, in order."
@@ -96,7 +98,7 @@ def balance_by_record(options: InputOptions, cutter: Cutter, what: str) -> Balan
             f"balance was given with {what} that yields ready batches. Give single samples, with global_batch_size= or "
             "the batch_size of a DataLoader."
         )
-    return Balance(_CostsOfRecords(options.balance), _cost_cutter(options, cutter))
+    return Balance(partial(_costs_of_records, options.balance), _cost_cutter(options, cutter))
 
 
 def _cost_cutter(options: InputOptions, cutter: Cutter) -> CostCutter:
@@ -117,7 +119,7 @@ def digest_of_costs(balance: Any) -> str | None:
     return f"{len(array)} costs, checksum {blake2b(array.data, digest_size=8).hexdigest()}"
 
 
-def picked(samples: Any, places: npt.NDArray[np.int64]) -> Any:
+def select(samples: Any, places: npt.NDArray[np.int64]) -> Any:
     """The samples of some places in a list, or in ``Numbers``. Local."""
     if isinstance(samples, Numbers):
         return Numbers(samples.array()[places])
@@ -155,25 +157,15 @@ class _CostsByIndex:
         return _checked(found.astype(np.float64, copy=False), indices, "sample")
 
 
-@final
-class _CostsByFunction:
-    def __init__(self, balance: Callable[[Any], Any]) -> None:
-        self._balance = balance
-
-    def __call__(self, indices: Numbers | Sequence[Any]) -> Costs:
-        listed = indices.tolist() if isinstance(indices, Numbers) else indices
-        advice = "For map-style data the function gets the index of a sample, not the sample, which other ranks read"
-        return _checked(_costs_of(self._balance, listed, listed, advice), listed, "sample")
+def _costs_of_indices(balance: Callable[[Any], Any], indices: Numbers | Sequence[Any]) -> Costs:
+    listed = indices.tolist() if isinstance(indices, Numbers) else indices
+    advice = "For map-style data the function gets the index of a sample, not the sample, which other ranks read"
+    return _checked(_costs_of(balance, listed, listed, advice), listed, "sample")
 
 
-@final
-class _CostsOfRecords:
-    def __init__(self, balance: Callable[[Any], Any]) -> None:
-        self._balance = balance
-
-    def __call__(self, records: Sequence[Any]) -> Costs:
-        advice = "The function gets a record as it was read, before map_fn; of a mixture (number of the source, record)"
-        return _checked(_costs_of(self._balance, records, range(len(records)), advice), range(len(records)), "record")
+def _costs_of_records(balance: Callable[[Any], Any], records: Sequence[Any]) -> Costs:
+    advice = "The function gets a record as it was read, before map_fn; of a mixture (number of the source, record)"
+    return _checked(_costs_of(balance, records, range(len(records)), advice), range(len(records)), "record")
 
 
 def _costs_of(balance: Callable[[Any], Any], samples: Sequence[Any], names: Sequence[Any], advice: str) -> Costs:

@@ -33,11 +33,6 @@ _WORKER: Final = 2**48
 _ROWS: Final = 2**20
 
 
-def labelled(index: torch.Tensor, batch: Any) -> tuple[torch.Tensor, Any]:
-    """The index and its batch."""
-    return index, batch
-
-
 def number_of(place: RecordPlace) -> int:
     """The number of a record, law I2."""
     return place.file_number * _FILE + place.record
@@ -100,7 +95,7 @@ class Positions:
             return _labelled_from(first, rows, size, cutter)
         return [
             [
-                None if piece is None else labelled(torch.from_numpy(place + first), piece)
+                None if piece is None else (torch.from_numpy(place + first), piece)
                 for piece, place in zip(row, its, strict=True)
             ]
             for row, its in zip(rows, places, strict=True)
@@ -123,7 +118,7 @@ def _labelled_from(first: int, rows: Sequence[Row], size: int, cutter: Cutter) -
     all_limits = cutter.rows(size)
     return [
         [
-            None if piece is None else labelled(torch.arange(first + lo, first + hi, device="cpu"), piece)
+            None if piece is None else (torch.arange(first + lo, first + hi, device="cpu"), piece)
             for piece, (lo, hi) in zip(row, limits, strict=True)
         ]
         for row, limits in zip(rows, all_limits[len(all_limits) - len(rows) :], strict=True)

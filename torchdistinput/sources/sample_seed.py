@@ -121,7 +121,6 @@ class _LastOf:
         self._reader = reader
 
     def number(self) -> int:
-        """See ``Samples.number``."""
         return number_of(self._reader.place)
 
 

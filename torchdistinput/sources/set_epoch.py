@@ -60,7 +60,7 @@ def tell_epoch(epoch: int, *objects: Any) -> None:
 
 
 @final
-class ToldEpochs:
+class EpochSetter:
     """Sets the epoch of the user's objects, and remembers the epochs that were set.
 
     Args:
@@ -72,16 +72,16 @@ class ToldEpochs:
         self._objects = wants_epochs(*objects)
         self._seen: Sequence[int | None] = [0] * len(self._objects)
         self._epoch = 0
-        self.hears = HearsEpochs(SharedEpoch()) if lasting and self._objects else None
-        """The part that persistent loader workers get; ``None`` without them."""
+        self.shared_epoch = SharedEpoch() if lasting and self._objects else None
+        """The epoch as persistent loader workers see it; ``None`` without them."""
 
     def tell(self, epoch: int) -> None:
         """Sets the epoch that begins now. Local."""
         self._epoch = epoch
         for each in self._objects:
             each.set_epoch(epoch)
-        if self.hears is not None:
-            self.hears.board.announce(epoch)
+        if self.shared_epoch is not None:
+            self.shared_epoch.announce(epoch)
         self.look()
 
     def tell_also(self, fresh: Any) -> None:
@@ -102,7 +102,7 @@ class ToldEpochs:
                 return found
         return None
 
-    def go_on_from(self, before: ToldEpochs) -> None:
+    def go_on_from(self, before: EpochSetter) -> None:
         """Takes over the noted epochs of the same objects. Local."""
         known = {id(each): seen for each, seen in zip(before._objects, before._seen, strict=True)}
         self._seen = [known.get(id(each), 0) for each in self._objects]
@@ -113,19 +113,8 @@ def _epoch_of(each: object) -> int | None:
     return epoch if type(epoch) is int and epoch >= 0 else None
 
 
-@final
-class HearsEpochs:
-    """Sets the epoch of the datasets in persistent loader workers.
-
-    Args:
-      board: the shared memory in which the epoch is announced.
-    """
-
-    def __init__(self, board: SharedEpoch) -> None:
-        self.board = board
-
-    def listen(self, dataset: Any) -> None:
-        """Sets the dataset's epoch when an epoch begins in this loader worker, if a new one was announced."""
-        epoch = self.board.news()
-        if epoch is not None:
-            tell_epoch(epoch, dataset)
+def set_announced_epoch(shared: SharedEpoch, dataset: Any) -> None:
+    """In a persistent loader worker: sets the dataset's epoch when one begins, if a new epoch was announced."""
+    epoch = shared.news()
+    if epoch is not None:
+        tell_epoch(epoch, dataset)

@@ -16,7 +16,7 @@ from torchdistinput.coordination.batch_digests import digest_of_read, number_of_
 from torchdistinput.errors import BatchingError
 from torchdistinput.plan.batching import Cutter, split
 from torchdistinput.plan.batching import Row as Limits
-from torchdistinput.sources.converting import swift
+from torchdistinput.sources.converting import fast_collate
 from torchdistinput.sources.in_worker import ENDS, Cut, Failure, OnFailure, as_is, sizes_in
 from torchdistinput.sources.iterable.cursor import Marked, Wait
 from torchdistinput.step_types import OpaqueBatch, Row, RowSizes, SizedRow
@@ -158,7 +158,7 @@ class CutReady:
     ) -> None:
         self._caught = on_failure.caught
         self._fns = fns
-        self._convert = swift(convert)
+        self._convert = fast_collate(convert)
         self._cutter = cutter
         self._worker: int | None = None
         self._is_here = False  # objects from a loader worker are always new ones

@@ -11,7 +11,7 @@ import pytest
 
 from torchdistinput import FileDataset, readers
 from torchdistinput.plan.file_resharding import ReaderCursor
-from torchdistinput.sources.files.interleave import woven
+from torchdistinput.sources.files.interleave import interleaved
 from torchdistinput.sources.files.open_file import RecordPlace
 from torchdistinput.sources.files.reader_api import Block
 from torchdistinput.sources.files.reading import RecordReader
@@ -111,4 +111,4 @@ def test_files_that_need_no_reading_are_taken_in_one_piece(tmp_path: Path) -> No
 def test_weaving(rounds: int, length: int) -> None:
     parts = [[(name, place) for place in range(rounds * length)] for name in "abc"]
     turns = [part[start : start + length] for start in range(0, rounds * length, length) for part in parts]
-    assert woven(parts, length) == [record for turn in turns for record in turn]
+    assert interleaved(parts, length) == [record for turn in turns for record in turn]

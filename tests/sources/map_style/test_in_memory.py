@@ -36,14 +36,13 @@ import torchdistinput as tdi
 from tests.support.interruptions import Interruption
 from torchdistinput.batches import pytree
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources import in_worker
-from torchdistinput.sources.in_worker import PieceDataset
-from torchdistinput.sources.map_style import columns, in_memory
+from torchdistinput.sources.map_style import columns, in_memory, piece_dataset
 from torchdistinput.sources.map_style import index_batches as sampler_module
 from torchdistinput.sources.map_style import rows as map_rows
 from torchdistinput.sources.map_style.in_memory import gather_of, numbers_of
 from torchdistinput.sources.map_style.index_array import Numbers, digest_of
 from torchdistinput.sources.map_style.index_batches import DrawnRow
+from torchdistinput.sources.map_style.piece_dataset import PieceDataset
 from torchdistinput.sources.map_style.rows import MapStream
 from torchdistinput.sources.map_style.table import Table
 from torchdistinput.sources.sample_index import SampleNumbers
@@ -398,7 +397,7 @@ class OneByOne(Dataset[Any]):
 def test_what_a_handler_of_signals_raises_while_samples_are_read_is_not_lost(
     dataset: Callable[[], Any], prefetch: int
 ) -> None:
-    modules = in_memory, columns, map_rows, in_worker, sampler_module
+    modules = in_memory, columns, map_rows, piece_dataset, sampler_module
     heard = lines = 0
     came = True
     batches: list[Any] = []

@@ -21,9 +21,9 @@ from torch.utils.data import (
 import torchdistinput as tdi
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.in_worker import NO_SAMPLES
 from torchdistinput.sources.map_style.index_array import Numbers
 from torchdistinput.sources.map_style.index_batches import SamplerDraws
+from torchdistinput.sources.map_style.piece_dataset import NO_SAMPLES
 from torchdistinput.sources.map_style.sampler_batches import Batches, Passed, batches_of, size_of
 from torchdistinput.sources.map_style.shuffle_sampler import ShuffleSampler
 from torchdistinput.sources.rng import plainly

@@ -33,10 +33,10 @@ pytestmark = linux_memory
 
 
 def new_arena(workers: int = 1) -> SharedPool:
-    arena = SharedPool.for_workers(workers)
-    assert arena is not None
-    arena.seal()
-    return arena
+    shared_pool = SharedPool.for_workers(workers)
+    assert shared_pool is not None
+    shared_pool.seal()
+    return shared_pool
 
 
 @pytest.mark.parametrize("walled", [False, True])
@@ -102,8 +102,8 @@ HOLDERS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", HOLDERS)
 def test_memory_is_not_free_while_anything_refers_to_it(name: str) -> None:
-    arena = new_arena()
-    token = Token(arena.part(0))
+    shared_pool = new_arena()
+    token = Token(shared_pool.part(0))
     storage = storage_over(token.buffer(64, 192))
     token.handed_out()
     x = torch.empty(0).set_(storage)
@@ -171,8 +171,8 @@ def becomes_another_program(until: int) -> None:
     os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(60)"])
 
 
-def in_use(arena: SharedPool) -> tuple[Token, torch.UntypedStorage]:
-    token = Token(arena.part(0))
+def in_use(shared_pool: SharedPool) -> tuple[Token, torch.UntypedStorage]:
+    token = Token(shared_pool.part(0))
     storage = storage_over(token.buffer(0, 64))
     token.handed_out()
     return token, storage
@@ -181,16 +181,16 @@ def in_use(arena: SharedPool) -> tuple[Token, torch.UntypedStorage]:
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 @pytest.mark.parametrize("life", [waits, ends_before_what_it_forks, becomes_another_program])
 def test_memory_in_use_at_a_fork_is_not_free_while_what_came_of_it_may_look(life: Callable[[int], None]) -> None:
-    arena = new_arena()
+    shared_pool = new_arena()
     until, end = os.pipe()
     gc.collect()
     files = open_files()
-    token, storage = in_use(arena)
-    dropped = Token(arena.part(0))
+    token, storage = in_use(shared_pool)
+    dropped = Token(shared_pool.part(0))
     dropped.handed_out()
     child = forked(life, until)
     try:
-        later = Token(arena.part(0))
+        later = Token(shared_pool.part(0))
         later.handed_out()
         del storage
         time.sleep(0.05)  # for a child that ends at once
@@ -240,27 +240,27 @@ def test_a_fork_of_which_nobody_can_know_whether_it_is_over_never_is(monkeypatch
 
 
 def test_a_process_that_gets_the_file_sees_the_same_memory() -> None:
-    arena = SharedPool.for_workers(2)
-    assert arena is not None
-    other = ForkingPickler.loads(ForkingPickler.dumps(arena))
-    arena.seal()
+    shared_pool = SharedPool.for_workers(2)
+    assert shared_pool is not None
+    other = ForkingPickler.loads(ForkingPickler.dumps(shared_pool))
+    shared_pool.seal()
     other.part(1)[5] = 17
     other.ledger(1)[3] = 1 << 40
-    assert arena.part(1)[5] == 17
-    assert arena.ledger(1)[3] == 1 << 40
-    assert not arena.part(0)[:100].any()
-    assert not arena.ledger(0).any()
+    assert shared_pool.part(1)[5] == 17
+    assert shared_pool.ledger(1)[3] == 1 << 40
+    assert not shared_pool.part(0)[:100].any()
+    assert not shared_pool.ledger(0).any()
 
 
 def test_what_is_given_up_is_empty_and_what_is_used_is_not() -> None:
-    arena = new_arena(2)
+    shared_pool = new_arena(2)
     for worker in (0, 1):
-        arena.part(worker)[: 1 << 16] = 1
-    arena.give_up(0, [(20000, 20100), (5000, 5001)])
-    kept = np.flatnonzero(arena.part(0)[: 1 << 16])
+        shared_pool.part(worker)[: 1 << 16] = 1
+    shared_pool.give_up(0, [(20000, 20100), (5000, 5001)])
+    kept = np.flatnonzero(shared_pool.part(0)[: 1 << 16])
     assert {*range(20000, 20100), 5000} <= set(kept.tolist())
     assert len(kept) <= 3 * 4096
-    assert arena.part(1)[: 1 << 16].all()
+    assert shared_pool.part(1)[: 1 << 16].all()
 
 
 def open_files() -> int:
@@ -274,8 +274,8 @@ def maps() -> int:
 def test_nothing_is_left_in_the_system() -> None:
     gc.collect()
     before = open_files(), maps()
-    arena = new_arena(3)
-    arena.part(2)[:5000] = 1
+    shared_pool = new_arena(3)
+    shared_pool.part(2)[:5000] = 1
     assert maps() == before[1] + 1
-    del arena
+    del shared_pool
     assert (open_files(), maps()) == before

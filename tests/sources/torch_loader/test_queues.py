@@ -23,9 +23,10 @@ import torchdistinput as tdi
 from tests.support.platforms import linux_pipes
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.in_worker import PieceDataset, as_is
+from torchdistinput.sources.in_worker import as_is
 from torchdistinput.sources.map_style.index_array import Numbers
 from torchdistinput.sources.map_style.index_batches import IndexFeed, SamplerDraws
+from torchdistinput.sources.map_style.piece_dataset import PieceDataset
 from torchdistinput.sources.rng import plainly
 from torchdistinput.sources.torch_loader import queues as messages
 from torchdistinput.sources.torch_loader.queues import WorkerQueues, context_for, largest

@@ -25,7 +25,8 @@ from tests.support.platforms import linux_memory
 from tests.support.sent_storages import forget_sent_storages
 from tests.support.structures import Batch, Pair
 from torchdistinput.devices import pinned_memory
-from torchdistinput.sources.in_worker import Failure, PieceDataset, as_is
+from torchdistinput.sources.in_worker import Failure, as_is
+from torchdistinput.sources.map_style.piece_dataset import PieceDataset
 from torchdistinput.sources.torch_loader.run import LoaderRuns
 from torchdistinput.sources.torch_loader.settings import settings_of
 from torchdistinput.sources.torch_loader.shared_memory import pool, transport
@@ -54,7 +55,7 @@ def test_an_exception_at_any_line_before_the_workers_start_leaves_no_file_open()
         given: DataLoader[Any] = DataLoader(Made(int), num_workers=1)
         loader: DataLoader[Any] = DataLoader(Made(int), **settings_of(given))
         before = len(os.listdir("/proc/self/fd"))
-        came = Interruption(line, pool, pinned_memory, transport).press_in(partial(transport.through_slots, loader))
+        came = Interruption(line, pool, pinned_memory, transport).press_in(partial(transport.send_through_pool, loader))
         del loader
         assert len(os.listdir("/proc/self/fd")) == before, f"after line {line}"
     assert line > 30
@@ -64,24 +65,24 @@ class Pipe:
     """A loader worker and the main process, in one process."""
 
     def __init__(self, dataset: Any = None, workers: int = 1) -> None:
-        arena = SharedPool.for_workers(workers)
-        assert arena is not None
-        arena.seal()
-        self.arena, self.inlet = arena, BatchDecoder(arena)
-        self.outlets = [BatchEncoder(arena, as_is) for _ in range(workers)]
-        for number, outlet in enumerate(self.outlets):
-            outlet.begin(number, dataset)
+        shared_pool = SharedPool.for_workers(workers)
+        assert shared_pool is not None
+        shared_pool.seal()
+        self.shared_pool, self.decoder = shared_pool, BatchDecoder(shared_pool)
+        self.outlets = [BatchEncoder(shared_pool, as_is) for _ in range(workers)]
+        for number, encoder in enumerate(self.outlets):
+            encoder.begin(number, dataset)
 
     def send(self, item: Any, worker: int = 0) -> Packed | Fresh:
         sent: Packed | Fresh = ForkingPickler.loads(ForkingPickler.dumps(self.outlets[worker](item)))
         return sent
 
     def through(self, item: Any, worker: int = 0) -> Any:
-        self.inlet.take_back()
-        return self.inlet.open(self.send(item, worker))
+        self.decoder.take_back()
+        return self.decoder.open(self.send(item, worker))
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        part = self.arena.part(0)
+        part = self.shared_pool.part(0)
         begin = part.__array_interface__["data"][0]
         return bool(begin <= tensor.data_ptr() < begin + part.nbytes)
 
@@ -249,7 +250,7 @@ def test_storages_over_the_same_memory_come_as_storages_of_their_own() -> None:
 def test_what_torchs_thread_that_pins_makes_of_it_is_opened_as_well(item: Any) -> None:
     pipe = Pipe()
     for _ in range(3):
-        assert facts(pipe.inlet.open(pin_memory(pipe.send(item)))) == facts(item)  # type: ignore[no-untyped-call] # torch's
+        assert facts(pipe.decoder.open(pin_memory(pipe.send(item)))) == facts(item)  # type: ignore[no-untyped-call] # torch's
 
 
 def test_what_is_shared_already_needs_no_copy() -> None:
@@ -257,7 +258,7 @@ def test_what_is_shared_already_needs_no_copy() -> None:
     pipe = Pipe()
     sent = pipe.send([shared])
     assert isinstance(sent, Fresh)
-    pipe.inlet.open(sent)[0].fill_(5)
+    pipe.decoder.open(sent)[0].fill_(5)
     assert (shared == 5).all()
 
 
@@ -347,7 +348,7 @@ def test_large_samples_are_copied_once() -> None:
     sent = pipe.send(made)
     assert not isinstance(sent, Fresh)
     del made, x
-    assert pipe.inlet.open(sent)[0].data_ptr() == place
+    assert pipe.decoder.open(sent)[0].data_ptr() == place
 
 
 def test_the_users_own_collate_function_stacks_in_place_where_it_asks_default_collate() -> None:
@@ -387,12 +388,12 @@ def test_whoever_keeps_a_batch_keeps_it_whoever_drops_it_frees_it(seed: int, mon
         del x
         for waiting in on_the_way:
             if waiting and draw.random() < 0.6:
-                pipe.inlet.take_back()
+                pipe.decoder.take_back()
                 expected, sent = waiting.pop(0)
                 if draw.random() < 0.1:
                     continue  # as torch does with what an epoch left
                 fresh += isinstance(sent, Fresh)
-                x, found = pipe.inlet.open(sent)
+                x, found = pipe.decoder.open(sent)
                 assert found == expected
                 holders = (x, x[0], x.numpy(), x.view(-1)[::7], {"a": [x]}, x.numpy()[-1:, 5:])
                 kept.append((expected, draw.choice(holders)))
@@ -406,13 +407,13 @@ def test_whoever_keeps_a_batch_keeps_it_whoever_drops_it_frees_it(seed: int, mon
     del kept, inside
     for waiting in on_the_way:
         while waiting:
-            pipe.inlet.open(waiting.pop(0)[1])
+            pipe.decoder.open(waiting.pop(0)[1])
     del sent  # in one process what came in fresh memory is the very storage that was sent
     forget_sent_storages()
     for worker in (0, 1):  # all is free again, so that two batches may have it all, on both sides of the front's end
         pipe.through(numbers(2000), worker)
         pipe.through(0, worker)
-        front = pipe.arena.front(worker).length
+        front = pipe.shared_pool.front(worker).length
         sides = [torch.zeros(num_bytes // 4) for num_bytes in (front, 40 * 4096 - front) if num_bytes]
         assert not any(isinstance(pipe.send(side, worker), Fresh) for side in sides)
 
@@ -422,7 +423,7 @@ def test_there_are_so_many_entries_and_no_more() -> None:
     batches = [pipe.through(numbers(4, BIG)) for _ in range(ENTRIES)]
     assert isinstance(pipe.send(numbers(4, BIG)), Fresh)
     batches.pop()
-    pipe.inlet.take_back()
+    pipe.decoder.take_back()
     pipe.send(0)
     assert not isinstance(pipe.send(numbers(4, BIG)), Fresh)
 
@@ -430,15 +431,15 @@ def test_there_are_so_many_entries_and_no_more() -> None:
 def test_of_what_nobody_has_the_pages_are_given_back_when_the_loader_is_closed() -> None:
     pipe = Pipe()
     first, second = pipe.through(numbers(4, BIG)), pipe.through(numbers(4, BIG) + 1)
-    place = second.data_ptr() - pipe.arena.part(0).__array_interface__["data"][0]
+    place = second.data_ptr() - pipe.shared_pool.part(0).__array_interface__["data"][0]
     del first
-    pipe.inlet.close()
-    pipe.inlet.close()
+    pipe.decoder.close()
+    pipe.decoder.close()
     assert facts(second) == facts(numbers(4, BIG) + 1)
     assert place >= 4 * 4 * BIG
-    assert not pipe.arena.part(0)[: place // 4096 * 4096].any()
+    assert not pipe.shared_pool.part(0)[: place // 4096 * 4096].any()
     with pytest.raises(StopIteration):
-        pipe.inlet.open(pipe.send(numbers(4, BIG)))
+        pipe.decoder.open(pipe.send(numbers(4, BIG)))
 
 
 class Stream(IterableDataset[Any]):

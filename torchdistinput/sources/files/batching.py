@@ -32,9 +32,17 @@ from torchdistinput.sources.files.mixture import RecordDataset
 from torchdistinput.sources.files.open_file import RecordPlace
 from torchdistinput.sources.files.plain_epochs import loader_worker
 from torchdistinput.sources.files.reading import Reads, Reserved
-from torchdistinput.sources.in_worker import Cut, Failure, labelled_piece, no_sizes, nothing_left, sizes_in, thinned
+from torchdistinput.sources.in_worker import (
+    Cut,
+    Failure,
+    labelled_piece,
+    no_sizes,
+    nothing_left,
+    sizes_in,
+    without_left_out,
+)
 from torchdistinput.sources.opaque_batches import OpaqueCollate
-from torchdistinput.sources.sample_costs import Balance, picked
+from torchdistinput.sources.sample_costs import Balance, select
 from torchdistinput.sources.sample_index import labelled_batch, number_of, number_of_first_row
 from torchdistinput.sources.sample_seed import epoch_key
 from torchdistinput.sources.split_batches import AS_LEAVES, CutReady, ReadyFns
@@ -306,8 +314,8 @@ class RecordRows(IterableDataset[Any]):
             records, partial(reader.places, lo, hi), key, seeds=self._seeds
         )
         if samples and reader.of_columns and self._joins_columns:  # these are beside a record that cannot be read
-            return thinned(left_out, self._handed_on(collated(samples), len(samples)))
-        return thinned(left_out, self._collate(samples) if samples else None)
+            return without_left_out(left_out, self._handed_on(collated(samples), len(samples)))
+        return without_left_out(left_out, self._collate(samples) if samples else None)
 
     def _handed_on(self, piece: Any, size: int) -> Any:
         return OpaqueBatch(piece, size) if self._seals else piece
@@ -353,17 +361,15 @@ class _InOrder:
 
     @property
     def of_columns(self) -> bool:
-        """See ``RecordReader.of_columns``."""
         return self._reader.of_columns
 
     def places(self, lo: int, hi: int) -> list[RecordPlace]:
-        """See ``RecordReader.places``."""
         places = self._reader.places(0, len(self._order))
         return [places[place] for place in self._order[lo:hi].tolist()]
 
 
 def _in_order(records: RecordList, order: npt.NDArray[np.int64]) -> RecordList:
-    return records.take(order) if isinstance(records, Columns) else picked(records, order)
+    return records.take(order) if isinstance(records, Columns) else select(records, order)
 
 
 def divide_records(balance: Balance, batch: Batch) -> Division:

@@ -273,7 +273,6 @@ class _Files:
         self._counted: list[int] | None = None
 
     def num_bytes(self) -> list[int] | None:
-        """See ``Fragments.num_bytes``: the stored sizes, if the listing of folders gave all of them."""
         return known_of_all([part.size for part in self._parts])
 
     def ask_num_bytes(self) -> list[int] | None:
@@ -349,7 +348,6 @@ class _Files:
             return opened.plain
 
     def open(self, index: int, *, in_ranges: bool) -> tuple[Opened, Read, Layout | None]:
-        """See ``Fragments.open``."""
         part = self._parts[index]
         ranges = reads_ranges(self.read)
         opened = open_file(part.file, self._compression, self._storage_options, in_ranges=ranges, cache=self._cache)

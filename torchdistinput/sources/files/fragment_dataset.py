@@ -427,12 +427,10 @@ class _SourceFragments:
             raise InputError(f"{type(source).__name__}.fragments() gave two fragments of the name {twice!r:.100}")
 
     def open(self, index: int, *, in_ranges: bool) -> tuple[Opened, Read, Layout | None]:
-        """See ``Fragments.open``."""
         fragment = self._all[index]
         return _OpenedFragment(self._source, fragment, _mark_of(fragment)), _records_of_fragment, None
 
     def check_unchanged(self, places: Sequence[FileCursor]) -> None:
-        """See ``Fragments.check_unchanged``."""
         for place in places:
             fragment = self._all[place.file]
             if place.size not in {-1, _mark_of(fragment)}:
@@ -442,15 +440,12 @@ class _SourceFragments:
                 )
 
     def num_records(self) -> list[int] | None:
-        """See ``Fragments.num_records``."""
         return known_of_all([each.num_records for each in self._all])
 
     def count_records(self) -> list[int] | None:
-        """See ``Fragments.count_records``."""
         return self.num_records()
 
     def num_bytes(self) -> list[int] | None:
-        """See ``Fragments.num_bytes``."""
         return known_of_all([each.num_bytes for each in self._all])
 
     def ask_num_bytes(self) -> list[int] | None:
@@ -481,11 +476,9 @@ class _OpenedFragment:
             raise
 
     def where(self) -> tuple[Any, str]:
-        """See ``Opened.where``."""
         return None, "" if self._at is None else f" near position {self._at!r:.100}"
 
     def rewind(self) -> bool:
-        """See ``Opened.rewind``."""
         return True
 
     def close(self) -> None:

@@ -58,12 +58,12 @@ def taken_turns(taken: Sequence[Taken]) -> Iterator[Turn]:
             yield each
 
 
-def woven(parts: Sequence[RecordList], length: int) -> RecordList:
+def interleaved(parts: Sequence[RecordList], length: int) -> RecordList:
     """Records in the order of rounds: ``length`` of the first part, as many of the second, and so on, then again.
 
     No Python code runs for a record: there are as many slices as the lesser of rounds and length, for each part.
 
-    >>> woven([["a", "b", "c", "d"], ["A", "B", "C", "D"]], 2)
+    >>> interleaved([["a", "b", "c", "d"], ["A", "B", "C", "D"]], 2)
     ['a', 'b', 'A', 'B', 'c', 'd', 'C', 'D']
 
     Args:
@@ -190,7 +190,7 @@ class Interleave:
         parts = [file.take(rounds * self._length) for file in files]
         last = self.last = self._current = files[-1]
         self._turn, self._start = self._slots.index(last), last.delivered - self._length
-        return woven(parts, self._length)
+        return interleaved(parts, self._length)
 
     def _files_of_round(self) -> list[OpenFile]:
         """The files in the order of their next turns; none while a file is to be opened. Between two turns."""

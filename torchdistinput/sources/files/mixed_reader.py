@@ -24,7 +24,7 @@ from torchdistinput.plan.permutation import Permutation
 from torchdistinput.sources.files.corrupt_records import CorruptRecord
 from torchdistinput.sources.files.open_file import RecordPlace
 from torchdistinput.sources.files.reading import Reads, Reserved
-from torchdistinput.sources.in_worker import FetchesBatches
+from torchdistinput.sources.map_style.piece_dataset import FetchesBatches
 from torchdistinput.sources.sample_seed import Samples
 
 _CHUNK: Final = 64  # records
@@ -117,7 +117,6 @@ class _Waiting:
         self.done, self.tokens = cursor.done, cursor.tokens
 
     def have(self, count: int) -> int:
-        """See ``Supply.have``."""
         while len(self.records) < count and not self._ended:
             self._fill(self._most or max(_CHUNK, count - len(self.records)))
         return len(self.records)
@@ -415,20 +414,11 @@ class IndexRecords:
         """See ``RecordSet.decode_readable``."""
         samples, left_out = [], {}
         for row, record in enumerate(records):
-            found = self._readable([record], partial(_only, places, row), key, seeds=seeds)
-            if isinstance(found, SourceError):
-                left_out[row] = str(found)
-            else:
-                samples += found
+            try:
+                samples += self.decode([record], lambda row=row: [places()[row]], key, seeds=seeds)  # type: ignore[misc]
+            except SourceError as error:  # noqa: PERF203 - each sample may fail by itself
+                left_out[row] = str(error)
         return samples, left_out
-
-    def _readable(
-        self, records: list[Any], places: Callable[[], Sequence[RecordPlace]], key: int, *, seeds: bool
-    ) -> list[Any] | SourceError:
-        try:
-            return self.decode(records, places, key, seeds=seeds)
-        except SourceError as error:
-            return error
 
     def check_places(self, places: Sequence[Cursor]) -> None:
         """See ``RecordSet.check_places``."""
@@ -442,10 +432,6 @@ class IndexRecords:
     def fingerprint(self) -> dict[str, Any]:
         """See ``RecordSet.fingerprint``."""
         return {"kind": f"map-style {type(self._data).__name__}", "length": len(self._data)}
-
-
-def _only(places: Callable[[], Sequence[RecordPlace]], row: int) -> list[RecordPlace]:
-    return [places()[row]]
 
 
 @final
@@ -466,22 +452,18 @@ class _IndexReader:
         self._last: list[int] = []
 
     def take(self, count: int) -> list[Any]:
-        """See ``Reads.take``."""
         until = min(self._size, self._at + count)
         self._last = self._order(slice(self._at, until)).tolist() if until > self._at else []
         self._at = until
         return self._last
 
     def reserve(self, count: int) -> Reserved:
-        """See ``Reads.reserve``."""
         return Reserved([self.take(count)])
 
     def places(self, lo: int, hi: int) -> list[RecordPlace]:
-        """See ``Reads.places``."""
         return [RecordPlace("samples", index, 0) for index in self._last[lo:hi]]
 
     def position(self) -> ReaderCursor:
-        """See ``Reads.position``."""
         return ReaderCursor((FileCursor(0, delivered=self._at, size=self._size),))
 
     def close(self) -> None:

@@ -18,6 +18,7 @@ from torch.utils.data import Dataset, IterableDataset
 from torchdistinput.errors import StateMismatch
 from torchdistinput.plan.mixed_turns import Cursor, MixtureCursor, SampleTurns, SourceCursor, TokenTurns
 from torchdistinput.plan.mixing import MixedOrder, Stop
+from torchdistinput.sources.base import MapStyle
 from torchdistinput.sources.checks import checked_int
 from torchdistinput.sources.files.fragment_dataset import FragmentDataset
 from torchdistinput.sources.files.mixed_reader import (
@@ -55,13 +56,6 @@ class InOwnOrder(Protocol):
 
     def positions(self, epoch: int) -> range:
         """The indices of an epoch, in order."""
-
-
-@runtime_checkable
-class _MapStyle(Protocol):
-    def __getitem__(self, index: Any) -> Any: ...
-
-    def __len__(self) -> int: ...
 
 
 def is_stream(source: object) -> bool:
@@ -410,7 +404,7 @@ def _records_of(name: str, source: Any, number: int, seed: int | None) -> Record
         return source
     if is_stream(source):
         return FragmentDataset(source)
-    if issubclass(type(source), _MapStyle) and not isinstance(source, IterableDataset):
+    if issubclass(type(source), MapStyle) and not isinstance(source, IterableDataset):
         return IndexRecords(source, number, seed, source.positions if isinstance(source, InOwnOrder) else None)
     raise TypeError(
         f"the source {name!r} is a {type(source).__name__}; a map-style dataset (with __len__ and __getitem__), a "

@@ -8,7 +8,7 @@ before the wanted record, and skips a few records.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial, update_wrapper
 from itertools import chain
 from operator import itemgetter
@@ -282,41 +282,42 @@ def in_blocks(
     return BlockReader(blocks, layout, starts, next_start=next_start, decoder=decoder, records=records, ranges=ranges)
 
 
+def block_reader_of(read: Callable[..., Iterable[Any]]) -> tuple[BlockReader[Any, Any] | None, Mapping[str, Any]]:
+    """The ``BlockReader`` that a reader is, or of which it is a ``functools.partial``, and its keyword arguments."""
+    inner, options = (read.func, read.keywords) if isinstance(read, partial) and not read.args else (read, {})
+    return (inner, options) if isinstance(inner, BlockReader) else (None, {})
+
+
 def blocks_of(read: Callable[..., Iterable[Any]]) -> Callable[[BinaryIO, int], Iterator[Block[Any]]] | None:
-    """The blocks of a reader, or of a ``functools.partial`` of one; ``None`` for a plain function."""
-    if isinstance(read, BlockReader):
-        blocks: Callable[[BinaryIO, int], Iterator[Block[Any]]] = read.blocks
-        return blocks
-    if isinstance(read, partial) and not read.args:
-        inner = blocks_of(read.func)
-        return None if inner is None else partial(inner, **read.keywords)
-    return None
+    """The blocks of a reader; ``None`` for a plain function."""
+    inner, options = block_reader_of(read)
+    if inner is None:
+        return None
+    return partial(inner.blocks, **options) if options else inner.blocks
 
 
 def layout_of(read: Callable[..., Iterable[Any]]) -> Callable[[BinaryIO, int], Layout | None] | None:
     """The function that finds a reader's records by the size of a file; ``None`` for other readers."""
-    if isinstance(read, partial) and not read.args:
-        inner = layout_of(read.func)
-        return None if inner is None else partial(inner, **read.keywords)
-    return read.layout if isinstance(read, BlockReader) else None
+    inner, options = block_reader_of(read)
+    return None if inner is None or inner.layout is None else partial(inner.layout, **options)
 
 
 def next_start_of(read: Callable[..., Iterable[Any]]) -> NextStart | None:
     """The function that finds a record behind an offset; ``None`` for other readers."""
-    inner = read.func if isinstance(read, partial) and not read.args else read
-    return inner.next_start if isinstance(inner, BlockReader) else None
+    inner, _ = block_reader_of(read)
+    return None if inner is None else inner.next_start
 
 
 def decoder_of(read: Callable[..., Iterable[Any]]) -> Decoder | None:
     """The function that decodes a reader's records; ``None`` if they need none."""
-    inner, options = (read.func, read.keywords) if isinstance(read, partial) and not read.args else (read, {})
-    return inner.decoder(**options) if isinstance(inner, BlockReader) and inner.decoder is not None else None
+    inner, options = block_reader_of(read)
+    return None if inner is None or inner.decoder is None else inner.decoder(**options)
 
 
 def reads_ranges(read: Callable[..., Iterable[Any]]) -> bool:
     """Whether a reader reads parts of a file here and there."""
-    inner = read.func if isinstance(read, partial) and not read.args else read
-    return isinstance(inner, BlockReader) and inner.ranges
+    inner, _ = block_reader_of(read)
+    return inner is not None and inner.ranges
 
 
 def kind_of(read: Callable[..., Iterable[Any]]) -> RecordKind | None:

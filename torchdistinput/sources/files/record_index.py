@@ -18,7 +18,6 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -28,7 +27,7 @@ import numpy.typing as npt
 from torchdistinput.errors import SourceError
 from torchdistinput.sources.checks import as_object
 from torchdistinput.sources.files.io import OpenedFile
-from torchdistinput.sources.files.reader_api import BlockReader, Layout, StartsOf
+from torchdistinput.sources.files.reader_api import Layout, StartsOf, block_reader_of
 from torchdistinput.sources.files.retry import one_line
 
 _LOG = logging.getLogger("torchdistinput")
@@ -59,8 +58,8 @@ class IndexFolder:
     def __init__(self, folder: str | os.PathLike[str], read: Callable[..., Any]) -> None:
         if not isinstance(as_object(folder), str | os.PathLike):
             raise TypeError(f"index_folder must be the path of a folder, got {folder!r}")
-        inner = read.func if isinstance(read, partial) and not read.args else read
-        if not isinstance(inner, BlockReader) or inner.starts is None:
+        inner, _ = block_reader_of(read)
+        if inner is None or inner.starts is None:
             raise ValueError(
                 f"index_folder was given with the reader {read!r:.100}, of which no index can be made: text_lines, "
                 "json_lines, tfrecords and webdataset have one; fixed_length_records and npy_rows need none"

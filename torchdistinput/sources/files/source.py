@@ -31,11 +31,11 @@ from torchdistinput.sources.files.fragment_dataset import FragmentDataset
 from torchdistinput.sources.files.mixture import LENGTHS_WAY_OUT, RecordDataset, StreamMixture
 from torchdistinput.sources.files.mixture_weights import WeightsSync
 from torchdistinput.sources.files.position import CommonPlaces, FilesPosition, Places
-from torchdistinput.sources.files.steps import counted_steps, known_steps, sizes_of, skew_warning
+from torchdistinput.sources.files.steps import sizes_of, skew_warning, steps_of
 from torchdistinput.sources.in_worker import Cut, Failure, as_is
 from torchdistinput.sources.rng import Draw
 from torchdistinput.sources.sample_costs import balance_by_record
-from torchdistinput.sources.set_epoch import ToldEpochs
+from torchdistinput.sources.set_epoch import EpochSetter
 from torchdistinput.sources.split_batches import ReadyFns
 from torchdistinput.sources.torch_loader.run import LoaderRuns
 from torchdistinput.sources.torch_loader.settings import (
@@ -101,7 +101,7 @@ class RecordSource(Source):
         self._steps_by_cost = by_file and self._balance is not None
         self.bound_to_world = not shared and not by_file  # under OFF all workers read all files
         self._options = options
-        self.told = ToldEpochs()  # the epoch is an argument of ``open``
+        self.epoch_setter = EpochSetter()  # the epoch is an argument of ``open``
         self._reads_here = self._loader is None or is_read_here(self._loader)
         # If several workers read the same batches, each reads only its own part of them, if the files allow it.
         num_readers = 1 if self._loader is None else max(1, self._loader.num_workers)
@@ -172,14 +172,14 @@ class RecordSource(Source):
         size = self._cutter.global_batch_size
         if size is None or not self._cutter.shared:
             return None
-        return known_steps(self._dataset, size, drop_last=self._drop_last)
+        return steps_of(self._dataset.num_records(), size, drop_last=self._drop_last)
 
     def count_steps(self) -> int | None:
         """See ``Source.count_steps``. Records that may be left out are counted by an index only."""
         size = self._cutter.global_batch_size
         if size is None or not self._cutter.shared or self._options.skips:
             return self.num_steps()
-        return counted_steps(self._dataset, size, drop_last=self._drop_last)
+        return steps_of(self._dataset.count_records(), size, drop_last=self._drop_last)
 
     def close(self) -> None:
         """See ``Source.close``."""
@@ -199,7 +199,7 @@ class RecordSource(Source):
         if self._mixture is not None and found.weights is None:
             raise StateMismatch("position: the state is that of files, and the data is a mixture of sources.")
 
-    def resume(self, epoch: int, start: Start, share: Exchange) -> Start:
+    def resume(self, epoch: int, start: Start, exchange: Exchange) -> Start:
         """See ``Source.resume``. In another world, deals the files anew."""
         if start.position is None:
             return start
@@ -209,7 +209,7 @@ class RecordSource(Source):
         if self._is_of_this_world(found):
             return start
         mine = range(topology.worker, len(found.cursors), topology.num_workers)
-        gathered = share(lambda: [[worker, self._forward(epoch, found, worker).to_json()] for worker in mine])
+        gathered = exchange(lambda: [[worker, self._forward(epoch, found, worker).to_json()] for worker in mine])
         places = {worker: ReaderCursor.from_json(place) for each in gathered for worker, place in each}
         dealt, deals = redeal([places[worker] for worker in range(len(found.cursors))], found.deals, num_readers_then)
         position = FilesPosition(topology.num_replicas, deals, [(0, place) for place in dealt], 0)
@@ -349,7 +349,6 @@ class _Track:
         self._epoch = epoch
 
     def position(self, rows: int) -> list[Any]:
-        """See ``Stream.position``."""
         row = self._begun.rows + rows
         weights = None if self._mixture is None else self._mixture.weights.to_json(self._epoch, row)
         cursors = [self._own.at(row)] if self._common is None else self._common.at(row)

@@ -14,30 +14,12 @@ from torchdistinput.errors import ShardingError
 from torchdistinput.plan.batching import Cutter, num_batches
 from torchdistinput.plan.sharding import shards_of
 from torchdistinput.sources.files.fragment_dataset import FragmentDataset
-from torchdistinput.sources.files.mixture import RecordDataset
 
 _WARNED_FROM: Final = 1.25  # times as many steps
 
 
-def known_steps(dataset: RecordDataset, global_batch_size: int, *, drop_last: bool) -> int | None:
-    """The steps of an epoch whose batches all workers share; ``None`` if a file has no index. Local.
-
-    Raises:
-      SourceError: naming a file that is missing or whose size cannot be found.
-    """
-    return _steps_of(dataset.num_records(), global_batch_size, drop_last=drop_last)
-
-
-def counted_steps(dataset: RecordDataset, global_batch_size: int, *, drop_last: bool) -> int | None:
-    """``known_steps``; opens each file if the number of its records is found there. Local.
-
-    Raises:
-      SourceError: naming a file that is missing or cannot be opened.
-    """
-    return _steps_of(dataset.count_records(), global_batch_size, drop_last=drop_last)
-
-
-def _steps_of(records: list[int] | None, global_batch_size: int, *, drop_last: bool) -> int | None:
+def steps_of(records: list[int] | None, global_batch_size: int, *, drop_last: bool) -> int | None:
+    """The steps of an epoch whose batches all workers share, from the records of each file; ``None`` for ``None``."""
     if records is None:
         return None
     return sum(records) // global_batch_size if drop_last else num_batches(sum(records), global_batch_size)
@@ -84,14 +66,14 @@ def skew_warning(
     size = cutter.global_batch_size
     if records is not None and size is not None:
         under_file = max(_steps(share, cutter, size, drop_last=drop_last) for share in shares)
-        under_data = known_steps(dataset, size, drop_last=drop_last) or 0
+        under_data = steps_of(records, size, drop_last=drop_last) or 0
         more, steps = under_file / max(1, under_data), f"{under_file} steps instead of the {under_data}"
     if more < _WARNED_FROM:
         return ""
     first = "the files are of one size, an" if what == "files" else "An"
     return (
         f"policy FILE deals {len(order)} file(s) out to {len(workers)} workers: worker {shares.index(most)} reads "
-        f"{_part(most, total)} of the {what}, worker {shares.index(min(shares))} {_part(min(shares), total)}. "
+        f"{most / total:.0%} of the {what}, worker {shares.index(min(shares))} {min(shares) / total:.0%}. "
         f"{'If ' * (what == 'files')}{first} epoch takes {steps} under policy DATA, as it lasts until the worker with "
         "the most is done, and the others have empty batches meanwhile. Use auto_shard_policy=AutoShardPolicy.DATA, "
         'file_assignment="by_size" (with fragment_bytes= for large files), or more files of about one size.'
@@ -102,7 +84,3 @@ def _steps(records: int, cutter: Cutter, size: int, *, drop_last: bool) -> int:
     """The steps of a worker that has ``records`` records of its own."""
     full, last = divmod(records, size)
     return full * len(cutter.rows(size)) + (len(cutter.rows(last)) if last and not drop_last else 0)
-
-
-def _part(share: int, total: int) -> str:
-    return f"{100 * share / total:.0f}%"

@@ -17,8 +17,6 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple, final
 
-from torch.utils.data import get_worker_info
-
 from torchdistinput.errors import StateMismatch
 from torchdistinput.sources.iterable.user_state import Snapshot
 from torchdistinput.step_types import Digest, Row, Start
@@ -77,12 +75,6 @@ def in_any_order() -> StateMismatch:
         "the DataLoader has in_order=False, so its batches come in any order, and nobody knows which of them were "
         "delivered. Build it with in_order=True to save its state in the middle of an epoch, or save it at the end."
     )
-
-
-def worker_number() -> int:
-    """The number of this loader worker; 0 in a process that is not a loader worker."""
-    info = get_worker_info()
-    return 0 if info is None else info.id
 
 
 @final

@@ -32,7 +32,7 @@ from torchdistinput.sources.iterable.user_state import NOBODY, Snapshot, entered
 from torchdistinput.sources.rng import Draw, SharedRng, generators_of, packed, unpacked
 from torchdistinput.sources.sample_index import Positions
 from torchdistinput.sources.sample_seed import cannot_seed
-from torchdistinput.sources.set_epoch import ToldEpochs
+from torchdistinput.sources.set_epoch import EpochSetter
 from torchdistinput.sources.split_batches import Measure
 from torchdistinput.sources.torch_loader.open_runs import OpenRuns
 from torchdistinput.sources.torch_loader.run import LoaderRun, begin_anew_if_ended
@@ -73,7 +73,7 @@ class FunctionSource(Source):
         self._topology = topology
         self._options = options
         self._reopen: list[Callable[[], Iterable[Any]]] = [Reopened(dataset) for dataset in datasets]
-        self.told = ToldEpochs(*datasets)
+        self.epoch_setter = EpochSetter(*datasets)
         self._has_begun = False
         self._lasting: dict[int, LoaderRun] = {}
         self.workers = self._runs = OpenRuns()
@@ -155,7 +155,7 @@ class FunctionSource(Source):
         for each in self._datasets:
             if isinstance(each, DataLoader):
                 tell_shuffler(each, epoch)
-        self.told.tell(epoch)
+        self.epoch_setter.tell(epoch)
         place, states = self._place_of(start)
         if start.steps and states:  # in the middle of an epoch: undoes draws since the state was loaded
             draws = SharedRng(states[0])
@@ -175,7 +175,7 @@ class FunctionSource(Source):
 
         def close() -> None:
             _close_all(opened, self._runs)
-            self.told.look()
+            self.epoch_setter.look()
 
         return RowStream(
             rows,
@@ -198,7 +198,7 @@ class FunctionSource(Source):
 
     def _enter(self, number: int, reader: Reader, start: Start) -> _Opened:
         data = self._reopen[number]()
-        self.told.tell_also(data)
+        self.epoch_setter.tell_also(data)
         if isinstance(data, DataLoader):
             begin_anew_if_ended(data)
         # One of several datasets may have ended while the steps of the others were counted.

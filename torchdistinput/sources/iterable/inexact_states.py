@@ -1,14 +1,12 @@
 """Other libraries whose ``state_dict`` is known not to restore exactly, found without importing them.
 
-The table names the library and class, the datasets of this class that are concerned, and the reason. The attributes
-that it reads are the libraries' own, some of them private. If one is missing, the state is assumed to be exact, and
-checked like any other when it is restored.
+The attributes that are read are the libraries' own, some of them private. If one is missing, the state is assumed to
+be exact, and checked like any other when it is restored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 _MOST_DEPTH: Final = 64
 
@@ -30,28 +28,14 @@ def _inner(iterable: Any) -> list[Any]:
     return [held.get("ex_iterable"), *(several if isinstance(several, list | tuple) else [])]
 
 
-class _Known(NamedTuple):
-    library: str
-    name: str
-    concerns: Callable[[Any], bool]
-    reason: str
-
-
-_TABLE: Final = (
-    # datasets 2.18 to 5.2.0, whose own documentation says so. With two loader workers its load_state_dict() can also
-    # end in an IndexError.
-    _Known(
-        "datasets",
-        "IterableDataset",
-        _has_shuffle_buffer,
-        "the state of a Hugging Face IterableDataset does not hold its shuffle buffer, whose examples are lost on a "
-        "resume",
-    ),
-)
-
-
 def why_inexact(data: object) -> str:
     """The reason why the data's own state does not restore it exactly; empty if no reason is known. Local."""
     kinds = {(kind.__module__.partition(".")[0], kind.__name__) for kind in type(data).__mro__}
-    found = [known for known in _TABLE if (known.library, known.name) in kinds and known.concerns(data)]
-    return found[0].reason if found else ""
+    if ("datasets", "IterableDataset") not in kinds or not _has_shuffle_buffer(data):
+        return ""
+    # datasets 2.18 to 5.2.0, whose own documentation says so. With two loader workers its load_state_dict() can also
+    # end in an IndexError.
+    return (
+        "the state of a Hugging Face IterableDataset does not hold its shuffle buffer, whose examples are lost on a "
+        "resume"
+    )

@@ -11,6 +11,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torchdistinput.coordination.batch_digests import digest_of_element, longer_gap
 from torchdistinput.errors import StateMismatch
 from torchdistinput.plan.batching import Cutter
+from torchdistinput.sources.files.plain_epochs import SharedEpoch, loader_worker
 from torchdistinput.sources.in_worker import ENDS, Cut, Failure, OnFailure, cut_of
 from torchdistinput.sources.iterable.cursor import (
     Compared,
@@ -20,12 +21,11 @@ from torchdistinput.sources.iterable.cursor import (
     ReadLog,
     Taken,
     Wait,
-    worker_number,
 )
 from torchdistinput.sources.iterable.data_pipes import PipeSetting, is_data_pipe
 from torchdistinput.sources.iterable.user_state import NOBODY, Kept, OwnState, begun_again, entered
 from torchdistinput.sources.sample_index import Positions
-from torchdistinput.sources.set_epoch import HearsEpochs
+from torchdistinput.sources.set_epoch import set_announced_epoch
 from torchdistinput.step_types import Counted, ReadFailure, Row, SizedRow
 
 _END = object()
@@ -64,7 +64,7 @@ class CapturingIterable(IterableDataset[Any]):
       entrances: where each loader worker begins the first time; without them, at the start.
       on_failure: how a failure of the dataset is handled.
       pipe: the seed and shard of the dataset, if it is a DataPipe.
-      hears: sets the epoch of the dataset, in persistent loader workers.
+      shared_epoch: the epoch to which the dataset is set, in persistent loader workers.
       own_state: see ``InputOptions.own_state``.
       compares: whether the ranks compare the batches that they read.
     """
@@ -78,13 +78,13 @@ class CapturingIterable(IterableDataset[Any]):
         *,
         on_failure: OnFailure = ENDS,
         pipe: PipeSetting | None = None,
-        hears: HearsEpochs | None = None,
+        shared_epoch: SharedEpoch | None = None,
         own_state: OwnState = "auto",
         compares: bool = False,
     ) -> None:
         self._own_state = own_state
         self._pipe = pipe
-        self._hears = hears
+        self._shared_epoch = shared_epoch
         self._compares = compares
         self._on_failure = on_failure
         self.dataset = dataset
@@ -98,13 +98,13 @@ class CapturingIterable(IterableDataset[Any]):
     def _parts(self) -> Iterator[Iterable[Any]]:
         # Each persistent loader worker has its own copy of this object, and iterates over it again in the next epoch.
         entrances, self._entrances = self._entrances, ()
-        entrance = entrances[worker_number()] if entrances else Entrance(Reader(), waits=False)
+        entrance = entrances[loader_worker()[0]] if entrances else Entrance(Reader(), waits=False)
         reader, per_batch = entrance.reader, self._per_batch
         if entrance.waits:
             yield [Wait()] * per_batch
         try:
-            if self._hears is not None:
-                self._hears.listen(self.dataset)
+            if self._shared_epoch is not None:
+                set_announced_epoch(self._shared_epoch, self.dataset)
             if self._pipe is not None and is_data_pipe(self.dataset):
                 self._pipe.tell_seed(self.dataset)
                 if get_worker_info() is None:

@@ -37,7 +37,7 @@ from torchdistinput.sources.iterable.reopening import Reopened, is_function
 from torchdistinput.sources.iterable.user_state import keeps_state, why_unused
 from torchdistinput.sources.rng import Draw, generators_of
 from torchdistinput.sources.sample_costs import balance_by_record
-from torchdistinput.sources.set_epoch import ToldEpochs
+from torchdistinput.sources.set_epoch import EpochSetter
 from torchdistinput.sources.split_batches import CutReady, ReadyFns
 from torchdistinput.sources.torch_loader.base_seeds import BaseSeeds
 from torchdistinput.sources.torch_loader.run import LoaderRuns
@@ -129,7 +129,7 @@ class IterableSource(Source):
         self._num_loader_workers = 0 if loader is None else loader.num_workers
         self._reads_here = loader is None or is_read_here(loader)
         lasting = loader is not None and loader.persistent_workers and loader.num_workers > 0
-        self.told = ToldEpochs(self._whole, data, lasting=lasting)
+        self.epoch_setter = EpochSetter(self._whole, data, lasting=lasting)
         # In-process data may draw from the default state. With several workers each has its own state; rank 0's is not
         # used for all, unless a loader draws the seed of its loader workers from it.
         self.needs_default_state = self.draws_from_default_generator = topology.num_workers == 1
@@ -219,9 +219,9 @@ class IterableSource(Source):
 
     def open(self, epoch: int, draws: Draw, start: Start) -> Stream:
         """See ``Source.open``."""
-        self.told.tell(epoch)
+        self.epoch_setter.tell(epoch)
         data, place = self._reopen(), place_of(start, self._num_readers)
-        self.told.tell_also(data)
+        self.epoch_setter.tell_also(data)
         unused = why_unused(data, self._options.own_state)
         place = place.without_states() if unused else place
         per_batch = self._cutter.global_batch_size or 1
@@ -234,7 +234,7 @@ class IterableSource(Source):
             () if place.is_front else entrances_at(place),
             on_failure=self._on_failure,
             pipe=self._pipe,
-            hears=self.told.hears,
+            shared_epoch=self.epoch_setter.shared_epoch,
             own_state=self._options.own_state,
             compares=self._cutter.read_by_all,
         )
@@ -247,7 +247,7 @@ class IterableSource(Source):
         def close() -> None:
             if end is not None:
                 end()
-            self.told.look()
+            self.epoch_setter.look()
 
         in_order = self._loader is None or keeps_order(self._loader)
         log = ReadLog(place, self._options.most_ahead, owns_state=self._owns_state, in_order=in_order)

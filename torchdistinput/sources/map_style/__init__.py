@@ -1,6 +1,7 @@
 """Map-style data: torch ``DataLoader``s over map-style datasets, tensors and arrays in memory, samplers.
 
 - ``source``: Takes the user's ``DataLoader`` apart and builds the one of this worker.
+- ``piece_dataset``: Reads the pieces of batches, in a loader worker or here.
 - ``rows``: The stream of rows of one epoch.
 - ``index_batches``: Cuts the batches of the user's batch sampler; ``DistributedBatchSampler``.
 - ``balanced_batch``: A batch of indices that is divided by cost.

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple, final
 
 from torchdistinput.plan.balancing import Division, StepCosts
-from torchdistinput.sources.in_worker import NO_SAMPLES, Request
 from torchdistinput.sources.map_style.index_array import Numbers
-from torchdistinput.sources.sample_costs import Balance, picked
+from torchdistinput.sources.map_style.piece_dataset import NO_SAMPLES, Request
+from torchdistinput.sources.sample_costs import Balance, select
 from torchdistinput.step_types import LeftOut
 
 
@@ -60,7 +60,7 @@ class BalancedBatch:
         """The indices of a piece."""
         lo, hi = self.division.rows[row][piece]
         whole = hi - lo == len(self._indices)  # in order, by law C5
-        return self._indices if whole else picked(self._indices, self.division.order[lo:hi])
+        return self._indices if whole else select(self._indices, self.division.order[lo:hi])
 
     def numbers_of(self, row: int) -> tuple[Any, ...] | None:
         """The numbers of the samples of each piece, if they are wanted."""

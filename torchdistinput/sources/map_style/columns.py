@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import Any, Final, Protocol, final
+from typing import Any, Final, final
 
 import numpy as np
 import numpy.typing as npt
@@ -28,13 +28,29 @@ _BARELY_KNOWN: Final = (torch.uint16, torch.uint32, torch.uint64)
 """Dtypes for which torch gathers rows, but not single numbers."""
 
 
-class Column(Protocol):
-    """A tensor or array with a row for each sample."""
+@final
+class Column:
+    """A tensor or array with a row for each sample.
 
-    kind: tuple[bool, Any, tuple[int, ...]]
-    """Whether it is a tensor, its dtype and its inner dimensions."""
+    Args:
+      given: the user's tensor or array.
+      view: its memory as an array: NumPy can gather from read-only memory; torch cannot. ``None`` for a tensor whose
+        dtype NumPy does not know, or all of which NumPy would copy for a gather.
+    """
 
-    def __len__(self) -> int: ...
+    def __init__(self, given: Any, view: npt.NDArray[Any] | None) -> None:
+        self._given = given
+        self._view = view
+        self._shape = given.shape
+        inner = tuple(given.shape[1:])
+        self.kind = isinstance(given, torch.Tensor), given.dtype, inner
+        """Whether it is a tensor, its dtype and its inner dimensions."""
+        self._address = given.data_ptr() if isinstance(given, torch.Tensor) else None
+        alone = self._address is not None and not inner and given.dtype in _BARELY_KNOWN
+        self._most_rows = sys.maxsize if alone else _SMALL // max(1, math.prod(inner))  # of a small gather
+
+    def __len__(self) -> int:
+        return len(self._given)
 
     def take(self, places: Ints) -> torch.Tensor:
         """These rows, in memory of their own.
@@ -43,12 +59,30 @@ class Column(Protocol):
           IndexError: a row is out of range, or negative, which torch would count from the end. (``RuntimeError`` if the
             rows have no elements.)
         """
+        if self._view is not None and self._is_for_one_thread(len(places)):
+            return torch.from_numpy(self._view.take(places, 0))
+        rows: torch.Tensor = self._given.index_select(0, torch.from_numpy(places))
+        return rows
 
     def cut(self, lo: int, hi: int) -> torch.Tensor:
         """The rows from ``lo`` to ``hi - 1``, in memory of their own. The column has all of them."""
+        if self._view is not None and self._is_for_one_thread(hi - lo):
+            return torch.from_numpy(self._view[lo:hi].copy())
+        rows: torch.Tensor = self._given[lo:hi].clone(memory_format=torch.contiguous_format)
+        return rows
+
+    def _is_for_one_thread(self, rows: int) -> bool:
+        if self._address is None:
+            return True
+        # A tensor can be given other memory; the view would still refer to the old memory, which may be freed.
+        small = rows <= self._most_rows or torch.get_num_threads() == 1
+        return small and bool(self._given.data_ptr() == self._address)
 
     def is_still(self, column: Any) -> bool:
         """Whether this object was made for ``column``, and for the memory that ``column`` has now."""
+        if column is not self._given:
+            return False
+        return self._address is None or (column.data_ptr() == self._address and column.shape == self._shape)
 
 
 def column_of(column: Any) -> Column | None:
@@ -59,90 +93,21 @@ def column_of(column: Any) -> Column | None:
             and column.device.type == "cpu"
             and not (column.requires_grad or column.is_nested or column.is_quantized)
             and not (column.is_conj() or column.is_neg())
+            and column.dim() > 0
+            and (not len(column) or column[0].is_contiguous())  # else torch's stacking may keep another order
         )
-        return _OfTensor(column) if plain and column.dim() and _has_plain_rows(column) else None
+        return Column(column, _view_of(column)) if plain else None
     if type(column) not in ARRAYS:
         return None
     array: npt.NDArray[Any] = np.asarray(column)  # drops a subclass
     plain = array.dtype.kind in "biufc" and array.dtype.isnative and array.ndim > 0 and array.flags.c_contiguous
-    return _OfArray(column, array) if plain else None
-
-
-def _has_plain_rows(column: torch.Tensor) -> bool:
-    """Whether each row is contiguous: otherwise torch's stacking may keep another order of the dimensions."""
-    return not len(column) or column[0].is_contiguous()
-
-
-@final
-class _OfTensor:
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.kind = (True, tensor.dtype, tuple(tensor.shape[1:]))
-        self._tensor = tensor
-        self._shape = tensor.shape
-        self._address = tensor.data_ptr()
-        self._view = _view_of(tensor)
-        alone = tensor.dim() == 1 and tensor.dtype in _BARELY_KNOWN
-        self._few = sys.maxsize if alone else _SMALL // max(1, math.prod(tensor.shape[1:]))
-
-    def __len__(self) -> int:
-        return len(self._tensor)
-
-    def take(self, places: Ints) -> torch.Tensor:
-        """See ``Column.take``."""
-        if self._view is not None and self._is_for_one_thread(len(places)):
-            return torch.from_numpy(self._view.take(places, 0))
-        return self._tensor.index_select(0, torch.from_numpy(places))
-
-    def cut(self, lo: int, hi: int) -> torch.Tensor:
-        """See ``Column.cut``."""
-        if self._view is not None and self._is_for_one_thread(hi - lo):
-            return torch.from_numpy(self._view[lo:hi].copy())
-        return self._tensor[lo:hi].clone(memory_format=torch.contiguous_format)
-
-    def _is_for_one_thread(self, rows: int) -> bool:
-        # A tensor can be given other memory; the view would still refer to the old memory, which may be freed.
-        return (rows <= self._few or torch.get_num_threads() == 1) and self._tensor.data_ptr() == self._address
-
-    def is_still(self, column: Any) -> bool:
-        """See ``Column.is_still``."""
-        return column is self._tensor and column.data_ptr() == self._address and column.shape == self._shape
+    return Column(column, array) if plain else None
 
 
 def _view_of(tensor: torch.Tensor) -> npt.NDArray[Any] | None:
-    """The same memory as an array; ``None`` if NumPy does not know the dtype, or would copy all of it for a gather."""
     if not tensor.is_contiguous() or not tensor.numel():  # without elements, NumPy's strides differ from torch's
         return None
     try:
         return np.from_dlpack(tensor)  # ``numpy()`` would make the user's tensor not resizable
     except (BufferError, RuntimeError, TypeError):
         return None
-
-
-@final
-class _OfArray:
-    """An array, or a memory-mapped one. NumPy can gather from read-only memory; torch cannot.
-
-    Args:
-      given: the user's array.
-      array: the same array without its subclass.
-    """
-
-    def __init__(self, given: npt.NDArray[Any], array: npt.NDArray[Any]) -> None:
-        self.kind = (False, array.dtype, tuple(array.shape[1:]))
-        self._given = given
-        self._array = array
-
-    def __len__(self) -> int:
-        return len(self._array)
-
-    def take(self, places: Ints) -> torch.Tensor:
-        """See ``Column.take``."""
-        return torch.from_numpy(self._array.take(places, 0))
-
-    def cut(self, lo: int, hi: int) -> torch.Tensor:
-        """See ``Column.cut``."""
-        return torch.from_numpy(self._array[lo:hi].copy())
-
-    def is_still(self, column: Any) -> bool:
-        """See ``Column.is_still``."""
-        return column is self._given

@@ -31,7 +31,6 @@ from torch.utils.data import (
 
 from torchdistinput.batches import pytree
 from torchdistinput.batches.containers import open_container
-from torchdistinput.batches.schema import Structure
 from torchdistinput.sources.map_style.columns import ARRAYS, Column, column_of
 from torchdistinput.sources.map_style.index_array import Numbers
 from torchdistinput.sources.map_style.table import Table, columns_in
@@ -162,12 +161,12 @@ def _reader_of(dataset: Any) -> _Reader | None:
         return _columns_of(lambda: dataset)
     if kind is Subset:
         inner, indices = _reader_of(dataset.dataset), _indices_of(dataset.indices)
-        return None if inner is None or indices is None else _Picked(dataset, inner, indices)
+        return None if inner is None or indices is None else _SubsetReader(dataset, inner, indices)
     if kind is ConcatDataset:
         parts = [_reader_of(part) for part in dataset.datasets]
         readers = [part for part in parts if part is not None]
         alike = len(readers) == len(parts) and len({part.kind for part in readers}) == 1
-        return _Joined(dataset, readers) if alike else None
+        return _ConcatReader(dataset, readers) if alike else None
     return None
 
 
@@ -187,7 +186,6 @@ class _Columns:
         self.kind = _Kind(_nest_of(content()), tuple(column.kind for column in columns))
 
     def read(self, rows: Numbers) -> list[torch.Tensor]:
-        """See ``_Reader.read``."""
         content = rows.content
         if not isinstance(content, range):
             return [column.take(content) for column in self._columns]
@@ -196,7 +194,6 @@ class _Columns:
         return [column.cut(content.start, content.stop) for column in self._columns]
 
     def is_current(self) -> bool:
-        """See ``_Reader.is_current``."""
         now = columns_in(self._content())
         same = len(now) == len(self._columns)
         return same and all(own.is_still(column) for own, column in zip(self._columns, now, strict=True))
@@ -215,7 +212,7 @@ def _columns_of(content: Callable[[], Any]) -> _Columns | None:
 
 
 @final
-class _Picked:
+class _SubsetReader:
     """A ``Subset``.
 
     Args:
@@ -234,7 +231,6 @@ class _Picked:
         self.kind = inner.kind
 
     def read(self, rows: Numbers) -> list[torch.Tensor]:
-        """See ``_Reader.read``."""
         indices, places = self._indices, rows.array()
         if not isinstance(indices, range):
             return self._inner.read(Numbers(indices.take(places)))
@@ -242,7 +238,6 @@ class _Picked:
         return self._inner.read(Numbers(indices.start + indices.step * places))
 
     def is_current(self) -> bool:
-        """See ``_Reader.is_current``."""
         subset = self._subset
         same = subset.dataset is self._dataset and subset.indices is self._given
         return same and (self._copy is None or self._copy == subset.indices) and self._inner.is_current()
@@ -260,7 +255,7 @@ def _indices_of(indices: Any) -> Ints | range | None:
 
 
 @final
-class _Joined:
+class _ConcatReader:
     """A ``ConcatDataset``.
 
     Args:
@@ -277,7 +272,6 @@ class _Joined:
         self.kind = parts[0].kind
 
     def read(self, rows: Numbers) -> list[torch.Tensor]:
-        """See ``_Reader.read``."""
         places = rows.array()
         _refuse_outside(places, self._sizes[-1])
         owners = np.searchsorted(self._ends, places, side="right")
@@ -293,7 +287,6 @@ class _Joined:
         return joined
 
     def is_current(self) -> bool:
-        """See ``_Reader.is_current``."""
         whole = self._whole
         same = len(whole.datasets) == len(self._datasets) and whole.cumulative_sizes == self._sizes
         same = same and all(a is b for a, b in zip(whole.datasets, self._datasets, strict=True))
@@ -312,24 +305,12 @@ def _build_of(batch: Any) -> Callable[[list[torch.Tensor]], Any] | None:
         return None
     flat = all(child.kind == "tensor" for child in structure.children)
     if structure.kind == "tensor":
-        return _only
+        return lambda tensors: tensors[0]
     if structure.kind == "list" and flat:
-        return _itself
+        return lambda tensors: tensors
     if structure.kind == "dict" and structure.cls is dict and flat:
         keys = structure.keys
         return lambda tensors: dict(zip(keys, tensors, strict=True))
-    return _nested(structure)
-
-
-def _only(tensors: list[torch.Tensor]) -> torch.Tensor:
-    return tensors[0]
-
-
-def _itself(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    return tensors
-
-
-def _nested(structure: Structure) -> Callable[[list[torch.Tensor]], Any]:
     return lambda tensors: structure.build(iter(tensors))
 
 

@@ -13,8 +13,8 @@ from torchdistinput.plan.mixing import MixedOrder, Stop
 from torchdistinput.plan.permutation import Permutation
 from torchdistinput.sources.checks import checked_int
 from torchdistinput.sources.files.mixture import InOwnOrder, StreamMixture, Unit, Weights, is_stream
-from torchdistinput.sources.in_worker import FetchesBatches
 from torchdistinput.sources.map_style.length_batches import Lengths
+from torchdistinput.sources.map_style.piece_dataset import FetchesBatches
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 

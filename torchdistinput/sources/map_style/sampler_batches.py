@@ -118,7 +118,6 @@ class _PutOff:
         self._copy: torch.Generator | None = None
 
     def catch_up(self, batches: int) -> None:
-        """See ``Batches.catch_up``."""
         self._due = batches
         while self._draws and self._draws[0][0] <= self._due and self._generator is not None:
             self._draws.popleft()[1](self._generator)
@@ -168,7 +167,6 @@ class _CutBatches:
         return batch.tolist() if isinstance(batch, Numbers) else batch
 
     def draw(self) -> Numbers | list[Any]:
-        """See ``Batches.draw``."""
         if self._ended:
             raise StopIteration
         self._ended = True  # also after an error, as torch's generator does
@@ -183,7 +181,6 @@ class _CutBatches:
         return batch
 
     def skip(self, count: int) -> Passed:
-        """See ``Batches.skip``."""
         if self._ended or not count:
             return Passed(0, 0)
         self._ended = True
@@ -235,7 +232,6 @@ class _Singles:
     draw = __next__
 
     def skip(self, count: int) -> Passed:
-        """See ``Batches.skip``."""
         if self._ended or not count:
             return Passed(0, 0)
         self._ended = True
@@ -259,7 +255,6 @@ class _IteratedBatches:
     draw = __next__
 
     def skip(self, count: int) -> Passed:
-        """See ``Batches.skip``."""
         passed = counting()
         samples = sum(self._size(batch) for batch, _ in zip(islice(self._batches, count), passed, strict=False))
         return Passed(next(passed), samples)
@@ -276,11 +271,9 @@ class _IteratedIndices:
         self._indices = indices
 
     def take(self, count: int) -> list[Any]:
-        """See ``_Indices.take``."""
         return [*islice(self._indices, count)]
 
     def skip(self, count: int) -> int:
-        """See ``_Indices.skip``."""
         passed = counting()
         deque(zip(islice(self._indices, min(count, sys.maxsize)), passed, strict=False), maxlen=0)
         return next(passed)
@@ -328,7 +321,6 @@ class _ChunkedIndices:
         self._used = 0  # how many of the ready indices were used
 
     def take(self, count: int) -> Numbers:
-        """See ``_Indices.take``."""
         used = self._used
         if used + count <= len(self._ready):
             self._used = used + count
@@ -351,7 +343,6 @@ class _ChunkedIndices:
         return Numbers(np.concatenate(parts) if parts else range(0))
 
     def skip(self, count: int) -> int:
-        """See ``_Indices.skip``."""
         step = min(count, len(self._ready) - self._used)
         self._used += step
         left = count - step

@@ -28,10 +28,11 @@ from torchdistinput.plan.seed_schedule import SeedSchedule
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.base import Source, length_of, own_shard
-from torchdistinput.sources.in_worker import ENDS, PieceDataset, as_is
+from torchdistinput.sources.in_worker import ENDS, as_is
 from torchdistinput.sources.iterable.divided_sources import part_of
 from torchdistinput.sources.iterable.user_state import tell_unused
 from torchdistinput.sources.map_style.index_batches import IndexFeed, SamplerDraws
+from torchdistinput.sources.map_style.piece_dataset import PieceDataset
 from torchdistinput.sources.map_style.rows import MapStream
 from torchdistinput.sources.map_style.sampler_batches import batches_of
 from torchdistinput.sources.map_style.shuffle_sampler import ShuffleSampler
@@ -40,7 +41,7 @@ from torchdistinput.sources.rng import Draw, generators_of, packed, unpacked
 from torchdistinput.sources.sample_costs import Balance, balance_by_index
 from torchdistinput.sources.sample_index import SampleNumbers
 from torchdistinput.sources.sample_seed import epoch_key
-from torchdistinput.sources.set_epoch import ToldEpochs
+from torchdistinput.sources.set_epoch import EpochSetter
 from torchdistinput.sources.split_batches import ReadyFns
 from torchdistinput.sources.torch_loader.base_seeds import BaseSeeds
 from torchdistinput.sources.torch_loader.run import LoaderRuns
@@ -112,14 +113,16 @@ class MapLoaderSource(Source):
         self._base_seeds = BaseSeeds(loader.generator, SeedSchedule.of(persistent=lasting, sampler_twice=twice))
         self._reads_here = is_read_here(loader)
         collate = cast(Callable[[Any], Any], loader.collate_fn)
-        self.told = ToldEpochs(loader.sampler, loader.batch_sampler, loader.dataset, self._dataset, lasting=lasting)
+        self.epoch_setter = EpochSetter(
+            *(loader.sampler, loader.batch_sampler, loader.dataset, self._dataset), lasting=lasting
+        )
         self._pieces = PieceDataset(
             self._dataset,
             collate,
             skip=options.skips,
             seeds=options.seed_samples,
             on_failure=self._on_failure,
-            hears=self.told.hears,
+            shared_epoch=self.epoch_setter.shared_epoch,
         )
         build = partial(_build, loader, self._feed, self._base_seeds)  # a method would make a cycle and keep workers
         self.workers = self._runs = LoaderRuns(build, lasting=lasting)
@@ -281,9 +284,9 @@ class MapLoaderSource(Source):
 
         def begin() -> tuple[SamplerDraws, Callable[[], Any], Callable[[], None]]:
             for before in range(start.replay, 0, -1):
-                self.told.tell(epoch - before)
+                self.epoch_setter.tell(epoch - before)
                 self._replay()
-            self.told.tell(epoch)
+            self.epoch_setter.tell(epoch)
             self._tell_shuffle(epoch + lead)
             drawn = self._new_draws(draws)
             if self._base_seeds.draw():
@@ -296,7 +299,7 @@ class MapLoaderSource(Source):
 
         def close() -> None:
             end()
-            self.told.look()
+            self.epoch_setter.look()
 
         return MapStream(
             drawn,

@@ -132,7 +132,6 @@ class _Pickler(pickle.Pickler):
     """Pickles as ``ForkingPickler`` does."""
 
     def reducer_override(self, obj: Any) -> Any:
-        """See ``reduction_of``."""
         return reduction_of(obj)
 
 

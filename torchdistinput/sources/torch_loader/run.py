@@ -28,8 +28,8 @@ from torchdistinput.coordination.failures import plain_indices
 from torchdistinput.coordination.fork_safety import register_for_forks
 from torchdistinput.coordination.private_names import interrupted_in_a_fork, look_up
 from torchdistinput.pipeline.end_errors import left_to_parent
-from torchdistinput.sources.in_worker import few, indices_of
 from torchdistinput.sources.map_style.index_batches import IndexFeed
+from torchdistinput.sources.map_style.piece_dataset import indices_as_text, indices_of
 from torchdistinput.sources.torch_loader.open_runs import OpenRuns, late
 from torchdistinput.sources.torch_loader.private_names import (
     ENDING,
@@ -42,7 +42,7 @@ from torchdistinput.sources.torch_loader.private_names import (
 )
 from torchdistinput.sources.torch_loader.settings import WorkerInit
 from torchdistinput.sources.torch_loader.shared_memory.pool import forks_of_workers
-from torchdistinput.sources.torch_loader.shared_memory.transport import BatchDecoder, Fresh, through_slots
+from torchdistinput.sources.torch_loader.shared_memory.transport import BatchDecoder, Fresh, send_through_pool
 from torchdistinput.sources.torch_loader.stuck_forks import see_in
 from torchdistinput.sources.torch_loader.worker_processes import files_read_by, is_stopped, words_for
 from torchdistinput.step_types import Origin, ReadFailure
@@ -70,12 +70,12 @@ class LoaderRun(Iterator[Any]):
 
     Args:
       iterator: torch's iterator.
-      inlet: decodes the items of its workers, if they send them in reused shared memory.
+      decoder: decodes the items of its workers, if they send them in reused shared memory.
     """
 
-    def __init__(self, iterator: Iterator[Any], inlet: BatchDecoder | None = None) -> None:
+    def __init__(self, iterator: Iterator[Any], decoder: BatchDecoder | None = None) -> None:
         self._iterator = iterator
-        self._inlet = inlet
+        self._decoder = decoder
         self._workers = _workers_of(iterator)
         self._pins = bool(getattr(iterator, "_pin_memory", False))
         self._waiting: int | None = None  # the id of the thread in __next__
@@ -139,12 +139,12 @@ class LoaderRun(Iterator[Any]):
         raise StopIteration from None
 
     def _next(self) -> Any:
-        inlet = self._inlet
-        if inlet is None:
+        decoder = self._decoder
+        if decoder is None:
             return next(self._iterator)
-        inlet.take_back()
+        decoder.take_back()
         sent: Any = next(self._iterator)
-        item = inlet.open(sent)
+        item = decoder.open(sent)
         fresh = isinstance(sent, Fresh)
         self.fresh += fresh
         if self._pins and not fresh:  # torch's pinning thread could not see the tensors inside
@@ -201,7 +201,7 @@ class LoaderRun(Iterator[Any]):
             wanted = self._awaited_request()
             if wanted is not None:
                 indices = plain_indices(wanted)
-                words.append(f"samples {few(wanted)}")
+                words.append(f"samples {indices_as_text(wanted)}")
             files = files_read_by(process)
             words += [f"with {', '.join(files)} open"] if files else []
         others = [(each, process) for each, process in enumerate(workers._workers) if each != number]
@@ -253,8 +253,8 @@ class LoaderRun(Iterator[Any]):
         waiting = self._waiting
         if waiting is not None and waiting != threading.get_ident():
             self._wake(workers)
-        if self._inlet is not None:
-            self._inlet.close()
+        if self._decoder is not None:
+            self._decoder.close()
 
     def _kill(self, workers: _Workers) -> None:
         """Kills the workers, where one is stopped or was killed: it may hold a lock for which torch would wait."""
@@ -361,7 +361,7 @@ def _send_nothing(results: Any) -> None:
             lock.release()
 
 
-def _begin(loader: Iterable[Any], inlet: BatchDecoder | None, seconds: float | None) -> LoaderRun:
+def _begin(loader: Iterable[Any], decoder: BatchDecoder | None, seconds: float | None) -> LoaderRun:
     """A run of a loader.
 
     Raises:
@@ -377,10 +377,10 @@ def _begin(loader: Iterable[Any], inlet: BatchDecoder | None, seconds: float | N
             if workers is not None and workers is not before:
                 # Runs just before Python terminates persistent loader workers, and waits for them without a bound.
                 Finalize(workers, _kill_stopped, (id(workers), workers._workers), exitpriority=0)
-            return LoaderRun(iterator, inlet)
+            return LoaderRun(iterator, decoder)
     finally:  # also where the workers could not be started: nobody else would close the descriptor
-        if inlet is not None:
-            inlet.seal()
+        if decoder is not None:
+            decoder.seal()
 
 
 def begin_anew_if_ended(loader: DataLoader[Any]) -> None:
@@ -460,7 +460,7 @@ class LoaderRuns(OpenRuns):
 
     def _new_loader(self, dataset: Any) -> tuple[Iterable[Any], BatchDecoder | None]:
         loader = self._build(dataset)
-        return loader, through_slots(loader) if isinstance(loader, DataLoader) else None
+        return loader, send_through_pool(loader) if isinstance(loader, DataLoader) else None
 
     def finish(self, run: LoaderRun) -> None:
         """Ends a run, and its loader workers unless they persist. Idempotent."""

@@ -194,7 +194,6 @@ class _Rows:
         return decoded.part(lo, hi) if isinstance(decoded, MadeRecords) else self.records(group, lo, hi)
 
     def boundary_from(self, record: int) -> int:
-        """See ``Layout.boundary_from``."""
         return int(self.starts[bisect_left(self.starts, record)])
 
     def read_range(self, file: BinaryIO, lo: int, hi: int) -> RecordList:

@@ -154,9 +154,9 @@ class SharedPool:
 
 
 def _attach(file: Any, workers: int, part: int) -> SharedPool:
-    arena = SharedPool(file.detach, workers, part)
-    arena.seal()
-    return arena
+    shared_pool = SharedPool(file.detach, workers, part)
+    shared_pool.seal()
+    return shared_pool
 
 
 def _before_parts(workers: int) -> int:

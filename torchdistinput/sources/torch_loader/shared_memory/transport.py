@@ -20,7 +20,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from torchdistinput.coordination.private_names import look_up
-from torchdistinput.sources.in_worker import Failure, PieceDataset
+from torchdistinput.sources.in_worker import Failure
+from torchdistinput.sources.map_style.piece_dataset import PieceDataset
 from torchdistinput.sources.torch_loader.queues import reduction_of
 from torchdistinput.sources.torch_loader.settings import WorkerInit
 from torchdistinput.sources.torch_loader.shared_memory.pool import (
@@ -77,11 +78,11 @@ class _Contents:
     """The places of the contents of an item's tensors and arrays.
 
     Args:
-      lender: allocates memory in the pool.
+      allocator: allocates memory in the pool.
     """
 
-    def __init__(self, lender: PoolAllocator) -> None:
-        self._lender = lender
+    def __init__(self, allocator: PoolAllocator) -> None:
+        self._allocator = allocator
         self.blocks: list[Block] = []
         """The blocks of the contents that are not in the message."""
         self._storages: dict[int, tuple[torch.UntypedStorage, torch.Tensor | None]] = {}  # by id, unique while kept
@@ -100,9 +101,9 @@ class _Contents:
     def are_inside(self, buffer: pickle.PickleBuffer) -> bool:
         """Whether contents become a part of the message; the pickler calls this for each buffer in turn."""
         contents = buffer.raw()
-        if self._lender.is_small(contents.nbytes):
+        if self._allocator.is_small(contents.nbytes):
             return True
-        self.blocks.append(self._lender.place(contents))
+        self.blocks.append(self._allocator.place(contents))
         return False
 
 
@@ -184,53 +185,54 @@ class BatchEncoder:
     """Encodes the items of a loader worker: its ``collate_fn``, which runs last.
 
     Args:
-      arena: the shared memory of the loader.
+      shared_pool: the shared memory of the loader.
       collate: the loader's own ``collate_fn``.
     """
 
-    def __init__(self, arena: SharedPool, collate: Callable[[Any], Any]) -> None:
-        self._arena = arena
+    def __init__(self, shared_pool: SharedPool, collate: Callable[[Any], Any]) -> None:
+        self._shared_pool = shared_pool
         self._collate = collate
-        self._lender: PoolAllocator | None = None
+        self._allocator: PoolAllocator | None = None
 
     def begin(self, worker: int, dataset: Any) -> None:
         """Lets ``default_collate`` stack into the pool, in this worker. See ``settings.WorkerInit``."""
-        self._lender = PoolAllocator(self._arena, worker)
+        self._allocator = PoolAllocator(self._shared_pool, worker)
         if _stacking.get(torch.Tensor) is collate_tensor_fn:
-            _stacking[torch.Tensor] = stack = Stack(self._lender)
+            _stacking[torch.Tensor] = stack = Stack(self._allocator)
             if isinstance(dataset, PieceDataset):
-                dataset.keep_samples(stack.keep)
+                dataset.move_samples(stack.keep)
 
     def __call__(self, data: Any) -> Packed | Fresh:
         """The encoded item."""
-        assert self._lender is not None
+        assert self._allocator is not None
         item = self._collate(data)
         del data
         try:
-            return self._packed(item, self._lender)
+            return self._packed(item, self._allocator)
         finally:
             del item
-            self._lender.take_back()
+            self._allocator.take_back()
 
     @staticmethod
-    def _packed(item: Any, lender: PoolAllocator) -> Packed | Fresh:
+    def _packed(item: Any, allocator: PoolAllocator) -> Packed | Fresh:
         try:
-            return _packed(item, lender)
+            return _packed(item, allocator)
         except DoesNotFit:
-            return Fresh(item, lender.worker, lender.number)
+            return Fresh(item, allocator.worker, allocator.number)
         except Exception as error:  # torch's thread would print it, and the main process would wait for ever
-            return _packed(Failure(error, "sending what was read to the main process"), lender)
+            return _packed(Failure(error, "sending what was read to the main process"), allocator)
 
 
-def _packed(item: Any, lender: PoolAllocator) -> Packed:
-    contents, message = _Contents(lender), io.BytesIO()
+def _packed(item: Any, allocator: PoolAllocator) -> Packed:
+    contents, message = _Contents(allocator), io.BytesIO()
     _Pickler(message, contents).dump(item)
-    entry = lender.enter(contents.blocks) if contents.blocks else None
+    entry = allocator.enter(contents.blocks) if contents.blocks else None
     places = tuple([(block.lo, block.lo + block.size) for block in contents.blocks])
-    return pickle.dumps((lender.worker, lender.number, entry, places, message.getvalue()), pickle.HIGHEST_PROTOCOL)
+    packed = allocator.worker, allocator.number, entry, places, message.getvalue()
+    return pickle.dumps(packed, pickle.HIGHEST_PROTOCOL)
 
 
-def through_slots(loader: DataLoader[Any]) -> BatchDecoder | None:
+def send_through_pool(loader: DataLoader[Any]) -> BatchDecoder | None:
     """Makes a loader's workers send through reused memory; returns the decoder, ``None`` where this cannot be.
 
     Args:
@@ -238,12 +240,12 @@ def through_slots(loader: DataLoader[Any]) -> BatchDecoder | None:
     """
     init = loader.worker_init_fn
     usable = isinstance(init, WorkerInit) and pool_is_usable()
-    arena = SharedPool.for_workers(loader.num_workers) if usable else None
-    if arena is None:
+    shared_pool = SharedPool.for_workers(loader.num_workers) if usable else None
+    if shared_pool is None:
         return None
-    outlet = BatchEncoder(arena, cast("Callable[[Any], Any]", loader.collate_fn))
-    loader.collate_fn, cast(WorkerInit, init).begin = outlet, outlet.begin
-    return BatchDecoder(arena)
+    encoder = BatchEncoder(shared_pool, cast("Callable[[Any], Any]", loader.collate_fn))
+    loader.collate_fn, cast(WorkerInit, init).begin = encoder, encoder.begin
+    return BatchDecoder(shared_pool)
 
 
 @final
@@ -251,28 +253,28 @@ class BatchDecoder:
     """Decodes the items of a loader's workers in the main process.
 
     Args:
-      arena: the shared memory of the loader.
+      shared_pool: the shared memory of the loader.
     """
 
-    def __init__(self, arena: SharedPool) -> None:
-        self._arena = arena
+    def __init__(self, shared_pool: SharedPool) -> None:
+        self._shared_pool = shared_pool
         # The tokens by worker and entry of the ledger, each with the places of its item.
         self._tokens: dict[tuple[int, int], tuple[Token, Places]] = {}
-        self._numbers = [0] * arena.workers
+        self._numbers = [0] * shared_pool.workers
         self._closed = False
         # torch sets things up at the first use of a function; another thread must not do so while a worker is forked.
         storage_over(bytearray(1))
 
     def seal(self) -> None:
         """Closes the pool's file once all workers have mapped it. Idempotent."""
-        self._arena.seal()
+        self._shared_pool.seal()
 
     def take_back(self) -> None:
         """Gives the memory of unreferenced batches back to the workers."""
         for (worker, entry), (token, _) in list(self._tokens.items()):
             if token.is_free:
                 del self._tokens[worker, entry]
-                self._arena.ledger(worker)[entry] = 0
+                self._shared_pool.ledger(worker)[entry] = 0
 
     def open(self, sent: Packed | Fresh) -> Any:
         """The item that a worker sent. Torch's pinning thread may have made a list of the named tuple.
@@ -287,7 +289,7 @@ class BatchDecoder:
         self._count(worker, number, took=entry is not None)
         if entry is None:
             return pickle.loads(rest)
-        token = Token(self._arena.part(worker))
+        token = Token(self._shared_pool.part(worker))
         self._tokens[worker, entry] = token, places
         if self._closed:  # after the token is stored: close() sets _closed first and looks for tokens then
             raise StopIteration
@@ -303,7 +305,7 @@ class BatchDecoder:
 
     def _forget(self, worker: int, number: int) -> None:
         """Frees what an earlier epoch sent and torch threw away: items come in order, so a missing one never comes."""
-        ledger = self._arena.ledger(worker)
+        ledger = self._shared_pool.ledger(worker)
         for entry in np.flatnonzero((ledger > 0) & (ledger <= number)).tolist():
             if (worker, entry) not in self._tokens:
                 ledger[entry] = 0
@@ -311,9 +313,9 @@ class BatchDecoder:
     def close(self) -> None:
         """Gives the memory back to the system, except for batches that are in use. Idempotent; any thread."""
         self._closed = True
-        used: list[list[tuple[int, int]]] = [[] for _ in range(self._arena.workers)]
+        used: list[list[tuple[int, int]]] = [[] for _ in range(self._shared_pool.workers)]
         for (worker, _), (token, places) in list(self._tokens.items()):
             if not token.is_free:
                 used[worker].extend(places)
         for worker, taken in enumerate(used):
-            self._arena.give_up(worker, taken)
+            self._shared_pool.give_up(worker, taken)

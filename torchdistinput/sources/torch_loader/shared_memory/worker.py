@@ -59,19 +59,19 @@ class PoolAllocator:
     """Allocates memory in a loader worker's part of the pool, and records which batches use it.
 
     Args:
-      arena: the shared memory.
+      shared_pool: the shared memory.
       worker: the number of this worker.
     """
 
-    def __init__(self, arena: SharedPool, worker: int) -> None:
+    def __init__(self, shared_pool: SharedPool, worker: int) -> None:
         self.worker = worker
-        self._arena = arena
-        self._ledger = arena.ledger(worker)
-        memory = arena.part(worker)
+        self._shared_pool = shared_pool
+        self._ledger = shared_pool.ledger(worker)
+        memory = shared_pool.part(worker)
         self._base: int = memory.__array_interface__["data"][0]
         self._size = memory.nbytes
         self._free = Free(self._size)
-        self._front = arena.front(worker)
+        self._front = shared_pool.front(worker)
         if self._front.length:  # an earlier worker has set the region
             self._free.wall_off(self._front.length)
         self._blocks: dict[int, Block] = {}
@@ -98,7 +98,7 @@ class PoolAllocator:
     def _take(self, size: int) -> int | None:
         lo = self._free.take(size)
         if lo is not None:
-            self._blocks[lo] = Block(lo, size, Token(self._arena.part(self.worker)))
+            self._blocks[lo] = Block(lo, size, Token(self._shared_pool.part(self.worker)))
         return lo
 
     def place(self, contents: memoryview) -> Block:
@@ -204,15 +204,15 @@ class Stack:
     next sample, and still in the processor's cache. The memory of a whole batch would go back to the system each time.
 
     Args:
-      lender: allocates the memory.
+      allocator: allocates the memory.
     """
 
-    def __init__(self, lender: PoolAllocator) -> None:
-        self._lender = lender
+    def __init__(self, allocator: PoolAllocator) -> None:
+        self._allocator = allocator
         self._rows: dict[_Path, _Rows] = {}  # the rows of the piece that is being read, by the leaf's path in a sample
 
     def keep(self, sample: Any, row: int, rows: int) -> Any:
-        """See ``in_worker.Keep``."""
+        """See ``piece_dataset.MoveSample``."""
         if row == 0:
             self._rows = {}
         elif whole := self._rows.get(()):  # the sample is a leaf
@@ -248,7 +248,7 @@ class Stack:
         tensor = torch.as_tensor(leaf, device="cpu") if type(leaf) is np.ndarray else leaf
         if not is_plain(tensor):
             return None
-        piece = self._lender.new_tensor((rows, *tensor.shape), tensor.dtype)
+        piece = self._allocator.new_tensor((rows, *tensor.shape), tensor.dtype)
         return None if piece is None else _Rows(piece, type(leaf))
 
     def __call__(self, batch: Any, *, collate_fn_map: Any = None) -> Any:
@@ -260,11 +260,11 @@ class Stack:
             if begun.are(batch):
                 return self._rows.pop(path).piece
         shape = (len(batch), *first.shape)
-        if self._lender.is_small(len(batch) * first.nbytes):
+        if self._allocator.is_small(len(batch) * first.nbytes):
             # This memory is not shared, as torch's would be.
             new: torch.Tensor | None = torch.empty(shape, dtype=first.dtype, device="cpu")
         else:
-            new = self._lender.new_tensor(shape, first.dtype)
+            new = self._allocator.new_tensor(shape, first.dtype)
         if new is None:
             return collate_tensor_fn(batch, collate_fn_map=collate_fn_map)
         return torch.stack(batch, 0, out=new)
