@@ -16,11 +16,12 @@ from torchdistinput.batches.schema_check import KnownSchema, SchemaChecker
 from torchdistinput.pipeline.fetch import Fetch
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.in_worker import Cut, Failure, as_is
+from torchdistinput.sources.cuts import Cut, as_is
 from torchdistinput.sources.iterable.cursor import Marked, Place, Reader, ReadLog, Taken
 from torchdistinput.sources.iterable.reading import CapturingIterable, rows_logged
 from torchdistinput.sources.iterable.user_state import Snapshot
 from torchdistinput.sources.opaque_batches import OpaqueCollate
+from torchdistinput.sources.read_failures import Failure
 from torchdistinput.sources.split_batches import CutReady
 from torchdistinput.step_types import Counted, Drawn, Failed, Held, LocalStep, OpaqueBatch
 

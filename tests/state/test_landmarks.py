@@ -12,8 +12,8 @@ import pytest
 
 from torchdistinput.coordination.step_sync import _last_sync
 from torchdistinput.plan.file_resharding import ReaderCursor
+from torchdistinput.sources.cuts import Cut
 from torchdistinput.sources.files.position import CommonPlaces, FilesPosition, Places
-from torchdistinput.sources.in_worker import Cut
 from torchdistinput.step_types import PeriodicSync
 
 

@@ -15,5 +15,5 @@ from tests.support import epochs, inputs, launched, platforms, processes, resume
 
 gc.collect()
 gc.freeze()
-for finalizer in tuple(weakref.finalize._registry):
+for finalizer in tuple(vars(weakref.finalize)["_registry"]):
     finalizer.atexit = False

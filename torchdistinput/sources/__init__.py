@@ -4,7 +4,8 @@
 - ``fragments``: ``Fragment``, ``FragmentSource``: the public interface for data that is read in parts.
 - ``checks``: Checks of the user's arguments.
 - ``base``: The interface of a source.
-- ``in_worker``: What all reading code shares: failures as values, and cuts of batches.
+- ``cuts``: Batches that are cut into rows: the pieces of this rank's replicas.
+- ``read_failures``: Failures of reading, as values.
 - ``split_batches``: Counts and cuts ready batches.
 - ``opaque_batches``: Batches that stay whole and are not inspected.
 - ``converting``: Torch's conversion of ready batches.

@@ -13,8 +13,8 @@ import torch
 from torchdistinput.coordination.failures import in_one_line
 from torchdistinput.errors import InputError, ShardingError
 from torchdistinput.plan.seed_schedule import SeedSchedule
-from torchdistinput.sources.in_worker import Failure
 from torchdistinput.sources.iterable.cursor import Compared
+from torchdistinput.sources.read_failures import Failure
 from torchdistinput.sources.rng import Draw, plainly
 from torchdistinput.sources.set_epoch import EpochSetter
 from torchdistinput.sources.torch_loader.open_runs import OpenRuns

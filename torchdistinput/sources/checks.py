@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Protocol, runtime_checkable
 
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from torchdistinput.errors import InputError
 
@@ -38,6 +38,11 @@ def refuse_plain_iterable(data: object) -> None:
     Raises:
       InputError: the object has no samples by number, and is not an ``IterableDataset``.
     """
+    if isinstance(data, DataLoader):
+        raise InputError(
+            "found a DataLoader as the dataset of a DataLoader. Give its dataset, loader.dataset, with the arguments "
+            "of the loader; or write Strategy().distribute_dataset(loader) for the loader as it is."
+        )
     if isinstance(data, Iterable) and not isinstance(data, Dataset | _Indexed | type):
         name = type(data).__name__
         raise InputError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, Final
 
 import numpy as np
@@ -25,10 +25,10 @@ from torchdistinput.plan.sharding import AutoShardPolicy, resolve_policy
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.base import HoldsTorchLoader, MapStyle, Shards, Source
 from torchdistinput.sources.checks import refuse_class, refuse_ray
+from torchdistinput.sources.cuts import cannot_skip
 from torchdistinput.sources.files.fragment_dataset import FragmentDataset
 from torchdistinput.sources.files.mixture import RecordDataset, StreamMixture
 from torchdistinput.sources.fragments import FragmentSource
-from torchdistinput.sources.in_worker import cannot_skip
 from torchdistinput.sources.iterable.data_pipes import has_sharding_filter
 from torchdistinput.sources.iterable.source import IterableSource
 from torchdistinput.sources.map_style.mixture import Mixture, MixtureSampler
@@ -121,6 +121,7 @@ def recognise(
 
         return RecordSource(data, *place, *batching), resolved
     if is_map_style(data):
+        _refuse_without_length(data)
         return MapLoaderSource(_loader(data, *batching, shuffle), *place), resolved
     _refuse_without_numbers(f"an iterable ({type(data).__name__})", options)
     return IterableSource(data, *place, *batching, first=first), resolved
@@ -232,6 +233,16 @@ def is_map_style(data: Any) -> bool:
     return issubclass(type(data), MapStyle) and not isinstance(data, list | tuple)  # instances have what it has
 
 
+def _refuse_without_length(data: object) -> None:
+    """Refuses a map-style dataset without a length: the order of its samples is drawn from the length."""
+    if not isinstance(data, Sized):
+        raise InputError(
+            f"found a {type(data).__name__} as data, with samples by number (__getitem__) and without __len__, from "
+            "which the order of the samples is made. Add __len__ to it; or give a DataLoader with a sampler of your "
+            "own; or derive it from IterableDataset, with an __iter__, if the number of samples is not known."
+        )
+
+
 def _refuse_shuffling(data: Any) -> None:
     """Refuses to shuffle data that decides its order itself."""
     if isinstance(data, DataLoader):
@@ -280,9 +291,9 @@ def _refuse(data: Any) -> None:
             hint = "Give a dict with nothing but tensors and NumPy arrays in it, one entry per sample in each."
         if isinstance(data, str | bytes):
             hint = "Give FileDataset(pattern, read=...) for files, or an iterable of batches."
-        raise InputError(f"found a {type(data).__name__} as data; it is no dataset. {hint}")
+        raise InputError(f"found data of type {type(data).__name__}, which is no dataset. {hint}")
     if not (isinstance(data, Iterable | Iterator) or callable(data) or is_map_style(data)):
         raise InputError(
-            f"found a {type(data).__name__} as data; a DataLoader, a Dataset, a FileDataset, an iterable of global "
+            f"found data of type {type(data).__name__}; a DataLoader, a Dataset, a FileDataset, an iterable of global "
             "batches, or a function that returns one is needed."
         )

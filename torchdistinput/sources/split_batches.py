@@ -17,8 +17,9 @@ from torchdistinput.errors import BatchingError
 from torchdistinput.plan.batching import Cutter, split
 from torchdistinput.plan.batching import Row as Limits
 from torchdistinput.sources.converting import fast_collate
-from torchdistinput.sources.in_worker import ENDS, Cut, Failure, OnFailure, as_is, sizes_in
+from torchdistinput.sources.cuts import Cut, as_is, sizes_in
 from torchdistinput.sources.iterable.cursor import Marked, Wait
+from torchdistinput.sources.read_failures import ENDS, Failure, OnFailure
 from torchdistinput.step_types import OpaqueBatch, Row, RowSizes, SizedRow
 
 _NO_BATCHES = (Failure, Wait, Marked)

@@ -14,8 +14,9 @@ import torchdistinput as tdi
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.file_resharding import ReaderCursor
 from torchdistinput.plan.topology import Topology
+from torchdistinput.sources.cuts import Cut
 from torchdistinput.sources.files.batching import Entrance, KnownRows, RecordRows
-from torchdistinput.sources.in_worker import Cut, Failure
+from torchdistinput.sources.read_failures import Failure
 
 
 def files(folder: Path, sizes: tuple[int, ...] = (7, 0, 12, 5), bad: tuple[int, int] | None = None) -> list[str]:

@@ -307,7 +307,7 @@ REASONED = {
     "sources/files/formats/webdataset.py": {"np.load", "torch.load"},
     "sources/torch_loader/queues.py": {"pickle.loads"},
     "sources/torch_loader/shared_memory/transport.py": {"pickle.loads"},
-    "sources/in_worker.py": {"pickle.loads"},
+    "sources/read_failures.py": {"pickle.loads"},
     "testing/ranks.py": {"pickle.loads"},
     "testing/sources.py": {"pickle.loads"},
 }

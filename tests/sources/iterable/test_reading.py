@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from torchdistinput.sources.in_worker import OnFailure
 from torchdistinput.sources.iterable.cursor import Marked
 from torchdistinput.sources.iterable.reading import CapturingIterator
 from torchdistinput.sources.iterable.user_state import Kept
+from torchdistinput.sources.read_failures import OnFailure
 
 
 class Counting:

@@ -25,6 +25,7 @@ from torchdistinput.plan.batching import Row as Limits
 from torchdistinput.plan.file_resharding import Deals, ReaderCursor, fresh_files
 from torchdistinput.plan.mixed_turns import Cursor
 from torchdistinput.plan.sharding import shards_of
+from torchdistinput.sources.cuts import Cut, labelled_piece, no_sizes, nothing_left, sizes_in, without_left_out
 from torchdistinput.sources.files.columns import Columns, RecordList, collated
 from torchdistinput.sources.files.corrupt_records import CorruptRecord
 from torchdistinput.sources.files.mixed_reader import MixedReader
@@ -32,16 +33,8 @@ from torchdistinput.sources.files.mixture import RecordDataset
 from torchdistinput.sources.files.open_file import RecordPlace
 from torchdistinput.sources.files.plain_epochs import loader_worker
 from torchdistinput.sources.files.reading import Reads, Reserved
-from torchdistinput.sources.in_worker import (
-    Cut,
-    Failure,
-    labelled_piece,
-    no_sizes,
-    nothing_left,
-    sizes_in,
-    without_left_out,
-)
 from torchdistinput.sources.opaque_batches import OpaqueCollate
+from torchdistinput.sources.read_failures import Failure
 from torchdistinput.sources.sample_costs import Balance, select
 from torchdistinput.sources.sample_index import labelled_batch, number_of, number_of_first_row
 from torchdistinput.sources.sample_seed import epoch_key
@@ -247,9 +240,7 @@ class RecordRows(IterableDataset[Any]):
                     yield self._cut(records, reader, key, first, place)
             first, records = 0, []
 
-    def _cut(
-        self, records: Batch, reader: Reads, key: int, first: int, place: Cursor | None
-    ) -> Cut | Failure:
+    def _cut(self, records: Batch, reader: Reads, key: int, first: int, place: Cursor | None) -> Cut | Failure:
         try:
             if self._cutter.global_batch_size is None:
                 return self._cut_ready([*records[:]], partial(reader.places, 0, 1), key, first)._replace(place=place)

@@ -22,9 +22,10 @@ from torchdistinput.coordination.channel import plain_message
 from torchdistinput.errors import InputError, StateMismatch
 from torchdistinput.plan.file_resharding import Deals, checked_deals
 from torchdistinput.plan.mixed_turns import Cursor, cursor_from_json
+from torchdistinput.sources.cuts import Cut
 from torchdistinput.sources.files.batching import KnownRows
-from torchdistinput.sources.in_worker import Cut, Failure
 from torchdistinput.sources.iterable.cursor import Compared
+from torchdistinput.sources.read_failures import Failure
 from torchdistinput.step_types import ROWS_BETWEEN_SYNCS, Counted, Row, SizedRow
 
 T = TypeVar("T")

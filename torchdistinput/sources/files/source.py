@@ -26,13 +26,14 @@ from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.sharding import AutoShardPolicy, shards_of
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.base import Exchange, RowStream, Source
+from torchdistinput.sources.cuts import Cut, as_is
 from torchdistinput.sources.files.batching import Batch, Entrance, KnownRows, RecordRows, divide_records, pass_over
 from torchdistinput.sources.files.fragment_dataset import FragmentDataset
 from torchdistinput.sources.files.mixture import LENGTHS_WAY_OUT, RecordDataset, StreamMixture
 from torchdistinput.sources.files.mixture_weights import WeightsSync
 from torchdistinput.sources.files.position import CommonPlaces, FilesPosition, Places
 from torchdistinput.sources.files.steps import sizes_of, skew_warning, steps_of
-from torchdistinput.sources.in_worker import Cut, Failure, as_is
+from torchdistinput.sources.read_failures import Failure
 from torchdistinput.sources.rng import Draw
 from torchdistinput.sources.sample_costs import balance_by_record
 from torchdistinput.sources.set_epoch import EpochSetter

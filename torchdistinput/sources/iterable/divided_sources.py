@@ -47,9 +47,9 @@ _IN_GENERAL: Final = (
 _MOST_INSIDE: Final = 8
 PART_WAY_OUT: Final = (
     "If each rank was given a part of the data already (a Subset of its own, split_dataset_by_node): give every rank "
-    "the whole, of which it takes its part, or keep the parts and use distribute_datasets_from_function. What splits "
-    "or makes data at random (random_split, torch.randn) must be seeded alike on all ranks, and files listed in "
-    "the same order."
+    "the whole data, and each rank will take its part of each batch; or keep the parts, and use "
+    "distribute_datasets_from_function. Random splits and random data (random_split, torch.randn) need the same seed "
+    "on all ranks, and lists of files the same order."
 )
 """Advice for the user if the ranks have different map-style data."""
 _MOST_COMPARED: Final = 64

@@ -15,7 +15,7 @@ from torchdistinput.plan.seed_schedule import SeedSchedule
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.base import RowStream, Source
 from torchdistinput.sources.checks import refuse_class, refuse_ray
-from torchdistinput.sources.in_worker import Failure, cannot_skip
+from torchdistinput.sources.cuts import cannot_skip
 from torchdistinput.sources.iterable.cursor import (
     Marked,
     Place,
@@ -29,6 +29,7 @@ from torchdistinput.sources.iterable.reading import CapturingIterator
 from torchdistinput.sources.iterable.reopening import Reopened
 from torchdistinput.sources.iterable.skip_in_loader import can_pass_over, passing_over, tell_shuffler
 from torchdistinput.sources.iterable.user_state import NOBODY, Snapshot, entered, why_unused
+from torchdistinput.sources.read_failures import Failure
 from torchdistinput.sources.rng import Draw, SharedRng, generators_of, packed, unpacked
 from torchdistinput.sources.sample_index import Positions
 from torchdistinput.sources.sample_seed import cannot_seed

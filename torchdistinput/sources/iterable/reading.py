@@ -11,8 +11,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torchdistinput.coordination.batch_digests import digest_of_element, longer_gap
 from torchdistinput.errors import StateMismatch
 from torchdistinput.plan.batching import Cutter
+from torchdistinput.sources.cuts import Cut, cut_of
 from torchdistinput.sources.files.plain_epochs import SharedEpoch, loader_worker
-from torchdistinput.sources.in_worker import ENDS, Cut, Failure, OnFailure, cut_of
 from torchdistinput.sources.iterable.cursor import (
     Compared,
     Marked,
@@ -24,6 +24,7 @@ from torchdistinput.sources.iterable.cursor import (
 )
 from torchdistinput.sources.iterable.data_pipes import PipeSetting, is_data_pipe
 from torchdistinput.sources.iterable.user_state import NOBODY, Kept, OwnState, begun_again, entered
+from torchdistinput.sources.read_failures import ENDS, Failure, OnFailure
 from torchdistinput.sources.sample_index import Positions
 from torchdistinput.sources.set_epoch import set_announced_epoch
 from torchdistinput.step_types import Counted, ReadFailure, Row, SizedRow

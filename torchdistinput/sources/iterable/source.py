@@ -27,7 +27,7 @@ from torchdistinput.plan.seed_schedule import SeedSchedule
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.base import RowStream, Source, length_of, own_shard
-from torchdistinput.sources.in_worker import ENDS, CutSamples, as_is, batched, cut_of
+from torchdistinput.sources.cuts import CutSamples, as_is, batched, cut_of
 from torchdistinput.sources.iterable.between_epochs import BetweenEpochs
 from torchdistinput.sources.iterable.cursor import Place, ReadLog, place_of, warn_of_reading_again
 from torchdistinput.sources.iterable.data_pipes import PipeSetting, is_data_pipe
@@ -35,6 +35,7 @@ from torchdistinput.sources.iterable.divided_sources import way_out_for
 from torchdistinput.sources.iterable.reading import CapturingIterable, entrances_at, labels_by_position, rows_logged
 from torchdistinput.sources.iterable.reopening import Reopened, is_function
 from torchdistinput.sources.iterable.user_state import keeps_state, why_unused
+from torchdistinput.sources.read_failures import ENDS
 from torchdistinput.sources.rng import Draw, generators_of
 from torchdistinput.sources.sample_costs import balance_by_record
 from torchdistinput.sources.set_epoch import EpochSetter

@@ -16,11 +16,11 @@ from torch.utils.data import BatchSampler, Sampler
 
 from torchdistinput.errors import BatchingError, StateMismatch
 from torchdistinput.plan.batching import Cutter, check_replica, distinct_steps, refuse_empty_pieces, split
-from torchdistinput.sources.in_worker import ENDS, OnFailure
 from torchdistinput.sources.map_style.balanced_batch import BalancedBatch, LatePiece
 from torchdistinput.sources.map_style.index_array import Numbers, digest_of
 from torchdistinput.sources.map_style.piece_dataset import NO_SAMPLES, PLAIN_INDICES, Request
 from torchdistinput.sources.map_style.sampler_batches import Passed, batches_of, size_of
+from torchdistinput.sources.read_failures import ENDS, OnFailure
 from torchdistinput.sources.rng import plainly
 from torchdistinput.sources.sample_costs import Balance
 from torchdistinput.sources.sample_index import SampleNumbers

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 from itertools import accumulate
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
 from torchdistinput.plan.packing import Item, Overflow, Packing, PackingStrategy, check_packing, pack_window
+from torchdistinput.sources.base import MapStyle
 from torchdistinput.sources.map_style.length_batches import Lengths, length_reader
 
 _TOKENS = "tokens"
@@ -172,7 +173,7 @@ class Packed(Dataset[dict[str, Tensor]]):
 
 
 def _check_indexed(dataset: object) -> None:
-    if not isinstance(dataset, Sized) or isinstance(dataset, IterableDataset):
+    if not isinstance(dataset, MapStyle) or isinstance(dataset, IterableDataset):
         raise TypeError(
             "Packed takes a map-style dataset, with __len__ and __getitem__, whose samples it reads in any order; "
             f"found a {type(dataset).__name__}. Pack the records of files while they are read, with a StatefulFlatMap: "

@@ -12,11 +12,12 @@ from torch.utils.data import Dataset, default_collate
 
 from torchdistinput.coordination.failures import in_one_line, plain_indices
 from torchdistinput.sources.converting import fast_collate
+from torchdistinput.sources.cuts import without_left_out
 from torchdistinput.sources.files.plain_epochs import SharedEpoch
-from torchdistinput.sources.in_worker import ENDS, Failure, OnFailure, without_left_out
 from torchdistinput.sources.map_style.in_memory import NOT_THERE, InMemoryRows, gather_of, numbers_of
 from torchdistinput.sources.map_style.index_array import Numbers
 from torchdistinput.sources.opaque_batches import OpaqueCollate
+from torchdistinput.sources.read_failures import ENDS, Failure, OnFailure
 from torchdistinput.sources.sample_seed import Samples
 from torchdistinput.sources.set_epoch import set_announced_epoch
 from torchdistinput.step_types import Origin, ReadFailure

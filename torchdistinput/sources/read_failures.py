@@ -1,0 +1,97 @@
+"""Failures of reading, as values: they travel from the loader worker to the thread that delivers batches.
+
+An exception of a class that cannot be pickled would hang the queue of the loader worker, and the indices or the file
+would be missing in its message.
+"""
+
+from __future__ import annotations
+
+import pickle
+from contextlib import suppress
+from typing import Final, NamedTuple, NoReturn, cast, final
+
+from torch.utils.data import get_worker_info
+
+from torchdistinput.coordination.failures import kind_of, text_of, traceback_of
+from torchdistinput.errors import SourceError
+from torchdistinput.step_types import NO_ORIGIN, Origin, ReadFailure
+
+
+class WorkerTraceback(Exception):
+    """The traceback of a loader worker, as text: the cause of the exception that this loader worker returned."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+@final
+class OnFailure(NamedTuple):
+    """How a reader handles a failure of the user's code.
+
+    Args:
+      goes_on: whether it reads on afterwards, as torch's loader does; else the failure ends the epoch.
+      caught: the exceptions that count as failures. Where torch's loader would read in the user's ``next`` and go on,
+        Ctrl-C is one of them. Elsewhere it is not: Ctrl-C ends a loader worker, and read-ahead would report it late.
+    """
+
+    goes_on: bool = False
+    caught: type[BaseException] = Exception
+
+
+ENDS: Final = OnFailure()
+"""A failure is an ``Exception``, and ends the epoch."""
+
+
+@final
+class Failure:
+    """An exception of the reading code, as a value that travels to the thread that delivers batches.
+
+    Args:
+      error: the exception.
+      where: what was being read, for the message.
+      origin: the same as known values; the values that only this process knows are added.
+    """
+
+    def __init__(self, error: BaseException, where: str, origin: Origin = NO_ORIGIN) -> None:
+        info = get_worker_info()
+        self.where = where
+        self.error = error
+        self.cause: Exception | None = None
+        self.origin = origin
+        if info is not None:
+            self.where = f"{where}, loader worker {info.id}".lstrip(", ")
+            self.origin = origin._replace(
+                worker=info.id, kind=kind_of(error), text=text_of(error), traceback=traceback_of(error)
+            )
+            self.error = _picklable(cast(Exception, error))  # a loader worker catches no other exceptions
+            # Pickle drops the cause of an exception. The cause of a SourceError is the exception of the user's code.
+            if isinstance(error, SourceError) and isinstance(error.__cause__, Exception):
+                self.cause = _picklable(error.__cause__)
+
+    def reraise(self, *, goes_on: bool = False) -> NoReturn:
+        """Raises a ``ReadFailure`` whose cause is the exception; ``ReadFailure`` explains ``goes_on``.
+
+        A reader that goes on may keep this object, but not the exception: its traceback will refer to the user's
+        iterator, which could then never be garbage-collected.
+        """
+        if self.origin.traceback is not None:
+            if self.cause is not None:
+                self.error.__cause__ = self.cause
+            (self.cause or self.error).__cause__ = WorkerTraceback(self.origin.traceback)
+        error = self.error
+        if goes_on:
+            del self.error
+        raise ReadFailure(self.where, self.origin, goes_on=goes_on) from error
+
+
+def _picklable(error: Exception) -> Exception:
+    kind = type(error)
+    with suppress(Exception):
+        copied = pickle.loads(pickle.dumps(error))
+        if isinstance(copied, Exception):
+            return copied
+    with suppress(Exception):  # an attribute of the exception may be a lock, for example, or a function
+        bare = kind.__new__(kind, *error.args)
+        if isinstance(pickle.loads(pickle.dumps(bare)), Exception):
+            return bare
+    return RuntimeError(text_of(error))  # it cannot be pickled; its text still says what happened
