@@ -496,7 +496,7 @@ def steps_of(data: Any, replicas: int, **options: Any) -> list[Any]:
     return found
 
 
-TROUBLED = ["subset of a concat", "too short"]
+TROUBLED = ["subset by list", "subset of a concat", "too short"]
 """Those with indices that torch has to count from the end, or to complain of."""
 
 
