@@ -23,7 +23,6 @@ from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.map_style.index_array import Numbers
 from torchdistinput.sources.map_style.index_batches import SamplerDraws
-from torchdistinput.sources.map_style.piece_dataset import NO_SAMPLES
 from torchdistinput.sources.map_style.sampler_batches import Batches, Passed, batches_of, size_of
 from torchdistinput.sources.map_style.shuffle_sampler import ShuffleSampler
 from torchdistinput.sources.rng import plainly
@@ -297,7 +296,9 @@ def cutter(num_workers: int, worker: int, batch_size: int | None, *, shared: boo
 
 def asked_by(draws: SamplerDraws) -> Any:
     """The index or indices of the next request, as a dataset of the user's is asked for them."""
-    indices = draws.take_request()[1]
+    request = draws.take_request()
+    assert request is not None
+    indices = request[1]
     return indices.tolist() if isinstance(indices, Numbers) else indices
 
 
@@ -306,7 +307,7 @@ def failure_of(draws: SamplerDraws) -> BaseException:
     row = draws.take_row()
     assert row is not None
     assert row.failure is not None
-    assert draws.take_request() == NO_SAMPLES
+    assert draws.take_request() is None
     return row.failure
 
 
@@ -375,7 +376,7 @@ def test_a_whole_batch_that_is_half_delivered_is_asked_for_once_by_its_first_row
     taken = list(iter(draws.take_row, None))
     assert [row.row_of_whole for row in taken] == [0, 1, 2, 0, 1, 2][rows:]
     assert [row.pieces for row in taken] == [(place in {rows, 3},) for place in range(rows, 6)]
-    assert [draws.take_request()[1] for _ in asked] == list(asked)
+    assert [draws.take_request() for _ in asked] == [(False, each, 0) for each in asked]
     with pytest.raises(StopIteration):
         draws.take_request()
 

@@ -226,7 +226,7 @@ class Listed(Dataset[Any]):
 
 @pytest.mark.parametrize("content", [range(5, 9), np.array([7, 0, 7])], ids=["in a row", "array"])
 @pytest.mark.parametrize("many", [False, True])
-def test_a_request_on_its_way_to_a_worker_is_plain_and_asks_for_the_same(content: Any, many: bool) -> None:
+def test_a_request_on_its_way_to_a_worker_asks_for_the_same(content: Any, many: bool) -> None:
     draws = SamplerDraws(
         [],
         Cutter(Topology(num_workers=1, replicas_per_worker=1, worker=0), True, 3),
@@ -238,7 +238,7 @@ def test_a_request_on_its_way_to_a_worker_is_plain_and_asks_for_the_same(content
     feed.draws = draws
     draws.give_back([request])
     sent = next(iter(feed))
-    assert messages._are_plain(sent)
+    sent = ForkingPickler.loads(ForkingPickler.dumps(sent))
     expected, found = (PieceDataset(Listed(), default_collate if many else as_is)[each] for each in (request, sent))
     assert torch.equal(expected[0], found[0])
     assert torch.equal(found[0], torch.tensor([*content]))

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, final
 
 from torchdistinput.plan.balancing import Division, StepCosts
 from torchdistinput.sources.map_style.index_array import Numbers
-from torchdistinput.sources.map_style.piece_dataset import NO_SAMPLES, Request
+from torchdistinput.sources.map_style.piece_dataset import Request
 from torchdistinput.sources.sample_costs import Balance, select
 from torchdistinput.step_types import LeftOut
 
@@ -87,5 +87,5 @@ class LatePiece(NamedTuple):
         try:
             indices = self.batch.indices_of(self.row, self.piece)
         except Exception:  # the row that the piece belongs to raises it, in its turn
-            return NO_SAMPLES
-        return (collate, indices, key) if len(indices) else NO_SAMPLES
+            return None
+        return (collate, indices, key) if len(indices) else None

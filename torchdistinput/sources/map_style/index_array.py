@@ -32,19 +32,7 @@ class Numbers:
         self.content = content
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Numbers.of_plain, (self.plain(),)
-
-    def plain(self) -> tuple[int, int] | bytes:
-        """The indices as ints or bytes, which pickle in a fraction of the time of a range or an array."""
-        content = self.content
-        return (content.start, content.stop) if isinstance(content, range) else content.tobytes()
-
-    @staticmethod
-    def of_plain(plain: tuple[int, int] | bytes) -> Numbers:
-        """The indices from the result of ``plain``. Their array is writable, as before."""
-        if isinstance(plain, bytes):
-            return Numbers(np.frombuffer(bytearray(plain), np.int64))
-        return Numbers(range(*plain))
+        return Numbers, (self.content,)
 
     def __len__(self) -> int:
         return len(self.content)

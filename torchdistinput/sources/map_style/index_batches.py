@@ -18,7 +18,7 @@ from torchdistinput.errors import BatchingError, StateMismatch
 from torchdistinput.plan.batching import Cutter, check_replica, distinct_steps, refuse_empty_pieces, split
 from torchdistinput.sources.map_style.balanced_batch import BalancedBatch, LatePiece
 from torchdistinput.sources.map_style.index_array import Numbers, digest_of
-from torchdistinput.sources.map_style.piece_dataset import NO_SAMPLES, PLAIN_INDICES, Request
+from torchdistinput.sources.map_style.piece_dataset import Request
 from torchdistinput.sources.map_style.sampler_batches import Passed, batches_of, size_of
 from torchdistinput.sources.read_failures import ENDS, OnFailure
 from torchdistinput.sources.rng import plainly
@@ -64,7 +64,7 @@ class CutRow(NamedTuple):
         requests: list[Request] = [(collate, part, key) for part in parts]
         if len(requests) < self.wanted:
             full = iter(requests)
-            return [next(full) if lo < hi else NO_SAMPLES for lo, hi in self.limits]
+            return [next(full) if lo < hi else None for lo, hi in self.limits]
         return requests
 
 
@@ -161,8 +161,10 @@ class SamplerDraws:
         while not self._requests:
             if not self._advance():
                 raise StopIteration
-        many, wanted, key = request = self._requests.popleft()
-        return wanted.request(bool(many), key) if type(wanted) is LatePiece else request
+        request = self._requests.popleft()
+        if request is not None and isinstance(request[1], LatePiece):
+            request = request[1].request(request[0], request[2])
+        return request
 
     def give_back(self, requests: Sequence[Request]) -> None:
         """Takes back the requests that were taken last."""
@@ -210,7 +212,7 @@ class SamplerDraws:
         A request is made for the error, as for any row: torch's loader takes one request for each item.
         """
         self._exhausted = not self._like_torch or self._rows_to_skip > 0
-        self._requests.append(NO_SAMPLES)
+        self._requests.append(None)
         self._rows.append(DrawnRow((True,), None, 0, None, 1, (0,), None, error))
 
     def _start_after(self, rows: int) -> bool:
@@ -380,9 +382,6 @@ class _Requests(Iterator[Request]):
 
     def __next__(self) -> Request:
         request = self._draws.take_request()
-        many, wanted, key = request
-        if type(wanted) is Numbers:
-            request = many | PLAIN_INDICES, wanted.plain(), key
         self._taken.append(request)
         return request
 

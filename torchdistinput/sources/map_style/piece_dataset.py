@@ -6,7 +6,7 @@ It runs in loader workers, or in this process if there are none. Only the sample
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Protocol, cast, final, runtime_checkable
+from typing import Any, Protocol, cast, final, runtime_checkable
 
 from torch.utils.data import Dataset, default_collate
 
@@ -30,16 +30,10 @@ class FetchesBatches(Protocol):
     def __getitems__(self, indices: list[Any]) -> list[Any]: ...
 
 
-Request = tuple[int, Any, int]
+Request = tuple[bool, Any, int] | None
 """The request that torch's loader passes to a ``PieceDataset``: whether to collate a list of samples, the index or
-indices (as ``Numbers`` if torch's own sampler drew a list of them), and the key of the epoch for ``sample_seed``."""
-
-PLAIN_INDICES: Final = 2
-"""Added to the first value of a request to a loader worker if it has ``Numbers.plain`` instead of ``Numbers``."""
-
-_NOTHING: Final = 4
-NO_SAMPLES: Final[Request] = (_NOTHING, None, 0)
-"""The request for a piece without a sample. Its result is ``None``."""
+indices (as ``Numbers`` if torch's own sampler drew a list of them), and the key of the epoch for ``sample_seed``.
+``None`` for a piece without a sample; its result is ``None``, too."""
 
 MoveSample = Callable[[Any, int, int], Any]
 """Takes a sample, its position in the piece, and the number of samples in the piece. Returns the sample with its
@@ -103,14 +97,12 @@ class PieceDataset(Dataset[Any]):
 
     def __getitem__(self, request: Request) -> Any:
         """The collated piece, ``PartialPiece`` if samples were left out; or a ``Failure`` that names the indices."""
-        many, wanted, key = request
-        if many & _NOTHING:
+        if request is None:
             return None
-        if many & PLAIN_INDICES:
-            many, wanted = bool(many & ~PLAIN_INDICES), Numbers.of_plain(wanted)
+        many, wanted, key = request
         try:
             if not self._looked:
-                self._gather, self._looked = gather_of(self.dataset, self._collate, many=bool(many)), True
+                self._gather, self._looked = gather_of(self.dataset, self._collate, many=many), True
             if self._gather is not None:
                 rows = wanted if type(wanted) is Numbers else numbers_of(wanted)
                 if rows is not None and len(rows):  # for no samples the user's collate function may return anything
@@ -123,14 +115,14 @@ class PieceDataset(Dataset[Any]):
             wanted = wanted.tolist()
         return self._read(many, wanted, key)
 
-    def _read(self, many: int, wanted: Any, key: int) -> Any:
+    def _read(self, many: bool, wanted: Any, key: int) -> Any:  # noqa: FBT001 - as in the request
         try:
             if self._shared_epoch is not None and key != self._key:
                 set_announced_epoch(self._shared_epoch, self.dataset)
                 self._key = key
             with Samples(key, seeds=self._seeds) as reading:
                 if self._skip:
-                    return self._read_skipping((many, wanted, key), reading)
+                    return self._read_skipping(many, wanted, reading)
                 if not many:
                     samples = self._item(wanted, reading)
                 elif self._fetches_batches:
@@ -164,9 +156,8 @@ class PieceDataset(Dataset[Any]):
         reading.begin(index)
         return self.dataset[index]
 
-    def _read_skipping(self, request: Request, reading: Samples) -> Any:
+    def _read_skipping(self, many: bool, wanted: Any, reading: Samples) -> Any:  # noqa: FBT001 - as in the request
         """The collated piece of the samples that can be read. Exceptions of the collate function are raised."""
-        many, wanted, _ = request
         if not many:
             try:
                 item = self._item(wanted, reading)
@@ -207,11 +198,9 @@ def _failure(error: BaseException, wanted: Any) -> Failure:
 
 def indices_of(request: Request) -> list[Any]:
     """The indices that a request asks for."""
-    many, wanted, _ = request
-    if many & _NOTHING:
-        return []
-    if many & PLAIN_INDICES:
-        return Numbers.of_plain(wanted).tolist()
+    wanted = [] if request is None else request[1]
+    if isinstance(wanted, Numbers):
+        return wanted.tolist()
     return list(wanted) if isinstance(wanted, list | tuple) else [wanted]
 
 

@@ -98,7 +98,7 @@ class MapStream:
             return drawn
         requests = [self._draws.take_request() for _ in range(drawn.wanted)]
         try:
-            made = iter([gather(numbers) for _, numbers, _ in requests])
+            made = iter([gather(request[1]) for request in requests if request is not None])
         except NOT_THERE:  # reading one by one will raise it too, and name the samples
             self._draws.give_back(requests)
             return drawn

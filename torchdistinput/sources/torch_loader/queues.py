@@ -11,8 +11,8 @@ on their way.
 
 Messages are pickled as ``multiprocessing`` pickles them. But its pickler copies the whole table of registered reducers
 for each message. After a batch was decoded, with the processor's caches full of other data, this copy takes as long as
-all other work on the message together. Most messages are plain tuples, which no reducer concerns: they are pickled
-without the table.
+all other work on the message together. So our pickler looks into the table in place, and only for objects whose types
+are not built into every pickler.
 
 This works on Linux, with forked workers; elsewhere torch's queues stay as they are.
 """
@@ -36,7 +36,6 @@ if sys.platform == "linux":
 
 # ruff: noqa: SLF001 - the pipe of a queue has no public name, nor have the reducers that are registered
 
-from torchdistinput.batches.containers import PLAIN_TYPES
 from torchdistinput.coordination.private_names import look_up
 from torchdistinput.sources.torch_loader.private_names import PIPES
 
@@ -136,20 +135,9 @@ class _Pickler(pickle.Pickler):
 
 
 def _pickled(item: Any) -> bytes:
-    if type(item) is tuple and _are_plain(item):
-        return pickle.dumps(item)
     message = io.BytesIO()
     _Pickler(message).dump(item)
     return message.getvalue()
-
-
-def _are_plain(items: tuple[Any, ...]) -> bool:
-    """Whether all items are of plain types, or tuples of them, which no reducer concerns."""
-    for item in items:
-        cls = type(item)
-        if cls not in PLAIN_TYPES and not (cls is tuple and _are_plain(item)):
-            return False
-    return True
 
 
 @final

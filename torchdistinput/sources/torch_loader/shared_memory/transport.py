@@ -8,7 +8,6 @@ in the pool. An item that does not fit there, or cannot be sent so, is sent as t
 from __future__ import annotations
 
 import io
-import math
 import pickle
 import sys
 from collections.abc import Callable, Sequence
@@ -29,7 +28,6 @@ from torchdistinput.sources.torch_loader.shared_memory.pool import (
     Token,
     pool_is_usable,
     storage_over,
-    tensor_over,
 )
 from torchdistinput.sources.torch_loader.shared_memory.worker import (
     Block,
@@ -43,12 +41,11 @@ from torchdistinput.sources.torch_loader.shared_memory.worker import (
 _OTHER_ORDER: Final = ">" if sys.byteorder == "little" else "<"
 """The prefix of NumPy's types whose bytes are in the other order than this machine's."""
 
-_DTYPES: Final = (
+_DTYPES: Final = {
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),
-)
-_NUMBER_OF: Final = {dtype: number for number, dtype in enumerate(_DTYPES)}
-"""Common types of tensors; their place in this list travels as a number."""
+}
+"""Common types of tensors; the others are sent as PyTorch does."""
 
 _stacking: Final[dict[type[Any], Any]] = look_up("torch.utils.data._utils.collate.default_collate_fn_map")
 """The functions with which ``default_collate`` stacks, by type."""
@@ -85,18 +82,6 @@ class _Contents:
         self._allocator = allocator
         self.blocks: list[Block] = []
         """The blocks of the contents that are not in the message."""
-        self._storages: dict[int, tuple[torch.UntypedStorage, torch.Tensor | None]] = {}  # by id, unique while kept
-
-    def is_new(self, storage: torch.UntypedStorage, whole: torch.Tensor | None) -> bool:
-        """Whether a storage was not seen before. It is now; ``whole`` is a tensor that is all of it, if any."""
-        if id(storage) in self._storages:
-            return False
-        self._storages[id(storage)] = storage, whole
-        return True
-
-    def whole_of(self, storage: torch.UntypedStorage) -> torch.Tensor | None:
-        """The tensor with which a storage was first seen, if that tensor is all of it."""
-        return self._storages[id(storage)][1]
 
     def are_inside(self, buffer: pickle.PickleBuffer) -> bool:
         """Whether contents become a part of the message; the pickler calls this for each buffer in turn."""
@@ -118,35 +103,19 @@ class _Pickler(pickle.Pickler):
 
     def __init__(self, message: io.BytesIO, contents: _Contents) -> None:
         super().__init__(message, pickle.HIGHEST_PROTOCOL, buffer_callback=contents.are_inside)
-        self._contents = contents
 
     def reducer_override(self, obj: Any) -> Any:
         """Reduces a storage to a buffer of bytes, a plain tensor to its storage, other objects as PyTorch does."""
         if type(obj) is torch.Tensor:
-            number = _NUMBER_OF.get(obj.dtype)
-            if number is None or not is_plain(obj) or obj.is_neg():
+            if obj.dtype not in _DTYPES or not is_plain(obj) or obj.is_neg():
                 return reduction_of(obj)
-            storage, shape, stride = obj.untyped_storage(), tuple(obj.shape), obj.stride()
-            if _is_whole(obj, storage) and self._contents.is_new(storage, obj):
-                return _whole, (pickle.PickleBuffer(_memory_of(storage, obj)), number, shape)
-            return _tensor, (storage, number, obj.storage_offset(), shape, stride)
+            # Torch has one object for a storage while it is alive, so pickle knows a storage that comes again.
+            return _tensor, (obj.untyped_storage(), obj.dtype, obj.storage_offset(), tuple(obj.shape), obj.stride())
         if type(obj) is np.ndarray and (usual := _usual(obj)) is not obj:
             return usual.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         if type(obj) is not torch.UntypedStorage or not obj.nbytes():
             return reduction_of(obj)
-        if not self._contents.is_new(obj, None):
-            return torch.Tensor.untyped_storage, (self._contents.whole_of(obj),)
-        return storage_over, (pickle.PickleBuffer(_memory_of(obj, None)),)
-
-
-def _is_whole(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
-    """Whether a plain tensor is all of its storage, as a new one of its shape would be."""
-    shape: Sequence[int] = tensor.shape
-    return (
-        tensor.is_contiguous()
-        and 0 < storage.nbytes() == tensor.nbytes
-        and (1 not in shape or tensor.stride() == tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape))))
-    )
+        return storage_over, (pickle.PickleBuffer(_memory_of(obj)),)
 
 
 def _usual(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -156,28 +125,21 @@ def _usual(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return array if array.flags.writeable else array.copy("A")
 
 
-def _memory_of(storage: torch.UntypedStorage, whole: torch.Tensor | None) -> memoryview:
-    """The contents of a storage; ``whole`` is a tensor that is all of it, if there is one.
+def _memory_of(storage: torch.UntypedStorage) -> memoryview:
+    """The contents of a storage.
 
     Raises:
       DoesNotFit: torch can send the storage without a copy.
     """
     if storage.device.type != "cpu" or storage.is_shared():
         raise DoesNotFit
-    if whole is None or whole.dtype is torch.bfloat16:  # NumPy has no such type
-        whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
-    return whole.numpy().data
-
-
-def _whole(buffer: memoryview | bytearray, number: int, shape: Sequence[int]) -> torch.Tensor:
-    """A tensor that is all of its storage."""
-    return tensor_over(buffer, _DTYPES[number], shape)
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy().data
 
 
 def _tensor(
-    storage: torch.UntypedStorage, number: int, offset: int, shape: Sequence[int], stride: Sequence[int]
+    storage: torch.UntypedStorage, dtype: torch.dtype, offset: int, shape: Sequence[int], stride: Sequence[int]
 ) -> torch.Tensor:
-    return torch.empty(0, dtype=_DTYPES[number], device="cpu").set_(storage, offset, shape, stride)
+    return torch.empty(0, dtype=dtype, device="cpu").set_(storage, offset, shape, stride)
 
 
 @final
