@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import logging
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -83,9 +84,14 @@ def is_private(name: str) -> bool:
     return name in UNDOCUMENTED or (name.startswith("_") and not name.startswith("__") and name not in DOCUMENTED)
 
 
-TREES = {path: ast.parse(path.read_text()) for path in MODULES}
-DEFINED = {path: defined(tree) for path, tree in TREES.items()}
-ALL_DEFINED = set().union(*DEFINED.values())
+@cache
+def defined_in(path: Path) -> set[str]:
+    return defined(ast.parse(path.read_text()))
+
+
+@cache
+def defined_anywhere() -> set[str]:
+    return set().union(*map(defined_in, MODULES))
 
 
 def private_names(tree: ast.Module, here: set[str], anywhere: set[str]) -> Iterator[tuple[int, str]]:
@@ -131,7 +137,7 @@ def allowed(place: str) -> set[str]:
 
 @pytest.mark.parametrize("path", MODULES, ids=short)
 def test_private_names_of_others_stand_in_the_table_of_their_room(path: Path) -> None:
-    found = set(private_names(TREES[path], DEFINED[path], ALL_DEFINED))
+    found = set(private_names(ast.parse(path.read_text()), defined_in(path), defined_anywhere()))
     if short(path) in {"frameworks.py", "data_loader.py"}:  # of objects of their own, whose attributes are others'
         found = {each for each in found if each[1] != "object.__setattr__"}
     strange = {each for each in found if each[1] not in allowed(short(path))}

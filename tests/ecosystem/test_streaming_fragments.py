@@ -13,11 +13,10 @@ import torch
 from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
+from tests.support.packages import package
 from torchdistinput.testing import check_source, run_ranks
 
-datasets: Any = pytest.importorskip("datasets")
-pa: Any = pytest.importorskip("pyarrow")
-fragments: Any = pytest.importorskip("torchdistinput.integrations.datasets").fragments
+datasets, pa, streams = package("datasets"), package("pyarrow"), package("torchdistinput.integrations.datasets")
 
 SIZES = (83, 40, 100, 27)  # more than a batch of the adapter, and less
 BATCH, BAD = 20, 50
@@ -110,14 +109,14 @@ def plain(value: Any) -> Any:
 @pytest.mark.parametrize("steps", [steps for steps in STEPS if steps != "in tables"])
 def test_the_examples_are_those_of_the_stream_and_each_position_can_be_entered(folder: str, steps: str) -> None:
     data = STEPS[steps](stream(folder))
-    source = fragments(data)
+    source = streams.fragments(data)
     assert len(source.fragments()) == data.num_shards
     assert [*map(plain, tdi.FragmentDataset(source))] == [*map(plain, data)]
     check_source(source)
 
 
 def test_tables_of_arrow_become_columns(folder: str) -> None:
-    source = fragments(stream(folder).with_format("arrow").filter(keep_odd, batched=True, batch_size=7))
+    source = streams.fragments(stream(folder).with_format("arrow").filter(keep_odd, batched=True, batch_size=7))
     check_source(source)
     loader = tdi.Strategy(["cpu"]).distribute_dataset(source, global_batch_size=BATCH)
     odd = [*range(1, sum(SIZES), 2)]
@@ -128,15 +127,15 @@ def test_tables_of_arrow_become_columns(folder: str) -> None:
     nulls = datasets.Dataset.from_dict({"n": [1, None]}).to_iterable_dataset().with_format("arrow")
     strategy = tdi.Strategy(["cpu"])
     with pytest.raises(tdi.SourceError, match=r"shard 0 of 1: column n: 1 of 2 values are missing .*fill_null="):
-        [*strategy.distribute_dataset(fragments(nulls), global_batch_size=2)]
-    (filled,) = strategy.distribute_dataset(fragments(nulls, fill_null=7), global_batch_size=2)
+        [*strategy.distribute_dataset(streams.fragments(nulls), global_batch_size=2)]
+    (filled,) = strategy.distribute_dataset(streams.fragments(nulls, fill_null=7), global_batch_size=2)
     assert filled["n"].tolist() == [1, 7]
 
 
 @pytest.mark.parametrize("kind", ["text", "json"])
 def test_files_of_text_and_json_are_fragments_too(folder: str, kind: str) -> None:
     data = stream(folder, kind)
-    source = fragments(data)
+    source = streams.fragments(data)
     assert [each.name for each in source.fragments()] == [f"shard {number} of 4" for number in range(4)]
     assert [*tdi.FragmentDataset(source)] == [*data]
     check_source(source)
@@ -179,7 +178,7 @@ def distributed(folder: str, way: str, map_fn: Any = number_of, **options: Any) 
     if way.endswith("itself"):
         loader = DataLoader(data, BATCH, collate_fn=numbers_of)
     else:
-        data = tdi.FragmentDataset(fragments(data), map_fn=None if steps == "in tables" else map_fn, **settings)
+        data = tdi.FragmentDataset(streams.fragments(data), map_fn=None if steps == "in tables" else map_fn, **settings)
         loader = DataLoader(data, BATCH, num_workers=workers, multiprocessing_context="fork" if workers else None)
     return tdi.Strategy(["cpu"]).distribute_dataset(loader, tdi.InputOptions(auto_shard_policy=policy, **options))
 
@@ -237,7 +236,7 @@ def test_each_example_comes_once_and_an_epoch_goes_on_at_another_world_size(fold
 
 def refused(data: Any, text: str) -> None:
     with pytest.raises(tdi.InputError, match=text):
-        fragments(data)
+        streams.fragments(data)
 
 
 def test_what_looks_across_shards_is_refused_with_the_way_out(folder: str) -> None:
@@ -266,7 +265,7 @@ def test_where_a_release_hides_what_is_looked_at_the_way_out_is_told(folder: str
 
 def test_a_format_without_records_is_an_error_that_says_so(folder: str) -> None:
     loader = tdi.Strategy(["cpu"]).distribute_dataset(
-        fragments(stream(folder).with_format("pandas")), global_batch_size=BATCH
+        streams.fragments(stream(folder).with_format("pandas")), global_batch_size=BATCH
     )
     with pytest.raises(tdi.SourceError, match=r'shard 0 of 4: .*examples as a DataFrame.*with_format\("torch"\)'):
         next(iter(loader))
@@ -279,7 +278,7 @@ def test_a_failure_of_the_stream_names_the_shard_also_where_bad_records_are_skip
         return example
 
     options = tdi.InputOptions(on_error="skip")
-    source = fragments(stream(folder).map(broken))
+    source = streams.fragments(stream(folder).map(broken))
     loader = tdi.Strategy(["cpu"]).distribute_dataset(source, options, global_batch_size=BATCH)
     seen: list[int] = []
     with pytest.raises(tdi.SourceError, match=r"shard 2 of 4: .*ValueError: a bad example"):
@@ -294,12 +293,13 @@ def resumed(loader: Any, state: Any) -> Any:
 
 
 def test_a_state_of_other_steps_is_refused(folder: str) -> None:
-    loader = tdi.Strategy(["cpu"]).distribute_dataset(fragments(stream(folder)), global_batch_size=BATCH)
+    loader = tdi.Strategy(["cpu"]).distribute_dataset(streams.fragments(stream(folder)), global_batch_size=BATCH)
     iterator = iter(loader)
     next(iterator)
     state = loader.state_dict()
     iterator.close()
-    other = tdi.Strategy(["cpu"]).distribute_dataset(fragments(stream(folder).map(more)), global_batch_size=BATCH)
+    changed = streams.fragments(stream(folder).map(more))
+    other = tdi.Strategy(["cpu"]).distribute_dataset(changed, global_batch_size=BATCH)
     with pytest.raises(tdi.StateMismatch, match="shard 0 of 4: the fragment has changed"):
         [*resumed(other, state)]
 
@@ -312,7 +312,7 @@ def divide(folder: str) -> dict[str, Any]:
         options = tdi.InputOptions(auto_shard_policy=policy)
         strategy = tdi.Strategy(["cpu"])
         if policy is FILE:
-            return strategy.distribute_dataset(fragments(data), options, global_batch_size=BATCH)
+            return strategy.distribute_dataset(streams.fragments(data), options, global_batch_size=BATCH)
         return strategy.distribute_dataset(DataLoader(data, BATCH, collate_fn=numbers_of), options)
 
     found: dict[str, Any] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -9,19 +10,24 @@ import torch
 from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
+from tests.support.packages import package
 from torchdistinput.batches import pytree
 from torchdistinput.batches.schema import Structure
 from torchdistinput.testing import run_ranks
 
-tensordict = pytest.importorskip("tensordict")
+tensordict = package("tensordict")
 
 
-@tensordict.tensorclass
-class Sample:
-    """An image with its label."""
+@cache
+def sample_class() -> Any:
+    @tensordict.tensorclass
+    class Sample:
+        """An image with its label."""
 
-    image: torch.Tensor
-    label: torch.Tensor
+        image: torch.Tensor
+        label: torch.Tensor
+
+    return Sample
 
 
 def batches() -> list[Any]:
@@ -30,8 +36,7 @@ def batches() -> list[Any]:
         return tensordict.TensorDict({"a": torch.arange(size), "nested": nested}, batch_size=[size])
 
     def classes(size: int) -> Any:
-        make_sample: Any = Sample
-        return make_sample(image=torch.zeros(size, 2, 2), label=torch.arange(size), batch_size=[size])
+        return sample_class()(image=torch.zeros(size, 2, 2), label=torch.arange(size), batch_size=[size])
 
     return [[make(size) for size in (4, 1)] for make in (dicts, classes)]
 

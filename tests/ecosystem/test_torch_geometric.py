@@ -9,9 +9,10 @@ import torch
 from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
+from tests.support.packages import package
 from torchdistinput.testing import run_ranks
 
-data = pytest.importorskip("torch_geometric.data")
+data = package("torch_geometric.data")
 
 GRAPHS = 7
 

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 import torchdistinput as tdi
+from tests.support.packages import package
 from tests.test_readme import snippets
 from torchdistinput.testing import run_ranks
+
+dcp = package("torch.distributed.checkpoint")
 
 SAMPLES, OF_RANK = 22, 2
 
@@ -51,16 +53,16 @@ def play(folder: str) -> tuple[list[list[int]], list[list[int]]]:
     loader = made(world, rank)
     begun = steps(loader, 3)
     assert begun == whole[:3]
-    state_dict_saver.save({"dataloader": loader}, checkpoint_id=folder)
+    dcp.save({"dataloader": loader}, checkpoint_id=folder)
     loader = made(world, rank)
-    state_dict_loader.load({"dataloader": loader}, checkpoint_id=folder)
+    dcp.load({"dataloader": loader}, checkpoint_id=folder)
     return whole, [*begun, *steps(loader, 4)]
 
 
 def go_on(folder: str) -> list[list[int]]:
     """The only rank goes on from the checkpoint of two."""
     loader = made(1, 0)
-    state_dict_loader.load({"dataloader": loader}, checkpoint_id=folder)
+    dcp.load({"dataloader": loader}, checkpoint_id=folder)
     return steps(loader, 4)
 
 

@@ -18,14 +18,15 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import DataLoader, Dataset
 
 import torchdistinput as tdi
 from tests.support.epochs import cut_by_s
+from tests.support.packages import package
 from torchdistinput.plan.packing import Overflow
 from torchdistinput.testing import run_ranks
+
+dcp = package("torch.distributed.checkpoint")
 
 TURNS = [(4, 2), (3, 2), (5, 10_000)]
 """Ranks, and the steps that they make at most."""
@@ -35,7 +36,7 @@ LINES = [11, 3, 17, 1, 9, 5, 21]
 """Of each file."""
 
 
-class Loader(Stateful):
+class Loader:
     """What torchtitan's trainer needs of a loader, over one epoch.
 
     Args:
@@ -186,12 +187,12 @@ def play(folder: str, turn: int) -> Played:
     for name, make in SCENES.items():
         loader = Loader(make(Path(folder)))
         if turn:
-            state_dict_loader.load({"dataloader": loader}, checkpoint_id=f"{folder}/{name}-{turn - 1}")
+            dcp.load({"dataloader": loader}, checkpoint_id=f"{folder}/{name}-{turn - 1}")
         steps[name] = [
             Made(listed(part), loader.data.step.global_size, os.getpid())
             for part in itertools.islice(loader, TURNS[turn][1])
         ]
-        state_dict_saver.save({"dataloader": loader}, checkpoint_id=f"{folder}/{name}-{turn}")
+        dcp.save({"dataloader": loader}, checkpoint_id=f"{folder}/{name}-{turn}")
         loader.data.close()
     return Played(steps, sorted((path.name, path.stat().st_mtime_ns) for path in Path(folder, "indices").iterdir()))
 

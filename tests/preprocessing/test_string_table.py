@@ -6,11 +6,13 @@ import random
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 
+from tests.support.packages import package
 from torchdistinput.preprocessing import Hashing, StringLookup, TextVectorization
 from torchdistinput.preprocessing.string_table import NOWHERE, StringTable
+
+pa = package("pyarrow")
 
 ALPHABETS = ["ab", "abcdefghij", "aé中😀", "a\0", "\ud800a"]  # the last one: half of a surrogate pair
 LENGTHS = [0, 1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 40, 70]
@@ -113,16 +115,16 @@ def test_layers_learn_from_arrow_and_bytes() -> None:
         (["a"] * 1000 + [1], "StringLookup: sequence item 1000: expected str instance, int found"),
         (["a", None], "StringLookup: sequence item 1: expected str instance, NoneType found"),
         ([b"a"], "strings are needed"),
-        (pa.array(["a", None]), "with 1 nulls; strings without nulls are needed"),
-        (pa.array(["a", None]).dictionary_encode("encode"), "with 1 nulls"),
-        (pa.chunked_array([["a"], [None]]), "with 1 nulls"),
-        (pa.array([1]), "the input is Arrow's int64"),
-        (pa.array([[["a"]]]), "the input is Arrow's list"),
+        (lambda: pa.array(["a", None]), "with 1 nulls; strings without nulls are needed"),
+        (lambda: pa.array(["a", None]).dictionary_encode("encode"), "with 1 nulls"),
+        (lambda: pa.chunked_array([["a"], [None]]), "with 1 nulls"),
+        (lambda: pa.array([1]), "the input is Arrow's int64"),
+        (lambda: pa.array([[["a"]]]), "the input is Arrow's list"),
     ],
 )
 def test_other_values_are_refused(given: Any, told: str) -> None:
     with pytest.raises(TypeError, match=told):
-        StringLookup(vocabulary=["a"])(given)
+        StringLookup(vocabulary=["a"])(given() if callable(given) else given)
 
 
 def test_an_unknown_string_of_an_array_is_named_and_bytes_that_are_no_text_are_told() -> None:

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
 from tests.support import inputs
+from tests.support.packages import package
 from tests.support.resume import Run, one_process, steps
 from torchdistinput import readers
 from torchdistinput.testing import run_ranks
+
+dcp = package("torch.distributed.checkpoint")
 
 LENGTHS = (4, 5, None)
 WORLDS = (2, 3, 1)
@@ -51,13 +51,13 @@ def segment(folder: str, number: int) -> dict[str, Any]:
     weights = torch.full((3,), float(number))
     content: dict[str, Any] = {"model": {"weights": weights}, **{name: run.loader for name, run in found.items()}}
     for run in found.values():
-        assert isinstance(run.loader, Stateful)
+        assert isinstance(run.loader, dcp.stateful.Stateful)
     if number:
-        load(content, checkpoint_id=f"{folder}/checkpoint-{number - 1}")
+        dcp.load(content, checkpoint_id=f"{folder}/checkpoint-{number - 1}")
         assert content["model"]["weights"].tolist() == [number - 1.0] * 3
     delivered = {name: list(steps(run, until=LENGTHS[number])) for name, run in found.items()}
     content["model"]["weights"] = torch.full((3,), float(number))
-    save(content, checkpoint_id=f"{folder}/checkpoint-{number}")
+    dcp.save(content, checkpoint_id=f"{folder}/checkpoint-{number}")
     dist.barrier()
     return delivered
 

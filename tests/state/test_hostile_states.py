@@ -8,6 +8,7 @@ import logging
 import random
 import warnings
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +83,14 @@ ODD: list[Any] = [
     *(None, True, -1, 0, 1, 1 << 31, 1 << 63, 1 << 64, 10**30, 10**5000, 1.5, float("nan"), float("inf"), "", "x"),
     *("\ud800", "\n\0", "1" * 10_000, "first 99999999999999999999", "every ²", "every 1000000000000", [], {}, [[]]),
     *({"a": 1}, [None] * 3, (1, 2), b"x", {1, 2}, object(), "all", ["all"], ["each"], ["files", 1, [], [], 0], {1: 2}),
-    *(nested(50, mapping=False), nested(100_000, mapping=False), nested(100_000, mapping=True)),
     ["all", ["files", 2, [], [[0, [[], 0, 0, [], 0]]], 0]],
 ]
+
+
+@cache
+def odd() -> list[Any]:
+    """The same, and some that are nested deep: made when they are needed, as they take 24 MB."""
+    return [*ODD, nested(50, mapping=False), nested(100_000, mapping=False), nested(100_000, mapping=True)]
 
 
 def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -104,14 +110,14 @@ def changed(value: Any, rng: random.Random) -> Any:
             return value[:cut] + rng.choice(["", "é", "\0", "A", "="]) + value[cut + 1 :]
         if isinstance(value, list) and value:
             return rng.choice([value * 2, value[::-1], value[:-1], [*value, None]])
-    return rng.choice(ODD)
+    return rng.choice(odd())
 
 
 def damaged(state: dict[str, Any], rng: random.Random) -> Any:
     """The state with one thing in it changed or gone; mostly with a checksum that fits, so that it is looked into."""
     path = rng.choice(list(paths(state)))
     if not path:
-        return rng.choice(ODD)
+        return rng.choice(odd())
     state = copy.deepcopy(state)
     holder: Any = state
     for key in path[:-1]:

@@ -8,10 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.fsdp import shard
+from tests.support.fsdp import shard, whole
 from torchdistinput.batches.per_replica import PerReplica
 from torchdistinput.losses import average_loss
 from torchdistinput.plan.options import Step
@@ -55,10 +54,6 @@ def wrap(net: Net, wrapper: str) -> nn.Module:
         shard(net)
         return net
     return DistributedDataParallel(net, static_graph=wrapper == "DDP with static_graph")
-
-
-def whole(gradient: Tensor) -> Tensor:
-    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
 def per_sample(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:

@@ -20,14 +20,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchdistinput as tdi
 from tests.support.cells import cells
-from tests.support.fsdp import shard
+from tests.support.fsdp import shard, whole
+from tests.support.packages import package
 from torchdistinput.testing import run_ranks
 
 SAMPLES, GLOBAL_BATCH, EPOCHS = 85, 12, 3
@@ -187,7 +186,7 @@ def size_of(step: tdi.Step) -> int:
 @contextlib.contextmanager
 def exchanging_gradients(model: nn.Module, wanted: bool) -> Iterator[None]:
     """Gradients that are added up need to travel only once; with a static graph each time, by pytorch#143580."""
-    if isinstance(model, FSDPModule):
+    if isinstance(model, package("torch.distributed.fsdp").FSDPModule):
         model.set_requires_gradient_sync(wanted)
         yield
     elif isinstance(model, DistributedDataParallel) and not model.static_graph and not wanted:
@@ -245,8 +244,8 @@ def weights_of_one_process(feature: str, dtype: torch.dtype) -> Weights:
 
 
 def weights_of(model: nn.Module) -> Weights:
-    whole = [each.full_tensor() if isinstance(each, DTensor) else each for each in model.parameters()]
-    return tuple(torch.cat([each.detach().double().flatten() for each in whole]).tolist())
+    parameters = [whole(each) for each in model.parameters()]
+    return tuple(torch.cat([each.detach().double().flatten() for each in parameters]).tolist())
 
 
 def largest_difference(one: Weights, other: Weights) -> float:

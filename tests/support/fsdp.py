@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 
 def shard(module: nn.Module) -> Any:
@@ -17,10 +16,19 @@ def shard(module: nn.Module) -> Any:
 
     Where gloo adds (see ``gloo_averages``), FSDP2 is asked to add and to divide, as ``average_loss`` says.
     """
+    from torch.distributed.fsdp import fully_shard  # noqa: PLC0415 - see tests/support/packages.py
+
     sharded: Any = fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     if not gloo_averages():
         sharded.set_force_sum_reduction_for_comms(True)
     return sharded
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor of which the ranks hold shards. Collective for such a one: every rank calls this."""
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415 - as above
+
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @cache

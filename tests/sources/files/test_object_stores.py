@@ -13,14 +13,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 import torchdistinput as tdi
 from tests.support.object_store import SECRET, Fault, ObjectStore, object_store
+from tests.support.packages import package
 from torchdistinput import readers
 from torchdistinput.testing import run_ranks
+
+pa, pq = package("pyarrow"), package("pyarrow.parquet")
 
 SIZES, BATCH = (30, 11, 42), 10
 LINES = sum(SIZES)

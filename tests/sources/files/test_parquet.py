@@ -13,25 +13,25 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 import pytest
 import torch
 from torch.utils.data import DataLoader, default_collate
 
 import torchdistinput as tdi
 from tests.support.epochs import Raised, steps_until_raised
+from tests.support.packages import package
 from torchdistinput import Fragment, readers
 from torchdistinput.sources.files.reader_api import blocks_of
 from torchdistinput.testing import check_source, run_ranks
+
+pa, pc, pq = package("pyarrow"), package("pyarrow.compute"), package("pyarrow.parquet")
 
 SIZES, GROUP, BATCH = (41, 7, 55), 12, 10
 ROWS = sum(SIZES)
 FILE, DATA = tdi.AutoShardPolicy.FILE, tdi.AutoShardPolicy.DATA
 
 
-def table(first: int, count: int) -> pa.Table:
+def table(first: int, count: int) -> Any:
     """Records ``first`` to ``first + count - 1``: each value follows from the number of the record."""
     numbers = np.arange(first, first + count)
     vectors = pa.array(np.repeat(numbers, 2).astype("float32"))
