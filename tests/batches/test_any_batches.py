@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 import torchdistinput as tdi
+from tests.support.epochs import raised
 from torchdistinput.testing import run_ranks
 
 SAMPLES, BATCH = 10, 4
@@ -160,6 +161,29 @@ def test_where_a_replica_may_be_left_without_a_sample_the_first_step_says_so_on_
             assert "step 0 of epoch 0" in told
             assert "it is not known how to make an element of type Boxed without a sample" in told
             assert "empty_fn=" in told
+
+
+def of_a_class_that_no_name_finds() -> Any:
+    """The last batch has one sample, and the class is made in this function."""
+
+    @dataclass
+    class Hidden:
+        x: torch.Tensor
+
+    def collate(rows: list[int]) -> Any:
+        return Hidden(torch.tensor(rows))
+
+    data: Any = DataLoader(range(1), 2, collate_fn=collate)  # type: ignore[arg-type]
+    return raised(lambda: [*tdi.Strategy(devices=["cpu"]).distribute_dataset(data)])
+
+
+def test_a_class_that_a_rank_without_a_sample_cannot_find_is_named_on_all_ranks() -> None:
+    first, second = run_ranks(2, of_a_class_that_no_name_finds)
+    assert first == second
+    assert first.kind == "BatchingError"
+    assert first.message.startswith(
+        "rank 1: this rank has seen no sample and cannot build the batch's dataclass tests.batches.test_any_batches:"
+    )
 
 
 def files(folder: str) -> list[Any]:

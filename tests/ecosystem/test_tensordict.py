@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import pytest
@@ -15,19 +14,7 @@ from torchdistinput.batches import pytree
 from torchdistinput.batches.schema import Structure
 from torchdistinput.testing import run_ranks
 
-tensordict = package("tensordict")
-
-
-@cache
-def sample_class() -> Any:
-    @tensordict.tensorclass
-    class Sample:
-        """An image with its label."""
-
-        image: torch.Tensor
-        label: torch.Tensor
-
-    return Sample
+tensordict, classes_of_tensors = package("tensordict"), package("tests.support.tensor_class")
 
 
 def batches() -> list[Any]:
@@ -36,7 +23,7 @@ def batches() -> list[Any]:
         return tensordict.TensorDict({"a": torch.arange(size), "nested": nested}, batch_size=[size])
 
     def classes(size: int) -> Any:
-        return sample_class()(image=torch.zeros(size, 2, 2), label=torch.arange(size), batch_size=[size])
+        return classes_of_tensors.Sample(image=torch.zeros(size, 2, 2), label=torch.arange(size), batch_size=[size])
 
     return [[make(size) for size in (4, 1)] for make in (dicts, classes)]
 

@@ -355,29 +355,30 @@ class StepSync:
         """
         if self._channel is None:
             return None
-        texts = yield from self._channel.gather(self._guarded(self._describe_structure))
-        problem = self._guarded(lambda: self._learn_structure(texts))
+        texts = yield from self._channel.gather(self._describe_structure())
+        problem = self._learn_structure(texts)
         problems = [text for text in (yield from self._channel.gather(problem)) if text]
         return errors.BatchingError("\n".join(problems)) if problems else None
 
-    def _guarded(self, call: Callable[[], str]) -> str:
-        """The text that ``call`` returns, or its error as JSON."""
+    def _describe_structure(self) -> str:
+        structure = self._checker.structure
         try:
-            return call()
+            return "" if structure is None else json.dumps({"structure": structure.to_json()})
         except InputError as error:
             return json.dumps({"problem": f"rank {self._name}: {error}"})
 
-    def _describe_structure(self) -> str:
-        structure = self._checker.structure
-        return "" if structure is None else json.dumps({"structure": structure.to_json()})
-
     def _learn_structure(self, texts: list[str]) -> str:
+        """Learns the structure from the rank that knows it, where this rank does not; the problem, if any."""
+        if self._checker.structure is not None:
+            return ""
         answers = [plain_message(text) for text in texts if text]
         known = [each["structure"] for each in answers if "structure" in each]
-        if self._checker.structure is None:
-            if not known:
-                return str(next(each["problem"] for each in answers))
+        if not known:
+            return str(next(each["problem"] for each in answers))
+        try:
             self._checker.learn(Structure.from_json(known[0]))
+        except InputError as error:
+            return f"rank {self._name}: {error}"
         return ""
 
     def _difference(self) -> Exchange[BaseException]:
