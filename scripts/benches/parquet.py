@@ -9,6 +9,9 @@ Tuples: at two processes the bare loop makes 2,048 tuples and frees them before 
 uses their memory again, and collects no garbage. Under FILE a rank makes the 4,096 tuples of a batch of its own, which
 are delivered in two steps. The table has a loop by hand that does so, which is the limit for FILE.
 
+The limits do not wait for another rank. Ours agree on each step, as ranks that train together must, some 4,000 times a
+second here: so at two processes there is also the loop by hand that adds up one number of all ranks at each step.
+
 LitData has an environment of its own (``scripts/test_apart``), where the same command measures it too:
 ``.venv-apart/bin/python scripts/bench.py parquet tar``.
 """
@@ -37,6 +40,7 @@ COLUMNS_LIMIT = "pyarrow iter_batches on files[rank::world], to tensors"
 ROWS_LIMIT = "pyarrow iter_batches on files[rank::world], to tuples"
 CUT_LIMIT = "pyarrow iter_batches on all files, this rank's part of each global batch"
 HALVES_LIMIT = "pyarrow iter_batches on files[rank::world], tuples of a global batch, in parts"
+AGREES = ", with an all_reduce of one number each step"
 LIMITS = "Under DATA each rank decodes all row groups, as pyarrow decodes no part of one; so does the second loop."
 FILES, GLOBAL_BATCH = 4, 4096
 NUMBERS = [f"n{number}" for number in range(8)]
@@ -67,10 +71,19 @@ class Bare:
     """
 
     def __init__(self, folder: str, columns: Sequence[str], convert: Callable[[Any], Any], limit: str) -> None:
-        self.files = names(folder) if limit == CUT_LIMIT else mine(folder)
-        self.columns, self.convert, self.limit = list(columns), convert, limit
+        self.limit = limit.removesuffix(AGREES)
+        self.files = names(folder) if self.limit == CUT_LIMIT else mine(folder)
+        self.columns, self.convert, self.agrees = list(columns), convert, limit.endswith(AGREES)
 
     def __iter__(self) -> Iterator[Any]:
+        """The batches."""
+        number = torch.zeros(1)
+        for batch in self._batches():
+            yield batch
+            if self.agrees:
+                dist.all_reduce(number)
+
+    def _batches(self) -> Iterator[Any]:
         parquet = peer("pyarrow.parquet")
         rank, size = world()
         share = GLOBAL_BATCH // size
@@ -207,12 +220,14 @@ def tables(*, small: bool, folder: Path) -> Sequence[Table]:
         row_limits: tuple[str, ...] = (ROWS_LIMIT, HALVES_LIMIT, CUT_LIMIT)
         if size == 1:  # they all do the same
             column_limits, row_limits = column_limits[:1], row_limits[:1]
+        agreeing = [] if size == 1 else [CUT_LIMIT + AGREES, HALVES_LIMIT + AGREES]
         found.append(
             Table(
                 f"Parquet as columns, {size} process(es)",
                 (Column(RATE, "more", rate("samples", "seconds")),),
                 (
                     *(Contender(limit, "limit", bare_columns, (*fast, limit)) for limit in column_limits),
+                    *(Contender(loop, "before", bare_columns, (*fast, loop)) for loop in agreeing[:1]),
                     Contender("FILE", "ours", columns, (*fast, "FILE")),
                     Contender("DATA", "ours", columns, (*fast, "DATA")),
                     Contender("datasets, streaming, as fragments", "ours", fragments, fast, ("datasets",)),
@@ -225,6 +240,7 @@ def tables(*, small: bool, folder: Path) -> Sequence[Table]:
                 (
                     Target(RATE, "FILE", 0.9, (COLUMNS_LIMIT,)),
                     Target(RATE, "DATA", 0.9, column_limits[-1:]),
+                    *(Target(RATE, "DATA", 1.0, (loop,)) for loop in agreeing[:1]),
                 ),
                 LIMITS if size > 1 else "",
             )
@@ -235,6 +251,7 @@ def tables(*, small: bool, folder: Path) -> Sequence[Table]:
                 (Column(RATE, "more", rate("samples", "seconds")),),
                 (
                     *(Contender(limit, "limit", bare_rows, (*fast, limit)) for limit in row_limits),
+                    *(Contender(loop, "before", bare_rows, (*fast, loop)) for loop in agreeing[1:]),
                     Contender("FILE", "ours", rows, (*fast, "FILE")),
                     Contender("DATA", "ours", rows, (*fast, "DATA")),
                 ),
@@ -243,6 +260,7 @@ def tables(*, small: bool, folder: Path) -> Sequence[Table]:
                 (
                     Target(RATE, "FILE", 0.9, row_limits[:2][-1:]),
                     Target(RATE, "DATA", 0.9, row_limits[-1:]),
+                    *(Target(RATE, "FILE", 1.0, (loop,)) for loop in agreeing[1:]),
                 ),
                 LIMITS if size > 1 else "",
             )
