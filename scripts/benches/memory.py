@@ -220,18 +220,19 @@ def tables(*, small: bool, folder: Path) -> Sequence[Table]:
         Contender("grain MapDataset", "peer", grain, (samples, slow), ("grain",), once=True),
     )
     peers = tuple(contender.name for contender in contenders if contender.kind == "peer")
-    targets = tuple(
-        target
-        for ours in ("tdi.DataLoader", "distribute_dataset")
-        for target in (
-            Target(STEADY, ours, 0.6, (LIMIT,)),
-            Target(EPOCH, ours, 5.0, peers),
-            Target(EPOCH, ours, 40.0, (USERS,)),
-        )
-    )
     rounds = 1 if small else 3
-    shuffled = [Table("In memory, shuffled", columns, contenders, world, rounds, targets) for world in (1, 2)]
+    shuffled = [
+        Table("In memory, shuffled", columns, contenders, world, rounds, tuple(_targets(of_limit, of_users, peers)))
+        for world, of_limit, of_users in ((1, 0.6, 40.0), (2, 0.5, 20.0))
+    ]
     return [*shuffled, _in_order(samples, columns, rounds)]
+
+
+def _targets(of_limit: float, of_users: float, peers: tuple[str, ...]) -> Iterator[Target]:
+    for ours in ("tdi.DataLoader", "distribute_dataset"):
+        yield Target(STEADY, ours, of_limit, (LIMIT,))
+        yield Target(EPOCH, ours, 4.0, peers)
+        yield Target(EPOCH, ours, of_users, (USERS,))
 
 
 def _in_order(samples: int, columns: tuple[Column, ...], rounds: int) -> Table:
@@ -243,6 +244,6 @@ def _in_order(samples: int, columns: tuple[Column, ...], rounds: int) -> Table:
         Contender(TRICK, "peer", batch_sampler, (samples, 1, False)),
     )
     targets = tuple(
-        target for name in dicts for target in (Target(STEADY, name, 0.6, (LIMIT,)), Target(EPOCH, name, 5.0, (TRICK,)))
+        target for name in dicts for target in (Target(STEADY, name, 0.5, (LIMIT,)), Target(EPOCH, name, 4.0, (TRICK,)))
     )
     return Table("In memory, in order", columns, contenders, 2, rounds, targets)

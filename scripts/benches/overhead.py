@@ -22,6 +22,8 @@ __all__ = ["Ready", "ready_batches", "tables"]
 STEP = "us a step"
 WAIT = "us in next, p50"
 WAIT_99 = "p99"
+LOADER = "DataLoader, iterable"
+ALONE = "DataLoader, no coordination"
 TRAINING_SECONDS = 500e-6
 
 
@@ -140,7 +142,7 @@ def tables(*, small: bool, folder: Path) -> Sequence[Table]:
         Contender("distribute_dataset(iterable), prefetch=0", "ours", distributed, (number, Ready(), 0)),
         Contender("distribute_dataset(iterable)", "ours", distributed, (number, Ready(), None)),
         Contender("tdi.DataLoader, iterable", "ours", drop_in, (number,)),
-        Contender("DataLoader, iterable", "peer", torch_loader, (number, Ready())),
+        Contender(LOADER, "peer", torch_loader, (number, Ready())),
         Contender("DataLoader, map-style", "peer", torch_loader, (number, ReadyItems())),
         Contender("torchdata nodes", "peer", nodes, (number,), ("torchdata",)),
         Contender("grain", "peer", grain, (number,), ("grain",)),
@@ -153,7 +155,7 @@ def tables(*, small: bool, folder: Path) -> Sequence[Table]:
             alone,
             1,
             rounds,
-            (Target(STEP, "distribute_dataset(iterable), prefetch=0", 3.0),),
+            tuple(Target(STEP, each.name, 1.0, (LOADER,)) for each in alone if each.kind == "ours"),
         ),
         *(_beside(computes, small) for computes in (False, True)),
     ]
@@ -165,7 +167,7 @@ def _beside(computes: bool, small: bool) -> Table:  # noqa: FBT001 - two words o
         Contender("bare generator", "limit", beside, (number, of_generator, computes)),
         Contender("distribute_datasets_from_function", "ours", beside, (number, of_strategy, computes)),
         Contender("distribute_dataset, map-style", "ours", beside, (number, of_map_style, computes)),
-        Contender("DataLoader, no coordination", "before", beside, (number, of_torch, computes)),
+        Contender(ALONE, "before", beside, (number, of_torch, computes)),
         Contender("accelerate dispatcher", "peer", beside, (number, of_accelerate, computes), ("accelerate",)),
     )
     return Table(
@@ -174,6 +176,6 @@ def _beside(computes: bool, small: bool) -> Table:  # noqa: FBT001 - two words o
         contenders,
         2,
         1 if small else 3,
-        (Target(WAIT, "distribute_datasets_from_function", 15.0),),
+        tuple(Target(WAIT, each.name, 1.0, (ALONE,)) for each in contenders if each.kind == "ours"),
         "At default options: prefetch, and a vote of all ranks on each step.",
     )
