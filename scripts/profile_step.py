@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 import torchdistinput as tdi
 from torchdistinput.plan.step_agreement import StepReport, decide
-from torchdistinput.sources.map_style.index_array import Numbers
+from torchdistinput.sources.map_style.index_array import IndexArray
 from torchdistinput.step_types import LocalStep, Start
 from torchdistinput.testing import run_ranks
 
@@ -99,7 +99,7 @@ def in_memory(steps: int) -> dict[str, float]:
     iterator = iter(dataset)
     batch = next(iterator)
     order = torch.randperm(samples)
-    rows = Numbers(order[:size].numpy())
+    rows = IndexArray(order[:size].numpy())
     stream = iterator._prefetcher._upstream.draw.__self__._stream  # type: ignore[attr-defined]
     draws, pieces, checker = stream._draws, dataset._source._pieces, iterator._elements._checker  # type: ignore[attr-defined]
     starts = itertools.cycle(range(0, samples - size, size))
@@ -112,7 +112,7 @@ def in_memory(steps: int) -> dict[str, float]:
 
     def gathered() -> None:
         start = next(starts)
-        pieces[True, Numbers(order.numpy()[start : start + size]), 0]
+        pieces[True, IndexArray(order.numpy()[start : start + size]), 0]
 
     def drawn() -> None:
         draws.take_row()

@@ -124,8 +124,8 @@ def _checked_fields(state: object) -> Mapping[str, Any]:
         )
     for name in ("version", "epoch", "step", "samples", "drawn", "checksum"):
         _check(name, state[name], "an int of 0 or more", _is_count(state[name]))
-    told = state["told_epoch"]
-    _check("told_epoch", told, "an int of 0 or more, or None", told is None or _is_count(told))
+    epoch = state["told_epoch"]
+    _check("told_epoch", epoch, "an int of 0 or more, or None", epoch is None or _is_count(epoch))
     seed = state["sample_seed"]
     _check("sample_seed", seed, "an int, or None", seed is None or type(seed) is int)
     random = state["random"]

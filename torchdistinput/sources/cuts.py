@@ -135,8 +135,8 @@ def without_left_out(left_out: Mapping[int, str], piece: Any) -> Any:
     """
     if not left_out:
         return piece
-    told = tuple(left_out.values())[:MAX_DESCRIBED]
-    return PartialPiece(piece, Skipped(len(left_out), told), tuple(left_out))
+    first = tuple(left_out.values())[:MAX_DESCRIBED]
+    return PartialPiece(piece, Skipped(len(left_out), first), tuple(left_out))
 
 
 def nothing_left(skipped: Skipped, cutter: Cutter) -> list[Row]:

@@ -17,7 +17,7 @@ from torchdistinput.errors import BatchingError, ShardingError
 from torchdistinput.plan.balancing import CostCutter, Costs, Division, StepCosts, check_costs
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.options import InputOptions
-from torchdistinput.sources.map_style.index_array import Numbers
+from torchdistinput.sources.map_style.index_array import IndexArray
 from torchdistinput.step_types import Digest, DividedDraw
 
 
@@ -120,9 +120,9 @@ def digest_of_costs(balance: Any) -> str | None:
 
 
 def select(samples: Any, places: npt.NDArray[np.int64]) -> Any:
-    """The samples of some places in a list, or in ``Numbers``. Local."""
-    if isinstance(samples, Numbers):
-        return Numbers(samples.array()[places])
+    """The samples of some places in a list, or of an ``IndexArray``. Local."""
+    if isinstance(samples, IndexArray):
+        return IndexArray(samples.array()[places])
     return [samples[place] for place in places.tolist()]
 
 
@@ -146,9 +146,9 @@ class _CostsByIndex:
         if wrong is not None:
             raise _no_cost(f"balance[{wrong}]", self.array[wrong])
 
-    def __call__(self, indices: Numbers | Sequence[Any]) -> Costs:
+    def __call__(self, indices: IndexArray | Sequence[Any]) -> Costs:
         try:
-            found = self.array[indices.array() if isinstance(indices, Numbers) else indices]
+            found = self.array[indices.array() if isinstance(indices, IndexArray) else indices]
         except (IndexError, ValueError) as error:
             raise BatchingError(
                 f"balance has {len(self.array)} costs, one for each index, and the sampler drew an index without one: "
@@ -157,8 +157,8 @@ class _CostsByIndex:
         return _checked(found.astype(np.float64, copy=False), indices, "sample")
 
 
-def _costs_of_indices(balance: Callable[[Any], Any], indices: Numbers | Sequence[Any]) -> Costs:
-    listed = indices.tolist() if isinstance(indices, Numbers) else indices
+def _costs_of_indices(balance: Callable[[Any], Any], indices: IndexArray | Sequence[Any]) -> Costs:
+    listed = indices.tolist() if isinstance(indices, IndexArray) else indices
     advice = "For map-style data the function gets the index of a sample, not the sample, which other ranks read"
     return _checked(_costs_of(balance, listed, listed, advice), listed, "sample")
 
@@ -185,7 +185,7 @@ def _costs_of(balance: Callable[[Any], Any], samples: Sequence[Any], names: Sequ
 def _checked(costs: Costs, names: Any, what: str) -> Costs:
     wrong = check_costs(costs)
     if wrong is not None:
-        name = names.tolist()[wrong] if isinstance(names, Numbers) else names[wrong]
+        name = names.tolist()[wrong] if isinstance(names, IndexArray) else names[wrong]
         raise _no_cost(f"the cost of {what} {name!r:.100}", costs[wrong])
     return costs
 

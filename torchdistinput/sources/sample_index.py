@@ -25,7 +25,7 @@ from torchdistinput.errors import BatchingError
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.files.open_file import RecordPlace
-from torchdistinput.sources.map_style.index_array import Numbers
+from torchdistinput.sources.map_style.index_array import IndexArray
 from torchdistinput.step_types import Row
 
 _FILE: Final = 2**40
@@ -145,11 +145,11 @@ class SampleNumbers:
         """Counts samples, or items that are whole batches, which are skipped and not numbered."""
         self._taken += samples
 
-    def of_batch(self, indices: Numbers | Sequence[Any]) -> torch.Tensor:
+    def of_batch(self, indices: IndexArray | Sequence[Any]) -> torch.Tensor:
         """The numbers of a batch of samples, ``(len(indices),)``."""
         first = self._base_of_positions + self._taken
         self._taken += len(indices)
-        if isinstance(indices, Numbers):
+        if isinstance(indices, IndexArray):
             return torch.from_numpy(indices.array() + self._base)
         try:
             numbers = np.fromiter(map(operator.index, indices), dtype=np.int64, count=len(indices))

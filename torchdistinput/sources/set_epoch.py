@@ -87,7 +87,7 @@ class EpochSetter:
     def tell_also(self, fresh: Any) -> None:
         """Sets the epoch of ``fresh``, made by a function for this epoch, if it is a new object. Local."""
         for each in wants_epochs(fresh):
-            if not any(each is told for told in self._objects):
+            if not any(each is known for known in self._objects):
                 each.set_epoch(self._epoch)
 
     def look(self) -> None:

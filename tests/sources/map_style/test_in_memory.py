@@ -39,8 +39,8 @@ from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.map_style import columns, in_memory, piece_dataset
 from torchdistinput.sources.map_style import index_batches as sampler_module
 from torchdistinput.sources.map_style import rows as map_rows
-from torchdistinput.sources.map_style.in_memory import gather_of, numbers_of
-from torchdistinput.sources.map_style.index_array import Numbers, digest_of
+from torchdistinput.sources.map_style.in_memory import gather_of, index_array_of
+from torchdistinput.sources.map_style.index_array import IndexArray, digest_of
 from torchdistinput.sources.map_style.index_batches import DrawnRow
 from torchdistinput.sources.map_style.piece_dataset import PieceDataset
 from torchdistinput.sources.map_style.rows import MapStream
@@ -328,12 +328,12 @@ def test_batches_have_memory_of_their_own_and_no_more_than_they_need(kind: str, 
     gather = gather_of(dataset, default_collate, many=True)
     assert gather is not None
     for rows in (range(5, 9), np.array([5, 6, 7, 8])):
-        expected = bits(gather(Numbers(rows)))
-        batch = gather(Numbers(rows))
+        expected = bits(gather(IndexArray(rows)))
+        batch = gather(IndexArray(rows))
         for leaf in pytree.flatten(batch)[0]:
             assert leaf.untyped_storage().nbytes() == leaf.numel() * leaf.element_size()
             leaf.zero_()
-        assert bits(gather(Numbers(rows))) == expected
+        assert bits(gather(IndexArray(rows))) == expected
 
 
 def first_of(loader: Any) -> Any:
@@ -431,7 +431,7 @@ def test_a_piece_dataset_travels_without_what_it_found_out() -> None:
     dataset = TensorDataset(floats(10_000, 4))
     pieces = PieceDataset(dataset, default_collate)
     before = len(pickle.dumps(pieces))
-    request = (True, Numbers(range(2, 5)), 0)
+    request = (True, IndexArray(range(2, 5)), 0)
     piece = bits(pieces[request])
     assert len(pickle.dumps(pieces)) == before
     assert bits(copy.deepcopy(pieces)[request]) == piece
@@ -616,16 +616,16 @@ def test_a_dict_that_is_no_dataset_is_refused(
 
 def test_indices_of_the_users_that_are_plain_ints_become_arrays_and_others_do_not() -> None:
     for plain in ([3, 1, -2], (0, 5), [np.int64(4), 2], []):
-        found = numbers_of(plain)
+        found = index_array_of(plain)
         assert found is not None
         assert found.tolist() == list(plain)
     for other in ([True, 2], [1.0], ["1"], [torch.tensor(1)], [2**63], [slice(1)], np.arange(3), 3, "12", range(3)):
-        assert numbers_of(other) is None
+        assert index_array_of(other) is None
 
 
 def test_numbers_are_what_torch_would_yield() -> None:
     for content in (range(3, 9), np.arange(3, 9)):
-        numbers = Numbers(content)
+        numbers = IndexArray(content)
         assert numbers[2:4].tolist() == [5, 6]
         assert {*map(type, numbers.tolist())} == {int}
         assert len(numbers) == 6
@@ -637,15 +637,15 @@ def test_numbers_are_what_torch_would_yield() -> None:
 def test_the_digest_of_indices_in_a_row_is_found_without_making_them() -> None:
     for start in (0, 1, 4095, 10**6, 2**40, 2**62):
         for count in (0, 1, 2, 511, 4095, 4096, 4097, 8192, 9000):
-            assert Numbers(range(start, start + count)).digest() == digest_of([*range(start, start + count)])
-    assert Numbers(range(10**12, 10**12 + 3)).digest() == digest_of([10**12, 10**12 + 1, 10**12 + 2])
+            assert IndexArray(range(start, start + count)).digest() == digest_of([*range(start, start + count)])
+    assert IndexArray(range(10**12, 10**12 + 3)).digest() == digest_of([10**12, 10**12 + 1, 10**12 + 2])
 
 
 def test_a_digest_is_that_of_the_values_however_they_are_kept() -> None:
     order = torch.randperm(5000, generator=generator()).tolist()
-    same = (Numbers(np.array(order)), order, tuple(order), [np.int64(number) for number in order])
+    same = (IndexArray(np.array(order)), order, tuple(order), [np.int64(number) for number in order])
     assert len({digest_of(indices) for indices in same}) == 1
-    assert digest_of(Numbers(range(7, 19))) == digest_of([*range(7, 19)])
+    assert digest_of(IndexArray(range(7, 19))) == digest_of([*range(7, 19)])
     assert digest_of([3, 1, 2]) == 9_009_941_937_389_882_848  # in every process and version, as saved states have it
     other: Any = (
         [order[1], order[0], *order[2:]],

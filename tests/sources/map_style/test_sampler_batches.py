@@ -21,7 +21,7 @@ from torch.utils.data import (
 import torchdistinput as tdi
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.map_style.index_array import Numbers
+from torchdistinput.sources.map_style.index_array import IndexArray
 from torchdistinput.sources.map_style.index_batches import SamplerDraws
 from torchdistinput.sources.map_style.sampler_batches import Batches, Passed, batches_of, size_of
 from torchdistinput.sources.map_style.shuffle_sampler import ShuffleSampler
@@ -194,8 +194,8 @@ def test_batches_that_stay_arrays_are_those_of_torch_with_all_random_states(samp
         batches = batches_of(given)
         for batch, after in zip(expected, seen[1:], strict=False):
             found = batches.draw()
-            assert isinstance(found, Numbers) == known
-            found = found.tolist() if isinstance(found, Numbers) else found
+            assert isinstance(found, IndexArray) == known
+            found = found.tolist() if isinstance(found, IndexArray) else found
             assert (found, types_of(found)) == (batch, types_of(batch))
             assert all(map(torch.equal, states(generator), after))
         with pytest.raises(StopIteration):
@@ -299,7 +299,7 @@ def asked_by(draws: SamplerDraws) -> Any:
     request = draws.take_request()
     assert request is not None
     indices = request[1]
-    return indices.tolist() if isinstance(indices, Numbers) else indices
+    return indices.tolist() if isinstance(indices, IndexArray) else indices
 
 
 def failure_of(draws: SamplerDraws) -> BaseException:

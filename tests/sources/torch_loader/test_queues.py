@@ -24,7 +24,7 @@ from tests.support.platforms import linux_pipes
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.cuts import as_is
-from torchdistinput.sources.map_style.index_array import Numbers
+from torchdistinput.sources.map_style.index_array import IndexArray
 from torchdistinput.sources.map_style.index_batches import IndexFeed, SamplerDraws
 from torchdistinput.sources.map_style.piece_dataset import PieceDataset
 from torchdistinput.sources.rng import plainly
@@ -234,7 +234,7 @@ def test_a_request_on_its_way_to_a_worker_asks_for_the_same(content: Any, many: 
         lead=0,
         draw=plainly,
     )
-    feed, request = IndexFeed(), (many, Numbers(content), 3)
+    feed, request = IndexFeed(), (many, IndexArray(content), 3)
     feed.draws = draws
     draws.give_back([request])
     sent = next(iter(feed))

@@ -59,8 +59,8 @@ _NAMES_OF_INDICES: Final = ("indices", "index", "idx", "idxs", "ids")
 def way_out_for(data: object) -> str:
     """Advice for the user if an iterable yields different data on each rank. Local."""
     known = (_BY_LIBRARY[library] for each in _nested(data) if (library := _library_of(each)) in _BY_LIBRARY)
-    told = next(known, "")
-    return f"{told} {_IN_GENERAL}" if told else _IN_GENERAL
+    advice = next(known, "")
+    return f"{advice} {_IN_GENERAL}" if advice else _IN_GENERAL
 
 
 def divides_itself(data: object) -> bool:
@@ -98,12 +98,12 @@ def part_of(dataset: Any) -> str:
     Returns:
       a short text that is equal for equal data.
     """
-    told = list(_told_of(dataset, _MOST_INSIDE))
-    if not told:
+    digests = list(_digests_of(dataset, _MOST_INSIDE))
+    if not digests:
         return ""
     indices = getattr(dataset, "indices", None)
     first = f" with the indices {_few(indices)}" if isinstance(dataset, Subset) and indices is not None else ""
-    return f"a {type(dataset).__name__}{first} (checksum {_joined(told):x})"
+    return f"a {type(dataset).__name__}{first} (checksum {_joined(digests):x})"
 
 
 def _joined(digests: Iterable[int]) -> int:
@@ -114,7 +114,7 @@ def _few(indices: Sequence[Any]) -> str:
     return ", ".join(str(int(each)) for each in indices[:4]) + (", ..." if len(indices) > 4 else "")
 
 
-def _told_of(dataset: Any, depth: int) -> Iterator[int]:
+def _digests_of(dataset: Any, depth: int) -> Iterator[int]:
     """Digests of the known facts of a dataset's samples, and of the datasets inside of it."""
     if depth == 0:
         return
@@ -122,10 +122,10 @@ def _told_of(dataset: Any, depth: int) -> Iterator[int]:
         yield digest_of_read(list(dataset.tensors) if isinstance(dataset, TensorDataset) else dataset.columns)
     elif isinstance(dataset, Packed):
         yield dataset.checksum
-        yield from _told_of(dataset.dataset, depth - 1)
+        yield from _digests_of(dataset.dataset, depth - 1)
     elif isinstance(dataset, ConcatDataset):
         for each in dataset.datasets[:_MOST_INSIDE]:
-            yield from _told_of(each, depth - 1)
+            yield from _digests_of(each, depth - 1)
     elif isinstance(dataset, list | tuple | range) and dataset:  # these are the samples themselves
         yield _joined(map(digest_of_read, dataset[:: -(-len(dataset) // _MOST_COMPARED)]))
     elif isinstance(dataset, np.ndarray | torch.Tensor):
@@ -149,7 +149,7 @@ def _attributes_of(dataset: Dataset[Any], depth: int) -> Iterator[int]:
     for name, value in sorted(getattr(dataset, "__dict__", {}).items()):
         is_inside = isinstance(value, Dataset) or _library_of(value) == "datasets"
         if is_inside or (name == "dataset" and isinstance(dataset, Subset)):
-            yield from _told_of(value, depth - 1)
+            yield from _digests_of(value, depth - 1)
         elif length and _is_sequence(value) and len(value) == length:
             some = value[:: -(-length // _MOST_COMPARED)]
             if all(map(_is_name, some)) or (name in _NAMES_OF_INDICES and all(map(_is_index, some))):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple, final
 
 from torchdistinput.plan.balancing import Division, StepCosts
-from torchdistinput.sources.map_style.index_array import Numbers
+from torchdistinput.sources.map_style.index_array import IndexArray
 from torchdistinput.sources.map_style.piece_dataset import Request
 from torchdistinput.sources.sample_costs import Balance, select
 from torchdistinput.step_types import LeftOut
@@ -20,7 +20,7 @@ class BalancedBatch:
     """A batch and its division.
 
     Args:
-      indices: ``Numbers``, or a list that does not change.
+      indices: an ``IndexArray``, or a list that does not change.
       balance: divides it.
       numbers: the number of each sample, if the index is wanted.
     """
@@ -34,7 +34,7 @@ class BalancedBatch:
     @property
     def is_known(self) -> bool:
         """Whether its indices are those of one of torch's own samplers."""
-        return isinstance(self._indices, Numbers)
+        return isinstance(self._indices, IndexArray)
 
     @property
     def division(self) -> Division:

@@ -32,7 +32,7 @@ from torch.utils.data import (
 from torchdistinput.batches import pytree
 from torchdistinput.batches.containers import open_container
 from torchdistinput.sources.map_style.columns import ARRAYS, Column, column_of
-from torchdistinput.sources.map_style.index_array import Numbers
+from torchdistinput.sources.map_style.index_array import IndexArray
 from torchdistinput.sources.map_style.table import Table, columns_in
 
 NOT_THERE: Final = (IndexError, RuntimeError)
@@ -64,7 +64,7 @@ class _Reader(Protocol):
     def kind(self) -> _Kind:
         """The structure that all rows share."""
 
-    def read(self, rows: Numbers) -> list[torch.Tensor]:
+    def read(self, rows: IndexArray) -> list[torch.Tensor]:
         """A tensor for each column, in memory of its own.
 
         Raises:
@@ -89,7 +89,7 @@ class InMemoryRows:
         self._build = build
         self._default_device = torch.get_default_device()  # on which torch makes tensors from arrays
 
-    def __call__(self, rows: Numbers) -> Any:
+    def __call__(self, rows: IndexArray) -> Any:
         """The batch of these rows.
 
         Raises:
@@ -121,7 +121,7 @@ def gather_of(dataset: Any, collate: Any, *, many: bool) -> InMemoryRows | None:
             warnings.simplefilter("ignore")
             expected = collate([dataset[row] for row in rows] if many else dataset[rows])
         build = _build_of(expected)
-        if build is None or not _same(expected, build(reader.read(Numbers(np.array(rows))))):
+        if build is None or not _same(expected, build(reader.read(IndexArray(np.array(rows))))):
             return None
     except _OF_A_TRIAL:  # reading one by one will raise it again, where the samples are read
         return None
@@ -135,10 +135,10 @@ def gathers(loader: DataLoader[Any]) -> bool:
     return listed and gather_of(loader.dataset, loader.collate_fn, many=many) is not None
 
 
-def numbers_of(indices: Any) -> Numbers | None:
+def index_array_of(indices: Any) -> IndexArray | None:
     """The indices of the user's own sampler, if they are plain ints; else ``None``. Local."""
     found = _ints_of(indices)
-    return None if found is None else Numbers(found)
+    return None if found is None else IndexArray(found)
 
 
 def _ints_of(indices: Any) -> Ints | None:
@@ -185,7 +185,7 @@ class _Columns:
         self._length = len(columns[0])
         self.kind = _Kind(_nest_of(content()), tuple(column.kind for column in columns))
 
-    def read(self, rows: Numbers) -> list[torch.Tensor]:
+    def read(self, rows: IndexArray) -> list[torch.Tensor]:
         content = rows.content
         if not isinstance(content, range):
             return [column.take(content) for column in self._columns]
@@ -230,12 +230,12 @@ class _SubsetReader:
         self._indices = indices
         self.kind = inner.kind
 
-    def read(self, rows: Numbers) -> list[torch.Tensor]:
+    def read(self, rows: IndexArray) -> list[torch.Tensor]:
         indices, places = self._indices, rows.array()
         if not isinstance(indices, range):
-            return self._inner.read(Numbers(indices.take(places)))
+            return self._inner.read(IndexArray(indices.take(places)))
         _refuse_outside(places, len(indices))
-        return self._inner.read(Numbers(indices.start + indices.step * places))
+        return self._inner.read(IndexArray(indices.start + indices.step * places))
 
     def is_current(self) -> bool:
         subset = self._subset
@@ -271,14 +271,14 @@ class _ConcatReader:
         self._starts = [0, *self._sizes[:-1]]
         self.kind = parts[0].kind
 
-    def read(self, rows: Numbers) -> list[torch.Tensor]:
+    def read(self, rows: IndexArray) -> list[torch.Tensor]:
         places = rows.array()
         _refuse_outside(places, self._sizes[-1])
         owners = np.searchsorted(self._ends, places, side="right")
         joined: list[torch.Tensor] = []
         for owner in np.unique(owners).tolist():
             where = np.flatnonzero(owners == owner)
-            own: list[torch.Tensor] = self._parts[owner].read(Numbers(places[where] - self._starts[owner]))
+            own: list[torch.Tensor] = self._parts[owner].read(IndexArray(places[where] - self._starts[owner]))
             if len(where) == len(places):
                 return own
             joined = joined or [each.new_empty((len(places), *each.shape[1:])) for each in own]

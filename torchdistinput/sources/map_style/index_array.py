@@ -19,7 +19,7 @@ from torchdistinput.plan.permutation import random_words
 
 
 @final
-class Numbers:
+class IndexArray:
     """Indices that one of torch's own samplers drew: ints of 0 and above. ``tolist`` gives what torch would yield.
 
     Args:
@@ -32,13 +32,13 @@ class Numbers:
         self.content = content
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Numbers, (self.content,)
+        return IndexArray, (self.content,)
 
     def __len__(self) -> int:
         return len(self.content)
 
-    def __getitem__(self, place: slice) -> Numbers:
-        return Numbers(self.content[place])
+    def __getitem__(self, place: slice) -> IndexArray:
+        return IndexArray(self.content[place])
 
     def array(self) -> npt.NDArray[np.int64]:
         """The indices, ``(n,)``."""
@@ -59,9 +59,9 @@ class Numbers:
         return numbers
 
 
-def digest_of(indices: Numbers | Sequence[Any]) -> int:
+def digest_of(indices: IndexArray | Sequence[Any]) -> int:
     """A digest above 0 of a batch of indices: equal for equal batches, in every process; else almost never. Local."""
-    if isinstance(indices, Numbers):
+    if isinstance(indices, IndexArray):
         return indices.digest()
     try:
         return _digest(np.frombuffer(array("q", indices), np.int64))

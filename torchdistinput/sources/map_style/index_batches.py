@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, Sampler
 from torchdistinput.errors import BatchingError, StateMismatch
 from torchdistinput.plan.batching import Cutter, check_replica, distinct_steps, refuse_empty_pieces, split
 from torchdistinput.sources.map_style.balanced_batch import BalancedBatch, LatePiece
-from torchdistinput.sources.map_style.index_array import Numbers, digest_of
+from torchdistinput.sources.map_style.index_array import IndexArray, digest_of
 from torchdistinput.sources.map_style.piece_dataset import Request
 from torchdistinput.sources.map_style.sampler_batches import Passed, batches_of, size_of
 from torchdistinput.sources.read_failures import ENDS, OnFailure
@@ -59,7 +59,7 @@ class CutRow(NamedTuple):
     def requests(self, indices: Any, key: int, *, collate: bool) -> list[Request]:
         """The requests for the pieces; loader workers also get requests for pieces without a sample."""
         # A list is copied, as the user may change it later.
-        size = len(indices) if type(indices) is Numbers else -1
+        size = len(indices) if type(indices) is IndexArray else -1
         parts = [indices if hi - lo == size else indices[lo:hi] for lo, hi in self.limits if lo < hi]
         requests: list[Request] = [(collate, part, key) for part in parts]
         if len(requests) < self.wanted:
@@ -247,16 +247,16 @@ class SamplerDraws:
 
     def _is_whole(self, batch: Any) -> bool:
         """Whether it is one item of the dataset that is a whole batch."""
-        return not self._collate and not isinstance(batch, list | tuple | Numbers)
+        return not self._collate and not isinstance(batch, list | tuple | IndexArray)
 
-    def _listed(self, batch: Any) -> Numbers | Sequence[Any]:
-        indices: Numbers | Sequence[Any]
-        indices = _sized(batch) if self._collate else batch if isinstance(batch, list | Numbers) else list(batch)
+    def _listed(self, batch: Any) -> IndexArray | Sequence[Any]:
+        indices: IndexArray | Sequence[Any]
+        indices = _sized(batch) if self._collate else batch if isinstance(batch, list | IndexArray) else list(batch)
         return indices
 
     def _add(self, batch: Any, first: int) -> None:
         """The rows of a batch from the ``first`` on, and the requests for their pieces."""
-        known = type(batch) is Numbers
+        known = type(batch) is IndexArray
         if not known and self._is_whole(batch):
             self._add_whole(batch, first)
             return
@@ -298,12 +298,12 @@ class SamplerDraws:
             gathered = RowSizes(len(batch.division.order), sizes, self._schema) if gathers else None
             self._rows.append(DrawnRow(pieces, None, digest, numbers, len(parts), sizes, gathered))
 
-    def digest_of(self, indices: Numbers | Sequence[Any]) -> Digest:
+    def digest_of(self, indices: IndexArray | Sequence[Any]) -> Digest:
         """See ``DrawnRow.digest``."""
         if not self._cutter.shared:
             return 0
-        # A list may change later, so its digest is computed now. ``Numbers`` do not change; one rank rarely needs it.
-        return indices.digest if self._alone and type(indices) is Numbers else digest_of(indices)
+        # A list may change later, so its digest is computed now. An ``IndexArray`` does not; one rank rarely needs it.
+        return indices.digest if self._alone and type(indices) is IndexArray else digest_of(indices)
 
     def rows_of(self, size: int) -> list[CutRow]:
         """The rows of a batch of ``size`` samples."""

@@ -14,8 +14,8 @@ from torchdistinput.coordination.failures import in_one_line, plain_indices
 from torchdistinput.sources.converting import fast_collate
 from torchdistinput.sources.cuts import without_left_out
 from torchdistinput.sources.files.plain_epochs import SharedEpoch
-from torchdistinput.sources.map_style.in_memory import NOT_THERE, InMemoryRows, gather_of, numbers_of
-from torchdistinput.sources.map_style.index_array import Numbers
+from torchdistinput.sources.map_style.in_memory import NOT_THERE, InMemoryRows, gather_of, index_array_of
+from torchdistinput.sources.map_style.index_array import IndexArray
 from torchdistinput.sources.opaque_batches import OpaqueCollate
 from torchdistinput.sources.read_failures import ENDS, Failure, OnFailure
 from torchdistinput.sources.sample_seed import Samples
@@ -32,7 +32,7 @@ class FetchesBatches(Protocol):
 
 Request = tuple[bool, Any, int] | None
 """The request that torch's loader passes to a ``PieceDataset``: whether to collate a list of samples, the index or
-indices (as ``Numbers`` if torch's own sampler drew a list of them), and the key of the epoch for ``sample_seed``.
+indices (as an ``IndexArray`` if torch's own sampler drew a list of them), and the key of the epoch for ``sample_seed``.
 ``None`` for a piece without a sample; its result is ``None``, too."""
 
 MoveSample = Callable[[Any, int, int], Any]
@@ -104,14 +104,14 @@ class PieceDataset(Dataset[Any]):
             if not self._looked:
                 self._gather, self._looked = gather_of(self.dataset, self._collate, many=many), True
             if self._gather is not None:
-                rows = wanted if type(wanted) is Numbers else numbers_of(wanted)
+                rows = wanted if type(wanted) is IndexArray else index_array_of(wanted)
                 if rows is not None and len(rows):  # for no samples the user's collate function may return anything
                     return self._gather(rows)
         except NOT_THERE:  # reading one by one names the bad index, or counts it from the end
             pass
         except Exception as error:
-            return _failure(error, wanted.tolist() if isinstance(wanted, Numbers) else wanted)
-        if isinstance(wanted, Numbers):
+            return _failure(error, wanted.tolist() if isinstance(wanted, IndexArray) else wanted)
+        if isinstance(wanted, IndexArray):
             wanted = wanted.tolist()
         return self._read(many, wanted, key)
 
@@ -199,7 +199,7 @@ def _failure(error: BaseException, wanted: Any) -> Failure:
 def indices_of(request: Request) -> list[Any]:
     """The indices that a request asks for."""
     wanted = [] if request is None else request[1]
-    if isinstance(wanted, Numbers):
+    if isinstance(wanted, IndexArray):
         return wanted.tolist()
     return list(wanted) if isinstance(wanted, list | tuple) else [wanted]
 

@@ -31,7 +31,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
-from torchdistinput.sources.map_style.index_array import Numbers
+from torchdistinput.sources.map_style.index_array import IndexArray
 from torchdistinput.sources.map_style.shuffle_sampler import ShuffleSampler
 
 _T = TypeVar("_T")
@@ -57,7 +57,7 @@ class Batches(Protocol):
         """The next batch, as torch yields it."""
 
     def draw(self) -> Any:
-        """The next batch, as ``Numbers`` where torch would yield a list of indices from one of its own samplers.
+        """The next batch, as an ``IndexArray`` where torch would yield a list of indices from one of its own samplers.
 
         Raises:
           StopIteration: there is no batch left.
@@ -95,7 +95,7 @@ def batches_of(batches: Iterable[Any], size: Callable[[Any], int] = size_of) -> 
 class _Indices(Protocol):
     """The indices of one epoch, in order."""
 
-    def take(self, count: int) -> Numbers | list[Any]:
+    def take(self, count: int) -> IndexArray | list[Any]:
         """The next ``count`` indices; fewer at the end, which is only searched for then."""
 
     def skip(self, count: int) -> int:
@@ -164,9 +164,9 @@ class _CutBatches:
 
     def __next__(self) -> list[Any]:
         batch = self.draw()
-        return batch.tolist() if isinstance(batch, Numbers) else batch
+        return batch.tolist() if isinstance(batch, IndexArray) else batch
 
-    def draw(self) -> Numbers | list[Any]:
+    def draw(self) -> IndexArray | list[Any]:
         if self._ended:
             raise StopIteration
         self._ended = True  # also after an error, as torch's generator does
@@ -320,12 +320,12 @@ class _ChunkedIndices:
         self._ready: npt.NDArray[np.int64] | range = range(0)
         self._used = 0  # how many of the ready indices were used
 
-    def take(self, count: int) -> Numbers:
+    def take(self, count: int) -> IndexArray:
         used = self._used
         if used + count <= len(self._ready):
             self._used = used + count
-            return Numbers(self._ready[used : used + count])
-        drawn = Numbers(self._ready[used:])
+            return IndexArray(self._ready[used : used + count])
+        drawn = IndexArray(self._ready[used:])
         self._used = len(self._ready)
         # A copy, as a view would keep the whole permutation while the next one is drawn.
         parts = [drawn.array().copy()] if len(drawn) else []
@@ -335,12 +335,12 @@ class _ChunkedIndices:
             stop = min(self._place + max(left, chunk.together - chunk.together % left), chunk.length)
             self._ready = chunk.between(self._place, stop)
             self._place, self._used = stop, min(left, len(self._ready))
-            first = Numbers(self._ready[: self._used])
+            first = IndexArray(self._ready[: self._used])
             if self._used == count:
                 return first
             parts.append(first.array())
             left -= self._used
-        return Numbers(np.concatenate(parts) if parts else range(0))
+        return IndexArray(np.concatenate(parts) if parts else range(0))
 
     def skip(self, count: int) -> int:
         step = min(count, len(self._ready) - self._used)

@@ -36,11 +36,11 @@ def is_stopped(process: BaseProcess) -> bool:
 def words_for(number: int, process: BaseProcess) -> str:
     """Describes a loader worker: its number, its process, and the state of the process where the kernel shows it."""
     state = _state(process.pid)
-    told = [f"pid {process.pid}", *([_STATES[state]] if state in _STATES else [])]
+    facts = [f"pid {process.pid}", *([_STATES[state]] if state in _STATES else [])]
     if state in {"S", "D"}:
         with suppress(OSError):
-            told.append(f"in {Path(f'/proc/{process.pid}/wchan').read_text()}")
-    return f"loader worker {number} ({', '.join(told)})"
+            facts.append(f"in {Path(f'/proc/{process.pid}/wchan').read_text()}")
+    return f"loader worker {number} ({', '.join(facts)})"
 
 
 def files_read_by(process: BaseProcess) -> Sequence[str]:

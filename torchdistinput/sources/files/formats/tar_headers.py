@@ -145,10 +145,10 @@ def _ordinary(headers: Sequence[bytes]) -> tuple[str, int] | None:
         if records is None:
             return None
         name = records.get(b"path", name)
-        told = records.get(b"size", b"")
-        if told and not told.isdigit():
+        written = records.get(b"size", b"")
+        if written and not written.isdigit():
             return None
-        size = int(told or size)
+        size = int(written or size)
     return name.decode("utf-8", "backslashreplace"), size
 
 
