@@ -68,17 +68,26 @@ def test_weights_change_at_a_position_and_temperature_evens_them_out() -> None:
     assert sum(each >= 1000 for each in even.__getitems__(range(256))) == 23  # 1/11 of 256
 
 
-def make_loader(num_workers: int) -> DataLoader[Any]:
+def make_loader(num_workers: int, with_sampler: bool) -> DataLoader[Any]:
     mixed = mixture()
-    return DataLoader(mixed, 20, sampler=mixed.sampler(), num_workers=num_workers)
+    return DataLoader(mixed, 20, sampler=mixed.sampler() if with_sampler else None, num_workers=num_workers)
 
 
+@pytest.mark.parametrize("with_sampler", [True, False])
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_the_order_is_that_of_one_process_at_every_world_size_and_after_every_resume(num_workers: int) -> None:
+def test_the_order_is_that_of_one_process_at_every_world_size_and_after_every_resume(
+    num_workers: int, with_sampler: bool
+) -> None:
     mixed = mixture()
     order = mixed.__getitems__(range(len(mixed)))
     batches = [order[start : start + 20] for start in range(0, len(order), 20)]
-    check_worlds(make_loader, (num_workers,), batches, [(2, 7), (3, 9), (1, 100)])
+    check_worlds(make_loader, (num_workers, with_sampler), batches, [(2, 7), (3, 9), (1, 100)])
+
+
+def test_without_its_sampler_each_epoch_has_the_order_of_the_first() -> None:
+    dataset = tdi.Strategy(["cpu"]).distribute_dataset(make_loader(0, with_sampler=False))
+    first, second = ([batch.tolist() for batch in dataset] for _ in range(2))
+    assert first == second
 
 
 def test_a_batched_source_is_asked_for_many_samples_at_once() -> None:
