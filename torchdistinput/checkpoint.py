@@ -397,7 +397,7 @@ class Checkpoint:
         Raises:
           StateMismatch: it cannot be loaded.
         """
-        random = EpochDraws.from_texts(saved.random, self._source)
+        random = EpochDraws.from_texts(saved.random, self._source, saved.epoch)
         self._check_position(saved)
         return random
 

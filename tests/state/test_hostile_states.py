@@ -183,3 +183,13 @@ def test_differences_are_told_in_bounded_length() -> None:
     told = differences({"kind": "a", "seed": "x" * 10**6}, {"kind": "a", "seed": 1})
     assert len(told) == 1
     assert len(told[0]) < 1000
+
+
+@pytest.mark.parametrize("epochs", ["1", "99999999999999999999", "1" * 5000])
+def test_a_state_with_more_epochs_to_draw_than_there_were_is_refused(epochs: str, tmp_path: Path) -> None:
+    with distributed("map", tmp_path) as source:
+        state = source.state_dict()
+        state["random"][0] = f"{state['random'][0].partition(' ')[0]} {epochs}"
+        state["checksum"] = SavedState.from_dict(state).to_dict()["checksum"]
+        with pytest.raises(StateMismatch, match="random: found '.* as its first entry"):
+            source.load_state_dict(state)

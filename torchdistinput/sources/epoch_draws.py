@@ -40,8 +40,8 @@ class EpochDraws:
         return cls(source.seeds, 0, wanted, [generator.get_state() for generator in source.generators()])
 
     @classmethod
-    def from_texts(cls, texts: Sequence[str], source: Source) -> EpochDraws:
-        """The states from a saved state, in which they are the result of ``texts``.
+    def from_texts(cls, texts: Sequence[str], source: Source, epoch: int) -> EpochDraws:
+        """The states from a saved state of an epoch, in which they are the result of ``texts``.
 
         Raises:
           StateMismatch: the texts are malformed, or belong to an input with another number of generators.
@@ -53,7 +53,8 @@ class EpochDraws:
                 "the input the generators that it had (generator= of the DataLoader and of its sampler)."
             )
         word, _, replay = texts[0].partition(" ")
-        if word not in {each.value for each in SeedSchedule} or not replay.isdecimal():
+        is_number = replay.isdecimal() and len(replay) <= len(str(epoch))
+        if word not in {each.value for each in SeedSchedule} or not is_number or int(replay) > epoch:
             raise StateMismatch(f"random: found {texts[0]!r:.60} as its first entry. Load the state as it was saved.")
         default = unpacked(texts[1]) if texts[1] else None
         return cls(SeedSchedule(word), int(replay), default, [unpacked(text) for text in texts[2:]])
