@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import sys
+import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
@@ -244,6 +247,32 @@ def test_ranks_that_are_late_repeat_what_was_agreed_and_others_win_by_their_step
     told = r"rank 1: \{'a': 1.0, 'b': 2.0\}; agreed before: \{'a': 1.0, 'b': 1.0\}"
     with pytest.raises(RankDisagreement, match=told):
         exchange(8)
+
+
+@pytest.mark.parametrize("turn", range(10))
+def test_a_reader_never_takes_weights_for_those_of_a_later_version(turn: int) -> None:
+    weights, is_over, wrong = MixtureWeights(["a", "b"], [(0, {"a": 1})], None), threading.Event(), []
+    before = sys.getswitchinterval()
+
+    def read() -> None:
+        while not is_over.is_set():
+            version, changes = weights.versioned_changes(0)
+            if len(changes) != 1 + (version & 0xFFFF):
+                wrong.append((version, len(changes)))
+
+    reader = threading.Thread(target=read)
+    sys.setswitchinterval(1e-6)
+    reader.start()
+    try:
+        for position in range(1, 20):
+            weights.take((1.0, float(position)), 0, position, position)
+            time.sleep(1e-4 * random.Random(turn + position).random())
+    finally:
+        is_over.set()
+        reader.join()
+        sys.setswitchinterval(before)
+    assert not wrong
+    assert len(weights.changes(0)) == 20
 
 
 class Packs:

@@ -270,7 +270,7 @@ class StreamMixture(IterableDataset[Any]):
         """
         cursor = self._checked(place)
         stop, num_samples, seed, unit = self._kept
-        changes, version = self._weights.changes(epoch), self._weights.version
+        version, changes = self._weights.versioned_changes(epoch)
         turns: SampleTurns | TokenTurns
         if unit == "samples":
             known = [self._size_of(number) for number in range(len(self._parts))]
@@ -284,7 +284,7 @@ class StreamMixture(IterableDataset[Any]):
             nonlocal changes, version
             if self._weights.version != version:
                 before = [each for each in changes if each[0] < position]
-                changes, version = self._weights.changes(epoch), self._weights.version
+                version, changes = self._weights.versioned_changes(epoch)
                 if [each for each in changes if each[0] < position] != before:
                     raise AssertionError(f"weights changed before position {position}, which was read already")
                 turns.change(changes)

@@ -91,7 +91,7 @@ class MixtureWeights:
         self._wish: _Wish | None = None
         self._agreed: _Wish = (), ()  # the last one
         with torch.inference_mode(mode=False):  # an inference tensor could not be written outside of inference mode
-            size = 1 + _MOST * (3 + len(self.names))
+            size = 1 + 2 * _MOST * (3 + len(self.names))  # the version, and two halves: see ``_write``
             self._board = torch.frombuffer(mmap.mmap(-1, 8 * size), dtype=torch.float64)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -116,17 +116,28 @@ class MixtureWeights:
 
     def _set(self) -> list[_Change]:
         """All weights that were set, oldest first."""
-        width = 3 + len(self.names)
-        count = self.version & 0xFFFF
-        rows = self._board[1 : 1 + count * width].reshape(count, width).tolist()
-        return [_Change(int(row[0]), int(row[1]), int(row[2]), tuple(row[3:])) for row in rows]
+        return self._read()[1]
+
+    def _read(self) -> tuple[int, list[_Change]]:
+        """The version, and all weights that were set then; also while the main process sets others."""
+        while True:
+            version = self.version
+            width, count = 3 + len(self.names), version & 0xFFFF
+            start = self._start(version >> 16)
+            rows = self._board[start : start + count * width].reshape(count, width).tolist()
+            if self.version == version:  # else the rows may be of a later version
+                return version, [_Change(int(row[0]), int(row[1]), int(row[2]), tuple(row[3:])) for row in rows]
 
     def _write(self, found: Sequence[_Change]) -> None:
-        width = 3 + len(self.names)
-        for number, each in enumerate(found):
-            row = [each.epoch, each.position, each.agreed, *each.weights]
-            self._board[1 + number * width : 1 + (number + 1) * width] = torch.tensor(row, dtype=torch.float64)
-        self._board[0] = float((self.version >> 16) + 1 << 16 | len(found))
+        """Writes the rows where those of the version before do not stand, then the version."""
+        writes = (self.version >> 16) + 1
+        rows = [value for each in found for value in (*each[:3], *each.weights)]
+        start = self._start(writes)
+        self._board[start : start + len(rows)] = torch.tensor(rows, dtype=torch.float64)
+        self._board[0] = float(writes << 16 | len(found))
+
+    def _start(self, writes: int) -> int:
+        return 1 + writes % 2 * _MOST * (3 + len(self.names))
 
     def _add(self, change: _Change) -> None:
         found = self._set()
@@ -139,13 +150,17 @@ class MixtureWeights:
 
     def changes(self, epoch: int) -> Changes:
         """The weights of an epoch from positions on."""
-        found = self._set()
+        return self.versioned_changes(epoch)[1]
+
+    def versioned_changes(self, epoch: int) -> tuple[int, Changes]:
+        """The version, and the weights that it has of an epoch, from positions on."""
+        version, found = self._read()
         before = [each for each in found if each.epoch < epoch]
         now = {each.position: each for each in found if each.epoch == epoch}
         first: Changes = [(0, self._exact(before[-1].weights))] if before else self._base
         if now:
             first = [(at, weights) for at, weights in first if at < min(now)]
-        return [*first, *((at, self._exact(each.weights)) for at, each in sorted(now.items()))]
+        return version, [*first, *((at, self._exact(each.weights)) for at, each in sorted(now.items()))]
 
     def _exact(self, weights: Sequence[float]) -> tuple[Fraction, ...]:
         return tuple(shares(weights, self._temperature))
