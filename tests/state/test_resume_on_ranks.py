@@ -41,6 +41,7 @@ EPOCHS = 2
 NAMES = list(inputs.LOADERS)
 OPAQUE = {"iterable", "iterable that shards itself"}
 """Their loader workers make the batches, so their number stays."""
+BY_DEFAULT = "shuffled by torch.manual_seed only"
 
 # --------------------------------------------------------------------------------- from world to world to world
 
@@ -106,8 +107,27 @@ def plans(everything: bool) -> Iterator[Plan]:
     for name, chosen in cells(NAMES, rotating, everything=everything, seed=2):
         of_workers = [chosen["workers"][0]] * 3 if name in OPAQUE else chosen["workers"]
         settings = [Setting(rng.randrange(3), rng.choice((0, 1, 2, 5)), more) for more in of_workers]
-        lengths = (rng.randrange(7), rng.randrange(6), None)
+        lengths = (rng.randrange(name == BY_DEFAULT, 7), rng.randrange(6), None)
         yield Plan(name, chosen["worlds"], settings, lengths)
+
+
+def before_the_first_epoch(folder: str) -> list[list[int]]:
+    """One rank: the parts of an epoch from a state that was saved before any was begun, by another seed."""
+    run = run_of(known(BY_DEFAULT, Path(folder)), Setting(1, 0, {}))
+    saved = run.save(0)
+    torch.manual_seed(OTHER_SEED + dist.get_rank())
+    run.load(saved)
+    with run.loader:
+        return [batch.tolist() for batch in run.loader]
+
+
+def test_a_state_of_several_ranks_before_their_first_epoch_holds_no_default_random_state(tmp_path: Path) -> None:
+    """No rank but the first knows from which state the epoch would be drawn: it is that of the next ``iter``."""
+    inputs.write_numbers(tmp_path)
+    parts = run_ranks(2, before_the_first_epoch, str(tmp_path))
+    torch.manual_seed(OTHER_SEED)
+    expected = [batch.tolist() for batch in known(BY_DEFAULT, tmp_path)(torch.utils.data.DataLoader)]
+    assert [one + other for one, other in zip(*parts, strict=True)] == expected
 
 
 def test_runs_go_on_from_world_to_world_as_in_one_process(all_cells: bool, tmp_path: Path) -> None:
