@@ -42,6 +42,8 @@ NAMES = list(inputs.LOADERS)
 OPAQUE = {"iterable", "iterable that shards itself"}
 """Their loader workers make the batches, so their number stays."""
 BY_DEFAULT = "shuffled by torch.manual_seed only"
+DRAWN_BY_DEFAULT = {BY_DEFAULT, "own collate function", "dicts with strings", "tensors"}
+"""Their order is drawn from torch's default random state, which several ranks share from their first epoch on."""
 
 # --------------------------------------------------------------------------------- from world to world to world
 
@@ -107,7 +109,7 @@ def plans(everything: bool) -> Iterator[Plan]:
     for name, chosen in cells(NAMES, rotating, everything=everything, seed=2):
         of_workers = [chosen["workers"][0]] * 3 if name in OPAQUE else chosen["workers"]
         settings = [Setting(rng.randrange(3), rng.choice((0, 1, 2, 5)), more) for more in of_workers]
-        lengths = (rng.randrange(name == BY_DEFAULT, 7), rng.randrange(6), None)
+        lengths = (rng.randrange(name in DRAWN_BY_DEFAULT, 7), rng.randrange(6), None)
         yield Plan(name, chosen["worlds"], settings, lengths)
 
 
