@@ -25,7 +25,7 @@ from torchdistinput.sources.torch_loader import open_runs
 from torchdistinput.sources.torch_loader import run as runs
 from torchdistinput.sources.torch_loader.run import LoaderRun, LoaderRuns
 from torchdistinput.sources.torch_loader.settings import settings_of
-from torchdistinput.step_types import ReadFailure
+from torchdistinput.step_types import Origin, ReadFailure
 
 pytestmark = linux_processes
 
@@ -114,6 +114,21 @@ def test_a_bounded_run_names_the_worker_and_what_it_reads_and_ends(persistent: b
     later = made.start(PieceDataset(Slow(), as_is))  # with workers of its own
     made.finish(later)
     made.close()
+
+
+@pytest.mark.parametrize("kind", [TypeError, ValueError])
+def test_what_torch_raises_of_loader_workers_that_were_given_up_is_the_failure(kind: type[Exception]) -> None:
+    """A queue of ``multiprocessing`` that is closed is a ``ValueError``, where loader workers are not forked."""
+    failure = ReadFailure("loader worker 0", Origin())
+
+    def read(_: int) -> int:
+        run.give_up(failure)
+        raise kind("the queue is closed")
+
+    run = LoaderRun(map(read, range(1)))
+    with pytest.raises(ReadFailure) as caught:
+        next(run)
+    assert caught.value is failure
 
 
 def test_time_counts_only_while_the_consumer_waits() -> None:

@@ -122,8 +122,9 @@ class LoaderRun(Iterator[Any]):
                     raise left_to_parent()
                 self._raise_end()
             return self._next()
-        except (RuntimeError, OSError, EOFError, TypeError) as error:
-            if self._closed:  # close() wakes a waiting thread with an item that torch cannot read
+        except (RuntimeError, OSError, EOFError, TypeError, ValueError) as error:
+            # close() wakes a waiting thread with an item that torch cannot read, or torch uses a queue that is closed.
+            if self._closed:
                 self._raise_end()
             # The sockets of a killed process close before the process ends.
             dead = self._wait_for_dead(isinstance(error, OSError | EOFError))
