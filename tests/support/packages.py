@@ -1,6 +1,6 @@
 """Packages of others that are imported when a test uses them, not when tests are collected.
 
-Each fork of a test's process copies its page tables. With all packages in memory, a fork takes four times as long.
+Each fork of a test's process copies its page tables: with all packages in memory, it takes up to twice as long.
 """
 
 from __future__ import annotations

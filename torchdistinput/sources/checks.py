@@ -79,6 +79,15 @@ def refuse_ray(data: object, what: str) -> None:
     )
 
 
+def cannot_skip(what: str) -> InputError:
+    """The error for data that does not support ``on_error="skip"``."""
+    return InputError(
+        f'on_error="skip" was given with {what}, for which it is not known where a sample begins or how to go on '
+        "after an error. It is for map-style datasets and FileDatasets; catch the error in your own dataset, and go on "
+        "to the next sample there."
+    )
+
+
 def checked_int(name: str, value: object, at_least: int | None = None) -> int:
     """The value, if it is an int. Local.
 

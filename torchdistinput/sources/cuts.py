@@ -11,7 +11,6 @@ import numpy.typing as npt
 import torch
 
 from torchdistinput.coordination.batch_digests import digest_of_samples, number_of_size
-from torchdistinput.errors import InputError
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.batching import Row as Limits
 from torchdistinput.plan.mixed_turns import Cursor
@@ -126,7 +125,7 @@ def cut_of(item: Cut | SizedRow | Failure) -> Cut:
     return Cut([row], sizes.samples, [sizes.pieces], read=read if isinstance(read, int) else 0)
 
 
-def without_left_out(left_out: Mapping[int, str], piece: Any) -> Any:
+def piece_without(left_out: Mapping[int, str], piece: Any) -> Any:
     """The piece; ``PartialPiece`` if samples were left out.
 
     Args:
@@ -170,15 +169,6 @@ def sizes_in(rows: Iterable[Limits]) -> list[tuple[int, ...]]:
 def no_sizes(rows: Sequence[Row]) -> list[tuple[int, ...]]:
     """The sizes of rows without a sample."""
     return [(0,) * len(row) for row in rows]
-
-
-def cannot_skip(what: str) -> InputError:
-    """The error for data that does not support ``on_error="skip"``."""
-    return InputError(
-        f'on_error="skip" was given with {what}, for which it is not known where a sample begins or how to go on '
-        "after an error. It is for map-style datasets and FileDatasets; catch the error in your own dataset, and go on "
-        "to the next sample there."
-    )
 
 
 def as_is(value: Any) -> Any:

@@ -24,8 +24,7 @@ from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.sharding import AutoShardPolicy, resolve_policy
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.base import HoldsTorchLoader, MapStyle, Shards, Source
-from torchdistinput.sources.checks import refuse_class, refuse_ray
-from torchdistinput.sources.cuts import cannot_skip
+from torchdistinput.sources.checks import cannot_skip, refuse_class, refuse_ray
 from torchdistinput.sources.files.fragment_dataset import FragmentDataset
 from torchdistinput.sources.files.mixture import RecordDataset, StreamMixture
 from torchdistinput.sources.fragments import FragmentSource

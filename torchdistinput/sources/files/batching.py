@@ -25,7 +25,7 @@ from torchdistinput.plan.batching import Row as Limits
 from torchdistinput.plan.file_resharding import Deals, ReaderCursor, fresh_files
 from torchdistinput.plan.mixed_turns import Cursor
 from torchdistinput.plan.sharding import shards_of
-from torchdistinput.sources.cuts import Cut, labelled_piece, no_sizes, nothing_left, sizes_in, without_left_out
+from torchdistinput.sources.cuts import Cut, labelled_piece, no_sizes, nothing_left, piece_without, sizes_in
 from torchdistinput.sources.files.columns import Columns, RecordList, collated
 from torchdistinput.sources.files.corrupt_records import CorruptRecord
 from torchdistinput.sources.files.mixed_reader import MixedReader
@@ -305,8 +305,8 @@ class RecordRows(IterableDataset[Any]):
             records, partial(reader.places, lo, hi), key, seeds=self._seeds
         )
         if samples and reader.of_columns and self._joins_columns:  # these are beside a record that cannot be read
-            return without_left_out(left_out, self._handed_on(collated(samples), len(samples)))
-        return without_left_out(left_out, self._collate(samples) if samples else None)
+            return piece_without(left_out, self._handed_on(collated(samples), len(samples)))
+        return piece_without(left_out, self._collate(samples) if samples else None)
 
     def _handed_on(self, piece: Any, size: int) -> Any:
         return OpaqueBatch(piece, size) if self._seals else piece

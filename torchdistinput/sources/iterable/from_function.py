@@ -14,8 +14,7 @@ from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.seed_schedule import SeedSchedule
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.base import RowStream, Source
-from torchdistinput.sources.checks import refuse_class, refuse_ray
-from torchdistinput.sources.cuts import cannot_skip
+from torchdistinput.sources.checks import cannot_skip, refuse_class, refuse_ray
 from torchdistinput.sources.iterable.cursor import (
     Marked,
     Place,

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, default_collate
 
 from torchdistinput.coordination.failures import in_one_line, plain_indices
 from torchdistinput.sources.converting import fast_collate
-from torchdistinput.sources.cuts import without_left_out
+from torchdistinput.sources.cuts import piece_without
 from torchdistinput.sources.files.plain_epochs import SharedEpoch
 from torchdistinput.sources.map_style.in_memory import NOT_THERE, InMemoryRows, gather_of, index_array_of
 from torchdistinput.sources.map_style.index_array import IndexArray
@@ -163,11 +163,11 @@ class PieceDataset(Dataset[Any]):
                 item = self._item(wanted, reading)
             except Exception as error:
                 samples_in_it = len(wanted) if isinstance(wanted, list) else 1
-                return without_left_out(dict.fromkeys(range(samples_in_it), _unread(wanted, error)), None)
+                return piece_without(dict.fromkeys(range(samples_in_it), _unread(wanted, error)), None)
             return self._make(item)
         left_out: dict[int, str] = {}
         samples = self._readable(wanted, reading, left_out)
-        return without_left_out(left_out, self._collate(samples) if samples or not wanted else None)
+        return piece_without(left_out, self._collate(samples) if samples or not wanted else None)
 
     def _one_of_batch(self, index: Any, reading: Samples) -> Any:
         """One sample, read by ``__getitems__``: its samples may differ from those of ``__getitem__``."""
