@@ -38,6 +38,7 @@ def environment_of_a_rank() -> dict[str, str]:
 
 def group_made_by_the_function() -> int:
     dist.init_process_group("gloo")
+    dist.barrier()  # the first to end would close a connection that its peer still makes
     return dist.get_rank()
 
 

@@ -356,6 +356,8 @@ def _prepare(job: _Job) -> None:
             world_size=job.world_size,
             timeout=timedelta(seconds=job.timeout_seconds),
         )
+        # A rank that ends as soon as it is connected closes connections that its peers still make.
+        dist.barrier()
 
 
 def _pickled_error(error: BaseException) -> bytes:
