@@ -37,6 +37,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
+    if sys.platform == "linux":  # the default before Python 3.14; tests that are about the others name them
+        multiprocessing.set_start_method("fork")
     # Whoever starts the fork server first: without it each of its processes would import torch by itself.
     ranks._PRELOADED.append("tests.support.preloaded")
     multiprocessing.set_forkserver_preload(ranks._PRELOADED)

@@ -53,7 +53,7 @@ os.register_at_fork(before=partial(next, map(_thread.interrupt_main, iter([signa
 import logging, threading
 import torchdistinput as tdi
 try:
-    list(tdi.DataLoader(range(4), num_workers=1))
+    list(tdi.DataLoader(range(4), num_workers=1, multiprocessing_context="fork"))
     print("went on")
 except KeyboardInterrupt:
     print("interrupted")

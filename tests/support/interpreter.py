@@ -8,6 +8,7 @@ destructors follow.
 
 import gc
 import json
+import multiprocessing
 import os
 import sys
 from typing import Any
@@ -53,9 +54,11 @@ def serve() -> Any:
     return ""
 
 
+if sys.platform == "linux":  # the default before Python 3.14: the others import a script, and none here has a guard
+    multiprocessing.set_start_method("fork")
 gc.freeze()  # or each script would look at all of torch again, at its end
 script = serve()
 if script:
     __file__ = sys.argv[0]
-    del gc, json, os, Any, answer, prepare, serve, torch, torchdistinput
+    del gc, json, multiprocessing, os, Any, answer, prepare, serve, torch, torchdistinput
     exec(script)
