@@ -167,6 +167,11 @@ ITEMS: dict[str, Callable[[], Any]] = {
     "array, Fortran's order": lambda: np.asfortranarray(numbers(4, BIG).numpy()),
     "array, strides": lambda: numbers(4, BIG).numpy()[::2, ::3],
     "array, read only": lambda: np.frombuffer(bytes(4 * BIG), np.int32),
+    "arrays, read only, whose memory is no one piece": lambda: [
+        np.frombuffer(bytes(4 * BIG), np.int32)[::2],
+        np.broadcast_to(np.arange(3.0), (2, 3)),
+        np.frombuffer(bytes(6 * BIG), np.int16).reshape(3, BIG).T,
+    ],
     "array, the other byte order": lambda: [
         np.arange(BIG, dtype=">i4"),
         np.arange(6, dtype=">f8")[::-2],
