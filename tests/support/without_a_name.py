@@ -91,7 +91,13 @@ class Counting(IterableDataset[Any]):
 
 
 def plain(batches: Iterable[Any]) -> list[Any]:
-    return [{key: each.tolist() if torch.is_tensor(each) else each for key, each in batch.items()} for batch in batches]
+    return [
+        {
+            key: (each.dtype, each.shape, each.numpy().tobytes()) if torch.is_tensor(each) else each
+            for key, each in batch.items()
+        }
+        for batch in batches
+    ]
 
 
 def compare(data: Any, *, workers: int, shuffle: bool, lasting: bool) -> None:
