@@ -21,11 +21,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 import torchdistinput as tdi
+from tests.support.platforms import FORK_WARNING
 from torchdistinput.sources.torch_loader import run
 
 Ours: Any = tdi.DataLoader  # torch's types ask for a Dataset; lists and ranges will do
 Torchs: Any = DataLoader
-OF_FORKS = "This process .* is multi-threaded, use of fork"  # a warning of Python's own, from 3.12 on
 WORKERS: list[dict[str, Any]] = [{}, {"num_workers": 2}, {"num_workers": 1, "persistent_workers": True}]
 
 
@@ -556,7 +556,7 @@ def test_a_stream_that_is_longer_than_it_said_is_warned_of_as_by_torch(
         loader = cls(Few(2, 5), batch_size=batch_size, **workers)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            warnings.filterwarnings("ignore", OF_FORKS)
+            warnings.filterwarnings("ignore", FORK_WARNING)
             told_before = [batch for batch in loader]  # noqa: C416 - list() asks for the length
             if asks:
                 len(loader)
@@ -577,7 +577,7 @@ def test_too_many_loader_workers_are_warned_of_as_often_as_by_torch(
         for cls in (Torchs, Ours):
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                warnings.filterwarnings("ignore", OF_FORKS)
+                warnings.filterwarnings("ignore", FORK_WARNING)
                 loader = cls(data, **workers)
                 for _ in range(2):
                     list(loader)

@@ -121,7 +121,7 @@ def test_what_is_set_counts_from_the_next_epoch_on_as_in_torch(
     """Each kind of loader with two of the changes, in turn; with ``--all-cells`` with each."""
     monkeypatch.delenv("OF_A_TEST", raising=False)
     row = [*LOADERS].index(name)
-    for change in CHANGES if all_cells else (CHANGES[row % 5], CHANGES[(row + 2) % 5]):
+    for change in CHANGES if all_cells else (CHANGES[row % len(CHANGES)], CHANGES[(row + 2) % len(CHANGES)]):
         check_what_is_set(name, change)
 
 

@@ -28,23 +28,23 @@ WORLDS = (2, 3, 1)
 
 
 def play_in_worlds(folder: str) -> dict[int, Played]:
-    """One process: a rank of each world that has so many. To import all the packages takes the longest of all this."""
+    """One process, which is a rank of each world that is large enough: importing all the packages takes the longest."""
     rank, found = int(os.environ["RANK"]), {}
     states: dict[str, str] = {}
     for world in WORLDS:
         os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(world)
-        left = Path(folder) / f"states of {world}"
+        path = Path(folder) / f"states of {world}"
         if rank < world:
             store = f"file://{folder}/store of {world}"
             dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
             found[world] = play(folder, states)
             dist.destroy_process_group()
             if rank == 0:
-                left.with_suffix(".new").write_text(json.dumps({case: each[2] for case, each in found[world].items()}))
-                left.with_suffix(".new").rename(left)
-        while not left.exists():
-            time.sleep(0.01)  # as long as run_ranks lets it
-        states = json.loads(left.read_text())
+                path.with_suffix(".new").write_text(json.dumps({case: each[2] for case, each in found[world].items()}))
+                path.with_suffix(".new").rename(path)
+        while not path.exists():
+            time.sleep(0.01)  # run_ranks bounds the wait
+        states = json.loads(path.read_text())
     return found
 
 

@@ -15,6 +15,7 @@ from torch.utils.data import ChainDataset, DataLoader, Dataset, SequentialSample
 import torchdistinput as tdi
 from tests.support import inputs
 from tests.support.epochs import cut_by_s, epoch, pieces
+from tests.support.platforms import FORK_WARNING
 from torchdistinput.batches import pytree
 
 EPOCHS = 2
@@ -250,10 +251,9 @@ def test_what_goes_to_a_device_is_pinned_for_that_and_not_before(
     if kind == "function":
         distribute, given = strategy.distribute_datasets_from_function, lambda _: loader
     monkeypatch.setattr(tdi.Strategy, "_on_host", False)
-    # Python's own, from 3.12 on. Torch's loader says that there is nothing to pin for.
-    warnings.filterwarnings("ignore", "This process .* is multi-threaded, use of fork")
+    warnings.filterwarnings("ignore", FORK_WARNING)
     found = [batch.tolist() for batch in distribute(given)]
-    assert [str(each.message) for each in recwarn] == []
+    assert [str(each.message) for each in recwarn] == []  # torch's loader says that there is nothing to pin for
     assert loader.pin_memory
     monkeypatch.undo()
     with pytest.warns(UserWarning, match="no accelerator is found"):

@@ -7,7 +7,10 @@ from typing import Final
 
 import pytest
 
-__all__ = ["linux_memory", "linux_pipes", "linux_processes", "quick_forks"]
+__all__ = ["FORK_WARNING", "linux_memory", "linux_pipes", "linux_processes", "quick_forks"]
+
+FORK_WARNING: Final = "This process .* is multi-threaded, use of fork"
+"""What Python itself warns of, from 3.12 on, where loader workers are forked."""
 
 _ELSEWHERE: Final = sys.platform != "linux"
 

@@ -111,25 +111,27 @@ class _Pickler(pickle.Pickler):
                 return reduction_of(obj)
             # Torch has one object for a storage while it is alive, so pickle knows a storage that comes again.
             return _tensor, (obj.untyped_storage(), obj.dtype, obj.storage_offset(), tuple(obj.shape), obj.stride())
-        if type(obj) is np.ndarray and pickle.DEFAULT_PROTOCOL < 5 and (usual := _usual(obj)) is not obj:
-            return usual.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-        if type(obj) is np.ndarray and pickle.DEFAULT_PROTOCOL >= 5 and _stays_read_only(obj):
-            return _read_only, (obj.copy("A"),)
+        if type(obj) is np.ndarray:
+            return _reduction_of_array(obj)
         if type(obj) is not torch.UntypedStorage or not obj.nbytes():
             return reduction_of(obj)
         return storage_over, (pickle.PickleBuffer(_memory_of(obj)),)
 
 
-def _usual(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The array as pickle delivers it by its protocol 4, torch's way before Python 3.14: writable, in native order."""
-    if array.dtype.byteorder == _OTHER_ORDER:
-        return array.astype(array.dtype.newbyteorder("="), "A")
-    return array if array.flags.writeable else array.copy("A")
+def _reduction_of_array(array: npt.NDArray[Any]) -> Any:
+    """Reduces an array so that it arrives as by pickle's default protocol, which is torch's way.
 
-
-def _stays_read_only(array: npt.NDArray[Any]) -> bool:
-    """Whether pickle delivers the array read-only by its protocol 5, the default from Python 3.14 on."""
-    return not array.flags.writeable and array.flags.forc and not array.dtype.hasobject
+    By protocol 4 every array arrives writable and in this machine's byte order. By protocol 5, the default from Python
+    3.14 on, an array in one piece keeps its byte order, and stays read-only if it is.
+    """
+    if pickle.DEFAULT_PROTOCOL >= 5:
+        if not array.flags.writeable and array.flags.forc and not array.dtype.hasobject:
+            return _read_only, (array.copy("A"),)
+    elif array.dtype.byteorder == _OTHER_ORDER:
+        return array.astype(array.dtype.newbyteorder("="), "A").__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    elif not array.flags.writeable:
+        return array.copy("A").__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    return reduction_of(array)
 
 
 def _read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
