@@ -1,17 +1,17 @@
-"""A rank wishes to read further ahead when votes show and the bytes allow it; the depth stays within its bounds."""
+"""A rank wishes to read further ahead when votes are costly and the bytes allow it; the depth stays within its bounds."""
 
 from __future__ import annotations
 
 import itertools
 
-from torchdistinput.plan.prefetch_depth import PrefetchDepth, changed, drawn_at_once, is_slow, ready_at_a_vote
+from torchdistinput.plan.prefetch_depth import PrefetchDepth, changed, drawn_at_once, is_costly, ready_at_a_vote
 
 
-def test_half_of_the_last_eight_votes_must_have_shown() -> None:
+def test_half_of_the_last_eight_votes_must_have_been_costly() -> None:
     for votes in itertools.product([False, True], repeat=9):
         read_ahead = PrefetchDepth(2, 100)
-        for shown in votes:
-            read_ahead.voted(shown=shown)
+        for costly in votes:
+            read_ahead.voted(costly=costly)
         assert read_ahead.requested_change(1) == (sum(votes[1:]) >= 4)
 
 
@@ -20,7 +20,7 @@ def test_after_a_change_the_votes_are_looked_at_anew() -> None:
     for steps in (4, 8):
         for _ in range(4):
             assert read_ahead.requested_change(1) == 0
-            read_ahead.voted(shown=True)
+            read_ahead.voted(costly=True)
         assert read_ahead.requested_change(1) == 1
         read_ahead.agreed(steps)
 
@@ -29,7 +29,7 @@ def test_the_bytes_of_the_steps_ahead_and_of_the_one_in_use_count() -> None:
     for steps, room, largest in itertools.product([2, 4, 16], range(0, 80, 3), range(5)):
         read_ahead = PrefetchDepth(steps, room)
         for _ in range(8):
-            read_ahead.voted(shown=True)
+            read_ahead.voted(costly=True)
         objects, fits = (steps + 1) * largest > room, (2 * steps + 1) * largest <= room
         assert read_ahead.requested_change(largest) == (-1 if objects else int(fits and largest > 0))
 
@@ -37,7 +37,7 @@ def test_the_bytes_of_the_steps_ahead_and_of_the_one_in_use_count() -> None:
 def test_a_number_that_was_given_is_never_to_be_changed() -> None:
     read_ahead = PrefetchDepth(2, None)
     for _ in range(8):
-        read_ahead.voted(shown=True)
+        read_ahead.voted(costly=True)
     assert [read_ahead.requested_change(largest) for largest in (0, 1, 1 << 60)] == [0, 0, 0]
 
 
@@ -60,8 +60,9 @@ def test_the_depth_stays_within_its_bounds() -> None:
     assert all(changed(5, change, 5, 5) == 5 for change in (-1, 0, 1))
 
 
-def test_a_vote_shows_if_it_takes_more_than_an_eighth_of_the_time_between_two() -> None:
-    assert [is_slow(2.0, between) for between in (0.0, 15.0, 16.0, 99.0)] == [True, True, False, False]
+def test_a_vote_is_costly_if_it_takes_more_than_an_eighth_of_the_time_between_two_or_comes_often() -> None:
+    assert [is_costly(2.0, between) for between in (0.0, 15.0, 16.0, 99.0)] == [True, True, False, False]
+    assert [is_costly(0.0, between) for between in (0.0, 0.0049, 0.005, 1.0)] == [True, True, False, False]
 
 
 def test_steps_are_drawn_in_rows_of_a_quarter_of_those_ahead_and_never_so_many_that_none_is_left() -> None:

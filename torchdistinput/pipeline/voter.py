@@ -4,8 +4,9 @@ When a vote is due. As soon as a step is held. With a prefetch depth of four or 
 the steps ahead are used, so that one message covers as many steps as possible (``PrefetchDepth.due_at``).
 
 Prefetch depth. An explicit depth is fixed. Otherwise the depth is two steps at first, and may change:
-- A vote is *slow* (``is_slow``) when it takes more than an eighth of the time from one vote to the next.
-- A rank asks for twice the depth when at least half of the last eight votes were slow, and so many steps, each as large
+- A vote is *costly* (``is_costly``) when it takes more than an eighth of the time since the vote before, or comes
+  within 5 ms of it.
+- A rank asks for twice the depth when at least half of the last eight votes were costly, and so many steps, each as large
   as the largest so far, fit into ``prefetch_bytes``. It asks for half the depth when the present depth does not fit.
 - These requests travel in the votes. The depth doubles where all ranks ask for more, and halves where one rank asks for
   less (law A8). The change is an outcome between two steps, at the same step on every rank. Otherwise user code would
@@ -25,7 +26,7 @@ from torchdistinput.coordination.private_names import holds
 from torchdistinput.pipeline.interfaces import Votes
 from torchdistinput.pipeline.metrics import COORDINATE, Metrics, in_range
 from torchdistinput.pipeline.ready_queue import ReadyQueue
-from torchdistinput.plan.prefetch_depth import PrefetchDepth, is_slow
+from torchdistinput.plan.prefetch_depth import PrefetchDepth, is_costly
 from torchdistinput.step_types import Ahead, Held, LocalStep, Outcome
 
 _MAX_BETWEEN_WEIGHINGS = 256  # steps
@@ -160,7 +161,7 @@ class Voter:
             self._vote = None
         took = perf_counter() - self._vote_began - (meter.filling - filling)
         meter.coordinating += took
-        self._depth.voted(shown=is_slow(took - self._making, self._between))
+        self._depth.voted(costly=is_costly(took - self._making, self._between))
         for outcome in outcomes:
             if isinstance(outcome, Ahead):
                 self._depth.agreed(outcome.steps)

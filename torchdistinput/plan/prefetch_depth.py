@@ -8,6 +8,7 @@ from typing import Final, final
 _VOTES_LOOKED_AT: Final = 8
 _LAZY_FROM: Final = 4  # the least depth at which votes are delayed; with a smaller one they would come too late
 _MUCH: Final = 1 / 8
+_OFTEN_SECONDS: Final = 5e-3
 _MAX_AT_ONCE: Final = 8
 
 
@@ -50,17 +51,20 @@ def ready_at_a_vote(steps: int) -> int:
     return min(range(steps + 1 - row, 0, -row), key=lambda ready: (abs(3 * ready - steps), ready))
 
 
-def is_slow(took: float, between: float) -> bool:
-    """Whether a vote was slow: it took more than an eighth of the time since the vote before.
+def is_costly(took: float, between: float) -> bool:
+    """Whether a vote was costly: it took more than an eighth of the time since the vote before, or came within 5 ms.
+
+    Each vote costs about 50 us of computing, which is 1 % of 5 ms. How long a vote takes depends on chance, as the last
+    rank to begin one waits for nobody. How often votes come is the same on all ranks.
 
     Args:
       took: seconds of the vote, without the seconds in which this rank read its data meanwhile.
       between: seconds from the beginning of the vote before to the beginning of this vote.
 
-    >>> is_slow(1.0, 9.0), is_slow(1.0, 7.0)
-    (False, True)
+    >>> is_costly(1.0, 9.0), is_costly(1.0, 7.0), is_costly(0.0, 0.004)
+    (False, True, True)
     """
-    return took > between * _MUCH
+    return took > between * _MUCH or between < _OFTEN_SECONDS
 
 
 @final
@@ -76,19 +80,19 @@ class PrefetchDepth:
     def __init__(self, steps: int, room: int | None, rounds: int = 0) -> None:
         self._rounds = rounds
         self._room = room
-        self._shown: deque[bool] = deque(maxlen=_VOTES_LOOKED_AT)
+        self._costly: deque[bool] = deque(maxlen=_VOTES_LOOKED_AT)
         self.agreed(steps)
 
-    def voted(self, *, shown: bool) -> None:
-        """Notes that a vote is complete, and whether it was slow (``is_slow``)."""
-        self._shown.append(shown)
+    def voted(self, *, costly: bool) -> None:
+        """Notes that a vote is complete, and whether it was costly (``is_costly``)."""
+        self._costly.append(costly)
 
     def agreed(self, steps: int) -> None:
         """Notes the depth on which the ranks agreed."""
         self._steps = steps
         self.due_at = max(ready_at_a_vote(steps), self._rounds) if is_deep(steps) else steps + 1
         """A vote is due when at most this many steps are ready."""
-        self._shown.clear()
+        self._costly.clear()
 
     def requested_change(self, largest: int) -> int:
         """The change that this rank asks for: 1 for a larger depth, -1 for a smaller one, 0 for the present one.
@@ -101,4 +105,4 @@ class PrefetchDepth:
         if (self._steps + 1) * largest > self._room:
             return -1
         fits = 0 < (2 * self._steps + 1) * largest <= self._room
-        return int(fits and sum(self._shown) >= _VOTES_LOOKED_AT // 2)
+        return int(fits and sum(self._costly) >= _VOTES_LOOKED_AT // 2)
