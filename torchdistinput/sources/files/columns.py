@@ -33,7 +33,7 @@ class Columns:
       SourceError: there is no column, a column is no such value, or the columns have different lengths.
     """
 
-    __slots__ = ("_columns", "_size")
+    __slots__ = ("_columns", "_size", "_types")
 
     def __init__(self, columns: Mapping[str, Any]) -> None:
         self._columns = {name: _column(name, column) for name, column in columns.items()}
@@ -41,6 +41,7 @@ class Columns:
         if len(set(lengths.values())) != 1:
             raise SourceError(f"the columns of a block must have one length, got {lengths or 'no column'!s:.300}")
         self._size = next(iter(lengths.values()))
+        self._types: dict[str, Any] | None = None
 
     def __len__(self) -> int:
         return self._size
@@ -50,12 +51,12 @@ class Columns:
         return map(dict, map(zip, repeat(tuple(self._columns)), rows))  # no Python code runs for a record
 
     def __getitem__(self, wanted: slice) -> Columns:
-        return _of({name: column[wanted] for name, column in self._columns.items()})
+        return _of({name: column[wanted] for name, column in self._columns.items()}, self._types)
 
     def take(self, order: Sequence[int] | npt.NDArray[np.int64]) -> Columns:
         """The records of some indices, in their order."""
         index = np.asarray(order, dtype=np.int64)
-        return _of({name: _taken(column, index) for name, column in self._columns.items()})
+        return _of({name: _taken(column, index) for name, column in self._columns.items()}, self._types)
 
     def batch(self) -> dict[str, Any]:
         """The records as a batch in memory of its own: a tensor for each array, a list for each list."""
@@ -64,9 +65,11 @@ class Columns:
     def types(self) -> dict[str, Any]:
         """The type of each column, by its name: dtype and shape of an array, the types of inner columns, or ``list``.
 
-        The native byte order is in the place of any other.
+        The native byte order is in the place of any other. Slices of these columns know it too, from now on.
         """
-        return {name: _type(column) for name, column in self._columns.items()}
+        if self._types is None:
+            self._types = {name: _type(column) for name, column in self._columns.items()}
+        return self._types
 
     @staticmethod
     def joined(parts: Sequence[Columns]) -> Columns:
@@ -178,11 +181,12 @@ def _listed(schema: Mapping[str, str]) -> str:
     return ", ".join(f"{name}: {kind}" for name, kind in schema.items()) or "no such column"
 
 
-def _of(columns: dict[str, Any]) -> Columns:
+def _of(columns: dict[str, Any], types: dict[str, Any] | None = None) -> Columns:
     """Columns that need no check."""
     made = Columns.__new__(Columns)
     made._columns = columns  # noqa: SLF001 - a second constructor
     made._size = len(next(iter(columns.values())))  # noqa: SLF001
+    made._types = types  # noqa: SLF001
     return made
 
 
@@ -225,7 +229,7 @@ def _concatenated(parts: Sequence[Any]) -> Any:
 
 def _batch(column: Any) -> Any:
     if isinstance(column, np.ndarray):
-        return torch.tensor(np.ascontiguousarray(column, column.dtype.newbyteorder("=")))
+        return torch.as_tensor(np.array(column, column.dtype.newbyteorder("="), order="C"))
     return column.batch() if isinstance(column, Columns) else column[:]
 
 

@@ -58,6 +58,10 @@ class TableColumns:
             array = _in_one(column)
             whole = _is_number(array.type) and not array.null_count
             self._columns[name] = _numbers(array) if whole else array
+        self._arrays: Columns | None = None
+        if all(isinstance(column, np.ndarray) for column in self._columns.values()):
+            self._arrays = Columns(self._columns)
+            self._arrays.types()
 
     def __len__(self) -> int:
         return self._size
@@ -68,6 +72,8 @@ class TableColumns:
         Raises:
           SourceError: a column has missing values that are not filled.
         """
+        if self._arrays is not None:
+            return self._arrays[wanted]
         lo, hi, _ = wanted.indices(self._size)
         return Columns(
             {
