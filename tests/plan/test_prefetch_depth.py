@@ -1,4 +1,4 @@
-"""A rank wishes to read further ahead when votes are costly and the bytes allow it; the depth stays within its bounds."""
+"""A rank asks for a larger depth when votes are costly and the bytes allow it; the depth stays within its bounds."""
 
 from __future__ import annotations
 

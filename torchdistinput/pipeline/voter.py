@@ -6,8 +6,9 @@ the steps ahead are used, so that one message covers as many steps as possible (
 Prefetch depth. An explicit depth is fixed. Otherwise the depth is two steps at first, and may change:
 - A vote is *costly* (``is_costly``) when it takes more than an eighth of the time since the vote before, or comes
   within 5 ms of it.
-- A rank asks for twice the depth when at least half of the last eight votes were costly, and so many steps, each as large
-  as the largest so far, fit into ``prefetch_bytes``. It asks for half the depth when the present depth does not fit.
+- A rank asks for twice the depth when at least half of the last eight votes were costly, and so many steps, each as
+  large as the largest so far, fit into ``prefetch_bytes``. It asks for half the depth when the present depth does not
+  fit.
 - These requests travel in the votes. The depth doubles where all ranks ask for more, and halves where one rank asks for
   less (law A8). The change is an outcome between two steps, at the same step on every rank. Otherwise user code would
   be drawn ahead by different amounts, and a loop that is left early would leave the ranks' generators in different
