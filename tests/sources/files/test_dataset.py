@@ -259,9 +259,9 @@ def test_map_fn_is_called_for_the_records_that_are_decoded_only(tmp_path: Path) 
     reader = dataset.reader([0], 0)
     assert list(reader) == ["a0", "a1", "a2"]
     assert seen == []
-    assert dataset.decode(["a7"], lambda: [reader.place], 0) == [7]
+    assert dataset.decode(["a7"], lambda: [reader.place], 0) == ([7], {})
     assert list(dataset) == [0, 1, 2]
-    assert text(write(tmp_path, 1)).decode(["x"], lambda: [reader.place], 0) == ["x"]
+    assert text(write(tmp_path, 1)).decode(["x"], lambda: [reader.place], 0) == (["x"], {})
 
 
 def test_a_record_that_cannot_be_decoded_is_named(tmp_path: Path) -> None:

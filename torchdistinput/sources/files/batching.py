@@ -297,13 +297,10 @@ class RecordRows(IterableDataset[Any]):
             if self._joins_columns:
                 return self._handed_on(records.batch(), hi - lo)
             records = list(records)
-        if not self._skip:
-            if self.dataset.decodes:
-                records = self.dataset.decode(records, partial(reader.places, lo, hi), key, seeds=self._seeds)
+        if not (self._skip or self.dataset.decodes):
             return self._collate(records)
-        samples, left_out = self.dataset.decode_readable(
-            records, partial(reader.places, lo, hi), key, seeds=self._seeds
-        )
+        places = partial(reader.places, lo, hi)
+        samples, left_out = self.dataset.decode(records, places, key, seeds=self._seeds, skip=self._skip)
         if samples and reader.of_columns and self._joins_columns:  # these are beside a record that cannot be read
             return piece_without(left_out, self._handed_on(collated(samples), len(samples)))
         return piece_without(left_out, self._collate(samples) if samples else None)
@@ -312,14 +309,11 @@ class RecordRows(IterableDataset[Any]):
         return OpaqueBatch(piece, size) if self._seals else piece
 
     def _cut_ready(self, records: list[Any], places: Callable[[], list[RecordPlace]], key: int, first: int) -> Cut:
-        if self._skip:
-            decoded, left_out = self.dataset.decode_readable(records, places, key, seeds=self._seeds)
-            if left_out:
-                rows = nothing_left(Skipped(1, tuple(left_out.values())), self._cutter)
-                rows = rows[: len(rows) - first]
-                return Cut(rows, 0, no_sizes(rows), [[None] * len(row) for row in rows])
-        else:
-            decoded = self.dataset.decode(records, places, key, seeds=self._seeds)
+        decoded, left_out = self.dataset.decode(records, places, key, seeds=self._seeds, skip=self._skip)
+        if left_out:
+            rows = nothing_left(Skipped(1, tuple(left_out.values())), self._cutter)
+            rows = rows[: len(rows) - first]
+            return Cut(rows, 0, no_sizes(rows), [[None] * len(row) for row in rows])
         cut = CutReady(self._collate, self._cutter, self._ready).cut(decoded[0])
         cut = cut._replace(rows=cut.rows[first:], sizes=cut.sizes[first:])
         return cut._replace(numbers=number_of_first_row(places()[0])) if self._with_index else cut

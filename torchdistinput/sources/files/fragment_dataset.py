@@ -277,60 +277,45 @@ class FragmentDataset(IterableDataset[Any]):
         return self.reader(self.file_order(epoch), epoch, None if place is None else _of_files(place), skip=skip)
 
     def decode(
-        self, records: list[Any], places: Callable[[], Sequence[RecordPlace]], key: int, *, seeds: bool = False
-    ) -> list[Any]:
+        self,
+        records: list[Any],
+        places: Callable[[], Sequence[RecordPlace]],
+        key: int,
+        *,
+        seeds: bool = False,
+        skip: bool = False,
+    ) -> tuple[list[Any], dict[int, str]]:
         """Applies ``map_fn`` to records.
 
         Args:
-          records: undecoded records.
+          records: undecoded records; with ``skip`` a ``CorruptRecord`` in the place of one that cannot be read.
           places: returns the origins of the records; called only if they are needed.
           key: the key of the epoch, for ``sample_seed``.
           seeds: whether the global generators are seeded for each record.
-
-        Raises:
-          SourceError: naming the place, if ``map_fn`` fails; the original is its ``__cause__``.
-        """
-        map_fn = self.map_fn
-        if map_fn is None:
-            return records
-        decoded: list[Any] = []
-        with Samples(key, seeds=seeds) as reading:
-            reading.places = places
-            try:
-                for position, record in enumerate(records):
-                    reading.begin(position)
-                    decoded.append(map_fn(record))
-            except Exception as error:
-                raise _undecodable(places()[reading.index], error) from error
-        return decoded
-
-    def decode_readable(
-        self, records: list[Any], places: Callable[[], Sequence[RecordPlace]], key: int, *, seeds: bool = False
-    ) -> tuple[list[Any], dict[int, str]]:
-        """Applies ``map_fn`` to the records that can be read, and leaves out those for which it fails.
-
-        Args:
-          records: undecoded records, or ``CorruptRecord`` in their place.
-          places: returns the origins of the records; called only if they are needed, or a record is left out.
-          key: the key of the epoch, for ``sample_seed``.
-          seeds: whether the global generators are seeded for each record.
+          skip: whether records that cannot be read, and those for which ``map_fn`` fails, are left out.
 
         Returns:
-          The decoded records; and the messages for the others, by their positions.
+          The decoded records; and the messages for those that were left out, by their positions.
+
+        Raises:
+          SourceError: naming the place, if ``map_fn`` fails; the original is its ``__cause__``. Not with ``skip``.
         """
+        map_fn = self.map_fn
         decoded: list[Any] = []
         left_out: dict[int, str] = {}
-        with Samples(key, seeds=seeds and self.map_fn is not None) as reading:
+        with Samples(key, seeds=seeds and map_fn is not None) as reading:
             reading.places = places
             for position, record in enumerate(records):
                 reading.begin(position)
-                if isinstance(record, CorruptRecord):
+                if skip and isinstance(record, CorruptRecord):
                     left_out[position] = record.reason
                     continue
                 try:
-                    decoded.append(record if self.map_fn is None else self.map_fn(record))
+                    decoded.append(record if map_fn is None else map_fn(record))
                 except Exception as error:
                     place = places()[position]
+                    if not skip:
+                        raise _undecodable(place, error) from error
                     problem = str(error) if isinstance(error, SourceError) else f"map_fn failed: {in_one_line(error)}"
                     left_out[position] = f"{one_line(place.file)}, record {place.record}: {problem}"
         return decoded, left_out

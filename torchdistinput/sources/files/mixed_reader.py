@@ -42,14 +42,15 @@ class RecordSet(Protocol):
         """A reader of all undecoded records, from the front or a cursor on."""
 
     def decode(
-        self, records: list[Any], places: Callable[[], Sequence[RecordPlace]], key: int, *, seeds: bool = False
-    ) -> list[Any]:
-        """See ``FragmentDataset.decode``."""
-
-    def decode_readable(
-        self, records: list[Any], places: Callable[[], Sequence[RecordPlace]], key: int, *, seeds: bool = False
+        self,
+        records: list[Any],
+        places: Callable[[], Sequence[RecordPlace]],
+        key: int,
+        *,
+        seeds: bool = False,
+        skip: bool = False,
     ) -> tuple[list[Any], dict[int, str]]:
-        """See ``FragmentDataset.decode_readable``."""
+        """See ``FragmentDataset.decode``."""
 
     def check_places(self, places: Sequence[Cursor]) -> None:
         """See ``FragmentDataset.check_places``."""
@@ -343,12 +344,10 @@ def decode_mixed(
             origins = places()
             return [origins[row] for row in rows]
 
-        if skip:
-            decoded, without = part.records.decode_readable(own, found, key, seeds=seeds)
+        decoded, without = part.records.decode(own, found, key, seeds=seeds, skip=skip)
+        if without:
             left_out |= {rows[row]: text for row, text in without.items()}
             rows = [row for place, row in enumerate(rows) if place not in without]  # noqa: PLW2901 - those that are left
-        else:
-            decoded = part.records.decode(own, found, key, seeds=seeds)
         samples |= zip(rows, [(part.name, each) for each in decoded] if names else decoded, strict=True)
     return [samples[row] for row in sorted(samples)], dict(sorted(left_out.items()))
 
@@ -387,38 +386,39 @@ class IndexRecords:
         return _IndexReader(lambda part: order.block(part.start, part.stop), size, begun)
 
     def decode(
-        self, records: list[Any], places: Callable[[], Sequence[RecordPlace]], key: int, *, seeds: bool = False
-    ) -> list[Any]:
+        self,
+        records: list[Any],
+        places: Callable[[], Sequence[RecordPlace]],
+        key: int,
+        *,
+        seeds: bool = False,
+        skip: bool = False,
+    ) -> tuple[list[Any], dict[int, str]]:
         """See ``RecordSet.decode``."""
         data = self._data
-        row = 0
-        try:
-            if isinstance(data, FetchesBatches) and not seeds:
-                return data.__getitems__(records)
-            samples = []
-            with Samples(key, seeds=seeds) as reading:
-                reading.places = places
-                for row, index in enumerate(records):
-                    reading.begin(row)
-                    samples.append(data[index])
-        except Exception as error:
-            place = places()[row]
-            raise SourceError(
-                f"{place.file}: sample {records[row]} cannot be read: {in_one_line(error)}", file=place.file
-            ) from error
-        return samples
-
-    def decode_readable(
-        self, records: list[Any], places: Callable[[], Sequence[RecordPlace]], key: int, *, seeds: bool = False
-    ) -> tuple[list[Any], dict[int, str]]:
-        """See ``RecordSet.decode_readable``."""
-        samples, left_out = [], {}
-        for row, record in enumerate(records):
+        if isinstance(data, FetchesBatches) and not (seeds or skip):
             try:
-                samples += self.decode([record], lambda row=row: [places()[row]], key, seeds=seeds)  # type: ignore[misc]
-            except SourceError as error:  # noqa: PERF203 - each sample may fail by itself
-                left_out[row] = str(error)
+                return data.__getitems__(records), {}
+            except Exception as error:
+                raise self._unreadable(records[0], places()[0], error) from error
+        samples: list[Any] = []
+        left_out: dict[int, str] = {}
+        with Samples(key, seeds=seeds) as reading:
+            reading.places = places
+            for row, index in enumerate(records):
+                reading.begin(row)
+                try:
+                    samples.append(data[index])
+                except Exception as error:
+                    unreadable = self._unreadable(index, places()[row], error)
+                    if not skip:
+                        raise unreadable from error
+                    left_out[row] = str(unreadable)
         return samples, left_out
+
+    @staticmethod
+    def _unreadable(index: int, place: RecordPlace, error: Exception) -> SourceError:
+        return SourceError(f"{place.file}: sample {index} cannot be read: {in_one_line(error)}", file=place.file)
 
     def check_places(self, places: Sequence[Cursor]) -> None:
         """See ``RecordSet.check_places``."""

@@ -321,18 +321,16 @@ class StreamMixture(IterableDataset[Any]):
                     part.records.check_places([cursor.place])
 
     def decode(
-        self, records: list[Any], places: Callable[[], Sequence[RecordPlace]], key: int, *, seeds: bool = False
-    ) -> list[Any]:
-        """See ``FragmentDataset.decode``."""
-        names = self._with_source
-        return decode_mixed(self._parts, records, places, key, seeds=seeds, names=names, skip=False)[0]
-
-    def decode_readable(
-        self, records: list[Any], places: Callable[[], Sequence[RecordPlace]], key: int, *, seeds: bool = False
+        self,
+        records: list[Any],
+        places: Callable[[], Sequence[RecordPlace]],
+        key: int,
+        *,
+        seeds: bool = False,
+        skip: bool = False,
     ) -> tuple[list[Any], dict[int, str]]:
-        """See ``FragmentDataset.decode_readable``."""
-        names = self._with_source
-        return decode_mixed(self._parts, records, places, key, seeds=seeds, names=names, skip=True)
+        """See ``FragmentDataset.decode``."""
+        return decode_mixed(self._parts, records, places, key, seeds=seeds, names=self._with_source, skip=skip)
 
     def counts(self, cursor: Cursor) -> dict[str, dict[str, int]]:
         """The samples and tokens of each source up to a cursor, by name. Local."""
@@ -372,7 +370,7 @@ class StreamMixture(IterableDataset[Any]):
         with closing(self.reader((), epoch)) as reader:
             while records := reader.take(_READ_TOGETHER * num_workers):
                 own = slice(worker, None, num_workers)
-                yield from self.decode(records[own], partial(_every, reader, len(records), own), key)
+                yield from self.decode(records[own], partial(_every, reader, len(records), own), key)[0]
 
     def __repr__(self) -> str:
         names = ", ".join(part.name for part in self._parts)
