@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 import torchdistinput as tdi
 from tests.support.epochs import steps_until_raised
@@ -421,6 +421,30 @@ def test_a_record_that_cannot_be_read_fails_its_own_step_or_is_left_out(folder: 
     found = [number for batch in loader for number in batch.tolist()]
     assert found[: len(whole)] == whole
     assert loader.stats()["skipped"] == 1
+
+
+class ReadTogether(Dataset[int]):
+    """Samples by their indices, several at once only; one cannot be read."""
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        if 7 in indices:
+            raise OSError("sample 7 is damaged")
+        return [5000 + index for index in indices]
+
+
+def test_of_samples_that_are_read_together_the_one_that_cannot_be_read_is_left_out(folder: str) -> None:
+    code = tdi.FileDataset(f"{folder}/code-*.txt", tdi.readers.text_lines, map_fn=int)
+    mixed = tdi.Mixture({"code": code, "together": ReadTogether()}, {"code": 1, "together": 1}, stop="all")
+    loader = tdi.Strategy(["cpu"]).distribute_dataset(mixed, global_batch_size=SIZE)
+    with pytest.raises(SourceError, match="together: samples: .*sample 7 is damaged"):
+        list(loader)
+    skips = tdi.InputOptions(on_error="skip", max_errors=1)
+    loader = tdi.Strategy(["cpu"]).distribute_dataset(mixed, skips, global_batch_size=SIZE)
+    found = sorted(number for batch in loader for number in batch.tolist() if number >= 5000)
+    assert found == [5000 + index for index in range(60) if index != 7]
 
 
 def seeded(text: str) -> tuple[int, int]:

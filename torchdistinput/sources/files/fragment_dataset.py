@@ -301,6 +301,8 @@ class FragmentDataset(IterableDataset[Any]):
           SourceError: naming the place, if ``map_fn`` fails; the original is its ``__cause__``. Not with ``skip``.
         """
         map_fn = self.map_fn
+        if map_fn is None and not skip:
+            return records, {}
         decoded: list[Any] = []
         left_out: dict[int, str] = {}
         with Samples(key, seeds=seeds and map_fn is not None) as reading:

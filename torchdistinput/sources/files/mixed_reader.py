@@ -396,7 +396,8 @@ class IndexRecords:
     ) -> tuple[list[Any], dict[int, str]]:
         """See ``RecordSet.decode``."""
         data = self._data
-        if isinstance(data, FetchesBatches) and not (seeds or skip):
+        fetches = isinstance(data, FetchesBatches) and not seeds
+        if fetches and not skip:
             try:
                 return data.__getitems__(records), {}
             except Exception as error:
@@ -408,7 +409,7 @@ class IndexRecords:
             for row, index in enumerate(records):
                 reading.begin(row)
                 try:
-                    samples.append(data[index])
+                    samples += data.__getitems__([index]) if fetches else [data[index]]
                 except Exception as error:
                     unreadable = self._unreadable(index, places()[row], error)
                     if not skip:
