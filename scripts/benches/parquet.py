@@ -131,13 +131,9 @@ def bare_columns(folder: str, repeats: int, limit: str) -> Measured:
 
 
 def bare_rows(folder: str, repeats: int, limit: str) -> Measured:
-    """A limit of rows."""
-    return timed(Bare(folder, [*NUMBERS[:2], "text"], as_tuples, limit), repeats)
-
-
-def by_row(folder: str, repeats: int) -> Measured:
-    """The loop that one writes first."""
-    return timed(Bare(folder, [*NUMBERS[:2], "text"], as_tuples_of_rows, BY_ROW), repeats)
+    """A limit of rows, or the loop that one writes first."""
+    convert = as_tuples_of_rows if limit == BY_ROW else as_tuples
+    return timed(Bare(folder, [*NUMBERS[:2], "text"], convert, limit), repeats)
 
 
 def columns(folder: str, repeats: int, policy: str) -> Measured:
@@ -264,7 +260,7 @@ def tables(*, small: bool, folder: Path) -> Sequence[Table]:
                 (
                     *(Contender(limit, "limit", bare_rows, (*fast, limit)) for limit in row_limits),
                     *(Contender(loop, "before", bare_rows, (*fast, loop)) for loop in agreeing[1:]),
-                    Contender(BY_ROW, "before", by_row, fast),
+                    Contender(BY_ROW, "before", bare_rows, (*fast, BY_ROW)),
                     Contender("FILE", "ours", rows, (*fast, "FILE")),
                     Contender("DATA", "ours", rows, (*fast, "DATA")),
                 ),

@@ -144,7 +144,7 @@ class _Shards:
         # By iter(batch_size): in a loader worker iter() would give this worker some of the shards only.
         for batch in shard.iter(batch_size=_BATCH_OF_COLUMNS if self._as_tables else _BATCH):
             if self._as_tables:
-                yield at, columns_of(batch, self._fill_null)
+                yield at, columns_of(batch, self._fill_null)[: batch.num_rows]
             elif isinstance(batch, dict):
                 yield at, [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
             else:

@@ -54,8 +54,8 @@ def ready_at_a_vote(steps: int) -> int:
 def is_costly(took: float, between: float) -> bool:
     """Whether a vote was costly: it took more than an eighth of the time since the vote before, or came within 5 ms.
 
-    Each vote costs about 50 us of computing, which is 1 % of 5 ms. How long a vote takes depends on chance, as the last
-    rank to begin one waits for nobody. How often votes come is the same on all ranks.
+    A vote costs its process some 70 us of computing, more than 1 % of 5 ms. How long a vote takes depends on chance, as
+    the last rank to begin it waits for nobody. How often votes come is the same on all ranks.
 
     Args:
       took: seconds of the vote, without the seconds in which this rank read its data meanwhile.

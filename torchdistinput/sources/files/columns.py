@@ -41,7 +41,7 @@ class Columns:
         if len(set(lengths.values())) != 1:
             raise SourceError(f"the columns of a block must have one length, got {lengths or 'no column'!s:.300}")
         self._size = next(iter(lengths.values()))
-        self._types: dict[str, Any] | None = None
+        self._types = _types_of(self._columns)
 
     def __len__(self) -> int:
         return self._size
@@ -65,10 +65,8 @@ class Columns:
     def types(self) -> dict[str, Any]:
         """The type of each column, by its name: dtype and shape of an array, the types of inner columns, or ``list``.
 
-        The native byte order is in the place of any other. Slices of these columns know it too, from now on.
+        The native byte order is in the place of any other.
         """
-        if self._types is None:
-            self._types = {name: _type(column) for name, column in self._columns.items()}
         return self._types
 
     @staticmethod
@@ -171,6 +169,10 @@ def _as_text(types: Mapping[str, Any], outer: str = "") -> dict[str, str]:
     return found
 
 
+def _types_of(columns: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _type(column) for name, column in columns.items()}
+
+
 def _type(column: Any) -> Any:
     if isinstance(column, np.ndarray):
         return column.dtype.newbyteorder("="), column.shape[1:]
@@ -182,11 +184,11 @@ def _listed(schema: Mapping[str, str]) -> str:
 
 
 def _of(columns: dict[str, Any], types: dict[str, Any] | None = None) -> Columns:
-    """Columns that need no check."""
+    """Columns that need no check; ``types`` are those of the columns of which these are a part."""
     made = Columns.__new__(Columns)
     made._columns = columns  # noqa: SLF001 - a second constructor
     made._size = len(next(iter(columns.values())))  # noqa: SLF001
-    made._types = types  # noqa: SLF001
+    made._types = _types_of(columns) if types is None else types  # noqa: SLF001
     return made
 
 

@@ -29,7 +29,7 @@ from torchdistinput.sources.files.columns import SchemaOfFiles, as_records
 from torchdistinput.sources.files.corrupt_records import CorruptRecord
 from torchdistinput.sources.files.flat_map import FlatMap, flat_mapped
 from torchdistinput.sources.files.interleave import Interleave
-from torchdistinput.sources.files.open_file import Opened, OpenFile, Read, RecordPlace
+from torchdistinput.sources.files.open_file import Decoded, FindPlaces, Opened, OpenFile, Read, RecordPlace
 from torchdistinput.sources.files.plain_epochs import EpochCounter, loader_worker
 from torchdistinput.sources.files.reader_api import Block, Layout, in_blocks
 from torchdistinput.sources.files.reading import RecordReader
@@ -277,14 +277,8 @@ class FragmentDataset(IterableDataset[Any]):
         return self.reader(self.file_order(epoch), epoch, None if place is None else _of_files(place), skip=skip)
 
     def decode(
-        self,
-        records: list[Any],
-        places: Callable[[], Sequence[RecordPlace]],
-        key: int,
-        *,
-        seeds: bool = False,
-        skip: bool = False,
-    ) -> tuple[list[Any], dict[int, str]]:
+        self, records: list[Any], places: FindPlaces, key: int, *, seeds: bool = False, skip: bool = False
+    ) -> Decoded:
         """Applies ``map_fn`` to records.
 
         Args:

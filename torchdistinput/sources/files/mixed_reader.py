@@ -22,7 +22,7 @@ from torchdistinput.plan.file_resharding import FileCursor, ReaderCursor
 from torchdistinput.plan.mixed_turns import Cursor, MixtureCursor, SampleTurns, SourceCursor, TokenTurns
 from torchdistinput.plan.permutation import Permutation
 from torchdistinput.sources.files.corrupt_records import CorruptRecord
-from torchdistinput.sources.files.open_file import RecordPlace
+from torchdistinput.sources.files.open_file import Decoded, FindPlaces, RecordPlace
 from torchdistinput.sources.files.reading import Reads, Reserved
 from torchdistinput.sources.map_style.piece_dataset import FetchesBatches
 from torchdistinput.sources.sample_seed import Samples
@@ -42,14 +42,8 @@ class RecordSet(Protocol):
         """A reader of all undecoded records, from the front or a cursor on."""
 
     def decode(
-        self,
-        records: list[Any],
-        places: Callable[[], Sequence[RecordPlace]],
-        key: int,
-        *,
-        seeds: bool = False,
-        skip: bool = False,
-    ) -> tuple[list[Any], dict[int, str]]:
+        self, records: list[Any], places: FindPlaces, key: int, *, seeds: bool = False, skip: bool = False
+    ) -> Decoded:
         """See ``FragmentDataset.decode``."""
 
     def check_places(self, places: Sequence[Cursor]) -> None:
@@ -314,13 +308,13 @@ def _by_source(records: Sequence[MixedRecord]) -> Iterator[tuple[int, list[int]]
 def decode_mixed(
     parts: Sequence[Part],
     records: Sequence[MixedRecord],
-    places: Callable[[], Sequence[RecordPlace]],
+    places: FindPlaces,
     key: int,
     *,
     seeds: bool,
     names: bool,
     skip: bool,
-) -> tuple[list[Any], dict[int, str]]:
+) -> Decoded:
     """Decodes records, those of each source by the source.
 
     Args:
@@ -330,7 +324,7 @@ def decode_mixed(
       key: see ``FragmentDataset.decode``.
       seeds: see ``FragmentDataset.decode``.
       names: whether samples come as ``(name, sample)``.
-      skip: whether records for which it fails are left out.
+      skip: see ``FragmentDataset.decode``.
 
     Returns:
       The samples, and the messages for the records that were left out, by their places.
@@ -386,14 +380,8 @@ class IndexRecords:
         return _IndexReader(lambda part: order.block(part.start, part.stop), size, begun)
 
     def decode(
-        self,
-        records: list[Any],
-        places: Callable[[], Sequence[RecordPlace]],
-        key: int,
-        *,
-        seeds: bool = False,
-        skip: bool = False,
-    ) -> tuple[list[Any], dict[int, str]]:
+        self, records: list[Any], places: FindPlaces, key: int, *, seeds: bool = False, skip: bool = False
+    ) -> Decoded:
         """See ``RecordSet.decode``."""
         data = self._data
         fetches = isinstance(data, FetchesBatches) and not seeds

@@ -30,7 +30,7 @@ from torchdistinput.sources.files.mixed_reader import (
     decode_mixed,
 )
 from torchdistinput.sources.files.mixture_weights import MixtureWeights
-from torchdistinput.sources.files.open_file import RecordPlace
+from torchdistinput.sources.files.open_file import Decoded, FindPlaces, RecordPlace
 from torchdistinput.sources.files.plain_epochs import EpochCounter, loader_worker
 from torchdistinput.sources.fragments import FragmentSource
 from torchdistinput.sources.map_style.length_batches import Lengths
@@ -321,14 +321,8 @@ class StreamMixture(IterableDataset[Any]):
                     part.records.check_places([cursor.place])
 
     def decode(
-        self,
-        records: list[Any],
-        places: Callable[[], Sequence[RecordPlace]],
-        key: int,
-        *,
-        seeds: bool = False,
-        skip: bool = False,
-    ) -> tuple[list[Any], dict[int, str]]:
+        self, records: list[Any], places: FindPlaces, key: int, *, seeds: bool = False, skip: bool = False
+    ) -> Decoded:
         """See ``FragmentDataset.decode``."""
         return decode_mixed(self._parts, records, places, key, seeds=seeds, names=self._with_source, skip=skip)
 

@@ -14,10 +14,10 @@ same as without the damage, and a resumed file yields it again.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sized
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Sized
 from functools import partial
 from itertools import chain, islice
-from typing import Any, BinaryIO, NamedTuple, Protocol, TypeVar, cast, final
+from typing import Any, BinaryIO, NamedTuple, Protocol, TypeAlias, TypeVar, cast, final
 
 import numpy.typing as npt
 
@@ -71,6 +71,12 @@ class RecordPlace(NamedTuple):
     """The index of the record inside its file, from 0, before any shuffling."""
     file_number: int
     """The position of the file in the dataset's list."""
+
+
+FindPlaces: TypeAlias = Callable[[], Sequence[RecordPlace]]
+"""Returns the origins of some records. Called only where they are needed, as it takes time."""
+Decoded: TypeAlias = tuple[list[Any], dict[int, str]]
+"""Decoded records; and the messages for those that were left out, by their positions."""
 
 
 @final

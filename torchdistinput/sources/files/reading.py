@@ -205,9 +205,6 @@ class Reserved:
           SourceError: naming the file.
         """
         found = self._parts_of(*wanted.indices(self._size)[:2])
-        if len(found) == 1 and isinstance(found[0], tuple):  # as a rule
-            file, a, b = found[0]
-            return file.read_range(a, b)
         ranges: dict[OpenFile, tuple[int, int]] = {}
         for piece in found:
             if isinstance(piece, tuple):

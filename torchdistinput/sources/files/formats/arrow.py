@@ -16,9 +16,24 @@ from torchdistinput.sources.files.columns import Columns
 from torchdistinput.sources.files.reader_api import MadeRecords
 
 
-def columns_of(table: Any, fill_null: Any = None) -> Columns:
-    """All records of a table; see ``TableColumns``."""
-    return TableColumns(table, fill_null)[: table.num_rows]
+def columns_of(table: Any, fill_null: Any = None) -> Columns | TableColumns:
+    """The records of a table, of which slices are taken; see ``readers.parquet`` for the types of their columns.
+
+    Numbers become arrays once, mostly without a copy; other columns are converted record by record, as they are read.
+
+    Args:
+      table: a ``pyarrow.Table`` with at least one column.
+      fill_null: the value that replaces missing values: one value, or a dict by the names of columns.
+    """
+    columns: dict[str, Any] = {}
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        array = _in_one(column)
+        whole = _is_number(array.type) and not array.null_count
+        columns[name] = _numbers(array) if whole else array
+    if all(isinstance(column, np.ndarray) for column in columns.values()):
+        return Columns(columns)
+    fill = fill_null if isinstance(fill_null, Mapping) else dict.fromkeys(columns, fill_null)
+    return TableColumns(columns, table.num_rows, fill)
 
 
 def tuples_of(table: Any) -> MadeRecords[tuple[Any, ...]]:
@@ -41,27 +56,16 @@ def _tuples(columns: Sequence[Any], lo: int, hi: int) -> list[tuple[Any, ...]]:
 
 @final
 class TableColumns:
-    """The columns of a table; see ``readers.parquet`` for their types.
-
-    Numbers become arrays once, mostly without a copy; other columns are converted record by record, as they are read.
+    """The columns of a table that are not all numbers, or lack values.
 
     Args:
-      table: a ``pyarrow.Table`` with at least one column.
-      fill_null: the value that replaces missing values: one value, or a dict by the names of columns.
+      columns: arrays of NumPy, and arrays of Arrow that are still to be converted.
+      size: the number of records.
+      fill: the values that replace missing ones, by the names of columns.
     """
 
-    def __init__(self, table: Any, fill_null: Any = None) -> None:
-        self._fill = fill_null if isinstance(fill_null, Mapping) else dict.fromkeys(table.column_names, fill_null)
-        self._size: int = table.num_rows
-        self._columns: dict[str, Any] = {}
-        for name, column in zip(table.column_names, table.columns, strict=True):
-            array = _in_one(column)
-            whole = _is_number(array.type) and not array.null_count
-            self._columns[name] = _numbers(array) if whole else array
-        self._arrays: Columns | None = None
-        if all(isinstance(column, np.ndarray) for column in self._columns.values()):
-            self._arrays = Columns(self._columns)
-            self._arrays.types()
+    def __init__(self, columns: Mapping[str, Any], size: int, fill: Mapping[str, Any]) -> None:
+        self._columns, self._size, self._fill = columns, size, fill
 
     def __len__(self) -> int:
         return self._size
@@ -72,8 +76,6 @@ class TableColumns:
         Raises:
           SourceError: a column has missing values that are not filled.
         """
-        if self._arrays is not None:
-            return self._arrays[wanted]
         lo, hi, _ = wanted.indices(self._size)
         return Columns(
             {

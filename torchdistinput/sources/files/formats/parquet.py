@@ -157,13 +157,13 @@ class _Rows:
         """
         import pyarrow as pa
 
-        from torchdistinput.sources.files.formats.arrow import TableColumns, tuples_of
+        from torchdistinput.sources.files.formats.arrow import columns_of, tuples_of
 
         if self._last[0] != group:
             self._last = (-1, None)  # frees it before another one is read
             try:
                 table = self._read(group)
-                self._last = (group, tuples_of(table) if self._as_tuples else TableColumns(table, self._fill_null))
+                self._last = (group, tuples_of(table) if self._as_tuples else columns_of(table, self._fill_null))
             except (pa.ArrowException, OSError) as error:
                 _raise_if_of_the_disk(error)
                 raise self._failure(group, f"cannot be decoded: {error}") from error
