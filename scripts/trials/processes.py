@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-import random
 import re
 import signal
-import socket
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +15,6 @@ __all__ = [
     "adopt_orphans",
     "descendants",
     "die_with_parent",
-    "free_port",
     "open_sockets",
     "parent_of",
     "shared_memory",
@@ -27,7 +24,6 @@ __all__ = [
 
 _SET_PARENT_DEATH_SIGNAL: Final = 1
 _SET_CHILD_SUBREAPER: Final = 36
-_PORTS: Final = range(10240, 32768)  # below those that the system gives to outgoing connections
 _ESTABLISHED, _LISTENS = "01", "0A"
 
 
@@ -44,15 +40,6 @@ def die_with_parent() -> None:
 def adopt_orphans() -> None:
     """Whatever this process starts, and what that starts, stays below it, also when those between them have ended."""
     _prctl(_SET_CHILD_SUBREAPER, 1)
-
-
-def free_port() -> int:
-    """A port on which nobody listens."""
-    while True:
-        port = random.SystemRandom().choice(_PORTS)
-        with socket.socket() as tried, suppress(OSError):
-            tried.bind(("127.0.0.1", port))
-            return port
 
 
 def _stat(pid: int) -> list[str]:

@@ -26,6 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from torchdistinput.testing.ranks import free_port
 from trials import playing, processes
 from trials.data import write_files
 from trials.events import ACTIONS, FREEZE_SECONDS, Event
@@ -132,9 +133,9 @@ def conduct(trial: Trial, folder: Path) -> Task:
     write_files(folder, trial.program.inputs)
     watch = _Watch(trial, folder)
     program = trial.program
-    port = processes.free_port()
+    port = free_port()
     while program.own_store and not watch.store_is_up:
-        port = processes.free_port()
+        port = free_port()
         task = watch.fork("store", partial(playing.be_store, port))
         if task is not None:
             return task

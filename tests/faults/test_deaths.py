@@ -28,6 +28,7 @@ from tests.support.scenes import SETTINGS, Expected, Group, Played, Scene, Stage
 from torchdistinput.coordination import timeouts
 from torchdistinput.sources.torch_loader import open_runs
 from torchdistinput.testing import run_ranks
+from torchdistinput.testing.ranks import free_port
 
 pytestmark = linux_processes
 
@@ -309,7 +310,7 @@ if how == "raise on one":
 def test_the_interpreter_ends_with_iterators_alive(how: str, interpreters: Interpreters, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    port = str(scenes.free_port())
+    port = str(free_port())
     ranks = interpreters.run(*([str(script), str(rank), port, how] for rank in range(2)))
     faults.wait_for(lambda: not any(scenes.members_of(rank.pid) for rank in ranks))
     codes = [rank.code for rank in ranks]

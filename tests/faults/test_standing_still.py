@@ -8,7 +8,6 @@ import logging
 import multiprocessing
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 import torchdistinput as tdi
 from tests.support.processes import run_to_the_end
 from torchdistinput.testing import run_ranks
+from torchdistinput.testing.ranks import free_port
 
 TIMEOUT_SECONDS = 4.0
 SLACK_SECONDS = 20.0  # generous: a machine may be busy
@@ -79,7 +79,8 @@ class Stage:
 
     def wait_for(self, name: str) -> None:
         until = time.monotonic() + LONG_SECONDS
-        while not (self.folder / name).exists() and time.monotonic() < until:
+        while not (self.folder / name).exists():
+            assert time.monotonic() < until, f"{name!r} was never told in {self.folder}"
             time.sleep(0.02)
 
 
@@ -164,13 +165,6 @@ def play(rank: int, world: int, port: int, folder: str, still: int, moment: str)
     stage.tell(f"ended-{rank}", json.dumps(told))
     time.sleep(2.0)  # with the first rank the store ends, which the others still need to tell who is late
     os._exit(0)
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 WORLD = 3

@@ -12,7 +12,6 @@ import multiprocessing
 import os
 import re
 import signal
-import socket
 import threading
 import time
 import warnings
@@ -28,6 +27,7 @@ from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
 from tests.support.faults import Faults, Numbers
+from torchdistinput.testing.ranks import free_port
 
 ROWS = 2  # samples of one rank in a step
 SETTINGS = {"prefetch": [0, 2], "workers": [0, 2]}
@@ -405,9 +405,3 @@ class Group:
                 os.killpg(process.pid or 0, signal.SIGKILL)
             process.kill()
             process.join()
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])

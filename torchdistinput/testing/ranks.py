@@ -25,6 +25,7 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
+import random
 import signal
 import socket
 import sys
@@ -112,7 +113,8 @@ def run_ranks(
     multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOADED)
     with tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True) as folder:
         ranks: list[_Rank] = []
-        environment = {**os.environ, **({} if init_group else _rendezvous_by_address())}
+        address = {} if init_group else {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        environment = {**os.environ, **address}
         deadline = time.monotonic() + timeout_seconds
         try:
             for rank in range(world_size):
@@ -134,10 +136,13 @@ def _pickled_call(fn: Callable[..., Any], args: tuple[object, ...]) -> bytes:
         ) from error
 
 
-def _rendezvous_by_address() -> dict[str, str]:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1])}
+def free_port() -> int:
+    """Returns a port of this host on which nobody listens, and which the system gives to no outgoing connection."""
+    while True:
+        port = random.SystemRandom().randrange(10240, 32768)  # Linux gives out those from 32768 on, macOS 49152
+        with socket.socket() as tried, suppress(OSError):
+            tried.bind(("127.0.0.1", port))
+            return port
 
 
 # ---------------------------------------------------------------------------------------------- the parent's side
