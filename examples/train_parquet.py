@@ -28,7 +28,7 @@ import torchdistinput as tdi
 
 FILES, RECORDS, ROW_GROUP = 4, 2000, 500
 GLOBAL_BATCH = 64
-EPOCHS = 6
+EPOCHS = 4
 
 
 def write_files(folder: Path) -> None:

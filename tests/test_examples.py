@@ -93,7 +93,7 @@ three steps of an endless generator over 4 replicas
 def test_the_main_job_learns_and_delivers_each_record_once_in_any_number_of_processes(
     interpreters: Interpreters,
 ) -> None:
-    command = ("examples/train_text.py", "--files", "12", "--report-every", "3")
+    command = ("examples/train_text.py", "--files", "9", "--report-every", "2")
     for ended in (interpreters.run(command), interpreters.run_as_torchrun(2, *command)):
         output = printed(ended)
         losses = [float(loss) for loss in re.findall(r"loss (\S+) bits per byte", output)]
@@ -150,7 +150,7 @@ def test_training_on_parquet_goes_on_in_an_epoch_and_is_the_same_in_one_process_
         printed(interpreters.run_as_torchrun(2, "examples/train_parquet.py")),
     ]
     alone, two = ([float(loss) for loss in re.findall(r"loss (\S+) over 8000 records", each)] for each in outputs)
-    assert len(alone) == len(two) == 6
+    assert len(alone) == len(two) == 4
     assert alone[-1] < 0.5 * alone[0]
     assert all(abs(one - other) < 0.02 for one, other in zip(alone, two, strict=True))
 
@@ -167,12 +167,12 @@ def test_pretraining_killed_and_taken_up_by_other_numbers_of_processes_is_that_o
     interpreters: Interpreters, tmp_path: Path
 ) -> None:
     """The check of the example itself proves the order of the packs, and that each token came once."""
-    command = ["examples/pretrain.py", "--documents", "16", "--every", "2"]
+    command = ["examples/pretrain.py", "--documents", "8", "--every", "2"]
     end = r"(each token was delivered once: .*)\nnorm of the weights (\S+)"
     alone = re.search(end, printed(interpreters.run([*command, "--checkpoint", str(tmp_path / "alone")])))
     there = ("--checkpoint", str(tmp_path / "moved"))
     for world in (4, 2):
-        killed = interpreters.run_as_torchrun(world, *command, *there, "--crash-after", "5")
+        killed = interpreters.run_as_torchrun(world, *command, *there, "--crash-after", "3")
         assert all(each.code for each in killed)
     moved = re.search(end, printed(interpreters.run_as_torchrun(3, *command, *there)))
     assert alone is not None

@@ -22,6 +22,7 @@ from torchdistinput.sources.torch_loader import private_names as of_loaders
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "torchdistinput"
+SCRIPT = "tests/support/without_a_name.py"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 UNDOCUMENTED = {
@@ -204,13 +205,21 @@ def interpreters() -> Iterator[Interpreters]:
         yield made
 
 
+@pytest.fixture(scope="module")
+def torchs(interpreters: Interpreters, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The file with the batches of torch's own loader."""
+    path = tmp_path_factory.mktemp("torch") / "batches"
+    printed(interpreters.run([SCRIPT, "torch", str(path)]))
+    return str(path)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_where_a_name_is_missing_the_batches_are_torchs_and_a_line_says_so(
-    name: str, interpreters: Interpreters, all_cells: bool
+    name: str, interpreters: Interpreters, torchs: str, all_cells: bool
 ) -> None:
     """With ``--all-cells`` also without loader workers, and iterables."""
     how = "all" if all_cells else "loader workers"
-    ended = interpreters.run(["tests/support/without_a_name.py", how, name])
+    ended = interpreters.run([SCRIPT, how, torchs, name])
     assert printed(ended) == "equal\n"
     lines = [line for line in ended[0].errors.splitlines() if " has no " in line]
     assert name in NOT_MET or any(name in line for line in lines)
@@ -224,15 +233,15 @@ def test_where_a_name_is_missing_the_batches_are_torchs_and_a_line_says_so(
         "torch.distributed.Backend.backend_capability",
     ],
 )
-def test_where_ranks_miss_a_name_each_gets_its_part(name: str, interpreters: Interpreters) -> None:
-    ended = interpreters.run_as_torchrun(2, "tests/support/without_a_name.py", "all", name)
+def test_where_ranks_miss_a_name_each_gets_its_part(name: str, interpreters: Interpreters, torchs: str) -> None:
+    ended = interpreters.run_as_torchrun(2, SCRIPT, "all", torchs, name)
     assert printed(ended) == "equal\n" * 2
     assert name in NOT_MET or all(name in each.errors for each in ended)
 
 
-def test_where_all_is_switched_off_the_batches_are_torchs(interpreters: Interpreters) -> None:
+def test_where_all_is_switched_off_the_batches_are_torchs(interpreters: Interpreters, torchs: str) -> None:
     off = {"TORCHDISTINPUT_LOADER_INTERNALS": "0"}
-    assert printed(interpreters.run(["tests/support/without_a_name.py", "all"], places=[off])) == "equal\n"
+    assert printed(interpreters.run([SCRIPT, "all", torchs], places=[off])) == "equal\n"
 
 
 def drawn_by(kind: Any, *, replacement: bool) -> list[Any]:

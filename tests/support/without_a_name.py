@@ -1,4 +1,4 @@
-"""A script that reads with a torch that lacks private names: ``python without_a_name.py HOW NAME ...``.
+"""A script that reads with a torch that lacks private names: ``python without_a_name.py HOW FILE NAME ...``.
 
 The name is hidden from this library only, as torch itself needs it. Prints ``equal`` once all batches are torch's.
 """
@@ -8,10 +8,12 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import pickle
 import pkgutil
 import sys
 import types
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -100,19 +102,28 @@ def plain(batches: Iterable[Any]) -> list[Any]:
     ]
 
 
-def compare(data: Any, *, workers: int, shuffle: bool, lasting: bool) -> None:
-    """Two epochs, and a resume in the middle of the second."""
+Kind = tuple[Dataset[Any], dict[str, Any]]
+"""Data, and the settings of its loader."""
+
+LASTING: Kind = Squares(), {"num_workers": 2, "shuffle": True, "persistent_workers": True}
+OTHERS: list[Kind] = [(Counting(), {"num_workers": 2}), (Squares(), {"shuffle": True}), (Counting(), {})]
+
+
+def new(loader: Any, kind: Kind) -> Any:
+    return loader(kind[0], batch_size=4, generator=torch.Generator().manual_seed(3), **kind[1])
+
+
+def torchs(kind: Kind) -> list[list[Any]]:
+    """The batches of torch's own loader."""
+    loader = new(DataLoader, kind)
+    return [plain(loader) for _ in range(EPOCHS)]
+
+
+def compare(kind: Kind, expected: list[list[Any]]) -> None:
+    """The epochs, and a resume in the middle of the last."""
     import torchdistinput as tdi  # noqa: PLC0415 - not before the names are hidden
 
-    settings: dict[str, Any] = {"batch_size": 4, "num_workers": workers, "persistent_workers": lasting}
-    settings |= {"shuffle": True} if shuffle else {}
-
-    def new(kind: Any) -> Any:
-        return kind(data, generator=torch.Generator().manual_seed(3), **settings)
-
-    theirs = new(DataLoader)
-    expected = [plain(theirs) for _ in range(EPOCHS)]
-    ours = new(tdi.DataLoader)
+    ours = new(tdi.DataLoader, kind)
     state: dict[str, Any] = {}
     for epoch in expected:
         read: list[Any] = []
@@ -120,7 +131,7 @@ def compare(data: Any, *, workers: int, shuffle: bool, lasting: bool) -> None:
             read += plain([batch])
             state = ours.state_dict() if len(read) == 2 else state
         assert read == epoch
-    resumed = new(tdi.DataLoader)
+    resumed = new(tdi.DataLoader, kind)
     resumed.load_state_dict(state)
     assert plain(resumed) == expected[-1][2:]
     resumed.close()
@@ -138,13 +149,17 @@ def compare_on_ranks() -> None:
     loader.close()
 
 
-def main(how: str, *names: str) -> None:
-    """Hides the names, and compares. The loader workers of the map-style dataset live on from epoch to epoch.
+def main(how: str, path: str, *names: str) -> None:
+    """Hides the names, and compares.
 
     Args:
-      how: ``all``, or ``loader workers`` of a map-style dataset only.
+      how: ``all``, ``loader workers`` of a map-style dataset only, or ``torch`` to write the batches of these.
+      path: the file with these batches of torch.
       names: the names to hide.
     """
+    if how == "torch":
+        Path(path).write_bytes(pickle.dumps(torchs(LASTING)))
+        return
     logging.basicConfig(format="%(message)s")
     for name in names:
         hide(name)
@@ -153,11 +168,9 @@ def main(how: str, *names: str) -> None:
     if "RANK" in os.environ:
         compare_on_ranks()
     else:
-        compare(Squares(), workers=2, shuffle=True, lasting=True)
-        if how == "all":
-            compare(Counting(), workers=2, shuffle=False, lasting=False)
-            compare(Squares(), workers=0, shuffle=True, lasting=False)
-            compare(Counting(), workers=0, shuffle=False, lasting=False)
+        compare(LASTING, pickle.loads(Path(path).read_bytes()))
+        for kind in OTHERS if how == "all" else ():
+            compare(kind, torchs(kind))
     print("equal")  # noqa: T201 - it is a script
 
 
