@@ -86,26 +86,30 @@ def read(kind: str, names: list[str], splits: bool, policy: str, workers: int) -
     return error, seen, [str(each.message) for each in told if "reads and decodes all" in str(each.message)]
 
 
-def read_in_turn(kind: str, names: list[str], ways: list[tuple[bool, str]], workers: int) -> list[Any]:
-    return [read(kind, names, splits, policy, workers) for splits, policy in ways]
+WORKERS = (0, 2)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+def read_in_turn(kind: str, names: list[str], ways: list[tuple[bool, str]]) -> list[Any]:
+    return [[read(kind, names, splits, policy, workers) for splits, policy in ways] for workers in WORKERS]
+
+
 @pytest.mark.parametrize("kind", MAKERS)
-def test_a_source_that_divides_itself(kind: str, workers: int, tmp_path: Path) -> None:
+def test_a_source_that_divides_itself(kind: str, tmp_path: Path) -> None:
     pytest.importorskip("webdataset" if kind == "webdataset" else "datasets")
     names = write_tars(tmp_path)
     _, ways_out, way_out = MAKERS[kind]
     ways = [(True, "DATA"), (True, way_out), (False, "DATA")]
-    refused, *good = zip(*run_ranks(2, read_in_turn, kind, names, ways, workers), strict=True)
-    for error, seen, warned in refused:
-        assert error.kind == "RankDisagreement", error
-        assert all(text in error.message for text in ways_out)
-        assert not warned
-        assert not seen
-    for way, ranks in zip(ways[1:], good, strict=True):
-        assert [error for error, _, _ in ranks] == [None, None]
-        assert sorted(number for _, seen, _ in ranks for number in seen) == list(range(SAMPLES)), way
+    for workers, ranks in zip(WORKERS, zip(*run_ranks(2, read_in_turn, kind, names, ways), strict=True), strict=True):
+        refused, *good = zip(*ranks, strict=True)
+        for error, seen, warned in refused:
+            assert error.kind == "RankDisagreement", error
+            assert all(text in error.message for text in ways_out)
+            assert not warned
+            assert not seen
+        for way, of_ranks in zip(ways[1:], good, strict=True):
+            assert [error for error, _, _ in of_ranks] == [None, None]
+            samples = sorted(number for _, seen, _ in of_ranks for number in seen)
+            assert samples == list(range(SAMPLES)), (way, workers)
 
 
 # ---------------------------------------------------- streams that drop or repeat samples to make parts of one size

@@ -24,14 +24,15 @@ Played = dict[str, tuple[list[list[int]], list[list[int]] | None, str]]
 """Of each case: its epoch, what was left of the epoch of the state that was given, and a state."""
 
 
-WORLDS = (2, 3, 1)
+def worlds_of(all_cells: bool) -> tuple[int, ...]:
+    return (2, 3, 1) if all_cells else (2, 1)
 
 
-def play_in_worlds(folder: str) -> dict[int, Played]:
+def play_in_worlds(folder: str, worlds: tuple[int, ...]) -> dict[int, Played]:
     """One process, which is a rank of each world that is large enough: importing all the packages takes the longest."""
     rank, found = int(os.environ["RANK"]), {}
     states: dict[str, str] = {}
-    for world in WORLDS:
+    for world in worlds:
         os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(world)
         path = Path(folder) / f"states of {world}"
         if rank < world:
@@ -81,13 +82,14 @@ def skip_without(packages: tuple[str, ...]) -> None:
 
 
 @pytest.fixture(scope="module")
-def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Played]]:
+def worlds(tmp_path_factory: pytest.TempPathFactory, all_cells: bool) -> dict[int, list[Played]]:
     """What each rank of each world has read; each world gets the states of the one before."""
     folder = tmp_path_factory.mktemp("kinds")
     have = {package for kind in KINDS.values() for package in kind.packages if are_there((package,))}
     run_ranks(1, write_all, folder, have, timeout_seconds=240)  # elsewhere: once Lance is imported, each fork warns
-    ranks = run_ranks(max(WORLDS), play_in_worlds, str(folder), init_group=False, timeout_seconds=240)
-    return {world: [played[world] for played in ranks[:world]] for world in WORLDS}
+    chosen = worlds_of(all_cells)
+    ranks = run_ranks(max(chosen), play_in_worlds, str(folder), chosen, init_group=False, timeout_seconds=240)
+    return {world: [played[world] for played in ranks[:world]] for world in chosen}
 
 
 def put_together(ranks: list[Played], case: str, read: Callable[[Any], list[list[int]]]) -> list[list[int]]:
@@ -96,19 +98,20 @@ def put_together(ranks: list[Played], case: str, read: Callable[[Any], list[list
     return [[number for part in row for number in part] for row in zip(*steps, strict=True)]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize(("name", "workers"), CASES)
 def test_each_step_is_the_whole_batch_also_after_a_resume(
-    name: str, workers: int, world: int, worlds: dict[int, list[Played]]
+    name: str, workers: int, worlds: dict[int, list[Played]]
 ) -> None:
+    """With ``--all-cells`` at three ranks too."""
     skip_without(KINDS[name].packages)
-    case, ranks = f"{name} {workers}", worlds[world]
+    case = f"{name} {workers}"
     truth = [[*range(start, min(start + G, SAMPLES))] for start in range(0, SAMPLES, G)]
-    assert put_together(ranks, case, lambda played: played[0]) == truth
-    if world != 2:
-        assert put_together(ranks, case, lambda played: played[1]) == truth[STOP:]
-    if world == 3:  # by law S
-        assert [len(rank[case][0][0]) for rank in ranks] == [4, 4, 2]
+    for world, ranks in worlds.items():
+        assert put_together(ranks, case, lambda played: played[0]) == truth, world
+        if world != 2:  # the first one, which had no state
+            assert put_together(ranks, case, lambda played: played[1]) == truth[STOP:], world
+        if world == 3:  # by law S
+            assert [len(rank[case][0][0]) for rank in ranks] == [4, 4, 2]
 
 
 def read_by_workers(folder: Path) -> list[int]:

@@ -213,9 +213,13 @@ def numbers(ranks: list[Any], what: str) -> list[int]:
     return [number for step in zip(*parts, strict=True) for number in chain.from_iterable(step)]
 
 
-def test_each_example_comes_once_and_an_epoch_goes_on_at_another_world_size(folder: str) -> None:
+def test_each_example_comes_once_and_an_epoch_goes_on_at_another_world_size(
+    folder: str, all_cells: bool
+) -> None:
+    """Two ranks, then one, and one more; with ``--all-cells`` three in the middle."""
     two = run_ranks(2, play, folder, {})
-    three = run_ranks(3, play, folder, {way: two[0][f"{way}, left"][1] for way in WAYS})
+    states = {way: two[0][f"{way}, left"][1] for way in WAYS}
+    others = run_ranks(3, play, folder, states) if all_cells else [play(folder, states)]
     for way, (policy, steps, _, _) in WAYS.items():
         whole = STEPS[steps](stream(folder)).with_format(None)
         truth = sorted(int(example["n"]) for example in whole)
@@ -223,9 +227,9 @@ def test_each_example_comes_once_and_an_epoch_goes_on_at_another_world_size(fold
             alone = [*chain.from_iterable(read(loader))]
         assert sorted(alone) == sorted(numbers(two, way)) == truth
         with distributed(folder, way) as loader:
-            loader.load_state_dict(three[0][f"{way}, left"][1])
+            loader.load_state_dict(others[0][f"{way}, left"][1])
             rest = [*chain.from_iterable(read(loader))]
-        parts = numbers(two, f"{way}, left") + numbers(three, f"{way}, left") + rest
+        parts = numbers(two, f"{way}, left") + numbers(others, f"{way}, left") + rest
         assert sorted(parts) == truth
         assert policy is FILE or parts == alone == numbers(two, way)
     assert sorted(numbers(two, "skipped")) == [number for number in range(sum(SIZES)) if number != BAD]

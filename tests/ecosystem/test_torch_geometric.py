@@ -33,12 +33,16 @@ def parts(num_workers: int) -> list[Any]:
         return [(batch.y.tolist(), loader.step.local_sizes, loader.step.global_size) for batch in loader]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_each_replica_gets_a_batch_of_its_graphs(world: int, num_workers: int) -> None:
-    results = run_ranks(world, parts, num_workers)
-    for step, expected in enumerate([[0, 1, 2], [3, 4, 5], [6]]):
-        found = [result[step] for result in results]
-        assert [number for numbers, _, _ in found for number in numbers] == expected
-        for numbers, sizes, size in found:
-            assert (len(numbers), size) == (sizes[0], len(expected))
+def parts_in_turn() -> list[list[Any]]:
+    return [parts(num_workers) for num_workers in (0, 2)]
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_each_replica_gets_a_batch_of_its_graphs(world: int) -> None:
+    """In the process itself, and in loader workers."""
+    for results in zip(*run_ranks(world, parts_in_turn), strict=True):
+        for step, expected in enumerate([[0, 1, 2], [3, 4, 5], [6]]):
+            found = [result[step] for result in results]
+            assert [number for numbers, _, _ in found for number in numbers] == expected
+            for numbers, sizes, size in found:
+                assert (len(numbers), size) == (sizes[0], len(expected))

@@ -175,10 +175,10 @@ def recorded(folder: str) -> list[dict[str, Recorded]]:
 
 
 def chosen(name: str, states: Sequence[Saved], *, everything: bool) -> list[Saved]:
-    """All states of a case, or every third; a few where each costs the start of loader workers."""
+    """All states of a case, or every fifth; a few where each costs the start of loader workers."""
     if CASES[name].workers:
         return list(states[:: 1 + len(states) // (6 if everything else 2)])
-    return list(states if everything else states[list(CASES).index(name) % 3 :: 3])
+    return list(states if everything else states[list(CASES).index(name) % 5 :: 5])
 
 
 def test_the_states_are_equal_on_every_rank_and_the_epochs_complete(recorded: list[dict[str, Recorded]]) -> None:

@@ -115,17 +115,17 @@ def numbers(ranks: list[Any], what: Any) -> list[int]:
 
 
 def test_each_record_of_a_bucket_comes_once_and_a_resume_goes_on_at_another_world_size(store: ObjectStore) -> None:
-    two = run_ranks(2, read, store, {})
-    states = {way: two[0]["left", way][1] for way in WAYS}
-    three = run_ranks(3, read, store, states)
+    """One rank, then two, then one."""
+    alone = [read(store, {})]
+    two = run_ranks(2, read, store, {way: alone[0]["left", way][1] for way in WAYS})
     for way in WAYS:
-        for ranks in (two, three):
+        for ranks in (alone, two):
             found = numbers(ranks, way)
             assert sorted(found) == [*range(LINES)]
             assert way[1] == "FILE" or found == [*range(LINES)]
         rest = loader_of(*way, store)
-        rest.load_state_dict(three[0]["left", way][1])
-        parts = [numbers(two, ("left", way)), numbers(three, ("left", way)), [*chain.from_iterable(steps(rest))]]
+        rest.load_state_dict(two[0]["left", way][1])
+        parts = [numbers(alone, ("left", way)), numbers(two, ("left", way)), [*chain.from_iterable(steps(rest))]]
         assert sorted(chain.from_iterable(parts)) == [*range(LINES)]
 
 
