@@ -92,9 +92,9 @@ class Part:
     def __init__(
         self, without: str, names: Sequence[str], attributes: Sequence[str] = (), is_on: Callable[[], bool] = _always
     ) -> None:
+        self.attributes = attributes
         self._without = without
         self._missing = [name for name in names if look_up(name, _MISSING) is _MISSING]
-        self._attributes = [(name, name.rpartition(".")[2]) for name in attributes]
         self._is_on = is_on
         self._was_logged = False
 
@@ -107,8 +107,8 @@ class Part:
         if not self._is_on():
             return False
         missing = self._missing
-        if owners and self._attributes:
-            missing = missing + [name for name, last in self._attributes if not _have(owners, last)]
+        if owners:
+            missing = missing + [name for name in self.attributes if not _have(owners, name.rpartition(".")[2])]
         if missing and not self._was_logged:
             self._was_logged = True
             log_missing(missing, self._without)

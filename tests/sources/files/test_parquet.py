@@ -199,7 +199,7 @@ def worlds(patterns: tuple[str, str]) -> Worlds:
     found: Worlds = {}
     states: dict[str, Any] = {}
     for world in (2, 3, 1):
-        found[world] = run_ranks(world, read, *patterns, states)
+        found[world] = run_ranks(world, read, *patterns, states) if world > 1 else [read(*patterns, states)]
         states = {way: found[world][0][f"{way}, left"][1] for way in WAYS}
         for way in WAYS:
             assert all(rank[f"{way}, left"][1] == states[way] for rank in found[world])
