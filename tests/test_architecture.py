@@ -214,6 +214,28 @@ def test_the_public_names_of_a_module_are_sorted() -> None:
                 assert list(names) == order, short(path)
 
 
+TYPE_VARIABLES = {"T_co"}
+
+
+def types_of(path: Path) -> Iterator[str]:
+    """The classes and the names of types that a module defines, without the underscore of private ones."""
+    for node in parsed(path).body:
+        if isinstance(node, ast.ClassDef):
+            yield node.name.lstrip("_")
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = [target.id.lstrip("_") for target in targets if isinstance(target, ast.Name)]
+            yield from (name for name in names if name[:1].isupper() and not name.isupper())
+
+
+def test_a_type_has_a_name_that_no_other_one_has() -> None:
+    places: dict[str, list[str]] = {}
+    for path in MODULES:
+        for name in set(types_of(path)) - TYPE_VARIABLES:
+            places.setdefault(name, []).append(short(path))
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
 def test_the_readme_shows_the_tree_as_it_is() -> None:
     blocks = re.findall(r"^```\w*\n(.*?)^```", (ROOT / "README.md").read_text(), flags=re.DOTALL | re.MULTILINE)
     trees = [block for block in blocks if re.search(r"torchdistinput/\s", block) and "errors.py" in block]

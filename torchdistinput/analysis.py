@@ -44,7 +44,7 @@ _BYTES: Final = 8 << 20  # of a worker's tensors in a step, if the data is in me
 _MEETING: Final = 64  # steps after which the ranks ask each other for errors
 _LOG_SECONDS: Final = 30.0
 
-_Path: TypeAlias = tuple[str | int, int]
+_StatisticPlace: TypeAlias = tuple[str | int, int]
 """A statistic of the spec: the name of the leaf, and its place in the list under this name."""
 
 _BARE: Final = "all"  # the name of statistics without one
@@ -166,14 +166,14 @@ class Analysis:
         self._problem: Exception | None = None  # of this rank's data, until all ranks have heard of it
         self._number = self._samples = 0
         self._is_left = False  # whether a pass was begun and not ended
-        self._results: dict[_Path, Any] = {}
+        self._results: dict[_StatisticPlace, Any] = {}
         self._done: list[list[State]] = []  # the merged states of the passes before
         self._begin({path: statistic for path, (_, statistic) in self._wanted.items()})
 
-    def _begin(self, statistics: Mapping[_Path, Statistic]) -> None:
+    def _begin(self, statistics: Mapping[_StatisticPlace, Statistic]) -> None:
         self._statistics = dict(statistics)
         self._states = {path: each.start() for path, each in statistics.items()}
-        self._waiting: dict[_Path, list[Any]] = {path: [] for path in statistics}
+        self._waiting: dict[_StatisticPlace, list[Any]] = {path: [] for path in statistics}
 
     def __iter__(self) -> Iterator[Progress]:
         """Goes on to the end, yielding after each step; after a loop that was left, from there. Collective."""
@@ -217,7 +217,7 @@ class Analysis:
                     leaves[name] = _plain(self._wanted[path][0](piece))
                 self._put(path, leaves[name])
 
-    def _put(self, path: _Path, leaf: Any) -> None:
+    def _put(self, path: _StatisticPlace, leaf: Any) -> None:
         """Updates a state, with several small arrays at once."""
         waiting = self._waiting[path]
         if not isinstance(leaf, np.ndarray) or leaf.ndim == 0:
@@ -229,14 +229,14 @@ class Analysis:
         if len(waiting) * leaf.size >= _AT_ONCE or leaf.size >= _AT_ONCE // 4:
             self._flush(path)
 
-    def _flush(self, path: _Path) -> None:
+    def _flush(self, path: _StatisticPlace) -> None:
         waiting = self._waiting[path]
         if waiting:
             batch = waiting[0] if len(waiting) == 1 else np.concatenate(waiting)
             waiting.clear()
             self._states[path] = self._statistics[path].update(self._states[path], batch)
 
-    def _merged(self) -> dict[_Path, State]:
+    def _merged(self) -> dict[_StatisticPlace, State]:
         """The states of all ranks as one. Collective.
 
         Raises:
@@ -265,7 +265,7 @@ class Analysis:
             raise (TypeError if kind == "TypeError" else ValueError)(f"analyze(): {text}")
         return dict(zip(paths, found, strict=True))
 
-    def _conclude(self, merged: Mapping[_Path, State]) -> None:
+    def _conclude(self, merged: Mapping[_StatisticPlace, State]) -> None:
         """Ends a pass: takes the results that are ready, and begins the next pass with the others."""
         self._done.append(list(merged.values()))
         following = {}
@@ -343,7 +343,7 @@ def chosen_strategy(strategy: Strategy | None) -> Strategy:
     return strategy or strategy_of_scope() or shared_strategy()
 
 
-def _parsed(spec: Any) -> tuple[Any, dict[_Path, tuple[Callable[[Any], Any], Statistic]]]:
+def _parsed(spec: Any) -> tuple[Any, dict[_StatisticPlace, tuple[Callable[[Any], Any], Statistic]]]:
     """The structure of the results (the length of each list, or ``None``), and each statistic with its leaf."""
     if not isinstance(spec, Mapping):
         how, statistics = _listed(spec)
@@ -373,7 +373,7 @@ def _listed(what: Any) -> tuple[int | None, list[Statistic]]:
     return (len(statistics) if isinstance(what, list) else None), statistics
 
 
-def _described(wanted: Mapping[_Path, tuple[Any, Statistic]]) -> list[str]:
+def _described(wanted: Mapping[_StatisticPlace, tuple[Any, Statistic]]) -> list[str]:
     lines = []
     for (name, _), (_, each) in wanted.items():
         plain = type(each).__repr__ is object.__repr__  # which tells an address, and so differs between ranks

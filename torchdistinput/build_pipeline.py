@@ -16,7 +16,7 @@ from torchdistinput.coordination.batch_digests import BatchDigests, take_for_rea
 from torchdistinput.coordination.process_group import Channel, Ranks
 from torchdistinput.coordination.step_sync import StepSync
 from torchdistinput.devices.accelerators import make_copier
-from torchdistinput.iterator import DistributedIterator, LastStep, Progress
+from torchdistinput.iterator import DistributedIterator, EpochProgress, LastStep
 from torchdistinput.pipeline.fetch import Fetch
 from torchdistinput.pipeline.metrics import StatsSync
 from torchdistinput.pipeline.prefetcher import Prefetcher
@@ -57,13 +57,13 @@ class Setting:
         return len(set(self.workers)) < len(self.workers)
 
 
-class Opened(NamedTuple):
+class OpenedEpoch(NamedTuple):
     """An epoch that has begun."""
 
     channel: Channel | None
     """The connection to the same iterator on the other ranks; ``None`` where no other rank votes."""
     stream: Stream
-    progress: Progress
+    progress: EpochProgress
     last: LastStep
     with_rng_of_coordinate: Draw | None = None
     """Calls user code with the random states of this rank's data coordinate, which other ranks share."""
@@ -79,7 +79,7 @@ def open_stream(source: Source, epoch: int, draws: Draw, start: Start) -> Stream
 
 
 def build_pipeline(
-    source: Source, setting: Setting, options: InputOptions, opened: Opened, idle: list[ToDevice]
+    source: Source, setting: Setting, options: InputOptions, opened: OpenedEpoch, idle: list[ToDevice]
 ) -> DistributedIterator:
     """Builds the pipeline of an epoch: fetch -> pad (if asked for) -> to_device -> step_sync -> prefetcher.
 

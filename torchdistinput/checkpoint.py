@@ -25,7 +25,7 @@ import torch
 from torchdistinput.coordination.fingerprints import agree
 from torchdistinput.coordination.process_group import Ranks
 from torchdistinput.errors import InputError, StateMismatch
-from torchdistinput.iterator import Progress
+from torchdistinput.iterator import EpochProgress
 from torchdistinput.plan.checkpoint_format import SavedState, differences
 from torchdistinput.plan.seed_schedule import SeedSchedule
 from torchdistinput.sources.base import Source
@@ -55,7 +55,7 @@ class Entry(NamedTuple):
 
 
 @final
-class _Pending(NamedTuple):
+class _NextPlace(NamedTuple):
     """A place that was loaded or sought, and at which the next epoch begins.
 
     Args:
@@ -79,7 +79,7 @@ class _Left(NamedTuple):
     fingerprint: Mapping[str, Any]
     epoch: int
     user_epoch: int | None
-    pending: _Pending | None
+    pending: _NextPlace | None
     known: list[tuple[int, EpochDraws]]
 
 
@@ -114,9 +114,9 @@ class Checkpoint:
         self._shared_rng = shared_rng
         self._epoch = 0
         self._user_epoch: int | None = None
-        self._pending: _Pending | None = None
-        self._entered: _Pending | None = None
-        self._progress: Progress | None = None
+        self._pending: _NextPlace | None = None
+        self._entered: _NextPlace | None = None
+        self._progress: EpochProgress | None = None
         self._stream: Stream | None = None
         self._random: EpochDraws | None = None
         self._begun_user_epoch: int | None = None
@@ -147,7 +147,7 @@ class Checkpoint:
                 self._progress, self._stream = progress, stream
             if pending is not None and pending.unread:  # the same draws are made again for the new epoch
                 saved = self._saved(epoch, pending.saved.random, Start(), user_epoch=epoch)
-                self._pending = _Pending(saved, pending.random, restores=True, unread=True)
+                self._pending = _NextPlace(saved, pending.random, restores=True, unread=True)
         self._epoch = epoch
         self._source.set_epoch(epoch)
 
@@ -193,7 +193,7 @@ class Checkpoint:
             return draws
         return RngSnapshot(draws, random, source)
 
-    def begun(self, entry: Entry, progress: Progress, stream: Stream) -> None:
+    def begun(self, entry: Entry, progress: EpochProgress, stream: Stream) -> None:
         """Notes that the epoch has begun, and where its progress is counted."""
         random = self._random
         if random is not None:
@@ -211,7 +211,7 @@ class Checkpoint:
         self._epoch = progress.epoch
         begun = self._saved(progress.epoch, random.texts(), Start(), user_epoch=self._user_epoch)
         saved = begun if self._entered is None else self._entered.saved
-        self._pending = _Pending(saved, random, restores=True, unread=True)
+        self._pending = _NextPlace(saved, random, restores=True, unread=True)
 
     def go_on_from(self, before: Checkpoint) -> None:
         """Takes over the position from the checkpoint of the same data, which was divided anew. Local.
@@ -355,7 +355,7 @@ class Checkpoint:
         self._source.give_sample_seed(saved.sample_seed)
         if saved.told_epoch is not None:
             self._source.set_epoch(saved.told_epoch)
-        self._pending = _Pending(saved, random, restores=saved.step > 0 or random.replay > 0)
+        self._pending = _NextPlace(saved, random, restores=saved.step > 0 or random.replay > 0)
         self._known.append((saved.epoch, random))
         random.restore(self._source)
         if random.default is not None and (self._ranks is None or self._ranks.rank == 0):
@@ -439,7 +439,7 @@ class Checkpoint:
         samples = step * size if isinstance(size, int) else 0
         texts = EpochDraws.of(self._source, None).texts() if random is None else random.texts()
         saved = self._saved(epoch, texts, Start(step, samples), user_epoch=self._user_epoch)
-        self._pending = _Pending(saved, random, restores=True)
+        self._pending = _NextPlace(saved, random, restores=True)
 
     def _random_of(self, epoch: int) -> EpochDraws | None:
         """The random states from which to draw an epoch, with the epochs to replay first; ``None`` for no draw."""

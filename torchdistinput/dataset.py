@@ -10,14 +10,14 @@ from typing import Any, Final, NoReturn, final
 
 import torch
 
-from torchdistinput.build_pipeline import Opened, Setting, build_pipeline, open_stream
+from torchdistinput.build_pipeline import OpenedEpoch, Setting, build_pipeline, open_stream
 from torchdistinput.checkpoint import Checkpoint, Entry
 from torchdistinput.coordination.failures import in_one_line
 from torchdistinput.coordination.fingerprints import agree, agree_on
 from torchdistinput.coordination.process_group import Ranks
 from torchdistinput.errors import BatchingError, InputError
 from torchdistinput.frameworks import check_accelerate, check_trainer, only_tries
-from torchdistinput.iterator import DistributedIterator, LastStep, Progress, delivered, of_this_process
+from torchdistinput.iterator import DistributedIterator, EpochProgress, LastStep, delivered, of_this_process
 from torchdistinput.pipeline.metrics import Metrics
 from torchdistinput.pipeline.to_device import ToDevice
 from torchdistinput.plan.options import InputOptions, Step
@@ -71,7 +71,7 @@ class DistributedDataset:
             shared_rng=setting.shared_rng,
         )
         self._alike = EqualRngStates()
-        self._progress: Progress | None = None
+        self._progress: EpochProgress | None = None
         self._meter = self._new_meter()
         self._last = LastStep()
         self._opened: DistributedIterator | None = None
@@ -414,7 +414,7 @@ class DistributedDataset:
             raise
         self._meter = self._new_meter(self._meter.ranks)
         log_every = self._options.log_every if ranks is None or ranks.rank == 0 else 0
-        self._progress = Progress(
+        self._progress = EpochProgress(
             entry.epoch,
             start,
             random,
@@ -424,11 +424,11 @@ class DistributedDataset:
             log_every=log_every,
         )
         self._checkpoint.begun(entry, self._progress, stream)
-        iterator = self._build_pipelined(Opened(channel, stream, self._progress, self._last, with_rng))
+        iterator = self._build_pipelined(OpenedEpoch(channel, stream, self._progress, self._last, with_rng))
         self._iterators.add(iterator)
         return iterator
 
-    def _build_pipelined(self, opened: Opened) -> DistributedIterator:
+    def _build_pipelined(self, opened: OpenedEpoch) -> DistributedIterator:
         """Builds the pipeline. If a device or the thread fails to start, the other ranks are told at once."""
         try:
             return build_pipeline(self._source, self._setting, self._options, opened, self._idle_transfers)
@@ -469,7 +469,7 @@ class DistributedDataset:
         return own if is_first else CoordinateStates.from_json(answers[workers.index(workers[ranks.rank])])
 
     def _share_at_start(self, make: Callable[[], Any]) -> list[Any]:
-        """See ``sources.base.Exchange``. Collective: every rank calls this, as all agreed on the same start."""
+        """See ``sources.base.CallOnEachRank``. Collective: every rank calls this, as all agreed on the same start."""
         return agree_on(self._setting.ranks, f"iter() of dataset {self._name}", make)
 
     def _draws_of(self, entry: Entry) -> Draw:

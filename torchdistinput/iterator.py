@@ -51,7 +51,7 @@ class LastStep:
     """The step that was delivered last by any iterator of a dataset."""
 
     def __init__(self) -> None:
-        self.progress: Progress | None = None
+        self.progress: EpochProgress | None = None
         """The progress of its epoch."""
         self.ahead: int | None = None
         """The prefetch depth on which the ranks agreed last, if they did: the next epoch begins with it."""
@@ -67,7 +67,7 @@ class LastStep:
 
 
 @final
-class Progress:
+class EpochProgress:
     """The steps and samples that were delivered in one epoch.
 
     Args:
@@ -168,7 +168,7 @@ class DistributedIterator:
         prefetcher: Prefetcher,
         to_device: ToDevice,
         elements: Elements,
-        progress: Progress,
+        progress: EpochProgress,
         last: LastStep,
         catch_up: Callable[[int], None] | None = None,
     ) -> None:
@@ -279,7 +279,7 @@ class DistributedIterator:
         """
         return delivered(self._progress.step)
 
-    def reads(self, progress: Progress | None) -> bool:
+    def reads(self, progress: EpochProgress | None) -> bool:
         """Whether this iterator counts its steps in ``progress``. Local."""
         return self._progress is progress
 

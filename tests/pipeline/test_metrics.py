@@ -24,7 +24,7 @@ from torchdistinput import build_pipeline as pipeline_module
 from torchdistinput.batches import pytree
 from torchdistinput.batches.schema_check import SchemaChecker
 from torchdistinput.coordination.exchanges import Exchange
-from torchdistinput.iterator import Progress
+from torchdistinput.iterator import EpochProgress
 from torchdistinput.pipeline import metrics, upstream
 from torchdistinput.pipeline import prefetcher as buffer_module
 from torchdistinput.pipeline.fetch import Fetch
@@ -341,7 +341,7 @@ def test_skipped_samples_are_counted_also_in_steps_that_lost_all_of_them() -> No
     buffer = Prefetcher(
         calls, votes, depth=0, threaded=False, helps=True, meter=meter, timeout_seconds=9, names=int
     )
-    progress = Progress(
+    progress = EpochProgress(
         0, Start(), tuple, meter, Topology(num_workers=1, replicas_per_worker=1, worker=0), knows_all=True, log_every=0
     )
     found = []

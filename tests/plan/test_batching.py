@@ -9,7 +9,7 @@ import pytest
 from torchdistinput.errors import BatchingError
 from torchdistinput.plan.batching import (
     Cutter,
-    Row,
+    Limits,
     check_batch_size,
     check_replica,
     cycle_sizes,
@@ -34,11 +34,11 @@ def worlds() -> Iterator[tuple[int, list[Topology]]]:
             yield size, topologies(workers, local)
 
 
-def sizes(row: Row) -> list[int]:
+def sizes(row: Limits) -> list[int]:
     return [hi - lo for lo, hi in row]
 
 
-def in_order(row: Row) -> list[int]:
+def in_order(row: Limits) -> list[int]:
     return [sample for lo, hi in row for sample in range(lo, hi)]
 
 

@@ -17,7 +17,7 @@ from torchdistinput.pipeline.fetch import Fetch
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.cuts import Cut, as_is
-from torchdistinput.sources.iterable.cursor import Marked, Place, Reader, ReadLog, Taken
+from torchdistinput.sources.iterable.cursor import Marked, Place, ReaderPosition, ReadLog, TakenBatches
 from torchdistinput.sources.iterable.reading import CapturingIterable, rows_logged
 from torchdistinput.sources.iterable.user_state import Snapshot
 from torchdistinput.sources.opaque_batches import OpaqueCollate
@@ -40,7 +40,8 @@ class Rows:
     in_background = False
 
     def __init__(self, items: Iterable[Any], cut: Callable[[Any], Any], *, knows: bool) -> None:
-        self._rows = rows_logged(items, cut, ReadLog(Place((Reader(),)), 0, owns_state=False), Place((Reader(),)))
+        start = Place((ReaderPosition(),))
+        self._rows = rows_logged(items, cut, ReadLog(start, 0, owns_state=False), start)
         self._knows = knows
 
     def draw(self) -> Any:
@@ -155,11 +156,13 @@ def test_a_log_that_drops_old_positions_says_what_one_that_keeps_all_says() -> N
     longest = 0
     for seed in range(200):
         rng = random.Random(seed)
-        begun = Place((Reader(2, 1), Reader(5, 5)), rng.randrange(2), rng.choice([0, 0, 2]), 9)
+        begun = Place((ReaderPosition(2, 1), ReaderPosition(5, 5)), rng.randrange(2), rng.choice([0, 0, 2]), 9)
         ahead = rng.choice([0, 2, 7])
         short = ReadLog(begun, ahead, owns_state=False)
         whole = ReadLog(begun, 10**9, owns_state=False)
-        kinds = [(rng.choice([1, 1, 2]), rng.choice([4, 8]), (Taken(rng.randrange(2), 1, None),)) for _ in range(3)]
+        kinds = [
+            (rng.choice([1, 1, 2]), rng.choice([4, 8]), (TakenBatches(rng.randrange(2), 1, None),)) for _ in range(3)
+        ]
         rows = drawn = asked = 0
         while rows < 120:
             count, samples, taken = rng.choice(kinds)
@@ -235,9 +238,9 @@ def test_guarded_data_is_entered_when_its_first_element_is_asked_for() -> None:
 def test_a_known_row_is_numbered_and_passed_over_like_any_other() -> None:
     cutter = Cutter(Topology(num_workers=1, replicas_per_worker=1, worker=0), shared=True)
     batches = [torch.full((2,), number) for number in range(6)]
-    place = Place((Reader(),), rows=2)
+    place = Place((ReaderPosition(),), rows=2)
     log = ReadLog(place, 0, owns_state=False)
     rows: list[Any] = list(rows_logged(batches, CutReady(as_is, cutter), log, place))
     assert [(row[0] if type(row) is tuple else row)[0].tolist() for row in rows] == [[n, n] for n in range(2, 6)]
     assert any(type(row) is tuple for row in rows)
-    assert log.position(3) == Place((Reader(5, 5),), samples=10).to_json()
+    assert log.position(3) == Place((ReaderPosition(5, 5),), samples=10).to_json()

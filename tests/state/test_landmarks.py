@@ -13,7 +13,7 @@ import pytest
 from torchdistinput.coordination.step_sync import _last_sync
 from torchdistinput.plan.file_resharding import ReaderCursor
 from torchdistinput.sources.cuts import Cut
-from torchdistinput.sources.files.position import CommonPlaces, FilesPosition, Places
+from torchdistinput.sources.files.position import CommonPlaces, CursorHistory, FilesPosition
 from torchdistinput.step_types import PeriodicSync
 
 
@@ -57,7 +57,7 @@ class Reader:
         self.told = [front]
         self.read = self.begins_at
         begun = FilesPosition(self.workers, [], [(front, place_after(front))] * self.workers, self.begins_at)
-        self.places = Places(begun.cursors[0], self.begins_at, self.read_ahead)
+        self.places = CursorHistory(begun.cursors[0], self.begins_at, self.read_ahead)
         self.common = CommonPlaces(self.places, begun, 0, self.read_ahead)
         self._rows = self.places.rows_of(self._cuts(front), None)
 

@@ -46,7 +46,7 @@ def gather_ordered(index: Any, outputs: Any, *, num_local: int, workers: Ranks |
       workers: the other workers; ``None`` in one process.
       device: where the results live.
     """
-    parts: list[_Part] = []
+    parts: list[_Contribution] = []
 
     def describe() -> list[tuple[int, Any, list[list[Any] | None]]]:
         parts.extend(_local_parts(index, outputs, num_local))
@@ -69,7 +69,7 @@ def gather_ordered(index: Any, outputs: Any, *, num_local: int, workers: Ranks |
 
 @final
 @dataclass(frozen=True)
-class _Part:
+class _Contribution:
     """The contribution of one local replica, without the rows of index -1.
 
     Args:
@@ -104,7 +104,7 @@ class _Facts:
 # --------------------------------------------------------------------------------------- the contribution of a replica
 
 
-def _local_parts(index: Any, outputs: Any, num_local: int) -> list[_Part]:
+def _local_parts(index: Any, outputs: Any, num_local: int) -> list[_Contribution]:
     for name, value in (("index", index), ("outputs", outputs)):
         counts = [len(held.values) for held in _per_replicas(value)]
         if num_local > 1 and not counts:
@@ -131,7 +131,7 @@ def _per_replicas(value: Any) -> Iterator[PerReplica[Any]]:
         yield from _per_replicas(child)
 
 
-def _part(index: Any, outputs: Any, who: str) -> _Part:
+def _part(index: Any, outputs: Any, who: str) -> _Contribution:
     numbers = _checked_index(index, who)
     nested = _with_records(outputs)
     leaves = []
@@ -145,7 +145,7 @@ def _part(index: Any, outputs: Any, who: str) -> _Part:
             )
         leaves.append(leaf)
     if len(numbers) == 0:
-        return _Part(numbers, outputs, [], None)
+        return _Contribution(numbers, outputs, [], None)
     if not leaves:
         raise ValueError(
             f"outputs{who} is a {type(outputs).__name__} without a tensor or list of rows in it; gather_ordered needs "
@@ -153,7 +153,7 @@ def _part(index: Any, outputs: Any, who: str) -> _Part:
         )
     kept = numbers != -1
     rows = [_kept_rows(leaf, kept) for leaf in leaves]
-    return _Part(numbers[kept], outputs, rows, pytree.structure_of(nested))
+    return _Contribution(numbers[kept], outputs, rows, pytree.structure_of(nested))
 
 
 def _checked_index(index: Any, who: str) -> Tensor:
@@ -236,7 +236,7 @@ def _is_plain(row: Any) -> bool:
 # ----------------------------------------------------------------------------------------------------------- agreement
 
 
-def _described(part: _Part) -> tuple[int, Any, list[list[Any] | None]]:
+def _described(part: _Contribution) -> tuple[int, Any, list[list[Any] | None]]:
     structure = None if part.structure is None else _comparable(part.structure.to_json())
     return len(part.index), structure, [leaf if isinstance(leaf, list) else None for leaf in part.leaves]
 
@@ -251,7 +251,7 @@ def _comparable(structure: dict[str, Any]) -> dict[str, Any]:
 
 
 def _agreed_structure(
-    workers: Ranks | None, parts: Sequence[_Part], facts: Sequence[Sequence[_Facts]]
+    workers: Ranks | None, parts: Sequence[_Contribution], facts: Sequence[Sequence[_Facts]]
 ) -> Structure | None:
     """The structure of the outputs of all replicas; ``None`` if no replica has a row. Raises alike on all workers."""
     found: dict[str, list[int]] = {}
@@ -296,7 +296,7 @@ def _sizes(facts: Sequence[Sequence[_Facts]]) -> list[int]:
     return [sum(one.size for one in each) for each in facts]
 
 
-def _order(parts: Sequence[_Part], facts: Sequence[Sequence[_Facts]], workers: Ranks | None) -> Tensor:
+def _order(parts: Sequence[_Contribution], facts: Sequence[Sequence[_Facts]], workers: Ranks | None) -> Tensor:
     """The places of all rows, counted in replica order, sorted by the index of the row.
 
     Raises:
@@ -323,7 +323,7 @@ def _order(parts: Sequence[_Part], facts: Sequence[Sequence[_Facts]], workers: R
 def _sorted_tensor(
     number: int,
     leaf: Structure,
-    parts: Sequence[_Part],
+    parts: Sequence[_Contribution],
     facts: Sequence[Sequence[_Facts]],
     workers: Ranks | None,
     order: Tensor,

@@ -50,7 +50,7 @@ class Operands(NamedTuple):
 
 
 @final
-class Outcome(NamedTuple):
+class LeafResult(NamedTuple):
     """The result for the leaves at one path; equal on all workers.
 
     Args:
@@ -154,7 +154,7 @@ def gather(value: Any, axis: int, *, num_local: int, workers: Ranks | None, devi
 
 def perform(
     name: str, prepare: Callable[[], Operands], workers: Ranks | None, device: torch.device
-) -> dict[str, Outcome]:
+) -> dict[str, LeafResult]:
     """One collective from start to end: agree, check, compute. Collective if there are several workers.
 
     Args:
@@ -180,7 +180,7 @@ def perform(
                 result = _gather(local[path], of_workers, axes or (0,), others)
             else:
                 result = _reduce(operands.op, local[path], metas, axes, others)
-        outcomes[path] = Outcome(result, any(meta.wants_grad for meta in metas), [meta.shape for meta in metas])
+        outcomes[path] = LeafResult(result, any(meta.wants_grad for meta in metas), [meta.shape for meta in metas])
     return outcomes
 
 

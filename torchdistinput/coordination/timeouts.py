@@ -14,7 +14,7 @@ _LOG = logging.getLogger("torchdistinput")
 _WARN_SECONDS = 5.0
 
 
-class _Exchange(Protocol):
+class _AwaitedExchange(Protocol):
     """The exchange that the consumer waits for; see ``interfaces.Votes``."""
 
     def waiting_since(self) -> float | None: ...
@@ -34,7 +34,7 @@ class StragglerTimeout:
       names: the number of each rank as users know it.
     """
 
-    def __init__(self, votes: _Exchange, timeout_seconds: float, names: Callable[[int], int]) -> None:
+    def __init__(self, votes: _AwaitedExchange, timeout_seconds: float, names: Callable[[int], int]) -> None:
         self._votes = votes
         self._timeout_seconds = timeout_seconds
         self._names = names

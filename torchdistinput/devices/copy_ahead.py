@@ -74,7 +74,7 @@ from torchdistinput.batches.pytree import flatten, map_leaves, map_values, moves
 from torchdistinput.devices.small_leaves import SMALL_BYTES, Bundle, bundled
 
 Batch = Any
-Stream = Any  # a torch.Stream, or a fake one
+DeviceStream = Any  # a torch.Stream, or a fake one
 Event = Any  # a torch.Event, or a fake one
 _Copies = list[tuple[Bundle, torch.Tensor]]  # from the host to a tensor or buffer on the device
 
@@ -94,7 +94,7 @@ class Transfer:
     """
 
     batch: Batch
-    home: Stream = None
+    home: DeviceStream = None
     ready: Event = None
     moved: tuple[torch.Tensor, ...] = ()
     there: tuple[torch.Tensor, ...] = ()
@@ -216,19 +216,19 @@ class Handling(enum.Enum):
 class StreamBackend(Protocol):
     """The operations of an accelerator for ``StreamCopier``. Only ``block`` and ``move_now`` wait for the device."""
 
-    def enter_thread(self, stream: Stream) -> None:
+    def enter_thread(self, stream: DeviceStream) -> None:
         """Makes a stream of this accelerator, and so the accelerator, the current one of the calling thread."""
 
-    def new_stream(self) -> Stream:
+    def new_stream(self) -> DeviceStream:
         """A new stream of this accelerator."""
 
-    def current_stream(self) -> Stream:
+    def current_stream(self) -> DeviceStream:
         """The stream that is current on this accelerator in the calling thread."""
 
-    def record(self, stream: Stream) -> Event:
+    def record(self, stream: DeviceStream) -> Event:
         """An event that is done when all that was queued on the stream so far is done."""
 
-    def wait(self, stream: Stream, event: Event) -> None:
+    def wait(self, stream: DeviceStream, event: Event) -> None:
         """Makes work that is queued on the stream from now on start after the event."""
 
     def done(self, event: Event) -> bool:
@@ -246,16 +246,16 @@ class StreamBackend(Protocol):
     def staging(self, num_bytes: int) -> torch.Tensor:
         """Page-locked host memory, dtype uint8. It is reused once the tensor is freed."""
 
-    def empty(self, num_bytes: int, stream: Stream) -> torch.Tensor:
+    def empty(self, num_bytes: int, stream: DeviceStream) -> torch.Tensor:
         """Memory on the accelerator, dtype uint8, from the stream's pool as by ``empty_like``."""
 
-    def empty_like(self, tensor: torch.Tensor, stream: Stream) -> torch.Tensor:
+    def empty_like(self, tensor: torch.Tensor, stream: DeviceStream) -> torch.Tensor:
         """A tensor on the accelerator from the stream's pool, to which its memory returns once the tensor is freed."""
 
-    def copy(self, source: torch.Tensor, target: torch.Tensor, stream: Stream) -> None:
+    def copy(self, source: torch.Tensor, target: torch.Tensor, stream: DeviceStream) -> None:
         """Queues a copy on the stream."""
 
-    def lend(self, tensor: torch.Tensor, stream: Stream) -> None:
+    def lend(self, tensor: torch.Tensor, stream: DeviceStream) -> None:
         """Tells the allocator that a tensor of another stream's pool is used on this one, too."""
 
     def move_now(self, leaf: Any) -> Any:
@@ -375,7 +375,7 @@ class StreamCopier:
         batch = _open(transfer)
         return map_values(self._streams.move_now, batch) if late else batch
 
-    def _clone_into(self, here: Stream, transfer: Transfer) -> None:
+    def _clone_into(self, here: DeviceStream, transfer: Transfer) -> None:
         clones: dict[int, torch.Tensor] = {}
         for tensor in transfer.moved:
             clones[id(tensor)] = self._streams.empty_like(tensor, here)
@@ -384,7 +384,7 @@ class StreamCopier:
         self._streams.wait(transfer.home, cloned)
         transfer.batch = map_leaves(lambda leaf: clones.get(id(leaf), leaf), transfer.batch)
 
-    def _share(self, here: Stream, there: tuple[torch.Tensor, ...]) -> None:
+    def _share(self, here: DeviceStream, there: tuple[torch.Tensor, ...]) -> None:
         for home in self._homes if there else ():
             self._streams.wait(here, self._streams.record(home))
         for tensor in there:

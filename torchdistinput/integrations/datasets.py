@@ -110,11 +110,11 @@ def fragments(dataset: IterableDataset, *, fill_null: Any = None) -> FragmentSou
     state = dataset.shard(num_shards=dataset.num_shards, index=0).state_dict()
     as_tables = getattr(settings["_formatting"], "format_type", None) == "arrow"
     steps = json.dumps([state, as_tables, str(dataset.features)])
-    return _Shards(dataset, steps, as_tables=as_tables, fill_null=fill_null)
+    return _StreamFragments(dataset, steps, as_tables=as_tables, fill_null=fill_null)
 
 
 @final
-class _Shards:
+class _StreamFragments:
     """See ``fragments``.
 
     Args:

@@ -78,7 +78,7 @@ _TAKE_OVER_SECONDS: Final = 0.1
 _LOOK: Final = object()  # queued like a work item: look whether there is a step to vote for
 
 
-class _Stop(NamedTuple):
+class _StopRequest(NamedTuple):
     """Queued like a work item: the consumer takes no further step."""
 
     delivered: int
@@ -443,7 +443,7 @@ class Prefetcher:
     def _work(self, item: Any) -> None:
         if item is _LOOK:
             return
-        if type(item) is _Stop:
+        if type(item) is _StopRequest:
             self._watched = False
             self._votes_at_once = True
             dropped = self._voter.stop(item.delivered)
@@ -529,7 +529,7 @@ class Prefetcher:
     def _end_thread(self, thread: threading.Thread) -> None:
         if thread is not threading.current_thread():
             self._voter.let_go()
-        self._work_items.put(_Stop(self._next_step))
+        self._work_items.put(_StopRequest(self._next_step))
         if thread is threading.current_thread():
             return
         if thread.ident is None:  # it was never started, or will end as soon as it runs

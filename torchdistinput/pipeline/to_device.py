@@ -7,8 +7,6 @@ from typing import Any, final
 
 from torchdistinput.devices.copy_ahead import Copier, HostCopier, Transfer
 
-Batch = Any
-
 
 @final
 class ToDevice:
@@ -38,7 +36,7 @@ class ToDevice:
         for copier in self._copiers:
             copier.begin_step()
 
-    def send(self, pieces: Sequence[Batch]) -> Sequence[Transfer]:
+    def send(self, pieces: Sequence[Any]) -> Sequence[Transfer]:
         """Begins the copies of the pieces of one step to their devices; all of them, or none if one fails.
 
         Args:
@@ -56,7 +54,7 @@ class ToDevice:
             raise
         return transfers
 
-    def hand_over(self, transfers: Sequence[Transfer]) -> Sequence[Batch]:
+    def hand_over(self, transfers: Sequence[Transfer]) -> Sequence[Any]:
         """The pieces of one step, each on its device and safe to use on the consumer's current streams."""
         if not self.moves:
             return transfers

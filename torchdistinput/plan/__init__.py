@@ -17,4 +17,5 @@ A rule is called a *law*; each has a letter and a number that no other law has (
 - ``file_resharding``: Positions in files, and how unread files are divided when the number of workers changes.
 - ``checkpoint_format``: The format of a saved state, and the check whether the state fits an input.
 - ``options``: ``InputOptions``, ``Step``.
+- ``arrays``: Types of NumPy arrays, for annotations.
 """

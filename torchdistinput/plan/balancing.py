@@ -42,7 +42,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchdistinput.errors import BatchingError
-from torchdistinput.plan.batching import Cutter, Row
+from torchdistinput.plan.batching import Cutter, Limits
 
 Costs: TypeAlias = npt.NDArray[np.float64]
 """The cost of each sample of a batch, ``(b,)``."""
@@ -309,7 +309,7 @@ class Division:
     """
 
     order: Places
-    rows: list[Row]
+    rows: list[Limits]
     costs: Costs
     ends: tuple[int, ...] = ()
 

@@ -26,7 +26,7 @@ from typing import final
 from torchdistinput.errors import BatchingError
 from torchdistinput.plan.topology import Topology
 
-Row = tuple[tuple[int, int], ...]
+Limits = tuple[tuple[int, int], ...]
 """One range ``(lo, hi)`` of a batch for each local replica."""
 
 
@@ -125,7 +125,7 @@ class Cutter:
     shared: bool
     global_batch_size: int | None = None
 
-    def rows(self, size: int) -> list[Row]:
+    def rows(self, size: int) -> list[Limits]:
         """The rows of a batch of ``size`` samples, one a step.
 
         >>> two = Topology(num_workers=2, replicas_per_worker=1, worker=0)

@@ -27,12 +27,11 @@ from itertools import pairwise
 from typing import Final, Literal, TypeAlias, final
 
 import numpy as np
-import numpy.typing as npt
 
+from torchdistinput.plan.arrays import Ints
 from torchdistinput.plan.permutation import Permutation
 
 Stop: TypeAlias = Literal["first", "all", "repeat"]
-Ints: TypeAlias = npt.NDArray[np.int64]
 
 _BLOCK: Final = 256
 _LARGEST: Final = 2**22

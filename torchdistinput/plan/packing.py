@@ -25,9 +25,8 @@ from itertools import pairwise
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, final
 
 import numpy as np
-import numpy.typing as npt
 
-Ints: TypeAlias = npt.NDArray[np.int64]
+from torchdistinput.plan.arrays import Ints
 
 PackingStrategy: TypeAlias = Literal["best_fit", "first_fit", "concat"]
 Overflow: TypeAlias = Literal["error", "split", "truncate", "drop"]

@@ -6,12 +6,12 @@ References: Pike, "FarmHash", 2014; Aumasson and Bernstein, "SipHash: a fast sho
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, TypeAlias
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-Words: TypeAlias = npt.NDArray[np.uint64]
+from torchdistinput.plan.arrays import Words
 
 _ROWS: Final = 2**14
 

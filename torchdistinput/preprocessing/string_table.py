@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import repeat
-from typing import Any, Final, NamedTuple, TypeAlias, final
+from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 import numpy.typing as npt
 
+from torchdistinput.plan.arrays import Ints, Words
 from torchdistinput.preprocessing.inputs import Texts, is_arrow, listed, taken
-
-Ints: TypeAlias = npt.NDArray[np.int64]
-Words: TypeAlias = npt.NDArray[np.uint64]
 
 NOWHERE: Final = -(2**63)
 
@@ -32,7 +30,7 @@ _MASKS: Final = np.array([0] * (_LONGEST - 8) + [(1 << 8 * length) - 1 for lengt
 """The bytes of a word that belong to a string, by its length; of word ``n`` from entry ``_LONGEST - 8 - 8 * n`` on."""
 
 
-class _Bytes(NamedTuple):
+class _JoinedStrings(NamedTuple):
     """Strings in one piece of memory. ``windows`` has the 8 bytes at each place of it, zeros after the end."""
 
     windows: npt.NDArray[Any]
@@ -48,16 +46,16 @@ class _Bytes(NamedTuple):
             np.bitwise_and(self.windows[8 * word :][starts], inside, out=column)
         return found
 
-    def part(self, start: int, stop: int) -> _Bytes:
+    def part(self, start: int, stop: int) -> _JoinedStrings:
         """Some of the strings."""
-        return _Bytes(self.windows, self.starts[start:stop], self.lengths[start:stop])
+        return _JoinedStrings(self.windows, self.starts[start:stop], self.lengths[start:stop])
 
 
-def _bytes(padded: bytes, starts: Ints, lengths: Ints) -> _Bytes:
-    return _Bytes(np.ndarray(len(padded) - 7, "<u8", padded, strides=(1,)), starts, lengths)
+def _bytes(padded: bytes, starts: Ints, lengths: Ints) -> _JoinedStrings:
+    return _JoinedStrings(np.ndarray(len(padded) - 7, "<u8", padded, strides=(1,)), starts, lengths)
 
 
-def _of_list(texts: Sequence[str]) -> _Bytes | None:
+def _of_list(texts: Sequence[str]) -> _JoinedStrings | None:
     """``None`` where a string has a NUL; a ``TypeError`` where an entry is no string."""
     joined = "\0".join(texts)
     padded = f"\0{joined}\0{_PADDING.decode()}".encode("utf-8", "surrogatepass")
@@ -68,7 +66,7 @@ def _of_list(texts: Sequence[str]) -> _Bytes | None:
     return _bytes(padded, starts, nuls[1 : len(texts) + 1] - starts)
 
 
-def _of_array(array: npt.NDArray[Any]) -> _Bytes | None:
+def _of_array(array: npt.NDArray[Any]) -> _JoinedStrings | None:
     """``None`` where UTF-8 is not the code points, as they are not ASCII. NULs inside are kept: they equal no key."""
     if array.dtype.kind == "U":
         points = np.ascontiguousarray(array, array.dtype.newbyteorder("=")).view(np.uint32)
@@ -78,7 +76,7 @@ def _of_array(array: npt.NDArray[Any]) -> _Bytes | None:
     return _bytes(array.tobytes() + _PADDING, np.arange(len(array)) * array.dtype.itemsize, np.char.str_len(array))
 
 
-def _of_arrow(array: Any) -> _Bytes | None:
+def _of_arrow(array: Any) -> _JoinedStrings | None:
     """``None`` where a string has a NUL."""
     _, offsets, buffer = array.buffers()
     bounds = np.frombuffer(offsets, np.int32 if array.type == "string" else np.int64)
@@ -90,7 +88,7 @@ def _of_arrow(array: Any) -> _Bytes | None:
 
 
 @final
-class _Table:
+class _HashTable:
     """Places of keys of one width. Each key is in the first free slot from that of its hash on.
 
     Args:
@@ -169,7 +167,7 @@ class StringTable:
         self._tables = []
         for size, width in enumerate(_WIDTHS):
             rows = np.flatnonzero(sizes == size)
-            self._tables.append(_Table(read.words(rows, width), numbers[rows], room))
+            self._tables.append(_HashTable(read.words(rows, width), numbers[rows], room))
         self._has_others = int((sizes < len(_WIDTHS)).sum()) < len(places) - ("" in places)
 
     def find(self, texts: Texts) -> Ints:
@@ -192,7 +190,7 @@ class StringTable:
             found[rows] = self._in_dict(listed(taken(texts, rows)))
         return found
 
-    def _read(self, texts: Texts) -> _Bytes | None:
+    def _read(self, texts: Texts) -> _JoinedStrings | None:
         if isinstance(texts, np.ndarray):
             return _of_array(texts)
         if not isinstance(texts, list):
@@ -205,7 +203,7 @@ class StringTable:
     def _in_dict(self, texts: Sequence[str]) -> Ints:
         return np.fromiter(map(self._places.get, texts, repeat(NOWHERE)), np.int64, len(texts))
 
-    def _in_tables(self, texts: _Bytes) -> Ints:
+    def _in_tables(self, texts: _JoinedStrings) -> Ints:
         found = self._tables[0].find(texts.words(slice(None), 1))
         if self._empty != NOWHERE:  # its word is that of a free slot
             found[texts.lengths == 0] = self._empty

@@ -22,14 +22,14 @@ from torch.autograd.function import once_differentiable
 
 from torchdistinput.batches.per_replica import ReduceOp, regroup, select
 from torchdistinput.coordination.process_group import Ranks
-from torchdistinput.coordination.reduce import NoValue, Operands, Outcome, as_tensor, gather_axis, opened, perform
+from torchdistinput.coordination.reduce import LeafResult, NoValue, Operands, as_tensor, gather_axis, opened, perform
 from torchdistinput.replicas.coroutines import Coroutine, Ended, Modes
 
 _current: contextvars.ContextVar[ReplicaContext | None] = contextvars.ContextVar("replica context", default=None)
 
 
 @final
-class _Request(NamedTuple):
+class _Collective(NamedTuple):
     """A collective that one replica calls; for a gather ``op`` is ``None``, and ``axis`` is the user's argument."""
 
     name: str
@@ -38,10 +38,10 @@ class _Request(NamedTuple):
     leaves: dict[str, Any]
 
 
-_Outcomes = dict[str, Outcome]
-_Coroutine = Coroutine[_Request, _Outcomes]
-_Meet = Callable[[_Request], _Outcomes]
-_Gradient = Callable[[_Request, _Outcomes, dict[str, Tensor]], list[Tensor]]
+_Outcomes = dict[str, LeafResult]
+_Replica = Coroutine[_Collective, _Outcomes]
+_Meet = Callable[[_Collective], _Outcomes]
+_Gradient = Callable[[_Collective, _Outcomes, dict[str, Tensor]], list[Tensor]]
 
 
 # --------------------------------------------------------------------------------------------------- the user's side
@@ -106,7 +106,7 @@ class ReplicaContext:
         if self._num_replicas == 1:
             ReduceOp.parse(op)
             return value
-        return self._collective(_Request("all_reduce", op, None, {}), value, self._gradient_of_reduce)
+        return self._collective(_Collective("all_reduce", op, None, {}), value, self._gradient_of_reduce)
 
     def all_gather(self, value: Any, axis: int) -> Any:
         """The values of all replicas concatenated in replica order, the same on each.
@@ -124,14 +124,14 @@ class ReplicaContext:
           RuntimeError: if the replicas of this process call different collectives, or bring different structures.
           RankDisagreement: if the workers do, or another worker could not take part.
         """
-        return self._collective(_Request("all_gather", None, axis, {}), value, self._gradient_of_gather)
+        return self._collective(_Collective("all_gather", None, axis, {}), value, self._gradient_of_gather)
 
     def __repr__(self) -> str:
         return f"ReplicaContext(replica {self._replica_id} of {self._num_replicas})"
 
-    def _collective(self, blank: _Request, value: Any, gradient: _Gradient) -> Any:
+    def _collective(self, blank: _Collective, value: Any, gradient: _Gradient) -> Any:
         paths, leaves, rebuild = opened(value)
-        request = _Request(blank.name, blank.op, blank.axis, dict(zip(paths, leaves, strict=True)))
+        request = _Collective(blank.name, blank.op, blank.axis, dict(zip(paths, leaves, strict=True)))
         outcomes = self._meet(request)
         results = {path: outcome.result for path, outcome in outcomes.items()}
         linked = [path for path, outcome in outcomes.items() if outcome.wants_grad and torch.is_grad_enabled()]
@@ -146,13 +146,13 @@ class ReplicaContext:
             results.update(zip(linked, outputs, strict=True))
         return rebuild(results[path] for path in paths)
 
-    def _gradient_of_reduce(self, request: _Request, outcomes: _Outcomes, grads: dict[str, Tensor]) -> list[Tensor]:
+    def _gradient_of_reduce(self, request: _Collective, outcomes: _Outcomes, grads: dict[str, Tensor]) -> list[Tensor]:
         del outcomes
-        met = self._meet(_Request("the gradient of all_reduce", request.op, None, grads))
+        met = self._meet(_Collective("the gradient of all_reduce", request.op, None, grads))
         return [met[path].result for path in grads]
 
-    def _gradient_of_gather(self, request: _Request, outcomes: _Outcomes, grads: dict[str, Tensor]) -> list[Tensor]:
-        met = self._meet(_Request("the gradient of all_gather", ReduceOp.SUM, None, grads))
+    def _gradient_of_gather(self, request: _Collective, outcomes: _Outcomes, grads: dict[str, Tensor]) -> list[Tensor]:
+        met = self._meet(_Collective("the gradient of all_gather", ReduceOp.SUM, None, grads))
         own = []
         for path in grads:
             sizes = [shape[request.axis] for shape in outcomes[path].shapes]
@@ -222,7 +222,7 @@ def run_replicas(
     if not isinstance(kwargs, Mapping | None):
         raise TypeError(f"run needs kwargs as a dict of arguments, got {type(kwargs).__name__}")
 
-    def meet(requests: Sequence[_Request]) -> list[_Outcomes]:
+    def meet(requests: Sequence[_Collective]) -> list[_Outcomes]:
         return _meet(requests, devices, workers)
 
     def call(local_replica: int, meet_others: _Meet) -> Any:
@@ -237,26 +237,26 @@ def run_replicas(
         return call(0, lambda request: meet([request])[0])
     modes = Modes.capture(devices)
 
-    def on_its_thread(local_replica: int) -> Callable[[_Coroutine], Any]:
-        def body(coroutine: _Coroutine) -> Any:
+    def on_its_thread(local_replica: int) -> Callable[[_Replica], Any]:
+        def body(coroutine: _Replica) -> Any:
             enter_thread(local_replica)
             with modes.entered():
                 return call(local_replica, coroutine.pause)
 
         return body
 
-    replicas = [_Coroutine(on_its_thread(local), f"torchdistinput replica {k}") for local, k in enumerate(replica_ids)]
+    replicas = [_Replica(on_its_thread(local), f"torchdistinput replica {k}") for local, k in enumerate(replica_ids)]
     return _conduct(replicas, replica_ids, meet)
 
 
 def _conduct(
-    replicas: Sequence[_Coroutine], replica_ids: Sequence[int], meet: Callable[[Sequence[_Request]], list[_Outcomes]]
+    replicas: Sequence[_Replica], replica_ids: Sequence[int], meet: Callable[[Sequence[_Collective]], list[_Outcomes]]
 ) -> Any:
     answers: list[_Outcomes | BaseException] = []
     try:
         reached = [replica.start() for replica in replicas]
         while not all(isinstance(one, Ended) for one in reached):
-            requests = [one for one in reached if isinstance(one, _Request)]
+            requests = [one for one in reached if isinstance(one, _Collective)]
             if len(requests) < len(reached):
                 raise RuntimeError(_skipped(reached, replica_ids))
             try:
@@ -271,18 +271,17 @@ def _conduct(
             replica.close()
 
 
-def _skipped(reached: Sequence[_Request | Ended], replica_ids: Sequence[int]) -> str:
-    waiting = [
-        f"replica {k} in {one.name}" for k, one in zip(replica_ids, reached, strict=True) if isinstance(one, _Request)
-    ]
-    done = [str(k) for k, one in zip(replica_ids, reached, strict=True) if isinstance(one, Ended)]
+def _skipped(reached: Sequence[_Collective | Ended], replica_ids: Sequence[int]) -> str:
+    all_replicas = list(zip(replica_ids, reached, strict=True))
+    waiting = [f"replica {k} in {one.name}" for k, one in all_replicas if isinstance(one, _Collective)]
+    done = [str(k) for k, one in all_replicas if isinstance(one, Ended)]
     return (
         f"replica(s) {', '.join(done)} returned from the function given to run, while others wait for them: "
         f"{', '.join(waiting)}. Every replica must make the same collective calls, in the same order."
     )
 
 
-def _meet(requests: Sequence[_Request], devices: Sequence[torch.device], workers: Ranks | None) -> list[_Outcomes]:
+def _meet(requests: Sequence[_Collective], devices: Sequence[torch.device], workers: Ranks | None) -> list[_Outcomes]:
     """The collective for which all local replicas wait; one answer for each, and the answers share no memory."""
     first = requests[0]
 
@@ -315,9 +314,9 @@ def _meet(requests: Sequence[_Request], devices: Sequence[torch.device], workers
     ]
 
 
-def _on(outcome: Outcome, device: torch.device, *, copy: bool) -> Outcome:
-    return Outcome(outcome.result.to(device, copy=copy), outcome.wants_grad, outcome.shapes)
+def _on(outcome: LeafResult, device: torch.device, *, copy: bool) -> LeafResult:
+    return LeafResult(outcome.result.to(device, copy=copy), outcome.wants_grad, outcome.shapes)
 
 
-def _shown(request: _Request) -> str:
+def _shown(request: _Collective) -> str:
     return request.name if list(request.leaves) == [""] else f"{request.name} of {sorted(request.leaves)}"

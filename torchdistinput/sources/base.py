@@ -22,7 +22,10 @@ from torchdistinput.step_types import Counted, Digest, News, PeriodicSync, Sized
 
 _LOG = logging.getLogger("torchdistinput")
 
-Exchange = Callable[[Callable[[], Any]], list[Any]]
+Collate = Callable[[Any], Any]
+"""Makes a batch of samples."""
+
+CallOnEachRank = Callable[[Callable[[], Any]], list[Any]]
 """Calls a function on every rank and returns the plain values of all ranks. If a call fails, all ranks raise alike."""
 
 
@@ -158,7 +161,7 @@ class Source(ABC):
         """The position at which the next epoch begins, where the data keeps a state. Caller's thread."""
         raise NotImplementedError
 
-    def resume(self, epoch: int, start: Start, exchange: Exchange) -> Start:
+    def resume(self, epoch: int, start: Start, exchange: CallOnEachRank) -> Start:
         """Prepares an ``open`` that starts in the middle of an epoch. Caller's thread.
 
         Args:

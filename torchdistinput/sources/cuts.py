@@ -11,8 +11,7 @@ import numpy.typing as npt
 import torch
 
 from torchdistinput.coordination.batch_digests import digest_of_samples, number_of_size
-from torchdistinput.plan.batching import Cutter
-from torchdistinput.plan.batching import Row as Limits
+from torchdistinput.plan.batching import Cutter, Limits
 from torchdistinput.plan.mixed_turns import Cursor
 from torchdistinput.sources.files.plain_epochs import loader_worker
 from torchdistinput.sources.iterable.cursor import Compared, Marked, Wait

@@ -23,7 +23,7 @@ from torchdistinput.plan.batching import check_batch_size
 from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.sharding import AutoShardPolicy, resolve_policy
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.base import HoldsTorchLoader, MapStyle, Shards, Source
+from torchdistinput.sources.base import Collate, HoldsTorchLoader, MapStyle, Shards, Source
 from torchdistinput.sources.checks import cannot_skip, refuse_class, refuse_ray
 from torchdistinput.sources.files.fragment_dataset import FragmentDataset
 from torchdistinput.sources.files.mixture import RecordDataset, StreamMixture
@@ -35,8 +35,6 @@ from torchdistinput.sources.map_style.source import MapLoaderSource
 from torchdistinput.sources.map_style.table import Table, is_table, refuse_frame
 from torchdistinput.sources.sample_seed import cannot_seed
 from torchdistinput.sources.torch_loader.settings import LikeTorch, not_pinning
-
-Collate = Callable[[Any], Any]
 
 _COLUMNS: Final = (torch.Tensor, np.ndarray)
 

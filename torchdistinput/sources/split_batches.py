@@ -14,8 +14,7 @@ from torchdistinput.batches.schema import PER_SAMPLE, Structure
 from torchdistinput.batches.schema_check import KnownSchema
 from torchdistinput.coordination.batch_digests import digest_of_read, number_of_size
 from torchdistinput.errors import BatchingError
-from torchdistinput.plan.batching import Cutter, split
-from torchdistinput.plan.batching import Row as Limits
+from torchdistinput.plan.batching import Cutter, Limits, split
 from torchdistinput.sources.converting import fast_collate
 from torchdistinput.sources.cuts import Cut, as_is, sizes_in
 from torchdistinput.sources.iterable.cursor import Marked, Wait
@@ -123,7 +122,7 @@ class Measure:
 
 
 @final
-class _Cut(NamedTuple):
+class _KnownCut(NamedTuple):
     """The division of a batch of some size."""
 
     limits: list[tuple[tuple[int, int], ...]]
@@ -166,7 +165,7 @@ class CutReady:
         self._known = KnownSchema()
         self._schema: object = None
         self._is_sealed = False  # whether batches come as ``OpaqueBatch``
-        self._cuts: dict[int, _Cut] = {}  # by size, for batches of the known schema
+        self._cuts: dict[int, _KnownCut] = {}  # by size, for batches of the known schema
         self._whole: tuple[int, RowSizes, int] | None = None  # for the last batch, if it is a row as it is
 
     def __call__(self, batch: Any) -> Cut | SizedRow | Failure:
@@ -199,7 +198,7 @@ class CutReady:
         rows, how = self._cut(batch)
         return Cut(rows, how.row.samples, how.sizes)
 
-    def _cut(self, batch: Any) -> tuple[list[Row], _Cut]:
+    def _cut(self, batch: Any) -> tuple[list[Row], _KnownCut]:
         if self._convert is not as_is:
             batch = self._convert(batch)
         if type(batch) is OpaqueBatch:
@@ -228,7 +227,7 @@ class CutReady:
         self._schema = object()
         return size
 
-    def _how(self, size: int) -> _Cut:
+    def _how(self, size: int) -> _KnownCut:
         """The division of a batch of ``size`` samples."""
         if len(self._cuts) >= _MOST_SIZES:
             self._cuts.clear()
@@ -236,7 +235,7 @@ class CutReady:
         sizes = sizes_in(limits)
         row = RowSizes(size, sizes[0] if sizes else (), self._schema)
         read = number_of_size(size) if self._cutter.read_by_all else 0
-        self._cuts[size] = how = _Cut(limits, sizes, row, limits == [((0, size),)], read)
+        self._cuts[size] = how = _KnownCut(limits, sizes, row, limits == [((0, size),)], read)
         return how
 
     @staticmethod

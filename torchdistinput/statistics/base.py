@@ -9,6 +9,8 @@ from typing import Any, Final, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+Numbers: TypeAlias = npt.NDArray[Any]
+
 State: TypeAlias = Any
 """Dicts, lists, sets, strings, numbers, ``None`` and NumPy arrays, nested. A state is sent to other ranks and saved."""
 
@@ -55,7 +57,7 @@ class Statistic(ABC):
         return None
 
 
-def _by_feature(batch: Any, axis: int | Sequence[int] | None) -> tuple[npt.NDArray[Any], tuple[int, ...]]:
+def _by_feature(batch: Any, axis: int | Sequence[int] | None) -> tuple[Numbers, tuple[int, ...]]:
     """The numbers of a batch as ``(features, m)``, and the shape of the features.
 
     Args:
@@ -86,7 +88,7 @@ def _by_feature(batch: Any, axis: int | Sequence[int] | None) -> tuple[npt.NDArr
     return (np.ascontiguousarray(moved) if len(moved) < 64 else moved), shape
 
 
-def _described(batch: Any, values: npt.NDArray[Any]) -> str:
+def _described(batch: Any, values: Numbers) -> str:
     if values.dtype.kind in "USO" and values.size:
         first = values.reshape(-1)[:1].tolist()[0]
         return f"{type(first).__name__} ({first!r:.40})"
@@ -100,7 +102,7 @@ def no_data() -> dict[str, Any]:
 
 def taken(
     state: Mapping[str, Any], batch: Any, axis: int | Sequence[int] | None
-) -> tuple[npt.NDArray[Any], dict[str, Any]]:
+) -> tuple[Numbers, dict[str, Any]]:
     """The numbers of a batch as ``(features, m)``, and their dtype and the shape of the features, as states have them.
 
     Raises:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
-import numpy.typing as npt
 
+from torchdistinput.plan.arrays import Ints
 from torchdistinput.statistics.base import (
     NanPolicy,
     State,
@@ -19,8 +19,6 @@ from torchdistinput.statistics.base import (
     no_data,
     taken,
 )
-
-Ints = npt.NDArray[np.int64]
 
 
 @final

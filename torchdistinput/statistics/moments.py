@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from torchdistinput.statistics.base import (
     NanPolicy,
+    Numbers,
     State,
     Statistic,
     check_float_dtype,
@@ -21,8 +22,6 @@ from torchdistinput.statistics.base import (
     taken,
 )
 from torchdistinput.statistics.exact_sums import add, add_products, merged, parts_of, rounded, total
-
-Numbers = npt.NDArray[Any]
 
 _AT_ONCE: Final = 2**15  # numbers that are summed at once: they stay in the cache of a core
 

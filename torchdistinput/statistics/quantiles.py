@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from torchdistinput.statistics.base import (
     NanPolicy,
+    Numbers,
     State,
     Statistic,
     check_float_dtype,
@@ -32,7 +33,6 @@ from torchdistinput.statistics.exact_sums import rounded
 
 Method = Literal["linear", "lower", "higher", "inverted_cdf", "interpolated_inverted_cdf"]
 
-Numbers = npt.NDArray[Any]
 
 _METHODS: Final = ("linear", "lower", "higher", "inverted_cdf", "interpolated_inverted_cdf")
 _DIGIT: Final = 16
@@ -41,7 +41,7 @@ _MAX_BYTES: Final = 1 << 30
 
 @final
 @dataclass(frozen=True)
-class _Known:
+class _EarlierPasses:
     """The results of the earlier passes.
 
     Args:
@@ -89,7 +89,7 @@ class Quantiles(Statistic):
     method: Method = "linear"
     nan_policy: NanPolicy = "propagate"
     dtype: Literal["float64", "float32"] = "float64"
-    _known: _Known | None = field(default=None, kw_only=True, repr=False)
+    _known: _EarlierPasses | None = field(default=None, kw_only=True, repr=False)
     """The results of the earlier passes; ``None`` in the first pass."""
 
     def __post_init__(self) -> None:
@@ -187,7 +187,7 @@ class Quantiles(Statistic):
             for own, keys in zip(prefixes, found, strict=True)
         ]
         counts = state["count"].tolist()
-        return replace(self, _known=_Known(state["dtype"], state["shape"], counts, bits, prefixes, places))
+        return replace(self, _known=_EarlierPasses(state["dtype"], state["shape"], counts, bits, prefixes, places))
 
     def result(self, state: State) -> Numbers:
         """The quantiles: ``(len(q), *features)``, without the first dim where ``q`` is one number.

@@ -28,7 +28,7 @@ __all__ = ["FakeChannel", "FakeCollectives", "FakeRanks", "Message"]
 
 T = TypeVar("T")
 
-_Kind = Literal["exchange", "gather", "agreement", "tensor", "merge"]
+_CallKind = Literal["exchange", "gather", "agreement", "tensor", "merge"]
 
 
 @final
@@ -47,7 +47,7 @@ class Message:
     channel: int | None
     meeting: int
     rank: int
-    kind: _Kind
+    kind: _CallKind
     content: Any
 
 
@@ -161,15 +161,15 @@ class _Room:
         self.num_ranks = num_ranks
         self._timeout_seconds = timeout_seconds
         self._changed = threading.Condition()
-        self._meetings: list[dict[int, tuple[_Kind, Any]]] = []
+        self._meetings: list[dict[int, tuple[_CallKind, Any]]] = []
         self._next = [0] * num_ranks
         self._reasons: dict[int | None, str] = {}
 
-    def meet(self, rank: int, kind: _Kind, content: Any) -> list[Any]:
+    def meet(self, rank: int, kind: _CallKind, content: Any) -> list[Any]:
         """Brings a message to this rank's next meeting; returns the messages of all ranks, by rank."""
         return self.wait(rank, self.bring(rank, kind, content))
 
-    def bring(self, rank: int, kind: _Kind, content: Any) -> int:
+    def bring(self, rank: int, kind: _CallKind, content: Any) -> int:
         """Brings a message to this rank's next meeting, and returns the number of the meeting."""
         with self._changed:
             self._refuse_if_closed(rank)
@@ -204,7 +204,7 @@ class _Room:
         del self._meetings[number][rank]
         self._next[rank] = number
 
-    def _all_alike(self, number: int, meeting: dict[int, tuple[_Kind, Any]]) -> list[Any]:
+    def _all_alike(self, number: int, meeting: dict[int, tuple[_CallKind, Any]]) -> list[Any]:
         shapes = {(kind, len(content) if kind == "exchange" else 0) for kind, content in meeting.values()}
         if len(shapes) > 1:
             found = {rank: meeting[rank] for rank in sorted(meeting)}
@@ -269,7 +269,7 @@ class _Delay:
 class _Meeting:
     """A message that a rank brought to a meeting, and the messages that it gets there; see ``exchanges.Pending``."""
 
-    def __init__(self, room: _Room, rank: int, kind: _Kind, content: Any) -> None:
+    def __init__(self, room: _Room, rank: int, kind: _CallKind, content: Any) -> None:
         self._room = room
         self._rank = rank
         self._number = room.bring(rank, kind, content)
@@ -316,7 +316,7 @@ class FakeChannel:
         """See ``Channel.gather``."""
         return (yield from self._meet("gather", text, 0.0))
 
-    def _meet(self, kind: _Kind, content: Any, delay: float) -> Exchange[list[Any]]:
+    def _meet(self, kind: _CallKind, content: Any, delay: float) -> Exchange[list[Any]]:
         try:
             if delay:
                 yield _Delay(self._room, delay)

@@ -117,7 +117,7 @@ class FakeEvent:
 
 @final
 @dataclass(eq=False)
-class _Block:
+class _Memory:
     memory: np.ndarray[Any, np.dtype[np.uint8]]
     owners: int = 0  # how often the block was handed out
     readers: list[int] = field(default_factory=list)  # for each queued read: the owner whose data it needs
@@ -143,9 +143,9 @@ class FakeDevice:
         self._streams: list[FakeStream] = []
         self._default = self.new_stream()
         self._current: dict[int, FakeStream] = {}
-        self._pools: defaultdict[tuple[str, int], list[_Block]] = defaultdict(list)
+        self._pools: defaultdict[tuple[str, int], list[_Memory]] = defaultdict(list)
         self._num_blocks: Counter[str] = Counter()
-        self._owned: dict[int, tuple[_Block, int, str]] = {}  # by address: the block, its present owner, its pool
+        self._owned: dict[int, tuple[_Memory, int, str]] = {}  # by address: the block, its present owner, its pool
 
     # The operations of a consumer.
 
@@ -290,7 +290,7 @@ class FakeDevice:
         free = self._pools[pool, size]
         if not free:
             self._num_blocks[pool] += 1
-            free.append(_Block(_poison(size).numpy()))
+            free.append(_Memory(_poison(size).numpy()))
         block = free.pop()
         block.owners += 1
         lease = block.memory[:]  # lives as long as the storage of the tensors over it
@@ -301,11 +301,11 @@ class FakeDevice:
         weakref.finalize(lease, self._free, _address(tensor), block, free).atexit = False
         return tensor
 
-    def _free(self, address: int, block: _Block, pool: list[_Block]) -> None:
+    def _free(self, address: int, block: _Memory, pool: list[_Memory]) -> None:
         del self._owned[address]
         self._hand_back(block, pool)
 
-    def _hand_back(self, block: _Block, pool: list[_Block]) -> None:
+    def _hand_back(self, block: _Memory, pool: list[_Memory]) -> None:
         if block.lent_to:
             block.lent_to.pop().queue.append(lambda: self._hand_back(block, pool))
         else:
@@ -324,7 +324,7 @@ class FakeDevice:
 
         stream.queue.append(kernel)
 
-    def _overwrite(self, block: _Block, owner: int, target: torch.Tensor, values: torch.Tensor) -> None:
+    def _overwrite(self, block: _Memory, owner: int, target: torch.Tensor, values: torch.Tensor) -> None:
         early = [reader for reader in block.readers if reader < owner]
         if early:
             self.violations.append(f"memory was overwritten while {len(early)} queued reader(s) of its last owner wait")
@@ -350,7 +350,7 @@ def _address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _unowned(block: _Block, tensor: torch.Tensor) -> torch.Tensor:
+def _unowned(block: _Memory, tensor: torch.Tensor) -> torch.Tensor:
     """The same memory as a tensor that does not keep the block from being handed out."""
     memory = torch.from_numpy(block.memory).untyped_storage()
     empty = torch.empty(0, dtype=tensor.dtype, device="cpu")

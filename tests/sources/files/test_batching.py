@@ -15,7 +15,7 @@ from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.file_resharding import ReaderCursor
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.cuts import Cut
-from torchdistinput.sources.files.batching import Entrance, KnownRows, RecordRows
+from torchdistinput.sources.files.batching import KnownRows, RecordRows, RecordStart
 from torchdistinput.sources.read_failures import Failure
 
 
@@ -28,12 +28,12 @@ def files(folder: Path, sizes: tuple[int, ...] = (7, 0, 12, 5), bad: tuple[int, 
     return [str(folder / f"{number}") for number in range(len(sizes))]
 
 
-def told(rows: RecordRows, entrance: Entrance) -> tuple[list[Any], list[Any], list[Any]]:
+def told(rows: RecordRows, start: RecordStart) -> tuple[list[Any], list[Any], list[Any]]:
     """The rows, where the reader stood after some of them, and the sizes of those that are known."""
     found: list[Any] = []
     places: list[Any] = []
     sized: list[Any] = []
-    for cut in rows.of_epoch(0, entrance):
+    for cut in rows.of_epoch(0, start):
         if isinstance(cut, Failure):
             found.append((type(cut.error), str(cut.error), cut.where, cut.origin))
             continue
@@ -75,8 +75,8 @@ def test_sliced_rows_are_the_collated_ones(
                 RecordRows(data, Cutter(topology, shared, size), default_collate, strings=strings, **settings)
                 for strings in (False, True)
             ]
-            entrance = Entrance((), ReaderCursor(), first)
-            (slow, slow_places, nothing), (fast, fast_places, sized) = (told(rows, entrance) for rows in made)
+            start = RecordStart((), ReaderCursor(), first)
+            (slow, slow_places, nothing), (fast, fast_places, sized) = (told(rows, start) for rows in made)
             assert fast == slow
             assert fast_places == slow_places
             assert not nothing
@@ -88,10 +88,10 @@ def test_rows_are_not_known_where_they_are_labelled_thinned_or_sent_away(tmp_pat
     cutter = Cutter(Topology(num_workers=1, replicas_per_worker=1, worker=0), shared=True, global_batch_size=4)
     for asked in ({"with_index": True}, {"with_index": False, "skip": True}):
         settings: dict[str, Any] = {"by_file": False, "drop_last": False, "strings": True, **asked}
-        assert not told(RecordRows(data, cutter, default_collate, **settings), Entrance())[2]
+        assert not told(RecordRows(data, cutter, default_collate, **settings), RecordStart())[2]
     rows = RecordRows(data, cutter, default_collate, by_file=False, drop_last=False, with_index=False, strings=True)
     again = pickle.loads(pickle.dumps(rows))
-    assert told(again, Entrance())[:2] == told(rows, Entrance())[:2]
+    assert told(again, RecordStart())[:2] == told(rows, RecordStart())[:2]
 
 
 def as_it_is(samples: list[str]) -> list[str]:

@@ -27,7 +27,7 @@ from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.cuts import Cut, as_is
-from torchdistinput.sources.files.batching import Entrance, RecordRows
+from torchdistinput.sources.files.batching import RecordRows, RecordStart
 from torchdistinput.sources.files.dataset import FileDataset
 from torchdistinput.sources.files.formats.crc32c import masked_crc32c
 from torchdistinput.sources.files.io import OpenedFile
@@ -139,7 +139,7 @@ def cuts(
     settings = {"by_file": False, "drop_last": False, "with_index": True, **options}
     rows = RecordRows(data, cutter, as_is, in_ranges=in_ranges, **settings)
     found: list[Any] = []
-    for cut in rows.of_epoch(0, Entrance((), ReaderCursor(), first)):
+    for cut in rows.of_epoch(0, RecordStart((), ReaderCursor(), first)):
         if isinstance(cut, Failure):
             found.append(str(cut.error))
             break

@@ -6,7 +6,7 @@ import pytest
 
 from torchdistinput.sources.iterable.cursor import Marked
 from torchdistinput.sources.iterable.reading import CapturingIterator
-from torchdistinput.sources.iterable.user_state import Kept
+from torchdistinput.sources.iterable.user_state import StatefulObjects
 from torchdistinput.sources.read_failures import OnFailure
 
 
@@ -43,7 +43,7 @@ def test_states_are_taken_and_batches_compared_side_by_side(
     per_batch: int, bad: tuple[int, ...], passed: int, compared: list[int], by_next: bool
 ) -> None:
     data = Counting(bad)
-    kept = Kept(None, data, "auto")
+    kept = StatefulObjects(None, data, "auto")
     read = CapturingIterator(data, kept, per_batch, 3, on_failure=OnFailure(True, Exception), compares=True)
     assert read.pass_over(passed, passed) is None
     marked = [each for each in (read if by_next else read.elements()) if isinstance(each, Marked)]

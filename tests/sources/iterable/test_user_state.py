@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from torchdistinput.errors import StateMismatch
-from torchdistinput.sources.iterable.cursor import Place, Reader, ReadLog, Taken, place_of
+from torchdistinput.sources.iterable.cursor import Place, ReaderPosition, ReadLog, TakenBatches, place_of
 from torchdistinput.sources.iterable.state_packing import packed_state, unpacked_state
-from torchdistinput.sources.iterable.user_state import Kept, Snapshot, entered, why_unused
+from torchdistinput.sources.iterable.user_state import Snapshot, StatefulObjects, entered, why_unused
 from torchdistinput.step_types import Start
 
 
@@ -57,7 +57,7 @@ class Iterated:
 
 
 def snapshot_of(state: Any) -> Snapshot:
-    return Kept(Keeper(state), None, "use").snapshot()
+    return StatefulObjects(Keeper(state), None, "use").snapshot()
 
 
 STATES = [
@@ -145,7 +145,7 @@ def test_anything_else_is_refused_by_the_path_of_its_key(state: Any, told: str) 
     assert snapshot.refusal.startswith(told)
     assert snapshot.text == ""
     assert not snapshot.reads_again
-    assert Kept(Keeper(state), None, "auto").snapshot().reads_again
+    assert StatefulObjects(Keeper(state), None, "auto").snapshot().reads_again
 
 
 def test_a_state_that_contains_itself_is_refused() -> None:
@@ -240,21 +240,21 @@ def test_a_malformed_place_is_a_mismatch(value: Any) -> None:
 
 
 def test_a_place_from_before_there_were_digests_is_read_up_to_again() -> None:
-    assert Place.from_json(["iterable", 0, 0, 9, [[5, 2, "{}"]]], 1) == Place((Reader(5, 5),), samples=9)
+    assert Place.from_json(["iterable", 0, 0, 9, [[5, 2, "{}"]]], 1) == Place((ReaderPosition(5, 5),), samples=9)
 
 
 def test_a_place_goes_through_json() -> None:
-    place = Place((Reader(5, 2, '{"a":1}'), Reader(4, 4)), turn=1, rows=2, samples=17)
+    place = Place((ReaderPosition(5, 2, '{"a":1}'), ReaderPosition(4, 4)), turn=1, rows=2, samples=17)
     assert Place.from_json(json.loads(json.dumps(place.to_json())), 2) == place
     assert place_of(Start(steps=9, position=place.to_json()), 2) == place
 
 
 def log_of(read_ahead: int, rows: list[int], place: Place | None = None) -> ReadLog:
     """A log of two readers that take turns; each batch lasts the given rows, each third has a snapshot."""
-    log = ReadLog(place or Place((Reader(), Reader())), read_ahead, owns_state=False)
+    log = ReadLog(place or Place((ReaderPosition(), ReaderPosition())), read_ahead, owns_state=False)
     for number, count in enumerate(rows):
         snapshot = Snapshot(str(number)) if number % 3 == 2 else None
-        log.add(count, 10, (Taken(number % 2, 1, snapshot),))
+        log.add(count, 10, (TakenBatches(number % 2, 1, snapshot),))
     return log
 
 
@@ -282,7 +282,7 @@ def test_positions_go_on_from_where_a_log_began() -> None:
         again = ReadLog(place, 20, owns_state=False)
         for number in range(done, len(rows)):
             snapshot = Snapshot(str(number)) if number % 3 == 2 else None
-            again.add(rows[number], 10, (Taken(number % 2, 1, snapshot),))
+            again.add(rows[number], 10, (TakenBatches(number % 2, 1, snapshot),))
         for later in range(row, sum(rows) + 1):
             assert again.position(later - row) == log_of(20, rows).position(later)
 
@@ -290,10 +290,10 @@ def test_positions_go_on_from_where_a_log_began() -> None:
 @pytest.mark.parametrize("read_ahead", [0, 1, 5])
 def test_the_log_stays_short_where_nobody_asks_and_right_where_somebody_does(read_ahead: int) -> None:
     total = 400
-    log, asked = ReadLog(Place((Reader(),)), read_ahead, owns_state=False), log_of(0, [])
+    log, asked = ReadLog(Place((ReaderPosition(),)), read_ahead, owns_state=False), log_of(0, [])
     lengths = []
     for drawn in range(total):
-        log.add(1, 1, (Taken(0, 1, None),))
+        log.add(1, 1, (TakenBatches(0, 1, None),))
         lengths.append(len(log._read))
         delivered = drawn - read_ahead - 1
         if delivered >= 0 and drawn % 7 == 0:
@@ -309,8 +309,8 @@ def test_rows_of_others_past_the_own_end_count_for_nothing() -> None:
 
 
 def test_a_refused_state_is_told_when_it_is_asked_for() -> None:
-    log = ReadLog(Place((Reader(),)), 1, owns_state=False)
-    log.add(1, 1, (Taken(0, 1, Snapshot("", "Keeper.state_dict() is of type set")),))
+    log = ReadLog(Place((ReaderPosition(),)), 1, owns_state=False)
+    log.add(1, 1, (TakenBatches(0, 1, Snapshot("", "Keeper.state_dict() is of type set")),))
     assert log.position(0)
     with pytest.raises(StateMismatch, match="of type set"):
         log.position(1)

@@ -23,7 +23,7 @@ from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.map_style.index_array import IndexArray
 from torchdistinput.sources.map_style.index_batches import SamplerDraws
-from torchdistinput.sources.map_style.sampler_batches import Batches, Passed, batches_of, size_of
+from torchdistinput.sources.map_style.sampler_batches import Batches, SkippedBatches, batches_of, size_of
 from torchdistinput.sources.map_style.shuffle_sampler import ShuffleSampler
 from torchdistinput.sources.rng import plainly
 from torchdistinput.sources.sample_index import SampleNumbers
@@ -144,7 +144,7 @@ def test_after_any_number_of_batches_the_rest_and_all_random_states_are_torchs(
         torch.manual_seed(3)
         batches = batches_of(CUTS[cut](SAMPLERS[sampler](generator)))
         assert all(map(torch.equal, states(generator), seen[0]))
-        assert batches.skip(start) == Passed(start, sum(sizes[:start]))
+        assert batches.skip(start) == SkippedBatches(start, sum(sizes[:start]))
         assert all(map(torch.equal, states(generator), seen[start]))
         check_rest(batches, generator, expected[start:], seen[start + 1 :])
 
@@ -177,9 +177,9 @@ def test_passing_over_more_than_there_is_tells_how_much_there_was_and_draws_what
         generator = seeded()
         torch.manual_seed(3)
         batches = batches_of(CUTS[cut](SAMPLERS[sampler](generator)))
-        assert batches.skip(count) == Passed(len(expected), sum(map(size_of, expected)))
+        assert batches.skip(count) == SkippedBatches(len(expected), sum(map(size_of, expected)))
         assert all(map(torch.equal, states(generator), seen[-1]))
-        assert batches.skip(1) == Passed(0, 0)
+        assert batches.skip(1) == SkippedBatches(0, 0)
         assert next(batches, None) is None
 
 
@@ -233,7 +233,7 @@ def test_a_shuffle_sampler_is_passed_over_without_being_asked_for_its_indices() 
         assert next(batches, None) is None
         assert sampler.epoch == 1
     singles = batches_of(ShuffleSampler(n, seed=5), len)
-    assert singles.skip(n - 1) == Passed(n - 1, n - 1)
+    assert singles.skip(n - 1) == SkippedBatches(n - 1, n - 1)
     assert next(singles) == order.block(n - 1, n).item()
 
 
@@ -277,7 +277,7 @@ def test_after_an_error_of_the_sampler_nothing_comes_as_with_torchs_generators()
         with pytest.raises(OSError, match="no index"):
             next(batches)
         assert next(batches, None) is None
-    assert batches_of(CUTS["3"](Failing()), len).skip(1) == Passed(1, 3)
+    assert batches_of(CUTS["3"](Failing()), len).skip(1) == SkippedBatches(1, 3)
     with pytest.raises(OSError, match="no index"):
         batches_of(CUTS["3"](Failing()), len).skip(2)
 
@@ -285,7 +285,7 @@ def test_after_an_error_of_the_sampler_nothing_comes_as_with_torchs_generators()
 def test_what_is_passed_over_is_counted_by_its_own_sizes() -> None:
     ready = [[1, 2], 3, [4, 5, 6], 7]
     batches = batches_of(ready)
-    assert batches.skip(3) == Passed(3, 6)
+    assert batches.skip(3) == SkippedBatches(3, 6)
     assert next(batches) == 7
 
 

@@ -33,7 +33,7 @@ from torchdistinput.sources.torch_loader.settings import settings_of
 from torchdistinput.sources.torch_loader.shared_memory import pool, transport
 from torchdistinput.sources.torch_loader.shared_memory import worker as lending
 from torchdistinput.sources.torch_loader.shared_memory.pool import ENTRIES, SharedPool
-from torchdistinput.sources.torch_loader.shared_memory.transport import BatchDecoder, BatchEncoder, Fresh, Packed
+from torchdistinput.sources.torch_loader.shared_memory.transport import BatchDecoder, BatchEncoder, Fresh, PickledItem
 from torchdistinput.step_types import OpaqueBatch
 
 pytestmark = linux_memory
@@ -74,8 +74,8 @@ class Pipe:
         for number, encoder in enumerate(self.outlets):
             encoder.begin(number, dataset)
 
-    def send(self, item: Any, worker: int = 0) -> Packed | Fresh:
-        sent: Packed | Fresh = ForkingPickler.loads(ForkingPickler.dumps(self.outlets[worker](item)))
+    def send(self, item: Any, worker: int = 0) -> PickledItem | Fresh:
+        sent: PickledItem | Fresh = ForkingPickler.loads(ForkingPickler.dumps(self.outlets[worker](item)))
         return sent
 
     def through(self, item: Any, worker: int = 0) -> Any:
@@ -379,7 +379,7 @@ def test_whoever_keeps_a_batch_keeps_it_whoever_drops_it_frees_it(seed: int, mon
     monkeypatch.setattr(pool, "_MOST_BYTES", 2 * 40 * 4096)
     pipe = Pipe(workers=2)
     kept: list[tuple[int, Any]] = []
-    on_the_way: list[list[tuple[int, Packed | Fresh]]] = [[], []]
+    on_the_way: list[list[tuple[int, PickledItem | Fresh]]] = [[], []]
     inside: list[tuple[int, Any]] = []  # that the dataset keeps in its worker
     fresh, sent = 0, None
     for number in range(150):

@@ -20,8 +20,7 @@ from torch.utils.data import IterableDataset, default_collate
 
 from torchdistinput.errors import SourceError, StateMismatch
 from torchdistinput.plan.balancing import Division
-from torchdistinput.plan.batching import Cutter
-from torchdistinput.plan.batching import Row as Limits
+from torchdistinput.plan.batching import Cutter, Limits
 from torchdistinput.plan.file_resharding import Deals, ReaderCursor, fresh_files
 from torchdistinput.plan.mixed_turns import Cursor
 from torchdistinput.plan.sharding import shards_of
@@ -46,13 +45,13 @@ from torchdistinput.step_types import Digest, DividedDraw, OpaqueBatch, Origin, 
 _RECORDS_BETWEEN_PLACES: Final = 64  # for each open file
 _BATCHES_BETWEEN_PLACES: Final = 4
 
-Batch = RecordList | Reserved
+RecordBatch = RecordList | Reserved
 """The undecoded records of a batch."""
 
 
 @final
 @dataclass(frozen=True)
-class Entrance:
+class RecordStart:
     """The position at which a reader starts.
 
     Args:
@@ -79,7 +78,7 @@ class KnownRows(NamedTuple):
 
 @final
 @dataclass(frozen=True)
-class Passed:
+class SkippedRows:
     """The result of skipping rows.
 
     Args:
@@ -89,13 +88,13 @@ class Passed:
       missing: how many of the rows to skip the data did not have.
     """
 
-    records: Batch
+    records: RecordBatch
     rows_left: int
     place: Cursor
     missing: int = 0
 
 
-def pass_over(reader: Reads, cutter: Cutter, rows: int, *, drop_last: bool, in_ranges: bool = False) -> Passed:
+def pass_over(reader: Reads, cutter: Cutter, rows: int, *, drop_last: bool, in_ranges: bool = False) -> SkippedRows:
     """Skips rows: reads their batches undecoded; stops at the end of the data.
 
     Args:
@@ -105,7 +104,7 @@ def pass_over(reader: Reads, cutter: Cutter, rows: int, *, drop_last: bool, in_r
       drop_last: whether a short last batch is dropped.
       in_ranges: whether batches are reserved, so that they are read only if there is no other way.
     """
-    take: Callable[[int], Batch] = reader.reserve if in_ranges else reader.take
+    take: Callable[[int], RecordBatch] = reader.reserve if in_ranges else reader.take
     size = cutter.global_batch_size or 1
     while rows > 0:
         place = reader.position()
@@ -114,9 +113,9 @@ def pass_over(reader: Reads, cutter: Cutter, rows: int, *, drop_last: bool, in_r
             break
         count = len(cutter.rows(len(records))) if cutter.global_batch_size else cutter.rows_of_ready_batch
         if count > rows:
-            return Passed(records, rows, place)
+            return SkippedRows(records, rows, place)
         rows -= count
-    return Passed([], 0, reader.position(), rows)
+    return SkippedRows([], 0, reader.position(), rows)
 
 
 @final
@@ -178,7 +177,7 @@ class RecordRows(IterableDataset[Any]):
         self._stacks = dataset.yields_rows and plain is default_collate and not skip
         self._joins_columns = not dataset.decodes and plain is default_collate
         self._in_ranges = in_ranges or self._stacks
-        self._entrance = Entrance()
+        self._start = RecordStart()
         self._last_limits: tuple[int, Sequence[Limits]] = (0, ())
         as_strings = strings and balance is None and not (with_index or skip)
         self._slices_strings = as_strings and cutter.global_batch_size is not None
@@ -190,36 +189,36 @@ class RecordRows(IterableDataset[Any]):
         """Sets the epoch of the next iteration, also in persistent loader workers."""
         self._epoch[0] = epoch
 
-    def of_epoch(self, epoch: int, entrance: Entrance | None = None) -> RecordRows:
-        """The rows of one epoch, independent of later ``set_epoch`` calls; from an entrance on, if one is given."""
+    def of_epoch(self, epoch: int, start: RecordStart | None = None) -> RecordRows:
+        """The rows of one epoch, independent of later ``set_epoch`` calls; from a start on, if one is given."""
         rows = copy.copy(self)
         rows._epoch = torch.tensor([epoch], device="cpu")  # noqa: SLF001 - its own copy
-        rows._entrance = entrance or Entrance()  # noqa: SLF001 - its own copy
+        rows._start = start or RecordStart()  # noqa: SLF001 - its own copy
         return rows
 
     def __iter__(self) -> Iterator[Cut | KnownRows | Failure]:
-        epoch, entrance = int(self._epoch), self._entrance
-        order: Sequence[int] = fresh_files(self.dataset.file_order(epoch), entrance.deals, self._sizes)
+        epoch, start = int(self._epoch), self._start
+        order: Sequence[int] = fresh_files(self.dataset.file_order(epoch), start.deals, self._sizes)
         if self._by_file:
             topology = self._cutter.topology
             order = shards_of(order, topology.num_workers, self._sizes)[topology.worker]
         try:
-            reader = self.dataset.reader(order, epoch, entrance.place, skip=self._skip, in_ranges=self._in_ranges)
+            reader = self.dataset.reader(order, epoch, start.place, skip=self._skip, in_ranges=self._in_ranges)
             with closing(reader):
-                yield from self._cuts(reader, entrance, epoch_key(self.dataset.seed, epoch))
+                yield from self._cuts(reader, start, epoch_key(self.dataset.seed, epoch))
         except (SourceError, StateMismatch) as error:
             yield Failure(error, "")
 
-    def _cuts(self, reader: Reads, entrance: Entrance, key: int) -> Iterator[Cut | KnownRows | Failure]:
-        """This loader worker's batches, from the entrance on."""
+    def _cuts(self, reader: Reads, start: RecordStart, key: int) -> Iterator[Cut | KnownRows | Failure]:
+        """This loader worker's batches, from the start on."""
         worker, num_workers = loader_worker()
         size = self._cutter.global_batch_size or 1
         # Records and batches until the next cursor is reported; files that were open at the last report.
         to_report, batches_to_report, opened = 0, 0, 0
-        take: Callable[[int], Batch] = reader.reserve if self._in_ranges else reader.take
-        rows = entrance.rows
+        take: Callable[[int], RecordBatch] = reader.reserve if self._in_ranges else reader.take
+        rows = start.rows
         passed = pass_over(reader, self._cutter, rows, drop_last=self._drop_last, in_ranges=self._in_ranges)
-        if passed.missing and entrance.must_exist:
+        if passed.missing and start.must_exist:
             raise StateMismatch(f"the files end {passed.missing} step(s) before the one where the epoch was to begin.")
         first, records = passed.rows_left, passed.records
         for number in count():
@@ -240,7 +239,7 @@ class RecordRows(IterableDataset[Any]):
                     yield self._cut(records, reader, key, first, place)
             first, records = 0, []
 
-    def _cut(self, records: Batch, reader: Reads, key: int, first: int, place: Cursor | None) -> Cut | Failure:
+    def _cut(self, records: RecordBatch, reader: Reads, key: int, first: int, place: Cursor | None) -> Cut | Failure:
         try:
             if self._cutter.global_batch_size is None:
                 return self._cut_ready([*records[:]], partial(reader.places, 0, 1), key, first)._replace(place=place)
@@ -285,7 +284,7 @@ class RecordRows(IterableDataset[Any]):
             self._last_limits = size, self._cutter.rows(size)
         return self._last_limits[1]
 
-    def _piece(self, batch: Batch, lo: int, hi: int, reader: Reads | _InOrder, key: int) -> Any:
+    def _piece(self, batch: RecordBatch, lo: int, hi: int, reader: Reads | _InOrder, key: int) -> Any:
         """The collated piece of some records of a batch, ``PartialPiece`` if some were left out."""
         if self._stacks and isinstance(batch, Reserved):
             # Rows that the user's code does not convert are converted by collating, on torch's default device.
@@ -357,7 +356,7 @@ def _in_order(records: RecordList, order: npt.NDArray[np.int64]) -> RecordList:
     return records.take(order) if isinstance(records, Columns) else select(records, order)
 
 
-def divide_records(balance: Balance, batch: Batch) -> Division:
+def divide_records(balance: Balance, batch: RecordBatch) -> Division:
     """How a batch of undecoded records is divided by cost. A record that cannot be read costs nothing.
 
     Raises:

@@ -53,7 +53,7 @@ class RecordSet(Protocol):
         """Plain facts that determine the records and their order."""
 
 
-class Part(NamedTuple):
+class MixtureSource(NamedTuple):
     """A source of a mixture.
 
     Args:
@@ -88,7 +88,7 @@ class _Waiting:
       skip: see ``FragmentDataset.reader``.
     """
 
-    def __init__(self, part: Part, epoch: int, cursor: SourceCursor, *, repeats: bool, skip: bool) -> None:
+    def __init__(self, part: MixtureSource, epoch: int, cursor: SourceCursor, *, repeats: bool, skip: bool) -> None:
         self._part, self._epoch, self._repeats, self._skip = part, epoch, repeats, skip
         self._place, self._turn = cursor.place, cursor.turn
         self._reader: Reads | None = None
@@ -211,7 +211,7 @@ class MixedReader:
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[MixtureSource],
         epoch: int,
         place: MixtureCursor,
         turns: SampleTurns | TokenTurns,
@@ -293,7 +293,7 @@ class MixedReader:
             waiting.close()
 
 
-def _origin(part: Part, place: RecordPlace) -> RecordPlace:
+def _origin(part: MixtureSource, place: RecordPlace) -> RecordPlace:
     return RecordPlace(f"{part.name}: {place.file}", place.record, part.first + place.file_number)
 
 
@@ -306,7 +306,7 @@ def _by_source(records: Sequence[MixedRecord]) -> Iterator[tuple[int, list[int]]
 
 
 def decode_mixed(
-    parts: Sequence[Part],
+    parts: Sequence[MixtureSource],
     records: Sequence[MixedRecord],
     places: FindPlaces,
     key: int,

@@ -25,7 +25,7 @@ from torchdistinput.sources.files.mixed_reader import (
     IndexRecords,
     MixedReader,
     MixedRecord,
-    Part,
+    MixtureSource,
     RecordSet,
     decode_mixed,
 )
@@ -87,7 +87,7 @@ def as_schedule(weights: Weights, batch_size: int | None) -> list[tuple[int, Map
     return found
 
 
-class _Kept(NamedTuple):
+class _EpochArguments(NamedTuple):
     """The arguments that an epoch needs."""
 
     stop: Stop
@@ -160,7 +160,7 @@ class StreamMixture(IterableDataset[Any]):
         if unit not in _UNITS:
             raise ValueError(f"unit is {unit!r}; it must be {', '.join(map(repr, _UNITS))}.")
         num_samples = None if num_samples is None else checked_int("num_samples", num_samples, at_least=1)
-        self._kept = _Kept(stop, num_samples, checked_int("seed", seed), unit)
+        self._kept = _EpochArguments(stop, num_samples, checked_int("seed", seed), unit)
         self.seed = self._kept.seed
         self.batch_size = batch_size
         self._with_source, self._shuffle = with_source, shuffle
@@ -379,14 +379,14 @@ def _every(reader: MixedReader, count: int, wanted: slice) -> list[RecordPlace]:
     return reader.places(0, count)[wanted]
 
 
-def _parts_of(sources: Mapping[str, Any], lengths: dict[str, Lengths], seed: int | None) -> list[Part]:
+def _parts_of(sources: Mapping[str, Any], lengths: dict[str, Lengths], seed: int | None) -> list[MixtureSource]:
     unknown = [name for name in lengths if name not in sources]
     if unknown:
         raise ValueError(f"there are lengths for {unknown[0]!r}; the sources are {', '.join(map(repr, sources))}.")
     records = [_records_of(name, source, number, seed) for number, (name, source) in enumerate(sources.items())]
     firsts = accumulate((len(each.names) for each in records), initial=0)
     return [
-        Part(name, each, _length_of(name, each, lengths.get(name)), first)
+        MixtureSource(name, each, _length_of(name, each, lengths.get(name)), first)
         for name, each, first in zip(sources, records, firsts, strict=False)
     ]
 

@@ -27,7 +27,7 @@ from torchdistinput.plan.file_resharding import FileCursor
 from torchdistinput.plan.permutation import shuffled
 from torchdistinput.sources.files.columns import Columns, RecordList, SchemaOfFiles, as_records, in_windows, joined
 from torchdistinput.sources.files.corrupt_records import with_corrupt_records
-from torchdistinput.sources.files.reader_api import Block, Layout, MadeRecords, Part, Records, blocks_of
+from torchdistinput.sources.files.reader_api import Block, CutFile, Layout, MadeRecords, Records, blocks_of
 from torchdistinput.sources.files.retry import one_line
 from torchdistinput.sources.files.window_shuffle import Window, windows
 
@@ -243,7 +243,7 @@ class OpenFile:
         if layout.read is not None:
             return layout.read(self._opened.exact, lo, hi)
         start, end = layout.offset_of(lo), layout.offset_of(hi)
-        part = cast(BinaryIO, Part(self._opened.exact, start, end))
+        part = cast(BinaryIO, CutFile(self._opened.exact, start, end))
         return list(chain.from_iterable(records for _, records in self._blocks_from(part, start)))
 
     def _blocks_from(self, file: BinaryIO, offset: int) -> Iterator[Block[Any]]:

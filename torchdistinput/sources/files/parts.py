@@ -16,7 +16,7 @@ from torchdistinput.errors import SourceError
 from torchdistinput.plan.sharding import parts_of
 from torchdistinput.sources.files.io import OpenedFile
 from torchdistinput.sources.files.open_file import Read
-from torchdistinput.sources.files.reader_api import Block, BlockReader, Layout, Part, blocks_of, next_start_of
+from torchdistinput.sources.files.reader_api import Block, BlockReader, CutFile, Layout, blocks_of, next_start_of
 
 
 @final
@@ -91,7 +91,7 @@ def reader_of_part(
 
         def between(file: BinaryIO, offset: int) -> Iterator[Block[Any]]:
             unbuffered = opened.exact if file is opened.stream else file  # a buffer would read beyond the part
-            return blocks(cast(BinaryIO, Part(unbuffered, start, end)), max(offset, start))
+            return blocks(cast(BinaryIO, CutFile(unbuffered, start, end)), max(offset, start))
 
         layout = find_layout() if in_ranges else None
         records = (0, 0) if layout is None else (_record_at(layout, start), _record_at(layout, end))

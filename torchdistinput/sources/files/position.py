@@ -79,7 +79,7 @@ def _cursor_of(value: object) -> tuple[int, object]:
 
 
 @final
-class Places:
+class CursorHistory:
     """The cursors of one reader after some of its rows. Only the latest are kept, as many as may be needed.
 
     Args:
@@ -141,7 +141,7 @@ class CommonPlaces:
     every = ROWS_BETWEEN_SYNCS
     early = True  # so that a state of the first steps has the open files, too
 
-    def __init__(self, own: Places, begun: FilesPosition, worker: int, read_ahead: int) -> None:
+    def __init__(self, own: CursorHistory, begun: FilesPosition, worker: int, read_ahead: int) -> None:
         self._own = own
         self._worker = worker
         self._first_row = begun.rows

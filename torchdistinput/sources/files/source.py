@@ -18,20 +18,26 @@ from torch.utils.data import DataLoader, default_collate
 
 from torchdistinput.errors import BatchingError, StateMismatch
 from torchdistinput.plan.balancing import CostCutter
-from torchdistinput.plan.batching import Cutter, check_batch_size
-from torchdistinput.plan.batching import Row as Limits
+from torchdistinput.plan.batching import Cutter, Limits, check_batch_size
 from torchdistinput.plan.file_resharding import ReaderCursor, fresh_files, redeal
 from torchdistinput.plan.mixed_turns import Cursor
 from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.sharding import AutoShardPolicy, shards_of
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.base import Exchange, RowStream, Source
+from torchdistinput.sources.base import CallOnEachRank, Collate, RowStream, Source
 from torchdistinput.sources.cuts import Cut, as_is
-from torchdistinput.sources.files.batching import Batch, Entrance, KnownRows, RecordRows, divide_records, pass_over
+from torchdistinput.sources.files.batching import (
+    KnownRows,
+    RecordBatch,
+    RecordRows,
+    RecordStart,
+    divide_records,
+    pass_over,
+)
 from torchdistinput.sources.files.fragment_dataset import FragmentDataset
 from torchdistinput.sources.files.mixture import LENGTHS_WAY_OUT, RecordDataset, StreamMixture
 from torchdistinput.sources.files.mixture_weights import WeightsSync
-from torchdistinput.sources.files.position import CommonPlaces, FilesPosition, Places
+from torchdistinput.sources.files.position import CommonPlaces, CursorHistory, FilesPosition
 from torchdistinput.sources.files.steps import sizes_of, skew_warning, steps_of
 from torchdistinput.sources.read_failures import Failure
 from torchdistinput.sources.rng import Draw
@@ -50,7 +56,6 @@ from torchdistinput.step_types import Start, Stream
 
 _LOG = logging.getLogger("torchdistinput")
 
-Collate = Callable[[Any], Any]
 
 
 @final
@@ -131,7 +136,7 @@ class RecordSource(Source):
             if warning:
                 _LOG.warning("%s", warning)
         self._runs = self.workers = None if self._loader is None else _runs_of(self._loader)
-        self._track: _Track | None = None  # of the epoch that was begun last
+        self._track: _FileTrack | None = None  # of the epoch that was begun last
         self.draws_from_default_generator = self._loader is not None and self._loader.generator is None
         certain = shared and not options.skips and self._balance is None
         self.certain_piece_size = self._cutter.certain_piece_size(drop_last=self._drop_last) if certain else None
@@ -200,7 +205,7 @@ class RecordSource(Source):
         if self._mixture is not None and found.weights is None:
             raise StateMismatch("position: the state is that of files, and the data is a mixture of sources.")
 
-    def resume(self, epoch: int, start: Start, exchange: Exchange) -> Start:
+    def resume(self, epoch: int, start: Start, exchange: CallOnEachRank) -> Start:
         """See ``Source.resume``. In another world, deals the files anew."""
         if start.position is None:
             return start
@@ -244,7 +249,7 @@ class RecordSource(Source):
         finally:
             again.close()
 
-    def _rows_of(self, records: Batch, cutter: Cutter) -> Sequence[Limits]:
+    def _rows_of(self, records: RecordBatch, cutter: Cutter) -> Sequence[Limits]:
         if self._balance is None:
             return cutter.rows(len(records))
         there = CostCutter(cutter, self._balance.cutter.equal_counts)
@@ -260,7 +265,7 @@ class RecordSource(Source):
         row, place = begun = position.cursors[worker]
         rows = self._rows
         if position.rows or start.position is not None:
-            rows = rows.of_epoch(epoch, Entrance(position.deals, place, position.rows - row, self._cutter.shared))
+            rows = rows.of_epoch(epoch, RecordStart(position.deals, place, position.rows - row, self._cutter.shared))
         elif self._runs is None or not self._runs.can_last():
             rows = rows.of_epoch(epoch)
         else:
@@ -275,9 +280,9 @@ class RecordSource(Source):
             # Without loader workers and pinning, torch's loader would hand on each batch unchanged. Only its start is
             # needed, for the random seed that it draws.
             cuts, close = iter(rows) if self._reads_here else run, lambda: runs.finish(run)
-        own = Places(begun, position.rows, self._options.most_ahead)
+        own = CursorHistory(begun, position.rows, self._options.most_ahead)
         common = None if self._cutter.shared else CommonPlaces(own, position, worker, self._options.most_ahead)
-        self._track = _Track(position, own, common, mixture, epoch)
+        self._track = _FileTrack(position, own, common, mixture, epoch)
         return RowStream(
             own.rows_of(cuts, self._rows.label if self._options.with_index else None),
             in_background=self._loader is not None and self._loader.num_workers > 0,
@@ -327,7 +332,7 @@ def _runs_of(loader: DataLoader[Any]) -> LoaderRuns:
 
 
 @final
-class _Track:
+class _FileTrack:
     """See ``sources.base.Track``: the cursors of the workers after some of the rows of one epoch.
 
     Args:
@@ -341,7 +346,12 @@ class _Track:
     owns_state = False
 
     def __init__(
-        self, begun: FilesPosition, own: Places, common: CommonPlaces | None, mixture: StreamMixture | None, epoch: int
+        self,
+        begun: FilesPosition,
+        own: CursorHistory,
+        common: CommonPlaces | None,
+        mixture: StreamMixture | None,
+        epoch: int,
     ) -> None:
         self._begun = begun
         self._own = own

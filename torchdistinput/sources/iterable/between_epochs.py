@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, final
 
 from torchdistinput.errors import StateMismatch
-from torchdistinput.sources.iterable.cursor import Place, Reader, ReadLog
+from torchdistinput.sources.iterable.cursor import Place, ReaderPosition, ReadLog
 from torchdistinput.sources.iterable.user_state import OwnState, front_of
 
 
@@ -32,7 +32,7 @@ class BetweenEpochs:
         """The position at the start of an epoch of the data."""
         stands_somewhere = self._last.has_ended if self._last is not None else isinstance(data, Iterator)
         snapshot = front_of(data, self._own_state) if stands_somewhere else None
-        return Place((Reader(text=snapshot.text if snapshot is not None and snapshot.text else None),))
+        return Place((ReaderPosition(text=snapshot.text if snapshot is not None and snapshot.text else None),))
 
     def begun(self, log: ReadLog, data: Any) -> None:
         """Notes that an epoch of the data has begun, whose batches are counted in the log."""

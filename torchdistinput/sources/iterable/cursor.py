@@ -25,7 +25,7 @@ _TAG: Final = "iterable"
 _COUNTED_TOGETHER: Final = 32  # batches: counting each by itself costs part of a step
 
 
-class Reader(NamedTuple):
+class ReaderPosition(NamedTuple):
     """The position of one reader."""
 
     batches: int = 0
@@ -39,7 +39,7 @@ class Reader(NamedTuple):
     """The digest of the element after ``text``; 0: it is not compared."""
 
 
-class Taken(NamedTuple):
+class TakenBatches(NamedTuple):
     """Batches that one reader gave."""
 
     reader: int
@@ -88,7 +88,7 @@ class Place(NamedTuple):
       samples: samples in all batches before.
     """
 
-    readers: tuple[Reader, ...]
+    readers: tuple[ReaderPosition, ...]
     turn: int = 0
     rows: int = 0
     samples: int = 0
@@ -96,7 +96,7 @@ class Place(NamedTuple):
     @property
     def is_front(self) -> bool:
         """Whether it is the start of an epoch: nothing was read before it."""
-        return self.rows == 0 and self == Place((Reader(),) * len(self.readers))
+        return self.rows == 0 and self == Place((ReaderPosition(),) * len(self.readers))
 
     def to_json(self) -> list[Any]:
         """The position as plain lists, ints and strings."""
@@ -126,12 +126,12 @@ class Place(NamedTuple):
         if value[1] >= num_readers:
             raise StateMismatch(f"position: the turn of reader {value[1]} of {num_readers}. Load the state as saved.")
         # In states of the version before digests, a text had another meaning: such data is read again.
-        readers = (Reader(*each) if len(each) == 4 else Reader(each[0], each[0]) for each in value[4])
+        readers = (ReaderPosition(*each) if len(each) == 4 else ReaderPosition(each[0], each[0]) for each in value[4])
         return cls(tuple(readers), *value[1:4])
 
     def without_states(self) -> Place:
         """The same position without own states, so that all batches before it are read again."""
-        return self._replace(readers=tuple(Reader(each.batches, each.batches) for each in self.readers))
+        return self._replace(readers=tuple(ReaderPosition(each.batches, each.batches) for each in self.readers))
 
 
 def _is_count(value: object) -> bool:
@@ -159,7 +159,7 @@ def place_of(start: Start, num_readers: int) -> Place:
     """
     if start.position is not None:
         return Place.from_json(start.position, num_readers)
-    return Place((Reader(),) * num_readers, rows=start.steps)
+    return Place((ReaderPosition(),) * num_readers, rows=start.steps)
 
 
 @final
@@ -185,11 +185,11 @@ class ReadLog:
         self._refusal = ""
         self._left_out = ""  # why an own state was not saved
         self._warned = False
-        self._read: list[tuple[int, int, Sequence[Taken]]] = []
+        self._read: list[tuple[int, int, Sequence[TakenBatches]]] = []
         # Batches are read on one thread, positions are asked for on another, perhaps by the handler of a signal.
         self._lock = threading.RLock()
 
-    def add(self, rows: int, samples: int, taken: Sequence[Taken]) -> None:
+    def add(self, rows: int, samples: int, taken: Sequence[TakenBatches]) -> None:
         """Notes fetched batches. Fetching thread.
 
         Args:
@@ -252,7 +252,7 @@ class ReadLog:
                         self._refusal = snapshot.refusal
             turn = (taken[-1].reader + 1) % len(counts)
         if dropped:
-            self._place, self._rows = Place(tuple(Reader(*each) for each in counts), turn, 0, samples), reached
+            self._place, self._rows = Place(tuple(ReaderPosition(*each) for each in counts), turn, 0, samples), reached
             del self._read[:dropped]
 
 

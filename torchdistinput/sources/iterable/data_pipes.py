@@ -17,7 +17,7 @@ from torch.utils.data.graph_settings import apply_random_seed, apply_sharding, g
 
 
 @runtime_checkable
-class _Shards(Protocol):
+class _ShardPipe(Protocol):
     def apply_sharding(self, num_of_instances: int, instance_id: int) -> Any: ...
 
 
@@ -28,7 +28,7 @@ def is_data_pipe(data: object) -> TypeGuard[IterDataPipe[Any]]:
 
 def has_sharding_filter(data: object) -> bool:
     """Whether the data is a DataPipe with a ``sharding_filter``, which divides itself once its shard is set. Local."""
-    return is_data_pipe(data) and any(isinstance(each, _Shards) for each in get_all_graph_pipes(traverse_dps(data)))
+    return is_data_pipe(data) and any(isinstance(each, _ShardPipe) for each in get_all_graph_pipes(traverse_dps(data)))
 
 
 @final

@@ -18,9 +18,9 @@ from torchdistinput.sources.checks import cannot_skip, refuse_class, refuse_ray
 from torchdistinput.sources.iterable.cursor import (
     Marked,
     Place,
-    Reader,
+    ReaderPosition,
     ReadLog,
-    Taken,
+    TakenBatches,
     place_of,
     warn_of_reading_again,
 )
@@ -39,7 +39,7 @@ from torchdistinput.sources.torch_loader.run import LoaderRun, begin_anew_if_end
 from torchdistinput.sources.torch_loader.settings import started_like_ours
 from torchdistinput.step_types import Counted, Row, Start, Stream
 
-_FRONT: Final = Reader()
+_FRONT: Final = ReaderPosition()
 
 
 @final
@@ -180,7 +180,7 @@ class FunctionSource(Source):
         return RowStream(
             rows,
             in_background=in_background,
-            track=_Track(log, states, self._datasets),
+            track=_FunctionTrack(log, states, self._datasets),
             close=close,
             draws=draws,
             one_structure=True,
@@ -194,9 +194,9 @@ class FunctionSource(Source):
         if self._options.with_index:  # the index needs the sizes of the batches before, so they are read
             return place_of(start, count), []
         passed = start.steps * self._per_dataset
-        return Place((Reader(passed, passed),) * count), []
+        return Place((ReaderPosition(passed, passed),) * count), []
 
-    def _enter(self, number: int, reader: Reader, start: Start) -> _Opened:
+    def _enter(self, number: int, reader: ReaderPosition, start: Start) -> _OpenData:
         data = self._reopen[number]()
         self.epoch_setter.tell_also(data)
         if isinstance(data, DataLoader):
@@ -213,7 +213,7 @@ class FunctionSource(Source):
             return self._opened(CapturingIterator(later, NOBODY, *marks, number=reader.batches), loader, later)
         own_state = self._options.own_state
         unused = why_unused(data, own_state)
-        reader = Reader(reader.batches, reader.batches) if unused else reader
+        reader = ReaderPosition(reader.batches, reader.batches) if unused else reader
         warn_of_reading_again(start, Place((reader,)), 1, data, unused=unused)
         with started_like_ours(data):
             iterator, kept = entered(data, reader.text, own_state)
@@ -227,15 +227,15 @@ class FunctionSource(Source):
         batches: CapturingIterator,
         data: Iterable[Any],
         run: LoaderRun | None,
-        enters_at: Reader = _FRONT,
+        enters_at: ReaderPosition = _FRONT,
         at_least: int = 0,
-    ) -> _Opened:
+    ) -> _OpenData:
         if run is not None:
             self._runs.add(run)
-        return _Opened(batches, run, isinstance(data, DataLoader) and data.persistent_workers, enters_at, at_least)
+        return _OpenData(batches, run, isinstance(data, DataLoader) and data.persistent_workers, enters_at, at_least)
 
     def _passing_over(
-        self, number: int, loader: DataLoader[Any], reader: Reader, at_least: int, start: Start
+        self, number: int, loader: DataLoader[Any], reader: ReaderPosition, at_least: int, start: Start
     ) -> DataLoader[Any]:
         """The loader, or one that begins later. With persistent loader workers the later one replaces the loader."""
         begun = loader.persistent_workers and self._has_begun
@@ -251,7 +251,7 @@ class FunctionSource(Source):
 
 @final
 @dataclass(frozen=True)
-class _Opened:
+class _OpenData:
     """A dataset that is being read.
 
     Args:
@@ -265,12 +265,12 @@ class _Opened:
     batches: CapturingIterator
     run: LoaderRun | None
     lives_on: bool
-    enters_at: Reader = _FRONT
+    enters_at: ReaderPosition = _FRONT
     at_least: int = 0
 
 
 @final
-class _Track:
+class _FunctionTrack:
     """See ``sources.base.Track``: the position, and this worker's own random states at the start of the epoch.
 
     Args:
@@ -321,7 +321,7 @@ def _check(dataset: Any) -> None:
         )
 
 
-def _close_all(opened: Iterable[_Opened], workers: OpenRuns) -> None:
+def _close_all(opened: Iterable[_OpenData], workers: OpenRuns) -> None:
     for each in opened:
         if each.run is not None:
             workers.remove(each.run)
@@ -330,7 +330,7 @@ def _close_all(opened: Iterable[_Opened], workers: OpenRuns) -> None:
 
 
 def _dealt_rows(
-    opened: Sequence[_Opened], per_dataset: int, log: ReadLog, left: int, positions: Positions | None, count: Measure
+    opened: Sequence[_OpenData], per_dataset: int, log: ReadLog, left: int, positions: Positions | None, count: Measure
 ) -> Generator[Counted, None, None]:
     """Rows of the next batches of each dataset, ``None`` where one has ended, until all have.
 
@@ -365,7 +365,7 @@ def _dealt_rows(
         raise StateMismatch(f"the data ended {left} step(s) before the one where the epoch was to begin.")
 
 
-def _take(number: int, batches: Iterator[Any], count: int, row: Row) -> Taken:
+def _take(number: int, batches: Iterator[Any], count: int, row: Row) -> TakenBatches:
     """Puts the next batches of a dataset into the row; a ``Failure`` is raised."""
     snapshot: Snapshot | None = None
     found = 0
@@ -377,4 +377,4 @@ def _take(number: int, batches: Iterator[Any], count: int, row: Row) -> Taken:
             batch, snapshot, _ = batch
         row.append(batch)
         found += batch is not None
-    return Taken(number, found, snapshot)
+    return TakenBatches(number, found, snapshot)

@@ -17,24 +17,24 @@ from torchdistinput.sources.iterable.cursor import (
     Compared,
     Marked,
     Place,
-    Reader,
+    ReaderPosition,
     ReadLog,
-    Taken,
+    TakenBatches,
     Wait,
 )
 from torchdistinput.sources.iterable.data_pipes import PipeSetting, is_data_pipe
-from torchdistinput.sources.iterable.user_state import NOBODY, Kept, OwnState, begun_again, entered
+from torchdistinput.sources.iterable.user_state import NOBODY, OwnState, StatefulObjects, begun_again, entered
 from torchdistinput.sources.read_failures import ENDS, Failure, OnFailure
 from torchdistinput.sources.sample_index import Positions
 from torchdistinput.sources.set_epoch import set_announced_epoch
 from torchdistinput.step_types import Counted, ReadFailure, Row, SizedRow
 
 _END = object()
-_READ_HERE = (Taken(0, 1, None),)
+_READ_HERE = (TakenBatches(0, 1, None),)
 
 
 @final
-class Entrance(NamedTuple):
+class ReaderStart(NamedTuple):
     """Where one reader of an iterable begins.
 
     Args:
@@ -42,13 +42,13 @@ class Entrance(NamedTuple):
       waits: whether it skips its first turn, as another reader's batch comes first.
     """
 
-    reader: Reader
+    reader: ReaderPosition
     waits: bool
 
 
-def entrances_at(place: Place) -> list[Entrance]:
-    """The entrance of each loader worker, so that torch's turns go on at the right loader worker."""
-    return [Entrance(reader, waits=number < place.turn) for number, reader in enumerate(place.readers)]
+def starts_at(place: Place) -> list[ReaderStart]:
+    """The start of each loader worker, so that torch's turns go on at the right loader worker."""
+    return [ReaderStart(reader, waits=number < place.turn) for number, reader in enumerate(place.readers)]
 
 
 @final
@@ -62,7 +62,7 @@ class CapturingIterable(IterableDataset[Any]):
       dataset: the user's dataset.
       per_batch: elements that make a batch.
       snapshot_every: the own state is taken once in this many batches.
-      entrances: where each loader worker begins the first time; without them, at the start.
+      starts: where each loader worker begins the first time; without them, at the start.
       on_failure: how a failure of the dataset is handled.
       pipe: the seed and shard of the dataset, if it is a DataPipe.
       shared_epoch: the epoch to which the dataset is set, in persistent loader workers.
@@ -75,7 +75,7 @@ class CapturingIterable(IterableDataset[Any]):
         dataset: Iterable[Any],
         per_batch: int,
         snapshot_every: int,
-        entrances: Sequence[Entrance] = (),
+        starts: Sequence[ReaderStart] = (),
         *,
         on_failure: OnFailure = ENDS,
         pipe: PipeSetting | None = None,
@@ -91,17 +91,17 @@ class CapturingIterable(IterableDataset[Any]):
         self.dataset = dataset
         self._per_batch = per_batch
         self._snapshot_every = snapshot_every
-        self._entrances = entrances
+        self._starts = starts
 
     def __iter__(self) -> Iterator[Any]:
         return chain.from_iterable(self._parts())  # half the time of `yield from`
 
     def _parts(self) -> Iterator[Iterable[Any]]:
         # Each persistent loader worker has its own copy of this object, and iterates over it again in the next epoch.
-        entrances, self._entrances = self._entrances, ()
-        entrance = entrances[loader_worker()[0]] if entrances else Entrance(Reader(), waits=False)
-        reader, per_batch = entrance.reader, self._per_batch
-        if entrance.waits:
+        starts, self._starts = self._starts, ()
+        start = starts[loader_worker()[0]] if starts else ReaderStart(ReaderPosition(), waits=False)
+        reader, per_batch = start.reader, self._per_batch
+        if start.waits:
             yield [Wait()] * per_batch
         try:
             if self._shared_epoch is not None:
@@ -154,7 +154,7 @@ class CapturingIterator(Iterator[Any]):
     def __init__(
         self,
         iterator: Iterator[Any],
-        kept: Kept = NOBODY,
+        kept: StatefulObjects = NOBODY,
         per_batch: int = 1,
         snapshot_every: int = 1,
         *,
@@ -281,7 +281,7 @@ class CapturingIterator(Iterator[Any]):
         self._repeated += 1
         return failure
 
-    def enter(self, reader: Reader, elements: int, at_least: int) -> Failure | None:
+    def enter(self, reader: ReaderPosition, elements: int, at_least: int) -> Failure | None:
         """Goes on from the own state of a reader, or from the start, to its position. Returns a failure, if any.
 
         The first element after the state is compared with the element that followed when the state was taken. This
@@ -373,14 +373,14 @@ def rows_logged(
         found: Any = cut(item)
         rows: Sequence[Counted | Compared | SizedRow | Failure] = [found]
         if goes_on and type(found) is Failure:
-            log.add(1, 0, (Taken(found.origin.worker or 0, 1, None),))
+            log.add(1, 0, (TakenBatches(found.origin.worker or 0, 1, None),))
         elif type(found) is tuple and label is None:
             log.add(1, found[1].samples, _READ_HERE)
         else:
             whole = cut_of(found)
             rows = whole.compared(whole.counted(label))
             if rows:  # else a loader worker skipped its turn
-                log.add(len(rows), whole.size, (Taken(whole.worker, 1, whole.snapshot),))
+                log.add(len(rows), whole.size, (TakenBatches(whole.worker, 1, whole.snapshot),))
         yield from rows[left:]
         left = max(0, left - len(rows))
     log.end()

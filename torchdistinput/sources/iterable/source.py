@@ -26,13 +26,13 @@ from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.seed_schedule import SeedSchedule
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.base import RowStream, Source, length_of, own_shard
+from torchdistinput.sources.base import Collate, RowStream, Source, length_of, own_shard
 from torchdistinput.sources.cuts import CutSamples, as_is, batched, cut_of
 from torchdistinput.sources.iterable.between_epochs import BetweenEpochs
 from torchdistinput.sources.iterable.cursor import Place, ReadLog, place_of, warn_of_reading_again
 from torchdistinput.sources.iterable.data_pipes import PipeSetting, is_data_pipe
 from torchdistinput.sources.iterable.divided_sources import way_out_for
-from torchdistinput.sources.iterable.reading import CapturingIterable, entrances_at, labels_by_position, rows_logged
+from torchdistinput.sources.iterable.reading import CapturingIterable, labels_by_position, rows_logged, starts_at
 from torchdistinput.sources.iterable.reopening import Reopened, is_function
 from torchdistinput.sources.iterable.user_state import keeps_state, why_unused
 from torchdistinput.sources.read_failures import ENDS
@@ -54,8 +54,6 @@ from torchdistinput.sources.torch_loader.settings import (
     settings_of,
 )
 from torchdistinput.step_types import Start, Stream
-
-Collate = Callable[[Any], Any]
 
 
 def _shard_of(data: Any, topology: Topology) -> Any:
@@ -232,7 +230,7 @@ class IterableSource(Source):
             data,
             per_batch,
             self._options.snapshot_every,
-            () if place.is_front else entrances_at(place),
+            () if place.is_front else starts_at(place),
             on_failure=self._on_failure,
             pipe=self._pipe,
             shared_epoch=self.epoch_setter.shared_epoch,

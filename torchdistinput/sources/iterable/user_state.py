@@ -102,7 +102,7 @@ def keeps_state(data: object, own_state: OwnState) -> bool:
     return isinstance(data, HasState) and not why_unused(data, own_state)
 
 
-class Kept(NamedTuple):
+class StatefulObjects(NamedTuple):
     """The objects with a state of the user's own: the dataset, its iterator, both, or none."""
 
     dataset: HasState | None
@@ -125,7 +125,7 @@ class Kept(NamedTuple):
             return Snapshot("", str(error), reads_again=self.is_checked)
 
 
-NOBODY: Final = Kept(None, None, "auto")
+NOBODY: Final = StatefulObjects(None, None, "auto")
 """For data without a state."""
 
 
@@ -151,10 +151,10 @@ def front_of(data: object, own_state: OwnState) -> Snapshot | None:
     """The state of a dataset before its next epoch; ``None`` if it is not to be saved. Local."""
     if not isinstance(data, HasState) or why_unused(data, own_state) or wants_epochs(data):
         return None
-    return Kept(data, None, own_state).snapshot()
+    return StatefulObjects(data, None, own_state).snapshot()
 
 
-def entered(data: Iterable[Any], text: str | None, own_state: OwnState) -> tuple[Iterator[Any], Kept]:
+def entered(data: Iterable[Any], text: str | None, own_state: OwnState) -> tuple[Iterator[Any], StatefulObjects]:
     """An iterator over the data, which goes on from its own state if there is one, and the objects with this state.
 
     The state of a dataset is restored before ``iter``. The state of its iterator, which may be the dataset itself, is
@@ -175,9 +175,9 @@ def entered(data: Iterable[Any], text: str | None, own_state: OwnState) -> tuple
     if "iterator" in state:
         _load(iterator, state["iterator"])
     if why_unused(data, own_state):
-        return iterator, Kept(None, None, own_state)
+        return iterator, StatefulObjects(None, None, own_state)
     own = None if iterator is data else _keeper(data, own_state)
-    return iterator, Kept(own, _keeper(iterator, own_state), own_state)
+    return iterator, StatefulObjects(own, _keeper(iterator, own_state), own_state)
 
 
 def _keeper(data: object, own_state: OwnState) -> HasState | None:

@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol, final
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.utils.data import (
     BatchSampler,
@@ -31,6 +30,7 @@ from torch.utils.data import (
 
 from torchdistinput.batches import pytree
 from torchdistinput.batches.containers import open_container
+from torchdistinput.plan.arrays import Ints
 from torchdistinput.sources.map_style.columns import ARRAYS, Column, column_of
 from torchdistinput.sources.map_style.index_array import IndexArray
 from torchdistinput.sources.map_style.table import Table, columns_in
@@ -45,10 +45,9 @@ _OF_A_TRIAL: Final = (
     *(RuntimeError, TypeError, ValueError),
 )
 
-Ints = npt.NDArray[np.int64]
 
 
-class _Kind(NamedTuple):
+class _SampleStructure(NamedTuple):
     """The structure that all samples of a dataset share."""
 
     nest: Any
@@ -57,11 +56,11 @@ class _Kind(NamedTuple):
     """For each column, whether it is a tensor, its dtype and its inner dimensions."""
 
 
-class _Reader(Protocol):
+class _RowReader(Protocol):
     """Reads rows of a few tensors at once."""
 
     @property
-    def kind(self) -> _Kind:
+    def kind(self) -> _SampleStructure:
         """The structure that all rows share."""
 
     def read(self, rows: IndexArray) -> list[torch.Tensor]:
@@ -84,7 +83,7 @@ class InMemoryRows:
       build: builds the batch from them.
     """
 
-    def __init__(self, reader: _Reader, build: Callable[[list[torch.Tensor]], Any]) -> None:
+    def __init__(self, reader: _RowReader, build: Callable[[list[torch.Tensor]], Any]) -> None:
         self._reader = reader
         self._build = build
         self._default_device = torch.get_default_device()  # on which torch makes tensors from arrays
@@ -151,7 +150,7 @@ def _ints_of(indices: Any) -> Ints | None:
         return None
 
 
-def _reader_of(dataset: Any) -> _Reader | None:
+def _reader_of(dataset: Any) -> _RowReader | None:
     kind = type(dataset)
     if kind is TensorDataset:
         return _columns_of(lambda: dataset.tensors)
@@ -171,7 +170,7 @@ def _reader_of(dataset: Any) -> _Reader | None:
 
 
 @final
-class _Columns:
+class _SideBySide:
     """Tensors and arrays side by side.
 
     Args:
@@ -183,7 +182,7 @@ class _Columns:
         self._content = content
         self._columns = columns
         self._length = len(columns[0])
-        self.kind = _Kind(_nest_of(content()), tuple(column.kind for column in columns))
+        self.kind = _SampleStructure(_nest_of(content()), tuple(column.kind for column in columns))
 
     def read(self, rows: IndexArray) -> list[torch.Tensor]:
         content = rows.content
@@ -204,11 +203,11 @@ def _nest_of(columns: Any) -> Any:
     return None if container is None else (type(columns), container.keys, *map(_nest_of, container.children))
 
 
-def _columns_of(content: Callable[[], Any]) -> _Columns | None:
+def _columns_of(content: Callable[[], Any]) -> _SideBySide | None:
     columns = [column_of(column) for column in columns_in(content())]
     found = [column for column in columns if column is not None]
     alike = len({len(column) for column in found}) == 1
-    return _Columns(content, found) if alike and len(found) == len(columns) else None
+    return _SideBySide(content, found) if alike and len(found) == len(columns) else None
 
 
 @final
@@ -221,7 +220,7 @@ class _SubsetReader:
       indices: its rows in this dataset: an array, or a range with any step.
     """
 
-    def __init__(self, subset: Subset[Any], inner: _Reader, indices: Ints | range) -> None:
+    def __init__(self, subset: Subset[Any], inner: _RowReader, indices: Ints | range) -> None:
         self._subset = subset
         self._dataset, self._given = subset.dataset, subset.indices
         # Lists are compared by the identity of their entries first: much faster than making arrays of them.
@@ -263,7 +262,7 @@ class _ConcatReader:
       parts: read its datasets, which have the same structure.
     """
 
-    def __init__(self, whole: ConcatDataset[Any], parts: Sequence[_Reader]) -> None:
+    def __init__(self, whole: ConcatDataset[Any], parts: Sequence[_RowReader]) -> None:
         self._whole = whole
         self._datasets, self._sizes = list(whole.datasets), list(whole.cumulative_sizes)
         self._parts = parts

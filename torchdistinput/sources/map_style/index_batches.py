@@ -19,7 +19,7 @@ from torchdistinput.plan.batching import Cutter, check_replica, distinct_steps, 
 from torchdistinput.sources.map_style.balanced_batch import BalancedBatch, LatePiece
 from torchdistinput.sources.map_style.index_array import IndexArray, digest_of
 from torchdistinput.sources.map_style.piece_dataset import Request
-from torchdistinput.sources.map_style.sampler_batches import Passed, batches_of, size_of
+from torchdistinput.sources.map_style.sampler_batches import SkippedBatches, batches_of, size_of
 from torchdistinput.sources.read_failures import ENDS, OnFailure
 from torchdistinput.sources.rng import plainly
 from torchdistinput.sources.sample_costs import Balance
@@ -237,7 +237,7 @@ class SamplerDraws:
         self._add(batch, row + 1)
         return True
 
-    def _draw_after(self, batches: int) -> tuple[Passed, Any]:
+    def _draw_after(self, batches: int) -> tuple[SkippedBatches, Any]:
         """Skips ``batches`` batches. Returns what was skipped, and the next batch; this object if there is none."""
         passed = self._batches.skip(batches)
         try:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final, TypeAlias, final
+from typing import Any, Final, final
 
 import numpy as np
-import numpy.typing as npt
 from torch.utils.data import Dataset, Sampler
 
+from torchdistinput.plan.arrays import Ints
 from torchdistinput.plan.mixing import MixedOrder, Stop
 from torchdistinput.plan.permutation import Permutation
 from torchdistinput.sources.checks import checked_int
 from torchdistinput.sources.files.mixture import InOwnOrder, StreamMixture, Unit, Weights, is_stream
 from torchdistinput.sources.map_style.length_batches import Lengths
 from torchdistinput.sources.map_style.piece_dataset import FetchesBatches
-
-Ints: TypeAlias = npt.NDArray[np.int64]
 
 _KEPT: Final = 4  # permutations for each source
 

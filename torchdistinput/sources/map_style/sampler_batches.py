@@ -43,7 +43,7 @@ _MOST_NARROW: Final = 2**31 - 1
 _DRAWN_TOGETHER: Final = 32  # indices that a RandomSampler with replacement draws together
 
 
-class Passed(NamedTuple):
+class SkippedBatches(NamedTuple):
     """The batches that were skipped."""
 
     batches: int
@@ -63,7 +63,7 @@ class Batches(Protocol):
           StopIteration: there is no batch left.
         """
 
-    def skip(self, count: int) -> Passed:
+    def skip(self, count: int) -> SkippedBatches:
         """Skips ``count`` batches, and makes the draws that yielding them would make; ``sys.maxsize``: all of them."""
 
     def catch_up(self, batches: int) -> None:
@@ -102,7 +102,7 @@ class _Indices(Protocol):
         """Skips ``count`` indices. Returns how many there were."""
 
 
-_Known = Callable[[object, "_PutOff"], "_ChunkedIndices | None"]
+_KnownDraws = Callable[[object, "_PutOff"], "_ChunkedIndices | None"]
 
 
 @final
@@ -150,7 +150,7 @@ class _CutBatches:
       known: gives the indices of a sampler whose order is known.
     """
 
-    def __init__(self, batches: BatchSampler, known: _Known | None = None) -> None:
+    def __init__(self, batches: BatchSampler, known: _KnownDraws | None = None) -> None:
         self._batches = batches
         self._known = known or _known
         self._drop_last = False
@@ -180,9 +180,9 @@ class _CutBatches:
         self._ended = False
         return batch
 
-    def skip(self, count: int) -> Passed:
+    def skip(self, count: int) -> SkippedBatches:
         if self._ended or not count:
-            return Passed(0, 0)
+            return SkippedBatches(0, 0)
         self._ended = True
         self._put_off.drawn += count
         indices = self._opened()
@@ -190,9 +190,9 @@ class _CutBatches:
         samples = indices.skip(count * size)
         if samples == count * size:
             self._ended = False
-            return Passed(count, samples)
+            return SkippedBatches(count, samples)
         full, rest = divmod(samples, size)
-        return Passed(full, full * size) if self._drop_last else Passed(full + bool(rest), samples)
+        return SkippedBatches(full, full * size) if self._drop_last else SkippedBatches(full + bool(rest), samples)
 
     def _opened(self) -> _Indices:
         """The indices; torch's generator asks its sampler for them at its first ``next()``."""
@@ -231,14 +231,14 @@ class _Singles:
 
     draw = __next__
 
-    def skip(self, count: int) -> Passed:
+    def skip(self, count: int) -> SkippedBatches:
         if self._ended or not count:
-            return Passed(0, 0)
+            return SkippedBatches(0, 0)
         self._ended = True
         self._put_off.drawn += count
         passed = self._indices.skip(count)
         self._ended = passed < count
-        return Passed(passed, passed)
+        return SkippedBatches(passed, passed)
 
 
 @final
@@ -254,10 +254,10 @@ class _IteratedBatches:
 
     draw = __next__
 
-    def skip(self, count: int) -> Passed:
+    def skip(self, count: int) -> SkippedBatches:
         passed = counting()
         samples = sum(self._size(batch) for batch, _ in zip(islice(self._batches, count), passed, strict=False))
-        return Passed(next(passed), samples)
+        return SkippedBatches(next(passed), samples)
 
     def catch_up(self, batches: int) -> None:
         """See ``Batches.catch_up``. The user's code has made its draws already."""

@@ -127,7 +127,7 @@ def reduction_of(obj: Any) -> Any:
 
 
 @final
-class _Pickler(pickle.Pickler):
+class _MessagePickler(pickle.Pickler):
     """Pickles as ``ForkingPickler`` does."""
 
     def reducer_override(self, obj: Any) -> Any:
@@ -136,7 +136,7 @@ class _Pickler(pickle.Pickler):
 
 def _pickled(item: Any) -> bytes:
     message = io.BytesIO()
-    _Pickler(message).dump(item)
+    _MessagePickler(message).dump(item)
     return message.getvalue()
 
 

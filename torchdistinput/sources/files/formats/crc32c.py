@@ -16,7 +16,7 @@ from typing import Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-_Words: TypeAlias = "npt.NDArray[np.uint32]"
+_Words32: TypeAlias = "npt.NDArray[np.uint32]"
 
 _POLYNOMIAL: Final = 0x82F63B78  # reflected: the lowest bit is the highest power
 _BLOCK: Final = 1024
@@ -42,7 +42,7 @@ _BYTES: Final = _byte_table()
 
 
 @lru_cache(maxsize=1)
-def _block_table() -> _Words:
+def _block_table() -> _Words32:
     """The register after a byte and the bytes behind it in its block: a row for each place of the byte, flattened."""
     one_byte = np.array(_BYTES, dtype=np.uint32)
     table = np.empty((_BLOCK, 256), dtype=np.uint32)
@@ -53,7 +53,7 @@ def _block_table() -> _Words:
 
 
 @lru_cache(maxsize=64)
-def _move_table(level: int) -> _Words:
+def _move_table(level: int) -> _Words32:
     """The register after ``_BLOCK * 2**level`` zero bytes, for each value of each of its four bytes: shape (4, 256)."""
     values = np.arange(256, dtype=np.uint32)
     words = np.stack([values << np.uint32(8 * place) for place in range(4)])
@@ -65,17 +65,17 @@ def _move_table(level: int) -> _Words:
     return words
 
 
-def _move(words: _Words, level: int) -> _Words:
+def _move(words: _Words32, level: int) -> _Words32:
     """Registers after ``_BLOCK * 2**level`` more zero bytes."""
     table = _move_table(level)
     low = np.uint32(0xFF)
-    moved: _Words = table[0][words & low]
+    moved: _Words32 = table[0][words & low]
     for place in range(1, 4):
         moved ^= table[place][(words >> np.uint32(8 * place)) & low]
     return moved
 
 
-def _join(words: _Words) -> int:
+def _join(words: _Words32) -> int:
     """The register of consecutive blocks, from the registers of the blocks."""
     level = 0
     while len(words) > 1:
@@ -119,9 +119,9 @@ def masked_crc32c(data: bytes) -> int:
     return ((word >> 15 | word << 17) + 0xA282EAD8) & _ALL_ONES
 
 
-def masked_crcs32c(records: Sequence[bytes]) -> _Words:
+def masked_crcs32c(records: Sequence[bytes]) -> _Words32:
     """``masked_crc32c`` of each record; for short records in a fraction of the time."""
-    words: _Words = np.empty(len(records), dtype=np.uint32)
+    words: _Words32 = np.empty(len(records), dtype=np.uint32)
     lengths = np.fromiter(map(len, records), np.intp, len(records))
     alike = np.where(lengths < 4, len(_WIDTHS), np.searchsorted(_WIDTHS, lengths))
     for kind in np.unique(alike).tolist():
@@ -131,11 +131,11 @@ def masked_crcs32c(records: Sequence[bytes]) -> _Words:
             some = numbers[start : start + at_once]
             chosen = [records[number] for number in some.tolist()]
             words[some] = crc32c(chosen[0]) if at_once == 1 else _crcs_of_alike(chosen, int(_WIDTHS[kind]))
-    masked: _Words = (words >> np.uint32(15) | words << np.uint32(17)) + np.uint32(0xA282EAD8)
+    masked: _Words32 = (words >> np.uint32(15) | words << np.uint32(17)) + np.uint32(0xA282EAD8)
     return masked
 
 
-def _crcs_of_alike(records: Sequence[bytes], width: int) -> _Words:
+def _crcs_of_alike(records: Sequence[bytes], width: int) -> _Words32:
     """The CRC-32C of records of 4 to ``width`` bytes each; ``width`` is at most a block."""
     filled = b"".join([record.rjust(width, b"\0") for record in records])
     indices = np.frombuffer(filled, dtype=np.uint8).reshape(-1, width).astype(np.intp)
@@ -143,5 +143,5 @@ def _crcs_of_alike(records: Sequence[bytes], width: int) -> _Words:
     for place in range(4):  # the first register is all ones
         indices[np.arange(len(records)), starts + place] ^= 0xFF
     indices += _ROWS[-width:]
-    words: _Words = np.bitwise_xor.reduce(_block_table().take(indices), axis=1) ^ np.uint32(_ALL_ONES)
+    words: _Words32 = np.bitwise_xor.reduce(_block_table().take(indices), axis=1) ^ np.uint32(_ALL_ONES)
     return words

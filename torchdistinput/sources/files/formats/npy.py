@@ -32,7 +32,7 @@ _NOT_A_HEADER: Final = (
 
 @final
 @dataclass(frozen=True)
-class _Header:
+class _NpyHeader:
     """The header of a ``.npy`` file: its array, and the offset of the data in bytes."""
 
     shape: tuple[int, ...]
@@ -70,7 +70,7 @@ def _layout(file: BinaryIO, size: int) -> Layout | None:
     return Layout(header.shape[0], lambda row: header.size + row * row_bytes, partial(_read_one_by_one, read), read)
 
 
-def _read_rows(header: _Header, file: BinaryIO, lo: int, hi: int) -> np.ndarray[Any, Any]:
+def _read_rows(header: _NpyHeader, file: BinaryIO, lo: int, hi: int) -> np.ndarray[Any, Any]:
     file.seek(header.size + lo * header.row_bytes)
     return header.whole_rows(read_pieces(file, (hi - lo) * header.row_bytes))
 
@@ -116,7 +116,7 @@ def npy_rows(file: BinaryIO, offset: int) -> Iterator[Block[Any]]:
         )
 
 
-def _blocks_in_order(file: BinaryIO, header: _Header, offset: int) -> Iterator[Block[Any]]:
+def _blocks_in_order(file: BinaryIO, header: _NpyHeader, offset: int) -> Iterator[Block[Any]]:
     count, row_bytes = header.shape[0], header.row_bytes
     per_block = max(1, _BLOCK_BYTES // row_bytes)
     first = max(0, offset - header.size) // row_bytes
@@ -136,7 +136,7 @@ def _blocks_in_order(file: BinaryIO, header: _Header, offset: int) -> Iterator[B
             )
 
 
-def _rows_of_columns(file: BinaryIO, header: _Header) -> MadeRecords[Any]:
+def _rows_of_columns(file: BinaryIO, header: _NpyHeader) -> MadeRecords[Any]:
     size = math.prod(header.shape) * header.dtype.itemsize
     data = read_pieces(file, size)
     if len(data) < size:
@@ -169,7 +169,7 @@ def _made(rows: np.ndarray[Any, Any], lo: int, hi: int) -> list[Any]:
     return [row.astype(native, order="C") for row in rows[lo:hi]]
 
 
-def _read_header(file: BinaryIO) -> _Header:
+def _read_header(file: BinaryIO) -> _NpyHeader:
     prefix = file.read(_PREFIX_BYTES)
     try:
         version = np.lib.format.read_magic(io.BytesIO(prefix))
@@ -200,4 +200,4 @@ def _read_header(file: BinaryIO) -> _Header:
         )
     if not shape or not dtype.itemsize:
         raise SourceError(f"an array of shape {shape} and dtype {dtype.str} has no rows to read", offset=0)
-    return _Header(shape, fortran_order, dtype, size)
+    return _NpyHeader(shape, fortran_order, dtype, size)

@@ -80,7 +80,7 @@ def _layout(
     if filters is not None:
         return None
     try:
-        rows = _Rows(file, columns, filters, fill_null, as_tuples=as_tuples)
+        rows = _ParquetRecords(file, columns, filters, fill_null, as_tuples=as_tuples)
     except SourceError:  # the reader raises it, at the step to which it belongs
         return None
     return Layout(rows.starts[-1], int, rows.read_range, boundary_from=rows.boundary_from)
@@ -90,7 +90,7 @@ def _layout(
 def _parquet(
     file: BinaryIO, offset: int, *, columns: tuple[str, ...] | None, filters: Any, fill_null: Any, as_tuples: bool
 ) -> Iterator[Block[Any]]:
-    rows = _Rows(file, columns, filters, fill_null, as_tuples=as_tuples)
+    rows = _ParquetRecords(file, columns, filters, fill_null, as_tuples=as_tuples)
     if offset > rows.starts[-1]:
         raise SourceError(f"reading is to go on at record {offset}, but the file has {rows.starts[-1]}", offset=offset)
     for group in range(rows.group_of(offset), len(rows.starts) - 1):
@@ -100,7 +100,7 @@ def _parquet(
 
 
 @final
-class _Rows:
+class _ParquetRecords:
     """The records of a file. The footer is read at once, and the last row group that was read is kept.
 
     Raises:

@@ -33,7 +33,7 @@ _UNREADABLE: Final = (tarfile.TarError, ValueError, LookupError, ArithmeticError
 
 
 @final
-class Header(NamedTuple):
+class TarHeader(NamedTuple):
     """The content of the headers of a member."""
 
     name: str
@@ -72,7 +72,7 @@ def extended_size(head: bytes, start: int) -> int | None:
     return padded(size)
 
 
-def read_header(headers: Sequence[bytes], start: int) -> Header:
+def read_header(headers: Sequence[bytes], start: int) -> TarHeader:
     """Reads the headers of one member.
 
     Args:
@@ -84,7 +84,7 @@ def read_header(headers: Sequence[bytes], start: int) -> Header:
     """
     found = _ordinary(headers)
     if found is not None:
-        return Header(*found, is_file=True, lacks="")
+        return TarHeader(*found, is_file=True, lacks="")
     archive = io.BytesIO(b"".join(headers))
     try:
         with tarfile.open(fileobj=archive, mode="r:", encoding="utf-8", errors="backslashreplace") as opened:
@@ -96,7 +96,7 @@ def read_header(headers: Sequence[bytes], start: int) -> Header:
     lacks = _what_lacks(about)
     # Links and folders have no content, whatever size their header gives.
     has_content = about.isreg() or about.type not in tarfile.SUPPORTED_TYPES
-    return Header(about.name, about.size if has_content else 0, about.isreg() or bool(lacks), lacks)
+    return TarHeader(about.name, about.size if has_content else 0, about.isreg() or bool(lacks), lacks)
 
 
 def _unreadable(start: int, error: Exception) -> SourceError:

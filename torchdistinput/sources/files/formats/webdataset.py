@@ -25,7 +25,7 @@ from torchdistinput.sources.checks import as_object
 from torchdistinput.sources.files.exact_reads import cut_off, read_pieces
 from torchdistinput.sources.files.formats.tar_headers import BLOCK_SIZE, extended_size, padded, read_header
 from torchdistinput.sources.files.io import skip_to
-from torchdistinput.sources.files.reader_api import Block, Part, grouped, in_blocks
+from torchdistinput.sources.files.reader_api import Block, CutFile, grouped, in_blocks
 
 Sample: TypeAlias = dict[str, Any]
 Decode: TypeAlias = Callable[[str, bytes], Any]
@@ -77,7 +77,7 @@ def webdataset(
 
 
 def _starts_of_samples(file: BinaryIO) -> Iterator[npt.NDArray[np.int64]]:
-    starts, key, members = [], None, _Members(file, 0)
+    starts, key, members = [], None, _SampleMembers(file, 0)
     for member in members:
         if member.key != key:
             starts.append(member.start)
@@ -99,7 +99,7 @@ def _samples_of_tar(
 
 def _samples(file: BinaryIO, offset: int, keys: Sequence[str] | None) -> Iterator[tuple[int, Sample]]:
     """The samples from an offset on, not decoded, each with the offset at which the next sample starts."""
-    members = _Members(file, offset)
+    members = _SampleMembers(file, offset)
     wanted = None if keys is None else frozenset(keys)
     sample: Sample = {}
     start, problem = offset, ""
@@ -157,7 +157,7 @@ class _Member(NamedTuple):
 
 
 @final
-class _Members:
+class _SampleMembers:
     """The members of an archive that belong to samples, in order. A content is read only when it is requested.
 
     Args:
@@ -168,7 +168,7 @@ class _Members:
     def __init__(self, file: BinaryIO, offset: int) -> None:
         skip_to(file, offset)
         self._file = file
-        self._is_part = isinstance(as_object(file), Part)
+        self._is_part = isinstance(as_object(file), CutFile)
         self._begun = offset
         self._at = offset  # the position of the file object
         self.end = offset

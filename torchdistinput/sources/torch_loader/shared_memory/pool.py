@@ -78,7 +78,7 @@ NUMPYS: Final = {
 _MOST_DIMENSIONS: Final = 32
 """The most dimensions of an array, in every version of NumPy."""
 
-_Bytes = npt.NDArray[np.uint8]
+_ByteArray = npt.NDArray[np.uint8]
 
 
 @final
@@ -137,7 +137,7 @@ class SharedPool:
         """The memory that a worker's first batches took."""
         return self._fronts[worker]
 
-    def part(self, worker: int) -> _Bytes:
+    def part(self, worker: int) -> _ByteArray:
         """A worker's memory, as a new array. Torch and NumPy keep it alive while anything over it is in use."""
         return self._parts[worker][:]
 
@@ -219,7 +219,7 @@ class Token:
       memory: an array that nobody else refers to; only buffers of it may be handed out.
     """
 
-    def __init__(self, memory: _Bytes) -> None:
+    def __init__(self, memory: _ByteArray) -> None:
         # A view of an array refers to the owner of the memory, but a view of a memoryview refers to the memoryview.
         self._memory = weakref.ref(memory)
         self._buffer: memoryview | None = memory.data

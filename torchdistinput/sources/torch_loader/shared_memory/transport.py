@@ -30,9 +30,9 @@ from torchdistinput.sources.torch_loader.shared_memory.pool import (
     storage_over,
 )
 from torchdistinput.sources.torch_loader.shared_memory.worker import (
-    Block,
     DoesNotFit,
     PoolAllocator,
+    PoolBlock,
     Stack,
     collate_tensor_fn,
     is_plain,
@@ -50,10 +50,10 @@ _DTYPES: Final = {
 _stacking: Final[dict[type[Any], Any]] = look_up("torch.utils.data._utils.collate.default_collate_fn_map")
 """The functions with which ``default_collate`` stacks, by type."""
 
-Places = Sequence[tuple[int, int]]
+Spans = Sequence[tuple[int, int]]
 """The places of contents in a worker's part: for each the first byte, and the byte after the last."""
 
-Packed = bytes
+PickledItem = bytes
 """An item of a loader worker whose tensors lie in the pool, pickled. It is a tuple of: the worker; how many of its
 items took memory so far; the entry in the ledger (``None`` if this item took no memory); the places of the contents;
 and the rest of the item, pickled.
@@ -80,7 +80,7 @@ class _Contents:
 
     def __init__(self, allocator: PoolAllocator) -> None:
         self._allocator = allocator
-        self.blocks: list[Block] = []
+        self.blocks: list[PoolBlock] = []
         """The blocks of the contents that are not in the message."""
 
     def are_inside(self, buffer: pickle.PickleBuffer) -> bool:
@@ -93,7 +93,7 @@ class _Contents:
 
 
 @final
-class _Pickler(pickle.Pickler):
+class _BatchPickler(pickle.Pickler):
     """Pickles as PyTorch does between processes, but with the contents of tensors and arrays as separate buffers.
 
     Args:
@@ -178,7 +178,7 @@ class BatchEncoder:
             if isinstance(dataset, PieceDataset):
                 dataset.move_samples(stack.keep)
 
-    def __call__(self, data: Any) -> Packed | Fresh:
+    def __call__(self, data: Any) -> PickledItem | Fresh:
         """The encoded item."""
         assert self._allocator is not None
         item = self._collate(data)
@@ -190,7 +190,7 @@ class BatchEncoder:
             self._allocator.take_back()
 
     @staticmethod
-    def _packed(item: Any, allocator: PoolAllocator) -> Packed | Fresh:
+    def _packed(item: Any, allocator: PoolAllocator) -> PickledItem | Fresh:
         try:
             return _packed(item, allocator)
         except DoesNotFit:
@@ -199,9 +199,9 @@ class BatchEncoder:
             return _packed(Failure(error, "sending what was read to the main process"), allocator)
 
 
-def _packed(item: Any, allocator: PoolAllocator) -> Packed:
+def _packed(item: Any, allocator: PoolAllocator) -> PickledItem:
     contents, message = _Contents(allocator), io.BytesIO()
-    _Pickler(message, contents).dump(item)
+    _BatchPickler(message, contents).dump(item)
     entry = allocator.enter(contents.blocks) if contents.blocks else None
     places = tuple([(block.lo, block.lo + block.size) for block in contents.blocks])
     packed = allocator.worker, allocator.number, entry, places, message.getvalue()
@@ -235,7 +235,7 @@ class BatchDecoder:
     def __init__(self, shared_pool: SharedPool) -> None:
         self._shared_pool = shared_pool
         # The tokens by worker and entry of the ledger, each with the places of its item.
-        self._tokens: dict[tuple[int, int], tuple[Token, Places]] = {}
+        self._tokens: dict[tuple[int, int], tuple[Token, Spans]] = {}
         self._numbers = [0] * shared_pool.workers
         self._closed = False
         # torch sets things up at the first use of a function; another thread must not do so while a worker is forked.
@@ -252,7 +252,7 @@ class BatchDecoder:
                 del self._tokens[worker, entry]
                 self._shared_pool.ledger(worker)[entry] = 0
 
-    def open(self, sent: Packed | Fresh) -> Any:
+    def open(self, sent: PickledItem | Fresh) -> Any:
         """The item that a worker sent. Torch's pinning thread may have made a list of the named tuple.
 
         Raises:

@@ -29,7 +29,7 @@ _TENSORS: Final = {torch.Tensor}
 
 collate_tensor_fn: Final = look_up("torch.utils.data._utils.collate.collate_tensor_fn")
 
-_Path = tuple[Any, ...]
+_LeafPath = tuple[Any, ...]
 
 
 class DoesNotFit(Exception):
@@ -37,7 +37,7 @@ class DoesNotFit(Exception):
 
 
 @final
-class Block:
+class PoolBlock:
     """Memory taken from a worker's part.
 
     Args:
@@ -74,8 +74,8 @@ class PoolAllocator:
         self._front = shared_pool.front(worker)
         if self._front.length:  # an earlier worker has set the region
             self._free.wall_off(self._front.length)
-        self._blocks: dict[int, Block] = {}
-        self._batches: dict[int, list[Block]] = {}  # by entry
+        self._blocks: dict[int, PoolBlock] = {}
+        self._batches: dict[int, list[PoolBlock]] = {}  # by entry
         self.number = 0
         """How many items took memory so far."""
 
@@ -98,10 +98,10 @@ class PoolAllocator:
     def _take(self, size: int) -> int | None:
         lo = self._free.take(size)
         if lo is not None:
-            self._blocks[lo] = Block(lo, size, Token(self._shared_pool.part(self.worker)))
+            self._blocks[lo] = PoolBlock(lo, size, Token(self._shared_pool.part(self.worker)))
         return lo
 
-    def place(self, contents: memoryview) -> Block:
+    def place(self, contents: memoryview) -> PoolBlock:
         """The block that holds the contents. They are copied into a new block, unless they lie in one already.
 
         Raises:
@@ -119,7 +119,7 @@ class PoolAllocator:
         block.token.handed_out()
         return block
 
-    def enter(self, blocks: list[Block]) -> int:
+    def enter(self, blocks: list[PoolBlock]) -> int:
         """Writes an item made of these blocks into the ledger. Returns the number of the entry.
 
         Raises:
@@ -151,7 +151,7 @@ class PoolAllocator:
 
 
 @final
-class _Rows:
+class _StackedPiece:
     """A piece that is being read, row by row.
 
     Args:
@@ -209,7 +209,7 @@ class Stack:
 
     def __init__(self, allocator: PoolAllocator) -> None:
         self._allocator = allocator
-        self._rows: dict[_Path, _Rows] = {}  # the rows of the piece that is being read, by the leaf's path in a sample
+        self._rows: dict[_LeafPath, _StackedPiece] = {}  # of the piece that is being read, by the leaf's path
 
     def keep(self, sample: Any, row: int, rows: int) -> Any:
         """See ``piece_dataset.MoveSample``."""
@@ -220,7 +220,7 @@ class Stack:
         kept = self._kept(sample, (), row, rows)
         return kept if self._rows else None
 
-    def _kept(self, value: Any, path: _Path, row: int, rows: int) -> Any:
+    def _kept(self, value: Any, path: _LeafPath, row: int, rows: int) -> Any:
         kind = type(value)
         if kind is np.ndarray or (kind is torch.Tensor and value.layout is torch.strided):  # others may lack nbytes
             return self._in_row(value, path, row, rows) if value.nbytes >= _LARGE else value
@@ -230,7 +230,7 @@ class Stack:
             return {key: self._kept(each, (*path, key), row, rows) for key, each in value.items()}
         return value
 
-    def _in_row(self, leaf: Any, path: _Path, row: int, rows: int) -> Any:
+    def _in_row(self, leaf: Any, path: _LeafPath, row: int, rows: int) -> Any:
         """The leaf, moved into its row of the piece; unchanged if it differs in kind from the leaf before it."""
         if row == 0:
             begun = self._begun(leaf, rows)
@@ -241,7 +241,7 @@ class Stack:
             begun = self._rows.get(path)
         return leaf if begun is None else begun.filled(row, leaf)
 
-    def _begun(self, leaf: Any, rows: int) -> _Rows | None:
+    def _begun(self, leaf: Any, rows: int) -> _StackedPiece | None:
         """A new piece for leaves like this one; ``None`` if there can be none."""
         if type(leaf) is np.ndarray and not (leaf.dtype in _NUMBERS and leaf.flags.c_contiguous):
             return None
@@ -249,7 +249,7 @@ class Stack:
         if not is_plain(tensor):
             return None
         piece = self._allocator.new_tensor((rows, *tensor.shape), tensor.dtype)
-        return None if piece is None else _Rows(piece, type(leaf))
+        return None if piece is None else _StackedPiece(piece, type(leaf))
 
     def __call__(self, batch: Any, *, collate_fn_map: Any = None) -> Any:
         """See ``torch.utils.data._utils.collate.collate_tensor_fn``."""
