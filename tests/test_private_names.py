@@ -209,12 +209,6 @@ def parts_of(name: str) -> tuple[Any, ...]:
 FIRST_OF_PARTS = {parts_of(name): name for name in reversed(NAMES)}
 
 
-@pytest.fixture(scope="module")
-def interpreters() -> Iterator[Interpreters]:
-    with Interpreters() as made:
-        yield made
-
-
 def is_usable(attributes: Sequence[str], missing: str) -> bool:
     """Whether a part with these attributes takes an object that lacks one of them."""
     there = {name.rpartition(".")[2]: None for name in attributes if name != missing}

@@ -1,6 +1,6 @@
 """The same weights at any number of ranks: whole trainings, compared with one process and torch's own DataLoader.
 
-A run is 2 epochs of AdamW over 61 samples in global batches of 12, so that the last batch is one sample and all ranks
+A run is 2 epochs of AdamW over 49 samples in global batches of 12, so that the last batch is one sample and all ranks
 but one are empty; over 5 ranks one is empty at every step. In one process the loss is the plain mean, here it is
 ``average_loss``. The loops below are written as a user writes them.
 
@@ -29,7 +29,7 @@ from tests.support.fsdp import shard, whole
 from tests.support.packages import package
 from torchdistinput.testing import run_ranks
 
-SAMPLES, GLOBAL_BATCH, EPOCHS = 61, 12, 2
+SAMPLES, GLOBAL_BATCH, EPOCHS = 49, 12, 2
 STEPS_TOGETHER, PIECES = 3, 2
 MICRO_COST = 30
 VOCABULARY, LENGTH, WIDTH = 11, 5, 8
@@ -79,7 +79,7 @@ def new_net(dtype: torch.dtype) -> Net:
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+    return torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.1)
 
 
 def samples() -> TensorDataset:
