@@ -27,7 +27,7 @@ from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.base import RowStream, Source
 from torchdistinput.sources.rng import Draw, SharedRngState
 from torchdistinput.sources.torch_loader.open_runs import OpenRuns
-from torchdistinput.step_types import CatchesUp, Counted, HasNews, Start, Stream
+from torchdistinput.step_types import CatchesUp, Counted, HasUpdates, Start, Stream
 
 
 @final
@@ -126,9 +126,9 @@ def build_pipeline(
         give_back=idle.append,
     )
     ranks = setting.ranks
-    news = stream.news if isinstance(stream, HasNews) else None
-    if news is not None:
-        news.follow(lambda: progress.rows)
+    updates = stream.updates if isinstance(stream, HasUpdates) else None
+    if updates is not None:
+        updates.follow(lambda: progress.rows)
     step_sync = StepSync(
         channel,
         slots=max(1, options.most_ahead),
@@ -142,7 +142,7 @@ def build_pipeline(
         periodic_sync=StatsSync(progress.meter, stream.periodic_sync),
         max_errors=options.max_errors if options.skips else None,
         ahead=(depth, options.least_ahead) if grows else None,
-        news=news,
+        updates=updates,
     )
     threaded = channel is not None or (depth > 0 and (stream.in_background or copies))
     prefetcher = Prefetcher(

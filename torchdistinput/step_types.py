@@ -207,7 +207,7 @@ class PeriodicSync(Protocol):
         """Takes the texts of all ranks, by rank. Any thread."""
 
 
-class News(Protocol):
+class Updates(Protocol):
     """Facts that one rank may have for all ranks at any time, such as new weights; the next vote carries them (A9)."""
 
     def follow(self, delivered: Callable[[], int]) -> None:
@@ -229,10 +229,10 @@ class News(Protocol):
 
 
 @runtime_checkable
-class HasNews(Protocol):
+class HasUpdates(Protocol):
     """A stream with facts that all ranks must hear of."""
 
-    news: News | None
+    updates: Updates | None
     """These facts; ``None`` where there can be none."""
 
 

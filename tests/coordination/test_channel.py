@@ -20,7 +20,7 @@ import torch.distributed as dist
 from tests.support.launched import at_once
 from tests.support.processes import run_to_the_end
 from torchdistinput.coordination.channel import lost
-from torchdistinput.coordination.connections import Farewell
+from torchdistinput.coordination.connections import AbortMessage
 from torchdistinput.coordination.endpoint import Endpoint
 from torchdistinput.coordination.exchanges import conclude
 from torchdistinput.coordination.launch import find_members
@@ -188,8 +188,8 @@ def late(latecomer: int) -> list[int]:
 
 
 def test_the_error_of_a_rank_that_was_late_says_how_to_wait_longer() -> None:
-    farewell = Farewell(0, "gave up waiting for rank 7 at step 3 after 8 seconds")
-    assert str(lost(farewell, [5, 7])) == (
+    message = AbortMessage(0, "gave up waiting for rank 7 at step 3 after 8 seconds")
+    assert str(lost(message, [5, 7])) == (
         "rank 5 gave up waiting for rank 7 at step 3 after 8 seconds. If the late rank is only slow, raise "
         "timeout_seconds; else look at what it does (py-spy dump --pid)."
     )

@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.socket_ranks import HANG_SECONDS, tcp_pair, wired
 from torchdistinput.coordination import connections
-from torchdistinput.coordination.connections import Connections, Departed, Farewell
+from torchdistinput.coordination.connections import AbortMessage, Connections, Departed
 
 SIZES = [0, 1, 2, 511, 512, 513, 2_047, 2_048, 2_049, 100_000]  # words
 
@@ -83,10 +83,10 @@ def test_a_look_never_waits_and_takes_what_has_come(pair: tuple[Connections, Con
     assert found.tolist() == [0, 1, 2]
 
 
-def test_what_was_sent_before_a_farewell_is_still_received(pair: tuple[Connections, Connections]) -> None:
+def test_what_was_sent_before_an_abort_is_still_received(pair: tuple[Connections, Connections]) -> None:
     one, other = pair
     one.send(np.array([7]), 1, 1).wait()
-    one.say_farewell(Farewell(5, "had enough"))
+    one.send_abort(AbortMessage(5, "had enough"))
     one.close()
     found = np.zeros(1, np.int64)
     other.recv(found, 0, 1).wait()
@@ -94,7 +94,7 @@ def test_what_was_sent_before_a_farewell_is_still_received(pair: tuple[Connectio
     for _ in range(2):
         with pytest.raises(Departed) as caught:
             other.recv(found, 0, 1).wait()
-        assert caught.value.farewell.rank in (5, 0)
+        assert caught.value.message.rank in (5, 0)
     other.send(np.arange(9), 0, 1).wait()  # nobody reads it; who needs an answer is told
 
 
@@ -105,7 +105,7 @@ def test_a_rank_whose_sockets_close_without_a_word_has_died(pair: tuple[Connecti
     one.close()
     with pytest.raises(Departed) as caught:
         receipt.wait()
-    assert (caught.value.farewell.rank, caught.value.farewell.why) == (0, Farewell.DIED)
+    assert (caught.value.message.rank, caught.value.message.why) == (0, AbortMessage.DIED)
     assert receipt.has_come()
 
 
@@ -122,7 +122,7 @@ def test_another_thread_ends_a_wait(pair: tuple[Connections, Connections]) -> No
     waiting = threading.Thread(target=wait, daemon=True)
     waiting.start()
     time.sleep(0.2)
-    one.say_farewell(Farewell(0, "closed"))
+    one.send_abort(AbortMessage(0, "closed"))
     waiting.join(HANG_SECONDS)
     assert caught
 
@@ -148,18 +148,18 @@ def test_garbage_ends_the_connection_and_takes_no_memory(garbage: bytes, pair: t
     one._by_rank[1].socket.send(garbage)
     with pytest.raises(Departed) as caught:
         other.recv(np.zeros(1, np.int64), 0, 1).wait()
-    assert "sent a message of kind" in caught.value.farewell.why
-    assert "the same version" in caught.value.farewell.why
+    assert "sent a message of kind" in caught.value.message.why
+    assert "the same version" in caught.value.message.why
 
 
 @pytest.mark.parametrize("told", [b"", b"{", b"[]", b'{"rank": "x", "why": 1}', b"[" * 60_000, b"\xff\xfe"])
-def test_a_farewell_that_nobody_understands_counts_as_a_lost_connection(told: bytes) -> None:
+def test_an_abort_message_that_nobody_understands_counts_as_a_lost_connection(told: bytes) -> None:
     one, raw = tcp_pair()
     mine = Connections(0, 2, {1: one})
     raw.sendall(HEAD.pack(-2, len(told)) + told)
     with pytest.raises(Departed) as caught:
         mine.recv(np.zeros(1, np.int64), 1, 1).wait()
-    assert (caught.value.farewell.rank, caught.value.farewell.why) == (1, Farewell.DIED)
+    assert (caught.value.message.rank, caught.value.message.why) == (1, AbortMessage.DIED)
     mine.close()
     raw.close()
 

@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.socket_ranks import HANG_SECONDS, on_threads
 from torchdistinput.coordination import endpoint
-from torchdistinput.coordination.connections import Connections, Departed, Farewell
+from torchdistinput.coordination.connections import AbortMessage, Connections, Departed
 from torchdistinput.coordination.endpoint import Address, Endpoint, Late
 from torchdistinput.coordination.exchanges import conclude
 from torchdistinput.coordination.recursive_doubling import partners, sum_up
@@ -102,13 +102,13 @@ def test_a_rank_that_is_connected_hears_whom_the_others_still_wait_for(made: Mad
 def test_a_rank_whose_port_is_closed_has_ended(dead: int, made: Made) -> None:
     ranks = made(2)
     ranks[dead].close()
-    assert opened(ranks[1 - dead], 0) == f"rank {dead} {Farewell.DIED}"
+    assert opened(ranks[1 - dead], 0) == f"rank {dead} {AbortMessage.DIED}"
 
 
 def test_a_rank_that_ends_while_others_wait_for_it_is_named(made: Made) -> None:
     ranks = made(2)
     threading.Timer(0.7, ranks[1].close).start()
-    assert opened(ranks[0], 0) == f"rank 1 {Farewell.DIED}"
+    assert opened(ranks[0], 0) == f"rank 1 {AbortMessage.DIED}"
 
 
 @pytest.mark.parametrize("refusing", range(5))
@@ -128,7 +128,7 @@ def test_all_hear_of_a_rank_that_refuses(refusing: int, when: str, made: Made) -
         try:
             return str(summed(found))
         except Departed as departed:
-            found.say_farewell(departed.farewell)
+            found.send_abort(departed.message)
             return str(departed)
         finally:
             found.close()
@@ -156,8 +156,8 @@ def test_strangers_are_turned_away(made: Made) -> None:
     strangers = [socket.create_connection(place) for _ in range(4)]
     strangers[0].close()
     strangers[1].sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
-    strangers[2].sendall(endpoint._GREETING.pack(os.urandom(16), 0, 1, 0))
-    strangers[3].sendall(endpoint._GREETING.pack(ranks[0].address.secret, 0, 7, 0))  # no partner of this rank
+    strangers[2].sendall(endpoint._HANDSHAKE.pack(os.urandom(16), 0, 1, 0))
+    strangers[3].sendall(endpoint._HANDSHAKE.pack(ranks[0].address.secret, 0, 7, 0))  # no partner of this rank
     found = on_threads([partial(opened, rank, 0) for rank in ranks])
     assert on_threads([partial(summed, each) for each in found]) == [3, 3]
     for stranger in strangers[1:]:
@@ -169,7 +169,7 @@ def test_strangers_are_turned_away(made: Made) -> None:
         each.close()
 
 
-def test_a_rank_that_stands_still_before_its_greeting_connects_when_it_goes_on(
+def test_a_rank_that_stands_still_before_its_handshake_connects_when_it_goes_on(
     made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process may be stopped at any line, also between its connection and the first bytes of it."""
@@ -188,7 +188,7 @@ def test_a_rank_that_stands_still_before_its_greeting_connects_when_it_goes_on(
         each.close()
 
 
-def test_a_rank_that_stands_still_before_its_greeting_hears_of_a_refusal(made: Made) -> None:
+def test_a_rank_that_stands_still_before_its_handshake_hears_of_a_refusal(made: Made) -> None:
     ranks = made(2)
     silent_one = ranks[1]._connect(0, 5.0)
     ranks[0].refuse(0, "could not open a file")

@@ -229,7 +229,7 @@ def test_ranks_that_are_late_repeat_what_was_agreed_and_others_win_by_their_step
             sync.learn(rows, texts)
         found = [[int(weights[1] / weights[0]) for _, weights in weights.changes(0)] for weights in both]
         assert found[0] == found[1]
-        assert not any(weights.wished for weights in both)
+        assert not any(weights.requested for weights in both)
         return found[0]
 
     ask(0, 1, 5)

@@ -19,9 +19,9 @@ them: the description of a failure (``failures``), a schema for a rank that has 
 measurements from time to time. During an epoch, ranks that can still communicate use the votes, and nothing else.
 
 **The abort path.** Where a rank can take part in no further vote, the channel ends: after a death, an interruption, an
-exception of this library, or when its loop was left for good. The rank that leaves sends a *farewell* with its reason
-over each connection, and closes them; where a process dies, the system closes them. A rank that misses a message
-passes the farewell on. So every survivor raises an error that names the rank that left first, and why. There is no
+exception of this library, or when its loop was left for good. The rank that leaves sends an *abort message* with its
+reason over each connection, and closes them; where a process dies, the system closes them. A rank that misses a message
+passes the abort message on. So every survivor raises an error that names the rank that left first, and why. There is no
 third path.
 
 **Waiting.** Each wait for another rank is bounded by ``timeout_seconds`` (``timeouts``) and sees signals. A rank that

@@ -10,9 +10,9 @@ Decisions.
   exchange and poll it, and another thread may wait for it (``exchanges.py``).
 - Texts travel in the same way, in rows of 256 bytes to 2 KiB. The row size is the next power of two above the longest
   text of the last exchange. Only where a text is longer, it is sent a second time, in rows of its length.
-- ``abort``, from any thread, sends a farewell to all partners of this rank. A partner that then misses a message of
-  this rank passes the farewell on, and so on. So every rank that cannot go on learns which rank left first, and why. No
-  store is needed: any rank that is alive can pass the farewell on.
+- ``abort``, from any thread, sends an abort message to all partners of this rank. A partner that then misses a message
+  of this rank passes the abort message on, and so on. So every rank that cannot go on learns which rank left first, and
+  why. No store is needed: any rank that is alive can pass the abort message on.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any, TypeVar, final
 
 import numpy as np
 
-from torchdistinput.coordination.connections import Array, Connections, Departed, Farewell
+from torchdistinput.coordination.connections import AbortMessage, Array, Connections, Departed
 from torchdistinput.coordination.exchanges import Exchange
 from torchdistinput.coordination.recursive_doubling import spread, sum_up
 from torchdistinput.errors import InputError, RankLost
@@ -67,22 +67,22 @@ def _text_of(data: bytes, rank: int) -> str:
         raise InputError(f"rank {rank} of the group sent no text ({error.reason}); {_SAME_LIBRARY}") from error
 
 
-def lost(farewell: Farewell, names: Sequence[int]) -> RankLost:
+def lost(message: AbortMessage, names: Sequence[int]) -> RankLost:
     """The error of a rank that cannot go on because another rank left. Local."""
-    who = names[farewell.rank] if 0 <= farewell.rank < len(names) else "unknown"
-    if farewell.why == Farewell.DIED:
-        return RankLost(f"rank {who} {farewell.why}; see its own log for the reason.")
-    if farewell.why == Farewell.ENDED:
+    who = names[message.rank] if 0 <= message.rank < len(names) else "unknown"
+    if message.why == AbortMessage.DIED:
+        return RankLost(f"rank {who} {message.why}; see its own log for the reason.")
+    if message.why == AbortMessage.ENDED:
         return RankLost(
             f"rank {who} ended before it came here. Every rank of the strategy makes the same calls; its own log tells "
             "why it ended."
         )
-    if farewell.why.startswith(Farewell.GAVE_UP):
+    if message.why.startswith(AbortMessage.GAVE_UP):
         return RankLost(
-            f"rank {who} {farewell.why}. If the late rank is only slow, raise timeout_seconds; else look at what it "
+            f"rank {who} {message.why}. If the late rank is only slow, raise timeout_seconds; else look at what it "
             "does (py-spy dump --pid)."
         )
-    return RankLost(f"rank {who} {farewell.why}. Every rank must read the same number of steps.")
+    return RankLost(f"rank {who} {message.why}. Every rank must read the same number of steps.")
 
 
 @final
@@ -104,7 +104,7 @@ class ProcessGroupChannel:
         self._lock = threading.RLock()  # garbage collection may close a dropped iterator on a thread that holds it
         self._row = _MIN_ROW  # the same on all ranks: it follows from texts that all ranks received
         self._since: float | None = None
-        self._cause: Farewell | None = None  # why the channel ended
+        self._cause: AbortMessage | None = None  # why the channel ended
         self._released = False
         self.num_exchanges = 0
         self.gave_up: str | None = None
@@ -143,15 +143,15 @@ class ProcessGroupChannel:
 
     def abort(self, reason: str) -> None:
         """See ``Channel.abort``."""
-        self.abort_by(Farewell(self.rank, reason))
+        self.abort_by(AbortMessage(self.rank, reason))
 
-    def abort_by(self, farewell: Farewell) -> None:
+    def abort_by(self, message: AbortMessage) -> None:
         """Ends the channel on all ranks, because some rank left. Local, idempotent."""
         with self._lock:
             if self.is_dead or self._released:
                 return
-            self._cause = farewell
-        self.connections.say_farewell(farewell)
+            self._cause = message
+        self.connections.send_abort(message)
         with self._lock:
             if self._since is None:  # else the exchange in progress closes them
                 self.connections.close()
@@ -173,7 +173,7 @@ class ProcessGroupChannel:
         """This rank never uses the channel again: the interpreter exits, or the strategy is gone. Local, idempotent."""
         with self._lock:
             self._released = False
-        self.abort_by(Farewell(self.rank, self.gave_up or Farewell.ENDED))
+        self.abort_by(AbortMessage(self.rank, self.gave_up or AbortMessage.ENDED))
 
     def reopen(self) -> None:
         """Makes a released channel ready for another iterator."""
@@ -194,19 +194,19 @@ class ProcessGroupChannel:
         try:
             return (yield from rounds(self.connections))
         except Departed as departed:
-            raise self._ended_by(departed.farewell) from departed
+            raise self._ended_by(departed.message) from departed
         finally:
             with self._lock:
                 self._since = None
                 if self.is_dead:
                     self.connections.close()
 
-    def _ended_by(self, farewell: Farewell) -> RankLost:
+    def _ended_by(self, message: AbortMessage) -> RankLost:
         """Ends the channel, unless this rank had aborted it: the abort also ends the wait with ``Departed``."""
-        self.abort_by(farewell)
-        return self._lost(self._cause or farewell)
+        self.abort_by(message)
+        return self._lost(self._cause or message)
 
-    def _lost(self, cause: Farewell) -> RankLost:
+    def _lost(self, cause: AbortMessage) -> RankLost:
         if cause.rank == self.rank:
             return RankLost(f"rank {self._names[self.rank]} cannot go on: {cause.why}.")
         return lost(cause, self._names)

@@ -13,8 +13,8 @@ Decisions.
   in which they were sent, and only by a rank that waits for one: recursive doubling needs nothing else.
 - A waiting rank sends a *status* twice a second: the ranks that it waits for. So each rank can tell late ranks from
   ranks that wait themselves, at any number of ranks, without further requests.
-- A rank that leaves sends a *farewell* before it closes: the rank that ended the exchange, and the reason. A farewell
-  is read in its order: an exchange whose messages were all sent before it is completed.
+- A rank that leaves sends an *abort message* before it closes: the rank that ended the exchange, and the reason. The
+  message is read in its order: an exchange whose messages were all sent before it is completed.
 - When a process dies, the system closes its sockets. A fork closes its copies (``fork_safety.py``), so that they do not
   keep the connection open.
 
@@ -47,8 +47,8 @@ Array = npt.NDArray[Any]
 
 _HEAD: Final = struct.Struct("<qq")  # kind and length in bytes; the kind of a message of words is its tag
 _STATUS: Final = -1
-_FAREWELL: Final = -2
-_MAX_CONTENT: Final = 1 << 16  # bytes of a status or farewell
+_ABORT: Final = -2
+_MAX_CONTENT: Final = 1 << 16  # bytes of a status or an abort message
 _BUFFER: Final = 1 << 14
 _SMALL: Final = 1 << 12  # a message up to this size is copied, and sent in one piece with its header
 
@@ -60,7 +60,7 @@ _CLOSING_SECONDS: Final = 0.5
 
 
 @final
-class Farewell:
+class AbortMessage:
     """The reason why an exchange cannot go on, from the rank that ended it.
 
     Args:
@@ -77,19 +77,19 @@ class Farewell:
     GAVE_UP: Final = "gave up waiting"  # the beginning of the reason
 
     def to_bytes(self) -> bytes:
-        """The farewell as bytes for another rank. Local."""
+        """The abort message as bytes for another rank. Local."""
         return json.dumps({"rank": self.rank, "why": self.why[: _MAX_CONTENT // 16]}).encode(errors="replace")
 
     @staticmethod
-    def from_bytes(data: bytes, sender: int) -> Farewell:
-        """The farewell from bytes; malformed bytes count as a broken connection to the sender. Local."""
+    def from_bytes(data: bytes, sender: int) -> AbortMessage:
+        """The abort message from bytes; malformed bytes count as a broken connection to the sender. Local."""
         with contextlib.suppress(ValueError, RecursionError):
             match json.loads(data):
                 case {"rank": int(rank), "why": str(why)}:
-                    return Farewell(rank, why)
+                    return AbortMessage(rank, why)
                 case _:
                     pass
-        return Farewell(sender, Farewell.DIED)
+        return AbortMessage(sender, AbortMessage.DIED)
 
 
 @final
@@ -97,12 +97,12 @@ class Departed(RuntimeError):
     """A message cannot come any more.
 
     Args:
-      farewell: the rank that ended the exchange, and the reason.
+      message: the rank that ended the exchange, and the reason.
     """
 
-    def __init__(self, farewell: Farewell) -> None:
-        super().__init__(f"rank {farewell.rank} {farewell.why}")
-        self.farewell = farewell
+    def __init__(self, message: AbortMessage) -> None:
+        super().__init__(f"rank {message.rank} {message.why}")
+        self.message = message
 
 
 @final
@@ -129,7 +129,7 @@ class _Connection:
         self._filled = 0
         self._content = bytearray()
         self._outgoing: deque[memoryview] = deque()
-        self._lock = threading.Lock()  # of the outgoing frames: any thread may send a farewell
+        self._lock = threading.Lock()  # of the outgoing frames: any thread may send an abort message
 
     @property
     def is_sent(self) -> bool:
@@ -197,9 +197,9 @@ class _Connection:
 
     def _begin_frame(self, kind: int, size: int) -> None:
         found, length = _HEAD.unpack_from(self._buffer, self._start)
-        if (found, length) != (kind, size) and (found not in (_STATUS, _FAREWELL) or not 0 <= length <= _MAX_CONTENT):
+        if (found, length) != (kind, size) and (found not in (_STATUS, _ABORT) or not 0 <= length <= _MAX_CONTENT):
             raise Departed(
-                Farewell(
+                AbortMessage(
                     self.peer,
                     f"sent a message of kind {found} and {length} bytes, where one of kind {kind} and {size} bytes was "
                     "expected (every rank must run the same version of torchdistinput)",
@@ -245,23 +245,23 @@ class _Connection:
         except (BlockingIOError, InterruptedError):
             return 0
         except OSError as error:
-            raise Departed(Farewell(self.peer, Farewell.DIED)) from error
+            raise Departed(AbortMessage(self.peer, AbortMessage.DIED)) from error
         if not received:
-            raise Departed(Farewell(self.peer, Farewell.DIED))
+            raise Departed(AbortMessage(self.peer, AbortMessage.DIED))
         return received
 
     def _hear(self, kind: int, content: bytes) -> None:
-        if kind == _FAREWELL:
-            raise Departed(Farewell.from_bytes(content, self.peer))
+        if kind == _ABORT:
+            raise Departed(AbortMessage.from_bytes(content, self.peer))
         self.blamed = np.frombuffer(content[: len(content) // 8 * 8], np.int64)[:_MAX_BLAMED].tolist()
         self.blamed_at = time.monotonic()
 
-    def say_farewell(self, farewell: Farewell) -> None:
-        """Sends the farewell, then ends the waits of both ranks. Any thread, but only once."""
-        if self._lock.acquire(timeout=_CLOSING_SECONDS):  # else a thread was interrupted in there: no farewell is sent
+    def send_abort(self, message: AbortMessage) -> None:
+        """Sends the message, then ends the waits of both ranks. Any thread, but only once."""
+        if self._lock.acquire(timeout=_CLOSING_SECONDS):  # else a thread was interrupted in there: nothing is sent
             try:
-                content = farewell.to_bytes()
-                self._outgoing.append(memoryview(_HEAD.pack(_FAREWELL, len(content)) + content))
+                content = message.to_bytes()
+                self._outgoing.append(memoryview(_HEAD.pack(_ABORT, len(content)) + content))
                 self._send_on()
             finally:
                 self._lock.release()
@@ -386,10 +386,10 @@ class Connections:
             return [rank for rank in blamed if 0 <= rank < self.num_ranks][:_MAX_BLAMED]
         return [awaited.peer]
 
-    def say_farewell(self, farewell: Farewell) -> None:
-        """Sends the farewell to all partners, and ends all waits. Any thread, but only once."""
+    def send_abort(self, message: AbortMessage) -> None:
+        """Sends the abort message to all partners, and ends all waits. Any thread, but only once."""
         for each in self._by_rank.values():
-            each.say_farewell(farewell)
+            each.send_abort(message)
 
     def close(self) -> None:
         """Closes the sockets; no thread is in ``rest`` any more. Idempotent."""
@@ -406,10 +406,10 @@ def _status(ranks: Sequence[int]) -> bytes:
     return np.array(ranks[:_MAX_BLAMED], np.int64).tobytes()
 
 
-def take_leave(peer: int, connected: socket.socket, farewell: Farewell) -> None:
-    """Sends a farewell to one rank, and closes the connection. Local; waits for a short time at most."""
+def abort_connection(peer: int, connected: socket.socket, message: AbortMessage) -> None:
+    """Sends an abort message to one rank, and closes the connection. Local; waits for a short time at most."""
     connection = _Connection(peer, connected)
-    connection.say_farewell(farewell)
+    connection.send_abort(message)
     connection.close()
 
 

@@ -5,10 +5,10 @@ made. To open a channel, a rank connects to its partners with lower numbers, and
 with higher numbers. A rank connects with ``log2 W`` others for each channel, never with all.
 
 - Every wait is bounded, handles signals, and names the missing rank. A rank whose port refuses connections has ended.
-- The first bytes of a connection are a *greeting*: a secret of the accepting rank, the channel, the sender. A
-  connection with another beginning is closed. No rank blocks for a greeting: the sender may hang before it sends one.
+- The first bytes of a connection are a *handshake*: a secret of the accepting rank, the channel, the sender. A
+  connection with another beginning is closed. No rank blocks for a handshake: the sender may hang before it sends one.
 - A rank that cannot open a channel that the others wait for tells them (``refuse``): it connects to all partners, and
-  sends a greeting that is followed by a farewell.
+  sends a handshake that is followed by an abort message.
 - The interface is the first one in ``GLOO_SOCKET_IFNAME``, as for gloo. Without that variable a rank listens on all
   interfaces. Others try the address on the route to the store, the addresses of the host's name, and, on the same host,
   the loopback address.
@@ -30,23 +30,23 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, final
 
 from torchdistinput.coordination.connections import (
+    AbortMessage,
     Connections,
     Departed,
-    Farewell,
-    take_leave,
+    abort_connection,
     tell_waiting,
     wait_for_sockets,
 )
 from torchdistinput.coordination.fork_safety import register_for_forks
 from torchdistinput.errors import InputError
 
-_GREETING: Final = struct.Struct("<16sqqq")  # secret, channel, sender, length of the farewell that follows
+_HANDSHAKE: Final = struct.Struct("<16sqqq")  # secret, channel, sender, length of the abort message that follows
 _LOOK_SECONDS: Final = 0.5
 _CONNECT_SECONDS: Final = 1.0
 _REFUSE_SECONDS: Final = 1.0
 _MAX_LOOK_SECONDS: Final = 8.0  # between two trials whether a rank that does not come has ended
 _BACKLOG: Final = 128
-_MAX_FAREWELL: Final = 1 << 16
+_MAX_ABORT: Final = 1 << 16
 
 
 class Address(NamedTuple):
@@ -126,9 +126,9 @@ class Endpoint:
             secrets.token_bytes(16),
         )
         self._by_rank: dict[int, Address] = {}
-        self._arriving: dict[socket.socket, bytearray] = {}  # and the greeting so far: a rank may stand still
+        self._arriving: dict[socket.socket, bytearray] = {}  # and the handshake so far: a rank may stand still
         self._early: dict[tuple[int, int], socket.socket] = {}  # connections for channels that are not open here yet
-        self._refused: dict[int, Farewell] = {}  # by channel
+        self._refused: dict[int, AbortMessage] = {}  # by channel
         self._oldest = 0  # the number of the oldest channel that may still be opened
         register_for_forks(self)
 
@@ -157,22 +157,22 @@ class Endpoint:
                     self._dial_in_time(peer, opening)
             self._accept_in_time(opening)
         except BaseException as error:
-            self._take_leave(found, number, self._farewell(error, seconds))
+            self._abort_with(found, number, self._abort_message(error, seconds))
             raise
         return Connections(self._rank, len(self._names), found)
 
-    def _farewell(self, error: BaseException, seconds: float) -> Farewell:
+    def _abort_message(self, error: BaseException, seconds: float) -> AbortMessage:
         if isinstance(error, Departed):
-            return error.farewell
+            return error.message
         if isinstance(error, Late):
             late = ", ".join(str(self._names[rank]) for rank in error.ranks)
-            return Farewell(self._rank, f"{Farewell.GAVE_UP} for rank {late} after {seconds:g} seconds")
-        return Farewell(self._rank, f"was interrupted by {type(error).__name__}")
+            return AbortMessage(self._rank, f"{AbortMessage.GAVE_UP} for rank {late} after {seconds:g} seconds")
+        return AbortMessage(self._rank, f"was interrupted by {type(error).__name__}")
 
     def refuse(self, number: int, why: str) -> None:
         """Tells all partners that this rank will not open the channel, for which they may wait. Local, bounded."""
         self._forget_before(number)
-        self._take_leave({}, number, Farewell(self._rank, why))
+        self._abort_with({}, number, AbortMessage(self._rank, why))
 
     def _forget_before(self, number: int) -> None:
         self._oldest = number
@@ -181,18 +181,18 @@ class Endpoint:
         for old in [old for old in self._refused if old < number]:
             del self._refused[old]
 
-    def _take_leave(self, found: Mapping[int, socket.socket], number: int, farewell: Farewell) -> None:
+    def _abort_with(self, found: Mapping[int, socket.socket], number: int, message: AbortMessage) -> None:
         until = time.monotonic() + _REFUSE_SECONDS
         for peer in self._by_rank:
             with contextlib.suppress(OSError):  # it has ended, or cannot be reached: no rank waits there
-                self._dial(peer, number, max(0.01, until - time.monotonic()), farewell.to_bytes()).close()
+                self._dial(peer, number, max(0.01, until - time.monotonic()), message.to_bytes()).close()
         # After the dialling: a partner that dials later finds the refusal, and one that dialled before is found here.
         self._accept_all()
         early = {peer: self._early.pop((number, peer)) for peer in self._by_rank if (number, peer) in self._early}
         for peer, connected in (*found.items(), *early.items()):
-            take_leave(peer, connected, farewell)
-        while self._arriving:  # a partner that stands still before its greeting would wait here later
-            take_leave(-1, self._arriving.popitem()[0], farewell)
+            abort_connection(peer, connected, message)
+        while self._arriving:  # a partner that stands still before its handshake would wait here later
+            abort_connection(-1, self._arriving.popitem()[0], message)
 
     def _dial_in_time(self, peer: int, opening: _Opening) -> None:
         number, began, seconds, found, meanwhile = opening
@@ -214,7 +214,7 @@ class Endpoint:
         self._accept_all()
         self._raise_if_refused(number)
         if (number, peer) not in self._early:
-            raise Departed(Farewell(peer, Farewell.DIED)) from error
+            raise Departed(AbortMessage(peer, AbortMessage.DIED)) from error
 
     def _raise_if_refused(self, number: int) -> None:
         if number in self._refused:
@@ -256,41 +256,41 @@ class Endpoint:
                 self._raise_ended(peer, number, error)
 
     def _accept_all(self) -> None:
-        """Takes all connections that wait to be accepted, and those whose greeting is complete by now."""
+        """Takes all connections that wait to be accepted, and those whose handshake is complete by now."""
         with contextlib.suppress(BlockingIOError, ConnectionError, InterruptedError):
             while True:
                 connected, _ = self._listener.accept()
                 connected.setblocking(False)
                 self._arriving[connected] = bytearray()
-        for connected, greeting in list(self._arriving.items()):
-            if _receive_greeting(connected, greeting, self.address.secret):
+        for connected, handshake in list(self._arriving.items()):
+            if _receive_handshake(connected, handshake, self.address.secret):
                 del self._arriving[connected]
-                self._welcome(connected, bytes(greeting))
+                self._accept_one(connected, bytes(handshake))
         while len(self._arriving) > _BACKLOG:  # connections that send nothing: the oldest is closed
             oldest = next(iter(self._arriving))
             del self._arriving[oldest]
             oldest.close()
 
-    def _welcome(self, connected: socket.socket, greeting: bytes) -> None:
+    def _accept_one(self, connected: socket.socket, handshake: bytes) -> None:
         """Keeps the connection of a partner, or the reason of a refusal; closes other connections, and late ones."""
-        if not greeting:
+        if not handshake:
             connected.close()
             return
-        _, number, peer, _ = _GREETING.unpack_from(greeting)
-        farewell = greeting[_GREETING.size :]
-        if number < self._oldest or farewell or peer not in self._by_rank:
+        _, number, peer, _ = _HANDSHAKE.unpack_from(handshake)
+        message = handshake[_HANDSHAKE.size :]
+        if number < self._oldest or message or peer not in self._by_rank:
             connected.close()
-            if farewell and number >= self._oldest:
-                self._refused.setdefault(number, Farewell.from_bytes(farewell, peer))
+            if message and number >= self._oldest:
+                self._refused.setdefault(number, AbortMessage.from_bytes(message, peer))
             return
         before = self._early.pop((number, peer), None)
         if before is not None:
             before.close()
         self._early[number, peer] = connected
 
-    def _dial(self, peer: int, number: int, seconds: float, farewell: bytes = b"") -> socket.socket:
+    def _dial(self, peer: int, number: int, seconds: float, message: bytes = b"") -> socket.socket:
         connected = self._connect(peer, seconds)
-        connected.sendall(_GREETING.pack(self._by_rank[peer].secret, number, self._rank, len(farewell)) + farewell)
+        connected.sendall(_HANDSHAKE.pack(self._by_rank[peer].secret, number, self._rank, len(message)) + message)
         return connected
 
     def _connect(self, peer: int, seconds: float) -> socket.socket:
@@ -320,15 +320,15 @@ class Endpoint:
         self.close()
 
 
-def _receive_greeting(connected: socket.socket, greeting: bytearray, secret: bytes) -> bool:
-    """Continues to read a greeting without waiting. Whether it is complete; it is left empty if it is not valid."""
+def _receive_handshake(connected: socket.socket, handshake: bytearray, secret: bytes) -> bool:
+    """Continues to read a handshake without waiting. Whether it is complete; it is left empty if it is not valid."""
     while True:
-        if not secret.startswith(greeting[: len(secret)]):
-            greeting.clear()
+        if not secret.startswith(handshake[: len(secret)]):
+            handshake.clear()
             return True
-        missing = _GREETING.size - len(greeting)
+        missing = _HANDSHAKE.size - len(handshake)
         if missing <= 0:
-            missing += max(0, min(_GREETING.unpack_from(greeting)[3], _MAX_FAREWELL))
+            missing += max(0, min(_HANDSHAKE.unpack_from(handshake)[3], _MAX_ABORT))
             if missing <= 0:
                 return True
         try:
@@ -338,9 +338,9 @@ def _receive_greeting(connected: socket.socket, greeting: bytearray, secret: byt
         except OSError:
             received = b""
         if not received:
-            greeting.clear()
+            handshake.clear()
             return True
-        greeting += received
+        handshake += received
 
 
 def _listen(address: str) -> socket.socket:

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchdistinput.coordination.channel import ProcessGroupChannel, lost
-from torchdistinput.coordination.connections import Array, Connections, Departed, Farewell
+from torchdistinput.coordination.connections import AbortMessage, Array, Connections, Departed
 from torchdistinput.coordination.endpoint import Address, Endpoint, Late
 from torchdistinput.coordination.exchanges import Exchange, StartedExchange
 from torchdistinput.coordination.launch import Members, find_launch, store_of_default_group
@@ -239,7 +239,8 @@ class ProcessGroupRanks:
             return meeting.conclude()
         except CoordinationTimeout:
             late = self._names(control.late())
-            control.gave_up = f"{Farewell.GAVE_UP} for rank {late} in {what} after {self._timeout_seconds:g} seconds"
+            after = f"after {self._timeout_seconds:g} seconds"
+            control.gave_up = f"{AbortMessage.GAVE_UP} for rank {late} in {what} {after}"
             raise
         except RankLost as error:
             self._meeting = None
@@ -304,7 +305,7 @@ class ProcessGroupRanks:
             self._look_for_late(late.ranks, self._timeout_seconds, what, warned=warned)
             raise
         except Departed as departed:
-            raise RankLost(f"{what}: {lost(departed.farewell, self._ranks)}") from departed
+            raise RankLost(f"{what}: {lost(departed.message, self._ranks)}") from departed
         give_back = partial(self._free.add, number)  # without self: its channels must not keep it alive
         return ProcessGroupChannel(connections, give_back, self._ranks)
 

@@ -48,12 +48,12 @@ from torchdistinput.step_types import (
     Held,
     LocalStep,
     Missed,
-    News,
     OpaqueBatch,
     Outcome,
     PastEnd,
     PeriodicSync,
     Raised,
+    Updates,
 )
 
 _LOG = logging.getLogger("torchdistinput")
@@ -78,7 +78,7 @@ class StepSync:
       max_errors: samples that all ranks together may leave out; ``None`` where none is ever left out.
       ahead: the prefetch depth at first and at least, where the depth may grow up to ``slots``; ``None`` where the
         depth is fixed.
-      news: facts that this rank may have for all ranks at any time; ``None`` where there can be none.
+      updates: facts that this rank may have for all ranks at any time; ``None`` where there can be none.
     """
 
     def __init__(  # noqa: PLR0913 - one stage is one call
@@ -96,7 +96,7 @@ class StepSync:
         periodic_sync: PeriodicSync | None = None,
         max_errors: int | None = None,
         ahead: tuple[int, int] | None = None,
-        news: News | None = None,
+        updates: Updates | None = None,
     ) -> None:
         self._channel = channel
         self._slots = slots
@@ -118,7 +118,7 @@ class StepSync:
         self._epoch, self._first_step = begins_at
         self._rows = self._passed_over = 0
         self._periodic_sync = periodic_sync
-        self._news = news
+        self._updates = updates
         self._over = False
         self._max_errors = max_errors
         self._skipped = 0  # samples that are missing in the agreed steps
@@ -204,8 +204,8 @@ class StepSync:
         A step that has samples and lost none is agreed by law A1; this is decided here without forming a report. A step
         that failed is ``Missed`` if the data goes on: there is no other rank that would count the steps differently.
         """
-        if self._news is not None and self._news.pending and self._channel is None:
-            self._news.learn(self._rows, [self._news.mine(self._rows)])
+        if self._updates is not None and self._updates.pending and self._channel is None:
+            self._updates.learn(self._rows, [self._updates.mine(self._rows)])
         if self._agrees_at_once and type(held) is LocalStep:
             sizes = held.sizes
             size = sizes[0] if len(sizes) == 1 else sum(sizes)
@@ -249,7 +249,7 @@ class StepSync:
         outcomes: list[Outcome] = self._read_ahead(decision.ahead)
         outcomes += [self._agreed(global_size) for global_size in decision.steps]
         yield from self._sync_positions(before)
-        if decision.news and (problem := (yield from self._hear_news())) is not None:
+        if decision.updates and (problem := (yield from self._exchange_updates())) is not None:
             return [*outcomes, self._finish(Raised(problem))]
         if decision.draws_differ:
             outcomes.append(self._finish(Raised((yield from self._difference_of_draws()))))
@@ -284,8 +284,8 @@ class StepSync:
         read: tuple[int, ...] = ()
         if self._peer_weight:
             read = tuple([held.read if type(held) is LocalStep else 0 for held in next_steps])
-        news = self._news is not None and self._news.pending
-        report = StepReport(sizes, failed, self._stopped, self._checker.digest, drawn, skipped, ahead, read, news)
+        updates = self._updates is not None and self._updates.pending
+        report = StepReport(sizes, failed, self._stopped, self._checker.digest, drawn, skipped, ahead, read, updates)
         words = report.words(self._slots, self._weight, self._peer_weight)
         if self._channel is None:
             return decide(words, 1, self._max_errors)
@@ -330,14 +330,14 @@ class StepSync:
         if rows > _last_sync(before, periodic_sync, seldom):
             periodic_sync.learn(rows, (yield from channel.gather(periodic_sync.mine(rows))))
 
-    def _hear_news(self) -> Exchange[BaseException | None]:
-        """All ranks exchange their news, law A9. Collective: every rank saw the same flag."""
-        news = self._news
-        if news is None or self._channel is None:
+    def _exchange_updates(self) -> Exchange[BaseException | None]:
+        """All ranks exchange their updates, law A9. Collective: every rank saw the same flag."""
+        updates = self._updates
+        if updates is None or self._channel is None:
             return None
-        texts = yield from self._channel.gather(news.mine(self._rows))
+        texts = yield from self._channel.gather(updates.mine(self._rows))
         try:
-            news.learn(self._rows, texts)
+            updates.learn(self._rows, texts)
         except InputError as error:  # the same on every rank
             return error
         return None

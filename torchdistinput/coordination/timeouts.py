@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol, final
 
-from torchdistinput.coordination.connections import Farewell
+from torchdistinput.coordination.connections import AbortMessage
 from torchdistinput.errors import CoordinationTimeout
 
 _LOG = logging.getLogger("torchdistinput")
@@ -61,7 +61,7 @@ class StragglerTimeout:
         late = ", ".join(str(self._names(rank)) for rank in self._votes.late()) or "unknown"
         place = f"at step {step}"
         if is_over:
-            self._votes.abort(f"{Farewell.GAVE_UP} for rank {late} {place} after {self._timeout_seconds:g} seconds")
+            self._votes.abort(f"{AbortMessage.GAVE_UP} for rank {late} {place} after {self._timeout_seconds:g} seconds")
             return CoordinationTimeout(
                 f"rank {late} did not come to the exchange {place} within {self._timeout_seconds:g} seconds. It is "
                 "still busy with its data or its training step, or it left its loop; look at what it does there "

@@ -6,7 +6,7 @@ report is ``4 + 2K`` words of 64 bits. The words of all ranks are summed, so one
 - word 0: four counters of 15 bits: ranks that failed, stopped, lack the structure, know the structure.
 - words 1 and 2: the sums of ``d`` and of ``d * d`` over the ranks that know a structure with digest ``d`` (24 bits).
   The structures are equal if and only if ``count * sum(d * d) == sum(d) ** 2`` (Cauchy and Schwarz). Word 1 has above
-  its sum (39 bits) the ranks that have news (15 bits).
+  its sum (39 bits) the ranks that have updates (15 bits).
 - word 3: samples that were left out because they could not be read, up to and including the first step of the report
   (33 bits); ranks that ask for a larger prefetch depth, and ranks that ask for a smaller one (15 bits each).
 - word 4 + j, for the j-th step not yet agreed: ranks that hold it (15 bits), ranks for which it is not past their end
@@ -31,8 +31,8 @@ The laws. Every rank applies them to the same sums, so all ranks decide the same
     whatever they read ahead.
 (A8) The prefetch depth grows when every rank asks for a larger one, and shrinks when one rank asks for a smaller one.
     The depth decides how often user code was called at a step, so it changes on all ranks at the same step.
-(A9) Where a rank has news, such as new weights of a mixture, all ranks exchange a text right after the steps of this
-    message are agreed. So all have heard the news before the next step is agreed.
+(A9) Where a rank has updates, such as new weights of a mixture, all ranks exchange a text right after the steps of this
+    message are agreed. So all have heard them before the next step is agreed.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _HEAD = 4  # words before the words of the steps
 _HOLDING = _SAMPLE_BITS + _COUNTER_BITS  # bits of a step's word below the ranks that hold it
 _HELD = 1 << _HOLDING
 _HELD_AND_LIVE = _HELD + (1 << _SAMPLE_BITS)
-_WISHES = {0: 0, 1: 1 << _SAMPLE_BITS, -1: 1 << _HOLDING}
+_REQUESTS = {0: 0, 1: 1 << _SAMPLE_BITS, -1: 1 << _HOLDING}
 
 
 @final
@@ -75,7 +75,7 @@ class StepReport(NamedTuple):
       skipped: samples that this rank left out in this epoch, up to and including the first of ``sizes``.
       ahead: 1 if this rank asks for a larger prefetch depth, -1 for a smaller one.
       read: the digest of the data that this rank read for each step in ``sizes``; 0, or missing, where there is none.
-      news: this rank has news for all ranks.
+      updates: this rank has updates for all ranks.
     """
 
     sizes: tuple[int | None, ...]
@@ -86,7 +86,7 @@ class StepReport(NamedTuple):
     skipped: int = 0
     ahead: int = 0
     read: tuple[int, ...] = ()
-    news: bool = False
+    updates: bool = False
 
     def words(self, num_slots: int, weight: int = 0, peer_weight: int = 0) -> list[int]:
         """The report as ``4 + 2 * num_slots`` summable words. More steps than slots wait for the next exchange.
@@ -99,7 +99,8 @@ class StepReport(NamedTuple):
         digest = self.digest
         knows = digest is not None
         flags = self.failed | self.stopped << _COUNTER_BITS | (not knows) << _LACKING | knows << _KNOWING
-        words = [flags, (digest or 0) + (self.news << _DIGESTS), (digest or 0) ** 2, self.skipped + _WISHES[self.ahead]]
+        words = [flags, (digest or 0) + (self.updates << _DIGESTS), (digest or 0) ** 2]
+        words += [self.skipped + _REQUESTS[self.ahead]]
         words += [_HELD if size is None else _HELD_AND_LIVE + size for size in self.sizes[:num_slots]]
         words += [0] * (_HEAD + num_slots - len(words))
         # A sum of such words wraps around as the numbers modulo 2**64 do.
@@ -127,7 +128,7 @@ class StepDecision(NamedTuple):
       skipped: samples that all ranks left out, up to and including the next step of each.
       too_many_skipped: ``skipped`` is more than allowed.
       ahead: 1 if the prefetch depth grows, -1 if it shrinks.
-      news: some rank has news.
+      updates: some rank has updates.
     """
 
     steps: tuple[int, ...]
@@ -140,7 +141,7 @@ class StepDecision(NamedTuple):
     skipped: int = 0
     too_many_skipped: bool = False
     ahead: int = 0
-    news: bool = False
+    updates: bool = False
 
 
 def count(word: int) -> tuple[int, int, int]:
@@ -157,7 +158,7 @@ def decide(words: Sequence[int], num_ranks: int, max_skipped: int | None = None)
       max_skipped: how many samples may be left out; ``None`` for any number.
     """
     flags, digests, squares, others = words[:_HEAD]
-    news, digests = digests >> _DIGESTS, digests & (1 << _DIGESTS) - 1
+    updates, digests = digests >> _DIGESTS, digests & (1 << _DIGESTS) - 1
     stopped, knowing = flags >> _COUNTER_BITS & _COUNTER, flags >> _KNOWING & _COUNTER
     differ = knowing * squares != digests * digests
     skipped = others & MAX_SAMPLES
@@ -178,7 +179,7 @@ def decide(words: Sequence[int], num_ranks: int, max_skipped: int | None = None)
         skipped=skipped,
         too_many_skipped=too_many,
         ahead=-1 if less else int(further == num_ranks),
-        news=news > 0,
+        updates=updates > 0,
     )
 
 

@@ -18,7 +18,7 @@ from torchdistinput.sources.read_failures import Failure
 from torchdistinput.sources.rng import Draw, plainly
 from torchdistinput.sources.set_epoch import EpochSetter
 from torchdistinput.sources.torch_loader.open_runs import OpenRuns
-from torchdistinput.step_types import Counted, Digest, News, PeriodicSync, SizedRow, Start, Stream
+from torchdistinput.step_types import Counted, Digest, PeriodicSync, SizedRow, Start, Stream, Updates
 
 _LOG = logging.getLogger("torchdistinput")
 
@@ -270,7 +270,7 @@ class RowStream:
       periodic_sync: see ``Stream.periodic_sync``.
       strings: see ``Stream.strings``.
       one_structure: see ``Stream.one_structure``.
-      news: see ``HasNews.news``.
+      updates: see ``HasUpdates.updates``.
     """
 
     def __init__(  # noqa: PLR0913 - one stream is one call
@@ -284,9 +284,9 @@ class RowStream:
         periodic_sync: PeriodicSync | None = None,
         strings: bool = False,
         one_structure: bool = False,
-        news: News | None = None,
+        updates: Updates | None = None,
     ) -> None:
-        self.news = news
+        self.updates = updates
         self.in_background = in_background
         self.one_structure = one_structure
         self.strings = strings

@@ -115,6 +115,6 @@ def _epoch_of(each: object) -> int | None:
 
 def set_announced_epoch(shared: SharedEpoch, dataset: Any) -> None:
     """In a persistent loader worker: sets the dataset's epoch when one begins, if a new epoch was announced."""
-    epoch = shared.news()
+    epoch = shared.announced()
     if epoch is not None:
         tell_epoch(epoch, dataset)

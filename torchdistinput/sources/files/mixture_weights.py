@@ -10,9 +10,9 @@ there before each batch; it is never as far as the position when the weights arr
 
 Weights that were set hold until others are set, in later epochs too, and a schedule ends there.
 
-Ranks call at different times, so a wish has the *moment* of its call: which loop over the data it was, the rows that
-were delivered, and which call it was since then. The latest moment counts, and a wish of an earlier one than was agreed
-is dropped. So where all ranks call, those that are late repeat what was agreed.
+Ranks call at different times, so a request has the *moment* of its call: which loop over the data it was, the rows that
+were delivered, and which call it was since then. The latest moment counts, and a request of an earlier moment than the
+agreed one is dropped. So where all ranks call, the late ranks repeat what was agreed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torchdistinput.plan.mixing import shares
 _MOST: Final = 200  # changes in an epoch
 _SPARE: Final = 8  # steps, above all that a rank may have read ahead
 
-_Wish: TypeAlias = tuple[tuple[int, ...], tuple[float, ...]]
+_WeightsRequest: TypeAlias = tuple[tuple[int, ...], tuple[float, ...]]
 """The moment of a call, and the weights."""
 
 
@@ -88,26 +88,26 @@ class MixtureWeights:
         self._lock = threading.Lock()  # the user's thread sets weights, the thread that votes sends them
         self._loop, self._delivered = 0, _nothing
         self._asked: tuple[int, ...] = ()  # the moment of the last call here
-        self._wish: _Wish | None = None
-        self._agreed: _Wish = (), ()  # the last one
+        self._request: _WeightsRequest | None = None
+        self._agreed: _WeightsRequest = (), ()  # the last one
         with torch.inference_mode(mode=False):  # an inference tensor could not be written outside of inference mode
             size = 1 + 2 * _MOST * (3 + len(self.names))  # the version, and two halves: see ``_write``
-            self._board = torch.frombuffer(mmap.mmap(-1, 8 * size), dtype=torch.float64)
+            self._shared = torch.frombuffer(mmap.mmap(-1, 8 * size), dtype=torch.float64)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_lock": None, "_wish": None, "_delivered": _nothing}
+        return {**vars(self), "_lock": None, "_request": None, "_delivered": _nothing}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._lock = threading.Lock()
-        if not self._board.is_shared():  # type: ignore[no-untyped-call] # a copy: its workers are not forked yet
-            board = torch.frombuffer(mmap.mmap(-1, 8 * len(self._board)), dtype=torch.float64)
-            self._board = board.copy_(self._board)
+        if not self._shared.is_shared():  # type: ignore[no-untyped-call] # a copy: its workers are not forked yet
+            shared = torch.frombuffer(mmap.mmap(-1, 8 * len(self._shared)), dtype=torch.float64)
+            self._shared = shared.copy_(self._shared)
 
     @property
     def version(self) -> int:
         """A number that changes with the weights; also in a loader worker."""
-        return int(self._board[0])
+        return int(self._shared[0])
 
     @property
     def were_set(self) -> bool:
@@ -124,7 +124,7 @@ class MixtureWeights:
             version = self.version
             width, count = 3 + len(self.names), version & 0xFFFF
             start = self._start(version >> 16)
-            rows = self._board[start : start + count * width].reshape(count, width).tolist()
+            rows = self._shared[start : start + count * width].reshape(count, width).tolist()
             if self.version == version:  # else the rows may be of a later version
                 return version, [_Change(int(row[0]), int(row[1]), int(row[2]), tuple(row[3:])) for row in rows]
 
@@ -133,8 +133,8 @@ class MixtureWeights:
         writes = (self.version >> 16) + 1
         rows = [value for each in found for value in (*each[:3], *each.weights)]
         start = self._start(writes)
-        self._board[start : start + len(rows)] = torch.tensor(rows, dtype=torch.float64)
-        self._board[0] = float(writes << 16 | len(found))
+        self._shared[start : start + len(rows)] = torch.tensor(rows, dtype=torch.float64)
+        self._shared[0] = float(writes << 16 | len(found))
 
     def _start(self, writes: int) -> int:
         return 1 + writes % 2 * _MOST * (3 + len(self.names))
@@ -181,7 +181,7 @@ class MixtureWeights:
         with self._lock:
             now = self._loop, self._delivered()
             self._asked = *now, 1 + (self._asked[2] if self._asked[:2] == now else 0)
-            self._wish = self._asked, tuple(float(weights.get(name, 0)) for name in self.names)
+            self._request = self._asked, tuple(float(weights.get(name, 0)) for name in self.names)
 
     def follow(self, delivered: Callable[[], int]) -> None:
         """Begins another loop over the data, as all ranks do together.
@@ -193,16 +193,16 @@ class MixtureWeights:
             self._loop, self._delivered = self._loop + 1, delivered
 
     @property
-    def wished(self) -> bool:
+    def requested(self) -> bool:
         """Whether weights were asked for here that the ranks have not agreed on."""
-        return self._wish is not None
+        return self._request is not None
 
-    def wish(self) -> _Wish | None:
+    def request(self) -> _WeightsRequest | None:
         """The weights that were asked for here."""
         with self._lock:
-            return self._wish
+            return self._request
 
-    def settle(self, asked: Mapping[int, _Wish], sent: _Wish | None) -> tuple[float, ...] | None:
+    def settle(self, asked: Mapping[int, _WeightsRequest], sent: _WeightsRequest | None) -> tuple[float, ...] | None:
         """Chooses among the weights that ranks asked for; ``None`` if others were agreed at the same moment or later.
 
         Args:
@@ -213,8 +213,8 @@ class MixtureWeights:
           RankDisagreement: ranks asked for different weights at one moment.
         """
         with self._lock:
-            if self._wish == sent:  # else weights were asked for since
-                self._wish = None
+            if self._request == sent:  # else weights were asked for since
+                self._request = None
         moment = max(each for each, _ in asked.values())
         if moment < self._agreed[0]:
             return None
@@ -286,7 +286,7 @@ class MixtureWeights:
 
 @final
 class WeightsSync:
-    """Brings weights that were set on some rank to all ranks; see ``step_types.News``.
+    """Brings weights that were set on some rank to all ranks; see ``step_types.Updates``.
 
     Args:
       weights: of the mixture.
@@ -299,24 +299,24 @@ class WeightsSync:
     def __init__(self, weights: MixtureWeights, epoch: int, first_row: int, batch_size: int, lead: int) -> None:
         self._weights, self._epoch = weights, epoch
         self._first_row, self._batch_size, self._lead = first_row, batch_size, lead + _SPARE
-        self._sent: _Wish | None = None
+        self._sent: _WeightsRequest | None = None
 
     def follow(self, delivered: Callable[[], int]) -> None:
-        """See ``News.follow``."""
+        """See ``Updates.follow``."""
         self._weights.follow(delivered)
 
     @property
     def pending(self) -> bool:
-        """See ``News.pending``."""
-        return self._weights.wished
+        """See ``Updates.pending``."""
+        return self._weights.requested
 
     def mine(self, rows: int) -> str:
-        """See ``News.mine``."""
-        wish = self._sent = self._weights.wish()
-        return json.dumps({"read": self._first_row + rows + self._lead, "weights": wish})
+        """See ``Updates.mine``."""
+        request = self._sent = self._weights.request()
+        return json.dumps({"read": self._first_row + rows + self._lead, "weights": request})
 
     def learn(self, rows: int, texts: Sequence[str]) -> None:
-        """See ``News.learn``.
+        """See ``Updates.learn``.
 
         Raises:
           RankDisagreement: ranks asked for different weights at once.

@@ -27,14 +27,14 @@ class SharedEpoch:
 
     def __init__(self) -> None:
         self._heard = 0
-        self._announced = _new_board()
+        self._announced = _new_memory()
 
     def announce(self, epoch: int) -> None:
         """Announces an epoch to every process that shares the memory."""
         self._announced[0] = epoch
         self._announced[1] += 1
 
-    def news(self) -> int | None:
+    def announced(self) -> int | None:
         """The epoch that was announced since the last call in this process; ``None`` if none was."""
         epoch, announcements = self._announced.tolist()
         if announcements == self._heard:
@@ -45,7 +45,7 @@ class SharedEpoch:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         if not self._announced.is_shared():  # type: ignore[no-untyped-call] # a copy: its workers are not forked yet
-            self._announced = _new_board().copy_(self._announced)
+            self._announced = _new_memory().copy_(self._announced)
 
 
 @final
@@ -54,7 +54,7 @@ class EpochCounter:
 
     def __init__(self) -> None:
         self._next = 0
-        self._board = SharedEpoch()
+        self._shared = SharedEpoch()
 
     def announce(self, epoch: int) -> None:
         """Sets the next epoch, in every process that shares the memory.
@@ -62,17 +62,17 @@ class EpochCounter:
         Raises:
           TypeError: it is no int.
         """
-        self._board.announce(checked_int("epoch", epoch))
+        self._shared.announce(checked_int("epoch", epoch))
 
     def take(self) -> int:
         """The epoch that starts now."""
-        announced = self._board.news()
+        announced = self._shared.announced()
         epoch = self._next if announced is None else announced
         self._next = epoch + 1
         return epoch
 
 
-def _new_board() -> torch.Tensor:
+def _new_memory() -> torch.Tensor:
     """A tensor with the epoch, and the number of announcements."""
     with torch.inference_mode(mode=False):  # an inference tensor could not be written outside of inference mode
         return torch.frombuffer(mmap.mmap(-1, 16), dtype=torch.int64)

@@ -291,7 +291,7 @@ class RecordSource(Source):
             periodic_sync=common,
             strings=self._lists_strings,
             one_structure=self._cutter.global_batch_size is None and self._options.split_fn is None,
-            news=None if mixture is None else WeightsSync(mixture.weights, epoch, position.rows, size, self._lead),
+            updates=None if mixture is None else WeightsSync(mixture.weights, epoch, position.rows, size, self._lead),
         )
 
     @property
