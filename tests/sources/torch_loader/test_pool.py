@@ -41,22 +41,22 @@ def new_arena(workers: int = 1) -> SharedPool:
 
 @pytest.mark.parametrize("walled", [False, True])
 @pytest.mark.parametrize("seed", range(20))
-def test_places_do_not_overlap_or_lie_across_a_wall_and_are_one_again_in_the_end(seed: int, walled: bool) -> None:
+def test_places_do_not_overlap_or_lie_across_a_boundary_and_are_one_again_in_the_end(seed: int, walled: bool) -> None:
     draw, whole = random.Random(seed), 1 << (17 if walled else 14)
-    free, taken, wall = Free(whole), dict[int, int](), whole
+    free, taken, boundary = Free(whole), dict[int, int](), whole
     for turn in range(400):
         if walled and turn == 100:
-            wall = free.wall_off()
-            assert wall % mmap.PAGESIZE == 0
-            assert 0 < wall < whole
-            assert all(lo + size <= wall for lo, size in taken.items())
+            boundary = free.set_boundary()
+            assert boundary % mmap.PAGESIZE == 0
+            assert 0 < boundary < whole
+            assert all(lo + size <= boundary for lo, size in taken.items())
         if draw.random() < 0.55:
             size = draw.randint(1, 3000)
             lo = free.take(size)
             if lo is None:
                 continue
             assert lo >= 0
-            assert lo + size <= (wall if lo < wall else whole)
+            assert lo + size <= (boundary if lo < boundary else whole)
             assert lo % 64 == 0
             assert all(lo + size <= other or other + taken[other] <= lo for other in taken)
             taken[lo] = size
@@ -65,8 +65,8 @@ def test_places_do_not_overlap_or_lie_across_a_wall_and_are_one_again_in_the_end
             free.give_back(lo, taken.pop(lo))
     for lo, size in taken.items():
         free.give_back(lo, size)
-    sides = [size for size in (wall, whole - wall) if size]
-    assert {free.take(size) for size in sides} == ({0, wall} if walled else {0})
+    sides = [size for size in (boundary, whole - boundary) if size]
+    assert {free.take(size) for size in sides} == ({0, boundary} if walled else {0})
 
 
 def test_the_lowest_place_that_fits_is_taken() -> None:

@@ -178,12 +178,12 @@ class Free:
 
     def __init__(self, size: int) -> None:
         self._holes = [(0, size)]
-        self._wall = 0
+        self._boundary = 0
         self._top = 0  # the end of the highest range that was ever taken
 
-    def wall_off(self, at: int = 0) -> int:
-        """Sets a wall that no range crosses from now on: at ``at``, or behind all ranges so far. Returns its place."""
-        at = self._wall = at or _up(self._top, _PAGE)
+    def set_boundary(self, at: int = 0) -> int:
+        """Sets a boundary that no range crosses from now on: at ``at``, or behind all ranges so far. Returns its place."""
+        at = self._boundary = at or _up(self._top, _PAGE)
         self._holes = [
             part for lo, hi in self._holes for part in ([(lo, at), (at, hi)] if lo < at < hi else [(lo, hi)])
         ]
@@ -204,7 +204,7 @@ class Free:
         insort(self._holes, (lo, lo + _up(size, _ALIGNMENT)))
         merged = self._holes[:1]
         for begin, end in self._holes[1:]:
-            if begin == merged[-1][1] != self._wall:
+            if begin == merged[-1][1] != self._boundary:
                 merged[-1] = (merged[-1][0], end)
             else:
                 merged.append((begin, end))

@@ -73,7 +73,7 @@ class PoolAllocator:
         self._free = Free(self._size)
         self._front = shared_pool.front(worker)
         if self._front.length:  # an earlier worker has set the region
-            self._free.wall_off(self._front.length)
+            self._free.set_boundary(self._front.length)
         self._blocks: dict[int, PoolBlock] = {}
         self._batches: dict[int, list[PoolBlock]] = {}  # by entry
         self.number = 0
@@ -134,7 +134,7 @@ class PoolAllocator:
         self._batches[entry] = blocks
         self._ledger[entry] = self.number
         if self.number >= _SETTLED and not self._front.length:
-            self._front.reach(self._free.wall_off())
+            self._front.reach(self._free.set_boundary())
         return entry
 
     def take_back(self) -> None:
