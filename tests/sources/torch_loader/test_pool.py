@@ -39,13 +39,13 @@ def new_arena(workers: int = 1) -> SharedPool:
     return shared_pool
 
 
-@pytest.mark.parametrize("walled", [False, True])
+@pytest.mark.parametrize("bounded", [False, True])
 @pytest.mark.parametrize("seed", range(20))
-def test_places_do_not_overlap_or_lie_across_a_boundary_and_are_one_again_in_the_end(seed: int, walled: bool) -> None:
-    draw, whole = random.Random(seed), 1 << (17 if walled else 14)
+def test_places_do_not_overlap_or_lie_across_a_boundary_and_are_one_again_in_the_end(seed: int, bounded: bool) -> None:
+    draw, whole = random.Random(seed), 1 << (17 if bounded else 14)
     free, taken, boundary = Free(whole), dict[int, int](), whole
     for turn in range(400):
-        if walled and turn == 100:
+        if bounded and turn == 100:
             boundary = free.set_boundary()
             assert boundary % mmap.PAGESIZE == 0
             assert 0 < boundary < whole
@@ -66,7 +66,7 @@ def test_places_do_not_overlap_or_lie_across_a_boundary_and_are_one_again_in_the
     for lo, size in taken.items():
         free.give_back(lo, size)
     sides = [size for size in (boundary, whole - boundary) if size]
-    assert {free.take(size) for size in sides} == ({0, boundary} if walled else {0})
+    assert {free.take(size) for size in sides} == ({0, boundary} if bounded else {0})
 
 
 def test_the_lowest_place_that_fits_is_taken() -> None:

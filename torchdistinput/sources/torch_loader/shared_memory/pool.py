@@ -182,7 +182,7 @@ class Free:
         self._top = 0  # the end of the highest range that was ever taken
 
     def set_boundary(self, at: int = 0) -> int:
-        """Sets a boundary that no range crosses from now on: at ``at``, or behind all ranges so far. Returns its place."""
+        """Sets a boundary, which no range crosses: at ``at``, or behind all ranges so far. Returns its place."""
         at = self._boundary = at or _up(self._top, _PAGE)
         self._holes = [
             part for lo, hi in self._holes for part in ([(lo, at), (at, hi)] if lo < at < hi else [(lo, hi)])
