@@ -125,7 +125,7 @@ def gradients_under_ddp() -> list[tuple[list[int], float, list[torch.Tensor]]]:
     return found
 
 
-@pytest.mark.parametrize("world", [1, 3, 5])
+@pytest.mark.parametrize("world", [1, 3])
 def test_padded_gradients_are_those_of_one_process(world: int) -> None:
     loader = DataLoader(inputs.Records(), batch_size=5, shuffle=True, generator=inputs.generator())
     reference = net()

@@ -1,5 +1,7 @@
 """Runs a torch ``DataLoader``: its settings, its loader workers, and how they are ended.
 
+In this room a *worker* without more is a loader worker.
+
 - ``settings``: Which loaders are refused, and which of the user's settings are kept.
 - ``run``: The iterator of one epoch, its loader workers, and how both are ended.
 - ``open_runs``: How long a rank waits for its loader workers.
