@@ -107,7 +107,7 @@ else:  # hidden from type checkers, which would accept every attribute
 
             return readers
         if name == "preprocessing":
-            import torchdistinput.preprocessing as layers  # noqa: PLC0415 - only who preprocesses needs them
+            import torchdistinput.preprocessing as layers  # noqa: PLC0415 - only programs that preprocess need them
 
             return layers
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,7 +12,7 @@ keep a connection open after the parent has ended.
 
 ``logging`` takes its lock for a fork, and before Python 3.13 releases it in Python code. There Python ignores what the
 handler of a signal raises that came during the fork, also a Ctrl-C, and the lock stays taken: the next thread that asks
-for a logger waits for ever. So who forks loader workers looks for it (``private_names.interrupted_in_a_fork``).
+for a logger waits for ever. So code that forks loader workers looks for it (``private_names.interrupted_in_a_fork``).
 
 The garbage collector is off until these calls are made. It could find an iterator that was garbage in the parent, and
 would close it in the parent's name.

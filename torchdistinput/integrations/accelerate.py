@@ -145,7 +145,7 @@ class PreparedLoader:
         return self.loader.step
 
     def set_epoch(self, epoch: int) -> None:
-        """Sets the number of the next epoch. One that is not the next is drawn as if those before it had been read.
+        """Sets the number of the next epoch. A later epoch is drawn as if the epochs before it had been read.
 
         Raises:
           InputError: its order cannot be drawn again.

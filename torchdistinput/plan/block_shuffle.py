@@ -8,8 +8,9 @@ of a batch is in another block. Here the order is, by the law:
 (S3) Windows. Each ``window`` consecutive blocks of that order are a window; the last window may have fewer.
 (S4) Samples. All samples of a window come in the order of a keyed permutation, before any of the next window.
 
-So whoever keeps the blocks of one window in memory reads each block once in an epoch. With one window over all blocks
-the order is a full shuffle. Positions are found in constant time: only one block is short, and its place is known.
+So a reader that keeps the blocks of one window in memory reads each block once in an epoch. With one window over all
+blocks the order is a full shuffle. Positions are found in constant time: only one block is short, and its place is
+known.
 """
 
 from __future__ import annotations

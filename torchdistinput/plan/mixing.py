@@ -101,7 +101,7 @@ class _Segment:
         return cls(start, tuple(weights), tuple(before), block)
 
     def counts(self, blocks: int) -> list[int]:
-        """How many samples of each source came after so many of its blocks, with those before the segment."""
+        """How many samples of each source came before a block of the segment, also in earlier segments."""
         return [a + b for a, b in zip(self.before, _counts(self.weights, blocks * self.block), strict=True)]
 
     def block_of(self, source: int, index: int) -> int:

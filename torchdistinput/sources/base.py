@@ -82,7 +82,7 @@ class Source(ABC):
 
     @property
     def order_advice(self) -> str | None:
-        """What to write so that each epoch has the same order; empty if each has it; ``None`` if it is not known."""
+        """Advice how to give each epoch the same order; empty if each has it already; ``None`` if it is not known."""
         return None
 
     @abstractmethod

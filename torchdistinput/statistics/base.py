@@ -134,7 +134,7 @@ def joined(
 
 
 def _check_kinds(state: Mapping[str, Any], other: Mapping[str, Any]) -> None:
-    """Refuses numbers of another dtype, or features of another shape, than those of the state, if it has data."""
+    """Refuses numbers of another dtype, or features of another shape, than the state has, if it has data."""
     if state["dtype"] is None:
         return
     if state["dtype"] != other["dtype"]:

@@ -125,7 +125,7 @@ def collated(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 @final
 class SchemaOfFiles:
-    """The columns of the first file that was read, with which those of all others are compared."""
+    """The columns of the first file that was read, with which the columns of all other files are compared."""
 
     def __init__(self) -> None:
         self._first = ""
@@ -184,7 +184,7 @@ def _listed(schema: Mapping[str, str]) -> str:
 
 
 def _of(columns: dict[str, Any], types: dict[str, Any] | None = None) -> Columns:
-    """Columns that need no check; ``types`` are those of the columns of which these are a part."""
+    """A part of other columns, which has their ``types``, and needs no check."""
     made = Columns.__new__(Columns)
     made._columns = columns  # noqa: SLF001 - a second constructor
     made._size = len(next(iter(columns.values())))  # noqa: SLF001

@@ -218,7 +218,7 @@ class FileDataset(FragmentDataset):
 
 
 def _in_threads(ask: Callable[[int], T], indices: Sequence[int]) -> list[T]:
-    """What a request for each index returns; some requests are made at the same time."""
+    """The result of a request for each index; some requests are made at the same time."""
     with ThreadPoolExecutor(max(1, min(_MAX_ASKED_AT_ONCE, len(indices)))) as pool:
         return [*pool.map(ask, indices)]
 

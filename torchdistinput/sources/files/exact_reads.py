@@ -26,7 +26,7 @@ def read_pieces(file: BinaryIO, count: int) -> bytes:
 
 
 def cut_off(offset: int, needed: int, found: int, what: str) -> SourceError:
-    """What is said of a record or header at an offset that has fewer bytes than it needs."""
+    """The message for a record or header at an offset that has fewer bytes than it needs."""
     return SourceError(
         f"the file is cut off: the {what} at byte {offset} needs {needed} bytes, {found} are left", offset=offset
     )

@@ -1,8 +1,9 @@
 """Remote files kept in a local folder, for all processes of a host, so that each is downloaded once.
 
-**One download.** Who wants a file that is not there takes its lock (``flock``, which the system releases when a process
-dies), downloads to a file of another name, and renames it when it is whole. So a file in the folder is always complete.
-The others wait for the lock, as long as the download gets on; else they read the remote file without the folder.
+**One download.** A process that wants a missing file takes the file's lock (``flock``, which the system releases when a
+process dies), downloads to a file of another name, and renames it when it is whole. So a file in the folder is always
+complete. Other processes wait for the lock, as long as the download gets on; else they read the remote file without the
+folder.
 
 **Which content.** The name in the folder is a digest of the file's full name, its size, and the mark of its last change
 (an ETag, or a time). They are asked for at each opening. A changed file is downloaded anew.

@@ -44,7 +44,7 @@ class Fragments(Protocol):
     """The fragments of a ``FragmentDataset``: files, or the fragments of a ``FragmentSource``."""
 
     kind: str
-    """What one of them is called, in messages."""
+    """The word for one of them, in messages."""
     names: tuple[str, ...]
     in_blocks: bool
     """Whether records come in blocks, so that many are handed on at once."""
@@ -156,7 +156,7 @@ class FragmentDataset(IterableDataset[Any]):
 
     @property
     def kind(self) -> str:
-        """What a fragment is called: ``file``, or ``fragment``. Local."""
+        """The word for a fragment: ``file``, or ``fragment``. Local."""
         return self._fragments.kind
 
     def num_records(self) -> list[int] | None:
@@ -208,7 +208,7 @@ class FragmentDataset(IterableDataset[Any]):
 
     @property
     def order_advice(self) -> str:
-        """What to write so that each epoch has the same order; empty if each epoch has it already. Local."""
+        """Advice how to give each epoch the same order; empty if each epoch has it already. Local."""
         if not (self._shuffles[1] or self._shuffle_buffer):
             return ""
         return f"Give the {type(self).__name__} {self._shuffles[0]}=False and shuffle_buffer=0."

@@ -174,7 +174,7 @@ def _matching(filesystem: Any, folder: str, pattern: Sequence[str]) -> Iterator[
 
 
 def _entries_of(filesystem: Any, folder: str) -> list[tuple[str, str, int | None]]:
-    """What is in a folder, each with its type and size; nothing if there is no such folder."""
+    """The entries of a folder, each with its type and size; none if there is no such folder."""
     try:
         entries = filesystem.ls(folder, detail=True)
     except (FileNotFoundError, NotADirectoryError):

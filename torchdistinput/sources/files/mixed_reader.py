@@ -315,7 +315,7 @@ def decode_mixed(
     names: bool,
     skip: bool,
 ) -> Decoded:
-    """Decodes records, those of each source by the source.
+    """Decodes records: each source decodes its own.
 
     Args:
       parts: the sources.

@@ -1,4 +1,4 @@
-"""The weights of a mixture over its epochs: those of its making, and those that are set while it runs.
+"""The weights of a mixture over its epochs: the weights that it was made with, and weights that are set later.
 
 Problem. ``set_weights`` is called on one rank or on all, while ranks and loader workers have read ahead, each its own
 number of steps. All must change at the same position, and the position must be in the state.
@@ -111,7 +111,7 @@ class MixtureWeights:
 
     @property
     def were_set(self) -> bool:
-        """Whether other weights hold than those of the making."""
+        """Whether weights were set since the mixture was made."""
         return bool(self.version & 0xFFFF)
 
     def _set(self) -> list[_Change]:
@@ -129,7 +129,7 @@ class MixtureWeights:
                 return version, [_Change(int(row[0]), int(row[1]), int(row[2]), tuple(row[3:])) for row in rows]
 
     def _write(self, found: Sequence[_Change]) -> None:
-        """Writes the rows where those of the version before do not stand, then the version."""
+        """Writes the rows into the half that the version before does not use, then the version."""
         writes = (self.version >> 16) + 1
         rows = [value for each in found for value in (*each[:3], *each.weights)]
         start = self._start(writes)
@@ -247,7 +247,7 @@ class MixtureWeights:
         return [schedule, [[*each[:3], list(each[3])] for each in kept]]
 
     def load(self, value: object, epoch: int, position: int) -> None:
-        """Takes the weights of a state. If it has other ones from the beginning, those given here hold from now on.
+        """Takes the weights of a state. If that mixture was made with other weights, ours hold from now on.
 
         Args:
           value: of ``to_json``.
@@ -291,7 +291,7 @@ class WeightsSync:
     Args:
       weights: of the mixture.
       epoch: that is read.
-      first_row: rows of the epoch before those of this stream.
+      first_row: rows of the epoch before the first row of this stream.
       batch_size: samples of a row.
       lead: rows that this rank may have read ahead of the agreed ones.
     """

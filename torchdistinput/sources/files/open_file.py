@@ -436,7 +436,7 @@ def _next_list(records: Iterator[Any], size: int) -> list[Any]:
 def _noted(
     blocks: Iterator[Block[Any]], record: int, anchors: deque[tuple[int, int]], window: Window
 ) -> Generator[Records[Any], None, None]:
-    """The records of each block. Notes the offsets of blocks; drops those of blocks before the window."""
+    """The records of each block. Notes the offsets of blocks; drops the offsets of blocks before the window."""
     for offset, records in blocks:
         while len(anchors) > 1 and anchors[1][1] <= window.start:
             anchors.popleft()

@@ -199,7 +199,7 @@ class Reserved:
         return self._size
 
     def __getitem__(self, wanted: slice) -> RecordList:
-        """The records of a slice without a step. Those of one file are read in one call.
+        """The records of a slice without a step. The records of one file are read in one call.
 
         Raises:
           SourceError: naming the file.

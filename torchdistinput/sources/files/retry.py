@@ -40,7 +40,7 @@ _FIRST_WAIT: Final = 0.1
 
 _LASTING: Final = (
     FileNotFoundError,
-    PermissionError,  # expired credentials too: who holds them has to act
+    PermissionError,  # expired credentials too: their owner has to act
     IsADirectoryError,
     NotADirectoryError,
     FileExistsError,
@@ -68,7 +68,7 @@ def is_passing(error: BaseException) -> bool:
 
 
 def retried(action: Callable[[], T], name: str, problem: str, *, named: bool) -> T:
-    """What an action returns; it is called again while it fails in passing.
+    """The result of an action, which is called again while it fails in passing.
 
     Args:
       action: what to do.
@@ -105,7 +105,7 @@ def retried(action: Callable[[], T], name: str, problem: str, *, named: bool) ->
 
 
 def known_size(file: object) -> int | None:
-    """The size in bytes that a file object knows of itself, as those of object stores do, if it does."""
+    """The size in bytes that a file object states, as files of object stores do; ``None`` if it states none."""
     size = getattr(file, "size", None)
     return size if isinstance(size, int) and size >= 0 else None
 

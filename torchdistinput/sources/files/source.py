@@ -296,7 +296,7 @@ class RecordSource(Source):
 
     @property
     def _lead(self) -> int:
-        """Rows that may be read here ahead of those that the ranks agreed on."""
+        """Rows that may be read here ahead of the rows that the ranks agreed on."""
         loader = self._loader
         workers = 0 if loader is None else loader.num_workers * ((loader.prefetch_factor or 0) + 1)
         return self._options.most_ahead + workers

@@ -200,7 +200,7 @@ class ReadLog:
         with self._lock:
             self._read.append((rows, samples, taken))
             if len(self._read) > self._most:
-                self._count(self._fetched - self._behind)  # whoever draws these rows has drawn all earlier ones
+                self._count(self._fetched - self._behind)  # a thread that draws these rows has drawn all earlier rows
             self._fetched += rows
 
     def end(self) -> None:

@@ -196,7 +196,7 @@ class IterableSource(Source):
         return super().seeds if self._seeds is None else self._seeds.schedule
 
     def generators(self) -> Sequence[torch.Generator]:
-        """See ``Source.generators``. Those of the user's code are not known."""
+        """See ``Source.generators``. The generators of the user's code are not known."""
         return () if self._loader is None else generators_of(self._loader)
 
     def check(self, position: Sequence[Any]) -> None:

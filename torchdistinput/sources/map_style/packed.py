@@ -86,7 +86,7 @@ class Packed(Dataset[dict[str, Tensor]]):
         self._plan = lru_cache(2)(self._planned)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a loader worker gets: all but the windows that were planned last."""
+        """The copy for a loader worker: all but the windows that were planned last."""
         return {**self.__dict__, "_plan": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -89,7 +89,7 @@ class MapStream:
         self._draws.catch_up(self._first_row + rows)
 
     def draw(self) -> DrawnRow | SizedRow | None:
-        """See ``Stream.draw``. What is gathered from memory is a whole row at once, and known."""
+        """See ``Stream.draw``. A row that is gathered from memory is whole at once, and known."""
         drawn = self._draws.take_row()
         if self._pieces is None or drawn is None or drawn.gathered is None:
             return drawn

@@ -116,7 +116,7 @@ class SharedPool:
             return None
 
     def __del__(self) -> None:
-        # Whoever was to seal it may have been interrupted.
+        # The caller that seals it may have been interrupted.
         self.seal()
 
     def __reduce__(self) -> tuple[Any, ...]:
