@@ -24,10 +24,6 @@ Played = dict[str, tuple[list[list[int]], list[list[int]] | None, str]]
 """Of each case: its epoch, what was left of the epoch of the state that was given, and a state."""
 
 
-def worlds_of(all_cells: bool) -> tuple[int, ...]:
-    return (2, 3, 1) if all_cells else (2, 1)
-
-
 def play_in_worlds(folder: str, worlds: tuple[int, ...]) -> dict[int, Played]:
     """One process, which is a rank of each world that is large enough: importing all the packages takes the longest."""
     rank, found = int(os.environ["RANK"]), {}
@@ -87,7 +83,7 @@ def worlds(tmp_path_factory: pytest.TempPathFactory, all_cells: bool) -> dict[in
     folder = tmp_path_factory.mktemp("kinds")
     have = {package for kind in KINDS.values() for package in kind.packages if are_there((package,))}
     run_ranks(1, write_all, folder, have, timeout_seconds=240)  # elsewhere: once Lance is imported, each fork warns
-    chosen = worlds_of(all_cells)
+    chosen = (2, 3, 1) if all_cells else (2, 1)
     ranks = run_ranks(max(chosen), play_in_worlds, str(folder), chosen, init_group=False, timeout_seconds=240)
     return {world: [played[world] for played in ranks[:world]] for world in chosen}
 

@@ -42,8 +42,12 @@ def parts() -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("world", [1, 3])
-def test_pieces_have_the_right_batch_size_also_nested_and_empty_ones(world: int) -> None:
+def test_pieces_have_the_right_batch_size_also_nested_and_empty_ones(all_cells: bool) -> None:
+    for world in (1, 2, 3) if all_cells else (1, 3):
+        check_pieces(world)
+
+
+def check_pieces(world: int) -> None:
     results = run_ranks(world, parts)
     for step, (size, kind) in enumerate([(4, "TensorDict"), (1, "TensorDict"), (4, "Sample"), (1, "Sample")]):
         found = [result[step] for result in results]

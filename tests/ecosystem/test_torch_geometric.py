@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch.utils.data import DataLoader
 
@@ -37,9 +36,13 @@ def parts_in_turn() -> list[list[Any]]:
     return [parts(num_workers) for num_workers in (0, 2)]
 
 
-@pytest.mark.parametrize("world", [1, 3])
-def test_each_replica_gets_a_batch_of_its_graphs(world: int) -> None:
+def test_each_replica_gets_a_batch_of_its_graphs(all_cells: bool) -> None:
     """In the process itself, and in loader workers."""
+    for world in (1, 2, 3) if all_cells else (1, 3):
+        check_graphs(world)
+
+
+def check_graphs(world: int) -> None:
     for results in zip(*run_ranks(world, parts_in_turn), strict=True):
         for step, expected in enumerate([[0, 1, 2], [3, 4, 5], [6]]):
             found = [result[step] for result in results]

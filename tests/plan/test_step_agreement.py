@@ -165,11 +165,11 @@ def test_law_i_news_of_one_rank_or_of_all_are_told_beside_any_structure() -> Non
         report = StepReport((1,), digest=MAX_DIGEST)
         words = [word * (ranks - 1) for word in report.words(1)]
         for updates in (False, True):
-            told = [a + b for a, b in zip(words, report._replace(updates=updates).words(1), strict=True)]
+            told = [a + b for a, b in zip(words, report._replace(has_updates=updates).words(1), strict=True)]
             decision = decide(told, ranks)
-            assert (decision.updates, decision.structures_differ, decision.steps) == (updates, False, (ranks,))
-    of_all = [word * MAX_RANKS for word in StepReport((1,), digest=MAX_DIGEST, updates=True).words(1)]
-    assert decide(of_all, MAX_RANKS).updates
+            assert (decision.has_updates, decision.structures_differ, decision.steps) == (updates, False, (ranks,))
+    of_all = [word * MAX_RANKS for word in StepReport((1,), digest=MAX_DIGEST, has_updates=True).words(1)]
+    assert decide(of_all, MAX_RANKS).has_updates
     assert max(of_all[1:2]) < MAX_WORD
 
 

@@ -215,8 +215,9 @@ def test_at_other_worlds_each_record_comes_once_and_the_next_epoch_is_that_of_it
     later = {name: [saved for _, saved in found] for name, found in three[0].items()}
     for rank in three[1:]:
         assert {name: [saved for _, saved in found] for name, found in rank.items()} == later
-    for place, world in enumerate((1, 4) if all_cells else (1,)):
-        names = list(CASES)[place::2] if all_cells else list(CASES)
+    worlds = (1, 4) if all_cells else (1,)
+    for place, world in enumerate(worlds):
+        names = list(CASES)[place :: len(worlds)]
         ranks = run_ranks(
             world, undisturbed_and_resumed, folder, {name: later[name] for name in names}, timeout_seconds=180
         )

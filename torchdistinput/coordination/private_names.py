@@ -6,7 +6,7 @@ Decision. Private names are used in two rooms only: here and in ``process_group`
 room has one table with a reason for each name. A name is looked up, never imported. Code that needs a name asks a
 ``Part`` whether it is there. Where it is missing, the code takes the public way, which is slower, and logs this once.
 ``tests/test_private_names.py`` reads the syntax tree of the package for private names elsewhere, and removes each name
-of the tables in turn.
+of the tables in turn (one attribute in place of all that the same parts need; each one with ``--all-cells``).
 """
 
 from __future__ import annotations

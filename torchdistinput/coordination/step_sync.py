@@ -249,7 +249,7 @@ class StepSync:
         outcomes: list[Outcome] = self._read_ahead(decision.ahead)
         outcomes += [self._agreed(global_size) for global_size in decision.steps]
         yield from self._sync_positions(before)
-        if decision.updates and (problem := (yield from self._exchange_updates())) is not None:
+        if decision.has_updates and (problem := (yield from self._exchange_updates())) is not None:
             return [*outcomes, self._finish(Raised(problem))]
         if decision.draws_differ:
             outcomes.append(self._finish(Raised((yield from self._difference_of_draws()))))
@@ -284,8 +284,8 @@ class StepSync:
         read: tuple[int, ...] = ()
         if self._peer_weight:
             read = tuple([held.read if type(held) is LocalStep else 0 for held in next_steps])
-        updates = self._updates is not None and self._updates.pending
-        report = StepReport(sizes, failed, self._stopped, self._checker.digest, drawn, skipped, ahead, read, updates)
+        pending = self._updates is not None and self._updates.pending
+        report = StepReport(sizes, failed, self._stopped, self._checker.digest, drawn, skipped, ahead, read, pending)
         words = report.words(self._slots, self._weight, self._peer_weight)
         if self._channel is None:
             return decide(words, 1, self._max_errors)

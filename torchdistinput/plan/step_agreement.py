@@ -75,7 +75,7 @@ class StepReport(NamedTuple):
       skipped: samples that this rank left out in this epoch, up to and including the first of ``sizes``.
       ahead: 1 if this rank asks for a larger prefetch depth, -1 for a smaller one.
       read: the digest of the data that this rank read for each step in ``sizes``; 0, or missing, where there is none.
-      updates: this rank has updates for all ranks.
+      has_updates: this rank has updates for all ranks.
     """
 
     sizes: tuple[int | None, ...]
@@ -86,7 +86,7 @@ class StepReport(NamedTuple):
     skipped: int = 0
     ahead: int = 0
     read: tuple[int, ...] = ()
-    updates: bool = False
+    has_updates: bool = False
 
     def words(self, num_slots: int, weight: int = 0, peer_weight: int = 0) -> list[int]:
         """The report as ``4 + 2 * num_slots`` summable words. More steps than slots wait for the next exchange.
@@ -99,7 +99,7 @@ class StepReport(NamedTuple):
         digest = self.digest
         knows = digest is not None
         flags = self.failed | self.stopped << _COUNTER_BITS | (not knows) << _LACKING | knows << _KNOWING
-        words = [flags, (digest or 0) + (self.updates << _DIGESTS), (digest or 0) ** 2]
+        words = [flags, (digest or 0) + (self.has_updates << _DIGESTS), (digest or 0) ** 2]
         words += [self.skipped + _REQUESTS[self.ahead]]
         words += [_HELD if size is None else _HELD_AND_LIVE + size for size in self.sizes[:num_slots]]
         words += [0] * (_HEAD + num_slots - len(words))
@@ -128,7 +128,7 @@ class StepDecision(NamedTuple):
       skipped: samples that all ranks left out, up to and including the next step of each.
       too_many_skipped: ``skipped`` is more than allowed.
       ahead: 1 if the prefetch depth grows, -1 if it shrinks.
-      updates: some rank has updates.
+      has_updates: some rank has updates.
     """
 
     steps: tuple[int, ...]
@@ -141,7 +141,7 @@ class StepDecision(NamedTuple):
     skipped: int = 0
     too_many_skipped: bool = False
     ahead: int = 0
-    updates: bool = False
+    has_updates: bool = False
 
 
 def count(word: int) -> tuple[int, int, int]:
@@ -179,7 +179,7 @@ def decide(words: Sequence[int], num_ranks: int, max_skipped: int | None = None)
         skipped=skipped,
         too_many_skipped=too_many,
         ahead=-1 if less else int(further == num_ranks),
-        updates=updates > 0,
+        has_updates=updates > 0,
     )
 
 

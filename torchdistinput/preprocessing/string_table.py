@@ -51,7 +51,7 @@ class _JoinedStrings(NamedTuple):
         return _JoinedStrings(self.windows, self.starts[start:stop], self.lengths[start:stop])
 
 
-def _bytes(padded: bytes, starts: Ints, lengths: Ints) -> _JoinedStrings:
+def _joined(padded: bytes, starts: Ints, lengths: Ints) -> _JoinedStrings:
     return _JoinedStrings(np.ndarray(len(padded) - 7, "<u8", padded, strides=(1,)), starts, lengths)
 
 
@@ -63,7 +63,7 @@ def _of_list(texts: Sequence[str]) -> _JoinedStrings | None:
     if len(nuls) != len(texts) + 1 + len(_PADDING):
         return None
     starts = nuls[: len(texts)] + 1
-    return _bytes(padded, starts, nuls[1 : len(texts) + 1] - starts)
+    return _joined(padded, starts, nuls[1 : len(texts) + 1] - starts)
 
 
 def _of_array(array: npt.NDArray[Any]) -> _JoinedStrings | None:
@@ -73,7 +73,7 @@ def _of_array(array: npt.NDArray[Any]) -> _JoinedStrings | None:
         if points.max() > 127:
             return None
         array = points.astype(np.uint8).view(f"S{array.dtype.itemsize // 4}")
-    return _bytes(array.tobytes() + _PADDING, np.arange(len(array)) * array.dtype.itemsize, np.char.str_len(array))
+    return _joined(array.tobytes() + _PADDING, np.arange(len(array)) * array.dtype.itemsize, np.char.str_len(array))
 
 
 def _of_arrow(array: Any) -> _JoinedStrings | None:
@@ -84,7 +84,7 @@ def _of_arrow(array: Any) -> _JoinedStrings | None:
     data = memoryview(buffer or b"")[bounds[0] : bounds[-1]]
     if (np.frombuffer(data, np.uint8) == 0).any():
         return None
-    return _bytes(b"".join((data, _PADDING)), bounds[:-1] - bounds[0], np.diff(bounds))
+    return _joined(b"".join((data, _PADDING)), bounds[:-1] - bounds[0], np.diff(bounds))
 
 
 @final
@@ -161,7 +161,7 @@ class StringTable:
         terms = [term for term in places if term and "\0" not in term]
         contents = [term.encode("utf-8", "surrogatepass") for term in terms]
         lengths = np.fromiter(map(len, contents), np.int64, len(terms))
-        read = _bytes(b"".join((*contents, _PADDING)), np.cumsum(lengths) - lengths, lengths)
+        read = _joined(b"".join((*contents, _PADDING)), np.cumsum(lengths) - lengths, lengths)
         sizes = np.searchsorted([8 * width for width in _WIDTHS], lengths)
         numbers = self._in_dict(terms)
         self._tables = []

@@ -161,13 +161,13 @@ class Source(ABC):
         """The position at which the next epoch begins, where the data keeps a state. Caller's thread."""
         raise NotImplementedError
 
-    def resume(self, epoch: int, start: Start, exchange: CallOnEachRank) -> Start:
+    def resume(self, epoch: int, start: Start, call_on_each_rank: CallOnEachRank) -> Start:
         """Prepares an ``open`` that starts in the middle of an epoch. Caller's thread.
 
         Args:
           epoch: the number of the epoch.
           start: where the epoch is to begin.
-          exchange: calls a function on every rank and returns the values of all ranks; raises alike on all ranks.
+          call_on_each_rank: see ``CallOnEachRank``.
 
         Returns:
           the start to pass to ``open``.

@@ -139,7 +139,8 @@ def _pickled_call(fn: Callable[..., Any], args: tuple[object, ...]) -> bytes:
 def free_port() -> int:
     """Returns a port of this host on which nobody listens, and which the system gives to no outgoing connection."""
     while True:
-        port = random.SystemRandom().randrange(10240, 32768)  # Linux gives out those from 32768 on, macOS 49152
+        # Linux gives outgoing connections the ports from 32768 on, macOS from 49152 on.
+        port = random.SystemRandom().randrange(10240, 32768)
         with socket.socket() as tried, suppress(OSError):
             tried.bind(("127.0.0.1", port))
             return port

@@ -160,8 +160,8 @@ class StreamMixture(IterableDataset[Any]):
         if unit not in _UNITS:
             raise ValueError(f"unit is {unit!r}; it must be {', '.join(map(repr, _UNITS))}.")
         num_samples = None if num_samples is None else checked_int("num_samples", num_samples, at_least=1)
-        self._kept = _EpochArguments(stop, num_samples, checked_int("seed", seed), unit)
-        self.seed = self._kept.seed
+        self._arguments = _EpochArguments(stop, num_samples, checked_int("seed", seed), unit)
+        self.seed = self._arguments.seed
         self.batch_size = batch_size
         self._with_source, self._shuffle = with_source, shuffle
         self._weights = MixtureWeights([*sources], as_schedule(weights, batch_size), temperature)
@@ -171,7 +171,7 @@ class StreamMixture(IterableDataset[Any]):
         self._epochs = EpochCounter()
 
     def _check_sources(self) -> None:
-        stop, _, _, unit = self._kept
+        stop, _, _, unit = self._arguments
         weighed = {part for _, each in self._weights.changes(0) for part, share in enumerate(each) if share}
         for number in sorted(weighed):
             part, size = self._parts[number], self._size_of(number)
@@ -196,7 +196,7 @@ class StreamMixture(IterableDataset[Any]):
     @property
     def is_endless(self) -> bool:
         """Whether it has no end. Local."""
-        return self._kept.stop == "repeat" and self._kept.num_samples is None
+        return self._arguments.stop == "repeat" and self._arguments.num_samples is None
 
     def _size_of(self, source: int) -> int | None:
         """How many records a source has, if that is known."""
@@ -246,7 +246,7 @@ class StreamMixture(IterableDataset[Any]):
         return self._counted(sizes)
 
     def _counted(self, sizes: Sequence[int | None]) -> list[int] | None:
-        stop, num_samples, seed, unit = self._kept
+        stop, num_samples, seed, unit = self._arguments
         if stop == "repeat":
             return None if num_samples is None else [num_samples]
         if unit == "tokens" or self._weights.were_set or None in sizes:
@@ -269,7 +269,7 @@ class StreamMixture(IterableDataset[Any]):
           StateMismatch: the cursor is not one of this mixture.
         """
         cursor = self._checked(place)
-        stop, num_samples, seed, unit = self._kept
+        stop, num_samples, seed, unit = self._arguments
         version, changes = self._weights.versioned_changes(epoch)
         turns: SampleTurns | TokenTurns
         if unit == "samples":
@@ -336,7 +336,7 @@ class StreamMixture(IterableDataset[Any]):
 
     def fingerprint(self) -> dict[str, Any]:
         """Plain facts that determine the records and their order; ranks compare them."""
-        stop, num_samples, seed, unit = self._kept
+        stop, num_samples, seed, unit = self._arguments
         facts = {
             "kind": "mixture",
             "sources": ", ".join(part.name for part in self._parts),
@@ -368,7 +368,7 @@ class StreamMixture(IterableDataset[Any]):
 
     def __repr__(self) -> str:
         names = ", ".join(part.name for part in self._parts)
-        return f"StreamMixture({names}; stop={self._kept.stop!r}, seed={self.seed})"
+        return f"StreamMixture({names}; stop={self._arguments.stop!r}, seed={self.seed})"
 
 
 RecordDataset: TypeAlias = FragmentDataset | StreamMixture

@@ -205,7 +205,7 @@ class RecordSource(Source):
         if self._mixture is not None and found.weights is None:
             raise StateMismatch("position: the state is that of files, and the data is a mixture of sources.")
 
-    def resume(self, epoch: int, start: Start, exchange: CallOnEachRank) -> Start:
+    def resume(self, epoch: int, start: Start, call_on_each_rank: CallOnEachRank) -> Start:
         """See ``Source.resume``. In another world, deals the files anew."""
         if start.position is None:
             return start
@@ -215,7 +215,9 @@ class RecordSource(Source):
         if self._is_of_this_world(found):
             return start
         mine = range(topology.worker, len(found.cursors), topology.num_workers)
-        gathered = exchange(lambda: [[worker, self._forward(epoch, found, worker).to_json()] for worker in mine])
+        gathered = call_on_each_rank(
+            lambda: [[worker, self._forward(epoch, found, worker).to_json()] for worker in mine]
+        )
         places = {worker: ReaderCursor.from_json(place) for each in gathered for worker, place in each}
         dealt, deals = redeal([places[worker] for worker in range(len(found.cursors))], found.deals, num_readers_then)
         position = FilesPosition(topology.num_replicas, deals, [(0, place) for place in dealt], 0)

@@ -196,7 +196,7 @@ class FunctionSource(Source):
         passed = start.steps * self._per_dataset
         return Place((ReaderPosition(passed, passed),) * count), []
 
-    def _enter(self, number: int, reader: ReaderPosition, start: Start) -> _OpenData:
+    def _enter(self, number: int, reader: ReaderPosition, start: Start) -> _OpenDataset:
         data = self._reopen[number]()
         self.epoch_setter.tell_also(data)
         if isinstance(data, DataLoader):
@@ -229,10 +229,10 @@ class FunctionSource(Source):
         run: LoaderRun | None,
         enters_at: ReaderPosition = _FRONT,
         at_least: int = 0,
-    ) -> _OpenData:
+    ) -> _OpenDataset:
         if run is not None:
             self._runs.add(run)
-        return _OpenData(batches, run, isinstance(data, DataLoader) and data.persistent_workers, enters_at, at_least)
+        return _OpenDataset(batches, run, isinstance(data, DataLoader) and data.persistent_workers, enters_at, at_least)
 
     def _passing_over(
         self, number: int, loader: DataLoader[Any], reader: ReaderPosition, at_least: int, start: Start
@@ -251,7 +251,7 @@ class FunctionSource(Source):
 
 @final
 @dataclass(frozen=True)
-class _OpenData:
+class _OpenDataset:
     """A dataset that is being read.
 
     Args:
@@ -321,7 +321,7 @@ def _check(dataset: Any) -> None:
         )
 
 
-def _close_all(opened: Iterable[_OpenData], workers: OpenRuns) -> None:
+def _close_all(opened: Iterable[_OpenDataset], workers: OpenRuns) -> None:
     for each in opened:
         if each.run is not None:
             workers.remove(each.run)
@@ -330,7 +330,12 @@ def _close_all(opened: Iterable[_OpenData], workers: OpenRuns) -> None:
 
 
 def _dealt_rows(
-    opened: Sequence[_OpenData], per_dataset: int, log: ReadLog, left: int, positions: Positions | None, count: Measure
+    opened: Sequence[_OpenDataset],
+    per_dataset: int,
+    log: ReadLog,
+    left: int,
+    positions: Positions | None,
+    count: Measure,
 ) -> Generator[Counted, None, None]:
     """Rows of the next batches of each dataset, ``None`` where one has ended, until all have.
 

@@ -170,7 +170,7 @@ def _reader_of(dataset: Any) -> _RowReader | None:
 
 
 @final
-class _SideBySide:
+class _ColumnReader:
     """Tensors and arrays side by side.
 
     Args:
@@ -203,11 +203,11 @@ def _nest_of(columns: Any) -> Any:
     return None if container is None else (type(columns), container.keys, *map(_nest_of, container.children))
 
 
-def _columns_of(content: Callable[[], Any]) -> _SideBySide | None:
+def _columns_of(content: Callable[[], Any]) -> _ColumnReader | None:
     columns = [column_of(column) for column in columns_in(content())]
     found = [column for column in columns if column is not None]
     alike = len({len(column) for column in found}) == 1
-    return _SideBySide(content, found) if alike and len(found) == len(columns) else None
+    return _ColumnReader(content, found) if alike and len(found) == len(columns) else None
 
 
 @final
