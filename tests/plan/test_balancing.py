@@ -26,18 +26,6 @@ SMALL = [list(costs) for size in range(1, 6) for costs in itertools.product((0, 
 WORLDS = [(workers, local) for workers in range(1, 5) for local in range(1, 4)]
 
 
-def runs_of(costs: list[int], replicas: int) -> list[list[int]]:
-    """Law C2: the places that are dealt together, in order."""
-    falling = sorted(range(len(costs)), key=lambda place: (-costs[place], place))
-    together, alone = len(costs) // (8 * replicas), len(costs) // 8
-    if together < 2:
-        return [[place] for place in falling]
-    middle = falling[alone:-alone]
-    whole = len(middle) // together * together
-    runs = [middle[start : start + together] for start in range(0, whole, together)]
-    return [[p] for p in falling[:alone]] + runs + [[p] for p in middle[whole:] + falling[-alone:]]
-
-
 def swapped(costs: list[int], mine: list[list[int]], loads: list[int], sizes: list[int]) -> bool:
     """Law C3: one swap, if there is one."""
     falling = sorted(costs, reverse=True)
@@ -65,11 +53,11 @@ def by_rule(costs: list[int], replicas: int, *, equal: bool) -> list[list[int]]:
     sizes = [low + (k < extra) for k in range(replicas)] if equal else [len(costs)] * replicas
     mine: list[list[int]] = [[] for _ in range(replicas)]
     loads = [0] * replicas
-    for run in runs_of(costs, replicas):
-        free = [k for k in range(replicas) if len(mine[k]) + len(run) <= sizes[k]]
+    for place in sorted(range(len(costs)), key=lambda place: (-costs[place], place)):
+        free = [k for k in range(replicas) if len(mine[k]) < sizes[k]]
         owner = min(free, key=lambda k: (loads[k], len(mine[k]) - sizes[k], k))
-        mine[owner] += run
-        loads[owner] += sum(costs[place] for place in run)
+        mine[owner].append(place)
+        loads[owner] += costs[place]
     if equal and len(costs) <= 64 * replicas:
         for _ in range(16):
             if not swapped(costs, mine, loads, sizes):
@@ -93,8 +81,7 @@ def test_each_sample_goes_to_the_replica_that_the_law_names(equal: bool) -> None
 @pytest.mark.parametrize("equal", [False, True])
 def test_larger_batches_follow_the_same_law(equal: bool) -> None:
     drawn = np.random.default_rng(1)
-    worlds = ((40, 3), (64, 8), (129, 64), (50, 64), (121, 40), (400, 130))
-    for size, replicas in (*worlds, (300, 7), (700, 40), (90, 2), (800, 32)):  # the last ones are dealt in runs
+    for size, replicas in ((40, 3), (64, 8), (129, 64), (50, 64), (121, 40), (400, 130), (300, 7), (700, 40), (90, 2)):
         costs = (drawn.lognormal(0, 1, size) * 100).astype(int).tolist()
         assert parts(costs, replicas, equal=equal) == by_rule(costs, replicas, equal=equal)
 

@@ -7,15 +7,13 @@ the split by place (law B1) makes it wait long. The laws, for a batch of ``b`` s
     same sums: for 1,024 samples over 64 replicas to at most 2**-33 of the largest cost, so that whole numbers below
     2**34 stay exact.
 (C2) The balanced split. The samples are taken by falling cost, equal ones in the order of the batch. Each goes to the
-    replica with the least cost so far; of equal ones to the one with the fewest samples, then to the first. Of
-    ``16 N`` samples or more, the dearest eighth and the cheapest eighth go one by one; those between go in runs of
-    ``g = b // (8 N)``, and what no longer fills a run goes with the cheapest. A run goes to one replica.
-(C3) Equal counts. The sizes are ``[lo+1]*extra + [lo]*(N-extra)`` with ``lo, extra = divmod(b, N)``. The samples and
-    runs of (C2) go each to the replica with the least cost among those that have room for it; of equal ones to the one
-    with the most room, then to the first. Then, with at most 64 samples for each replica, up to 16 times: if the
-    costliest replica (the first of equal ones) has more than 65/64 of the mean, and of the dearest sample with the
-    ``lo-1`` cheapest, then it and the cheapest replica swap two samples: those whose difference in cost is closest to
-    half that of the replicas, by falling cost the first of equal ones, if both replicas get closer by it.
+    replica with the least cost so far; of equal ones to the one with the fewest samples, then to the first.
+(C3) Equal counts. The sizes are ``[lo+1]*extra + [lo]*(N-extra)`` with ``lo, extra = divmod(b, N)``. The samples of
+    (C2) go each to the replica with the least cost among those that have room for it; of equal ones to the one with
+    the most room, then to the first. Then, with at most 64 samples for each replica, up to 16 times: if the costliest
+    replica (the first of equal ones) has more than 65/64 of the mean, and of the dearest sample with the ``lo-1``
+    cheapest, then it and the cheapest replica swap two samples: those whose difference in cost is closest to half that
+    of the replicas, by falling cost the first of equal ones, if both replicas get closer by it.
 (C4) Batches of a worker's own (FILE, OFF). Each of the ``R`` steps that the batch lasts takes the next samples in
     order, at least one, so that the delivered samples are a prefix of the batch. A sample is in step ``r`` (from 0) if
     its middle, in the running sum of the costs, lies from ``r/R`` to ``(r+1)/R`` of the whole. The samples of a step
@@ -24,17 +22,16 @@ the split by place (law B1) makes it wait long. The laws, for a batch of ``b`` s
 (C6) Micro-batches. A part is cut into runs of samples of at most a given cost, each as long as it may be. All replicas
     have as many as the one that needs the most; the last ones of the others are empty.
 
-(C2) is the rule of Graham, "Bounds on multiprocessing timing anomalies", 1969: of fewer than ``16 N`` samples, the
-slowest replica has at most ``4/3 - 1/(3N)`` of the least possible cost. With runs the last samples make replicas even.
+(C2) is the rule of Graham, "Bounds on multiprocessing timing anomalies", 1969: the slowest replica has at most
+``4/3 - 1/(3N)`` of the least possible cost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from hashlib import blake2b
-from heapq import heapify, heappop, heapreplace
+from heapq import heappop, heapreplace
 from itertools import accumulate, pairwise
 from typing import Final, NamedTuple, TypeAlias, final
 
@@ -52,11 +49,8 @@ Places: TypeAlias = npt.NDArray[np.int64]
 
 _BITS: Final = 62  # of a load: the cost, the samples and the number of a replica in one int
 _LEAST_BITS: Final = 8  # to tell costs apart
-_MANY: Final = 24  # replicas
-_FEW: Final = 4  # rounds
 _SWAPS: Final = 16
 _SWAPPED: Final = 64  # samples for each replica
-_most, _sum = np.maximum.reduce, np.add.reduce  # as the methods of arrays, but in half the time
 
 
 class BalancedSplit(NamedTuple):
@@ -102,156 +96,54 @@ def balanced_split(costs: Costs, num_replicas: int, *, equal_counts: bool = Fals
     if bits < _LEAST_BITS:
         raise BatchingError(f"a batch of {size} samples is too large to be balanced over {num_replicas} replicas.")
     units = np.rint(np.ldexp(costs, bits - int(np.frexp(costs.max())[1]))).astype(np.int64)
-    # One sort of plain ints: the cost, then the place, so that equal ones fall in the order of the batch.
-    keys = units << for_place | np.arange(size - 1, -1, -1)
-    keys.sort()
-    keys = keys[::-1]
-    places = keys & (1 << for_place) - 1
-    fallen = size - 1 - places
-    runs = _runs(size, num_replicas)
+    falling = (-units).argsort(kind="stable")
     # A load is (cost, samples, number) of a replica in one int; a sample adds its cost, and one sample.
-    steps = (keys - places | 1) << for_replica
-    if runs.most > 1:
-        steps = np.add.reduceat(steps, runs.starts)
+    steps = (units[falling] << for_place | 1) << for_replica
     low, extra = divmod(size, num_replicas)
-    sizes = (low + 1,) * extra + (low,) * (num_replicas - extra)
-    if equal_counts:
-        dealt, loads = _dealt_equally(steps, runs, sizes, for_replica)
-        dealt = runs.of_samples(dealt & (1 << for_replica) - 1)
-        if size <= _SWAPPED * num_replicas:
-            _swap(dealt, keys >> for_place, loads >> for_place + for_replica)
-    else:
-        loads = np.arange(num_replicas)
-        dealt = (_dealt_in_rounds if num_replicas >= _MANY else _dealt_singly)(steps, loads)
-        dealt = runs.of_samples(dealt & (1 << for_replica) - 1)
-    owners = np.empty(size, np.int16 if num_replicas < 1 << 15 else np.int64)  # int16 is sorted by its digits
-    owners[fallen] = dealt
-    if not equal_counts:
-        sizes = tuple(np.bincount(owners, minlength=num_replicas).tolist())
-    return BalancedSplit(owners.argsort(kind="stable"), sizes)
+    dealt, left = _dealt(steps.tolist(), num_replicas, for_replica, for_place, (low, extra) if equal_counts else None)
+    if equal_counts and size <= _SWAPPED * num_replicas:
+        _swap(dealt, units[falling], left >> for_place + for_replica)
+    owners = np.empty(size, np.int64)
+    owners[falling] = dealt
+    return BalancedSplit(owners.argsort(kind="stable"), tuple(np.bincount(owners, minlength=num_replicas).tolist()))
 
 
-@final
-@dataclass(frozen=True)
-class _Runs:
-    """Runs of samples, by falling cost; all samples of a run go to one replica.
+def _dealt(
+    steps: list[int], num_replicas: int, for_replica: int, for_place: int, equal: tuple[int, int] | None
+) -> tuple[Places, Places]:
+    """Laws C2 and C3: the replica that gets each sample, and the loads in the end, by replica.
 
     Args:
-      starts: where each run begins.
-      lengths: the number of samples of each run.
-      stages: the first and the end of runs of one length, and this length.
-      most: the length of the longest run.
+      steps: what each sample adds to a load.
+      num_replicas: N.
+      for_replica: the bits of a load that hold the number of the replica.
+      for_place: the bits before these, which hold its samples.
+      equal: ``lo`` and ``extra`` of law C3.
     """
-
-    starts: Places
-    lengths: Places
-    stages: tuple[tuple[int, int, int], ...]
-    most: int
-
-    def of_samples(self, values: Places) -> Places:
-        """The value of the run of each sample, given that of each run."""
-        return values if self.most == 1 else values.repeat(self.lengths)
-
-
-@lru_cache(maxsize=8)
-def _runs(size: int, num_replicas: int) -> _Runs:
-    """Law C2."""
-    together = size // (8 * num_replicas)
-    if together < 2:
-        return _Runs(np.arange(size), np.ones(size, np.int64), ((0, size, 1),), 1)
-    alone = size // 8  # no fewer than ``together * num_replicas``, so that there is room for each run
-    runs = (size - 2 * alone) // together
-    end = alone + runs * together
-    starts = np.concatenate([np.arange(alone), np.arange(alone, end, together), np.arange(end, size)])
-    stages = ((0, alone, 1), (alone, alone + runs, together), (alone + runs, len(starts), 1))
-    return _Runs(starts, np.diff(starts, append=size), stages, together)
-
-
-def _dealt_singly(steps: Places, loads: Places) -> Places:
-    """Law C2: the load of the replica that gets each run, before it gets it. ``loads`` rise."""
-    heap = loads.tolist()
-    return np.fromiter([heapreplace(heap, heap[0] + step) for step in steps.tolist()], np.int64, len(steps))
-
-
-def _dealt_in_rounds(steps: Places, loads: Places, rounds: int | None = None) -> Places:
-    """As ``_dealt_singly``, but faster for many replicas: in a round, the runs go to the replicas by rising load.
-
-    A round ends before the first replica that has more than one that got a run in this round. So each replica gets
-    one run in a round at most.
-
-    Args:
-      steps: the load that each run adds.
-      loads: the loads of the replicas; the loads after the last round are written here.
-      rounds: the most rounds; with a limit, some runs may be left over.
-    """
-    found = np.empty_like(steps)
-    done = 0
-    while done < len(steps) and rounds != 0:
-        loads.sort()
-        wanted = steps[done : done + len(loads)]
-        taken = len(wanted)
-        after = loads[:taken] + wanted
-        if taken > 1:
-            first = int((loads[1:taken] > np.minimum.accumulate(after[:-1])).argmax())  # 0 also where none is more
-            taken = first + 1 if first or loads[1] > after[0] else taken
-        found[done : done + taken] = loads[:taken]
-        loads[:taken] = after[:taken]
-        done += taken
-        rounds = None if rounds is None else rounds - 1
-    return found[:done]
-
-
-def _dealt_equally(steps: Places, runs: _Runs, sizes: Sequence[int], for_replica: int) -> tuple[Places, Places]:
-    """Law C3: the load of the replica that gets each run, before; and the loads of all in the end, by replica."""
-    limit = sizes[0]
-    loads = np.arange(len(sizes))
-    if sizes[-1] < limit:
-        loads[sizes.index(sizes[-1]) :] += 1 << for_replica  # as if these had a sample already
-    samples = (1 << limit.bit_length() + for_replica) - 1  # the bits below the cost
-    found: list[Places] = []
-    for start, stop, length in runs.stages:
-        full = limit - length + 1 << for_replica
-        done, closed = start, []
-        while done < stop:
-            counts = loads & samples
-            most = int(_most(counts))
-            if most >= full:
-                has_room = counts < full
-                closed.append(loads[~has_room])
-                loads = loads[has_room]
-                most = int(_most(counts[has_room]))
-            rounds = (limit - (most >> for_replica)) // length if len(loads) >= _MANY else 0
-            if rounds >= _FEW:
-                before = _dealt_in_rounds(steps[done:stop], loads, rounds)
-            else:
-                before, loads = _dealt_with_room(steps[done:stop].tolist(), loads.tolist(), samples, full)
-            found.append(before)
-            done += len(before)
-        if closed:
-            loads = np.concatenate([loads, *closed])
-    loads = loads[(loads & (1 << for_replica) - 1).argsort()]
-    return np.concatenate(found), loads
-
-
-def _dealt_with_room(steps: list[int], heap: list[int], samples: int, full: int) -> tuple[Places, Places]:
-    heapify(heap)
-    found, left = [], []
+    heap, limit = list(range(num_replicas)), len(steps) + 1
+    if equal is not None:
+        low, extra = equal
+        limit = low + (extra > 0)
+        for replica in range(extra, num_replicas if extra else 0):
+            heap[replica] += 1 << for_replica  # as if these had a sample already
+    number, samples = (1 << for_replica) - 1, (1 << for_place) - 1
+    dealt, full = [], []
     for step in steps:
         load = heap[0]
-        found.append(load)
+        dealt.append(load & number)
         load += step
-        if load & samples < full:
+        if load >> for_replica & samples < limit:
             heapreplace(heap, load)
         else:
-            left.append(load)
-            heappop(heap)
-    return np.fromiter(found, np.int64, len(found)), np.fromiter(left + heap, np.int64)
+            full.append(heappop(heap) + step)
+    loads = np.array(sorted(full + heap, key=lambda load: load & number), np.int64)
+    return np.array(dealt, np.int64), loads
 
 
 def _swap(owners: Places, costs: Places, loads: Places) -> None:
     """Law C3: the swaps. Costs fall; all arguments but them are changed."""
     cheapest = len(costs) - len(costs) // len(loads) + 1
-    least = max(int(_sum(costs)), len(loads) * int(costs[0] + _sum(costs[cheapest:])))  # of all replicas together
+    least = max(int(costs.sum()), len(loads) * int(costs[0] + costs[cheapest:].sum()))  # of all replicas together
     for _ in range(_SWAPS):
         high, low = int(loads.argmax()), int(loads.argmin())
         if 64 * len(loads) * int(loads[high]) <= 65 * least:
