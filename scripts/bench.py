@@ -29,7 +29,6 @@ from benches import (
     block_shuffle,
     coordination,
     decode,
-    device,
     files,
     memory,
     mixture,
@@ -63,7 +62,6 @@ CASES: dict[str, tuple[Case, str]] = {
     "arrow": (arrow.tables, arrow.__doc__ or ""),
     "analyze": (analyze.tables, analyze.__doc__ or ""),
     "decode": (decode.tables, decode.__doc__ or ""),
-    "device": (device.tables, device.__doc__ or ""),
     "start": (start.tables, start.__doc__ or ""),
     "rss": (rss.tables, rss.__doc__ or ""),
 }

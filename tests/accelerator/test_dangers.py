@@ -48,8 +48,8 @@ class Lax:
         self.enter_thread, self.current_stream = streams.enter_thread, streams.current_stream
         self.lend = streams.lend
         self.record, self.block, self.handling = streams.record, streams.block, streams.handling
-        self.pin, self.staging, self.copy = streams.pin, streams.staging, streams.copy
-        self.empty, self.empty_like, self.move_now = streams.empty, streams.empty_like, streams.move_now
+        self.pin, self.copy = streams.pin, streams.copy
+        self.empty_like, self.move_now = streams.empty_like, streams.move_now
 
     def new_stream(self) -> torch.Stream:
         return self.side
@@ -63,15 +63,17 @@ class Lax:
         return self._streams.done(event) if self._laxity.asks_events else True
 
 
+_SIZES = {"large": 20_000, "one": 30, "two": 50}
+
+
 def batch(value: int) -> dict[str, torch.Tensor]:
-    """A leaf that travels alone, and two that travel together."""
-    return {name: torch.full((size,), value) for name, size in (("alone", 20_000), ("one", 30), ("two", 50))}
+    """A large leaf and two small ones."""
+    return {name: torch.full((size,), value) for name, size in _SIZES.items()}
 
 
 def like(value: int, device: torch.device) -> dict[str, torch.Tensor]:
     """Memory of the user's own, in the blocks that a batch would take: filled on the current stream."""
-    sizes = {"alone": 20_000, "together": 512 // 8 + 50}
-    return {name: torch.full((size,), value, device=device) for name, size in sizes.items()}
+    return {name: torch.full((size,), value, device=device) for name, size in _SIZES.items()}
 
 
 def settle(*streams: torch.Stream) -> None:

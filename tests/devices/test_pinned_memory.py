@@ -182,12 +182,13 @@ def test_a_locked_batch_is_copied_from_where_it_lies() -> None:
 def test_its_memory_is_not_used_again_before_its_copy_is_done(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     device = FakeDevice(random.Random(seed))
 
-    def copy(source: torch.Tensor, target: torch.Tensor, stream: Any) -> None:
-        device._write(target, unowned(source), stream)
+    def copy(sources: list[torch.Tensor], targets: list[torch.Tensor], stream: Any) -> None:
+        for source, target in zip(sources, targets, strict=True):
+            device._write(target, unowned(source), stream)
 
     monkeypatch.setattr(device, "pin", lambda tensor: tensor)
     monkeypatch.setattr(device, "copy", copy)
-    copier, pipe = StreamCopier(device, 0), Pipe()
+    copier, pipe = StreamCopier(device), Pipe()
     for value in range(40):
         copier.begin_step()
         batch = copier.hand_over(copier.send(pipe.through(value=float(value))))

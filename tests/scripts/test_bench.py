@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 CASES = {
-    "analyze", "arrow", "balance", "block_shuffle", "coordination", "decode", "device", "files", "memory", "mixture",
+    "analyze", "arrow", "balance", "block_shuffle", "coordination", "decode", "files", "memory", "mixture",
     "overhead", "packing", "parquet", "rss", "seeding", "shuffle", "start", "tar",
 }  # fmt: skip
 SCRIPTS = Path(__file__).parents[2] / "scripts"

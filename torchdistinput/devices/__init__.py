@@ -2,6 +2,5 @@
 
 - ``accelerators``: The devices of this process; torch's streams, events and pinned memory.
 - ``copy_ahead``: The asynchronous copy to a device, and why its memory is safe.
-- ``small_leaves``: Copies the small leaves of a batch in one buffer.
 - ``pinned_memory``: Page-locks the shared memory of loader workers for an accelerator.
 """

@@ -246,30 +246,22 @@ class TorchStreams:
         """
         if tensor.numel() == 0:
             return tensor
-        if _has_holes(tensor):
+        if not tensor.is_contiguous() and _has_holes(tensor):
             return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
         if tensor.is_pinned() or (self._lock is not None and is_locked(tensor, self._lock)):
             return tensor
         return tensor.pin_memory()
 
-    def staging(self, num_bytes: int) -> torch.Tensor:
-        """A buffer from torch's cache of pinned blocks."""
-        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-
-    def empty(self, num_bytes: int, stream: torch.Stream) -> torch.Tensor:
-        """A buffer on the device, from the pool of the stream; as ``empty_like``."""
+    def empty_like(self, tensors: Sequence[torch.Tensor], stream: torch.Stream) -> list[torch.Tensor]:
+        """Tensors on the device, from the pool of the stream: torch allocates from the current stream's pool."""
         with _current(stream):
-            return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+            return [torch.empty_like(tensor, device=self._device) for tensor in tensors]
 
-    def empty_like(self, tensor: torch.Tensor, stream: torch.Stream) -> torch.Tensor:
-        """A tensor on the device, from the pool of the stream: torch allocates from the current stream's pool."""
+    def copy(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], stream: torch.Stream) -> None:
+        """Queues copies on the stream; asynchronous where the source is pinned or on the device."""
         with _current(stream):
-            return torch.empty_like(tensor, device=self._device)
-
-    def copy(self, source: torch.Tensor, target: torch.Tensor, stream: torch.Stream) -> None:
-        """Queues a copy on the stream; asynchronous where the source is pinned or on the device."""
-        with _current(stream):
-            target.copy_(source, non_blocking=True)
+            for source, target in zip(sources, targets, strict=True):
+                target.copy_(source, non_blocking=True)
 
     def lend(self, tensor: torch.Tensor, stream: torch.Stream) -> None:
         """Tells the allocator that the stream uses the tensor. Sparse and nested tensors are left to torch's rule."""
@@ -291,7 +283,7 @@ def _has_holes(tensor: torch.Tensor) -> bool:
 def _current(stream: torch.Stream) -> Iterator[None]:
     """The stream is current inside; the thread's own device and the streams of both devices are restored."""
     of_thread = torch.accelerator.current_stream()
-    if of_thread == stream:  # each call takes about a microsecond, and a leaf needs this twice
+    if of_thread == stream:
         yield
         return
     of_device = of_thread if of_thread.device == stream.device else torch.accelerator.current_stream(stream.device)

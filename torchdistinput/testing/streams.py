@@ -22,8 +22,9 @@ import random
 import threading
 import weakref
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, final
 
 import numpy as np
@@ -251,27 +252,23 @@ class FakeDevice:
         self._overwrite(*self._owned[_address(pinned)][:2], pinned, tensor)
         return pinned
 
-    def staging(self, num_bytes: int) -> torch.Tensor:
-        """A pinned block for the caller to write; poison until then."""
-        return self.pin(_poison(num_bytes))
+    def empty_like(self, tensors: Sequence[torch.Tensor], stream: FakeStream) -> list[torch.Tensor]:
+        """Tensors from the stream's pool; the new owner writes poison there in the order of the stream."""
+        return [self._empty_like(tensor, stream) for tensor in tensors]
 
-    def empty(self, num_bytes: int, stream: FakeStream) -> torch.Tensor:
-        """As ``empty_like``."""
-        return self.empty_like(_poison(num_bytes), stream)
-
-    def empty_like(self, tensor: torch.Tensor, stream: FakeStream) -> torch.Tensor:
-        """A tensor from the stream's pool; the new owner writes poison there in the order of the stream."""
+    def _empty_like(self, tensor: torch.Tensor, stream: FakeStream) -> torch.Tensor:
         self._turn()
         new = self._allocate(tensor, stream.name)
         self._write(new, _poison(new.numel() * new.element_size()).view(new.dtype).view(new.shape), stream)
         return new
 
-    def copy(self, source: torch.Tensor, target: torch.Tensor, stream: FakeStream) -> None:
-        """Queues the copy; it copies the content that the source has when the copy runs."""
-        self._turn()
-        block, owner, _ = self._owned[_address(source)]
-        block.readers.append(owner)
-        self._write(target, _unowned(block, source), stream, after=lambda: block.readers.remove(owner))
+    def copy(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], stream: FakeStream) -> None:
+        """Queues the copies; each copies the content that its source has when it runs."""
+        for source, target in zip(sources, targets, strict=True):
+            self._turn()
+            block, owner, _ = self._owned[_address(source)]
+            block.readers.append(owner)
+            self._write(target, _unowned(block, source), stream, after=partial(block.readers.remove, owner))
 
     def lend(self, tensor: torch.Tensor, stream: FakeStream) -> None:
         """Makes the block of a tensor wait, once the tensor is gone, for the work then queued on the stream."""
