@@ -285,7 +285,10 @@ def _refuse(data: Any) -> None:
     if is_no_data and not is_tensor_collection(data):
         hint = "Give torch.utils.data.TensorDataset(...) with global_batch_size=, or a DataLoader."
         if isinstance(data, Mapping):
-            hint = "Give a dict with nothing but tensors and NumPy arrays in it, one entry per sample in each."
+            hint = (
+                "Give a dict with nothing but tensors and NumPy arrays in it, one entry per sample in each, with names "
+                "as keys; for samples under the keys 0, 1, ... a DataLoader of them."
+            )
         if isinstance(data, str | bytes):
             hint = "Give FileDataset(pattern, read=...) for files, or an iterable of batches."
         raise InputError(f"found data of type {type(data).__name__}, which is no dataset. {hint}")

@@ -50,6 +50,8 @@ class Table(Dataset[Any]):
 def is_table(data: Any) -> bool:
     """Whether the data is a mapping of tensors and arrays only, nested or not, with at least one. Local.
 
+    A mapping of the keys ``0, 1, ..., n - 1`` has samples by number, as torch reads it, and no columns.
+
     A single array of zarr counts too: it has no length, so it would not be recognised as map-style data. A
     ``TensorDict`` does not count: it is map-style data with batches of its own class.
     """
@@ -58,7 +60,7 @@ def is_table(data: Any) -> bool:
     if not isinstance(data, Mapping) or _kinds_of(data) & _AS_DICT.keys():
         return bool(_kinds_of(data) & _STORED)
     columns = columns_in(data)
-    return bool(columns) and all(map(_is_column, columns))
+    return bool(columns) and data.keys() != {*range(len(data))} and all(map(_is_column, columns))
 
 
 def _is_column(value: object) -> bool:
