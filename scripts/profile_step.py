@@ -71,7 +71,6 @@ def one_process(steps: int) -> dict[str, float]:
         "  take: what the stages do": buffer.take,
         "    draw: the step, complete": fetch.draw,
         "      the source: read, cut and noted": stream.draw,
-        "        alike, at a look": lambda: fetch._checker.known.size_of(batch),
         "    settle: the decision of one rank": lambda: votes.settle(sent),
         "  bytes of the step": lambda: elements.num_bytes(256, row),
         "  progress and stats": lambda: progress.add(sent, 256, 1),
@@ -97,11 +96,11 @@ def in_memory(steps: int) -> dict[str, float]:
     endless_order = RandomSampler(data, num_samples=10**12)
     dataset = tdi.Strategy(devices=["cpu"]).distribute_dataset(DataLoader(data, size, sampler=endless_order))
     iterator = iter(dataset)
-    batch = next(iterator)
+    next(iterator)
     order = torch.randperm(samples)
     rows = IndexArray(order[:size].numpy())
     stream = iterator._prefetcher._upstream.draw.__self__._stream  # type: ignore[attr-defined]
-    draws, pieces, checker = stream._draws, dataset._source._pieces, iterator._elements._checker  # type: ignore[attr-defined]
+    draws, pieces = stream._draws, dataset._source._pieces  # type: ignore[attr-defined]
     starts = itertools.cycle(range(0, samples - size, size))
 
     def bare() -> None:
@@ -124,7 +123,6 @@ def in_memory(steps: int) -> dict[str, float]:
         "  the source": stream.draw,
         "    draw: the rows, and this rank's of them": drawn,
         "    gather": gathered,
-        "  structure, known at a look": lambda: checker.knows(batch),
         "aside: the digest of the rows, when asked": rows.digest,
     }
     found = {name: least_us(call, steps) for name, call in parts.items()}

@@ -96,8 +96,10 @@ def build_pipeline(
     depth = last.ahead if grows and last.ahead is not None else options.least_ahead
     devices = setting.devices if options.fetch_to_device else [torch.device("cpu")] * len(setting.devices)
     copies = any(device.type != "cpu" for device in devices)
+    local = setting.topology.replicas_per_worker
     checker = SchemaChecker(
-        strings=stream.strings,
+        structure=stream.structure,
+        pads=options.partial_batch == "pad" or local > 1,
         one_structure=stream.one_structure,
         may_lack=source.may_lack_samples(),
         empty_fn=options.empty_fn,
@@ -119,7 +121,7 @@ def build_pipeline(
         checker,
         pad,
         to_device,
-        setting.topology.replicas_per_worker,
+        local,
         progress.meter,
         workers,
         draw=None if with_rng is None or stream.in_background else partial(with_rng, fetch.draw),
@@ -160,7 +162,7 @@ def build_pipeline(
     )
     try:
         prefetcher.begin()
-        elements = Elements(checker, source.certain_piece_size, setting.topology.replicas_per_worker, pad)
+        elements = Elements(checker, source.certain_piece_size, local, pad)
         catch_up = stream.catch_up if isinstance(stream, CatchesUp) and stream.draws_ahead else None
         return DistributedIterator(prefetcher, to_device, elements, progress, last, catch_up)
     except BaseException:  # no other code would end the thread

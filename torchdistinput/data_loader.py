@@ -175,6 +175,7 @@ class DataLoader(Generic[T_co]):
       own_state: see ``InputOptions.own_state``.
       balance: the costs of the samples, by which each batch is divided; see ``InputOptions.balance``.
       equal_counts: see ``InputOptions.equal_counts``.
+      empty_fn: see ``InputOptions.empty_fn``.
 
     Raises:
       ValueError: what torch raises for its arguments; both ``device`` and ``strategy``; a negative ``prefetch``.
@@ -233,6 +234,7 @@ class DataLoader(Generic[T_co]):
         own_state: Literal["auto", "use", "ignore"] = "auto",
         balance: Any = None,
         equal_counts: bool = False,
+        empty_fn: Callable[[], Any] | None = None,
     ) -> None:
         if not isinstance(strategy, Strategy | None):
             raise TypeError(f"strategy is a {type(strategy).__name__}; a torchdistinput.Strategy is needed, or None.")
@@ -262,6 +264,7 @@ class DataLoader(Generic[T_co]):
         self._snapshot_every, self._own_state = snapshot_every_n_steps, own_state
         self._seed_samples = seed_samples
         self._balance, self._equal_counts = balance, equal_counts
+        self._empty_fn = empty_fn
         self._options(policy, prefetch)  # refuses wrong values
         check_loader(self._loader, policy, alone=True)
         self._prefetch = prefetch
@@ -532,6 +535,7 @@ class DataLoader(Generic[T_co]):
             seed_samples=self._seed_samples,
             balance=self._balance,
             equal_counts=self._equal_counts,
+            empty_fn=self._empty_fn,
         )
 
     def _steps_ahead(self, strategy: Strategy) -> int | None:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any, Generic, NoReturn, TypeVar, final
 
 from torchdistinput.batches.element_spec import Elements
-from torchdistinput.batches.per_replica import regroup_batches
 from torchdistinput.coordination.private_names import profiler_runs
 from torchdistinput.errors import InputError, OutOfRangeError
 from torchdistinput.pipeline.metrics import WAIT, Metrics, in_range, summary
@@ -199,7 +198,7 @@ class DistributedIterator:
                 sizes = taken.sizes
                 pieces = self._to_device.hand_over(taken.transfers) if moves else taken.transfers
                 single = len(sizes) == 1
-                element = pieces[0] if single else regroup_batches(pieces, sizes)
+                element = pieces[0] if single else self._elements.regroup(pieces)
                 local = sizes[0] if single else sum(sizes)
                 progress = self._progress
                 progress.add(taken, local, self._elements.num_bytes(local, pieces))

@@ -77,6 +77,9 @@ class Counted(NamedTuple):
 
     pieces: Row
     sizes: tuple[int, ...]
+    structure: Any = None
+    """The structure of the batches (``batches.schema``), where whoever made the row knows it; pickled, from a loader
+    worker."""
 
 
 @final
@@ -87,8 +90,8 @@ class RowSizes(NamedTuple):
     """Samples in the batch."""
     pieces: tuple[int, ...]
     """Samples in each piece of the row."""
-    schema: object = None
-    """The same object for all batches that the reader knows to have one schema; ``None`` where it knows nothing."""
+    structure: Any = None
+    """See ``Counted.structure``; the same object for all batches of one structure."""
 
 
 SizedRow = tuple[Row, RowSizes, Digest]
@@ -154,6 +157,13 @@ class PartialPiece(NamedTuple):
     skipped: Skipped
     left_out: tuple[int, ...] = ()
     """The positions of the left-out samples in the full piece."""
+
+
+class Described(NamedTuple):
+    """The first piece of an epoch, with the structure of all. A named tuple, so that torch pins its content."""
+
+    piece: Any
+    structure: Any
 
 
 class OpaqueBatch(NamedTuple):
@@ -261,8 +271,8 @@ class Rows(Protocol):
 class Stream(Rows, Protocol):
     """One epoch of one worker's rows, with its position for a saved state."""
 
-    strings: bool
-    """Whether pieces that are lists certainly hold only strings, so that their items need no check."""
+    structure: Any
+    """The structure of the elements, where it is certain before the first one."""
     one_structure: bool
     """Whether the source yields ready batches, so that all must be of one structure; see ``schema_check``."""
 

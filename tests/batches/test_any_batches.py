@@ -299,3 +299,99 @@ def test_padding_what_has_no_row_for_each_sample_is_refused_at_the_first_step() 
             assert "step 0 of epoch 0" in told
             assert "has not one row for each" in told
         assert filled == [(2, [True, True])] * 2 + [(2, [True, False])]
+
+
+IMAGE_BATCHES = [*((channels, sizes) for channels in (1, 2, 3) for sizes in ((3, 3), (8, 3), (1,), (2, 2)))]
+
+
+def cut_lists(counts: Any, container: type) -> list[Any]:
+    found = []
+    for channels, sizes in IMAGE_BATCHES:
+        batches = [container(torch.full((channels, 4), float(place)) for place in range(count)) for count in sizes]
+        loader = tdi.Strategy(devices=["cpu"]).distribute_dataset(batches, tdi.InputOptions(count_fn=counts))
+        found.append([(type(part), [(*image.shape, int(image[0, 0])) for image in part]) for part in loader])
+    return found
+
+
+@pytest.mark.parametrize("container", [list, tuple])
+@pytest.mark.parametrize("counts", [len, lambda batch: sum(1 for _ in batch)], ids=["len", "lambda"])
+def test_what_count_fn_counts_is_cut_whatever_the_sizes_of_images(counts: Any, container: type) -> None:
+    strategies = [run_in_replicas(counts, container, replicas) for replicas in (1, 2, 4)]
+    for parts in strategies:
+        for (channels, sizes), steps in zip(IMAGE_BATCHES, parts, strict=True):
+            put_together = [[image for part in step for image in part] for step in steps]
+            assert put_together == [[(channels, 4, place) for place in range(count)] for count in sizes]
+    if counts is len:
+        first, second = run_ranks(2, cut_lists, counts, container)
+        for steps, own, other in zip(strategies[1], first, second, strict=True):
+            assert [[*map(list, step)] for step in steps] == [
+                [one, two] for (_, one), (_, two) in zip(own, other, strict=True)
+            ]
+            assert {kind for kind, _ in own + other} == {container}
+
+
+def run_in_replicas(counts: Any, container: type, replicas: int) -> list[Any]:
+    strategy = tdi.Strategy(devices=["cpu"] * replicas)
+    found = []
+    for channels, sizes in IMAGE_BATCHES:
+        batches = [container(torch.full((channels, 4), float(place)) for place in range(count)) for count in sizes]
+        loader = strategy.distribute_dataset(batches, tdi.InputOptions(count_fn=counts))
+        steps = [strategy.local_results(element) for element in loader]
+        found.append([[[(*image.shape, int(image[0, 0])) for image in part] for part in step] for step in steps])
+    return found
+
+
+COLUMNS = (torch.arange(2), torch.arange(2))
+
+
+@pytest.mark.parametrize("batch", [COLUMNS, [*COLUMNS], {"x": COLUMNS[0], "y": COLUMNS[1]}])
+def test_columns_of_as_many_samples_are_cut_as_columns_where_a_column_is_counted(batch: Any) -> None:
+    strategy = tdi.Strategy(devices=["cpu"] * 2)
+    options = tdi.InputOptions(count_fn=lambda batch: len(batch["x"] if isinstance(batch, dict) else batch[0]))
+    for given in (None, options):
+        (element,) = strategy.distribute_dataset([batch], given)
+        parts = strategy.local_results(element)
+        leaves = [[*part.values()] if isinstance(part, dict) else part for part in parts]
+        assert [[leaf.tolist() for leaf in each] for each in leaves] == [[[0], [0]], [[1], [1]]]
+
+
+@pytest.mark.parametrize(
+    ("batch", "count", "told"),
+    [
+        ((torch.zeros(4), torch.zeros(3)), None, r"\[0\] has 4, \[1\] has 3.*count_fn=.*split_fn="),
+        ((torch.zeros(8, 3), torch.zeros(10)), None, "have different batch sizes"),
+        ([torch.zeros(4), torch.zeros(3)], None, "have different batch sizes"),
+        ({0: torch.zeros(4), 1: torch.zeros(3)}, None, "have different batch sizes"),
+        ((torch.zeros(4), torch.zeros(3)), lambda batch: len(batch[0]), "one entry for each.*split_fn="),
+        (([torch.zeros(3, 2)] * 3, torch.zeros(3)), lambda batch: 3, "a list of 3 in the batch could hold.*split_fn="),
+        (torch.eye(4).to_sparse(), None, "the batch is a sparse tensor.*split_fn="),
+        ({"x": torch.zeros(2), "n": torch.nested.nested_tensor([torch.ones(1)] * 2, layout=torch.jagged)},
+         lambda batch: 2, "split_fn="),
+    ],
+)  # fmt: skip
+def test_a_ready_batch_that_could_be_read_in_two_ways_or_not_be_cut_names_what_to_give(
+    batch: Any, count: Any, told: str
+) -> None:
+    dataset = tdi.Strategy(devices=["cpu"] * 2).distribute_dataset([batch], tdi.InputOptions(count_fn=count))
+    with pytest.raises(tdi.BatchingError, match=told):
+        next(iter(dataset))
+
+
+def halves(batch: Any, sizes: list[int]) -> list[Any]:
+    """Cuts a batch of time-first tensors."""
+    parts = {key: leaf.split(sizes, 1) for key, leaf in batch.items()}
+    return [{key: each[place] for key, each in parts.items()} for place in range(len(sizes))]
+
+
+def time_first_batches() -> list[Any]:
+    batches = [{"x": torch.zeros(5, count), "y": torch.ones(7, count)} for count in (4, 1)]
+    options = tdi.InputOptions(count_fn=lambda batch: batch["x"].shape[1], split_fn=halves)
+    loader = tdi.Strategy(devices=["cpu"]).distribute_dataset(batches, options)
+    return [[tuple(leaf.shape) for leaf in batch.values()] for batch in loader]
+
+
+def test_the_empty_part_of_what_split_fn_cuts_follows_from_its_pieces() -> None:
+    assert run_ranks(2, time_first_batches) == [
+        [[(5, 2), (7, 2)], [(5, 1), (7, 1)]],
+        [[(5, 2), (7, 2)], [(5, 0), (7, 0)]],
+    ]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.support.structures import KINDS
+from torchdistinput.batches.collated import structure_of_collated
 from torchdistinput.batches.per_replica import (
     PerReplica,
     ReduceOp,
@@ -116,9 +117,8 @@ def test_different_structures_are_refused_with_the_path(first: Any, second: Any,
 
 
 def test_a_batch_keeps_a_list_of_strings_as_one_leaf_and_its_constants_bare() -> None:
-    whole = regroup_batches(
-        [{"s": ["a", "b"], "x": torch.ones(2), "n": 3}, {"s": [], "x": torch.ones(0), "n": 3}], [2, 0]
-    )
+    batch = {"s": ["a", "b"], "x": torch.ones(2), "n": 3}
+    whole = regroup_batches([batch, {"s": [], "x": torch.ones(0), "n": 3}], structure_of(batch))
     assert whole["s"].values == (["a", "b"], [])
     assert whole["n"] == 3
     assert [len(x) for x in whole["x"].values] == [2, 0]
@@ -126,7 +126,7 @@ def test_a_batch_keeps_a_list_of_strings_as_one_leaf_and_its_constants_bare() ->
 
 def test_a_single_batch_is_itself() -> None:
     batch = [torch.ones(2)]
-    assert regroup_batches([batch], [1]) is batch
+    assert regroup_batches([batch], None) is batch
 
 
 def test_select_gives_back_the_same_object_where_there_is_nothing_to_select() -> None:
@@ -157,7 +157,7 @@ def test_a_value_of_another_strategy_is_refused() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_batches_of_every_structure_come_together_leaf_by_leaf(kind: str) -> None:
     pieces = [KINDS[kind](size) for size in (2, 1, 0)]
-    whole = regroup_batches(pieces, [2, 1, 0])
+    whole = regroup_batches(pieces, structure_of(pieces[0]))
     leaves = iter(list(zip(*(flatten(piece)[0] for piece in pieces), strict=True)))
     expected = map_leaves(lambda _: PerReplica(next(leaves)), pieces[0])
     assert type(whole) is type(expected)
@@ -169,11 +169,18 @@ def test_batches_of_every_structure_come_together_leaf_by_leaf(kind: str) -> Non
 
 
 def test_pieces_of_different_structure_come_together_as_they_are() -> None:
-    pair, other = object(), object()
-    whole = regroup_batches([{"graph": pair, "x": torch.zeros(2)}, {"graph": other, "x": torch.zeros(1)}], [2, 1])
-    assert whole["graph"].values == (pair, other)
-    assert [len(each) for each in whole["x"].values] == [2, 1]
-    images = [torch.zeros(3, 2)] * 2, [torch.zeros(3, 2)] * 1
-    assert regroup_batches(images, [2, 1]).values == images
-    uneven = (torch.zeros(5), torch.zeros(1)), (torch.zeros(1),)
-    assert regroup_batches(uneven, [2, 1]).values == uneven
+    first, second = torch.zeros(2), torch.zeros(1)
+    for pieces in (
+        ([first] * 2, [first]),
+        ((first, second), (second,)),
+        ({"x": first}, {"y": second}),
+        ({"x": first}, [second]),
+        (first, {"x": second}),
+    ):
+        for structure in (None, structure_of(first), structure_of(pieces[0])):
+            assert regroup_batches(pieces, structure).values == pieces
+    ragged = structure_of_collated({"images": [first], "n": 1}, {"images": [first] * 2, "n": 2})
+    for count in (1, 2):  # the same element whether replicas have equally many samples or not
+        whole = regroup_batches([{"images": [first] * 2, "n": 2}, {"images": [second] * count, "n": count}], ragged)
+        assert whole["images"].values == ([first] * 2, [second] * count)
+        assert whole["n"].values == (2, count)

@@ -13,7 +13,7 @@ import torch
 
 from tests.support.interruptions import Interruption
 from tests.support.scripted import results_of
-from torchdistinput.batches.pytree import batch_size
+from torchdistinput.batches.pytree import structure_of
 from torchdistinput.batches.schema_check import SchemaChecker
 from torchdistinput.coordination import step_sync as coordinate_module
 from torchdistinput.coordination.batch_digests import digest_of_read, number_of_size
@@ -39,7 +39,7 @@ def make(channel: Channel | None, rank: int, *, slots: int = 4, piece: Any = Non
     """A stage of one rank, which has seen ``piece`` if it is given."""
     checker = SchemaChecker()
     if piece is not None:
-        checker.see(piece, batch_size(piece))
+        checker.take(structure_of(piece))
 
     def complete(of_step: LocalStep) -> None:
         assert checker.structure is not None
@@ -448,7 +448,7 @@ def test_the_more_is_read_ahead_the_fewer_landmarks_are_passed_by_all_ranks(grow
             periodic_sync=periodic_sync,
             ahead=(2, 2) if grows else None,
         )
-        stage._checker.see(torch.zeros(1), 1)
+        stage._checker.take(structure_of(torch.zeros(1)))
         for step in range(64):
             stage.hold(share(1))
             outcomes = conclude(stage.vote(int(step in (8, 24, 40))))

@@ -90,6 +90,7 @@ def test_the_arguments_are_torchs_in_torchs_order_and_then_our_own() -> None:
         "own_state",
         "balance",
         "equal_counts",
+        "empty_fn",
     ]
     assert {each.kind for each in ours[len(torchs) :]} == {inspect.Parameter.KEYWORD_ONLY}
 
@@ -823,3 +824,11 @@ def test_an_iterable_whose_length_cannot_be_told_has_none() -> None:
     with pytest.raises(TypeError):
         len(loader)
     assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4]]
+
+
+def test_a_dict_of_numbered_samples_is_read_as_torch_reads_it() -> None:
+    samples: Any = {0: torch.arange(3), 1: torch.arange(3) + 3}
+    expected = [batch.tolist() for batch in torch.utils.data.DataLoader(samples, batch_size=2)]
+    assert [batch.tolist() for batch in Ours(samples, batch_size=2)] == expected == [[[0, 1, 2], [3, 4, 5]]]
+    with pytest.raises(tdi.InputError, match="for samples under the keys 0, 1, ... a DataLoader of them"):
+        tdi.Strategy(["cpu"]).distribute_dataset(samples, global_batch_size=2)

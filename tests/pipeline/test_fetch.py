@@ -13,6 +13,7 @@ from torchdistinput.batches.pytree import batch_size
 from torchdistinput.batches.schema_check import SchemaChecker
 from torchdistinput.errors import BatchingError
 from torchdistinput.pipeline.fetch import Fetch
+from torchdistinput.sources.split_batches import AS_LEAVES, Measure
 from torchdistinput.step_types import (
     Counted,
     Drawn,
@@ -48,6 +49,7 @@ class Rows:
         self._left = len(rows)
         self._drawing_fails_at = drawing_fails_at
         self._draws = 0
+        self._measure = Measure(AS_LEAVES)
 
     def draw(self) -> Any:
         self.log.append("draw")
@@ -66,7 +68,12 @@ class Rows:
         row = next(self._rows)
         if isinstance(row, Exception):
             raise row
-        return None if row is None else Counted(list(row), tuple(map(size_of, row)))
+        if row is None:
+            return None
+        held = [each.piece if type(each) is PartialPiece else each for each in row]
+        pieces, _, structure = self._measure.each([None if type(each) is OpaqueBatch else each for each in held])
+        whole = [new if each is old else each for each, old, new in zip(row, held, pieces, strict=True)]
+        return Counted(whole, tuple(map(size_of, row)), structure)
 
     def close(self) -> None:
         self.log.append("close")

@@ -280,9 +280,7 @@ def test_without_read_ahead_a_step_is_waited_for_from_its_draw_on_and_read_until
 
     calls = Calls(draw, produce, print, nothing, nothing, nothing)
     votes = Said([incomplete, complete, EmptyStep(None), complete, End()])
-    buffer = Prefetcher(
-        calls, votes, depth=0, threaded=False, helps=True, meter=meter, timeout_seconds=9, names=int
-    )
+    buffer = Prefetcher(calls, votes, depth=0, threaded=False, helps=True, meter=meter, timeout_seconds=9, names=int)
     found = []
     while buffer.take() is not None:
         told = meter.window()
@@ -311,7 +309,7 @@ def test_no_time_is_lost_where_a_step_is_completed_while_another_one_is_filled_i
 ) -> None:
     clock, meter, checker = OfTwoThreads(), Metrics(), SchemaChecker()
     monkeypatch.setattr(upstream, "perf_counter", clock.perf_counter)
-    checker.see(torch.zeros(2), 2)
+    checker.take(pytree.structure_of(torch.zeros(2)))
     no_source: Any = None
     stream = pipeline_module.open_stream(no_source, 0, plainly, Start())  # of which nothing is read
     own = StepMaker(Fetch(stream, checker), checker, None, ToDevice([]), 1, meter, OpenRuns())
@@ -338,9 +336,7 @@ def test_skipped_samples_are_counted_also_in_steps_that_lost_all_of_them() -> No
             End(),
         ]
     )
-    buffer = Prefetcher(
-        calls, votes, depth=0, threaded=False, helps=True, meter=meter, timeout_seconds=9, names=int
-    )
+    buffer = Prefetcher(calls, votes, depth=0, threaded=False, helps=True, meter=meter, timeout_seconds=9, names=int)
     progress = EpochProgress(
         0, Start(), tuple, meter, Topology(num_workers=1, replicas_per_worker=1, worker=0), knows_all=True, log_every=0
     )

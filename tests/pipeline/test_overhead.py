@@ -19,7 +19,6 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import torchdistinput as tdi
-from tests.support.structures import KINDS
 from torchdistinput.batches.pytree import structure_of
 from torchdistinput.batches.schema_check import SchemaChecker
 from torchdistinput.coordination.exchanges import conclude
@@ -36,7 +35,7 @@ from torchdistinput.testing import FakeCollectives
 def coordinate(world: FakeCollectives | None, max_errors: int | None, *, counts: bool) -> StepSync:
     """The stage of one rank: alone, or over a channel on which nobody else votes."""
     checker = SchemaChecker()
-    checker.see(torch.zeros(1), 1)
+    checker.take(structure_of(torch.zeros(1)))
     channel = None if world is None else world.ranks(0).open_channel(0)
 
     def complete(share: LocalStep) -> None:
@@ -94,33 +93,6 @@ def test_who_stopped_settles_no_step_any_more() -> None:
     stage.stop(3)
     found = stage.settle(LocalStep([], (4,), [torch.zeros(4)]))
     assert isinstance(found, Raised)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_size_known_at_a_look_is_that_of_the_structure(kind: str) -> None:
-    rng = random.Random(kind)
-    others = [each for each in KINDS if each != kind]
-    checker = SchemaChecker()
-    checker.see(KINDS[kind](3), 3)
-    for _ in range(60):
-        piece = KINDS[kind if rng.random() < 0.7 else rng.choice(others)](rng.choice([0, 2, 2, 2, 5]))
-        assert checker.structure is not None
-        assert checker.knows(piece) == (checker.structure.size_of_same(piece) is not None)
-
-
-def test_a_change_of_inner_dims_of_dtype_or_of_a_key_is_seen_at_once() -> None:
-    checker = SchemaChecker()
-    checker.see({"x": torch.zeros(3, 4), "y": torch.zeros(3)}, 3)
-    for _ in range(2):
-        assert checker.knows({"x": torch.zeros(3, 4), "y": torch.zeros(3)})
-    assert not checker.knows({"x": torch.zeros(3, 5), "y": torch.zeros(3)})
-    assert not checker.knows({"x": torch.zeros(3, 4), "y": torch.zeros(3, dtype=torch.int64)})
-    assert not checker.knows({"y": torch.zeros(3), "x": torch.zeros(3, 4)})
-    assert not checker.knows({"x": torch.zeros(3, 4)})
-    assert not checker.knows({"x": torch.zeros(3, 4), "y": torch.zeros(4)})
-    checker.see({"x": torch.zeros(3, 5), "y": torch.zeros(3)}, 3)
-    assert not checker.knows({"x": torch.zeros(3, 4), "y": torch.zeros(3)})
-    assert checker.structure == structure_of({"x": torch.zeros(3, 5), "y": torch.zeros(3)})
 
 
 def test_what_stays_on_the_host_is_its_own_parcel() -> None:

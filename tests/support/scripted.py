@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar, final
 import torch
 
 from tests.support.upstream import Calls
+from torchdistinput.batches.pytree import structure_of
 from torchdistinput.batches.schema_check import SchemaChecker
 from torchdistinput.coordination.step_sync import StepSync
 from torchdistinput.pipeline.fetch import Fetch
@@ -22,6 +23,9 @@ from torchdistinput.testing import FakeCollectives
 T = TypeVar("T")
 
 Where = Literal["draw", "fetch", "transfer"]
+
+
+_NUMBERS = structure_of(torch.arange(1))
 
 
 class ScriptedError(Exception):
@@ -87,10 +91,10 @@ class ScriptedStream:
             if self._script.fails == "fetch":
                 raise ScriptedError(f"fetch {place} of {self._rank}")
             if self._script.fails == "transfer" and place == len(self._script.rows):
-                return Counted([torch.full((1,), -1)], (1,))
+                return Counted([torch.full((1,), -1)], (1,), _NUMBERS)
             return None
         size = self._script.rows[place]
-        return Counted([torch.full((size,), 100 * self._rank + place) if size else None], (size,))
+        return Counted([torch.full((size,), 100 * self._rank + place) if size else None], (size,), _NUMBERS)
 
     def close(self) -> None:
         self.closed += 1

@@ -3,7 +3,8 @@
 - ``containers``: Dicts, lists, tuples, dataclasses: opens and rebuilds one level of nesting.
 - ``pytree``: Nested batches: finds the leaves, counts the samples, cuts a batch.
 - ``schema``: The nesting, names and dtypes that all batches have; makes empty batches.
-- ``schema_check``: Learns the schema of the elements once, and checks later ones fast.
+- ``collated``: The structure of batches that are made of samples here, from answers for one sample and for two.
+- ``schema_check``: Keeps the structure of the elements, and checks that of later ones.
 - ``element_spec``: The spec of the elements, and how many bytes they take.
 - ``padding``: Pads pieces to one size, with a mask.
 - ``per_replica``: ``PerReplica``, ``ReduceOp``.

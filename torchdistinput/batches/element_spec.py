@@ -8,8 +8,8 @@ from typing import Any, final
 import torch
 
 from torchdistinput.batches.padding import Pad
-from torchdistinput.batches.per_replica import PerReplica
-from torchdistinput.batches.pytree import flatten, holds_tensors
+from torchdistinput.batches.per_replica import PerReplica, regroup_batches
+from torchdistinput.batches.pytree import flatten, is_list_of_samples, num_bytes
 from torchdistinput.batches.schema import TensorSpec
 from torchdistinput.batches.schema_check import SchemaChecker
 from torchdistinput.errors import InputError
@@ -44,27 +44,47 @@ class Elements:
         if structure is None:
             raise InputError("the data ended before the first element, so there is no element spec.")
         if self._pad is not None:
-            return self._pad.structure(structure).spec(self._pad.rows, self._for_each_replica)
+            return self._pad.structure(self._checker.structure or structure).spec(
+                self._pad.rows, self._for_each_replica
+            )
         if not structure.leaves():
             raise InputError(f"the elements are of type {structure}, of which no tensor is known: there is no spec.")
-        size = None if self._checker.row_bytes is None else self._piece_size  # else its rows need not be samples
+        size = self._piece_size if self._checker.has_rows else None
         return structure.spec(size, self._for_each_replica)
 
     def _for_each_replica(self, spec: TensorSpec) -> Any:
         return spec if self._local == 1 else PerReplica([spec] * self._local)
 
+    def regroup(self, pieces: Sequence[Any]) -> Any:
+        """The element that is made of the pieces of the local replicas."""
+        structure = self._checker.structure
+        if self._pad is not None and structure is not None:
+            structure = self._pad.structure(structure)
+        return regroup_batches(pieces, structure)
+
     def num_bytes(self, samples: int, pieces: Sequence[Any]) -> int:
         """Bytes of the tensors in the pieces of a step with ``samples`` samples in all. Called at every step.
 
-        The tensors are added up one by one only if their shapes differ from element to element.
+        The tensors are added up one by one unless it is known that all samples are alike.
         """
         of_row = self._checker.row_bytes
         if of_row is not None and self._pad is None:
             return of_row * samples
         if self._checker.looks is None:  # opaque batches
             return 0
-        if of_row is None or self._pad is None:
-            held = (flatten(piece)[0] for piece in pieces if holds_tensors(piece))
-            leaves = (leaf for each in held for leaf in each if isinstance(leaf, torch.Tensor))
-            return sum(leaf.numel() * leaf.element_size() for leaf in leaves)
-        return self._local * self._pad.rows * (of_row + 1)  # a mask has a byte for each row
+        return sum(map(_bytes_of, pieces))
+
+
+def _bytes_of(piece: Any) -> int:
+    kind = type(piece)
+    leaves = piece.values() if kind is dict else piece if kind is tuple or kind is list else (piece,)
+    held = 0
+    for leaf in leaves:
+        if type(leaf) is not torch.Tensor:
+            break
+        held += leaf.numel() * leaf.element_size()
+    else:
+        return held
+    if is_list_of_samples(piece) and not any(map(num_bytes, flatten(piece[0])[0])):
+        return 0
+    return sum(map(num_bytes, flatten(piece)[0]))

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from typing import Any, final
 
+import numpy as np
 import torch
 
-from torchdistinput.batches import pytree
+from torchdistinput.batches.containers import PLAIN_TYPES, open_container
 from torchdistinput.batches.schema import Structure
 from torchdistinput.errors import BatchingError
 from torchdistinput.step_types import LocalStep
@@ -43,7 +44,7 @@ class Pad:
 
         Args:
           step: a step without missing pieces.
-          structure: the structure of earlier pieces, if it is known: an empty list does not show the type of its items.
+          structure: of the pieces; it says what in them has an entry for each sample.
 
         Raises:
           BatchingError: a piece does not have one row for each sample, or has more than ``rows`` samples.
@@ -53,39 +54,52 @@ class Pad:
     def _padded(self, piece: Any, size: int, structure: Structure | None) -> tuple[Any, ...]:
         if size > self._rows:
             raise BatchingError(f"a piece has {size} samples, and partial_batch='pad' makes pieces of {self._rows}.")
+        if structure is None:
+            raise _cannot_be_padded(size, "nothing is known of its structure")
         mask = torch.arange(self._rows, device="cpu") < size
         if self._with_index:
             index, element = piece
             filled = index.new_full((self._rows,), -1)
             filled[:size] = index
-            return filled, self._filled(element, size, None if structure is None else structure.children[1]), mask
+            return filled, self._filled(element, size, structure.children[1]), mask
         return self._filled(piece, size, structure), mask
 
-    def _filled(self, element: Any, size: int, structure: Structure | None) -> Any:
-        found = pytree.read(element, size, structure)
-        if found is None or not found.leaves:
-            raise BatchingError(
-                f"a piece of {size} sample(s) has not one row for each, and partial_batch='pad' can fill up nothing "
-                "else. Let the collate function make one row for each sample, or do without padding."
-            )
-        if size == self._rows:
-            return element
-        kinds = found.structure.leaves() if structure is None else structure.leaves()
-        if len(kinds) != len(found.leaves):
-            kinds = found.structure.leaves()
-        filled = [self._fill(leaf, size, kind) for leaf, kind in zip(found.leaves, kinds, strict=True)]
-        return found.structure.build(iter(filled))
+    def _filled(self, part: Any, size: int, structure: Structure) -> Any:
+        if structure.kind in ("tensor", "array"):
+            return self._filled_tensor(part, size, structure)
+        if structure.kind == "rows" and isinstance(part, list | tuple) and len(part) == size:
+            blank = "" if structure.dtype is str and all(isinstance(item, str) for item in part) else None
+            return part if size == self._rows else type(part)([*part, *[blank] * (self._rows - size)])
+        if structure.kind == "constant" or (structure.kind == "unknown" and type(part) in PLAIN_TYPES):
+            return part
+        container = None if structure.is_leaf else open_container(part)
+        if container is None or container.keys != structure.keys:
+            why = structure.constant[1] if structure.kind == "unknown" else f"{structure} was expected"
+            raise _cannot_be_padded(size, why)
+        pairs = zip(container.children, structure.children, strict=True)
+        return container.rebuild([self._filled(child, size, kind) for child, kind in pairs])
 
-    def _fill(self, leaf: Any, size: int, structure: Structure) -> Any:
-        if not isinstance(leaf, list | tuple):
-            filled = leaf.new_zeros((self._rows, *leaf.shape[1:]))
-            filled[:size] = leaf
-            return filled
-        blank = "" if all(isinstance(item, str) for item in leaf) and structure.dtype is str else None
-        return type(leaf)([*leaf, *[blank] * (self._rows - size)])
+    def _filled_tensor(self, part: Any, size: int, structure: Structure) -> Any:
+        dim = structure.batch_dim
+        fits = isinstance(part, np.ndarray | torch.Tensor) and len(part.shape) > dim and part.shape[dim] == size
+        if not fits:
+            raise _cannot_be_padded(size, f"dim {dim} of a {type(part).__name__} is not their number")
+        if size == self._rows:
+            return part
+        shape = (*part.shape[:dim], self._rows, *part.shape[dim + 1 :])
+        filled = np.zeros(shape, part.dtype) if isinstance(part, np.ndarray) else part.new_zeros(shape)
+        filled[(slice(None),) * dim + (slice(size),)] = part
+        return filled
 
     def structure(self, structure: Structure) -> Structure:
         """The structure of the padded pieces, from the structure of the pieces."""
         mask = Structure("tensor", dtype=torch.bool)
         children = (*structure.children, mask) if self._with_index else (structure, mask)
         return Structure("tuple", tuple(range(len(children))), children, cls=tuple)
+
+
+def _cannot_be_padded(size: int, why: str) -> BatchingError:
+    return BatchingError(
+        f"a piece of {size} sample(s) has not one row for each ({why}), and partial_batch='pad' can fill up nothing "
+        "else. Let the collate function make one row for each sample, or do without padding."
+    )

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar, final
 
 from torchdistinput.batches.containers import PLAIN_TYPES, open_container
-from torchdistinput.batches.pytree import plain_leaves, plainly_rebuilt, read, structure_of
+from torchdistinput.batches.pytree import plain_leaves, plainly_rebuilt
+from torchdistinput.batches.schema import Structure
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -117,50 +118,41 @@ def _kind(value: Any) -> str:
     return f"{name} of length {len(container.keys)}" if isinstance(value, list) else f"{name} with {container.keys}"
 
 
-def regroup_batches(pieces: Sequence[Any], sizes: Sequence[int]) -> Any:
+def regroup_batches(pieces: Sequence[Any], structure: Structure | None) -> Any:
     """The batches of the local replicas as one element: the structure outside, a ``PerReplica`` at each leaf. Local.
 
-    Unlike ``regroup`` it follows the law of leaves of a batch: a list with an entry for each sample is one leaf, and
-    constants that are equal stay bare. Where the pieces are of different structures, a ``PerReplica`` of them is made.
+    Unlike ``regroup`` it follows the structure that all batches have, and not what the pieces of one step look like: so
+    elements have the same structure at each step. The constants of a ready batch, which all its pieces have, stay bare.
+    Where a piece has another structure, a ``PerReplica`` is made.
 
     Args:
       pieces: one batch per local replica; a single one comes back as it is.
-      sizes: samples in each.
+      structure: of the batches; ``None`` where it is not known: a ``PerReplica`` of the batches is made.
     """
     if len(pieces) == 1:
         return pieces[0]
-    plain = [plain_leaves(piece) for piece in pieces]
-    have_rows = all(leaf.shape[:1] == (size,) for leaves, size in zip(plain, sizes, strict=True) for leaf in leaves)
-    if have_rows and all(plain) and len(set(map(len, plain))) == 1:
-        return plainly_rebuilt(pieces[0], [PerReplica(values) for values in zip(*plain, strict=True)])
-    return _regroup_parts(pieces, sizes)
-
-
-def _regroup_parts(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
-    first = parts[0]
-    if all(part is first for part in parts) or (
-        type(first) in PLAIN_TYPES and all(type(part) is type(first) and part == first for part in parts)
+    if structure is None:
+        return PerReplica(pieces)
+    first = pieces[0]
+    if structure.kind == "constant" and all(
+        piece is first or (type(first) in PLAIN_TYPES and type(piece) is type(first) and piece == first)
+        for piece in pieces
     ):
         return first
-    kinds = {structure_of(part).kind for part in parts}
-    opened = [open_container(part) for part in parts]
-    head = opened[0]
-    if (
-        head is None
-        or len({*map(type, parts)}) > 1
-        or not {*kinds} <= {"dict", "list", "tuple", "namedtuple", "dataclass"}
-    ):
-        return PerReplica(parts)
-    if head.kind in ("list", "tuple"):
-        found = [read(part, size) for part, size in zip(parts, sizes, strict=True)]
-        if any(each is not None and each.structure.kind == "rows" for each in found):
-            return PerReplica(parts)
-        if isinstance(first, list) and None in found:
-            return PerReplica(parts)
-    by_key = [dict(zip(each.keys, each.children, strict=True)) for each in opened if each is not None]
-    if len({frozenset(each) for each in by_key}) > 1:
-        return PerReplica(parts)
-    return head.rebuild(_regroup_parts([each[key] for each in by_key], sizes) for key in head.keys)
+    if structure.is_leaf or structure.kind == "constant":
+        return PerReplica(pieces)
+    if structure.is_flat:
+        plain = [plain_leaves(piece) for piece in pieces]
+        if {*map(len, plain)} == {len(structure.keys)} and (type(first) is not dict or len({*map(tuple, pieces)}) == 1):
+            return plainly_rebuilt(first, [PerReplica(values) for values in zip(*plain, strict=True)])
+    opened = [open_container(piece) for piece in pieces]
+    found = [each for each in opened if each is not None and set(each.keys) == set(structure.keys)]
+    if len(found) < len(pieces) or len({each.kind for each in found}) > 1:
+        return PerReplica(pieces)
+    by_key = [dict(zip(each.keys, each.children, strict=True)) for each in found]
+    children = dict(zip(structure.keys, structure.children, strict=True))
+    head = found[0]
+    return head.rebuild(regroup_batches([each[key] for each in by_key], children[key]) for key in head.keys)
 
 
 def select(value: Any, local_replica: int) -> Any:

@@ -5,14 +5,13 @@ tuple that holds no tensor, array or container is one leaf, cut as a list (strin
 structure: dicts, lists, tuples, named tuples and dataclasses are containers, and any other object (a number, ``None``,
 a string) is a constant that goes to every replica unchanged. All leaves of a batch have the same batch size.
 
-Where leaves differ in size, a list or tuple may be one leaf with an entry for each sample, of any content (images of
-several sizes, dicts of boxes): see ``read``.
+Batches that are made of samples here need no law: ``collated`` says what in them has an entry for each sample.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple, final
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -20,7 +19,6 @@ import torch
 from torchdistinput.batches.containers import (
     MANY_ENTRIES,
     PLAIN_TYPES,
-    Container,
     is_tensor_collection,
     open_container,
     some_of,
@@ -152,13 +150,6 @@ def holds_arrays(batch: Any) -> bool:
     return container is not None and any(holds_arrays(child) for child in container.children)
 
 
-def holds_tensors(batch: Any) -> bool:
-    """Whether some leaf is a tensor; of a list of samples only the first is looked at. Local."""
-    if is_list_of_samples(batch):
-        return holds_tensors(batch[0])
-    return isinstance(batch, torch.Tensor) or any(isinstance(leaf, torch.Tensor) for leaf in flatten(batch)[0])
-
-
 def is_list_of_samples(batch: Any) -> bool:
     """Whether the batch is a list of dicts, or of tuples, or of lists. Of thousands, some 32 are looked at. Local."""
     if type(batch) is not list or len(batch) < MANY_ENTRIES:
@@ -199,7 +190,7 @@ def plainly_rebuilt(batch: Any, leaves: list[Any]) -> Any:
 
 
 def batch_size(batch: Any) -> int:
-    """The number of samples in a batch: by the law of leaves, else by the lists that have an entry for each. Local.
+    """The number of samples in a batch, by the law of leaves. Local.
 
     Raises:
       BatchingError: there is no leaf, a leaf is a scalar, or two leaves differ; the leaves are named by path.
@@ -210,20 +201,18 @@ def batch_size(batch: Any) -> int:
     sizes: dict[int, str] = {}
     problem = ""
     for path, leaf in named_leaves(batch):
-        if isinstance(leaf, torch.Tensor) and leaf.is_nested:
+        size = _length(leaf)
+        if size is not None:
+            sizes.setdefault(size, path)
+        elif leaf.is_nested:
             problem = problem or f"{path} is a nested tensor, which torch cannot cut."
-        elif isinstance(leaf, torch.Tensor) and leaf.dim() == 0:
+        else:
             problem = problem or (
                 f"{path} is a scalar tensor; a leaf of a batch needs a batch dimension. A number of the whole batch "
                 "may be a plain int or float (item())."
             )
-        else:
-            sizes.setdefault(len(leaf), path)
     if len(sizes) == 1 and not problem:
         return next(iter(sizes))
-    listed = {size for size in _lengths_of_lists(batch) if _read(batch, size, _takes_entries_alike) is not None}
-    if len(listed) == 1:
-        return listed.pop()
     if not (sizes or problem):
         problem = (
             f"found an element of type {type(batch).__name__} without a tensor, array or list in it; a global batch "
@@ -236,122 +225,38 @@ def batch_size(batch: Any) -> int:
     raise BatchingError(f"{problem} {COUNT_OR_SPLIT} {_SINGLE_SAMPLES}")
 
 
-def _lengths_of_lists(batch: Any) -> Iterator[int]:
-    """The lengths of the lists and tuples of tensors or containers."""
-    container = None if _as_leaf(batch) is not None else open_container(batch)
-    if container is not None:
-        if container.kind in ("list", "tuple") and container.children:
-            yield len(container.children)
-        for child in container.children:
-            yield from _lengths_of_lists(child)
+def _length(leaf: Any) -> int | None:
+    """The entries of a leaf; ``None`` of a nested tensor and a scalar."""
+    if isinstance(leaf, torch.Tensor) and (leaf.is_nested or not leaf.dim()):
+        return None
+    return len(leaf)
 
 
-@final
-class Reading(NamedTuple):
-    """A batch with a known number of samples, opened into the leaves that have an entry for each sample."""
-
-    leaves: list[Any]
-    structure: Structure
-    has_rows: bool
-    """Whether every tensor in it is a leaf with a row for each sample."""
-
-    def cut(self, lo: int, hi: int) -> Any:
-        """Samples ``[lo, hi)``; tensors are views."""
-        return self.structure.build(iter([leaf[lo:hi] for leaf in self.leaves]))
+def has_rows(leaves: Sequence[Any], size: int) -> bool:
+    """Whether there is a leaf, and each leaf has so many entries. Local."""
+    return bool(leaves) and all(_length(leaf) == size for leaf in leaves)
 
 
-_Takes = Callable[[Container, bool], bool]
-"""Decides whether a list or tuple with an entry for each sample is one leaf: by its contents, and by whether these can
-be leaves and structure."""
+def check_cuttable(batch: Any) -> None:
+    """Refuses a batch with tensors that torch cannot cut along dim 0. Local.
 
-
-def read(batch: Any, size: int, like: Structure | None = None) -> Reading | None:
-    """Takes a batch of so many samples apart; ``None`` if some tensor or list has not one entry for each sample. Local.
-
-    A list or tuple with as many entries as there are samples, whose contents cannot be leaves, is a leaf: an entry for
-    each sample. So tuples of images and of dicts of boxes are two leaves, whatever the sizes of the images.
-
-    Args:
-      batch: the batch.
-      size: samples in it.
-      like: the structure of a batch before. Where a list could be both a leaf and structure, as three images of three
-        channels, it is read as in that batch.
+    Raises:
+      BatchingError: a tensor is sparse or nested; it is named by its path.
     """
-    found = _read(batch, size, lambda container, is_readable: not is_readable)
-    if like is not None and found is not None and found.structure.signature() != like.signature():
-        other = _read(batch, size, lambda container, is_readable: True)
-        if other is not None and other.structure.signature() == like.signature():
-            return other
-    return found
+    for path, leaf in named_leaves(batch):
+        if isinstance(leaf, torch.Tensor) and (leaf.is_nested or leaf.layout is not torch.strided):
+            kind = "nested" if leaf.is_nested else "sparse"
+            raise BatchingError(
+                f"{path} is a {kind} tensor, which torch cannot cut along dim 0. Give InputOptions(split_fn=), which "
+                "cuts such a batch, and empty_fn=, which makes one without a sample."
+            )
 
 
-def _read(batch: Any, size: int, takes: _Takes) -> Reading | None:
-    leaves: list[Any] = []
-    structure, has_rows = _read_into(leaves, batch, size, takes)
-    return None if structure is None else Reading(leaves, structure, has_rows)
-
-
-def _read_into(leaves: list[Any], value: Any, size: int, takes: _Takes) -> tuple[Structure | None, bool]:
-    leaf = _as_leaf(value)
-    if leaf is not None:
-        if isinstance(leaf, torch.Tensor) and (leaf.is_nested or not leaf.dim()):
-            return None, False
-        if len(leaf) != size:
-            return None, False
-        leaves.append(leaf)
-        return _structure_of_leaf(leaf), isinstance(leaf, torch.Tensor | list | tuple)
-    container = open_container(value)
-    if container is None:
-        return Structure("constant", constant=value), True
-    before = len(leaves)
-    may_be_rows = container.kind in ("list", "tuple") and len(container.children) == size
-    if may_be_rows and _are_samples(container.children, size, takes) and takes(container, False):
-        leaves.append(value)
-        return Structure("rows", dtype=object, cls=type(value)), False
-    parts = [_read_into(leaves, child, size, takes) for child in container.children]
-    children = tuple(part for part, _ in parts if part is not None)
-    is_readable = len(children) == len(parts)
-    if may_be_rows and takes(container, is_readable):
-        leaves[before:] = [value]
-        return Structure("rows", dtype=object, cls=type(value)), False
-    if not is_readable:
-        return None, False
-    structure = Structure(container.kind, container.keys, children, cls=type(value))
-    return structure, all(has_rows for _, has_rows in parts)
-
-
-def _are_samples(entries: Sequence[Any], size: int, takes: _Takes) -> bool:
-    """Whether the entries are containers of one kind, the first of which cannot be columns: it holds no leaf.
-
-    The others are not taken apart: a batch may have thousands.
-    """
-    first = entries[0]
-    if open_container(first) is None or is_tensor_collection(first) or set(map(type, entries)) != {type(first)}:
-        return False
-    leaves: list[Any] = []
-    structure, _ = _read_into(leaves, first, size, takes)
-    if structure is None:
-        return True
-    if leaves:
-        return False
-    return not isinstance(first, Mapping) or all(entry.keys() == first.keys() for entry in entries)
-
-
-def _takes_entries_alike(container: Container, is_readable: bool) -> bool:  # noqa: FBT001 - see _Takes
-    """Where the number of samples is not known, entries of different kinds are fields."""
-    return not is_readable and len({_kind_of(child) for child in container.children}) == 1
-
-
-def _kind_of(value: Any) -> Any:
-    leaf = _as_leaf(value)
-    if leaf is not None:
-        return (leaf.dtype, leaf.dim()) if isinstance(leaf, torch.Tensor) else type(leaf)
-    container = open_container(value)
-    if container is None:
-        return type(value)
-    if container.kind in ("list", "tuple"):
-        return container.kind, frozenset(map(_kind_of, container.children))
-    return container.kind
+def num_bytes(leaf: Any) -> int:
+    """The bytes of a tensor, or of the tensors of a ``TensorDict`` or tensorclass. Local."""
+    if not isinstance(leaf, torch.Tensor):
+        return sum(map(num_bytes, flatten(dict(leaf.items()))[0])) if is_tensor_collection(leaf) else 0
+    return int(leaf.numel() * leaf.element_size())
 
 
 def bytes_held(batch: Any) -> int | None:
@@ -365,8 +270,8 @@ def bytes_held(batch: Any) -> int | None:
         return sum(known) * len(batch) // len(known) if len(known) == len(weights) else None
     held = 0
     for leaf in flatten(batch)[0]:
-        if isinstance(leaf, torch.Tensor):
-            held += leaf.numel() * leaf.element_size()
+        if not isinstance(leaf, list | tuple):
+            held += num_bytes(leaf)
             continue
         some = some_of(leaf)
         if not all(isinstance(item, str | bytes) for item in some):

@@ -7,23 +7,21 @@ a sample gets the structure from another rank.
 from __future__ import annotations
 
 import dataclasses
-import enum
+import functools
 import hashlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from operator import countOf
 from typing import Any, Final, cast, final
 
+import numpy as np
 import torch
 
 from torchdistinput.batches.containers import (
-    MANY_ENTRIES,
     PLAIN_TYPES,
     is_tensor_collection,
     mapping_like,
     named_tuple_fields,
     open_container,
-    some_of,
     tensor_collection,
 )
 from torchdistinput.errors import BatchingError
@@ -55,8 +53,9 @@ class TensorSpec:
     name: str | None = None
 
 
-_PLAIN_CONSTANTS: Final = (str, bytes, int, float, complex, enum.Enum, type, torch.dtype, torch.device, type(None))
-_LEAVES: Final = ("tensor", "rows", "tensors")
+_LEAVES: Final = ("tensor", "rows", "tensors", "array", "unknown")
+ARRAY_KINDS: Final = "biufcmMSU"
+"""The kinds of NumPy's dtypes of which an empty array can be made from the name of the dtype."""
 
 
 @final
@@ -65,8 +64,10 @@ class Structure:
     """Nesting, field names and dtypes, which all batches of an input share; inner dims and layouts of one batch.
 
     ``kind`` is ``tensor``, ``rows`` (a list leaf), ``tensors`` (a ``TensorDict`` or tensorclass, with an empty one as
-    ``constant`` where it was seen here), ``constant``, or the kind of a container. Two structures are the same kind if
-    nesting, names and dtypes agree; the rest may differ from batch to batch.
+    ``constant`` where it was seen here), ``constant``, or the kind of a container. Only batches that were collated here
+    have an ``array`` of NumPy (its dtype as text is the ``constant``), and an ``unknown`` leaf, of which no empty one
+    can be made; its ``constant`` says why. Two structures are the same kind if nesting, names and dtypes agree; the
+    rest may differ from batch to batch. ``batch_dim`` is the dim of a tensor or array that has one entry per sample.
     """
 
     kind: str
@@ -77,6 +78,12 @@ class Structure:
     layout: torch.layout = torch.strided
     constant: Any = None
     cls: type | None = None
+    batch_dim: int = 0
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """The shape of a tensor or array without a sample."""
+        return (*self.inner_dims[: self.batch_dim], 0, *self.inner_dims[self.batch_dim :])
 
     def signature(self) -> Any:
         """Nesting, names and dtypes as plain nested tuples: equal for batches of the same kind."""
@@ -88,6 +95,13 @@ class Structure:
         if self.kind in ("dict", "tensors"):  # the order of its keys is no part of it
             pairs.sort(key=lambda pair: pair[0])
         return (self.kind, *pairs)
+
+    def has_order_of(self, other: Structure) -> bool:
+        """Whether the dicts of another structure of the same signature have their keys in the order of this one."""
+        if self.kind == "dict" and self.keys != other.keys:
+            return False
+        pairs = zip(self.children, other.children, strict=False)
+        return all(mine.has_order_of(its) for mine, its in pairs)
 
     def arrange(self, batch: Any) -> Any:
         """A batch of the same signature with the keys of its dicts in this structure's order."""
@@ -111,17 +125,16 @@ class Structure:
         if self.kind == "tensor":
             alike = isinstance(batch, torch.Tensor) and batch.dtype is self.dtype
             return int(batch.shape[0]) if alike and batch.dim() > 0 and batch.shape[1:] == self.inner_dims else None
-        if self.kind == "rows":
-            return len(batch) if self._holds_same_rows(batch) else None
-        found: type = type(batch)
-        if self.kind not in ("dict", "tuple", "list", "namedtuple") or found is not self.cls:
+        found: Any = type(batch)
+        if found is not self.cls:
             return None
-        values: Iterable[Any] = batch
-        if self.kind == "dict":
-            if tuple(batch) != self.keys:
-                return None
-            values = batch.values()
-        elif len(batch) != len(self.children):
+        if self.kind == "rows":
+            kinds = set(map(type, batch))
+            return len(batch) if kinds <= PLAIN_TYPES and (self.dtype is str) == (kinds <= {str}) else None
+        if self.kind not in ("dict", "tuple", "list", "namedtuple"):
+            return None
+        values = batch.values() if self.kind == "dict" else batch
+        if (tuple(batch) != self.keys) if self.kind == "dict" else (len(batch) != len(self.children)):
             return None
         size: int | None = None
         for child, value in zip(self.children, values, strict=True):
@@ -131,35 +144,36 @@ class Structure:
             size = own
         return size
 
-    def _holds_same_rows(self, batch: Any) -> bool:
-        if not isinstance(batch, list | tuple) or type(batch) is not self.cls:
-            return False
-        if self.dtype is str:
-            return countOf(map(type, batch), str) == len(batch)
-        if set(map(type, some_of(batch))) == {tuple}:  # rows of a table
-            return len(batch) >= MANY_ENTRIES and PLAIN_TYPES.issuperset(map(type, batch[0]))
-        kinds = set(map(type, batch))
-        return kinds <= PLAIN_TYPES and not kinds <= {str}
-
     def digest(self) -> int:
         """A 24-bit number of the signature, the same in every process."""
         return int.from_bytes(hashlib.sha256(repr(self.signature()).encode()).digest()[:3], "big")
 
     def __str__(self) -> str:
         if self.kind == "tensor":
-            return f"{self.dtype}[{', '.join(['batch', *map(str, self.inner_dims)])}]".replace("torch.", "")
+            dims = [str(size) for size in self.inner_dims]
+            dims.insert(self.batch_dim, "batch")
+            return f"{self.dtype}[{', '.join(dims)}]".replace("torch.", "")
         if self.kind == "rows":
             return "list of rows"
         if self.kind == "constant":
             return type(self.constant).__name__
+        if self.kind in ("array", "unknown"):
+            return f"array of {self.constant}" if self.kind == "array" else str(self.constant[0])
         inner = ", ".join(f"{key}: {child}" for key, child in zip(self.keys, self.children, strict=True))
         return f"{self.kind}({inner})"
 
     def empty(self) -> Any:
-        """A batch of size 0: the right nesting, dtypes, inner dims and layouts, no sample. On the CPU."""
+        """A batch of size 0: the right nesting, dtypes, inner dims and layouts, no sample. On the CPU.
+
+        Raises:
+          BatchingError: it has an ``unknown`` leaf.
+        """
         if self.kind == "tensor":
-            dtype = cast(torch.dtype, self.dtype)
-            return torch.zeros((0, *self.inner_dims), dtype=dtype, layout=self.layout, device="cpu")
+            return torch.zeros(self.dims, dtype=cast(torch.dtype, self.dtype), layout=self.layout, device="cpu")
+        if self.kind == "array":
+            return np.zeros(self.dims, dtype=self.constant)
+        if self.kind == "unknown":
+            raise BatchingError(self.constant[1])
         if self.kind == "rows":
             return () if self.cls is tuple else []
         if self.kind == "constant":
@@ -177,11 +191,14 @@ class Structure:
         return _build(self, [child.build(leaves) for child in self.children])
 
     @property
-    def holds_objects(self) -> bool:
-        """Whether there is a constant in it which is no text, number or the like, and so may belong to one batch."""
-        if self.kind == "constant":
-            return not isinstance(self.constant, _PLAIN_CONSTANTS)
-        return self.kind != "tensors" and any(child.holds_objects for child in self.children)
+    def is_leaf(self) -> bool:
+        """Whether it is no container and no constant."""
+        return self.kind in _LEAVES
+
+    @functools.cached_property
+    def is_flat(self) -> bool:
+        """Whether it is a dict, list or tuple of tensors, as nearly all batches are."""
+        return self.kind in ("dict", "list", "tuple") and all(child.kind == "tensor" for child in self.children)
 
     def leaves(self) -> list[Structure]:
         """The structures of the leaves, in order."""
@@ -195,22 +212,26 @@ class Structure:
             return [self.constant]
         return [] if self.kind in _LEAVES else [found for child in self.children for found in child.constants()]
 
-    def spec(self, dim0: int | None, wrap: Callable[[TensorSpec], Any], path: str = "") -> Any:
+    def spec(self, size: int | None, wrap: Callable[[TensorSpec], Any], path: str = "") -> Any:
         """The same nesting with a ``TensorSpec`` at each leaf.
 
         Args:
-          dim0: the batch size where it is certain, else ``None``.
+          size: the batch size where it is certain, else ``None``.
           wrap: returns the value to put in the place of a spec.
           path: where this structure stands in its batch; names the specs.
         """
-        if self.kind == "tensor":
-            return wrap(TensorSpec((dim0, *self.inner_dims), cast(torch.dtype, self.dtype), path or None))
-        if self.kind == "rows":
-            return wrap(TensorSpec((dim0,), cast(type, self.dtype), path or None))
+        if self.kind in ("tensor", "array"):
+            shape: list[int | None] = [*self.inner_dims]
+            shape.insert(self.batch_dim, size)
+            dtype = self.dtype if self.kind == "tensor" else np.dtype(self.constant).type
+            return wrap(TensorSpec(tuple(shape), cast(torch.dtype | type, dtype), path or None))
+        if self.kind in ("rows", "unknown"):
+            rows = self.kind == "rows"
+            return wrap(TensorSpec((size,) if rows else (), cast(type, self.dtype) if rows else object, path or None))
         if self.kind == "constant":
             return self.constant
         specs = [
-            child.spec(dim0, wrap, f"{path}[{key!r}]") for key, child in zip(self.keys, self.children, strict=True)
+            child.spec(size, wrap, f"{path}[{key!r}]") for key, child in zip(self.keys, self.children, strict=True)
         ]
         return dict(zip(self.keys, specs, strict=True)) if self.kind == "tensors" else _build(self, specs)
 
@@ -223,7 +244,12 @@ class Structure:
         if self.kind == "tensor":
             names = {"dtype": str(self.dtype), "layout": str(self.layout)}
             plain = {key: name.removeprefix("torch.") for key, name in names.items()}
-            return {"kind": "tensor", **plain, "dims": list(self.inner_dims)}
+            return {"kind": "tensor", **plain, "dims": list(self.inner_dims), "batch_dim": self.batch_dim}
+        if self.kind == "array":
+            dims = {"dims": list(self.inner_dims), "batch_dim": self.batch_dim}
+            return {"kind": "array", "dtype": self.constant, **dims}
+        if self.kind == "unknown":
+            return {"kind": "unknown", "why": list(self.constant)}
         if self.kind == "rows":
             return {"kind": "rows", "dtype": "str" if self.dtype is str else "object", "tuple": self.cls is tuple}
         if self.kind == "constant":
@@ -272,16 +298,11 @@ class Structure:
     @staticmethod
     def _from_json(data: Any) -> Structure:
         kind = data["kind"]
-        if kind == "tensor":
-            dtype = getattr(torch, data["dtype"], None)
-            if not isinstance(dtype, torch.dtype):
-                raise BatchingError(f"another rank has a leaf of dtype {data['dtype']!r}, unknown to torch here.")
-            layout = getattr(torch, data["layout"], None)
-            if not isinstance(layout, torch.layout):
-                raise BatchingError(f"another rank has a leaf of layout {data['layout']!r}, unknown to torch here.")
-            dims = tuple(int(size) for size in data["dims"])
-            torch.empty((0, *dims), dtype=dtype, device="meta")  # refuses sizes that no tensor can have
-            return Structure("tensor", dtype=dtype, inner_dims=dims, layout=layout)
+        if kind in ("tensor", "array"):
+            return _tensor_from_json(data)
+        if kind == "unknown":
+            name, why = data["why"]
+            return Structure("unknown", constant=(str(name), str(why)))
         if kind == "rows":
             dtype = str if data["dtype"] == "str" else object
             return Structure("rows", dtype=dtype, cls=tuple if data["tuple"] else list)
@@ -295,6 +316,26 @@ class Structure:
         if len(keys) != len(children) or not all(isinstance(key, str | int) for key in keys):
             raise ValueError(f"{len(keys)} keys for {len(children)} children")
         return Structure(kind, keys, children, None, dims, cls=cls)
+
+
+def _tensor_from_json(data: Any) -> Structure:
+    dims, batch_dim = tuple(int(size) for size in data["dims"]), int(data.get("batch_dim", 0))
+    if not 0 <= batch_dim <= len(dims):
+        raise ValueError(f"dim {batch_dim} of {len(dims) + 1}")
+    if data["kind"] == "array":
+        plain = np.dtype(str(data["dtype"]))
+        if plain.kind not in ARRAY_KINDS:
+            raise TypeError(f"an array of {plain}")
+        torch.empty((0, *dims), device="meta")  # refuses sizes that no tensor can have
+        return Structure("array", inner_dims=dims, constant=plain.str, batch_dim=batch_dim)
+    dtype = getattr(torch, data["dtype"], None)
+    if not isinstance(dtype, torch.dtype):
+        raise BatchingError(f"another rank has a leaf of dtype {data['dtype']!r}, unknown to torch here.")
+    layout = getattr(torch, data["layout"], None)
+    if not isinstance(layout, torch.layout):
+        raise BatchingError(f"another rank has a leaf of layout {data['layout']!r}, unknown to torch here.")
+    torch.empty((0, *dims), dtype=dtype, device="meta")
+    return Structure("tensor", dtype=dtype, inner_dims=dims, layout=layout, batch_dim=batch_dim)
 
 
 def _key_name(key: Any) -> str:

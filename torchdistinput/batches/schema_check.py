@@ -1,103 +1,26 @@
-"""The schema of the elements of an iterator: learned from the first one, or from another rank; then checked.
+"""The structure of the elements of an iterator: learned from the first one, or from another rank; then checked.
 
-The schema serves two purposes. Ready batches, which a source yields and which are cut by their leaves, must all be of
-one structure: a batch of another structure is a mistake in the data. And an empty piece is made like earlier pieces.
-The result of a collate function may differ in structure from step to step; for such pieces, only the second purpose
-counts.
+The structure serves three purposes. An empty piece is made from it; pieces are padded by it; and the pieces of several
+replicas become one element by it. In addition, ready batches, which a source yields and which are cut by their leaves,
+must all be of one structure: a batch of another structure is a mistake in the data. The result of a collate function
+may differ in structure from step to step; the structure that its first answers had counts.
 
-Nearly all batches are like the one before, so ``KnownSchema`` recognises such a batch in a fraction of a microsecond.
+The structure comes with the rows from whoever made the batches (``Counted.structure``): nothing is inspected here.
 """
 
 from __future__ import annotations
 
 import math
+import pickle
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Final, final
 
 import torch
-from torch import Tensor
 
-from torchdistinput.batches import pytree
-from torchdistinput.batches.pytree import Reading, read, structure_of
+from torchdistinput.batches.pytree import flatten, has_rows
 from torchdistinput.batches.schema import PER_SAMPLE, Structure
 from torchdistinput.errors import BatchingError
-
-_Shapes = tuple[type | None, list[Any] | None, int, Any]
-"""Of a batch: its type, its keys (``None`` of a tuple or list, none of a tensor), its size, and a chain: the dtype and
-shape of the first leaf, and the chain of those after it."""
-
-_NO_BATCH: Final[_Shapes] = (None, None, 0, ())
-_UNMARKED: Final = object()
-
-
-@final
-class KnownSchema:
-    """The schema of the last batch, by which a batch of the same schema is recognised and counted.
-
-    Args:
-      strings: whether it is certain that batches which are lists hold strings and nothing else.
-    """
-
-    def __init__(self, *, strings: bool = False) -> None:
-        self.structure: Structure | None = None
-        """The structure of the batches, once the owner has set it; until then only equal shapes are recognised."""
-        self.mark: object = _UNMARKED
-        """``RowSizes.schema`` of rows that have this schema, set by ``Fetch``; forgotten with the schema."""
-        self._strings = strings
-        self._last = _NO_BATCH
-
-    def forget(self) -> None:
-        """Forgets the shapes of the last batch, and the mark. Any thread."""
-        self.mark, self._last = _UNMARKED, _NO_BATCH
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the last batch is a tensor, or a tuple, list or dict of tensors."""
-        return self._last is not _NO_BATCH
-
-    def remember(self, batch: Any, size: int) -> None:
-        """Takes down the shapes of a batch of so many samples, if it is plain."""
-        leaves = [*pytree.plain_leaves(batch)]
-        keys = [] if type(batch) is Tensor else [*batch] if type(batch) is dict else None
-        shapes: Any = ()
-        for leaf in reversed([] if any(leaf.is_nested for leaf in leaves) else leaves):
-            shapes = (leaf.dtype, leaf.shape, shapes)
-        self._last = (type(batch), keys, size, shapes) if shapes else _NO_BATCH
-
-    def size_of(self, batch: Any) -> int | None:
-        """The size of a batch that plainly has the known schema; else ``None``: look closer. For every step."""
-        cls, keys, size, known = self._last
-        if type(batch) is cls:
-            leaves: Any = batch if keys is None else _opened(batch, keys)
-            for leaf in leaves:
-                if not known:
-                    break
-                dtype, shape, after = known  # zip() takes half as long as all the rest, a counter a tenth
-                if type(leaf) is not Tensor or leaf.dtype is not dtype or leaf.shape != shape:
-                    break
-                known = after
-            else:
-                if not known:
-                    return size
-        return None if self.structure is None else self._size_of_other(batch, self.structure)
-
-    def _size_of_other(self, batch: Any, structure: Structure) -> int | None:
-        """The size of a batch whose shapes differ from those of the last batch. Its shapes are remembered instead."""
-        if self._strings and type(batch) is list and (structure.dtype, structure.cls) == (str, list):
-            return len(batch)  # the strings need no check
-        size = structure.size_of_same(batch)
-        if size is not None:
-            self.remember(batch, size)
-        return size
-
-
-def _opened(batch: Any, keys: list[Any]) -> Iterable[Any]:
-    """The leaves of a tensor, or of a dict; none of a dict with other keys."""
-    if not keys:
-        return (batch,)
-    return batch.values() if [*batch] == keys else ()
-
 
 _ANY: Final = 1
 """The digest of structures that need not be the same on all ranks."""
@@ -110,151 +33,132 @@ class SchemaChecker:
     """The structure of the elements; makes empty pieces, and refuses other structures where they must be the same.
 
     Args:
-      strings: whether it is certain that elements which are lists hold strings and nothing else.
       one_structure: whether all elements must be of one structure, on all ranks.
       may_lack: whether some replica may be left without a sample, so that an empty piece is needed.
-      empty_fn: makes the empty element; ``None``: it is made like earlier elements.
+      empty_fn: makes the empty element; ``None``: it is made from the structure.
       with_index: whether pieces are ``(index, element)``.
+      pads: whether pieces are padded, or regrouped: each rank needs the structure even if there is an ``empty_fn``.
+      structure: of the elements, if it is certain before the first one.
     """
 
     def __init__(
         self,
         *,
-        strings: bool = False,
         one_structure: bool = True,
         may_lack: bool = False,
         empty_fn: Callable[[], Any] | None = None,
         with_index: bool = False,
+        pads: bool = False,
+        structure: Structure | None = None,
     ) -> None:
         self._learning = threading.Lock()
         self._one_structure = one_structure
         self._may_lack = may_lack
         self._empty_fn = empty_fn
         self._with_index = with_index
-        self._signature: Any = None
+        self._pads = pads
+        self._pickled = b""  # the structure that was taken last
+        self._moved = False  # whether the keys of its dicts had another order
         self._is_tried = False  # whether an empty piece was made, to see that it can be
-        self.looks: Structure | None = None
-        """The structure of the latest element, also where no empty one can be made like it."""
-        self.row_bytes: int | None = None
-        """Bytes of one sample in the tensors of an element; ``None`` before the first, or if elements differ in it."""
-        self.known = KnownSchema(strings=strings)
-        """Recognises an element of the same schema, which needs no more looking at."""
-
-    @property
-    def structure(self) -> Structure | None:
-        """The structure of the latest element that empty ones can be made like, or ``None`` before the first."""
-        return self.known.structure
+        if structure is not None and with_index:
+            structure = _beside_index(structure)
+        self.structure = structure
+        """The structure of the elements, or ``None`` before it is known."""
+        self.looks: Structure | None = structure
+        """The structure of an element by its leaves, for ``element_spec``."""
+        self.has_rows = structure is not None
+        """Whether each leaf of that element has a row for each sample."""
+        self.row_bytes: int | None = None if structure is None else _bytes_of_row(structure)
+        """Bytes of one sample in the tensors of an element; ``None`` if it is not known, or elements differ in it."""
 
     @property
     def makes_empty(self) -> bool:
-        """Whether it is known how an empty piece is made."""
-        return self._empty_fn is not None or self.structure is not None
+        """Whether the empty pieces of a step can be made now."""
+        return self.structure is not None or (self._empty_fn is not None and not self._pads)
+
+    @property
+    def has_empty_fn(self) -> bool:
+        """Whether the user makes the empty pieces."""
+        return self._empty_fn is not None
 
     @property
     def digest(self) -> int | None:
         """A number that ranks compare; ``None`` where this rank needs the structure from another rank."""
-        if self._one_structure and self._empty_fn is None:
-            return None if self.structure is None else self.structure.digest()
-        return _ANY if self.makes_empty or not self._may_lack else None
+        compares = self._one_structure and self._empty_fn is None
+        if self.structure is not None:
+            return self.structure.digest() if compares else _ANY
+        lacks = self._pads or (self._may_lack and self._empty_fn is None)
+        return None if compares or lacks else _ANY
 
     def empty(self) -> Any:
         """A new piece without a sample, on the CPU.
 
         Raises:
-          BatchingError: the structure is not known, and there is no ``empty_fn``.
+          BatchingError: the structure is not known, or does not tell what an empty piece is; and no ``empty_fn``.
         """
         if self._empty_fn is not None:
             element = self._empty_fn()
             return (_INDEX.empty(), element) if self._with_index else element
         if self.structure is None:
-            raise _cannot_be_empty("the elements")
-        return self.structure.empty()
+            raise _cannot_be_empty("an element", "no rank knows its structure")
+        try:
+            return self.structure.empty()
+        except BatchingError as error:
+            element = self.structure.children[1] if self._with_index else self.structure
+            raise _cannot_be_empty(f"an element{_type_of(element)}", str(error)) from error
 
-    def knows(self, piece: Any) -> bool:
-        """Whether a piece is plainly of the known structure; else call ``see``, which looks closer."""
-        return self.known.size_of(piece) is not None
-
-    def see(self, piece: Any, size: int) -> Any:
-        """Takes the structure of a piece, or checks it.
+    def take(self, found: Structure | bytes) -> bool:
+        """Takes the structure of the rows of a batch, or checks it.
 
         Args:
-          piece: the piece.
-          size: samples in it, one or more.
+          found: the structure, or the pickled one.
 
         Returns:
-          The piece. Its arrays have become tensors. Where all must be of one structure, the keys of its dicts have the
-          order of the first piece.
+          Whether the keys of its dicts come in another order than those of the first batch, so that its pieces have to
+          be arranged.
 
         Raises:
           BatchingError: the structure or a dtype differs from before, where that may not be; or no empty piece can be
-            made like it, though one may be needed.
+            made, though one may be needed.
         """
-        if pytree.holds_arrays(piece):
-            piece = pytree.map_leaves(lambda leaf: leaf, piece)
-        found = self._read(piece, size)
-        if found is None:
-            self._see_other(piece)
-            return piece
-        if self._one_structure and found.structure.signature() == self._signature and self.structure is not None:
-            piece = self.structure.arrange(piece)
-            found = self._read(piece, size) or found
-        has_rows = found.has_rows and all(len(leaf) == size for leaf in found.leaves)
-        self._take(found.structure, rows=has_rows)
-        return piece
+        structure: Structure
+        if isinstance(found, Structure):
+            structure = found
+        elif found == self._pickled:
+            return self._moved
+        else:
+            self._pickled, structure = found, pickle.loads(found)
+        if self._with_index:
+            structure = _beside_index(structure)
+        return self._take(structure)
+
+    def look(self, piece: Any, size: int) -> None:
+        """Takes down what an element looks like, where no structure came with the first row."""
+        leaves, looks = flatten(piece)
+        self.looks, self.has_rows = self.looks or looks, has_rows(leaves, size)
 
     def learn(self, structure: Structure) -> None:
         """Takes the structure of an element of another rank."""
-        self._take(structure, rows=True)
+        self._take(structure)
+        if self.looks is None:
+            self.looks, self.has_rows = structure, all(leaf.kind != "unknown" for leaf in structure.leaves())
 
-    def _read(self, piece: Any, size: int) -> Reading | None:
-        """The piece taken apart, if an empty one can be made like it."""
-        if self._with_index:
-            index, element = piece
-            found = self._read_element(element, size, None if self.structure is None else self.structure.children[1])
-            if found is None:
-                return None
-            children = (_INDEX, found.structure)
-            return Reading([index, *found.leaves], Structure("tuple", (0, 1), children, cls=tuple), found.has_rows)
-        return self._read_element(piece, size, self.structure)
-
-    def _read_element(self, element: Any, size: int, like: Structure | None) -> Reading | None:
-        found = read(element, size, like)
-        if self._one_structure:
-            return found if found is not None and found.leaves else None
-        if found is None:  # a collate function may make more rows than it has samples, or fewer
-            try:
-                found = read(element, pytree.batch_size(element))
-            except BatchingError:
-                return None
-        if found is None or not found.leaves or found.structure.holds_objects:
-            return None
-        return found
-
-    def _see_other(self, piece: Any) -> None:
-        """A piece that no empty one can be made like."""
-        if self._may_lack and not self.makes_empty:
-            raise _cannot_be_empty(f"an element of type {type(piece[1] if self._with_index else piece).__name__}")
-        self._try()
-        self.row_bytes = None
-        self.looks = structure_of(piece)
-        self.known.forget()
-
-    def _take(self, structure: Structure, *, rows: bool) -> None:
+    def _take(self, structure: Structure) -> bool:
         with self._learning:  # two threads may see the first element, one of them another rank's
-            signature = structure.signature()
-            row_bytes = _bytes_of_row(structure) if rows else None
-            if self.looks is None:
-                self.row_bytes = row_bytes
-            elif signature != self._signature and self._one_structure:
-                raise BatchingError(
-                    f"the structure of the elements changed: before {self.structure}, now {structure}. Nesting, names "
-                    f"and dtypes must be the same for every element; only sizes may differ. {PER_SAMPLE}"
-                )
-            elif self.row_bytes != row_bytes:
-                self.row_bytes = None
-            self.known.structure, self._signature, self.looks = structure, signature, structure
-            self.known.forget()  # it had other inner dims, perhaps
+            before, moved = self.structure, False
+            if before is None or self._one_structure:
+                if before is not None and before.signature() != structure.signature():
+                    raise changed(before, structure)
+                moved = before is not None and not before.has_order_of(structure)
+                if self._one_structure:
+                    row_bytes = None if structure.kind == "unknown" else _bytes_of_row(structure)
+                    self.row_bytes = row_bytes if before is None or self.row_bytes == row_bytes else None
+                    self.has_rows = structure.kind != "unknown"
+                    self.looks = structure
+                self.structure = before if moved else structure
+            self._moved = moved
         self._try()
+        return moved
 
     def _try(self) -> None:
         """Where an empty piece may be needed, makes one at the first element: a failure is then one on all ranks."""
@@ -268,14 +172,32 @@ class SchemaChecker:
         except Exception as error:
             if self._empty_fn is not None:
                 raise
-            raise _cannot_be_empty(f"an element like {self.structure}") from error
+            raise _cannot_be_empty(f"an element like {self.structure}", str(error)) from error
 
 
-def _cannot_be_empty(what: str) -> BatchingError:
+def changed(before: Structure, now: Structure) -> BatchingError:
+    """The error for ready batches whose structures differ. Local."""
     return BatchingError(
-        f"it is not known how to make {what} without a sample, and a replica may be left without a sample. Give "
-        "InputOptions(empty_fn=), a function that returns the empty batch; or use drop_last=True, or a batch size and "
-        "a number of samples with which each replica has a sample at every step."
+        f"the structure of the elements changed: before {before}, now {now}. Nesting, names and dtypes must be the "
+        f"same for every element; only sizes may differ. {PER_SAMPLE}"
+    )
+
+
+def _beside_index(structure: Structure) -> Structure:
+    return Structure("tuple", (0, 1), (_INDEX, structure), cls=tuple)
+
+
+def _type_of(structure: Structure) -> str:
+    if structure.kind == "unknown":
+        return f" of type {structure.constant[0]}" if structure.constant[0] else ""
+    return f" of type {structure.kind if structure.cls is None else structure.cls.__name__}"
+
+
+def _cannot_be_empty(what: str, why: str) -> BatchingError:
+    return BatchingError(
+        f"it is not known how to make {what} without a sample, and a replica may be left without one: {why}. Give "
+        "empty_fn= (of InputOptions or DataLoader), a function that returns the empty batch; or use drop_last=True, or "
+        "a batch size and a number of samples with which each replica has a sample at every step."
     )
 
 

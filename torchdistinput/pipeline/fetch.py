@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, final
 
+from torchdistinput.batches.schema import Structure
 from torchdistinput.batches.schema_check import SchemaChecker
 from torchdistinput.step_types import (
     NOTHING_SKIPPED,
@@ -52,7 +53,9 @@ class Fetch:
         self._as_read = as_read
         self._draw = stream.draw
         self._checker = checker
-        self._known = checker.known
+        self._structure: Structure | bytes | None = None  # the one that came last
+        self._arranges = False  # whether the keys of its dicts have another order than at first
+        self._looks = True  # whether elements are to be looked at
         self._drawn_out = False
         self._read_out = False
 
@@ -80,26 +83,22 @@ class Fetch:
         if self._read_out:
             return PastEnd()
         try:
-            known, alike = self._known, None
+            structure: Structure | bytes | None
             digest: Digest
             if type(content) is tuple:
-                row, alike, digest = content
-                sizes = alike.pieces
+                row, known, digest = content
+                sizes, structure = known.pieces, known.structure
             else:
                 found = self._stream.fetch(content)
                 if found is None:
                     self._read_out = True
                     return PastEnd()
-                row, sizes = found
+                row, sizes, structure = found
                 digest = self._stream.digest_of(content)
             skipped = NOTHING_SKIPPED
-            # The common cases are inlined: a call would take half as long again.
-            if alike is None or alike.schema is not known.mark:
-                if len(row) > 1 or (type(row[0]) is not OpaqueBatch and known.size_of(row[0]) is None):
-                    sizes, skipped = self._seen(row, sizes)
-                # Else there was nothing to look at, or something is to be done to each piece.
-                if alike is not None and alike.schema is not None and 0 not in sizes and known.is_plain:
-                    known.mark = alike.schema
+            # The common case has nothing to look at: a call would take half as long again.
+            if structure is not self._structure or self._looks or len(row) > 1 or type(row[0]) is PartialPiece:
+                sizes, skipped = self._seen(row, sizes, structure)
             is_whole = 0 not in sizes or type(row[0]) is OpaqueBatch  # no empty piece must be made
             step = LocalStep(row, sizes, row if self._as_read and is_whole else (), digest, skipped)
             if self._note_read is not None:
@@ -110,19 +109,37 @@ class Fetch:
             self._read_out = not failed.goes_on
             return failed
 
-    def _seen(self, row: Row, sizes: tuple[int, ...]) -> tuple[tuple[int, ...], Skipped]:
+    def _seen(
+        self, row: Row, sizes: tuple[int, ...], structure: Structure | bytes | None
+    ) -> tuple[tuple[int, ...], Skipped]:
         """Learns or checks the structure of the pieces. Returns the samples left in each, and the skipped ones."""
         left, skipped = [], NOTHING_SKIPPED
         for place, (piece, size) in enumerate(zip(row, sizes, strict=True)):
             if type(piece) is PartialPiece:
                 skipped = skipped.plus(piece.skipped)
                 left.append(size - len(piece.left_out))
-                row[place] = piece = piece.piece  # noqa: PLW2901 - the piece without the skipped samples
+                row[place] = piece.piece
             else:
                 left.append(size)
-            if left[-1] and type(piece) is not OpaqueBatch and not self._checker.knows(piece):
-                row[place] = self._checker.see(piece, left[-1])
+        if any(left):
+            if structure is not self._structure:
+                self._structure = structure
+                self._arranges = structure is not None and self._checker.take(structure)
+            self._looks = self._arranges or (self._looks and self._checker.looks is None)
+            if self._looks:
+                self._look(row, left)
         return tuple(left), skipped
+
+    def _look(self, row: Row, sizes: list[int]) -> None:
+        """Puts the keys of dicts in the order of the first element, or takes down what the first element looks like."""
+        first = self._checker.structure
+        for place, (piece, size) in enumerate(zip(row, sizes, strict=True)):
+            if type(piece) is OpaqueBatch:
+                self._looks = False
+            elif self._arranges and first is not None and piece is not None:
+                row[place] = first.arrange(piece)
+            elif size and self._checker.looks is None:
+                self._checker.look(piece, size)
 
     def close(self) -> None:
         """Ends the stream. Idempotent."""

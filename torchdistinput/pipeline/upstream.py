@@ -93,8 +93,9 @@ class StepMaker:
         step.sizes = step.sizes or (0,) * self._local
         pieces = step.pieces or [None] * self._local
         # A piece that has samples is None where the user's collate function returned None.
+        given = self._checker.has_empty_fn
         step.pieces = [
-            self._checker.empty() if piece is None and not size else piece
+            self._checker.empty() if not size and (piece is None or given) else piece
             for piece, size in zip(pieces, step.sizes, strict=True)
         ]
         if self._pad is not None:

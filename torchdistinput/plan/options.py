@@ -83,14 +83,18 @@ class InputOptions:
         any world size and number of loader workers, and after a resume. For map-style data, which is then read sample
         by sample also where it has ``__getitems__``, and files. It takes some 9 us a sample, 7 in the seed functions.
       count_fn: ``count_fn(batch)`` returns the number of samples in a batch that the source yields ready, an int of 0
-        or more. ``None``: the samples are counted by the batch's tensors and lists. Samples that this library batches
-        are counted as they are drawn, without ``count_fn``.
+        or more. ``None``: the samples are counted by the batch's tensors and lists. Where it counts the entries of a
+        list or tuple (as ``len`` does: twice as many for the batch twice), these entries are the samples, and are cut.
+        Samples that this library batches are counted as they are drawn, without ``count_fn``.
       split_fn: ``split_fn(batch, sizes)`` cuts a ready batch: it returns a list or tuple with one piece for each size.
         The sizes are 1 or more, in the order of the replicas, and sum to the number of samples. Each rank calls it, and
-        only where the batch has to be cut. ``None``: the tensors and lists of the batch are cut.
+        only where the batch has to be cut; once more, for pieces of one and of two samples. ``None``: the tensors and
+        lists of the batch are cut.
       empty_fn: ``empty_fn()`` makes the batch of a replica without a sample, on the CPU, a new one at each call.
-        ``None``: the batch is made like the batches before, with tensors of 0 rows and empty lists. Where this is not
-        possible, and a replica may be left without a sample, the first step is an error on all ranks.
+        ``None``: a ready batch is cut to 0 rows. For samples that are batched here the collate function is asked once,
+        with copies of one sample and of the same sample twice: tensors and arrays of which one dim follows the number
+        get 0 there, and lists are empty. Where anything else is in the batch (numbers, strings, packed tensors,
+        objects), and a replica may be left without a sample, the first step is an error on all ranks.
       balance: divides the samples of each global batch among the replicas by cost instead of by place, so that no
         replica waits long for a slower one: the largest first, to the replica with the least cost so far. The batches,
         their means, the end and the state stay the same; the parts differ in size, as ``average_loss`` takes them. The
@@ -174,6 +178,10 @@ class InputOptions:
     def skips(self) -> bool:
         """Whether samples that cannot be read are left out."""
         return self.on_error == "skip"
+
+    def needs_structure(self, replicas_per_worker: int, *, may_lack: bool) -> bool:
+        """Whether it must be known what in a batch has an entry for each sample: to pad, regroup, or make it empty."""
+        return self.partial_batch == "pad" or replicas_per_worker > 1 or (may_lack and self.empty_fn is None)
 
     @property
     def least_ahead(self) -> int:

@@ -6,6 +6,7 @@
 - ``base``: The interface of a source.
 - ``cuts``: Batches that are cut into rows: the pieces of this rank's replicas.
 - ``read_failures``: Failures of reading, as values.
+- ``asking``: Asks a collate function for the structure of its batches.
 - ``split_batches``: Counts and cuts ready batches.
 - ``opaque_batches``: Batches that stay whole and are not inspected.
 - ``converting``: Torch's conversion of ready batches.

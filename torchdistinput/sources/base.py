@@ -10,6 +10,7 @@ from typing import Any, Protocol, cast, final, runtime_checkable
 
 import torch
 
+from torchdistinput.batches.schema import Structure
 from torchdistinput.coordination.failures import in_one_line
 from torchdistinput.errors import InputError, ShardingError
 from torchdistinput.plan.seed_schedule import SeedSchedule
@@ -268,7 +269,7 @@ class RowStream:
       track: tracks the position of the stream.
       draws: calls user code that may draw from the default random state, where all ranks must draw the same.
       periodic_sync: see ``Stream.periodic_sync``.
-      strings: see ``Stream.strings``.
+      structure: see ``Stream.structure``.
       one_structure: see ``Stream.one_structure``.
       updates: see ``HasUpdates.updates``.
     """
@@ -282,14 +283,14 @@ class RowStream:
         close: Callable[[], None] | None = None,
         draws: Draw | None = None,
         periodic_sync: PeriodicSync | None = None,
-        strings: bool = False,
+        structure: Structure | None = None,
         one_structure: bool = False,
         updates: Updates | None = None,
     ) -> None:
         self.updates = updates
         self.in_background = in_background
         self.one_structure = one_structure
-        self.strings = strings
+        self.structure = structure
         self.periodic_sync = periodic_sync
         self.draw: Callable[[], Counted | Compared | SizedRow | Failure | bool | None]
         """See ``Stream.draw``."""
@@ -318,10 +319,10 @@ class RowStream:
         if type(row) is tuple:
             known = cast(SizedRow, row)
             self._read = known[2]
-            return Counted(known[0], known[1].pieces)
+            return Counted(known[0], known[1].pieces, known[1].structure)
         if type(row) is Compared:
             self._read = row.read
-            return Counted(row.pieces, row.sizes)
+            return Counted(row.pieces, row.sizes, row.structure)
         self._read = 0
         return cast("Counted | None", row)
 

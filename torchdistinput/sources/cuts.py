@@ -10,9 +10,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from torchdistinput.batches.schema import Structure
 from torchdistinput.coordination.batch_digests import digest_of_samples, number_of_size
 from torchdistinput.plan.batching import Cutter, Limits
 from torchdistinput.plan.mixed_turns import Cursor
+from torchdistinput.sources.asking import ask_collate, for_this_process
 from torchdistinput.sources.files.plain_epochs import loader_worker
 from torchdistinput.sources.iterable.cursor import Compared, Marked, Wait
 from torchdistinput.sources.iterable.user_state import Snapshot
@@ -41,6 +43,8 @@ class Cut(NamedTuple):
     """The cursor of the file reader after this batch, if it was reported."""
     read: Digest = 0
     """A number of the whole batch that must be the same on all ranks; 0 if the ranks do not compare it."""
+    structure: Structure | bytes | None = None
+    """See ``Counted.structure``."""
 
     def compared(self, rows: list[Counted]) -> Sequence[Counted | Compared]:
         """These rows of the batch, with the number that must be the same on all ranks, if they compare it."""
@@ -50,7 +54,7 @@ class Cut(NamedTuple):
         """The rows with the sizes of their pieces, and with the index beside each piece if ``label`` puts it there."""
         rows = self.rows if label is None or not self.rows else label(self)
         # Torch pins tuples to lists.
-        return [Counted(row, tuple(sizes)) for row, sizes in zip(rows, self.sizes, strict=True)]
+        return [Counted(row, tuple(sizes), self.structure) for row, sizes in zip(rows, self.sizes, strict=True)]
 
 
 @final
@@ -62,6 +66,7 @@ class CutSamples:
       cutter: cuts batches by the laws of ``plan``.
       balance: divides batches by cost; ``None``: they are cut by place.
       on_failure: how a failure of ``collate`` is handled.
+      asks: whether ``collate`` is asked for the structure of its batches.
     """
 
     def __init__(
@@ -71,7 +76,10 @@ class CutSamples:
         balance: Balance | None = None,
         *,
         on_failure: OnFailure = ENDS,
+        asks: bool = False,
     ) -> None:
+        self._asks = asks
+        self._structure: Structure | bytes | None = None
         self._balance = balance
         self._collate = collate
         self._cutter = cutter
@@ -99,8 +107,12 @@ class CutSamples:
                 limits, samples = division.rows, select(samples, division.order)
                 read = self._balance.digest_of(division, read)
                 places = [[division.order[lo:hi] for lo, hi in row] for row in limits]
+            if self._asks:  # of a copy, as the function may change its samples
+                self._structure, self._asks = for_this_process(ask_collate(self._collate, samples[0])), False
             rows = [[self._collate(samples[lo:hi]) if lo < hi else None for lo, hi in row] for row in limits]
-            return Cut(rows, len(samples), sizes_in(limits), places, loader_worker()[0], snapshot, None, read)
+            return Cut(
+                rows, len(samples), sizes_in(limits), places, loader_worker()[0], snapshot, None, read, self._structure
+            )
         except self._caught as error:
             return Failure(error, "collating")
 
@@ -121,7 +133,8 @@ def cut_of(item: Cut | SizedRow | Failure) -> Cut:
     if type(item) is Cut:
         return item
     row, sizes, read = item
-    return Cut([row], sizes.samples, [sizes.pieces], read=read if isinstance(read, int) else 0)
+    read = read if isinstance(read, int) else 0
+    return Cut([row], sizes.samples, [sizes.pieces], read=read, structure=sizes.structure)
 
 
 def piece_without(left_out: Mapping[int, str], piece: Any) -> Any:

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any, final
 
 from torchdistinput.batches import pytree
-from torchdistinput.batches.schema_check import KnownSchema
 from torchdistinput.errors import BatchingError
 from torchdistinput.sources.converting import fast_collate
+from torchdistinput.sources.split_batches import KnownSchema
 from torchdistinput.step_types import OpaqueBatch
 
 
@@ -26,7 +26,7 @@ class OpaqueCollate:
         self.collate = collate
         self._make = fast_collate(collate)
         self._counts = counts
-        self._last = KnownSchema()
+        self._known = KnownSchema()
 
     def __call__(self, samples: Any) -> OpaqueBatch:
         """The batch, with the number of its samples."""
@@ -35,10 +35,10 @@ class OpaqueCollate:
         return tuple.__new__(OpaqueBatch, (batch, size))  # half the time of OpaqueBatch(batch, size)
 
     def _size_of(self, batch: Any) -> int:
-        size = self._last.size_of(batch)
+        size = self._known.size_of(batch, None)
         if size is None:
             size = _size(batch)
-            self._last.remember(batch, size)
+            self._known.remember(batch, size)
         return size
 
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, final
 
 import numpy as np
+from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from torchdistinput.batches import pytree
+from torchdistinput.batches.collated import unknown
 from torchdistinput.batches.schema import PER_SAMPLE, Structure
-from torchdistinput.batches.schema_check import KnownSchema
+from torchdistinput.batches.schema_check import changed
 from torchdistinput.coordination.batch_digests import digest_of_read, number_of_size
 from torchdistinput.errors import BatchingError
-from torchdistinput.plan.batching import Cutter, Limits, split
+from torchdistinput.plan.batching import Cutter, split
+from torchdistinput.sources.asking import ask, for_this_process
 from torchdistinput.sources.converting import fast_collate
 from torchdistinput.sources.cuts import Cut, as_is, sizes_in
 from torchdistinput.sources.iterable.cursor import Marked, Wait
@@ -55,70 +58,180 @@ class ReadyFns:
             )
         return int(found)
 
-    def pieces(self, batch: Any, size: int, like: Structure | None, rows: Sequence[Limits], replicas: int) -> list[Row]:
-        """The pieces of a batch; ``None`` for one without a sample.
+    def counts_entries(self, batch: Any, size: int) -> bool:
+        """Whether ``count`` says that the entries of a list or tuple are its samples: twice as many for them twice.
 
-        Args:
-          batch: the batch.
-          size: samples in it.
-          like: the structure of an earlier batch.
-          rows: the limits of the pieces.
-          replicas: over how many replicas the batch is cut, by law B1.
+        So a list of images is one, whatever their sizes, and columns are none.
+        """
+        if self.count is None or type(batch) not in (list, tuple) or len(batch) != size:
+            return False
+        try:
+            return bool(size) and self.count(type(batch)([*batch, *batch])) == 2 * size
+        except Exception:  # a function of columns: it need not take twice as many of them
+            return False
+
+    def split_by(self, batch: Any, sizes: list[int]) -> Sequence[Any]:
+        """The pieces that the user's ``split`` makes.
 
         Raises:
-          BatchingError: the batch cannot be cut, or ``split`` did not make a piece for each size.
+          BatchingError: it did not make a piece for each size.
         """
-        if self.split is None:
-            reading = pytree.read(batch, size, like)
-            if reading is None or not reading.leaves:
-                raise BatchingError(
-                    f"a batch of type {type(batch).__name__} has {size} sample(s), and not all of its tensors and "
-                    f"lists have one entry for each. {PER_SAMPLE}"
-                )
-            return [[reading.cut(lo, hi) if lo < hi else None for lo, hi in row] for row in rows]
-        limits = [split(size, replicas, replica) for replica in range(replicas)]
-        sizes = [hi - lo for lo, hi in limits if lo < hi]
-        made: object = self.split(batch, sizes)
+        made: object = None if self.split is None else self.split(batch, sizes)
         if not isinstance(made, list | tuple) or len(made) != len(sizes):
             found = f"{type(made).__name__} of {len(made)}" if isinstance(made, Sized) else type(made).__name__
             raise BatchingError(
                 f"split_fn returned a {found} for the sizes {sizes}; a list or tuple with a piece for each size is "
                 "needed."
             )
-        by_first = {lo: piece for (lo, _), piece in zip(limits, made, strict=False)}
-        return [[by_first[lo] if lo < hi else None for lo, hi in row] for row in rows]
+        return made
+
+    def structure_of_split(self, batch: Any, size: int) -> Structure:
+        """The structure of the pieces of ``split``, from its pieces of one and of two samples."""
+        if size < 2:
+            return unknown(batch, "", "and the pieces of split_fn are known from a batch of two samples on")
+        return ask(lambda count: self.split_by(batch, [count, size - count] if count < size else [count])[0])
 
 
 AS_LEAVES: Final = ReadyFns()
 """Batches are counted and cut by their leaves."""
 
 
+_Shapes = tuple[type | None, list[Any] | None, int, Any]
+"""Of a batch: its type, its keys (``None`` of a tuple or list, none of a tensor), its size, and a chain: the dtype and
+shape of the first leaf, and the chain of those after it."""
+
+_NO_BATCH: Final[_Shapes] = (None, None, 0, ())
+
+
+@final
+class KnownSchema:
+    """The dtypes and shapes of the last batch, by which a batch of the same ones is recognised. For every step."""
+
+    def __init__(self) -> None:
+        self._last = _NO_BATCH
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the last batch is a tensor, or a tuple, list or dict of tensors."""
+        return self._last is not _NO_BATCH
+
+    def remember(self, batch: Any, size: int) -> None:
+        """Takes down the shapes of a batch of so many samples, if it is plain."""
+        leaves = [*pytree.plain_leaves(batch)]
+        keys = [] if type(batch) is Tensor else [*batch] if type(batch) is dict else None
+        shapes: Any = ()
+        for leaf in reversed([] if any(leaf.is_nested for leaf in leaves) else leaves):
+            shapes = (leaf.dtype, leaf.shape, shapes)
+        self._last = (type(batch), keys, size, shapes) if shapes else _NO_BATCH
+
+    def size_of(self, batch: Any, structure: Structure | None) -> int | None:
+        """The size of a batch that has the dtypes and shapes of the last one, or plainly has its structure.
+
+        Else ``None``: look closer.
+        """
+        cls, keys, size, known = self._last
+        if type(batch) is cls:
+            leaves: Any = batch if keys is None else _opened(batch, keys)
+            for leaf in leaves:
+                if not known:
+                    break
+                dtype, shape, after = known  # zip() takes half as long as all the rest, a counter a tenth
+                if type(leaf) is not Tensor or leaf.dtype is not dtype or leaf.shape != shape:
+                    break
+                known = after
+            else:
+                if not known:
+                    return size
+        other = None if structure is None else structure.size_of_same(batch)
+        if other is not None:
+            self.remember(batch, other)
+        return other
+
+
+def _opened(batch: Any, keys: list[Any]) -> Iterable[Any]:
+    """The leaves of a tensor, or of a dict; none of a dict with other keys."""
+    if not keys:
+        return (batch,)
+    return batch.values() if [*batch] == keys else ()
+
+
 @final
 class Measure:
-    """Counts ready batches that are not cut. Most batches have the structure of the one before.
+    """Counts ready batches that are not cut, and finds their structure. Most batches are like the one before.
 
     Args:
-      count: gives the number of samples in a batch; ``None``: a batch is counted by its leaves.
+      fns: the user's function that counts batches.
     """
 
-    def __init__(self, count: Callable[[Any], int] | None) -> None:
-        self._fns = ReadyFns(count)
+    def __init__(self, fns: ReadyFns) -> None:
+        self._fns = fns
         self._known = KnownSchema()
+        self._look = Look(fns)
 
-    def each(self, batches: Row) -> tuple[int, ...]:
-        """Samples in each batch; 0 where there is none.
+    def each(self, batches: Row) -> tuple[Row, tuple[int, ...], Structure | None]:
+        """The batches, their arrays as tensors; the samples in each, 0 where there is none; and their structure.
 
         Raises:
-          BatchingError: a batch cannot be counted.
+          BatchingError: a batch cannot be counted, or two of them differ in structure.
         """
-        return tuple([0 if batch is None else self._size_of(batch) for batch in batches])
+        row: Row = []
+        sizes = []
+        for batch in batches:
+            size = 0
+            if batch is not None:
+                known = None if self._fns.count is not None else self._known.size_of(batch, self._look.structure)
+                size = self._fns.size_of(batch) if known is None else known
+                if known is None and size:
+                    before = self._look.structure
+                    batch = self._look.at(batch, size)[0]  # noqa: PLW2901 - with tensors in the place of arrays
+                    now = self._look.structure
+                    if before is not None and now is not None and before.signature() != now.signature():
+                        raise changed(before, now)
+                    self._known.remember(batch, size)
+            row.append(batch)
+            sizes.append(size)
+        return row, tuple(sizes), self._look.structure
 
-    def _size_of(self, batch: Any) -> int:
-        size = None if self._fns.count is not None else self._known.size_of(batch)
-        if size is None:
-            size = self._fns.size_of(batch)
-            self._known.remember(batch, size)
-        return size
+
+@final
+class Look:
+    """Finds the leaves of a ready batch that have an entry for each sample.
+
+    Args:
+      fns: the user's functions that count and cut batches.
+    """
+
+    def __init__(self, fns: ReadyFns) -> None:
+        self._fns = fns
+        self.structure: Structure | None = None
+        """The structure of the last batch."""
+        self.counts_entries: bool | None = None
+        """Whether the entries of a batch are its samples; ``None`` before the first batch with a sample."""
+
+    def at(self, batch: Any, size: int) -> tuple[Any, list[Any] | None]:
+        """The batch, its arrays as tensors, and its leaves; ``None``: not all leaves have an entry for each sample."""
+        leaves: list[Any] | None
+        before = self.structure
+        if before is not None and before.kind == "unknown":
+            return batch, None
+        if self.counts_entries is None and size:
+            self.counts_entries = self._fns.counts_entries(batch, size)
+        if self.counts_entries and type(batch) in (list, tuple):
+            leaves, structure = [batch], Structure("rows", dtype=object, cls=type(batch))
+        else:
+            leaves, structure = pytree.flatten(batch)
+            if self._fns.count is not None and any(_holds_list_of(child, size) for child in structure.children):
+                raise BatchingError(
+                    f"count_fn counts {size} samples, and a list of {size} in the batch could hold them as well as "
+                    f"columns of them: {structure}. Give InputOptions(split_fn=), which cuts such a batch."
+                )
+            if not pytree.has_rows(leaves, size):
+                why = "and not all of its tensors and lists have one entry for each sample"
+                leaves, structure = None, unknown(batch, "", why)
+            elif pytree.holds_arrays(batch):
+                batch = structure.build(iter(leaves))
+        self.structure = structure
+        return batch, leaves
 
 
 @final
@@ -163,8 +276,8 @@ class CutReady:
         self._worker: int | None = None
         self._is_here = False  # objects from a loader worker are always new ones
         self._known = KnownSchema()
-        self._schema: object = None
-        self._is_sealed = False  # whether batches come as ``OpaqueBatch``
+        self._look = Look(fns)
+        self._structure: Structure | bytes | None = None
         self._cuts: dict[int, _KnownCut] = {}  # by size, for batches of the known schema
         self._whole: tuple[int, RowSizes, int] | None = None  # for the last batch, if it is a row as it is
 
@@ -172,7 +285,7 @@ class CutReady:
         """The rows of a batch, or the failure that occurred in reading."""
         if self._whole is not None:
             size, row, read = self._whole
-            if self._known.size_of(batch) == size:
+            if self._known.size_of(batch, None) == size:
                 return [batch], row, read
         snapshot, read = None, 0
         if type(batch) in _NO_BATCHES:
@@ -187,45 +300,71 @@ class CutReady:
             rows, how = self._cut(batch)
         except self._caught as error:
             return Failure(error, "cutting a batch")
-        if self._is_here and snapshot is None and len(rows) == 1 and (self._known.is_plain or self._is_sealed):
-            as_it_is = how.is_whole and not self._is_sealed and self._convert is as_is
+        if self._is_here and snapshot is None and len(rows) == 1:
+            as_it_is = how.is_whole and self._known.is_plain and self._convert is as_is and self._fns.count is None
             self._whole = (how.row.samples, how.row, how.read) if as_it_is else None
             return rows[0], how.row, read or how.read
-        return Cut(rows, how.row.samples, how.sizes, None, self._worker, snapshot, None, read or how.read)
+        read = read or how.read
+        return Cut(rows, how.row.samples, how.sizes, None, self._worker, snapshot, None, read, how.row.structure)
 
     def cut(self, batch: Any) -> Cut:
         """The rows of a batch. A piece that is the whole batch is the batch itself."""
         rows, how = self._cut(batch)
-        return Cut(rows, how.row.samples, how.sizes)
+        return Cut(rows, how.row.samples, how.sizes, structure=how.row.structure)
 
     def _cut(self, batch: Any) -> tuple[list[Row], _KnownCut]:
         if self._convert is not as_is:
             batch = self._convert(batch)
         if type(batch) is OpaqueBatch:
-            size, self._is_sealed = batch.size, True
-        elif self._fns.count is not None:
-            size = self._fns.size_of(batch)
-        else:
-            known = self._known.size_of(batch)
-            size = self._measured(batch) if known is None else known
+            return [[batch]], self._cuts.get(batch.size) or self._how(batch.size)
+        known = None if self._fns.count is not None else self._known.size_of(batch, self._look.structure)
+        size = self._fns.size_of(batch) if known is None else known
+        if self._fns.split is not None:
+            return self._split(batch, size)
+        leaves: list[Any] | None = None
+        if known is None:
+            batch, leaves = self._looked_at(batch, size)
         how = self._cuts.get(size) or self._how(size)
         if how.is_whole:
             return [[batch]], how
-        if self._known.is_plain and self._fns.split is None:
+        if self._known.is_plain:
             return [[self._piece(batch, size, *limits) for limits in row] for row in how.limits], how
-        rows = self._fns.pieces(batch, size, self._known.structure, how.limits, self._cutter.topology.num_replicas)
-        return rows, how
+        if self._look.counts_entries:
+            return [[batch[lo:hi] for lo, hi in row] for row in how.limits], how
+        leaves, structure = pytree.flatten(batch) if leaves is None else (leaves, self._look.structure)
+        if structure is None:
+            raise _cannot_be_cut(batch, size)
+        return [[structure.build(iter([leaf[lo:hi] for leaf in leaves])) for lo, hi in row] for row in how.limits], how
 
-    def _measured(self, batch: Any) -> int:
-        """Measures a batch whose schema differs from the last one's, and notes its schema."""
-        size = self._fns.size_of(batch)
-        reading = pytree.read(batch, size, self._known.structure)
-        if reading is not None:
-            self._known.structure = reading.structure
-        self._known.remember(batch, size)
+    def _looked_at(self, batch: Any, size: int) -> tuple[Any, list[Any] | None]:
+        """A batch that is not like the last one; notes its structure and shapes."""
+        batch, leaves = self._look.at(batch, size)
+        is_list = self._look.counts_entries or leaves is None
+        if self._cutter.topology.num_replicas > 1:
+            if leaves is None:
+                raise _cannot_be_cut(batch, size)
+            if not is_list:
+                pytree.check_cuttable(batch)
+        self._known.remember(() if is_list else batch, size)
+        self._note(self._look.structure)
+        return batch, leaves
+
+    def _note(self, structure: Structure | None) -> None:
+        self._structure = None if structure is None else for_this_process(structure)
         self._cuts.clear()
-        self._schema = object()
-        return size
+
+    def _split(self, batch: Any, size: int) -> tuple[list[Row], _KnownCut]:
+        """The pieces that the user's function makes; ``None`` for one without a sample."""
+        if self._structure is None and self._cutter.topology.num_replicas > 1:
+            self._note(self._fns.structure_of_split(batch, size))
+        how = self._cuts.get(size) or self._how(size)
+        if how.is_whole:
+            return [[batch]], how
+        replicas = self._cutter.topology.num_replicas
+        limits = [split(size, replicas, replica) for replica in range(replicas)]
+        made = self._fns.split_by(batch, [hi - lo for lo, hi in limits if lo < hi])
+        by_first = {lo: piece for (lo, _), piece in zip(limits, made, strict=False)}
+        return [[by_first[lo] if lo < hi else None for lo, hi in row] for row in how.limits], how
 
     def _how(self, size: int) -> _KnownCut:
         """The division of a batch of ``size`` samples."""
@@ -233,11 +372,24 @@ class CutReady:
             self._cuts.clear()
         limits = self._cutter.rows(size)
         sizes = sizes_in(limits)
-        row = RowSizes(size, sizes[0] if sizes else (), self._schema)
+        row = RowSizes(size, sizes[0] if sizes else (), self._structure)
         read = number_of_size(size) if self._cutter.read_by_all else 0
         self._cuts[size] = how = _KnownCut(limits, sizes, row, limits == [((0, size),)], read)
         return how
 
     @staticmethod
     def _piece(batch: Any, size: int, lo: int, hi: int) -> Any:
-        return batch if hi - lo == size else pytree.cut(batch, lo, hi) if lo < hi else None
+        return batch if hi - lo == size else pytree.cut(batch, lo, hi)
+
+
+def _holds_list_of(structure: Structure, size: int) -> bool:
+    """Whether there is a list or tuple of so many tensors or containers in a part of a batch."""
+    is_list = structure.kind in ("list", "tuple") and len(structure.children) == size
+    return is_list or any(_holds_list_of(child, size) for child in structure.children)
+
+
+def _cannot_be_cut(batch: Any, size: int) -> BatchingError:
+    return BatchingError(
+        f"a batch of type {type(batch).__name__} has {size} sample(s), and not all of its tensors and lists have one "
+        f"entry for each. {PER_SAMPLE}"
+    )

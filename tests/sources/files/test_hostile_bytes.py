@@ -305,6 +305,7 @@ RUNS_CODE = {
 # allow_pickle=False; test_webdataset.py tries both.
 REASONED = {
     "sources/files/formats/webdataset.py": {"np.load", "torch.load"},
+    "batches/schema_check.py": {"pickle.loads"},
     "sources/torch_loader/queues.py": {"pickle.loads"},
     "sources/torch_loader/shared_memory/transport.py": {"pickle.loads"},
     "sources/read_failures.py": {"pickle.loads"},

@@ -18,12 +18,15 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import IterableDataset, default_collate
 
+from torchdistinput.batches.pytree import structure_of
+from torchdistinput.batches.schema import Structure
 from torchdistinput.errors import SourceError, StateMismatch
 from torchdistinput.plan.balancing import Division
 from torchdistinput.plan.batching import Cutter, Limits
 from torchdistinput.plan.file_resharding import Deals, ReaderCursor, fresh_files
 from torchdistinput.plan.mixed_turns import Cursor
 from torchdistinput.plan.sharding import shards_of
+from torchdistinput.sources.asking import ask, ask_collate, for_this_process
 from torchdistinput.sources.cuts import Cut, labelled_piece, no_sizes, nothing_left, piece_without, sizes_in
 from torchdistinput.sources.files.columns import Columns, RecordList, collated
 from torchdistinput.sources.files.corrupt_records import CorruptRecord
@@ -137,6 +140,7 @@ class RecordRows(IterableDataset[Any]):
       skip: whether records that cannot be read, or decoded, are left out.
       seeds: whether the global generators are seeded for each record that is decoded.
       in_ranges: whether another process reads a part of each batch, or some batches.
+      asks: whether the collate function is asked for the structure of its batches.
       strings: whether the records are strings, and collating returns the list of them, in this process.
       balance: divides batches by cost; ``None``: they are cut by place.
       compares: whether the ranks compare what the reader of a mixture drew, as all must draw the same.
@@ -157,9 +161,12 @@ class RecordRows(IterableDataset[Any]):
         seeds: bool = False,
         in_ranges: bool = False,
         strings: bool = False,
+        asks: bool = False,
         balance: Balance | None = None,
         compares: bool = False,
     ) -> None:
+        self._asks = asks
+        self._structure: Structure | bytes | None = None  # of this iteration, once it is known
         self._balance = balance
         self._compares = compares
         self.dataset = dataset
@@ -212,6 +219,7 @@ class RecordRows(IterableDataset[Any]):
     def _cuts(self, reader: Reads, start: RecordStart, key: int) -> Iterator[Cut | KnownRows | Failure]:
         """This loader worker's batches, from the start on."""
         worker, num_workers = loader_worker()
+        self._structure = None
         size = self._cutter.global_batch_size or 1
         # Records and batches until the next cursor is reported; files that were open at the last report.
         to_report, batches_to_report, opened = 0, 0, 0
@@ -261,7 +269,7 @@ class RecordRows(IterableDataset[Any]):
                     )
             if isinstance(read, DividedDraw):
                 read.note_left_out(rows[0])
-            return Cut(rows, len(records), sizes_in(all_limits), numbers, 0, None, place, read)
+            return Cut(rows, len(records), sizes_in(all_limits), numbers, 0, None, place, read, self._structure)
         except Exception as error:
             if isinstance(error, SourceError):
                 return Failure(error, "")
@@ -290,19 +298,30 @@ class RecordRows(IterableDataset[Any]):
             # Rows that the user's code does not convert are converted by collating, on torch's default device.
             stacked = _stacked(batch.rows(lo, hi), "cpu" if self.dataset.decodes else None)
             if stacked is not None:
+                self._note_structure(lambda: structure_of(stacked))
                 return self._handed_on(stacked, hi - lo)
         records = batch[lo:hi] if isinstance(batch, Reserved) or hi - lo < len(batch) else batch
         if isinstance(records, Columns):
             if self._joins_columns:
+                columns = records
+                self._note_structure(lambda: ask(lambda count: columns.take([0] * count).batch()))
                 return self._handed_on(records.batch(), hi - lo)
             records = list(records)
         if not (self._skip or self.dataset.decodes):
+            self._note_structure(lambda: ask_collate(self._collate, records[0]))
             return self._collate(records)
         places = partial(reader.places, lo, hi)
         samples, left_out = self.dataset.decode(records, places, key, seeds=self._seeds, skip=self._skip)
         if samples and reader.of_columns and self._joins_columns:  # these are beside a record that cannot be read
+            self._note_structure(lambda: ask(lambda count: collated(samples[:1] * count)))
             return piece_without(left_out, self._handed_on(collated(samples), len(samples)))
+        if samples:
+            self._note_structure(lambda: ask_collate(self._collate, samples[0]))
         return piece_without(left_out, self._collate(samples) if samples else None)
+
+    def _note_structure(self, find: Callable[[], Structure]) -> None:
+        if self._asks and self._structure is None:
+            self._structure = for_this_process(find())
 
     def _handed_on(self, piece: Any, size: int) -> Any:
         return OpaqueBatch(piece, size) if self._seals else piece

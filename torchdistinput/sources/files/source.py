@@ -16,6 +16,7 @@ from typing import Any, cast, final
 
 from torch.utils.data import DataLoader, default_collate
 
+from torchdistinput.batches.schema import Structure
 from torchdistinput.errors import BatchingError, StateMismatch
 from torchdistinput.plan.balancing import CostCutter
 from torchdistinput.plan.batching import Cutter, Limits, check_batch_size
@@ -55,7 +56,6 @@ from torchdistinput.sources.torch_loader.settings import (
 from torchdistinput.step_types import Start, Stream
 
 _LOG = logging.getLogger("torchdistinput")
-
 
 
 @final
@@ -128,6 +128,7 @@ class RecordSource(Source):
             seeds=options.seed_samples,
             in_ranges=in_ranges,
             strings=self._lists_strings and self._reads_here,
+            asks=options.needs_structure(topology.replicas_per_worker, may_lack=self.may_lack_samples()),
             balance=self._balance,
             compares=bool(self.way_out),
         )
@@ -291,7 +292,7 @@ class RecordSource(Source):
             track=self._track,
             close=close,
             periodic_sync=common,
-            strings=self._lists_strings,
+            structure=Structure("rows", dtype=str, cls=list) if self._lists_strings else None,
             one_structure=self._cutter.global_batch_size is None and self._options.split_fn is None,
             updates=None if mixture is None else WeightsSync(mixture.weights, epoch, position.rows, size, self._lead),
         )

@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple, final
 
+from torchdistinput.batches.schema import Structure
 from torchdistinput.errors import StateMismatch
 from torchdistinput.sources.iterable.user_state import Snapshot
 from torchdistinput.step_types import Digest, Row, Start
@@ -61,6 +62,7 @@ class Compared(NamedTuple):
 
     pieces: Row
     sizes: tuple[int, ...]
+    structure: Structure | bytes | None
     read: Digest
 
 

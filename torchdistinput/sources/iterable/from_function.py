@@ -9,6 +9,7 @@ from typing import Any, Final, final
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from torchdistinput.batches.schema import Structure
 from torchdistinput.errors import BatchingError, InputError, StateMismatch
 from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.seed_schedule import SeedSchedule
@@ -33,7 +34,7 @@ from torchdistinput.sources.rng import Draw, SharedRng, generators_of, packed, u
 from torchdistinput.sources.sample_index import Positions
 from torchdistinput.sources.sample_seed import cannot_seed
 from torchdistinput.sources.set_epoch import EpochSetter
-from torchdistinput.sources.split_batches import Measure
+from torchdistinput.sources.split_batches import Measure, ReadyFns
 from torchdistinput.sources.torch_loader.open_runs import OpenRuns
 from torchdistinput.sources.torch_loader.run import LoaderRun, begin_anew_if_ended
 from torchdistinput.sources.torch_loader.settings import started_like_ours
@@ -169,7 +170,7 @@ class FunctionSource(Source):
         in_background = all(isinstance(each, DataLoader) and each.num_workers > 0 for each in self._datasets)
         log = ReadLog(place, self._options.most_ahead, owns_state=True)
         positions = Positions(self._topology, shared=self._topology.num_workers == 1, taken=place.samples)
-        count = Measure(self._options.count_fn)
+        count = Measure(ReadyFns(self._options.count_fn))
         numbers = positions if self._options.with_index else None
         rows = _dealt_rows(opened, self._per_dataset, log, place.rows, numbers, count)
 
@@ -357,14 +358,17 @@ def _dealt_rows(
         if all(batch is None for batch in row):
             break
         samples = 0
-        sizes = count.each(row) if positions is not None or not left else ()
+        sizes: tuple[int, ...] = ()
+        structure: Structure | None = None
+        if positions is not None or not left:
+            row, sizes, structure = count.each(row)
         if positions is not None:
             row, samples = positions.beside(row, sizes)
         log.add(1, samples, taken)
         if left:
             left -= 1
         else:
-            yield Counted(row, sizes)
+            yield Counted(row, sizes, structure)
     log.end()
     if left:
         raise StateMismatch(f"the data ended {left} step(s) before the one where the epoch was to begin.")

@@ -124,7 +124,8 @@ class IterableSource(Source):
             ready = ReadyFns(options.count_fn, options.split_fn)
             self._cut = CutReady(collate, cutter, ready, on_failure=self._on_failure)
         else:
-            self._cut = CutSamples(collate, cutter, balance, on_failure=self._on_failure)
+            asks = options.needs_structure(topology.replicas_per_worker, may_lack=self.may_lack_samples())
+            self._cut = CutSamples(collate, cutter, balance, on_failure=self._on_failure, asks=asks)
         self._num_loader_workers = 0 if loader is None else loader.num_workers
         self._reads_here = loader is None or is_read_here(loader)
         lasting = loader is not None and loader.persistent_workers and loader.num_workers > 0

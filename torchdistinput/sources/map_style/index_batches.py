@@ -105,7 +105,6 @@ class SamplerDraws:
         self._like_torch, self._caught = on_failure
         self._batches = batches_of(batches, (lambda batch: len(_sized(batch))) if collate else size_of)
         self._cutter = cutter
-        self._schema = object()  # of the batches that are gathered
         self._cut_size = -1
         self._cut_rows: list[CutRow] = []  # the rows of a batch of this size, which most batches have
         self._rows_a_batch = 1 if cutter.shared else cutter.topology.num_workers
@@ -295,7 +294,7 @@ class SamplerDraws:
             self._requests += [(self._collate, part, self.key) for part in parts]
             pieces = tuple(size > 0 for size in sizes)
             gathers = numbers is None and batch.is_known
-            gathered = RowSizes(len(batch.division.order), sizes, self._schema) if gathers else None
+            gathered = RowSizes(len(batch.division.order), sizes) if gathers else None
             self._rows.append(DrawnRow(pieces, None, digest, numbers, len(parts), sizes, gathered))
 
     def digest_of(self, indices: IndexArray | Sequence[Any]) -> Digest:
@@ -313,9 +312,7 @@ class SamplerDraws:
         for limits in self._cutter.rows(size):
             # Loader workers take requests ahead: a rank without a request for a row would draw further than others.
             pieces = tuple(lo < hi or self._lead > 0 for lo, hi in limits)
-            rows.append(
-                CutRow(limits, pieces, sum(pieces), RowSizes(size, tuple(hi - lo for lo, hi in limits), self._schema))
-            )
+            rows.append(CutRow(limits, pieces, sum(pieces), RowSizes(size, tuple(hi - lo for lo, hi in limits))))
         self._cut_size, self._cut_rows = size, rows
         return rows
 

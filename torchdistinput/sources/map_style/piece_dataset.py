@@ -10,7 +10,10 @@ from typing import Any, Protocol, cast, final, runtime_checkable
 
 from torch.utils.data import Dataset, default_collate
 
+from torchdistinput.batches.pytree import structure_of
+from torchdistinput.batches.schema import Structure
 from torchdistinput.coordination.failures import in_one_line, plain_indices
+from torchdistinput.sources.asking import ask, ask_collate
 from torchdistinput.sources.converting import fast_collate
 from torchdistinput.sources.cuts import piece_without
 from torchdistinput.sources.files.plain_epochs import SharedEpoch
@@ -20,7 +23,7 @@ from torchdistinput.sources.opaque_batches import OpaqueCollate
 from torchdistinput.sources.read_failures import ENDS, Failure, OnFailure
 from torchdistinput.sources.sample_seed import Samples
 from torchdistinput.sources.set_epoch import set_announced_epoch
-from torchdistinput.step_types import Origin, ReadFailure
+from torchdistinput.step_types import Described, Origin, ReadFailure
 
 
 @runtime_checkable
@@ -51,6 +54,7 @@ class PieceDataset(Dataset[Any]):
       seeds: whether the global generators are seeded for each sample; samples are then read one by one.
       on_failure: how a failure of the dataset or of ``collate`` is handled.
       shared_epoch: the epoch to which the dataset is set, in persistent loader workers.
+      asks: whether the first piece of an epoch comes ``Described``.
     """
 
     def __init__(
@@ -62,7 +66,11 @@ class PieceDataset(Dataset[Any]):
         seeds: bool = False,
         on_failure: OnFailure = ENDS,
         shared_epoch: SharedEpoch | None = None,
+        asks: bool = False,
     ) -> None:
+        self._asks = asks
+        self._asked: int | None = None  # the key of the epoch of which a piece was described
+        self._structure: Structure | None = None  # of the piece that is being read, if it is to be described
         self._shared_epoch = shared_epoch
         self._key: int | None = None  # the key of the epoch that the dataset was set to last
         self.dataset = dataset
@@ -86,27 +94,49 @@ class PieceDataset(Dataset[Any]):
         if collate is default_collate:
             self._keep = keep
 
-    @property
-    def gather(self) -> InMemoryRows | None:
-        """The reader that gathers the pieces of this epoch from plain int indices; ``None`` if it is not possible."""
-        return self._gather if self._looked else None
+    def gather_of(self, key: int) -> InMemoryRows | None:
+        """The reader that gathers the pieces of an epoch from plain int indices; ``None`` if it is not possible yet.
+
+        The first piece of an epoch is never gathered by it where the piece has to be described.
+        """
+        return self._gather if self._looked and (key == self._asked or not self._asks) else None
 
     def begin(self) -> None:
         """Begins an epoch. It takes in the changes that the user made to the dataset since the last epoch."""
         self._looked = self._gather is not None and self._gather.is_current()
 
     def __getitem__(self, request: Request) -> Any:
-        """The collated piece, ``PartialPiece`` if samples were left out; or a ``Failure`` that names the indices."""
+        """The collated piece, ``PartialPiece`` if samples were left out; or a ``Failure`` that names the indices.
+
+        The first one of an epoch is ``Described`` where that was asked for.
+        """
         if request is None:
             return None
-        many, wanted, key = request
+        piece = self._piece(*request)
+        if self._structure is not None and type(piece) is not Failure:
+            piece = Described(piece, self._structure)
+        self._structure = None
+        return piece
+
+    def _note_structure(self, key: int, find: Callable[[], Structure]) -> None:
+        if self._asks and key != self._asked:
+            self._asked, self._structure = key, find()
+
+    def _structure_of(self, samples: Any, wanted: Sequence[Any]) -> Structure:
+        if type(samples) is list:
+            return ask_collate(self._make, samples[0])
+        return ask(lambda count: self._make(self.dataset.__getitems__([wanted[0]] * count)))
+
+    def _piece(self, many: bool, wanted: Any, key: int) -> Any:  # noqa: FBT001 - as in the request
         try:
             if not self._looked:
                 self._gather, self._looked = gather_of(self.dataset, self._collate, many=many), True
             if self._gather is not None:
                 rows = wanted if type(wanted) is IndexArray else index_array_of(wanted)
                 if rows is not None and len(rows):  # for no samples the user's collate function may return anything
-                    return self._gather(rows)
+                    piece = self._gather(rows)
+                    self._note_structure(key, lambda: structure_of(piece))
+                    return piece
         except NOT_THERE:  # reading one by one names the bad index, or counts it from the end
             pass
         except Exception as error:
@@ -125,10 +155,15 @@ class PieceDataset(Dataset[Any]):
                     return self._read_skipping(many, wanted, reading)
                 if not many:
                     samples = self._item(wanted, reading)
+                    if isinstance(wanted, list) and wanted:
+                        one = wanted[:1]
+                        self._note_structure(key, lambda: ask(lambda count: self._make(self.dataset[one * count])))
                 elif self._fetches_batches:
                     samples = self.dataset.__getitems__(wanted)
                 else:
                     samples = self._one_by_one(wanted, reading)
+                if many and len(samples):
+                    self._note_structure(key, lambda: self._structure_of(samples, wanted))
             return self._make(samples)
         except ReadFailure as failure:
             return Failure(cast(BaseException, failure.__cause__), failure.where, failure.origin)
@@ -167,6 +202,8 @@ class PieceDataset(Dataset[Any]):
             return self._make(item)
         left_out: dict[int, str] = {}
         samples = self._readable(wanted, reading, left_out)
+        if len(samples):
+            self._note_structure(reading.key, lambda: self._structure_of(samples, wanted))
         return piece_without(left_out, self._collate(samples) if samples or not wanted else None)
 
     def _one_of_batch(self, index: Any, reading: Samples) -> Any:

@@ -11,6 +11,7 @@ from typing import Any, NoReturn, final
 
 import torch
 
+from torchdistinput.batches.schema import Structure
 from torchdistinput.errors import InputError
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.sources.cuts import Cut, as_is, labelled_piece, no_sizes, nothing_left
@@ -22,7 +23,7 @@ from torchdistinput.sources.read_failures import Failure
 from torchdistinput.sources.rng import packed
 from torchdistinput.sources.sample_index import labelled_batch
 from torchdistinput.sources.split_batches import AS_LEAVES, CutReady, ReadyFns
-from torchdistinput.step_types import Counted, Digest, DividedDraw, PartialPiece, ReadFailure, Row, SizedRow
+from torchdistinput.step_types import Counted, Described, Digest, DividedDraw, PartialPiece, ReadFailure, Row, SizedRow
 
 
 @final
@@ -48,7 +49,7 @@ class MapStream:
       draws_ahead: see ``CatchesUp.draws_ahead``.
     """
 
-    strings = False
+    structure: Structure | None = None
     owns_state = False
     periodic_sync = None
 
@@ -93,7 +94,7 @@ class MapStream:
         drawn = self._draws.take_row()
         if self._pieces is None or drawn is None or drawn.gathered is None:
             return drawn
-        gather = self._pieces.gather
+        gather = self._pieces.gather_of(self._draws.key)
         if gather is None:
             return drawn
         requests = [self._draws.take_request() for _ in range(drawn.wanted)]
@@ -107,8 +108,11 @@ class MapStream:
     def fetch(self, drawn: DrawnRow) -> Counted:
         """See ``Stream.fetch``."""
         pieces: Row = []
+        structure: Structure | None = None
         for wanted in drawn.pieces:
             piece = self._read() if wanted else None
+            if type(piece) is Described:
+                piece, structure = piece
             if type(piece) is Failure:
                 piece.reraise(goes_on=self._goes_on)
             pieces.append(piece)
@@ -121,7 +125,7 @@ class MapStream:
                 sizes, numbers = batch.sizes_of(row), batch.numbers_of(row)
             if type(drawn.digest) is DividedDraw:
                 drawn.digest.note_left_out(pieces)
-            return Counted(pieces if numbers is None else _labelled(pieces, numbers), sizes)
+            return Counted(pieces if numbers is None else _labelled(pieces, numbers), sizes, structure)
         if drawn.pieces[0]:  # the first row of a whole batch that is read
             self._rows_of_whole = self._cut_whole(pieces[0], drawn)
         return self._rows_of_whole[drawn.row_of_whole]

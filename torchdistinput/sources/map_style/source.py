@@ -120,6 +120,7 @@ class MapLoaderSource(Source):
         self._pieces = PieceDataset(
             self._dataset,
             collate,
+            asks=options.needs_structure(topology.replicas_per_worker, may_lack=self.may_lack_samples()),
             skip=options.skips,
             seeds=options.seed_samples,
             on_failure=self._on_failure,
