@@ -101,3 +101,28 @@ def test_one_as_the_dataset_gives_torchs_batches() -> None:
                 assert torch.equal(ours["a"], expected["a"])
     with pytest.raises(tdi.BatchingError, match=r"map-style dataset \(TensorDict\) yields single samples"):
         tdi.Strategy(devices=["cpu"]).distribute_dataset(whole())
+
+
+def stacked(samples: list[int]) -> Any:
+    return tensordict.TensorDict({"ids": torch.tensor(samples)}, batch_size=[len(samples)])
+
+
+def collated_parts() -> list[Any]:
+    found: list[Any] = []
+    rows = whole()[:21]  # imports the package, also on a rank that sees no batch
+    strategy = tdi.Strategy(devices=["cpu"])
+    for samples, size, workers in ((5, 1, 2), (21, 10, 0), (13, 2, 1)):
+        loader: Any = DataLoader(range(samples), size, collate_fn=stacked, num_workers=workers)  # type: ignore[arg-type]
+        parts = [(batch["ids"].tolist(), batch.batch_size[0]) for batch in strategy.distribute_dataset(loader)]
+        assert all(len(ids) == size for ids, size in parts)
+        found.append([ids for ids, _ in parts])
+    loader = tdi.DataLoader(rows, batch_size=10, collate_fn=as_it_is)
+    return [*found, [batch["a"].tolist() for batch in loader]]
+
+
+def test_collated_ones_may_be_empty_also_where_the_read_ahead_weighs_them() -> None:
+    first, second = run_ranks(2, collated_parts)
+    for samples, size, one, other in zip((5, 21, 13, 21), (1, 10, 2, 10), first, second, strict=True):
+        put_together = [[*own, *more] for own, more in zip(one, other, strict=True)]
+        assert put_together == [[*range(at, min(at + size, samples))] for at in range(0, samples, size)]
+        assert other[-1] == []
