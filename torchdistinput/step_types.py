@@ -160,10 +160,11 @@ class PartialPiece(NamedTuple):
 
 
 class Described(NamedTuple):
-    """The first piece of an epoch, with the structure of all. A named tuple, so that torch pins its content."""
+    """A piece, with the structure of all. A named tuple, so that torch pins its content."""
 
     piece: Any
     structure: Any
+    """See ``Counted.structure``."""
 
 
 class OpaqueBatch(NamedTuple):

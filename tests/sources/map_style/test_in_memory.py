@@ -520,7 +520,7 @@ def test_rows_that_are_gathered_as_they_are_drawn_are_those_that_are_read_and_lo
     monkeypatch.setattr(MapStream, "fetch", noted)
     gathered = [steps_of(data, replicas, **way) for way in ways]
     assert len(fetched) == len(ways) or kind in TROUBLED  # the first row of each, to be learned
-    monkeypatch.setattr(PieceDataset, "gather_of", lambda _, __: None)
+    monkeypatch.setattr(PieceDataset, "gather", None)
     assert [steps_of(data, replicas, **way) for way in ways] == gathered
     assert len(fetched) > 2 * len(ways)
 

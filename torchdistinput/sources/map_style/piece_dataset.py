@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, default_collate
 from torchdistinput.batches.pytree import structure_of
 from torchdistinput.batches.schema import Structure
 from torchdistinput.coordination.failures import in_one_line, plain_indices
-from torchdistinput.sources.asking import ask, ask_collate
+from torchdistinput.sources.asking import ask, ask_collate, for_this_process
 from torchdistinput.sources.converting import fast_collate
 from torchdistinput.sources.cuts import piece_without
 from torchdistinput.sources.files.plain_epochs import SharedEpoch
@@ -54,7 +54,7 @@ class PieceDataset(Dataset[Any]):
       seeds: whether the global generators are seeded for each sample; samples are then read one by one.
       on_failure: how a failure of the dataset or of ``collate`` is handled.
       shared_epoch: the epoch to which the dataset is set, in persistent loader workers.
-      asks: whether the first piece of an epoch comes ``Described``.
+      asks: whether pieces come ``Described``.
     """
 
     def __init__(
@@ -69,8 +69,7 @@ class PieceDataset(Dataset[Any]):
         asks: bool = False,
     ) -> None:
         self._asks = asks
-        self._asked: int | None = None  # the key of the epoch of which a piece was described
-        self._structure: Structure | None = None  # of the piece that is being read, if it is to be described
+        self._structure: Structure | bytes | None = None  # of the pieces, once it is known
         self._shared_epoch = shared_epoch
         self._key: int | None = None  # the key of the epoch that the dataset was set to last
         self.dataset = dataset
@@ -94,33 +93,32 @@ class PieceDataset(Dataset[Any]):
         if collate is default_collate:
             self._keep = keep
 
-    def gather_of(self, key: int) -> InMemoryRows | None:
-        """The reader that gathers the pieces of an epoch from plain int indices; ``None`` if it is not possible yet.
+    @property
+    def gather(self) -> InMemoryRows | None:
+        """The reader that gathers the pieces of this epoch from plain int indices; ``None`` if it is not possible.
 
-        The first piece of an epoch is never gathered by it where the piece has to be described.
+        The first piece of an epoch is not gathered by it where pieces are described.
         """
-        return self._gather if self._looked and (key == self._asked or not self._asks) else None
+        return self._gather if self._looked and (self._structure is not None or not self._asks) else None
 
     def begin(self) -> None:
         """Begins an epoch. It takes in the changes that the user made to the dataset since the last epoch."""
         self._looked = self._gather is not None and self._gather.is_current()
+        self._structure = None
 
     def __getitem__(self, request: Request) -> Any:
         """The collated piece, ``PartialPiece`` if samples were left out; or a ``Failure`` that names the indices.
 
-        The first one of an epoch is ``Described`` where that was asked for.
+        It is ``Described`` where that was asked for.
         """
         if request is None:
             return None
         piece = self._piece(*request)
-        if self._structure is not None and type(piece) is not Failure:
-            piece = Described(piece, self._structure)
-        self._structure = None
-        return piece
+        return piece if self._structure is None or type(piece) is Failure else Described(piece, self._structure)
 
-    def _note_structure(self, key: int, find: Callable[[], Structure]) -> None:
-        if self._asks and key != self._asked:
-            self._asked, self._structure = key, find()
+    def _note_structure(self, find: Callable[[], Structure]) -> None:
+        if self._asks and self._structure is None:
+            self._structure = for_this_process(find())
 
     def _structure_of(self, samples: Any, wanted: Sequence[Any]) -> Structure:
         if type(samples) is list:
@@ -135,7 +133,7 @@ class PieceDataset(Dataset[Any]):
                 rows = wanted if type(wanted) is IndexArray else index_array_of(wanted)
                 if rows is not None and len(rows):  # for no samples the user's collate function may return anything
                     piece = self._gather(rows)
-                    self._note_structure(key, lambda: structure_of(piece))
+                    self._note_structure(lambda: structure_of(piece))
                     return piece
         except NOT_THERE:  # reading one by one names the bad index, or counts it from the end
             pass
@@ -157,13 +155,13 @@ class PieceDataset(Dataset[Any]):
                     samples = self._item(wanted, reading)
                     if isinstance(wanted, list) and wanted:
                         one = wanted[:1]
-                        self._note_structure(key, lambda: ask(lambda count: self._make(self.dataset[one * count])))
+                        self._note_structure(lambda: ask(lambda count: self._make(self.dataset[one * count])))
                 elif self._fetches_batches:
                     samples = self.dataset.__getitems__(wanted)
                 else:
                     samples = self._one_by_one(wanted, reading)
                 if many and len(samples):
-                    self._note_structure(key, lambda: self._structure_of(samples, wanted))
+                    self._note_structure(lambda: self._structure_of(samples, wanted))
             return self._make(samples)
         except ReadFailure as failure:
             return Failure(cast(BaseException, failure.__cause__), failure.where, failure.origin)
@@ -203,7 +201,7 @@ class PieceDataset(Dataset[Any]):
         left_out: dict[int, str] = {}
         samples = self._readable(wanted, reading, left_out)
         if len(samples):
-            self._note_structure(reading.key, lambda: self._structure_of(samples, wanted))
+            self._note_structure(lambda: self._structure_of(samples, wanted))
         return piece_without(left_out, self._collate(samples) if samples or not wanted else None)
 
     def _one_of_batch(self, index: Any, reading: Samples) -> Any:

@@ -94,7 +94,7 @@ class MapStream:
         drawn = self._draws.take_row()
         if self._pieces is None or drawn is None or drawn.gathered is None:
             return drawn
-        gather = self._pieces.gather_of(self._draws.key)
+        gather = self._pieces.gather
         if gather is None:
             return drawn
         requests = [self._draws.take_request() for _ in range(drawn.wanted)]
