@@ -266,7 +266,7 @@ class StepSync:
 
     def _agree_ahead(self, decision: StepDecision, fits: int | None) -> Exchange[list[Outcome]]:
         """The bound of the prefetch depth, if it is agreed now; law A8. Collective: every rank saw the same steps."""
-        if self._ahead is not None or not any(decision.steps):
+        if self._ahead is not None or self._channel is None or not any(decision.steps):
             return []
         texts = yield from self._texts_of_all("" if fits is None else str(fits))
         fitting = [int(text) if text else None for text in texts]
