@@ -23,7 +23,6 @@ LATER = {
     "torchdistinput.coordination.gather_ordered",
     "torchdistinput.sources.iterable.from_function",
     "torchdistinput.sources.files.formats.npy",
-    "torchdistinput.sources.files.formats.crc32c",
     "torchdistinput.sources.files.formats.text",
     "torchdistinput.sources.files.formats.json_lines",
     "torchdistinput.sources.files.formats.tfrecords",

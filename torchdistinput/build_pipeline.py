@@ -23,6 +23,7 @@ from torchdistinput.pipeline.prefetcher import Prefetcher
 from torchdistinput.pipeline.to_device import ToDevice
 from torchdistinput.pipeline.upstream import StepMaker
 from torchdistinput.plan.options import InputOptions
+from torchdistinput.plan.prefetch_depth import agreed_bound
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.base import RowStream, Source
 from torchdistinput.sources.rng import Draw, SharedRngState
@@ -65,6 +66,8 @@ class OpenedEpoch(NamedTuple):
     stream: Stream
     progress: EpochProgress
     last: LastStep
+    fits: Sequence[int | None] = ()
+    """For each rank, how many steps ahead fit its memory; ``None`` where that is not known."""
     with_rng_of_coordinate: Draw | None = None
     """Calls user code with the random states of this rank's data coordinate, which other ranks share."""
 
@@ -91,9 +94,10 @@ def build_pipeline(
       idle: unused ``ToDevice`` stages with their streams and memory, kept for the life of the dataset. One is taken
         here, and given back at the end.
     """
-    channel, stream, progress, last, with_rng = opened
-    grows = options.prefetch is None
-    depth = last.ahead if grows and last.ahead is not None else options.least_ahead
+    channel, stream, progress, last, fits, with_rng = opened
+    depth, max_bytes = options.least_ahead, options.prefetch_bytes if options.prefetch is None else None
+    is_agreed = max_bytes is None or any(each is not None for each in fits)
+    bound = depth if max_bytes is None else agreed_bound(fits, depth, options.most_ahead)
     devices = setting.devices if options.fetch_to_device else [torch.device("cpu")] * len(setting.devices)
     copies = any(device.type != "cpu" for device in devices)
     local = setting.topology.replicas_per_worker
@@ -143,7 +147,8 @@ def build_pipeline(
         way_out=way_out,
         periodic_sync=StatsSync(progress.meter, stream.periodic_sync),
         max_errors=options.max_errors if options.skips else None,
-        ahead=(depth, options.least_ahead) if grows else None,
+        least_ahead=depth,
+        ahead=bound if is_agreed else None,
         updates=updates,
     )
     threaded = channel is not None or (depth > 0 and (stream.in_background or copies))
@@ -151,14 +156,15 @@ def build_pipeline(
         maker,
         step_sync,
         depth=depth if threaded else 0,
+        bound=bound if threaded else 0,
         threaded=threaded,
         helps=not copies and _makes_plain_tensors(),
         meter=progress.meter,
         timeout_seconds=timeout_seconds,
         names=int if ranks is None else ranks.name,
-        room=options.prefetch_bytes if grows else None,
+        max_bytes=max_bytes,
         first_step=progress.steps,
-        deeper=last.read_ahead,
+        note_fits=last.note_fits,
     )
     try:
         prefetcher.begin()

@@ -377,21 +377,19 @@ class DistributedDataset:
         # The next unused number differs where a rank was interrupted before it opened its channel.
         common = set.intersection(*(set(each["channels"]) for each in answers))
         number = min(common) if common else max(each["channels"][-1] for each in answers)
-        # The depth differs where the ranks left the epoch before at different steps. The votes need one depth.
-        self._last.ahead = min(each["ahead"] for each in answers) or None
         try:
-            return self._begin_with(entry, number, [each["peers"] for each in answers])
+            return self._begin_with(entry, number, answers)
         except BaseException as error:  # the other ranks wait until this rank opens the channel
             ranks.refuse_channel(number, f"could not begin epoch {entry.epoch}: {in_one_line(error)}")
             raise
 
-    def _begin_with(self, entry: Entry, number: int | None, digests: Sequence[str] = ()) -> DistributedIterator:
+    def _begin_with(self, entry: Entry, number: int | None, answers: Sequence[Any] = ()) -> DistributedIterator:
         """Begins the epoch on which all ranks have agreed.
 
         Args:
           entry: the place at which it begins.
           number: the number of its channel; ``None`` where the ranks do not vote.
-          digests: the digest of each rank's random states, where some ranks share a data coordinate.
+          answers: what each rank said of itself; see ``_agree_on_epoch``.
         """
         ranks = self._setting.ranks
         start = entry.start
@@ -407,6 +405,7 @@ class DistributedDataset:
         try:
             channel, with_rng = None, None
             if ranks is not None and number is not None:
+                digests = [each["peers"] for each in answers]
                 with_rng = self._states_of_coordinate(ranks, digests) if self._setting.has_peers else None
                 channel = ranks.open_channel(number)
         except BaseException:
@@ -424,7 +423,8 @@ class DistributedDataset:
             log_every=log_every,
         )
         self._checkpoint.begun(entry, self._progress, stream)
-        iterator = self._build_pipelined(OpenedEpoch(channel, stream, self._progress, self._last, with_rng))
+        fits = [each["fits"] for each in answers]
+        iterator = self._build_pipelined(OpenedEpoch(channel, stream, self._progress, self._last, fits, with_rng))
         self._iterators.add(iterator)
         return iterator
 
@@ -450,7 +450,7 @@ class DistributedDataset:
         digest = self._alike.digest_of(_default_of(entry)) if asks else None
         peers = CoordinateStates().digest if self._setting.has_peers else ""
         channels = ranks.free_channels()
-        extra = {"channels": channels, "random": digest, "ahead": self._last.ahead or 0, "peers": peers}
+        extra = {"channels": channels, "random": digest, "fits": self._last.fits, "peers": peers}
         answers = agree(ranks, f"iter() of dataset {self._name}", facts, extra=extra)
         self._alike.compare([each["random"] for each in answers])
         return answers

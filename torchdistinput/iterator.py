@@ -52,12 +52,12 @@ class LastStep:
     def __init__(self) -> None:
         self.progress: EpochProgress | None = None
         """The progress of its epoch."""
-        self.ahead: int | None = None
-        """The prefetch depth on which the ranks agreed last, if they did: the next epoch begins with it."""
+        self.fits: int | None = None
+        """How many steps ahead fit the memory of this rank, if that is known: the ranks compare it at each epoch."""
 
-    def read_ahead(self, steps: int) -> None:
-        """Notes the prefetch depth from here on."""
-        self.ahead = steps
+    def note_fits(self, steps: int) -> None:
+        """Notes how many steps ahead fit, by the steps of an epoch."""
+        self.fits = steps
 
     @property
     def step(self) -> Step | None:

@@ -405,10 +405,10 @@ class EmptyStep(NamedTuple):
 
 @final
 class Ahead(NamedTuple):
-    """The prefetch depth of all ranks from here on.
+    """The bound of the prefetch depth, on which all ranks agreed.
 
     Args:
-      steps: steps ahead of the one that the consumer waits for.
+      steps: steps ahead of the one that the consumer waits for, at most.
     """
 
     steps: int

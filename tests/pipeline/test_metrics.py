@@ -228,7 +228,7 @@ class Said:
     def hold(self, held: Held) -> None:
         pass
 
-    def vote(self, ahead: int = 0) -> Exchange[list[Outcome]]:
+    def vote(self, fits: int | None = None) -> Exchange[list[Outcome]]:
         yield from ()
         return [self._outcomes.pop(0)]
 

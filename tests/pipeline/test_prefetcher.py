@@ -312,7 +312,7 @@ class Hearing:
     def hold(self, held: Held) -> None:
         self.held.append(held)
 
-    def vote(self, ahead: int = 0) -> Exchange[list[Outcome]]:
+    def vote(self, fits: int | None = None) -> Exchange[list[Outcome]]:
         yield from ()
         if self.stopped.is_set():
             self.over = True

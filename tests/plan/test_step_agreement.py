@@ -61,13 +61,7 @@ def read_all(reports: list[StepReport], slots: int, max_skipped: int | None = No
         draws_differ=draws_differ,
         skipped=skipped,
         too_many_skipped=too_many,
-        ahead=read_further([report.ahead for report in reports]),
     )
-
-
-def read_further(wishes: list[int]) -> int:
-    """Law A8: one objection is enough, a wish must be everybody's."""
-    return -1 if -1 in wishes else int(all(wishes))
 
 
 def random_ballot(rng: random.Random, slots: int, digests: list[int]) -> StepReport:
@@ -83,8 +77,7 @@ def random_ballot(rng: random.Random, slots: int, digests: list[int]) -> StepRep
     # What the sampler drew is a function of the step, but for a rank that draws something of its own now and then.
     drawn = tuple(0 if size is None else 2**63 - 1 - j - (rng.random() < 0.05) for j, size in enumerate(sizes))
     drawn = drawn if rng.random() < 0.9 else ()
-    skipped, ahead = rng.choice([0, 0, 1, 5]), rng.choice([1, 1, 1, 0, -1])
-    return StepReport(tuple(sizes), failed, stopped, digest, drawn, skipped, ahead)
+    return StepReport(tuple(sizes), failed, stopped, digest, drawn, rng.choice([0, 0, 1, 5]))
 
 
 def test_the_sums_say_what_all_the_ballots_say() -> None:
@@ -152,15 +145,7 @@ def test_law_g_where_more_samples_were_left_out_than_may_be_no_step_is_agreed() 
     assert (beyond.steps, beyond.skipped, beyond.too_many_skipped) == ((), 4, True)
 
 
-def test_law_h_the_ranks_read_further_ahead_when_all_would_and_less_far_when_one_would() -> None:
-    for wishes in itertools.product([0, 1, -1], repeat=3):
-        reports = [StepReport((1,), skipped=MAX_SAMPLES // 3, ahead=wish) for wish in wishes]
-        decision = decide(summed(reports, 1), 3)
-        assert decision.ahead == read_further(list(wishes))
-        assert (decision.steps, decision.skipped) == ((3,), 3 * (MAX_SAMPLES // 3))
-
-
-def test_law_i_news_of_one_rank_or_of_all_are_told_beside_any_structure() -> None:
+def test_law_a9_news_of_one_rank_or_of_all_are_told_beside_any_structure() -> None:
     for ranks in (1, 2, MAX_RANKS):
         report = StepReport((1,), digest=MAX_DIGEST)
         words = [word * (ranks - 1) for word in report.words(1)]
@@ -185,15 +170,15 @@ def test_steps_beyond_the_slots_wait_for_the_next_message() -> None:
 
 def test_the_counters_of_the_largest_world_fit_their_words() -> None:
     """The words of as many ranks as there may be are the words of one, so many times."""
-    full = StepReport((0, None, 0), failed=True, stopped=True, digest=MAX_DIGEST, ahead=1)
-    lacking = StepReport((0,), failed=True, stopped=True, ahead=-1)
+    full = StepReport((0, None, 0), failed=True, stopped=True, digest=MAX_DIGEST)
+    lacking = StepReport((0,), failed=True, stopped=True)
     for report in (full, lacking):
         words = [word * MAX_RANKS for word in report.words(3)]
         assert all(0 <= word <= MAX_WORD for word in words)
         decision = decide(words, MAX_RANKS)
         assert (decision.num_failed, decision.num_stopped) == (MAX_RANKS, MAX_RANKS)
         assert not decision.structures_differ
-        assert (decision.ahead, decision.skipped) == (report.ahead, 0)
+        assert decision.skipped == 0
     words = [word * MAX_RANKS for word in StepReport((0, None), digest=MAX_DIGEST).words(2)]
     assert [count(word) for word in words[4:6]] == [(MAX_RANKS, MAX_RANKS, 0), (MAX_RANKS, 0, 0)]
     assert decide(words, MAX_RANKS).steps == (0,)

@@ -23,7 +23,7 @@ from tests.support.epochs import lists, pieces, raised
 from torchdistinput import readers
 from torchdistinput.plan.batching import split
 from torchdistinput.sources.files.corrupt_records import CorruptRecord
-from torchdistinput.sources.files.formats.crc32c import masked_crc32c
+from torchdistinput.sources.files.formats.tfrecords import masked_crc32c
 
 SPOILED = "spoiled"
 ERROR = "error"

@@ -138,13 +138,13 @@ def compose(
     *,
     depth: int,
     timeout_seconds: float = 20.0,
-    room: int | None = None,
+    max_bytes: int | None = None,
+    weigh: Callable[[LocalStep], int] = lambda step: 1,
     helps: bool = True,
-    deeper: Callable[[int], None] | None = None,
 ) -> Party:
     """Fetch, a transfer to nowhere, coordinate, buffer: as the house composes them, with one local replica.
 
-    With ``room``, the bytes that may be ready ahead, the depth may grow up to 32.
+    With ``max_bytes``, the bytes that may be ready ahead, the depth may grow up to 32.
     """
     checker = SchemaChecker()
     stream = ScriptedStream(script, rank)
@@ -175,14 +175,15 @@ def compose(
 
     coordinate = StepSync(
         None if world is None else world.ranks(rank).open_channel(0),
-        slots=max(1, depth) if room is None else 32,
+        slots=max(1, depth) if max_bytes is None else 32,
         checker=checker,
         complete=send,
         name=None if world is None else rank,
         begins_at=(0, 0),
-        ahead=None if room is None else (depth, depth),
+        least_ahead=depth,
+        ahead=depth if max_bytes is None else None,
     )
-    calls = Calls(fetch.draw, produce, discard, _nothing, fetch.close, close_devices)
+    calls = Calls(fetch.draw, produce, discard, _nothing, fetch.close, close_devices, weigh=weigh)
     threaded = world is not None or depth > 0
     meter = Metrics()
     buffer = Prefetcher(
@@ -194,8 +195,7 @@ def compose(
         meter=meter,
         timeout_seconds=timeout_seconds,
         names=lambda rank: rank,
-        room=room,
-        deeper=deeper,
+        max_bytes=max_bytes,
     )
     buffer.begin()
     party = Party(buffer, stream, coordinate, meter, calls)

@@ -36,7 +36,7 @@ from torchdistinput.coordination.exchanges import Exchange, conclude
 from torchdistinput.coordination.failures import error_of, story_of, too_many
 from torchdistinput.coordination.process_group import Channel
 from torchdistinput.errors import InputError, RankLost
-from torchdistinput.plan.prefetch_depth import changed
+from torchdistinput.plan.prefetch_depth import agreed_bound
 from torchdistinput.plan.step_agreement import StepDecision, StepReport, decide, peer_weight_of, weight_of
 from torchdistinput.step_types import (
     MAX_DESCRIBED,
@@ -76,8 +76,8 @@ class StepSync:
       way_out: the advice of the error for ranks that read different data, if all must read the same; else empty.
       periodic_sync: exchanges positions and measurements from time to time; ``None`` for no such exchange.
       max_errors: samples that all ranks together may leave out; ``None`` where none is ever left out.
-      ahead: the prefetch depth at first and at least, where the depth may grow up to ``slots``; ``None`` where the
-        depth is fixed.
+      least_ahead: the prefetch depth at first.
+      ahead: the bound of the prefetch depth; ``None`` where the ranks have to agree on one up to ``slots``.
       updates: facts that this rank may have for all ranks at any time; ``None`` where there can be none.
     """
 
@@ -95,7 +95,8 @@ class StepSync:
         way_out: str = "",
         periodic_sync: PeriodicSync | None = None,
         max_errors: int | None = None,
-        ahead: tuple[int, int] | None = None,
+        least_ahead: int = 0,
+        ahead: int | None = 0,
         updates: Updates | None = None,
     ) -> None:
         self._channel = channel
@@ -122,7 +123,7 @@ class StepSync:
         self._over = False
         self._max_errors = max_errors
         self._skipped = 0  # samples that are missing in the agreed steps
-        self._ahead, self._least_ahead = (slots, slots) if ahead is None else ahead
+        self._least_ahead, self._ahead = least_ahead, ahead
         self._agrees_at_once = channel is None and max_errors is None and counts
         self._left_out: list[str] = []
 
@@ -222,23 +223,23 @@ class StepSync:
         (outcome,) = conclude(self.vote())
         return outcome
 
-    def vote(self, ahead: int = 0) -> Exchange[list[Outcome]]:
+    def vote(self, fits: int | None = None) -> Exchange[list[Outcome]]:
         """One exchange: the steps and other outcomes that the ranks agree on; an empty list is possible. Collective.
 
         Args:
-          ahead: 1 if this rank asks for a larger prefetch depth, -1 for a smaller one, 0 for the present one.
+          fits: how many steps ahead fit the memory of this rank; ``None`` where that is not known.
         """
         self._take_in()
         try:
-            return (yield from self._vote(ahead))
+            return (yield from self._vote(fits))
         except RankLost:  # the other ranks gave up waiting for the step that failed here, and hear of no failure now
             failure = self._next_failure()
             if failure is None:
                 raise
             raise error_of([story_of(failure, self._name, self._epoch, self._steps)], failure) from failure.error
 
-    def _vote(self, ahead: int) -> Exchange[list[Outcome]]:
-        decision = yield from self._decision(ahead)
+    def _vote(self, fits: int | None) -> Exchange[list[Outcome]]:
+        decision = yield from self._decision()
         if decision.structures_differ:
             return [self._finish(Raised((yield from self._difference())))]
         if decision.structure_wanted:
@@ -246,7 +247,7 @@ class StepSync:
             if problem is not None:
                 return [self._finish(Raised(problem))]
         before = self._rows
-        outcomes: list[Outcome] = self._read_ahead(decision.ahead)
+        outcomes = yield from self._agree_ahead(decision, fits)
         outcomes += [self._agreed(global_size) for global_size in decision.steps]
         yield from self._sync_positions(before)
         if decision.has_updates and (problem := (yield from self._exchange_updates())) is not None:
@@ -263,15 +264,16 @@ class StepSync:
             outcomes.append(self._finish(Raised((yield from self._stop_of_some()))))
         return outcomes
 
-    def _read_ahead(self, change: int) -> list[Outcome]:
-        """The new prefetch depth, where it changes; law A8."""
-        ahead = changed(self._ahead, change, self._least_ahead, self._slots)
-        if ahead == self._ahead:
+    def _agree_ahead(self, decision: StepDecision, fits: int | None) -> Exchange[list[Outcome]]:
+        """The bound of the prefetch depth, if it is agreed now; law A8. Collective: every rank saw the same steps."""
+        if self._ahead is not None or self._channel is None or not any(decision.steps):
             return []
-        self._ahead = ahead
-        return [Ahead(ahead)]
+        texts = yield from self._texts_of_all("" if fits is None else str(fits))
+        fitting = [int(text) if text else None for text in texts]
+        self._ahead = agreed = agreed_bound(fitting, self._least_ahead, self._slots)
+        return [Ahead(agreed)]
 
-    def _decision(self, ahead: int) -> Exchange[StepDecision]:
+    def _decision(self) -> Exchange[StepDecision]:
         next_steps = list(islice(self._held, self._slots))
         skipped = 0
         if self._max_errors is not None:
@@ -285,7 +287,7 @@ class StepSync:
         if self._peer_weight:
             read = tuple([held.read if type(held) is LocalStep else 0 for held in next_steps])
         pending = self._updates is not None and self._updates.pending
-        report = StepReport(sizes, failed, self._stopped, self._checker.digest, drawn, skipped, ahead, read, pending)
+        report = StepReport(sizes, failed, self._stopped, self._checker.digest, drawn, skipped, read, pending)
         words = report.words(self._slots, self._weight, self._peer_weight)
         if self._channel is None:
             return decide(words, 1, self._max_errors)
@@ -320,12 +322,12 @@ class StepSync:
         """Where a periodic sync was passed, all workers exchange their positions. Collective: all ranks count alike.
 
         The size of this exchange grows with the number of workers. It takes place once in ``every`` rows, and up to
-        four times more rarely where the prefetch depth has grown: there the exchanges take a noticeable time.
+        four times more rarely where steps are small: there the exchanges take a noticeable time.
         """
         periodic_sync, channel = self._periodic_sync, self._channel
         if periodic_sync is None or channel is None:
             return
-        seldom = min(self._ahead // max(1, self._least_ahead), _MAX_STRETCH)
+        seldom = min(max(1, (self._ahead or 0) // max(1, self._least_ahead)), _MAX_STRETCH)
         rows = _last_sync(self._rows, periodic_sync, seldom)
         if rows > _last_sync(before, periodic_sync, seldom):
             periodic_sync.learn(rows, (yield from channel.gather(periodic_sync.mine(rows))))

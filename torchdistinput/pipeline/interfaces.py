@@ -34,8 +34,8 @@ class Votes(Protocol):
     def hold(self, held: Held) -> None:
         """Takes the next step of this rank. Any thread, but only one at a time."""
 
-    def vote(self, ahead: int = 0) -> Exchange[list[Outcome]]:
-        """One exchange: the outcomes that the ranks agree on. ``ahead``: 1 asks for more depth, -1 for less."""
+    def vote(self, fits: int | None = None) -> Exchange[list[Outcome]]:
+        """One exchange: the outcomes that the ranks agree on. ``fits``: steps ahead that fit this rank's memory."""
 
     def stop(self, delivered: int) -> list[LocalStep]:
         """The consumer stopped after ``delivered`` steps. Returns the list of held steps, which the caller clears."""

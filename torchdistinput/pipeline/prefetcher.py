@@ -26,9 +26,9 @@ after a step that took more than 200 us.
 
 How far ahead. How much is drawn depends on the number of the step alone, never on how many steps are ready. How often
 user code was called at the k-th step must not depend on timing, or seeded runs would not repeat, and generators would
-differ between ranks. With a large depth, a quarter of the steps (8 at most) are drawn in a row, each time that there is
-room for as many. A training step evicts the code and data of a draw from the processor's caches; the first draw of a
-row loads them again for the others.
+differ between ranks. The depth grows by one with each step, up to the bound on which the ranks agreed. With a large
+depth, a quarter of the steps (8 at most) are drawn in a row, each time that there is room for as many. A training step
+evicts the code and data of a draw from the processor's caches; the first draw of a row loads them again for the others.
 
 Closing. The thread tells the other ranks in its next vote that this rank stopped. If all ranks stop, all answer at
 once. If the others do not answer within the grace time, the channel is aborted, and they learn the reason. The thread
@@ -98,9 +98,10 @@ class Prefetcher:
       meter: collects the times.
       timeout_seconds: how long the consumer waits for another rank.
       names: the number of each rank as users know it.
-      room: bytes of steps ahead within which the depth may grow; ``None`` for a fixed depth.
+      bound: up to which the depth grows by one with each step; the ranks may still agree on another one.
+      max_bytes: bytes of steps ahead that this rank has room for; ``None`` where the depth is fixed.
       first_step: the number of the first step, for messages.
-      deeper: is called with the new prefetch depth at the step where the depth changes.
+      note_fits: is called at the end with how many steps ahead fit the memory of this rank, if that is known.
     """
 
     def __init__(  # noqa: PLR0913 - the engine is one call
@@ -114,9 +115,10 @@ class Prefetcher:
         meter: Metrics,
         timeout_seconds: float,
         names: Callable[[int], int],
-        room: int | None = None,
+        bound: int = 0,
+        max_bytes: int | None = None,
         first_step: int = 0,
-        deeper: Callable[[int], None] | None = None,
+        note_fits: Callable[[int], None] | None = None,
     ) -> None:
         self._upstream = upstream
         self._votes = votes
@@ -125,13 +127,14 @@ class Prefetcher:
         self._meter = meter
         self._straggler_timeout = StragglerTimeout(votes, timeout_seconds, names)
         self._first_step = first_step
-        self._deeper = deeper
+        self._note_fits = note_fits
         self._ready = ReadyQueue()
-        self._voter = Voter(votes, self._ready, depth=depth, room=room, meter=meter, weigh=upstream.weigh)
+        self._voter = Voter(votes, self._ready, depth=depth, max_bytes=max_bytes, meter=meter, weigh=upstream.weigh)
         self._thread: threading.Thread | None = None
         if threaded:
             self._thread = threading.Thread(target=self._run, name="torchdistinput-input", daemon=True)
         # Of the consumer:
+        self._bound = bound
         self._read_ahead(depth)
         self._away = _LONG_SECONDS  # time between two calls, as a mean over the last ones
         self._completes, self._polls = not threaded, False  # which work the consumer does; see ``_decide``
@@ -236,6 +239,8 @@ class Prefetcher:
                 meter.last = now = perf_counter()
                 meter.waiting += now - began
                 self._in_flight -= 1
+                if self._depth < self._bound:
+                    self._read_ahead(self._depth + 1)
                 return outcome
             self._note(outcome)
         except BaseException as error:
@@ -254,9 +259,7 @@ class Prefetcher:
             self._in_flight -= 1
             self._missed = outcome.error
         elif isinstance(outcome, Ahead):
-            self._read_ahead(outcome.steps)
-            if self._deeper is not None:
-                self._deeper(outcome.steps)
+            self._bound = outcome.steps
         elif isinstance(outcome, End | Raised):
             if self._final is None:  # else this iterator was closed meanwhile, and the outcome is the ranks' answer
                 self._final = outcome
@@ -266,6 +269,7 @@ class Prefetcher:
         self._depth = steps
         self._draws_at = steps + 1 - drawn_at_once(steps)
         self._is_deep = is_deep(steps)
+        self._voter.read_ahead(steps)
 
     def _work_ahead(self) -> None:
         """Draws up to the prefetch depth, and does the consumer's part of the other work. Waits for no other rank."""
@@ -396,7 +400,7 @@ class Prefetcher:
             held = self._upstream.produce(item)
             seconds = perf_counter() - began
         if self._with_others:
-            self._voter.hold(held, seconds)
+            self._voter.hold(held)
         else:
             self._ready.put((self._votes.settle(held),))
         return seconds
@@ -558,6 +562,8 @@ class Prefetcher:
             steps = [each.step if isinstance(each, EmptyStep) else each for each in left]
             self._upstream.discard([step for step in steps if isinstance(step, LocalStep)])
             left.clear()
+            if self._note_fits is not None and self._voter.fits is not None:
+                self._note_fits(self._voter.fits)
             if not self._is_tidy:  # a garbage collection on this thread may have run this method in between
                 self._is_tidy = True  # set first: the devices must not be given to the next iterator twice
                 self._upstream.close_devices()

@@ -104,10 +104,9 @@ class StepMaker:
         step.pieces = []
 
     def weigh(self, step: LocalStep) -> int:
-        """See ``Upstream.weigh``. 0 where pieces are copied to a device: the metrics count the bytes of such steps."""
-        if self._to_device.moves:
-            return 0
-        weights = [bytes_held(piece) for piece in step.transfers or step.pieces if piece is not None]
+        """See ``Upstream.weigh``."""
+        pieces = [each.batch for each in step.transfers] if self._to_device.moves else step.transfers or step.pieces
+        weights = [bytes_held(piece) for piece in pieces if piece is not None]
         return 0 if None in weights else sum(weight or 0 for weight in weights)
 
     def discard(self, steps: Sequence[LocalStep]) -> None:

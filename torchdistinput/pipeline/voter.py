@@ -1,18 +1,10 @@
 """The votes of one rank: begins a vote when one is due, and continues it, with or without waiting.
 
 When a vote is due. As soon as a step is held. With a prefetch depth of four or more, a vote waits until two thirds of
-the steps ahead are used, so that one message covers as many steps as possible (``PrefetchDepth.due_at``).
+the steps ahead are used, so that one message covers as many steps as possible (``ready_at_a_vote``).
 
-Prefetch depth. An explicit depth is fixed. Otherwise the depth is two steps at first, and may change:
-- A vote is *costly* (``is_costly``) when it takes more than an eighth of the time since the vote before, or comes
-  within 5 ms of it.
-- A rank asks for twice the depth when at least half of the last eight votes were costly, and so many steps, each as
-  large as the largest so far, fit into ``prefetch_bytes``. It asks for half the depth when the present depth does not
-  fit.
-- These requests travel in the votes. The depth doubles where all ranks ask for more, and halves where one rank asks for
-  less (law A8). The change is an outcome between two steps, at the same step on every rank. Otherwise user code would
-  be drawn ahead by different amounts, and a loop that is left early would leave the ranks' generators in different
-  states.
+Prefetch depth. A rank says in its votes how many steps ahead fit its memory, by the largest of the steps that it
+weighed: the first ones, and then one in 256.
 """
 
 from __future__ import annotations
@@ -27,8 +19,8 @@ from torchdistinput.coordination.private_names import holds
 from torchdistinput.pipeline.interfaces import Votes
 from torchdistinput.pipeline.metrics import COORDINATE, Metrics, in_range
 from torchdistinput.pipeline.ready_queue import ReadyQueue
-from torchdistinput.plan.prefetch_depth import PrefetchDepth, is_costly
-from torchdistinput.step_types import Ahead, Held, LocalStep, Outcome
+from torchdistinput.plan.prefetch_depth import ready_at_a_vote, steps_that_fit
+from torchdistinput.step_types import Held, LocalStep, Outcome
 
 _MAX_BETWEEN_WEIGHINGS = 256  # steps
 
@@ -41,7 +33,7 @@ class Voter:
       votes: the stage in which all ranks agree.
       ready: the outcomes of each vote are put here.
       depth: the prefetch depth at first: steps ahead of the one that the consumer waits for.
-      room: bytes of steps ahead within which the depth may grow; ``None`` for a fixed depth.
+      max_bytes: bytes of steps ahead within which the depth may grow; ``None`` for a fixed depth.
       meter: collects the time that votes take.
       weigh: returns about how many bytes a step takes; 0 where the size is not known.
     """
@@ -52,32 +44,38 @@ class Voter:
         ready: ReadyQueue,
         *,
         depth: int,
-        room: int | None,
+        max_bytes: int | None,
         meter: Metrics,
         weigh: Callable[[LocalStep], int],
     ) -> None:
         self._votes = votes
         self._ready = ready
-        self._depth = PrefetchDepth(depth, room, votes.rounds)
-        self._grows = room is not None
+        self._max_bytes = max_bytes
+        self.read_ahead(depth)
         self._meter = meter
         self._weigh = weigh
         self._lock = threading.RLock()  # held by the thread that continues the vote
         self._vote: StartedExchange[list[Outcome]] | None = None
         self._vote_began = 0.0
-        self._between = 0.0  # seconds between the beginnings of the last two votes
-        self._making = 0.0  # seconds that completing steps took since the last vote began
         self._largest = 0  # bytes of the largest step that was weighed
         self._until_weighed = self._between_weighings = 1  # steps
         self._stopped = False
         self.waits = False
         """Whether a thread waits in ``conclude``."""
 
-    def hold(self, held: Held, seconds: float) -> None:
-        """Takes the next step of this rank, which took ``seconds`` to complete. Any thread, but only one at a time."""
-        self._making += seconds
+    def read_ahead(self, depth: int) -> None:
+        """The prefetch depth is ``depth`` from here on. Consumer's thread."""
+        self._due_at = ready_at_a_vote(depth, self._votes.rounds)
+
+    @property
+    def fits(self) -> int | None:
+        """How many steps ahead fit the memory of this rank; ``None`` where it is not known, or the depth is fixed."""
+        return None if self._max_bytes is None else steps_that_fit(self._largest, self._max_bytes)
+
+    def hold(self, held: Held) -> None:
+        """Takes the next step of this rank. Any thread, but only one at a time."""
         self._until_weighed -= 1
-        if self._until_weighed <= 0 and self._grows and type(held) is LocalStep:
+        if self._until_weighed <= 0 and self._max_bytes is not None and type(held) is LocalStep:
             self._between_weighings = min(2 * self._between_weighings, _MAX_BETWEEN_WEIGHINGS)
             self._until_weighed = self._between_weighings
             self._largest = max(self._largest, self._weigh(held))
@@ -91,7 +89,7 @@ class Voter:
     @property
     def is_due(self) -> bool:
         """Whether there is something to vote for, and it is time to do so."""
-        return self._votes.holds and (self._stopped or len(self._ready) <= self._depth.due_at)
+        return self._votes.holds and (self._stopped or len(self._ready) <= self._due_at)
 
     def poll(self) -> None:
         """Begins a vote if one is due, and continues the vote in progress as far as no wait is needed.
@@ -141,11 +139,8 @@ class Voter:
             self._lock.release()
 
     def _begin(self) -> StartedExchange[list[Outcome]]:
-        now = perf_counter()
-        self._between, self._vote_began = now - self._vote_began, now
-        self._making = 0.0
-        requested_change = self._depth.requested_change(max(self._largest, self._meter.largest))
-        self._vote = vote = StartedExchange(self._votes.vote(requested_change))
+        self._vote_began = perf_counter()
+        self._vote = vote = StartedExchange(self._votes.vote(self.fits))
         return vote
 
     def _finish(self) -> None:
@@ -160,10 +155,5 @@ class Voter:
             outcomes = in_range(COORDINATE, vote.conclude)
         finally:
             self._vote = None
-        took = perf_counter() - self._vote_began - (meter.filling - filling)
-        meter.coordinating += took
-        self._depth.voted(costly=is_costly(took - self._making, self._between))
-        for outcome in outcomes:
-            if isinstance(outcome, Ahead):
-                self._depth.agreed(outcome.steps)
+        meter.coordinating += perf_counter() - self._vote_began - (meter.filling - filling)
         self._ready.put(outcomes)

@@ -34,10 +34,8 @@ class InputOptions:
 
     Args:
       auto_shard_policy: how the input is divided among workers.
-      prefetch: steps made ready ahead of the one in use; 0 for none. ``None``: 2, growing up to 32 while the ranks'
-        agreement takes more than an eighth of the time, or comes more often than every 5 ms; on all ranks at the same
-        step; the next epoch begins where it was. How far user code in this process is ahead then depends on timing;
-        where that must be the same in every run, give a number. One process alone keeps to 2.
+      prefetch: steps made ready ahead of the one in use; 0 for none. ``None``: 2, and one more with each step, up to
+        what fits into ``prefetch_bytes`` on every rank, by the first steps, and to 32. One process alone keeps to 2.
       prefetch_bytes: bytes of steps ahead, on this rank, within which ``None`` lets the read-ahead grow.
       fetch_to_device: whether elements are copied to the replicas' devices; else they stay where the source made them.
         An object that is no tensor is copied if it has a method ``to(device)``; the tensors in an object without this

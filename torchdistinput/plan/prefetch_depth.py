@@ -1,25 +1,35 @@
-"""The prefetch depth: how many steps a rank asks to read ahead. Law A8 combines the requests of all ranks."""
+"""The prefetch depth: how many steps are read ahead. A function of the number of the step alone.
+
+The depth begins small and grows by one with each step, up to a bound on which all ranks agree once (law A8). So user
+code is called ahead in the same way in every run, and by the same amount on every rank.
+"""
 
 from __future__ import annotations
 
-from collections import deque
-from typing import Final, final
+from collections.abc import Iterable
+from typing import Final
 
-_VOTES_LOOKED_AT: Final = 8
 _LAZY_FROM: Final = 4  # the least depth at which votes are delayed; with a smaller one they would come too late
-_MUCH: Final = 1 / 8
-_OFTEN_SECONDS: Final = 5e-3
 _MAX_AT_ONCE: Final = 8
 
 
-def changed(steps: int, change: int, least: int, most: int) -> int:
-    """The steps ahead after all ranks agreed: twice as many, half as many, or as before, within the bounds.
+def steps_that_fit(largest: int, max_bytes: int) -> int | None:
+    """How many steps of the largest size fit beside the one in use; ``None`` where the size of no step is known.
 
-    >>> changed(8, 1, 2, 12), changed(8, -1, 2, 12), changed(8, 0, 2, 12)
-    (12, 4, 8)
+    >>> steps_that_fit(10, 100), steps_that_fit(1000, 100), steps_that_fit(0, 100)
+    (9, 0, None)
     """
-    wanted = steps * 2 if change > 0 else steps // 2 if change < 0 else steps
-    return min(max(wanted, least), most)
+    return max(0, max_bytes // largest - 1) if largest else None
+
+
+def agreed_bound(fits: Iterable[int | None], least: int, most: int) -> int:
+    """Law A8: what fits on every rank, within ``least`` and ``most``; ``least`` where no rank knows the size of a step.
+
+    >>> agreed_bound([9, None, 50], 2, 32), agreed_bound([50, 99], 2, 32), agreed_bound([None], 2, 32)
+    (9, 32, 2)
+    """
+    known = [each for each in fits if each is not None]
+    return max(least, min([most, *known])) if known else least
 
 
 def is_deep(steps: int) -> bool:
@@ -39,70 +49,20 @@ def drawn_at_once(steps: int) -> int:
     return min(max(1, steps // 4), _MAX_AT_ONCE)
 
 
-def ready_at_a_vote(steps: int) -> int:
-    """How many ready steps are left when a vote is due: about a third of the depth, right after a row was drawn.
+def ready_at_a_vote(steps: int, rounds: int = 0) -> int:
+    """A vote is due when at most this many steps are ready.
 
-    So a vote covers as many steps as possible.
-
-    >>> [ready_at_a_vote(steps) for steps in (4, 8, 16, 32)]
-    [1, 3, 5, 9]
-    """
-    row = drawn_at_once(steps)
-    return min(range(steps + 1 - row, 0, -row), key=lambda ready: (abs(3 * ready - steps), ready))
-
-
-def is_costly(took: float, between: float) -> bool:
-    """Whether a vote was costly: it took more than an eighth of the time since the vote before, or came within 5 ms.
-
-    A vote costs its process some 70 us of computing, more than 1 % of 5 ms. How long a vote takes depends on chance, as
-    the last rank to begin it waits for nobody. How often votes come is the same on all ranks.
+    With a deep read-ahead about a third of it, right after a row was drawn, so that a vote covers as many steps as
+    possible; else at once.
 
     Args:
-      took: seconds of the vote, without the seconds in which this rank read its data meanwhile.
-      between: seconds from the beginning of the vote before to the beginning of this vote.
-
-    >>> is_costly(1.0, 9.0), is_costly(1.0, 7.0), is_costly(0.0, 0.004)
-    (False, True, True)
-    """
-    return took > between * _MUCH or between < _OFTEN_SECONDS
-
-
-@final
-class PrefetchDepth:
-    """The prefetch depth, and the change of it that one rank asks for. Used by the thread that votes.
-
-    Args:
-      steps: the depth at first: steps ahead of the one that the consumer waits for.
-      room: bytes of steps ahead within which the depth may grow; ``None`` for a fixed depth.
+      steps: the prefetch depth.
       rounds: how many times a vote is polled, once at each step, until it is complete.
+
+    >>> [ready_at_a_vote(steps) for steps in (2, 4, 8, 16, 32)]
+    [3, 1, 3, 5, 9]
     """
-
-    def __init__(self, steps: int, room: int | None, rounds: int = 0) -> None:
-        self._rounds = rounds
-        self._room = room
-        self._costly: deque[bool] = deque(maxlen=_VOTES_LOOKED_AT)
-        self.agreed(steps)
-
-    def voted(self, *, costly: bool) -> None:
-        """Notes that a vote is complete, and whether it was costly (``is_costly``)."""
-        self._costly.append(costly)
-
-    def agreed(self, steps: int) -> None:
-        """Notes the depth on which the ranks agreed."""
-        self._steps = steps
-        self.due_at = max(ready_at_a_vote(steps), self._rounds) if is_deep(steps) else steps + 1
-        """A vote is due when at most this many steps are ready."""
-        self._costly.clear()
-
-    def requested_change(self, largest: int) -> int:
-        """The change that this rank asks for: 1 for a larger depth, -1 for a smaller one, 0 for the present one.
-
-        Args:
-          largest: bytes of the largest step so far; 0 where the size of no step is known.
-        """
-        if self._room is None:
-            return 0
-        if (self._steps + 1) * largest > self._room:
-            return -1
-        fits = 0 < (2 * self._steps + 1) * largest <= self._room
-        return int(fits and sum(self._costly) >= _VOTES_LOOKED_AT // 2)
+    if not is_deep(steps):
+        return steps + 1
+    row = drawn_at_once(steps)
+    return max(min(range(steps + 1 - row, 0, -row), key=lambda ready: (abs(3 * ready - steps), ready)), rounds)

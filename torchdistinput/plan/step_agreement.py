@@ -7,8 +7,7 @@ report is ``4 + 2K`` words of 64 bits. The words of all ranks are summed, so one
 - words 1 and 2: the sums of ``d`` and of ``d * d`` over the ranks that know a structure with digest ``d`` (24 bits).
   The structures are equal if and only if ``count * sum(d * d) == sum(d) ** 2`` (Cauchy and Schwarz). Word 1 has above
   its sum (39 bits) the ranks that have updates (15 bits).
-- word 3: samples that were left out because they could not be read, up to and including the first step of the report
-  (33 bits); ranks that ask for a larger prefetch depth, and ranks that ask for a smaller one (15 bits each).
+- word 3: samples that were left out because they could not be read, up to and including the first step of the report.
 - word 4 + j, for the j-th step not yet agreed: ranks that hold it (15 bits), ranks for which it is not past their end
   (15 bits), samples in it (33 bits).
 - word 4 + K + j: the digest of the sampler's draw for that step times the rank's *weight*, modulo 2**64. The weights of
@@ -29,8 +28,9 @@ The laws. Every rank applies them to the same sums, so all ranks decide the same
 (A7) Where more samples were left out than allowed, no step is agreed. A rank reports a step that lost samples only as
     the first step of a message. So word 3 is right for every reported step, and all ranks stop before the same step,
     whatever they read ahead.
-(A8) The prefetch depth grows when every rank asks for a larger one, and shrinks when one rank asks for a smaller one.
-    The depth decides how often user code was called at a step, so it changes on all ranks at the same step.
+(A8) The prefetch depth is a function of the number of the step, and of a bound that fits the memory of every rank. The
+    ranks exchange it once, with the first agreed step that has a sample, or before the epoch. So how often user code
+    was called at a step is the same on all ranks and in every run.
 (A9) Where a rank has updates, such as new weights of a mixture, all ranks exchange a text right after the steps of this
     message are agreed. So all have heard them before the next step is agreed.
 """
@@ -59,7 +59,6 @@ _HEAD = 4  # words before the words of the steps
 _HOLDING = _SAMPLE_BITS + _COUNTER_BITS  # bits of a step's word below the ranks that hold it
 _HELD = 1 << _HOLDING
 _HELD_AND_LIVE = _HELD + (1 << _SAMPLE_BITS)
-_REQUESTS = {0: 0, 1: 1 << _SAMPLE_BITS, -1: 1 << _HOLDING}
 
 
 @final
@@ -73,7 +72,6 @@ class StepReport(NamedTuple):
       digest: the digest of the structure that this rank knows, or ``None`` if it never saw an element.
       drawn: the digest of the sampler's draw for each step in ``sizes``; 0, or missing, where there is none.
       skipped: samples that this rank left out in this epoch, up to and including the first of ``sizes``.
-      ahead: 1 if this rank asks for a larger prefetch depth, -1 for a smaller one.
       read: the digest of the data that this rank read for each step in ``sizes``; 0, or missing, where there is none.
       has_updates: this rank has updates for all ranks.
     """
@@ -84,7 +82,6 @@ class StepReport(NamedTuple):
     digest: int | None = None
     drawn: tuple[int, ...] = ()
     skipped: int = 0
-    ahead: int = 0
     read: tuple[int, ...] = ()
     has_updates: bool = False
 
@@ -100,7 +97,7 @@ class StepReport(NamedTuple):
         knows = digest is not None
         flags = self.failed | self.stopped << _COUNTER_BITS | (not knows) << _LACKING | knows << _KNOWING
         words = [flags, (digest or 0) + (self.has_updates << _DIGESTS), (digest or 0) ** 2]
-        words += [self.skipped + _REQUESTS[self.ahead]]
+        words += [self.skipped]
         words += [_HELD if size is None else _HELD_AND_LIVE + size for size in self.sizes[:num_slots]]
         words += [0] * (_HEAD + num_slots - len(words))
         # A sum of such words wraps around as the numbers modulo 2**64 do.
@@ -127,7 +124,6 @@ class StepDecision(NamedTuple):
       draws_differ: after the agreed steps, the samplers drew differently, or ranks of one worker read differently.
       skipped: samples that all ranks left out, up to and including the next step of each.
       too_many_skipped: ``skipped`` is more than allowed.
-      ahead: 1 if the prefetch depth grows, -1 if it shrinks.
       has_updates: some rank has updates.
     """
 
@@ -140,7 +136,6 @@ class StepDecision(NamedTuple):
     draws_differ: bool
     skipped: int = 0
     too_many_skipped: bool = False
-    ahead: int = 0
     has_updates: bool = False
 
 
@@ -157,13 +152,11 @@ def decide(words: Sequence[int], num_ranks: int, max_skipped: int | None = None)
       num_ranks: the number of reports in the sums.
       max_skipped: how many samples may be left out; ``None`` for any number.
     """
-    flags, digests, squares, others = words[:_HEAD]
+    flags, digests, squares, skipped = words[:_HEAD]
     updates, digests = digests >> _DIGESTS, digests & (1 << _DIGESTS) - 1
     stopped, knowing = flags >> _COUNTER_BITS & _COUNTER, flags >> _KNOWING & _COUNTER
     differ = knowing * squares != digests * digests
-    skipped = others & MAX_SAMPLES
     too_many = max_skipped is not None and skipped > max_skipped
-    further, less = others >> _SAMPLE_BITS & _COUNTER, others >> _HOLDING
     steps: list[int] = []
     end = draws_differ = False
     if not (differ or too_many):
@@ -178,7 +171,6 @@ def decide(words: Sequence[int], num_ranks: int, max_skipped: int | None = None)
         draws_differ=draws_differ,
         skipped=skipped,
         too_many_skipped=too_many,
-        ahead=-1 if less else int(further == num_ranks),
         has_updates=updates > 0,
     )
 

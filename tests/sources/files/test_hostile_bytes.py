@@ -23,7 +23,7 @@ from torchdistinput import readers
 from torchdistinput.errors import SourceError
 from torchdistinput.sources.files import glob
 from torchdistinput.sources.files import io as filesystem
-from torchdistinput.sources.files.formats.crc32c import masked_crc32c
+from torchdistinput.sources.files.formats.tfrecords import masked_crc32c
 from torchdistinput.sources.files.retry import one_line, reason
 
 PACKAGE = Path(tdi.__file__).parent

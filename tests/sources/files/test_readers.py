@@ -12,6 +12,7 @@ import json
 import pickle
 import random
 import struct
+import sys
 import tracemalloc
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -22,11 +23,11 @@ import numpy as np
 import pytest
 
 from tests.sources.files.test_webdataset import tar
-from torchdistinput.errors import SourceError
+from torchdistinput.errors import InputError, SourceError
 from torchdistinput.sources.files import exact_reads
 from torchdistinput.sources.files import io as filesystem
-from torchdistinput.sources.files.formats import readers
-from torchdistinput.sources.files.formats.crc32c import crc32c, masked_crc32c, masked_crcs32c
+from torchdistinput.sources.files.formats import readers, tfrecords
+from torchdistinput.sources.files.formats.tfrecords import masked_crc32c
 from torchdistinput.sources.files.reader_api import grouped
 
 Reader = Callable[[BinaryIO], Iterable[Any]]
@@ -351,46 +352,16 @@ def test_a_header_that_promises_too_much_costs_no_memory() -> None:
 # TFRecord
 
 
-def test_crc32c_is_castagnolis() -> None:
-    """The check value of the polynomial, and the vectors of RFC 3720, appendix B.4."""
-    assert crc32c(b"123456789") == 0xE3069283
-    assert crc32c(b"") == 0
-    assert crc32c(bytes(32)) == 0x8A9136AA
-    assert crc32c(b"\xff" * 32) == 0x62A8AB43
-    assert crc32c(bytes(range(32))) == 0x46DD794E
-    assert crc32c(bytes(range(31, -1, -1))) == 0x113FDB5C
+def test_a_checksum_is_masked_as_tfrecord_has_it() -> None:
     assert masked_crc32c(b"123456789") == (((0xE3069283 >> 15) | (0xE3069283 << 17)) + 0xA282EAD8) & 0xFFFFFFFF
 
 
-def test_crc32c_in_blocks_is_that_of_a_loop_over_bits() -> None:
-    data = np.random.default_rng(0).bytes(270_000)
-
-    def registers() -> Iterator[int]:
-        register = 0xFFFFFFFF
-        yield register
-        for byte in data:
-            register ^= byte
-            for _ in range(8):
-                register = (register >> 1) ^ (0x82F63B78 if register & 1 else 0)
-            yield register
-
-    edges = (0, 1024, 2048, 4096, 1 << 18, (1 << 18) + 48)
-    looked_at = {*range(0, 5000, 37), 270_000, *(edge + near for edge in edges for near in range(-60, 60))}
-    for length, register in enumerate(registers()):
-        if length in looked_at:
-            assert crc32c(data[:length]) == register ^ 0xFFFFFFFF, length
-
-
-def test_the_checksums_of_many_records_are_those_of_each() -> None:
-    lengths = [0, 1, 3, 4, 5, 8, 9, 47, 48, 127, 128, 129, 1023, 1024, 1025, 3000, *range(4, 1025, 51)] * 3
-    random.Random(0).shuffle(lengths)
-    records = [random.Random(place).randbytes(length) for place, length in enumerate(lengths)]
-    records += [b"ten bytes."] * 30_000  # more than are looked up at a time
-    assert (
-        masked_crcs32c(records).tolist()
-        == [masked_crc32c(record) for record in records[:-30_000]] + [masked_crc32c(records[-1])] * 30_000
-    )
-    assert masked_crcs32c([]).tolist() == []
+def test_without_the_package_of_the_checksum_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "google_crc32c", None)
+    tfrecords._crc32c.cache_clear()
+    tfrecords._length_in.cache_clear()
+    with pytest.raises(InputError, match=r"readers.tfrecords needs google-crc32c.*torchdistinput\[tfrecord\]"):
+        read(readers.tfrecords, bytes(32))
 
 
 PAYLOADS = [b"", b"a", b"hello world", bytes(range(256)) * 3, b"\xff" * 100_000]

@@ -20,7 +20,7 @@ from torchdistinput.errors import SourceError, StateMismatch
 from torchdistinput.plan.file_resharding import FileCursor, ReaderCursor, fresh_files, redeal
 from torchdistinput.sources.files.dataset import FileDataset
 from torchdistinput.sources.files.formats import readers
-from torchdistinput.sources.files.formats.crc32c import masked_crc32c
+from torchdistinput.sources.files.formats.tfrecords import masked_crc32c
 from torchdistinput.sources.files.open_file import RecordPlace
 from torchdistinput.sources.files.reader_api import Block
 

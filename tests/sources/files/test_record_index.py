@@ -29,7 +29,7 @@ from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.cuts import Cut, as_is
 from torchdistinput.sources.files.batching import RecordRows, RecordStart
 from torchdistinput.sources.files.dataset import FileDataset
-from torchdistinput.sources.files.formats.crc32c import masked_crc32c
+from torchdistinput.sources.files.formats.tfrecords import masked_crc32c
 from torchdistinput.sources.files.io import OpenedFile
 from torchdistinput.sources.files.source import RecordSource
 from torchdistinput.sources.read_failures import Failure

@@ -11,5 +11,4 @@
 - ``fixed_length``: Records of one length.
 - ``webdataset``: Samples in tar archives.
 - ``tar_headers``: The headers of tar archives.
-- ``crc32c``: The checksum of TFRecord.
 """

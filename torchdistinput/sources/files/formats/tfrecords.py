@@ -4,20 +4,37 @@ from __future__ import annotations
 
 import io
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import BinaryIO, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from torchdistinput.errors import SourceError
+from torchdistinput.errors import InputError, SourceError
 from torchdistinput.sources.files.exact_reads import cut_off, read_pieces
-from torchdistinput.sources.files.formats.crc32c import masked_crc32c, masked_crcs32c
 from torchdistinput.sources.files.io import skip_to
 from torchdistinput.sources.files.reader_api import BLOCK_BYTES, Block, grouped, in_blocks
 
 _STARTS: Final = 4096
+
+
+@lru_cache(maxsize=1)
+def _crc32c() -> Callable[[bytes], int]:
+    try:
+        import google_crc32c  # noqa: PLC0415 - an extra, and only for these files
+    except ImportError as error:
+        raise InputError(
+            "readers.tfrecords needs google-crc32c, which is not installed: pip install torchdistinput[tfrecord]"
+        ) from error
+    value: Callable[[bytes], int] = google_crc32c.value
+    return value
+
+
+def masked_crc32c(data: bytes) -> int:
+    """The CRC-32C as TFRecord stores it: rotated and shifted, so that checksums of checksums stay useful. Local."""
+    word = _crc32c()(data)
+    return ((word >> 15 | word << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 @lru_cache(maxsize=4096)  # files repeat few lengths
@@ -53,6 +70,7 @@ def tfrecords(file: BinaryIO, offset: int) -> Iterator[Block[bytes]]:
 
     A record is its length (uint64, little endian), the masked CRC-32C of the length, the payload and its masked CRC-32C
     (https://www.tensorflow.org/tutorials/load_data/tfrecord). A length larger than the rest of the file is an error.
+    It needs google-crc32c: ``pip install torchdistinput[tfrecord]``.
 
     Raises:
       SourceError: a record is cut off, or a checksum does not match.
@@ -61,7 +79,8 @@ def tfrecords(file: BinaryIO, offset: int) -> Iterator[Block[bytes]]:
     for start, found in grouped(_unchecked(file, offset), offset):
         payloads = [payload for payload, _ in found]
         checksums = np.frombuffer(b"".join([footer for _, footer in found]), "<u4")
-        bad = np.flatnonzero(masked_crcs32c(payloads) != checksums)[:1].tolist()
+        found_sums = np.fromiter(map(masked_crc32c, payloads), "<u4", len(payloads))
+        bad = np.flatnonzero(found_sums != checksums)[:1].tolist()
         problem = None
         if bad:
             payloads, length = payloads[: bad[0]], len(payloads[bad[0]])
