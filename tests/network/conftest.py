@@ -1,0 +1,34 @@
+"""The tests of several hosts: skipped where hosts cannot be made; most of them run with ``scripts/test --all`` only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.network.lab import Lab, hosts, why_not
+
+ALWAYS = {"test_ranks_on_several_hosts"}
+"""The tests that ``scripts/test`` runs, where it can."""
+
+
+@pytest.fixture(scope="session")
+def impossible() -> str | None:
+    """Why hosts cannot be made here."""
+    return why_not()
+
+
+@pytest.fixture(autouse=True)
+def chosen(request: pytest.FixtureRequest, impossible: str | None, *, all_cells: bool) -> None:
+    """Skips what cannot run here, or is not asked for."""
+    if impossible is not None:
+        pytest.skip(impossible)
+    if not all_cells and request.node.originalname not in ALWAYS:
+        pytest.skip("a test of several hosts: run with --all")
+
+
+@pytest.fixture
+def lab() -> Iterator[Lab]:
+    """Two hosts."""
+    with hosts(2) as made:
+        yield made
