@@ -155,7 +155,7 @@ def test_strangers_are_turned_away(made: Made) -> None:
     place = ("127.0.0.1", ranks[0].address.port)
     strangers = [socket.create_connection(place) for _ in range(4)]
     strangers[0].close()
-    strangers[1].sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    strangers[1].sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nUser-Agent: x\r\n\r\n")
     strangers[2].sendall(endpoint._HANDSHAKE.pack(os.urandom(16), 0, 1, 0))
     strangers[3].sendall(endpoint._HANDSHAKE.pack(ranks[0].address.secret, 0, 7, 0))  # no partner of this rank
     found = on_threads([partial(opened, rank, 0) for rank in ranks])
@@ -167,6 +167,34 @@ def test_strangers_are_turned_away(made: Made) -> None:
         stranger.close()
     for each in found:
         each.close()
+
+
+def test_a_guess_of_the_secret_tells_nothing_about_its_bytes(made: Made) -> None:
+    """Else 256 connections find the first byte, and 256 more the next one."""
+    rank = made(2)[0]
+    right = endpoint._HANDSHAKE.pack(rank.address.secret, 0, 1, 0)
+    guesses = {known: right[:known] + bytes([right[known] ^ 1]) for known in (0, 1, 8, 15)}
+    strangers = {known: socket.create_connection(("127.0.0.1", rank.address.port)) for known in guesses}
+    for known, guess in guesses.items():
+        strangers[known].sendall(guess)
+    rank._accept_all()
+    assert len(rank._arriving) == len(guesses)
+    for known, guess in guesses.items():
+        strangers[known].sendall(right[len(guess) :])
+        strangers[known].settimeout(HANG_SECONDS)
+        rank._accept_all()
+        assert strangers[known].recv(1) == b"", known
+        strangers[known].close()
+
+
+@pytest.mark.parametrize("length", [-1, 1 << 17, 1 << 62])
+def test_an_abort_message_of_such_a_length_is_not_read(length: int, made: Made) -> None:
+    rank = made(2)[0]
+    with socket.create_connection(("127.0.0.1", rank.address.port)) as stranger:
+        stranger.sendall(endpoint._HANDSHAKE.pack(rank.address.secret, 0, 1, length))
+        stranger.settimeout(HANG_SECONDS)
+        rank._accept_all()
+        assert stranger.recv(1) == b""
 
 
 def test_a_rank_that_stands_still_before_its_handshake_connects_when_it_goes_on(

@@ -5,8 +5,13 @@ made. To open a channel, a rank connects to its partners with lower numbers, and
 with higher numbers. A rank connects with ``log2 W`` others for each channel, never with all.
 
 - Every wait is bounded, handles signals, and names the missing rank. A rank whose port refuses connections has ended.
-- The first bytes of a connection are a *handshake*: a secret of the accepting rank, the channel, the sender. A
-  connection with another beginning is closed. No rank blocks for a handshake: the sender may hang before it sends one.
+- The first bytes of a connection are a *handshake*: a secret of the accepting rank, the channel, the sender. The
+  handshake is read whole before the secret is compared, in constant time, so nothing tells how much of a guess is
+  right. A connection with another secret is closed. No rank blocks for a handshake: the sender may hang before it
+  sends one.
+- The secret keeps strangers out: only processes that can read the store know it. It protects nothing else. Nothing is
+  encrypted, the secret included: whoever sees the traffic between the hosts, or reaches the store's port, can read and
+  write all. So the ranks, as torch's own process groups, belong on a network of their own.
 - A rank that cannot open a channel that the others wait for tells them (``refuse``): it connects to all partners, and
   sends a handshake that is followed by an abort message.
 - The interface is the first one in ``GLOO_SOCKET_IFNAME``, as for gloo. Without that variable a rank listens on all
@@ -18,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hmac
 import json
 import os
 import secrets
@@ -323,12 +329,13 @@ class Endpoint:
 def _receive_handshake(connected: socket.socket, handshake: bytearray, secret: bytes) -> bool:
     """Continues to read a handshake without waiting. Whether it is complete; it is left empty if it is not valid."""
     while True:
-        if not secret.startswith(handshake[: len(secret)]):
-            handshake.clear()
-            return True
         missing = _HANDSHAKE.size - len(handshake)
         if missing <= 0:
-            missing += max(0, min(_HANDSHAKE.unpack_from(handshake)[3], _MAX_ABORT))
+            found, _, _, length = _HANDSHAKE.unpack_from(handshake)
+            if not hmac.compare_digest(found, secret) or not 0 <= length <= _MAX_ABORT:
+                handshake.clear()
+                return True
+            missing += length
             if missing <= 0:
                 return True
         try:
