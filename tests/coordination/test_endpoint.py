@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 
 from tests.support.socket_ranks import HANG_SECONDS, on_threads
-from torchdistinput.coordination import endpoint
+from torchdistinput.coordination import addresses, endpoint
+from torchdistinput.coordination.addresses import Address, own_addresses
 from torchdistinput.coordination.connections import AbortMessage, Connections, Departed
-from torchdistinput.coordination.endpoint import Address, Endpoint, Late
+from torchdistinput.coordination.dial import Dial
+from torchdistinput.coordination.endpoint import Endpoint, Late
 from torchdistinput.coordination.exchanges import conclude
 from torchdistinput.coordination.recursive_doubling import partners, sum_up
 from torchdistinput.errors import InputError
@@ -34,10 +36,10 @@ def made() -> Iterator[Made]:
     all_made: list[Endpoint] = []
 
     def make(num_ranks: int) -> list[Endpoint]:
-        ranks = [Endpoint(rank, range(10, 10 + num_ranks), "", None) for rank in range(num_ranks)]
+        ranks = [Endpoint(rank, range(10, 10 + num_ranks), "", "", 60.0) for rank in range(num_ranks)]
         for rank, each in enumerate(ranks):
             each.meet(
-                {peer: Address.from_text(ranks[peer].address.to_text().encode()) for peer in partners(rank, num_ranks)}
+                {peer: Address.of(json.loads(ranks[peer].address.to_text())) for peer in partners(rank, num_ranks)}
             )
         all_made.extend(ranks)
         return ranks
@@ -102,13 +104,13 @@ def test_a_rank_that_is_connected_hears_whom_the_others_still_wait_for(made: Mad
 def test_a_rank_whose_port_is_closed_has_ended(dead: int, made: Made) -> None:
     ranks = made(2)
     ranks[dead].close()
-    assert opened(ranks[1 - dead], 0) == f"rank {dead} {AbortMessage.DIED}"
+    assert str(opened(ranks[1 - dead], 0)).startswith(f"rank {dead} {AbortMessage.DIED} (it refuses connections at ")
 
 
 def test_a_rank_that_ends_while_others_wait_for_it_is_named(made: Made) -> None:
     ranks = made(2)
     threading.Timer(0.7, ranks[1].close).start()
-    assert opened(ranks[0], 0) == f"rank 1 {AbortMessage.DIED}"
+    assert str(opened(ranks[0], 0)).startswith(f"rank 1 {AbortMessage.DIED}")
 
 
 @pytest.mark.parametrize("refusing", range(5))
@@ -119,7 +121,7 @@ def test_all_hear_of_a_rank_that_refuses(refusing: int, when: str, made: Made) -
     def takes_part(rank: int) -> str:
         if rank == refusing:
             time.sleep(0.3 if when == "after" else 0.0)
-            ranks[rank].refuse(3, "could not open a file")
+            ranks[rank].refuse(3, AbortMessage(rank, "could not open a file"))
             return "refused"
         time.sleep(0.3 if when == "before" else 0.0)
         found = opened(ranks[rank], 3)
@@ -202,14 +204,16 @@ def test_a_rank_that_stands_still_before_its_handshake_connects_when_it_goes_on(
 ) -> None:
     """A process may be stopped at any line, also between its connection and the first bytes of it."""
     ranks = made(2)
-    real = socket.create_connection
+    real = Dial.go_on
+    until = time.monotonic() + 2.5
 
-    def slowly(*args: Any, **options: Any) -> socket.socket:
-        connected = real(*args, **options)
-        threading.Event().wait(2.5)
-        return connected
+    def slowly(dial: Dial) -> socket.socket | None:
+        found = real(dial)
+        if dial.is_connected:
+            threading.Event().wait(until - time.monotonic())
+        return found
 
-    monkeypatch.setattr(socket, "create_connection", slowly)
+    monkeypatch.setattr(Dial, "go_on", slowly)
     found = on_threads([partial(opened, rank, 0) for rank in ranks])
     assert on_threads([partial(summed, each) for each in found]) == [3, 3]
     for each in found:
@@ -218,12 +222,9 @@ def test_a_rank_that_stands_still_before_its_handshake_connects_when_it_goes_on(
 
 def test_a_rank_that_stands_still_before_its_handshake_hears_of_a_refusal(made: Made) -> None:
     ranks = made(2)
-    silent_one = ranks[1]._connect(0, 5.0)
-    ranks[0].refuse(0, "could not open a file")
-    silent_one.settimeout(HANG_SECONDS)
-    told = silent_one.recv(1 << 12)
-    assert b"could not open a file" in told
-    silent_one.close()
+    with socket.create_connection(("127.0.0.1", ranks[0].address.port)):
+        ranks[0].refuse(0, AbortMessage(0, "could not open a file"))
+    assert opened(ranks[1], 0) == "rank 0 could not open a file"
 
 
 def test_strangers_that_say_nothing_are_kept_to_a_bounded_number(made: Made) -> None:
@@ -242,7 +243,8 @@ def test_strangers_that_say_nothing_are_kept_to_a_bounded_number(made: Made) -> 
 
 def test_a_connection_for_an_older_channel_is_closed(made: Made) -> None:
     ranks = made(2)
-    old = ranks[1]._dial(0, 1, 5.0)
+    old = socket.create_connection(("127.0.0.1", ranks[0].address.port))
+    old.sendall(endpoint._HANDSHAKE.pack(ranks[0].address.secret, 1, 1, 0))
     found = on_threads([partial(opened, rank, 2) for rank in ranks])
     assert on_threads([partial(summed, each) for each in found]) == [3, 3]
     old.settimeout(HANG_SECONDS)
@@ -253,31 +255,42 @@ def test_a_connection_for_an_older_channel_is_closed(made: Made) -> None:
         each.close()
 
 
-def test_an_address_is_one_line_of_json_without_loopback_addresses(made: Made) -> None:
-    (rank,) = made(1)
-    text = rank.address.to_text()
-    assert Address.from_text(text) == rank.address
+def test_an_address_is_one_line_of_json_without_loopback_addresses() -> None:
+    address = Address("here", 1, own_addresses("127.0.0.1"), b"secret")
+    text = address.to_text()
+    assert Address.of(json.loads(text)) == address
     assert "\n" not in text
-    _, _, addresses, _ = json.loads(text)
-    assert not any(each.startswith("127.") or each == "::1" for each in addresses)
+    assert not any(each.startswith("127.") or each == "::1" for each in address.addresses)
 
 
-def test_the_address_that_leads_to_the_store_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_is_looked_up_only_where_the_route_and_the_interfaces_gave_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A resolver may be slow; and the own name may be a loopback address."""
     asked: list[Any] = []
-    real = socket.getaddrinfo
+    found = "10.1.2.3"
 
     def answer(host: str, *args: Any, **options: Any) -> Any:
         asked.append(host)
-        return real("127.0.0.1", *args, **options)
+        if host == "the-first-host":
+            return []
+        return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (found, 0))]
 
     monkeypatch.setattr(socket, "getaddrinfo", answer)
-    assert list(endpoint._own_addresses("the-first-host")) == []
-    assert asked[0] == "the-first-host"
+    monkeypatch.setattr(addresses, "_ipv4_of", lambda interface: {"lo": "127.0.0.1"}.get(interface, "10.9.9.9"))
+    monkeypatch.setattr(addresses, "_ipv6_of", lambda interface: {"lo": "::1"}.get(interface, "fe80::1"))
+    monkeypatch.setattr(addresses, "interfaces", lambda: ["lo", "eth0"])
+    assert own_addresses("the-first-host") == ("10.9.9.9",)
+    assert asked == ["the-first-host"]
+    monkeypatch.setattr(addresses, "interfaces", lambda: ["lo"])
+    assert own_addresses("the-first-host") == (found,)
+    found = "127.0.1.1"
+    assert own_addresses("the-first-host") == ()
 
 
 def test_an_interface_that_is_not_there_is_named() -> None:
     with pytest.raises(InputError, match=r"'no-such-interface', which has no address here; the interfaces are .*lo"):
-        Endpoint(0, range(2), "no-such-interface", None)
-    rank = Endpoint(0, range(2), "lo", None)
+        Endpoint(0, range(2), "no-such-interface", "", 60.0)
+    rank = Endpoint(0, range(2), "lo", "", 60.0)
     assert rank.address.addresses == ("127.0.0.1",)
     rank.close()

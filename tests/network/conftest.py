@@ -8,7 +8,11 @@ import pytest
 
 from tests.network.lab import Lab, hosts, why_not
 
-ALWAYS = {"test_ranks_on_several_hosts"}
+ALWAYS = {
+    "test_ranks_on_several_hosts",
+    "test_a_firewall_is_named_with_the_way_out",
+    "test_a_host_whose_own_name_is_a_loopback_address",
+}
 """The tests that ``scripts/test`` runs, where it can."""
 
 

@@ -125,25 +125,24 @@ def why_not() -> str | None:
         return f"network namespaces need {', '.join(absent)}"
     with contextlib.ExitStack() as stack:
         try:
-            _made(stack, 1, "")
+            _made(stack, [""])
         except (AssertionError, OSError) as error:
             return f"network namespaces cannot be made here: {error}"
     return None
 
 
 @contextlib.contextmanager
-def hosts(number: int, names: str | None = None) -> Iterator[Lab]:
+def hosts(number: int, names: Sequence[str] = ()) -> Iterator[Lab]:
     """Makes hosts, and in the end kills what still runs on them and removes them, also after a failure.
 
     Args:
       number: how many.
-      names: the content of ``/etc/hosts``; by default it has the names of all hosts.
+      names: the content of ``/etc/hosts`` on each host; by default it has the names of all hosts.
     """
-    if names is None:
-        lines = ["127.0.0.1 localhost", *(f"{_address(place)} {_name(place)}" for place in range(number))]
-        names = "\n".join(lines) + "\n"
+    lines = ["127.0.0.1 localhost", *(f"{_address(place)} {_name(place)}" for place in range(number))]
+    names = names or ["\n".join(lines)] * number
     with contextlib.ExitStack() as stack:
-        yield _made(stack, number, names)
+        yield _made(stack, names)
 
 
 def _address(place: int) -> str:
@@ -154,14 +153,15 @@ def _name(place: int) -> str:
     return f"host{chr(ord('a') + place)}"
 
 
-def _made(stack: contextlib.ExitStack, number: int, names: str) -> Lab:
+def _made(stack: contextlib.ExitStack, names: Sequence[str]) -> Lab:
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hosts-")))
-    (folder / "hosts").write_text(names)
-    switch = stack.enter_context(_held("switch", "", folder / "hosts"))
+    switch = stack.enter_context(_held("switch", "", Path("/etc/hosts")))
     switch.run("ip link add br0 type bridge && ip link set br0 up")
     found = []
-    for place in range(number):
-        host = stack.enter_context(_held(_name(place), _address(place), folder / "hosts"))
+    for place, content in enumerate(names):
+        name = _name(place)
+        (folder / name).write_text(content)
+        host = stack.enter_context(_held(name, _address(place), folder / name))
         host.run(
             f"ip link add d0 type veth peer name v{place} netns {switch.pid} && ip addr add {host.address}/24 dev d0 "
             "&& ip link set d0 up"

@@ -36,7 +36,9 @@ The modules:
 - ``launch``: The launcher, the default group, meshes.
 - ``store``: The store at which all ranks sign in when a strategy is made, asked in few requests.
 - ``process_group``: Agreements and sums of the ranks of a strategy.
-- ``endpoint``: The address and port of a rank; how two ranks connect.
+- ``endpoint``: The port of a rank; how two ranks connect, and connect again.
+- ``addresses``: The addresses by which other hosts reach this one.
+- ``dial``: The attempts to connect to a rank, at all its addresses side by side.
 - ``connections``: Messages from rank to rank, over sockets.
 - ``channel``: The messages of one live iterator.
 - ``recursive_doubling``: Sums and texts of all ranks in log2 W rounds.
