@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import socket
+import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.support.socket_ranks import HANG_SECONDS, on_threads
@@ -18,8 +22,8 @@ from torchdistinput.coordination import addresses, endpoint
 from torchdistinput.coordination.addresses import Address, own_addresses
 from torchdistinput.coordination.connections import AbortMessage, Connections, Departed
 from torchdistinput.coordination.dial import Dial
-from torchdistinput.coordination.endpoint import Endpoint, Late
-from torchdistinput.coordination.exchanges import conclude
+from torchdistinput.coordination.endpoint import CONTROL, Endpoint, Late
+from torchdistinput.coordination.exchanges import StartedExchange, conclude
 from torchdistinput.coordination.recursive_doubling import partners, sum_up
 from torchdistinput.errors import InputError
 
@@ -252,6 +256,99 @@ def test_a_connection_for_an_older_channel_is_closed(made: Made) -> None:
         assert old.recv(1)
     old.close()
     for each in found:
+        each.close()
+
+
+def exchanged(rank: Endpoint, found: Connections, cuts: Sequence[int]) -> list[int]:
+    """The sums of some exchanges, before which this rank cuts its first connection so many times."""
+    sums = []
+    for number, times in enumerate(cuts):
+        meeting = StartedExchange(sum_up(found, [number + found.rank]))
+        for _ in range(times):
+            connection = next(iter(found._by_rank.values()))
+            with suppress(OSError):
+                connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            connection.socket.close()  # what is on its way is lost
+            meeting.look()
+        began = time.monotonic()
+        while not meeting.look():
+            assert time.monotonic() - began < HANG_SECONDS / 2
+            rank.rest(found, 0.1, time.monotonic() - began)
+        sums += meeting.conclude()
+    return sums
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 5])
+def test_a_connection_that_is_cut_is_opened_again_and_loses_nothing(num_ranks: int, made: Made) -> None:
+    ranks = made(num_ranks)
+    dice = random.Random(num_ranks)
+    found = on_threads([partial(opened, rank, CONTROL) for rank in ranks])
+    for rank, each in zip(on_threads([partial(opened, rank, 0) for rank in ranks]), found, strict=True):
+        rank.close()  # a channel that was opened meanwhile
+        assert each.left() == []
+    cuts = [[*(dice.choice((0, 0, 0, 1)) for _ in range(11)), 0] for _ in ranks]
+    sums = on_threads([partial(exchanged, *each) for each in zip(ranks, found, cuts, strict=True)])
+    assert sums == [[num_ranks * number + sum(range(num_ranks)) for number in range(12)]] * num_ranks
+    for each in found:
+        each.close()
+
+
+def test_a_connection_that_was_not_kept_may_come_late(made: Made) -> None:
+    """The sender tries several addresses, and keeps one connection. Another one must not end it."""
+    ranks = made(2)
+    found = on_threads([partial(opened, rank, CONTROL) for rank in ranks])
+    assert on_threads([partial(exchanged, *each, [1, 0]) for each in zip(ranks, found, strict=True)]) == [[1, 3]] * 2
+    renewals = found[0].renewals(1)
+    assert renewals > 0
+    for number in range(CONTROL, CONTROL - renewals - 1, -1):
+        with socket.create_connection(("127.0.0.1", ranks[0].address.port)) as late:
+            late.sendall(endpoint._HANDSHAKE.pack(ranks[0].address.secret, number, 1, 0))
+            ranks[0]._accept_all()
+        assert (found[0].left(), found[0].renewals(1)) == ([], renewals), number
+    for each in found:
+        each.close()
+
+
+def test_a_rank_that_ended_meanwhile_is_not_waited_for(made: Made) -> None:
+    ranks = made(2)
+    found = on_threads([partial(opened, rank, CONTROL) for rank in ranks])
+    found[1].close()
+    ranks[1].close()
+    with pytest.raises(Departed, match=r"rank 1 died or lost its connection \(it refuses connections at "):
+        exchanged(ranks[0], found[0], [0])
+    found[0].close()
+
+
+def test_a_connection_that_is_cut_in_a_large_message_is_given_up(made: Made) -> None:
+    """A copy of all that is on its way would cost the memory of the values."""
+    ranks = made(2)
+    found = on_threads([partial(opened, rank, CONTROL) for rank in ranks])
+    found[1].send(np.zeros(1_000_000), 0, 7)
+    receipt = found[0].recv(np.zeros(1_000_000), 1, 7)
+    found[0]._by_rank[1].socket.close()
+    until = time.monotonic() + HANG_SECONDS
+    while not receipt.has_come() and time.monotonic() < until:
+        ranks[0].rest(found[0], 0.02, 0.0)
+        found[1].recv(np.zeros(1), 0, 7).has_come()
+        ranks[1].rest(found[1], 0.02, 0.0)
+        if found[1]._by_rank[0]._given_up is not None:
+            break
+    with pytest.raises(Departed, match="in the middle of a large message"):
+        found[1].recv(np.zeros(1), 0, 7).wait()
+    for each in found:
+        each.close()
+
+
+def test_idle_connections_are_kept_alive(made: Made) -> None:
+    """Firewalls forget a connection that was idle for some minutes."""
+    ranks = made(2)
+    for each in on_threads([partial(opened, rank, 0) for rank in ranks]):
+        (connection,) = each._by_rank.values()
+        assert connection.socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        if hasattr(socket, "TCP_KEEPIDLE"):
+            assert connection.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) <= 30
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            assert connection.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 60_000
         each.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 
 import pytest
@@ -36,3 +37,10 @@ def lab() -> Iterator[Lab]:
     """Two hosts."""
     with hosts(2) as made:
         yield made
+
+
+@pytest.fixture
+def nft() -> None:
+    """For a test that needs a firewall."""
+    if shutil.which("nft") is None:
+        pytest.skip("a firewall needs nft, of the package nftables")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 import threading
 import time
@@ -14,6 +13,8 @@ import torch
 
 import torchdistinput as tdi
 from tests.network.lab import PORT, Host, Lab, hosts, run_on
+from torchdistinput.coordination.connections import Connections
+from torchdistinput.coordination.endpoint import Endpoint
 
 BATCHES = [torch.arange(first, first + 4) for first in range(0, 24, 4)]
 ROUTE = "10.77.0.0/24"
@@ -29,15 +30,21 @@ def outcome(train: Any, *args: Any) -> Any:
 
 
 def away_during_iter(how: str) -> list[list[int]]:
-    """Rank 0 waits in ``iter()``, in which rank 1 is late, and its network is away for four seconds."""
+    """Rank 0 waits in ``iter()`` for the connection of rank 1, which is late, and its network is away for 4 seconds."""
     strategy = tdi.Strategy(devices=["cpu"], timeout_seconds=60)
     loader = strategy.distribute_dataset(BATCHES)
-    if strategy.input_pipeline_id == 0:
-        subprocess.run(f"ip {how} {ROUTE}", shell=True, check=True)
-        undo = f"ip route replace {ROUTE} dev d0"
-        threading.Timer(4.0, subprocess.run, [undo], {"shell": True, "check": True}).start()
-    else:
-        time.sleep(6.0)
+    connect = Endpoint.open
+
+    def away(*args: Any, **named: Any) -> Connections:
+        if strategy.input_pipeline_id == 0:
+            subprocess.run(f"ip {how} {ROUTE}", shell=True, check=True)
+            undo = f"ip route replace {ROUTE} dev d0"
+            threading.Timer(4.0, subprocess.run, [undo], {"shell": True, "check": True}).start()
+        else:
+            time.sleep(2.0)
+        return connect(*args, **named)
+
+    Endpoint.open = away  # type: ignore[method-assign]
     return [batch.tolist() for batch in loader]
 
 
@@ -52,13 +59,6 @@ def test_a_network_that_is_away_for_seconds(how: str, lab: Lab) -> None:
 def made(seconds: float) -> str:
     tdi.Strategy(devices=["cpu"], timeout_seconds=seconds)
     return "made"
-
-
-@pytest.fixture
-def nft() -> None:
-    """For a test that needs a firewall."""
-    if shutil.which("nft") is None:
-        pytest.skip("a firewall needs nft, of the package nftables")
 
 
 def firewalled(host: Host, ports: str, others: str) -> None:

@@ -129,7 +129,8 @@ class _Connection:
         self.peer = peer
         self.is_left = False
         """Whether it waits for another socket."""
-        self._is_renewable = self._may_leave = is_renewable
+        self.renewals = 0
+        self._is_renewable = is_renewable
         self._sent = self._received = 0  # messages
         self._recent: deque[bytes | None] = deque(maxlen=_RECENT)  # sent messages, ``None`` for a large one
         self._given_up: AbortMessage | None = None
@@ -216,7 +217,6 @@ class _Connection:
             if found >= 0:
                 self.blamed = ()  # the other rank does not wait any more
                 self._received += 1
-                self._may_leave = self._is_renewable
                 return True
             self._hear(found, bytes(self._content))
         return False
@@ -270,36 +270,35 @@ class _Connection:
             received = self.socket.recv_into(target)
         except (BlockingIOError, InterruptedError):
             return 0
-        except OSError as error:
-            if self._may_leave:
-                self.leave()
-                return 0
-            raise Departed(AbortMessage(self.peer, AbortMessage.DIED)) from error
-        if not received:
-            if self._may_leave:
-                self.leave()
-                return 0
+        except OSError:
+            received = 0
+        if received:
+            return received
+        if not self._is_renewable:
             raise Departed(AbortMessage(self.peer, AbortMessage.DIED))
-        return received
+        self.leave()
+        return 0
 
     def leave(self) -> int:
         """Closes the socket, for which another one will come. Returns the number of messages received. Local."""
         if not self.is_left:
             with self._lock:
-                self.is_left, self._may_leave = True, False  # only once before the next message
+                self.is_left = True
                 self._outgoing.clear()
                 self.socket.close()
             self._start = self._end = self._filled = 0
             self._head = None
         return self._received
 
-    def renew(self, connected: socket.socket, received: int) -> None:
+    def renew(self, connected: socket.socket, renewals: int, received: int) -> None:
         """Goes on with another socket, and sends again what is missing.
 
         Args:
           connected: the socket.
+          renewals: how many times this connection was renewed, with this one.
           received: how many messages the other rank received so far.
         """
+        self.renewals = renewals
         with self._lock:
             missing = self._sent - received
             again = list(self._recent)[len(self._recent) - missing :] if 0 <= missing <= len(self._recent) else [None]
@@ -474,9 +473,13 @@ class Connections:
         """See ``_Connection.leave``."""
         return self._by_rank[peer].leave()
 
-    def renew(self, peer: int, connected: socket.socket, received: int) -> None:
+    def renewals(self, peer: int) -> int:
+        """How many times the connection with a partner was renewed. Local."""
+        return self._by_rank[peer].renewals
+
+    def renew(self, peer: int, connected: socket.socket, renewals: int, received: int) -> None:
         """See ``_Connection.renew``."""
-        self._by_rank[peer].renew(connected, received)
+        self._by_rank[peer].renew(connected, renewals, received)
 
     def give_up(self, peer: int, message: AbortMessage) -> None:
         """See ``_Connection.give_up``."""

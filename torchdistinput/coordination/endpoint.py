@@ -20,7 +20,7 @@ with higher numbers. A rank connects with ``log2 W`` others for each channel, ne
   interfaces, and others try all its addresses side by side; on the same host the loopback address first. The port is
   any free one, or the first free one in ``TORCHDISTINPUT_PORTS``, for firewalls.
 - The connection of the strategy's own calls is silent for a whole epoch. Where it is lost meanwhile, although the rank
-  is there, it is opened again (``renew``). Both ends say how many messages they received, and the rest is sent again.
+  is there, it is opened again (``rest``). Both ends say how many messages they received, and the rest is sent again.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from torchdistinput.coordination.fork_safety import register_for_forks
 from torchdistinput.errors import InputError
 
 CONTROL: Final = -1
-"""The number of the channel for the strategy's own calls, whose connections can be renewed."""
+"""The number of the channel for the strategy's own calls. Lower ones renew a connection of it: first -2, then -3."""
 
 _HANDSHAKE: Final = struct.Struct("<16sqqq")  # secret, channel, sender, length of the abort message that follows
 _ANSWER: Final = struct.Struct("<16sq")  # a proof that the rank knows its secret; the number of messages received
@@ -198,35 +198,37 @@ class Endpoint:
                     tell_waiting(connected, missing)
             self._wait(min(_LOOK_SECONDS, max(0.01, seconds - (now - began))))
 
-    def renew(self, waited: float) -> None:
-        """Opens lost connections for the strategy's own calls again, as far as possible without waiting. Local.
+    def rest(self, control: Connections, seconds: float, waited: float) -> None:
+        """Waits until the awaited message may have come; meanwhile opens lost connections again. Local, bounded.
 
         Args:
-          waited: for how long this rank waits already.
+          control: the connections of the strategy's own calls.
+          seconds: how long to wait, at most.
+          waited: for how long this rank waits for the message already.
 
         Raises:
           InputError: this rank has no descriptors, memory or ports left.
         """
-        if self._control is None:
-            return
         with contextlib.suppress(InputError):  # without a descriptor for a connection that may be for another channel
             self._accept_all()
         if waited > _SILENT_SECONDS:
             for peer in self._by_rank:
-                if peer < self._rank and self._control.silent_seconds(peer) > _SILENT_SECONDS:
-                    self._control.leave(peer)  # the other end is not told, so the higher rank dials, as ever
-        for peer in self._control.left():
+                if peer < self._rank and control.silent_seconds(peer) > _SILENT_SECONDS:
+                    control.leave(peer)  # the other end is not told, so the higher rank dials, as ever
+        for peer in control.left():
             try:
-                self._reach(peer, CONTROL, self._control.leave(peer))
+                self._reach(peer, CONTROL - 1 - control.renewals(peer), control.leave(peer))
             except Departed as departed:  # noqa: PERF203 - a trial for each
-                self._control.give_up(peer, departed.message)
+                control.give_up(peer, departed.message)
+        reading, writing, due = self._sockets()
+        control.rest(min(seconds, max(0.01, due)), reading, writing)
 
     def _wait(self, seconds: float) -> None:
-        reading, writing, due = self.sockets()
+        reading, writing, due = self._sockets()
         wait_for_sockets(reading, writing, min(seconds, max(0.01, due)))
 
-    def sockets(self) -> tuple[list[socket.socket], list[socket.socket], float]:
-        """The sockets to be read from, those to be written to, and the seconds until there is more to do. Local."""
+    def _sockets(self) -> tuple[list[socket.socket], list[socket.socket], float]:
+        """The sockets to be read from, those to be written to, and the seconds until there is more to do."""
         reading, writing = [each.socket for each in self._arriving], []
         if self._dials:
             reading.append(self._listener)
@@ -281,8 +283,8 @@ class Endpoint:
             return None
         self._known[peer] = dial.address
         self._dials.pop(peer)
-        if self._control is not None and number == CONTROL:
-            self._control.renew(peer, connected, theirs)
+        if self._control is not None and number < CONTROL:
+            self._control.renew(peer, connected, CONTROL - number, theirs)
         return connected
 
     def _dial(self, peer: int, number: int | None, answer_size: int, message: bytes = b"") -> Dial:
@@ -399,8 +401,10 @@ class Endpoint:
         secret, number, peer, length = arrival.handshake()
         if not hmac.compare_digest(secret, self.address.secret) or peer not in self._by_rank:
             raise ConnectionRefusedError
-        renewed = self._control if number == CONTROL else None
-        if not 0 <= length <= _MAX_ABORT or (number < self._oldest and renewed is None):
+        renewed = self._control if number < CONTROL else None
+        # A connection that the sender tried and did not keep may come late: it must not end the one that was kept.
+        is_late = number < self._oldest if renewed is None else CONTROL - number <= renewed.renewals(peer)
+        if is_late or not 0 <= length <= _MAX_ABORT:
             raise ConnectionRefusedError
         if length:
             if not arrival.read(_HANDSHAKE.size + length):
@@ -427,7 +431,8 @@ class Endpoint:
             dial = self._dials.pop(peer, None)
             if dial is not None:
                 dial.close()
-            renewed.renew(peer, arrival.socket, *_CONFIRM.unpack_from(arrival.received, _HANDSHAKE.size))
+            (received,) = _CONFIRM.unpack_from(arrival.received, _HANDSHAKE.size)
+            renewed.renew(peer, arrival.socket, CONTROL - number, received)
             return
         before = self._early.pop((number, peer), None)
         if before is not None:

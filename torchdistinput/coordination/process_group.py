@@ -273,10 +273,8 @@ class ProcessGroupRanks:
             while not meeting.look():
                 waited = time.monotonic() - began
                 warned = self._look_for_late(control.late(), waited, what, warned=warned)
-                self._endpoint.renew(waited)
-                reading, writing, due = self._endpoint.sockets()
-                seconds = min(_REST_SECONDS, due, self._timeout_seconds - waited)
-                control.connections.rest(max(0.01, seconds), reading, writing)
+                seconds = min(_REST_SECONDS, max(0.01, self._timeout_seconds - waited))
+                self._endpoint.rest(control.connections, seconds, waited)
             self._meeting = None
             return meeting.conclude()
         except CoordinationTimeout:
