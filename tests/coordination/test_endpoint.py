@@ -7,6 +7,7 @@ import os
 import random
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -243,6 +244,33 @@ def test_strangers_that_say_nothing_are_kept_to_a_bounded_number(made: Made) -> 
     assert strangers[0].recv(1) == b""
     for stranger in strangers:
         stranger.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has all of 127.0.0.0/8")
+def test_another_program_at_an_address_of_a_rank_does_not_take_its_place() -> None:
+    """Each host may have a 172.17.0.1 of its own. What listens there says nothing, or something."""
+    ranks = [Endpoint(rank, range(2), "lo", "", 60.0) for rank in range(2)]
+    addresses = ("127.0.0.2", "127.0.0.3", "127.0.0.1")
+    ranks[0].meet({1: ranks[1].address})
+    ranks[1].meet({0: ranks[0].address._replace(host="elsewhere", addresses=addresses)})
+    port = ranks[0].address.port
+    with socket.create_server(("127.0.0.2", port)), socket.create_server(("127.0.0.3", port)) as other:
+        answered = threading.Event()
+
+        def answer() -> None:
+            with other.accept()[0] as taken:
+                taken.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+                answered.set()
+                taken.recv(1 << 10)
+
+        def opened_late() -> Connections | str:
+            answered.wait(HANG_SECONDS)
+            return opened(ranks[0], 0)
+
+        _, *found = on_threads([answer, opened_late, partial(opened, ranks[1], 0)])
+    assert on_threads([partial(summed, each) for each in found]) == [3, 3]
+    for each in (*found, *ranks):
+        each.close()
 
 
 def test_a_connection_for_an_older_channel_is_closed(made: Made) -> None:

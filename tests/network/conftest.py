@@ -11,7 +11,7 @@ from tests.network.lab import Lab, hosts, why_not
 
 ALWAYS = {
     "test_ranks_on_several_hosts",
-    "test_a_firewall_is_named_with_the_way_out",
+    "test_a_firewall_is_named_with_the_way_out[drop]",
     "test_a_host_whose_own_name_is_a_loopback_address",
 }
 """The tests that ``scripts/test`` runs, where it can."""
@@ -28,7 +28,7 @@ def chosen(request: pytest.FixtureRequest, impossible: str | None, *, all_cells:
     """Skips what cannot run here, or is not asked for."""
     if impossible is not None:
         pytest.skip(impossible)
-    if not all_cells and request.node.originalname not in ALWAYS:
+    if not all_cells and request.node.name not in ALWAYS:
         pytest.skip("a test of several hosts: run with --all")
 
 

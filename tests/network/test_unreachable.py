@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import re
 import subprocess
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,6 +57,31 @@ WHOLE = [[[first, first + 1] for first in range(0, 24, 4)], [[first + 2, first +
 @pytest.mark.parametrize("how", ["route del", "route replace unreachable", "route replace blackhole"])
 def test_a_network_that_is_away_for_seconds(how: str, lab: Lab) -> None:
     assert run_on(lab, outcome, away_during_iter, how) == WHOLE
+
+
+def trained(epochs: int, folder: Path) -> list[list[list[int]]]:
+    strategy = tdi.Strategy(devices=["cpu"], timeout_seconds=60)
+    loader = strategy.distribute_dataset(BATCHES)
+    found: list[list[list[int]]] = []
+    for _ in range(epochs):
+        found.append([])
+        for batch in loader:
+            found[-1].append(batch.tolist())
+            time.sleep(0.1)
+    (folder / "ended").touch()
+    return found
+
+
+def test_a_network_that_comes_and_goes(lab: Lab, tmp_path: Path) -> None:
+    dice = random.Random(1)
+    with ThreadPoolExecutor(1) as pool:
+        result = pool.submit(run_on, lab, trained, 12, tmp_path)
+        while not (tmp_path / "ended").exists() and not result.done():
+            time.sleep(dice.uniform(0.2, 2.0))
+            lab.unplug(1)
+            time.sleep(dice.uniform(0.2, 3.0))
+            lab.plug_in(1)
+        assert result.result() == [[rank] * 12 for rank in WHOLE]
 
 
 def made(seconds: float) -> str:

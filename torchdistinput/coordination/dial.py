@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hmac
 import os
 import socket
 import time
@@ -42,10 +43,11 @@ def is_own_trouble(error: OSError, address: str = "") -> bool:
 class _Attempt:
     """An attempt to connect at one address."""
 
-    def __init__(self, connecting: socket.socket, greeting: bytes, answer_size: int) -> None:
+    def __init__(self, connecting: socket.socket, greeting: bytes, proof: bytes, answer_size: int) -> None:
         self.socket = connecting
         self.is_connected = False
         self.answer = bytearray()
+        self._proof = proof
         self._answer_size = answer_size
         self._unsent = memoryview(greeting)
         self._until = time.monotonic() + _CONNECT_SECONDS
@@ -76,6 +78,8 @@ class _Attempt:
                 if not received:
                     raise ConnectionResetError(errno.ECONNRESET, "closed without an answer")
                 self.answer += received
+            if not hmac.compare_digest(self.answer[: len(self._proof)], self._proof):
+                raise ConnectionResetError(errno.ECONNRESET, "another program answered")
             return True
         return False
 
@@ -88,7 +92,8 @@ class Dial:
       addresses: IP addresses of the rank, the best one first.
       port: its port.
       greeting: what is sent first.
-      answer_size: the number of bytes that the rank answers.
+      proof: the first bytes that the rank answers, and no other program.
+      answer_size: the number of bytes that the rank answers, with the proof.
       is_sure: whether the best address is known to be the rank's own.
       silence_seconds: see ``connections.configure``.
 
@@ -104,6 +109,7 @@ class Dial:
         addresses: Sequence[str],
         port: int,
         greeting: bytes,
+        proof: bytes,
         answer_size: int,
         silence_seconds: float,
         *,
@@ -111,6 +117,7 @@ class Dial:
     ) -> None:
         self._port = port
         self._greeting = greeting
+        self._proof = proof
         self._answer_size = answer_size
         self._is_sure = is_sure
         self._silence_seconds = silence_seconds
@@ -155,7 +162,7 @@ class Dial:
     def _begin(self, address: str) -> None:
         try:
             connecting = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
-            self._attempts[address] = _Attempt(connecting, self._greeting, self._answer_size)
+            self._attempts[address] = _Attempt(connecting, self._greeting, self._proof, self._answer_size)
             configure(connecting, self._silence_seconds)
             with contextlib.suppress(BlockingIOError, InterruptedError):
                 connecting.connect((address, self._port))

@@ -156,6 +156,7 @@ class Endpoint:
           InputError: this rank has no descriptors, memory or ports left.
         """
         self._forget_before(number)
+        self._end_dials()
         found: dict[int, socket.socket] = {}
         try:
             self._connect_all(number, seconds, meanwhile, found)
@@ -272,12 +273,10 @@ class Endpoint:
     def _confirmed(self, peer: int, number: int, received: int, connected: socket.socket) -> socket.socket | None:
         """Confirms the connection that a partner answered; ``None`` if it must be dialled again."""
         dial = self._dials[peer]
-        proof, theirs = _ANSWER.unpack(dial.answer)
+        _, theirs = _ANSWER.unpack(dial.answer)
         try:
-            if not hmac.compare_digest(proof, _proof_of(self._by_rank[peer].secret)):
-                raise ConnectionRefusedError  # another program, on its port
             connected.send(_CONFIRM.pack(received))
-        except OSError:
+        except OSError:  # it has gone since
             connected.close()
             dial.begin_in(_LOOK_SECONDS)
             return None
@@ -298,6 +297,7 @@ class Endpoint:
             list(dict.fromkeys((*best, *local, *there.addresses))),
             there.port,
             greeting,
+            _proof_of(there.secret) if answer_size else b"",
             answer_size,
             self._silence_seconds,
             is_sure=known is not None,
