@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import resource
+import socket
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -71,3 +73,27 @@ def test_no_port_is_left() -> None:
 def test_what_is_no_range_of_ports(ports: str) -> None:
     for told in run_ranks(2, within_ports, ports):
         assert told.startswith(f"InputError: TORCHDISTINPUT_PORTS={ports!r} is no range of ports; write for example")
+
+
+def resolved_slowly(name: str) -> tuple[float, str]:
+    """The resolver answers after a minute."""
+    os.environ["MASTER_ADDR"] = name
+
+    def answer(*args: Any, **options: Any) -> Any:
+        time.sleep(60)
+
+    socket.getaddrinfo = answer
+    began = time.monotonic()
+    try:
+        tdi.Strategy(devices=["cpu"], timeout_seconds=1)
+    except tdi.CoordinationTimeout as error:
+        return time.monotonic() - began, str(error)
+    return time.monotonic() - began, "made"
+
+
+def test_a_slow_resolver_is_inside_the_bound() -> None:
+    """And it is asked only for the name of the store's host, if that is no address."""
+    for seconds, told in run_ranks(2, resolved_slowly, "a-name.invalid"):
+        assert told.startswith("Strategy(): the store at a-name.invalid did not answer within")
+        assert seconds < 20
+    assert [told for _, told in run_ranks(2, resolved_slowly, "")] == ["made"] * 2
