@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from tests.support.socket_ranks import HANG_SECONDS, on_threads
-from torchdistinput.coordination import addresses, endpoint
+from torchdistinput.coordination import addresses, connections, endpoint
 from torchdistinput.coordination.addresses import Address, own_addresses
 from torchdistinput.coordination.connections import AbortMessage, Connections, Departed
 from torchdistinput.coordination.dial import Dial
@@ -365,6 +365,12 @@ def test_a_connection_that_is_cut_in_a_large_message_is_given_up(made: Made) -> 
         found[1].recv(np.zeros(1), 0, 7).wait()
     for each in found:
         each.close()
+
+
+def test_a_timeout_may_be_longer_than_the_system_can_count() -> None:
+    with socket.socket() as connecting:
+        connections.configure(connecting, float("inf"))
+        assert connecting.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
 
 
 def test_idle_connections_are_kept_alive(made: Made) -> None:

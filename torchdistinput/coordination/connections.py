@@ -15,6 +15,8 @@ Decisions.
   ranks that wait themselves, at any number of ranks, without further requests.
 - A rank that leaves sends an *abort message* before it closes: the rank that ended the exchange, and the reason. The
   message is read in its order: an exchange whose messages were all sent before it is completed.
+- The system keeps idle connections alive, and bounds how long a network may be away (``configure``). What the other
+  host's system acknowledged tells a busy rank from one that cannot be reached (``silent_seconds``).
 - When a process dies, the system closes its sockets. A fork closes its copies (``fork_safety.py``), so that they do not
   keep the connection open.
 
@@ -63,7 +65,8 @@ _KEEPALIVE_SECONDS: Final = 15
 _MAX_PROBES: Final = 127  # what Linux takes
 _TCP_RTO_MAX_MS: Final = 44  # since Linux 6.15; Python has no name for it
 _MAX_BACKOFF_MS: Final = 2000  # between two trials to send: a network that comes back is used at once
-_LAST_ACK: Final = struct.Struct("=56xI")  # ``tcpi_last_ack_recv``, in milliseconds
+_MAX_SILENCE_SECONDS: Final = 86_400.0  # the system takes no more than some weeks
+_TCP_INFO: Final = struct.Struct("=24xI28xI84xI")  # unacked, last_ack_recv (in milliseconds), notsent_bytes
 
 
 @final
@@ -523,6 +526,7 @@ def configure(connecting: socket.socket, silence_seconds: float) -> None:
     connecting.setblocking(False)
     connecting.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connecting.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    silence_seconds = min(silence_seconds, _MAX_SILENCE_SECONDS)
     count = min(_MAX_PROBES, int(silence_seconds / _KEEPALIVE_SECONDS) + 1)
     options = [
         (getattr(socket, "TCP_KEEPIDLE", getattr(socket, "TCP_KEEPALIVE", None)), _KEEPALIVE_SECONDS),
@@ -541,10 +545,13 @@ def _silent_seconds(connected: socket.socket) -> float:
     if sys.platform != "linux":
         return 0.0
     try:
-        info = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_ACK.size)
+        info = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
     except OSError:  # closed meanwhile
         return 0.0
-    return float(_LAST_ACK.unpack(info)[0]) / 1e3
+    if len(info) < _TCP_INFO.size:  # an older system
+        return 0.0
+    unacknowledged, silent, unsent = _TCP_INFO.unpack(info)
+    return float(silent) / 1e3 if unacknowledged or unsent else 0.0
 
 
 def _status(ranks: Sequence[int]) -> bytes:
