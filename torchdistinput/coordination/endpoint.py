@@ -392,7 +392,9 @@ class Endpoint:
             if is_complete:
                 self._arriving.remove(arrival)
         while len(self._arriving) > _BACKLOG:  # connections that send nothing: the oldest is closed
-            self._arriving.pop(0).socket.close()
+            oldest = next((each for each in self._arriving if not each.is_answered), self._arriving[0])
+            self._arriving.remove(oldest)
+            oldest.socket.close()
 
     def _accept_on(self, arrival: _Arrival) -> bool:
         """Continues a handshake without waiting. Whether it is complete; raises ``OSError`` if it is not valid."""
