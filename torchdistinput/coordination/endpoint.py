@@ -180,7 +180,8 @@ class Endpoint:
         began = told = time.monotonic()
         while True:
             self._accept_all()
-            self._raise_if_refused(number)
+            missing = [peer for peer in self._by_rank if peer not in found]
+            self._raise_if_refused(number, missing)
             for peer in self._by_rank:
                 if (number, peer) in self._early:
                     found[peer] = self._early.pop((number, peer))
@@ -368,9 +369,13 @@ class Endpoint:
         with contextlib.suppress(OSError):
             self._spare = socket.socket()
 
-    def _raise_if_refused(self, number: int) -> None:
-        if number in self._refused:
-            raise Departed(self._refused[number])
+    def _raise_if_refused(self, number: int, missing: Sequence[int] = ()) -> None:
+        message = self._refused.get(number)
+        if message is None:
+            return
+        if message.why.startswith(AbortMessage.GAVE_UP) and (unreached := self.told_unreached(missing)):
+            raise Late(missing, unreached)  # the other rank gave up because this one cannot reach it
+        raise Departed(message)
 
     def _accept_all(self) -> None:
         """Takes all connections that wait to be accepted, and those whose handshake is complete by now."""
