@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import socket
+import struct
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.support.socket_ranks import HANG_SECONDS, on_threads
-from torchdistinput.coordination import endpoint
+from torchdistinput.coordination import addresses, connections, endpoint
+from torchdistinput.coordination.addresses import Address, own_addresses
 from torchdistinput.coordination.connections import AbortMessage, Connections, Departed
-from torchdistinput.coordination.endpoint import Address, Endpoint, Late
-from torchdistinput.coordination.exchanges import conclude
+from torchdistinput.coordination.dial import Dial
+from torchdistinput.coordination.endpoint import CONTROL, Endpoint, Late
+from torchdistinput.coordination.exchanges import StartedExchange, conclude
 from torchdistinput.coordination.recursive_doubling import partners, sum_up
 from torchdistinput.errors import InputError
 
@@ -34,10 +41,10 @@ def made() -> Iterator[Made]:
     all_made: list[Endpoint] = []
 
     def make(num_ranks: int) -> list[Endpoint]:
-        ranks = [Endpoint(rank, range(10, 10 + num_ranks), "", None) for rank in range(num_ranks)]
+        ranks = [Endpoint(rank, range(10, 10 + num_ranks), "", "", 60.0) for rank in range(num_ranks)]
         for rank, each in enumerate(ranks):
             each.meet(
-                {peer: Address.from_text(ranks[peer].address.to_text().encode()) for peer in partners(rank, num_ranks)}
+                {peer: Address.of(json.loads(ranks[peer].address.to_text())) for peer in partners(rank, num_ranks)}
             )
         all_made.extend(ranks)
         return ranks
@@ -102,13 +109,13 @@ def test_a_rank_that_is_connected_hears_whom_the_others_still_wait_for(made: Mad
 def test_a_rank_whose_port_is_closed_has_ended(dead: int, made: Made) -> None:
     ranks = made(2)
     ranks[dead].close()
-    assert opened(ranks[1 - dead], 0) == f"rank {dead} {AbortMessage.DIED}"
+    assert str(opened(ranks[1 - dead], 0)).startswith(f"rank {dead} {AbortMessage.DIED} (it refuses connections at ")
 
 
 def test_a_rank_that_ends_while_others_wait_for_it_is_named(made: Made) -> None:
     ranks = made(2)
     threading.Timer(0.7, ranks[1].close).start()
-    assert opened(ranks[0], 0) == f"rank 1 {AbortMessage.DIED}"
+    assert str(opened(ranks[0], 0)).startswith(f"rank 1 {AbortMessage.DIED}")
 
 
 @pytest.mark.parametrize("refusing", range(5))
@@ -119,7 +126,7 @@ def test_all_hear_of_a_rank_that_refuses(refusing: int, when: str, made: Made) -
     def takes_part(rank: int) -> str:
         if rank == refusing:
             time.sleep(0.3 if when == "after" else 0.0)
-            ranks[rank].refuse(3, "could not open a file")
+            ranks[rank].refuse(3, AbortMessage(rank, "could not open a file"))
             return "refused"
         time.sleep(0.3 if when == "before" else 0.0)
         found = opened(ranks[rank], 3)
@@ -155,7 +162,7 @@ def test_strangers_are_turned_away(made: Made) -> None:
     place = ("127.0.0.1", ranks[0].address.port)
     strangers = [socket.create_connection(place) for _ in range(4)]
     strangers[0].close()
-    strangers[1].sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    strangers[1].sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nUser-Agent: x\r\n\r\n")
     strangers[2].sendall(endpoint._HANDSHAKE.pack(os.urandom(16), 0, 1, 0))
     strangers[3].sendall(endpoint._HANDSHAKE.pack(ranks[0].address.secret, 0, 7, 0))  # no partner of this rank
     found = on_threads([partial(opened, rank, 0) for rank in ranks])
@@ -169,19 +176,49 @@ def test_strangers_are_turned_away(made: Made) -> None:
         each.close()
 
 
+def test_a_guess_of_the_secret_tells_nothing_about_its_bytes(made: Made) -> None:
+    """Else 256 connections find the first byte, and 256 more the next one."""
+    rank = made(2)[0]
+    right = endpoint._HANDSHAKE.pack(rank.address.secret, 0, 1, 0)
+    guesses = {known: right[:known] + bytes([right[known] ^ 1]) for known in (0, 1, 8, 15)}
+    strangers = {known: socket.create_connection(("127.0.0.1", rank.address.port)) for known in guesses}
+    for known, guess in guesses.items():
+        strangers[known].sendall(guess)
+    rank._accept_all()
+    assert len(rank._arriving) == len(guesses)
+    for known, guess in guesses.items():
+        strangers[known].sendall(right[len(guess) :])
+        strangers[known].settimeout(HANG_SECONDS)
+        rank._accept_all()
+        assert strangers[known].recv(1) == b"", known
+        strangers[known].close()
+
+
+@pytest.mark.parametrize("length", [-1, 1 << 17, 1 << 62])
+def test_an_abort_message_of_such_a_length_is_not_read(length: int, made: Made) -> None:
+    rank = made(2)[0]
+    with socket.create_connection(("127.0.0.1", rank.address.port)) as stranger:
+        stranger.sendall(endpoint._HANDSHAKE.pack(rank.address.secret, 0, 1, length))
+        stranger.settimeout(HANG_SECONDS)
+        rank._accept_all()
+        assert stranger.recv(1) == b""
+
+
 def test_a_rank_that_stands_still_before_its_handshake_connects_when_it_goes_on(
     made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process may be stopped at any line, also between its connection and the first bytes of it."""
     ranks = made(2)
-    real = socket.create_connection
+    real = Dial.go_on
+    until = time.monotonic() + 2.5
 
-    def slowly(*args: Any, **options: Any) -> socket.socket:
-        connected = real(*args, **options)
-        threading.Event().wait(2.5)
-        return connected
+    def slowly(dial: Dial) -> socket.socket | None:
+        found = real(dial)
+        if dial.is_connected:
+            threading.Event().wait(until - time.monotonic())
+        return found
 
-    monkeypatch.setattr(socket, "create_connection", slowly)
+    monkeypatch.setattr(Dial, "go_on", slowly)
     found = on_threads([partial(opened, rank, 0) for rank in ranks])
     assert on_threads([partial(summed, each) for each in found]) == [3, 3]
     for each in found:
@@ -190,12 +227,9 @@ def test_a_rank_that_stands_still_before_its_handshake_connects_when_it_goes_on(
 
 def test_a_rank_that_stands_still_before_its_handshake_hears_of_a_refusal(made: Made) -> None:
     ranks = made(2)
-    silent_one = ranks[1]._connect(0, 5.0)
-    ranks[0].refuse(0, "could not open a file")
-    silent_one.settimeout(HANG_SECONDS)
-    told = silent_one.recv(1 << 12)
-    assert b"could not open a file" in told
-    silent_one.close()
+    with socket.create_connection(("127.0.0.1", ranks[0].address.port)):
+        ranks[0].refuse(0, AbortMessage(0, "could not open a file"))
+    assert opened(ranks[1], 0) == "rank 0 could not open a file"
 
 
 def test_strangers_that_say_nothing_are_kept_to_a_bounded_number(made: Made) -> None:
@@ -212,9 +246,37 @@ def test_strangers_that_say_nothing_are_kept_to_a_bounded_number(made: Made) -> 
         stranger.close()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has all of 127.0.0.0/8")
+def test_another_program_at_an_address_of_a_rank_does_not_take_its_place() -> None:
+    """Each host may have a 172.17.0.1 of its own. What listens there says nothing, or something."""
+    ranks = [Endpoint(rank, range(2), "lo", "", 60.0) for rank in range(2)]
+    addresses = ("127.0.0.2", "127.0.0.3", "127.0.0.1")
+    ranks[0].meet({1: ranks[1].address})
+    ranks[1].meet({0: ranks[0].address._replace(host="elsewhere", addresses=addresses)})
+    port = ranks[0].address.port
+    with socket.create_server(("127.0.0.2", port)), socket.create_server(("127.0.0.3", port)) as other:
+        answered = threading.Event()
+
+        def answer() -> None:
+            with other.accept()[0] as taken:
+                taken.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+                answered.set()
+                taken.recv(1 << 10)
+
+        def opened_late() -> Connections | str:
+            answered.wait(HANG_SECONDS)
+            return opened(ranks[0], 0)
+
+        _, *found = on_threads([answer, opened_late, partial(opened, ranks[1], 0)])
+    assert on_threads([partial(summed, each) for each in found]) == [3, 3]
+    for each in (*found, *ranks):
+        each.close()
+
+
 def test_a_connection_for_an_older_channel_is_closed(made: Made) -> None:
     ranks = made(2)
-    old = ranks[1]._dial(0, 1, 5.0)
+    old = socket.create_connection(("127.0.0.1", ranks[0].address.port))
+    old.sendall(endpoint._HANDSHAKE.pack(ranks[0].address.secret, 1, 1, 0))
     found = on_threads([partial(opened, rank, 2) for rank in ranks])
     assert on_threads([partial(summed, each) for each in found]) == [3, 3]
     old.settimeout(HANG_SECONDS)
@@ -225,31 +287,141 @@ def test_a_connection_for_an_older_channel_is_closed(made: Made) -> None:
         each.close()
 
 
-def test_an_address_is_one_line_of_json_without_loopback_addresses(made: Made) -> None:
-    (rank,) = made(1)
-    text = rank.address.to_text()
-    assert Address.from_text(text) == rank.address
+def exchanged(rank: Endpoint, found: Connections, cuts: Sequence[int]) -> list[int]:
+    """The sums of some exchanges, before which this rank cuts its first connection so many times."""
+    sums = []
+    for number, times in enumerate(cuts):
+        meeting = StartedExchange(sum_up(found, [number + found.rank]))
+        for _ in range(times):
+            connection = next(iter(found._by_rank.values()))
+            with suppress(OSError):
+                connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            connection.socket.close()  # what is on its way is lost
+            meeting.look()
+        began = time.monotonic()
+        while not meeting.look():
+            assert time.monotonic() - began < HANG_SECONDS / 2
+            rank.rest(found, 0.1, time.monotonic() - began)
+        sums += meeting.conclude()
+    return sums
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 5])
+def test_a_connection_that_is_cut_is_opened_again_and_loses_nothing(num_ranks: int, made: Made) -> None:
+    ranks = made(num_ranks)
+    dice = random.Random(num_ranks)
+    found = on_threads([partial(opened, rank, CONTROL) for rank in ranks])
+    for rank, each in zip(on_threads([partial(opened, rank, 0) for rank in ranks]), found, strict=True):
+        rank.close()  # a channel that was opened meanwhile
+        assert each.left() == []
+    cuts = [[*(dice.choice((0, 0, 0, 1)) for _ in range(11)), 0] for _ in ranks]
+    sums = on_threads([partial(exchanged, *each) for each in zip(ranks, found, cuts, strict=True)])
+    assert sums == [[num_ranks * number + sum(range(num_ranks)) for number in range(12)]] * num_ranks
+    for each in found:
+        each.close()
+
+
+def test_a_connection_that_was_not_kept_may_come_late(made: Made) -> None:
+    """The sender tries several addresses, and keeps one connection. Another one must not end it."""
+    ranks = made(2)
+    found = on_threads([partial(opened, rank, CONTROL) for rank in ranks])
+    assert on_threads([partial(exchanged, *each, [1, 0]) for each in zip(ranks, found, strict=True)]) == [[1, 3]] * 2
+    renewals = found[0].renewals(1)
+    assert renewals > 0
+    for number in range(CONTROL, CONTROL - renewals - 1, -1):
+        with socket.create_connection(("127.0.0.1", ranks[0].address.port)) as late:
+            late.sendall(endpoint._HANDSHAKE.pack(ranks[0].address.secret, number, 1, 0))
+            ranks[0]._accept_all()
+        assert (found[0].left(), found[0].renewals(1)) == ([], renewals), number
+    for each in found:
+        each.close()
+
+
+def test_a_rank_that_ended_meanwhile_is_not_waited_for(made: Made) -> None:
+    ranks = made(2)
+    found = on_threads([partial(opened, rank, CONTROL) for rank in ranks])
+    found[1].close()
+    ranks[1].close()
+    with pytest.raises(Departed, match=r"rank 1 died or lost its connection \(it refuses connections at "):
+        exchanged(ranks[0], found[0], [0])
+    found[0].close()
+
+
+def test_a_connection_that_is_cut_in_a_large_message_is_given_up(made: Made) -> None:
+    """A copy of all that is on its way would cost the memory of the values."""
+    ranks = made(2)
+    found = on_threads([partial(opened, rank, CONTROL) for rank in ranks])
+    found[1].send(np.zeros(1_000_000), 0, 7)
+    receipt = found[0].recv(np.zeros(1_000_000), 1, 7)
+    found[0]._by_rank[1].socket.close()
+    until = time.monotonic() + HANG_SECONDS
+    while not receipt.has_come() and time.monotonic() < until:
+        ranks[0].rest(found[0], 0.02, 0.0)
+        found[1].recv(np.zeros(1), 0, 7).has_come()
+        ranks[1].rest(found[1], 0.02, 0.0)
+        if found[1]._by_rank[0]._given_up is not None:
+            break
+    with pytest.raises(Departed, match="in the middle of a large message"):
+        found[1].recv(np.zeros(1), 0, 7).wait()
+    for each in found:
+        each.close()
+
+
+def test_a_timeout_may_be_longer_than_the_system_can_count() -> None:
+    with socket.socket() as connecting:
+        connections.configure(connecting, float("inf"))
+        assert connecting.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+
+
+def test_idle_connections_are_kept_alive(made: Made) -> None:
+    """Firewalls forget a connection that was idle for some minutes."""
+    ranks = made(2)
+    for each in on_threads([partial(opened, rank, 0) for rank in ranks]):
+        (connection,) = each._by_rank.values()
+        assert connection.socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        if hasattr(socket, "TCP_KEEPIDLE"):
+            assert connection.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) <= 30
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            assert connection.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 60_000
+        each.close()
+
+
+def test_an_address_is_one_line_of_json_without_loopback_addresses() -> None:
+    address = Address("here", 1, own_addresses("127.0.0.1"), b"secret")
+    text = address.to_text()
+    assert Address.of(json.loads(text)) == address
     assert "\n" not in text
-    _, _, addresses, _ = json.loads(text)
-    assert not any(each.startswith("127.") or each == "::1" for each in addresses)
+    assert not any(each.startswith("127.") or each == "::1" for each in address.addresses)
 
 
-def test_the_address_that_leads_to_the_store_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_is_looked_up_only_where_the_route_and_the_interfaces_gave_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A resolver may be slow; and the own name may be a loopback address."""
     asked: list[Any] = []
-    real = socket.getaddrinfo
+    found = "10.1.2.3"
 
     def answer(host: str, *args: Any, **options: Any) -> Any:
         asked.append(host)
-        return real("127.0.0.1", *args, **options)
+        if host == "the-first-host":
+            return []
+        return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (found, 0))]
 
     monkeypatch.setattr(socket, "getaddrinfo", answer)
-    assert list(endpoint._own_addresses("the-first-host")) == []
-    assert asked[0] == "the-first-host"
+    monkeypatch.setattr(addresses, "_ipv4_of", lambda interface: {"lo": "127.0.0.1"}.get(interface, "10.9.9.9"))
+    monkeypatch.setattr(addresses, "_ipv6_of", lambda interface: {"lo": "::1"}.get(interface, "fe80::1"))
+    monkeypatch.setattr(addresses, "interfaces", lambda: ["lo", "eth0"])
+    assert own_addresses("the-first-host") == ("10.9.9.9",)
+    assert asked == ["the-first-host"]
+    monkeypatch.setattr(addresses, "interfaces", lambda: ["lo"])
+    assert own_addresses("the-first-host") == (found,)
+    found = "127.0.1.1"
+    assert own_addresses("the-first-host") == ()
 
 
 def test_an_interface_that_is_not_there_is_named() -> None:
     with pytest.raises(InputError, match=r"'no-such-interface', which has no address here; the interfaces are .*lo"):
-        Endpoint(0, range(2), "no-such-interface", None)
-    rank = Endpoint(0, range(2), "lo", None)
+        Endpoint(0, range(2), "no-such-interface", "", 60.0)
+    rank = Endpoint(0, range(2), "lo", "", 60.0)
     assert rank.address.addresses == ("127.0.0.1",)
     rank.close()

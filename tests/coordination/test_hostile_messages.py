@@ -15,8 +15,10 @@ from tests.support.socket_ranks import kept, wired
 from torchdistinput.batches.pytree import structure_of
 from torchdistinput.batches.schema import Structure
 from torchdistinput.coordination.channel import ProcessGroupChannel, plain_message
+from torchdistinput.coordination.connections import Departed
 from torchdistinput.coordination.exchanges import conclude
 from torchdistinput.coordination.fingerprints import agree
+from torchdistinput.coordination.recursive_doubling import combine
 from torchdistinput.errors import BatchingError, InputError
 
 GARBAGE = ["", "x", "{", "[" * 10**5, '{"a":' * 10**5, "9" * 10**5, "null", "[]", "3", '"x"', "\0", "NaN", "\ud800"]
@@ -40,6 +42,16 @@ def heard_from(content: bytes) -> Any:
 def test_a_size_that_nobody_can_mean_is_not_allocated(size: int) -> None:
     with pytest.raises(InputError, match=f"rank 1 of the group wants to send {size} bytes"):
         heard_from(size.to_bytes(8, sys.byteorder, signed=True))
+
+
+@pytest.mark.parametrize("size", [-1, 0, 1 << 40, (1 << 63) - 1])
+def test_a_value_of_such_a_size_is_not_allocated_either(size: int) -> None:
+    mine, theirs = wired(2)
+    theirs.send(np.array([size]), 0, 4)
+    with pytest.raises(Departed, match=f"rank 1 wants to send a value of {size} bytes"):
+        conclude(combine(mine, b"mine", lambda one, other: one + other))
+    mine.close()
+    theirs.close()
 
 
 def test_bytes_that_are_no_text_are_named() -> None:

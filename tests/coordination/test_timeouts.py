@@ -25,6 +25,9 @@ class Votes:
         self.asked += 1
         return [2]
 
+    def unreached(self) -> str:
+        return ""
+
     def abort(self, reason: str) -> None:
         self.reasons.append(reason)
 

@@ -241,6 +241,9 @@ class Said:
     def late(self) -> list[int]:
         return []
 
+    def unreached(self) -> str:
+        return ""
+
     def abort(self, reason: str) -> None:
         pass
 

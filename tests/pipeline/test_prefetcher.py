@@ -332,6 +332,9 @@ class Hearing:
     def late(self) -> list[int]:
         return []
 
+    def unreached(self) -> str:
+        return ""
+
     def abort(self, reason: str) -> None:
         if self._abort_fails:
             raise OSError("no way out")

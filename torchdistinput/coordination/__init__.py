@@ -26,7 +26,9 @@ third path.
 
 **Waiting.** Each wait for another rank is bounded by ``timeout_seconds`` (``timeouts``) and sees signals. A rank that
 waits tells its neighbours whom it waits for, so the error at the end of the time names the rank that is really late. A
-forked process inherits none of it (``fork_safety``).
+network that is away for less than that ends nothing: connections are kept alive, what fails to connect is tried again,
+and a lost connection of the strategy's own calls, silent for whole epochs, is opened again (``endpoint``). A forked
+process inherits none of it (``fork_safety``).
 
 Collectives on users' tensors (``reduce``, ``gather_ordered``) run on the caller's thread: on the user's group where
 all ranks can send tensors of that device, else over the strategy's own channel.
@@ -36,7 +38,9 @@ The modules:
 - ``launch``: The launcher, the default group, meshes.
 - ``store``: The store at which all ranks sign in when a strategy is made, asked in few requests.
 - ``process_group``: Agreements and sums of the ranks of a strategy.
-- ``endpoint``: The address and port of a rank; how two ranks connect.
+- ``endpoint``: The port of a rank; how two ranks connect, and connect again.
+- ``addresses``: The addresses by which other hosts reach this one.
+- ``dial``: The attempts to connect to a rank, at all its addresses side by side.
 - ``connections``: Messages from rank to rank, over sockets.
 - ``channel``: The messages of one live iterator.
 - ``recursive_doubling``: Sums and texts of all ranks in log2 W rounds.

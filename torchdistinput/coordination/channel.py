@@ -35,6 +35,7 @@ T = TypeVar("T")
 
 _MAX_TEXT = 1 << 30  # of one rank in one exchange, in bytes
 _MIN_ROW, _MAX_ROW = 256, 2048  # bytes that a rank sends at first in an exchange of texts
+_SILENT_SECONDS = 2.0  # a waiting rank sends a status twice a second, which each host acknowledges at once
 _WORD = 8  # bytes; the first word of a row is the length of the text
 _SAME_LIBRARY = "every rank must run the same version of torchdistinput, on a network that loses nothing"
 
@@ -70,7 +71,7 @@ def _text_of(data: bytes, rank: int) -> str:
 def lost(message: AbortMessage, names: Sequence[int]) -> RankLost:
     """The error of a rank that cannot go on because another rank left. Local."""
     who = names[message.rank] if 0 <= message.rank < len(names) else "unknown"
-    if message.why == AbortMessage.DIED:
+    if message.why.startswith(AbortMessage.DIED):
         return RankLost(f"rank {who} {message.why}; see its own log for the reason.")
     if message.why == AbortMessage.ENDED:
         return RankLost(
@@ -82,6 +83,8 @@ def lost(message: AbortMessage, names: Sequence[int]) -> RankLost:
             f"rank {who} {message.why}. If the late rank is only slow, raise timeout_seconds; else look at what it "
             "does (py-spy dump --pid)."
         )
+    if message.why.startswith(AbortMessage.FAILED):
+        return RankLost(f"rank {who} {message.why}")
     return RankLost(f"rank {who} {message.why}. Every rank must read the same number of steps.")
 
 
@@ -140,6 +143,13 @@ class ProcessGroupChannel:
     def late(self) -> list[int]:
         """See ``Channel.late``."""
         return self.connections.late()
+
+    def unreached(self) -> str:
+        """See ``Channel.unreached``."""
+        silent = self.connections.silent_seconds()
+        if silent < _SILENT_SECONDS:
+            return ""
+        return f"its host has acknowledged nothing for {silent:.0f} seconds, so the host or the network is down"
 
     def abort(self, reason: str) -> None:
         """See ``Channel.abort``."""

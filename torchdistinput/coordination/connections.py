@@ -15,6 +15,8 @@ Decisions.
   ranks that wait themselves, at any number of ranks, without further requests.
 - A rank that leaves sends an *abort message* before it closes: the rank that ended the exchange, and the reason. The
   message is read in its order: an exchange whose messages were all sent before it is completed.
+- The system keeps idle connections alive, and bounds how long a network may be away (``configure``). What the other
+  host's system acknowledged tells a busy rank from one that cannot be reached (``silent_seconds``).
 - When a process dies, the system closes its sockets. A fork closes its copies (``fork_safety.py``), so that they do not
   keep the connection open.
 
@@ -57,6 +59,14 @@ _STATUS_SECONDS: Final = 0.5
 _FRESH_SECONDS: Final = 2.5  # how long a status counts as true
 _MAX_BLAMED: Final = 64
 _CLOSING_SECONDS: Final = 0.5
+_RECENT: Final = 64  # messages of a connection that can be renewed; its two ends are never that far apart
+
+_KEEPALIVE_SECONDS: Final = 15
+_MAX_PROBES: Final = 127  # what Linux takes
+_TCP_RTO_MAX_MS: Final = 44  # since Linux 6.15; Python has no name for it
+_MAX_BACKOFF_MS: Final = 2000  # between two trials to send: a network that comes back is used at once
+_MAX_SILENCE_SECONDS: Final = 86_400.0  # the system takes no more than some weeks
+_TCP_INFO: Final = struct.Struct("=24xI28xI84xI")  # unacked, last_ack_recv (in milliseconds), notsent_bytes
 
 
 @final
@@ -72,9 +82,10 @@ class AbortMessage:
         self.rank = rank
         self.why = why
 
-    DIED: Final = "died or lost its connection"
+    DIED: Final = "died or lost its connection"  # the beginning of the reason
     ENDED: Final = "ended"
     GAVE_UP: Final = "gave up waiting"  # the beginning of the reason
+    FAILED: Final = "could not take part"  # the beginning of the reason
 
     def to_bytes(self) -> bytes:
         """The abort message as bytes for another rank. Local."""
@@ -112,12 +123,20 @@ class _Connection:
     Args:
       peer: the other rank.
       connected: a socket that is connected to it.
+      is_renewable: whether another socket may take its place (``leave``, ``renew``).
     """
 
-    def __init__(self, peer: int, connected: socket.socket) -> None:
+    def __init__(self, peer: int, connected: socket.socket, *, is_renewable: bool = False) -> None:
         connected.setblocking(False)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.peer = peer
+        self.is_left = False
+        """Whether it waits for another socket."""
+        self.renewals = 0
+        self._is_renewable = is_renewable
+        self._sent = self._received = 0  # messages
+        self._recent: deque[bytes | None] = deque(maxlen=_RECENT)  # sent messages, ``None`` for a large one
+        self._given_up: AbortMessage | None = None
         self.socket = connected
         self.blamed: Sequence[int] = ()
         """The ranks for which the other rank waited, by its last status."""
@@ -141,8 +160,14 @@ class _Connection:
         size = len(content)
         head = _HEAD.pack(kind, size)
         with self._lock:
-            if size <= _SMALL:
-                self._outgoing.append(memoryview(b"".join((head, content))))
+            small = b"".join((head, content)) if size <= _SMALL else None
+            if self._is_renewable and kind >= 0:
+                self._sent += 1
+                self._recent.append(small)
+            if self.is_left:
+                return
+            if small is not None:
+                self._outgoing.append(memoryview(small))
             else:
                 self._outgoing += (memoryview(head), memoryview(content))
             self._send_on()
@@ -178,7 +203,9 @@ class _Connection:
         Raises:
           Departed: the message cannot come any more.
         """
-        while True:
+        if self._given_up is not None:
+            raise Departed(self._given_up)
+        while not self.is_left:
             if self._head is None:
                 if self._end - self._start < _HEAD.size:
                     if not self._read():
@@ -192,8 +219,10 @@ class _Connection:
             self._head = None
             if found >= 0:
                 self.blamed = ()  # the other rank does not wait any more
+                self._received += 1
                 return True
             self._hear(found, bytes(self._content))
+        return False
 
     def _begin_frame(self, kind: int, size: int) -> None:
         found, length = _HEAD.unpack_from(self._buffer, self._start)
@@ -244,11 +273,50 @@ class _Connection:
             received = self.socket.recv_into(target)
         except (BlockingIOError, InterruptedError):
             return 0
-        except OSError as error:
-            raise Departed(AbortMessage(self.peer, AbortMessage.DIED)) from error
-        if not received:
+        except OSError:
+            received = 0
+        if received:
+            return received
+        if not self._is_renewable:
             raise Departed(AbortMessage(self.peer, AbortMessage.DIED))
-        return received
+        self.leave()
+        return 0
+
+    def leave(self) -> int:
+        """Closes the socket, for which another one will come. Returns the number of messages received. Local."""
+        if not self.is_left:
+            with self._lock:
+                self.is_left = True
+                self._outgoing.clear()
+                self.socket.close()
+            self._start = self._end = self._filled = 0
+            self._head = None
+        return self._received
+
+    def renew(self, connected: socket.socket, renewals: int, received: int) -> None:
+        """Goes on with another socket, and sends again what is missing.
+
+        Args:
+          connected: the socket.
+          renewals: how many times this connection was renewed, with this one.
+          received: how many messages the other rank received so far.
+        """
+        self.renewals = renewals
+        with self._lock:
+            missing = self._sent - received
+            again = list(self._recent)[len(self._recent) - missing :] if 0 <= missing <= len(self._recent) else [None]
+            frames = [memoryview(each) for each in again if each is not None]
+            if len(frames) < len(again):
+                self._given_up = AbortMessage(self.peer, f"{AbortMessage.DIED} in the middle of a large message")
+                connected.close()
+                return
+            self.socket, self.is_left = connected, False
+            self._outgoing += frames
+            self._send_on()
+
+    def give_up(self, message: AbortMessage) -> None:
+        """No other socket will come. Local."""
+        self._given_up = message
 
     def _hear(self, kind: int, content: bytes) -> None:
         if kind == _ABORT:
@@ -328,16 +396,21 @@ class Connections:
       rank: this rank.
       num_ranks: how many ranks there are.
       sockets: a connected socket for each partner of this rank; this object owns them from now on.
+      are_renewable: whether a lost connection waits for another socket (``left``, ``renew``, ``give_up``).
 
     Attributes:
       awaited: the connection whose message this rank waits for.
       resting: whether a thread is in ``rest``, where an interruption loses nothing.
     """
 
-    def __init__(self, rank: int, num_ranks: int, sockets: Mapping[int, socket.socket]) -> None:
+    def __init__(
+        self, rank: int, num_ranks: int, sockets: Mapping[int, socket.socket], *, are_renewable: bool = False
+    ) -> None:
         self.rank = rank
         self.num_ranks = num_ranks
-        self._by_rank = {peer: _Connection(peer, connected) for peer, connected in sockets.items()}
+        self._by_rank = {
+            peer: _Connection(peer, connected, is_renewable=are_renewable) for peer, connected in sockets.items()
+        }
         self.awaited: _Connection | None = None
         self.resting = False
         self._status_at = 0.0
@@ -357,12 +430,21 @@ class Connections:
         """Notes that an exchange begins: the first status is due ``_STATUS_SECONDS`` later. Local."""
         self._status_at = time.monotonic()
 
-    def rest(self, seconds: float) -> None:
-        """Waits until the awaited message may have come, for at most ``seconds``. Sends a status from time to time."""
+    def rest(
+        self, seconds: float, reading: Sequence[socket.socket] = (), writing: Sequence[socket.socket] = ()
+    ) -> None:
+        """Waits until the awaited message may have come, for at most ``seconds``. Sends a status from time to time.
+
+        Args:
+          seconds: the bound.
+          reading: other sockets that end the wait when they can be read from.
+          writing: other sockets that end the wait when they can be written to.
+        """
         awaited = self.awaited
         sending = [each.socket for each in self._by_rank.values() if not each.is_sent]
+        awaiting = [] if awaited is None or awaited.is_left else [awaited.socket]
         self.resting = True
-        wait_for_sockets([] if awaited is None else [awaited.socket], sending, seconds)
+        wait_for_sockets([*awaiting, *reading], [*sending, *writing], seconds)
         self.resting = False
         for each in self._by_rank.values():
             if not each.is_sent:
@@ -386,6 +468,36 @@ class Connections:
             return [rank for rank in blamed if 0 <= rank < self.num_ranks][:_MAX_BLAMED]
         return [awaited.peer]
 
+    def left(self) -> list[int]:
+        """The partners whose connections wait for another socket. Local."""
+        return [peer for peer, each in self._by_rank.items() if each.is_left]
+
+    def leave(self, peer: int) -> int:
+        """See ``_Connection.leave``."""
+        return self._by_rank[peer].leave()
+
+    def renewals(self, peer: int) -> int:
+        """How many times the connection with a partner was renewed. Local."""
+        return self._by_rank[peer].renewals
+
+    def renew(self, peer: int, connected: socket.socket, renewals: int, received: int) -> None:
+        """See ``_Connection.renew``."""
+        self._by_rank[peer].renew(connected, renewals, received)
+
+    def give_up(self, peer: int, message: AbortMessage) -> None:
+        """See ``_Connection.give_up``."""
+        self._by_rank[peer].give_up(message)
+
+    def silent_seconds(self, peer: int | None = None) -> float:
+        """For how long the host of a partner has acknowledged nothing. 0 where the system does not tell. Any thread.
+
+        Args:
+          peer: the partner; ``None`` for the awaited one, if it is late itself.
+        """
+        if peer is None:
+            peer = self.awaited.peer if self.awaited is not None and self.late() == [self.awaited.peer] else None
+        return 0.0 if peer is None or self._by_rank[peer].is_left else _silent_seconds(self._by_rank[peer].socket)
+
     def send_abort(self, message: AbortMessage) -> None:
         """Sends the abort message to all partners, and ends all waits. Any thread, but only once."""
         for each in self._by_rank.values():
@@ -399,6 +511,47 @@ class Connections:
     def leave_to_parent(self) -> None:
         """See ``fork_safety.Inherited``: a copy of a socket in a fork would outlive the rank."""
         self.close()
+
+
+def configure(connecting: socket.socket, silence_seconds: float) -> None:
+    """Sets the options of a socket: it never blocks, and shows when the other host is gone. Local.
+
+    The system asks the other host from time to time whether it is there (keepalive), so that a firewall does not forget
+    an idle connection; firewalls do so after some minutes. No message of this library is sent for that.
+
+    Args:
+      connecting: the socket.
+      silence_seconds: for how long the other host may acknowledge nothing, until the connection counts as lost.
+    """
+    connecting.setblocking(False)
+    connecting.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connecting.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    silence_seconds = min(silence_seconds, _MAX_SILENCE_SECONDS)
+    count = min(_MAX_PROBES, int(silence_seconds / _KEEPALIVE_SECONDS) + 1)
+    options = [
+        (getattr(socket, "TCP_KEEPIDLE", getattr(socket, "TCP_KEEPALIVE", None)), _KEEPALIVE_SECONDS),
+        (getattr(socket, "TCP_KEEPINTVL", None), _KEEPALIVE_SECONDS),
+        (getattr(socket, "TCP_KEEPCNT", None), count),
+        (getattr(socket, "TCP_USER_TIMEOUT", None), int(1e3 * silence_seconds)),
+        (_TCP_RTO_MAX_MS if sys.platform == "linux" else None, _MAX_BACKOFF_MS),
+    ]
+    for option, value in options:
+        if option is not None:
+            with contextlib.suppress(OSError):  # an older system
+                connecting.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def _silent_seconds(connected: socket.socket) -> float:
+    if sys.platform != "linux":
+        return 0.0
+    try:
+        info = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+    except OSError:  # closed meanwhile
+        return 0.0
+    if len(info) < _TCP_INFO.size:  # an older system
+        return 0.0
+    unacknowledged, silent, unsent = _TCP_INFO.unpack(info)
+    return float(silent) / 1e3 if unacknowledged or unsent else 0.0
 
 
 def _status(ranks: Sequence[int]) -> bytes:

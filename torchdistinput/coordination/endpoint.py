@@ -5,74 +5,61 @@ made. To open a channel, a rank connects to its partners with lower numbers, and
 with higher numbers. A rank connects with ``log2 W`` others for each channel, never with all.
 
 - Every wait is bounded, handles signals, and names the missing rank. A rank whose port refuses connections has ended.
-- The first bytes of a connection are a *handshake*: a secret of the accepting rank, the channel, the sender. A
-  connection with another beginning is closed. No rank blocks for a handshake: the sender may hang before it sends one.
+  Any other failure is tried again until the time is over, as a network may be away for seconds (``dial``). This rank's
+  own troubles (no descriptor, no free port) are raised as its own.
+- The first bytes of a connection are a *handshake*: a secret of the accepting rank, the channel, the sender. The
+  handshake is read whole before the secret is compared, in constant time, so nothing tells how much of a guess is
+  right. A connection with another secret is closed. No rank blocks for a handshake: the sender may hang before it
+  sends one. The rank answers, and the sender confirms the one connection that it keeps of those that it tried.
+- The secret keeps strangers out: only processes that can read the store know it. It protects nothing else. Nothing is
+  encrypted, the secret included: whoever sees the traffic between the hosts, or reaches the store's port, can read and
+  write all. So the ranks, as torch's own process groups, belong on a network of their own.
 - A rank that cannot open a channel that the others wait for tells them (``refuse``): it connects to all partners, and
   sends a handshake that is followed by an abort message.
 - The interface is the first one in ``GLOO_SOCKET_IFNAME``, as for gloo. Without that variable a rank listens on all
-  interfaces. Others try the address on the route to the store, the addresses of the host's name, and, on the same host,
-  the loopback address.
+  interfaces, and others try all its addresses side by side; on the same host the loopback address first. The port is
+  any free one, or the first free one in ``TORCHDISTINPUT_PORTS``, for firewalls.
+- The connection of the strategy's own calls is silent for a whole epoch. Where it is lost meanwhile, although the rank
+  is there, it is opened again (``rest``). Both ends say how many messages they received, and the rest is sent again.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import json
-import os
+import hmac
 import secrets
 import socket
 import struct
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Final, NamedTuple, final
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final, final
 
+from torchdistinput.coordination.addresses import Address, address_of, host_identity
 from torchdistinput.coordination.connections import (
     AbortMessage,
     Connections,
     Departed,
     abort_connection,
+    configure,
     tell_waiting,
     wait_for_sockets,
 )
+from torchdistinput.coordination.dial import Dial, is_own_trouble
 from torchdistinput.coordination.fork_safety import register_for_forks
 from torchdistinput.errors import InputError
 
+CONTROL: Final = -1
+"""The number of the channel for the strategy's own calls. Lower ones renew a connection of it: first -2, then -3."""
+
 _HANDSHAKE: Final = struct.Struct("<16sqqq")  # secret, channel, sender, length of the abort message that follows
+_ANSWER: Final = struct.Struct("<16sq")  # a proof that the rank knows its secret; the number of messages received
+_CONFIRM: Final = struct.Struct("<q")  # the number of messages received
 _LOOK_SECONDS: Final = 0.5
-_CONNECT_SECONDS: Final = 1.0
+_SILENT_SECONDS: Final = 5.0  # without an acknowledgement by a host, until a connection counts as lost
 _REFUSE_SECONDS: Final = 1.0
 _MAX_LOOK_SECONDS: Final = 8.0  # between two trials whether a rank that does not come has ended
 _BACKLOG: Final = 128
 _MAX_ABORT: Final = 1 << 16
-
-
-class Address(NamedTuple):
-    """The address of a rank.
-
-    Args:
-      host: identifies the host; ranks with the same value can use the loopback address.
-      port: the port, the same for all addresses.
-      addresses: host names or IP addresses, the best one first.
-      secret: the first bytes of a connection to this rank.
-    """
-
-    host: str
-    port: int
-    addresses: tuple[str, ...]
-    secret: bytes
-
-    def to_text(self) -> str:
-        """The address as a text for the store. Local."""
-        return json.dumps([self.host, self.port, list(self.addresses), self.secret.hex()])
-
-    @staticmethod
-    def from_text(text: str | bytes) -> Address:
-        """The address from the text that another rank wrote to the store. Local."""
-        host, port, addresses, secret = json.loads(text)
-        return Address(str(host), int(port), tuple(map(str, addresses)), bytes.fromhex(secret))
 
 
 @final
@@ -81,22 +68,38 @@ class Late(Exception):
 
     Args:
       ranks: the missing ranks.
+      unreached: those of them that do not answer, with addresses and reasons; empty where all do.
     """
 
-    def __init__(self, ranks: Sequence[int]) -> None:
+    def __init__(self, ranks: Sequence[int], unreached: str) -> None:
         super().__init__(*ranks)
         self.ranks = list(ranks)
+        self.unreached = unreached
 
 
-class _Opening(NamedTuple):
-    """A channel that is being opened; see ``Endpoint.open``."""
+@final
+class _Arrival:
+    """A connection that was accepted, and its bytes so far: a rank may stand still before its handshake."""
 
-    number: int
-    began: float
-    seconds: float
-    found: dict[int, socket.socket]
-    """The connections so far, by rank."""
-    meanwhile: Callable[[list[int], float], None]
+    def __init__(self, connected: socket.socket) -> None:
+        self.socket = connected
+        self.received = bytearray()
+        self.is_answered = False
+
+    def handshake(self) -> tuple[bytes, int, int, int]:
+        """Secret, channel, sender and the length of the abort message."""
+        found: tuple[bytes, int, int, int] = _HANDSHAKE.unpack_from(self.received)
+        return found
+
+    def read(self, size: int) -> bool:
+        """Reads up to so many bytes without waiting. Whether they are there; raises ``OSError`` if they cannot come."""
+        with contextlib.suppress(BlockingIOError, InterruptedError):
+            while len(self.received) < size:
+                part = self.socket.recv(size - len(self.received))
+                if not part:
+                    raise ConnectionResetError
+                self.received += part
+        return len(self.received) >= size
 
 
 @final
@@ -107,29 +110,32 @@ class Endpoint:
       rank: this rank.
       names: the ranks as users know them, by rank.
       interface: the network interface to listen at; empty for all.
-      towards: the address of the store, if it is known: this rank's address on the route to it is the best one.
+      ports: the ports to choose from, as ``29600-29700``; empty for any free one.
+      silence_seconds: see ``connections.configure``.
 
     Raises:
-      InputError: there is no such interface.
+      InputError: there is no such interface, or no free port, or no descriptor left.
     """
 
-    def __init__(self, rank: int, names: Sequence[int], interface: str, towards: str | None) -> None:
+    def __init__(self, rank: int, names: Sequence[int], interface: str, ports: str, silence_seconds: float) -> None:
         self._rank = rank
         self._names = names
-        here = _address_of(interface) if interface else ""
-        self._listener = _listen(here)
+        self._silence_seconds = silence_seconds
+        here = address_of(interface) if interface else ""
+        self._listener = _listen(here, ports)
         self._listener.setblocking(False)
+        self._spare = socket.socket()  # its descriptor serves to tell the others that there is none left
         self.address = Address(
-            _host(),
-            self._listener.getsockname()[1],
-            (here,) if interface else tuple(_own_addresses(towards)),
-            secrets.token_bytes(16),
+            host_identity(), self._listener.getsockname()[1], (here,) if here else (), secrets.token_bytes(16)
         )
         self._by_rank: dict[int, Address] = {}
-        self._arriving: dict[socket.socket, bytearray] = {}  # and the handshake so far: a rank may stand still
+        self._known: dict[int, str] = {}  # the address by which a rank was reached
+        self._dials: dict[int, Dial] = {}
+        self._arriving: list[_Arrival] = []
         self._early: dict[tuple[int, int], socket.socket] = {}  # connections for channels that are not open here yet
+        self._control: Connections | None = None
         self._refused: dict[int, AbortMessage] = {}  # by channel
-        self._oldest = 0  # the number of the oldest channel that may still be opened
+        self._oldest = CONTROL  # the number of the oldest channel that may still be opened
         register_for_forks(self)
 
     def meet(self, addresses: Mapping[int, Address]) -> None:
@@ -147,32 +153,183 @@ class Endpoint:
         Raises:
           Late: ranks did not connect in time.
           Departed: a rank ended, or said that it will not come.
+          InputError: this rank has no descriptors, memory or ports left.
         """
         self._forget_before(number)
+        self._end_dials()
         found: dict[int, socket.socket] = {}
-        opening = _Opening(number, time.monotonic(), seconds, found, meanwhile)
         try:
-            for peer in sorted(self._by_rank):
-                if peer < self._rank:
-                    self._dial_in_time(peer, opening)
-            self._accept_in_time(opening)
+            self._connect_all(number, seconds, meanwhile, found)
         except BaseException as error:
             self._abort_with(found, number, self._abort_message(error, seconds))
             raise
-        return Connections(self._rank, len(self._names), found)
+        finally:
+            self._end_dials()
+        connections = Connections(self._rank, len(self._names), found, are_renewable=number == CONTROL)
+        if number == CONTROL:
+            self._control = connections
+        return connections
+
+    def _connect_all(
+        self,
+        number: int,
+        seconds: float,
+        meanwhile: Callable[[list[int], float], None],
+        found: dict[int, socket.socket],
+    ) -> None:
+        began = told = time.monotonic()
+        while True:
+            self._accept_all()
+            missing = [peer for peer in self._by_rank if peer not in found]
+            self._raise_if_refused(number, missing)
+            for peer in self._by_rank:
+                if (number, peer) in self._early:
+                    found[peer] = self._early.pop((number, peer))
+                elif peer not in found and (connected := self._reach(peer, number, 0)) is not None:
+                    found[peer] = connected
+            missing = [peer for peer in self._by_rank if peer not in found]
+            if not missing:
+                return
+            now = time.monotonic()
+            if now - began > seconds:
+                raise Late(missing, self.told_unreached(missing))
+            meanwhile(missing, now - began)
+            if now - told > _LOOK_SECONDS:  # they may be at their first exchange already, and would name this rank
+                told = now
+                for connected in found.values():
+                    tell_waiting(connected, missing)
+            self._wait(min(_LOOK_SECONDS, max(0.01, seconds - (now - began))))
+
+    def rest(self, control: Connections, seconds: float, waited: float) -> None:
+        """Waits until the awaited message may have come; meanwhile opens lost connections again. Local, bounded.
+
+        Args:
+          control: the connections of the strategy's own calls.
+          seconds: how long to wait, at most.
+          waited: for how long this rank waits for the message already.
+
+        Raises:
+          InputError: this rank has no descriptors, memory or ports left.
+        """
+        with contextlib.suppress(InputError):  # without a descriptor for a connection that may be for another channel
+            self._accept_all()
+        if waited > _SILENT_SECONDS:
+            for peer in self._by_rank:
+                if peer < self._rank and control.silent_seconds(peer) > _SILENT_SECONDS:
+                    control.leave(peer)  # the other end is not told, so the higher rank dials, as ever
+        for peer in control.left():
+            try:
+                self._reach(peer, CONTROL - 1 - control.renewals(peer), control.leave(peer))
+            except Departed as departed:  # noqa: PERF203 - a trial for each
+                control.give_up(peer, departed.message)
+        reading, writing, due = self._sockets()
+        control.rest(min(seconds, max(0.01, due)), reading, writing)
+
+    def _wait(self, seconds: float) -> None:
+        reading, writing, due = self._sockets()
+        wait_for_sockets(reading, writing, min(seconds, max(0.01, due)))
+
+    def _sockets(self) -> tuple[list[socket.socket], list[socket.socket], float]:
+        """The sockets to be read from, those to be written to, and the seconds until there is more to do."""
+        reading, writing = [each.socket for each in self._arriving], []
+        if self._dials:
+            reading.append(self._listener)
+        for dial in self._dials.values():
+            answers, sends = dial.sockets()
+            reading += answers
+            writing += sends
+        return reading, writing, min((dial.seconds_until_due() for dial in self._dials.values()), default=_LOOK_SECONDS)
+
+    def _reach(self, peer: int, number: int, received: int) -> socket.socket | None:
+        """Continues to connect with a missing partner. A higher rank dials here, and is asked only whether it is there.
+
+        Raises:
+          Departed: the rank has ended.
+          InputError: this rank has no descriptors, memory or ports left.
+        """
+        is_lower = peer < self._rank
+        dial = self._dials.get(peer)
+        if dial is None:
+            dial = self._dials[peer] = self._dial(peer, *((number, _ANSWER.size) if is_lower else (None, 0)))
+            if not is_lower:
+                dial.begin_in(_LOOK_SECONDS)
+        try:
+            connected = dial.go_on()
+        except OSError as error:
+            raise _own_trouble(self._names[self._rank], error) from error
+        if dial.is_refused():
+            self._accept_all()  # it may have connected before it ended, or said why
+            self._raise_if_refused(number)
+            if (number, peer) not in self._early:
+                raise Departed(AbortMessage(peer, f"{AbortMessage.DIED} (it refuses connections at {dial.best})"))
+        if connected is None:
+            return None
+        if not is_lower:
+            connected.close()
+            dial.again_seconds = min(2 * dial.again_seconds, _MAX_LOOK_SECONDS)
+            dial.begin_in(dial.again_seconds)
+            return None
+        return self._confirmed(peer, number, received, connected)
+
+    def _confirmed(self, peer: int, number: int, received: int, connected: socket.socket) -> socket.socket | None:
+        """Confirms the connection that a partner answered; ``None`` if it must be dialled again."""
+        dial = self._dials[peer]
+        _, theirs = _ANSWER.unpack(dial.answer)
+        try:
+            connected.send(_CONFIRM.pack(received))
+        except OSError:  # it has gone since
+            connected.close()
+            dial.begin_in(_LOOK_SECONDS)
+            return None
+        self._known[peer] = dial.address
+        self._dials.pop(peer)
+        if self._control is not None and number < CONTROL:
+            self._control.renew(peer, connected, CONTROL - number, theirs)
+        return connected
+
+    def _dial(self, peer: int, number: int | None, answer_size: int, message: bytes = b"") -> Dial:
+        """A dial for a channel; without a number, one that asks only whether the rank is there."""
+        there = self._by_rank[peer]
+        local = ("127.0.0.1", "::1") if there.host == self.address.host else ()
+        known = self._known.get(peer)
+        best = () if known is None else (known,)
+        greeting = b"" if number is None else _HANDSHAKE.pack(there.secret, number, self._rank, len(message)) + message
+        return Dial(
+            list(dict.fromkeys((*best, *local, *there.addresses))),
+            there.port,
+            greeting,
+            _proof_of(there.secret) if answer_size else b"",
+            answer_size,
+            self._silence_seconds,
+            is_sure=known is not None,
+        )
+
+    def told_unreached(self, ranks: Iterable[int]) -> str:
+        """Those of the missing ranks that do not answer, with addresses and reasons; empty where all do. Local."""
+        told = [(self._names[rank], self._dials[rank].told_failures()) for rank in ranks if rank in self._dials]
+        return "; ".join(
+            f"rank {name} signed in, but does not answer at {failures}" for name, failures in told if failures
+        )
+
+    def _end_dials(self) -> None:
+        while self._dials:
+            self._dials.popitem()[1].close()
 
     def _abort_message(self, error: BaseException, seconds: float) -> AbortMessage:
         if isinstance(error, Departed):
             return error.message
         if isinstance(error, Late):
             late = ", ".join(str(self._names[rank]) for rank in error.ranks)
-            return AbortMessage(self._rank, f"{AbortMessage.GAVE_UP} for rank {late} after {seconds:g} seconds")
+            why = f" ({error.unreached})" if error.unreached else ""
+            return AbortMessage(self._rank, f"{AbortMessage.GAVE_UP} for rank {late} after {seconds:g} seconds{why}")
+        if isinstance(error, InputError):
+            return AbortMessage(self._rank, f"{AbortMessage.FAILED}: {error}")
         return AbortMessage(self._rank, f"was interrupted by {type(error).__name__}")
 
-    def refuse(self, number: int, why: str) -> None:
+    def refuse(self, number: int, message: AbortMessage) -> None:
         """Tells all partners that this rank will not open the channel, for which they may wait. Local, bounded."""
         self._forget_before(number)
-        self._abort_with({}, number, AbortMessage(self._rank, why))
+        self._abort_with({}, number, message)
 
     def _forget_before(self, number: int) -> None:
         self._oldest = number
@@ -182,234 +339,169 @@ class Endpoint:
             del self._refused[old]
 
     def _abort_with(self, found: Mapping[int, socket.socket], number: int, message: AbortMessage) -> None:
+        self._end_dials()
+        self._spare.close()
+        self._dials = {peer: self._dial(peer, number, 0, message.to_bytes()) for peer in self._by_rank}
         until = time.monotonic() + _REFUSE_SECONDS
-        for peer in self._by_rank:
-            with contextlib.suppress(OSError):  # it has ended, or cannot be reached: no rank waits there
-                self._dial(peer, number, max(0.01, until - time.monotonic()), message.to_bytes()).close()
+        while self._dials and time.monotonic() < until:
+            for peer, dial in list(self._dials.items()):
+                connected = None
+                with contextlib.suppress(OSError):  # no descriptor: another dial ends soon
+                    connected = dial.go_on()
+                if connected is not None or dial.is_refused():  # it was told, or it has ended: no rank waits there
+                    self._dials.pop(peer).close()
+                if connected is not None:
+                    connected.close()
+            if self._dials:
+                self._wait(0.1)
+        self._end_dials()
         # After the dialling: a partner that dials later finds the refusal, and one that dialled before is found here.
-        self._accept_all()
+        with contextlib.suppress(InputError):  # no descriptor
+            self._accept_all()
         early = {peer: self._early.pop((number, peer)) for peer in self._by_rank if (number, peer) in self._early}
         for peer, connected in (*found.items(), *early.items()):
             abort_connection(peer, connected, message)
-        while self._arriving:  # a partner that stands still before its handshake would wait here later
-            abort_connection(-1, self._arriving.popitem()[0], message)
+        while self._arriving:  # a partner that waits for the confirmed connection would wait here later
+            arrival = self._arriving.pop()
+            if arrival.is_answered:
+                abort_connection(-1, arrival.socket, message)
+            arrival.socket.close()
+        with contextlib.suppress(OSError):
+            self._spare = socket.socket()
 
-    def _dial_in_time(self, peer: int, opening: _Opening) -> None:
-        number, began, seconds, found, meanwhile = opening
-        while peer not in found:
-            self._accept_all()
-            self._raise_if_refused(number)
-            passed = time.monotonic() - began
-            if passed > seconds:
-                raise Late([peer])
-            try:
-                found[peer] = self._dial(peer, number, min(_LOOK_SECONDS, max(0.01, seconds - passed)))
-            except TimeoutError:
-                meanwhile([peer], passed)
-            except OSError as error:
-                self._raise_ended(peer, number, error)
-
-    def _raise_ended(self, peer: int, number: int, error: OSError) -> None:
-        """Raises for a rank whose port refuses connections, unless it had connected before it ended."""
-        self._accept_all()
-        self._raise_if_refused(number)
-        if (number, peer) not in self._early:
-            raise Departed(AbortMessage(peer, AbortMessage.DIED)) from error
-
-    def _raise_if_refused(self, number: int) -> None:
-        if number in self._refused:
-            raise Departed(self._refused[number])
-
-    def _accept_in_time(self, opening: _Opening) -> None:
-        number, began, seconds, found, meanwhile = opening
-        look = _LOOK_SECONDS
-        looked = time.monotonic()
-        while True:
-            self._accept_all()
-            self._raise_if_refused(number)
-            for peer in self._by_rank:
-                if (number, peer) in self._early:
-                    found[peer] = self._early.pop((number, peer))
-            missing = [peer for peer in self._by_rank if peer not in found]
-            if not missing:
-                return
-            now = time.monotonic()
-            if now - began > seconds:
-                raise Late(missing)
-            if now - looked > look:
-                looked, look = now, min(2 * look, _MAX_LOOK_SECONDS)
-                self._look_for_ended(missing, number)
-            meanwhile(missing, now - began)
-            for connected in found.values():  # they may be at their first exchange already, and would name this rank
-                tell_waiting(connected, missing)
-            wait_for_sockets(
-                [self._listener, *self._arriving], [], min(_LOOK_SECONDS, max(0.01, seconds - (now - began)))
-            )
-
-    def _look_for_ended(self, missing: Sequence[int], number: int) -> None:
-        for peer in missing:
-            try:
-                self._connect(peer, _CONNECT_SECONDS / len(missing)).close()
-            except TimeoutError:  # noqa: PERF203 - a trial for each
-                continue
-            except OSError as error:
-                self._raise_ended(peer, number, error)
+    def _raise_if_refused(self, number: int, missing: Sequence[int] = ()) -> None:
+        message = self._refused.get(number)
+        if message is None:
+            return
+        if message.why.startswith(AbortMessage.GAVE_UP) and (unreached := self.told_unreached(missing)):
+            raise Late(missing, unreached)  # the other rank gave up because this one cannot reach it
+        raise Departed(message)
 
     def _accept_all(self) -> None:
         """Takes all connections that wait to be accepted, and those whose handshake is complete by now."""
-        with contextlib.suppress(BlockingIOError, ConnectionError, InterruptedError):
-            while True:
+        while True:
+            try:
                 connected, _ = self._listener.accept()
-                connected.setblocking(False)
-                self._arriving[connected] = bytearray()
-        for connected, handshake in list(self._arriving.items()):
-            if _receive_handshake(connected, handshake, self.address.secret):
-                del self._arriving[connected]
-                self._accept_one(connected, bytes(handshake))
+            except OSError as error:
+                if is_own_trouble(error):
+                    raise _own_trouble(self._names[self._rank], error) from error
+                break  # there is none, or the port is closed, or an error of the network
+            configure(connected, self._silence_seconds)
+            self._arriving.append(_Arrival(connected))
+        for arrival in list(self._arriving):
+            try:
+                is_complete = self._accept_on(arrival)
+            except OSError:  # the other end has closed it, or it has another secret
+                is_complete = True
+                arrival.socket.close()
+            if is_complete:
+                self._arriving.remove(arrival)
         while len(self._arriving) > _BACKLOG:  # connections that send nothing: the oldest is closed
-            oldest = next(iter(self._arriving))
-            del self._arriving[oldest]
-            oldest.close()
+            oldest = next((each for each in self._arriving if not each.is_answered), self._arriving[0])
+            self._arriving.remove(oldest)
+            oldest.socket.close()
 
-    def _accept_one(self, connected: socket.socket, handshake: bytes) -> None:
-        """Keeps the connection of a partner, or the reason of a refusal; closes other connections, and late ones."""
-        if not handshake:
-            connected.close()
-            return
-        _, number, peer, _ = _HANDSHAKE.unpack_from(handshake)
-        message = handshake[_HANDSHAKE.size :]
-        if number < self._oldest or message or peer not in self._by_rank:
-            connected.close()
-            if message and number >= self._oldest:
-                self._refused.setdefault(number, AbortMessage.from_bytes(message, peer))
+    def _accept_on(self, arrival: _Arrival) -> bool:
+        """Continues a handshake without waiting. Whether it is complete; raises ``OSError`` if it is not valid."""
+        if not arrival.read(_HANDSHAKE.size):
+            return False
+        secret, number, peer, length = arrival.handshake()
+        if not hmac.compare_digest(secret, self.address.secret) or peer not in self._by_rank:
+            raise ConnectionRefusedError
+        renewed = self._control if number < CONTROL else None
+        # A connection that the sender tried and did not keep may come late: it must not end the one that was kept.
+        is_late = number < self._oldest if renewed is None else CONTROL - number <= renewed.renewals(peer)
+        if is_late or not 0 <= length <= _MAX_ABORT:
+            raise ConnectionRefusedError
+        if length:
+            if not arrival.read(_HANDSHAKE.size + length):
+                return False
+            arrival.socket.close()
+            message = AbortMessage.from_bytes(bytes(arrival.received[_HANDSHAKE.size :]), peer)
+            self._refused.setdefault(number, message)
+            return True
+        if not arrival.is_answered:
+            received = 0 if renewed is None else renewed.leave(peer)
+            arrival.socket.send(_ANSWER.pack(_proof_of(self.address.secret), received))
+            arrival.is_answered = True
+        if not arrival.read(_HANDSHAKE.size + _CONFIRM.size):
+            return False
+        self._keep(arrival, number, peer, renewed)
+        return True
+
+    def _keep(self, arrival: _Arrival, number: int, peer: int, renewed: Connections | None) -> None:
+        """Keeps the connection that a partner confirmed, and closes an older one, and those that it did not choose."""
+        here = arrival.socket.getpeername()[0].removeprefix("::ffff:")
+        if here in self._by_rank[peer].addresses or here in ("127.0.0.1", "::1"):
+            self._known[peer] = here
+        if renewed is not None:
+            dial = self._dials.pop(peer, None)
+            if dial is not None:
+                dial.close()
+            (received,) = _CONFIRM.unpack_from(arrival.received, _HANDSHAKE.size)
+            renewed.renew(peer, arrival.socket, CONTROL - number, received)
             return
         before = self._early.pop((number, peer), None)
         if before is not None:
             before.close()
-        self._early[number, peer] = connected
-
-    def _dial(self, peer: int, number: int, seconds: float, message: bytes = b"") -> socket.socket:
-        connected = self._connect(peer, seconds)
-        connected.sendall(_HANDSHAKE.pack(self._by_rank[peer].secret, number, self._rank, len(message)) + message)
-        return connected
-
-    def _connect(self, peer: int, seconds: float) -> socket.socket:
-        """Connects to a rank. Raises ``OSError`` if its port refuses, ``TimeoutError`` if it does not answer."""
-        there = self._by_rank[peer]
-        addresses = (*(("127.0.0.1", "::1") if there.host == self.address.host else ()), *there.addresses)
-        last: OSError = ConnectionRefusedError(errno.ECONNREFUSED, "no address")
-        for address in addresses:
-            try:
-                return socket.create_connection((address, there.port), max(0.01, seconds / len(addresses)))
-            except TimeoutError as error:  # noqa: PERF203 - a trial for each
-                last = error
-            except OSError as error:
-                last = last if isinstance(last, TimeoutError) else error
-        raise last
+        self._early[number, peer] = arrival.socket
 
     def close(self) -> None:
         """Closes the port and all connections that belong to no channel. Idempotent."""
         self._listener.close()
+        self._spare.close()
+        self._end_dials()
         while self._early:
             self._early.popitem()[1].close()
         while self._arriving:
-            self._arriving.popitem()[0].close()
+            self._arriving.pop().socket.close()
 
     def leave_to_parent(self) -> None:
         """See ``fork_safety.Inherited``: a port that a fork keeps would let a rank that ended look alive."""
         self.close()
 
 
-def _receive_handshake(connected: socket.socket, handshake: bytearray, secret: bytes) -> bool:
-    """Continues to read a handshake without waiting. Whether it is complete; it is left empty if it is not valid."""
-    while True:
-        if not secret.startswith(handshake[: len(secret)]):
-            handshake.clear()
-            return True
-        missing = _HANDSHAKE.size - len(handshake)
-        if missing <= 0:
-            missing += max(0, min(_HANDSHAKE.unpack_from(handshake)[3], _MAX_ABORT))
-            if missing <= 0:
-                return True
+def _proof_of(secret: bytes) -> bytes:
+    """What only a rank with this secret can answer; the sender's handshake has the secret itself."""
+    return hmac.digest(secret, b"torchdistinput", "sha256")[:16]
+
+
+def _own_trouble(name: int, error: OSError) -> InputError:
+    return InputError(
+        f"rank {name} can open no connection: {error.strerror or error}. Its process needs one descriptor for each "
+        "connection: close files, or raise its limit (ulimit -n)."
+    )
+
+
+def _listen(address: str, ports: str) -> socket.socket:
+    first, dash, last = ports.partition("-")
+    try:
+        chosen = range(int(first), int(last if dash else first) + 1) if ports else range(1)
+    except ValueError:
+        chosen = range(0)
+    if not chosen or chosen[-1] > 0xFFFF or (ports and chosen[0] < 1):
+        raise InputError(f"TORCHDISTINPUT_PORTS={ports!r} is no range of ports; write for example 29600-29700.")
+    failed: OSError | None = None
+    for port in chosen:
         try:
-            received = connected.recv(missing)
-        except (BlockingIOError, InterruptedError):
-            return False
-        except OSError:
-            received = b""
-        if not received:
-            handshake.clear()
-            return True
-        handshake += received
+            return _listen_at(address, port)
+        except OSError as error:  # noqa: PERF203 - a trial for each
+            failed = error
+            if is_own_trouble(error):
+                break
+    where = f"TORCHDISTINPUT_PORTS={ports}" if ports else "the system"
+    raise InputError(
+        f"this rank cannot listen for the others: {where} gave no port ({failed}). Each rank of a host needs one of "
+        "its own, and a descriptor."
+    ) from failed
 
 
-def _listen(address: str) -> socket.socket:
+def _listen_at(address: str, port: int) -> socket.socket:
     if not address:
         with contextlib.suppress(OSError):  # a system without IPv6
             if socket.has_dualstack_ipv6():
                 return socket.create_server(
-                    ("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG, reuse_port=False
+                    ("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG, reuse_port=False
                 )
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    return socket.create_server((address, 0), family=family, backlog=_BACKLOG)
-
-
-def _host() -> str:
-    """A text that is equal for ranks which reach each other by the loopback address: boot id and network namespace."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError):
-            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-            return f"{boot} {os.readlink('/proc/self/ns/net')}"
-    return socket.gethostname()
-
-
-def _own_addresses(towards: str | None) -> Iterator[str]:
-    """The addresses of this host that others may know it by, without the loopback ones."""
-    found: dict[str, None] = {}
-    if towards:
-        with contextlib.suppress(OSError):
-            for family, kind, _, _, place in socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM):
-                with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
-                    probe.connect(place)  # of a datagram: nothing is sent
-                    found[probe.getsockname()[0]] = None
-    with contextlib.suppress(OSError):
-        for *_, place in socket.getaddrinfo(socket.gethostname(), 0, type=socket.SOCK_STREAM):
-            found[str(place[0])] = None
-    return (each for each in found if not each.startswith("127.") and each != "::1")
-
-
-def _address_of(interface: str) -> str:
-    """The first address of a network interface."""
-    names = [name for _, name in socket.if_nameindex()] if sys.platform != "win32" else []
-    if interface in names:
-        for found in (_ipv4_of(interface), _ipv6_of(interface)):
-            if found:
-                return found
-    raise InputError(
-        f"GLOO_SOCKET_IFNAME names the network interface {interface!r}, which has no address here; the interfaces are "
-        f"{', '.join(names) or 'not known on this system'}. Name one of them, or unset it."
-    )
-
-
-def _ipv4_of(interface: str) -> str:
-    if sys.platform == "win32":
-        return ""
-    import fcntl  # noqa: PLC0415 - there is none on Windows
-
-    request = 0xC0206921 if sys.platform == "darwin" else 0x8915  # SIOCGIFADDR
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            answer: Any = fcntl.ioctl(probe, request, struct.pack("256s", interface.encode()[:15]))
-        except OSError:
-            return ""
-    return socket.inet_ntoa(answer[20:24])
-
-
-def _ipv6_of(interface: str) -> str:
-    """The first IPv6 address of an interface on Linux, except link-local ones; empty where there is none."""
-    table = Path("/proc/net/if_inet6")
-    rows = [row.split() for row in table.read_text().splitlines()] if table.exists() else []
-    for address, _, _, scope, _, name in rows:
-        if name == interface and int(scope, 16) != 0x20:
-            return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address))
-    return ""
+    return socket.create_server((address, port), family=family, backlog=_BACKLOG)

@@ -175,6 +175,8 @@ class Launch:
         self.restarts = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
         self.interface = environment.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
         """The first network interface in ``GLOO_SOCKET_IFNAME``; empty where gloo is to find one."""
+        self.ports = environment.get("TORCHDISTINPUT_PORTS", "")
+        """The ports at which this rank may listen for the others, as ``29600-29700``; empty for any."""
         self.gloo_lazy_init = environment.get(_GLOO_LAZY_INIT)
         """The user's setting whether gloo groups connect at the first message; ``None`` if there is none."""
         self.gloo_transport = environment.get("GLOO_DEVICE_TRANSPORT", "")

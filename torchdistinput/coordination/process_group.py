@@ -17,7 +17,9 @@ Decisions.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
 import logging
 import os
 import threading
@@ -32,9 +34,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchdistinput.coordination.addresses import Address, own_addresses
 from torchdistinput.coordination.channel import ProcessGroupChannel, lost
 from torchdistinput.coordination.connections import AbortMessage, Array, Connections, Departed
-from torchdistinput.coordination.endpoint import Address, Endpoint, Late
+from torchdistinput.coordination.endpoint import CONTROL, Endpoint, Late
 from torchdistinput.coordination.exchanges import Exchange, StartedExchange
 from torchdistinput.coordination.launch import Members, find_launch, store_of_default_group
 from torchdistinput.coordination.private_names import another_connection
@@ -45,8 +48,13 @@ from torchdistinput.errors import CoordinationTimeout, InputError, RankLost
 _LOG = logging.getLogger("torchdistinput")
 _REST_SECONDS: Final = 0.5
 _WARN_SECONDS: Final = 5.0
+_MAX_TROUBLE: Final = 1000  # characters of a text for the other ranks
 _STORE_SECONDS: Final = 2.0  # beyond the bound of the requests to the store, until the store counts as unreachable
-_CONTROL: Final = -1  # the number of the channel for the strategy's own calls
+_SILENCE_SECONDS: Final = 10.0  # beyond the timeout, which names the rank: until a silent connection counts as lost
+_OPEN_THE_NETWORK: Final = (
+    "A firewall, or a network that is down or not the one meant, keeps the hosts apart: open a range of ports for "
+    "TORCHDISTINPUT_PORTS=29600-29700, or name the interface in GLOO_SOCKET_IFNAME."
+)
 
 T = TypeVar("T")
 
@@ -71,6 +79,9 @@ class Channel(Protocol):
 
     def late(self) -> list[int]:
         """The ranks that have not yet joined the exchange in progress. Local: any thread."""
+
+    def unreached(self) -> str:
+        """Why the awaited rank cannot be reached, in words; empty where nothing tells so. Local: any thread."""
 
     def abort(self, reason: str) -> None:
         """Ends the channel on all ranks and tells them the reason. Local: any thread. Idempotent."""
@@ -156,23 +167,51 @@ class ProcessGroupRanks:
         self._timeout_seconds = timeout_seconds
         self._process = os.getpid()
         launch = find_launch()
-        self._endpoint = Endpoint(self.rank, self._ranks, launch.interface, launch.address)
         self._channels: dict[int, ProcessGroupChannel] = {}
         self._free: set[int] = set()
         self._next_channel = 0
         self._meeting: StartedExchange[Any] | None = None  # the exchange that this rank gave up and may continue
         self._text_is_sent = False  # whether this rank's text was sent to the others
         self._sent_text = ""
+        try:
+            self._endpoint = Endpoint(
+                self.rank, self._ranks, launch.interface, launch.ports, timeout_seconds + _SILENCE_SECONDS
+            )
+        except (InputError, OSError) as error:  # the others wait for this rank: they are told
+            trouble = json.dumps(f"{AbortMessage.FAILED}: {error}"[:_MAX_TROUBLE])
+            with contextlib.suppress(InputError, OSError, RuntimeError):  # its own trouble comes first
+                self._sign_in(lambda: trouble)
+            raise
         self._finalizer = weakref.finalize(self, _end, self._endpoint, self._channels)
         try:
-            self._endpoint.meet(self._sign_in(f"at {launch.address}" if launch.address else ""))
-            self._channels[_CONTROL] = self._open(_CONTROL, "Strategy()")
+            self._meet()
+            self._channels[CONTROL] = self._open(CONTROL, "Strategy()")
         except BaseException:
             self._finalizer()
             raise
 
-    def _sign_in(self, where: str) -> dict[int, Address]:
-        """Writes the address of this rank to the store, and reads the addresses of its partners. Collective."""
+    def _meet(self) -> None:
+        """Exchanges addresses with the partners of this rank. Collective."""
+        address = self._endpoint.address
+
+        def own() -> str:
+            found = address.addresses or own_addresses(find_launch().address)
+            return address._replace(addresses=found).to_text()
+
+        texts = {peer: json.loads(text) for peer, text in self._sign_in(own).items()}
+        self._endpoint.meet({peer: Address.of(found) for peer, found in texts.items() if isinstance(found, list)})
+        for peer, found in texts.items():
+            if isinstance(found, str):
+                message = AbortMessage(peer, found)
+                self._endpoint.refuse(CONTROL, message)
+                raise RankLost(f"Strategy(): {lost(message, self._ranks)}")
+
+    def _sign_in(self, own: Callable[[], str]) -> dict[int, bytes]:
+        """Writes the text of this rank to the store, and reads the texts of its partners. Collective.
+
+        Args:
+          own: makes the text; it may wait for a resolver.
+        """
         what, timeout_seconds = "Strategy()", self._timeout_seconds
         place = f"torchdistinput/{hashlib.sha256(repr(self._ranks).encode()).hexdigest()[:16]}"
         others = partners(self.rank, self.num_ranks)
@@ -185,19 +224,19 @@ class ProcessGroupRanks:
             count = root.add(f"{place}/strategies/{self.rank}", 1)
             barrier = StoreBarrier(prefixed(f"{place}/{count}", root), self.rank, self._ranks)
             try:
-                barrier.wait_for_all(what, timeout_seconds, self._endpoint.address.to_text(), given_up)
+                barrier.wait_for_all(what, timeout_seconds, own(), given_up)
             except CoordinationTimeout:
                 root.add(f"{place}/strategies/{self.rank}", -1)  # the caller may make the strategy again
                 raise
             return barrier.texts(others)
 
-        texts = within(timeout_seconds + _STORE_SECONDS, what, f" {where}" if where else "", ask)
-        return {other: Address.from_text(text) for other, text in zip(others, texts, strict=True)}
+        where = f" at {launch.address}" if launch.address else ""
+        return dict(zip(others, within(timeout_seconds + _STORE_SECONDS, what, where, ask), strict=True))
 
     def _control(self) -> ProcessGroupChannel:
-        if _CONTROL not in self._channels:
+        if CONTROL not in self._channels:
             raise RankLost("the interpreter is exiting; no rank can be asked any more.")
-        return self._channels[_CONTROL]
+        return self._channels[CONTROL]
 
     def name(self, rank: int) -> int:
         """See ``Ranks.name``."""
@@ -234,7 +273,8 @@ class ProcessGroupRanks:
             while not meeting.look():
                 waited = time.monotonic() - began
                 warned = self._look_for_late(control.late(), waited, what, warned=warned)
-                control.connections.rest(min(_REST_SECONDS, max(0.01, self._timeout_seconds - waited)))
+                seconds = min(_REST_SECONDS, max(0.01, self._timeout_seconds - waited))
+                self._endpoint.rest(control.connections, seconds, waited)
             self._meeting = None
             return meeting.conclude()
         except CoordinationTimeout:
@@ -255,10 +295,27 @@ class ProcessGroupRanks:
         """Names the late ranks, first in a warning, then in an error. Returns whether the warning was logged."""
         if waited < self._timeout_seconds and (warned or waited < _WARN_SECONDS):
             return warned
+        unreached = self._unreached(late)
         if waited >= self._timeout_seconds:
-            raise did_not_come(what, self._names(late), self._timeout_seconds)
-        _LOG.warning("%s: waiting for rank %s for %.0f seconds", what, self._names(late), waited)
+            raise self._did_not_come(what, late, unreached)
+        why = f": {unreached}" if unreached else ""
+        _LOG.warning("%s: waiting for rank %s for %.0f seconds%s", what, self._names(late), waited, why)
         return True
+
+    def _unreached(self, late: Sequence[int]) -> str:
+        unreached = self._endpoint.told_unreached(late)
+        control = self._channels.get(CONTROL)
+        if not unreached and control is not None:
+            unreached = control.unreached()
+        return unreached
+
+    def _did_not_come(self, what: str, late: Sequence[int], unreached: str) -> CoordinationTimeout:
+        if unreached:
+            names, seconds = self._names(late), self._timeout_seconds
+            return CoordinationTimeout(
+                f"{what}: rank {names} did not come within {seconds:g} seconds: {unreached}. {_OPEN_THE_NETWORK}"
+            )
+        return did_not_come(what, self._names(late), self._timeout_seconds)
 
     def _names(self, ranks: Sequence[int]) -> str:
         return ", ".join(str(self._ranks[rank]) for rank in ranks) or "unknown"
@@ -270,7 +327,7 @@ class ProcessGroupRanks:
     def open_channel(self, number: int) -> Channel:
         """See ``Ranks.open_channel``."""
         self._next_channel = max(self._next_channel, number + 1)
-        for old in [each for each, channel in self._channels.items() if channel.is_dead and each != _CONTROL]:
+        for old in [each for each, channel in self._channels.items() if channel.is_dead and each != CONTROL]:
             del self._channels[old]
         if number in self._free:
             self._free.discard(number)
@@ -284,7 +341,7 @@ class ProcessGroupRanks:
         self._next_channel = max(self._next_channel, number + 1)
         channel = self._channels.get(number)
         if channel is None:
-            self._endpoint.refuse(number, why)
+            self._endpoint.refuse(number, AbortMessage(self.rank, why))
             return
         if number in self._free:
             self._free.discard(number)
@@ -302,10 +359,18 @@ class ProcessGroupRanks:
         try:
             connections = self._endpoint.open(number, self._timeout_seconds, meanwhile)
         except Late as late:
-            self._look_for_late(late.ranks, self._timeout_seconds, what, warned=warned)
-            raise
+            unreached = late.unreached
+            if number == CONTROL and not unreached:  # all have signed in, so all have called this
+                place = f"rank {self._ranks[self.rank]} at its port {self._endpoint.address.port}"
+                unreached = f"signed in, but did not connect to {place}"
+            raise self._did_not_come(what, late.ranks, unreached) from late
+        except InputError as error:
+            raise type(error)(f"{what}: {error}") from error
         except Departed as departed:
-            raise RankLost(f"{what}: {lost(departed.message, self._ranks)}") from departed
+            text = str(lost(departed.message, self._ranks))
+            if number == CONTROL and departed.message.why.startswith(AbortMessage.DIED):
+                text += f" If it has not ended: {_OPEN_THE_NETWORK}"
+            raise RankLost(f"{what}: {text}") from departed
         give_back = partial(self._free.add, number)  # without self: its channels must not keep it alive
         return ProcessGroupChannel(connections, give_back, self._ranks)
 

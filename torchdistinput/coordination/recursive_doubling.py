@@ -10,13 +10,14 @@ References: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communicati
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
-from torchdistinput.coordination.connections import Array, Connections
+from torchdistinput.coordination.connections import AbortMessage, Array, Connections, Departed
 from torchdistinput.coordination.exchanges import Exchange, Pending
 
+_MAX_VALUE: Final = 1 << 30  # bytes of a value that is merged: no memory is taken for what another rank only claims
 _SUMS, _ROWS, _FIRST, _PARTS = 1, 2, 3, 4  # tags
 
 
@@ -117,6 +118,10 @@ def combine(group: Connections, mine: bytes, merge: Callable[[bytes, bytes], byt
     def receive(peer: int) -> Exchange[bytes]:
         length = np.zeros(1, np.int64)
         yield group.recv(length, peer, _PARTS)
+        if not 0 < length[0] <= _MAX_VALUE:
+            raise Departed(
+                AbortMessage(peer, f"wants to send a value of {length[0]} bytes, at most {_MAX_VALUE} may be")
+            )
         content = np.empty(int(length[0]), np.uint8)
         yield group.recv(content, peer, _PARTS)
         return content.tobytes()

@@ -469,6 +469,10 @@ class StepSync:
         """The ranks that have not yet joined the exchange in progress. Any thread."""
         return [] if self._channel is None else self._channel.late()
 
+    def unreached(self) -> str:
+        """Why the awaited rank cannot be reached, in words; empty where nothing tells so. Any thread."""
+        return "" if self._channel is None else self._channel.unreached()
+
     def abort(self, reason: str) -> None:
         """Ends the exchange on all ranks and tells them the reason. Any thread, idempotent."""
         if self._channel is not None:

@@ -21,6 +21,8 @@ class _AwaitedExchange(Protocol):
 
     def late(self) -> Sequence[int]: ...
 
+    def unreached(self) -> str: ...
+
     def abort(self, reason: str) -> None: ...
 
 
@@ -60,13 +62,18 @@ class StragglerTimeout:
             return None
         late = ", ".join(str(self._names(rank)) for rank in self._votes.late()) or "unknown"
         place = f"at step {step}"
+        unreached = self._votes.unreached()
         if is_over:
             self._votes.abort(f"{AbortMessage.GAVE_UP} for rank {late} {place} after {self._timeout_seconds:g} seconds")
+            why = (
+                f": {unreached}."
+                if unreached
+                else ". It is still busy with its data or its training step, or it left its loop; look at what it does "
+                "there (py-spy dump --pid). If it is only slow, raise timeout_seconds."
+            )
             return CoordinationTimeout(
-                f"rank {late} did not come to the exchange {place} within {self._timeout_seconds:g} seconds. It is "
-                "still busy with its data or its training step, or it left its loop; look at what it does there "
-                "(py-spy dump --pid). If it is only slow, raise timeout_seconds."
+                f"rank {late} did not come to the exchange {place} within {self._timeout_seconds:g} seconds{why}"
             )
         self._warned = True
-        _LOG.warning("waiting for rank %s %s for %.0f seconds", late, place, waited)
+        _LOG.warning("waiting for rank %s %s for %.0f seconds%s", late, place, waited, unreached and f": {unreached}")
         return None

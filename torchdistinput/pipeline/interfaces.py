@@ -46,6 +46,9 @@ class Votes(Protocol):
     def late(self) -> list[int]:
         """The ranks that have not yet joined the exchange in progress. Any thread."""
 
+    def unreached(self) -> str:
+        """Why the awaited rank cannot be reached, in words; empty where nothing tells so. Any thread."""
+
     def abort(self, reason: str) -> None:
         """Ends the exchange on all ranks and tells them the reason. Any thread, idempotent."""
 

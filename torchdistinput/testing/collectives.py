@@ -335,6 +335,10 @@ class FakeChannel:
         """See ``Channel.late``."""
         return self._room.absent(self.rank)
 
+    def unreached(self) -> str:
+        """See ``Channel.unreached``."""
+        return ""
+
     def abort(self, reason: str) -> None:
         """See ``Channel.abort``."""
         if not self.released:

@@ -1,0 +1,72 @@
+"""Connections that are idle for longer than a firewall remembers them, and connections that are lost meanwhile."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import torchdistinput as tdi
+from tests.network.lab import Host, Lab, run_on
+from torchdistinput.coordination import connections
+
+CONTROL = -1
+REMEMBERED_SECONDS = 4
+FORGETFUL = f"""
+sysctl -q -w net.netfilter.nf_conntrack_tcp_timeout_established={REMEMBERED_SECONDS} &&
+sysctl -q -w net.netfilter.nf_conntrack_tcp_loose=0 && nft add table inet f &&
+nft 'add chain inet f in {{ type filter hook input priority 0; policy accept; }}' &&
+nft add rule inet f in iifname lo accept && nft add rule inet f in ct state established,related accept &&
+nft 'add rule inet f in tcp flags & (syn|ack) == syn accept' && nft add rule inet f in meta l4proto tcp drop
+"""
+
+
+def two_epochs(between: Callable[[Any], None]) -> list[int]:
+    connections._KEEPALIVE_SECONDS = 1  # type: ignore[misc]
+    strategy = tdi.Strategy(devices=["cpu"], timeout_seconds=20)
+    loader = strategy.distribute_dataset([torch.arange(4)] * 4)
+    steps = [0, 0]
+    for epoch in range(2):
+        for _ in loader:
+            steps[epoch] += 1
+            if steps == [2, 0]:
+                between(strategy)
+    return steps
+
+
+def idle(strategy: Any) -> None:
+    time.sleep(2.5 * REMEMBERED_SECONDS)
+
+
+def test_a_firewall_does_not_forget_idle_connections(lab: Lab, nft: None) -> None:
+    for host in lab.hosts:
+        host.run(FORGETFUL)
+    assert run_on(lab, two_epochs, idle) == [[4, 4]] * 2
+
+
+class Cut:
+    """A firewall that has lost the connection of the strategy's own calls, and lets a new one through."""
+
+    def __init__(self, host: Host, others: str) -> None:
+        self._host = host
+        self._others = others
+
+    def __call__(self, strategy: Any) -> None:
+        if strategy.input_pipeline_id == 1:
+            (connection,) = strategy._ranks._channels[CONTROL].connections._by_rank.values()
+            port = connection.socket.getsockname()[1]
+            self._host.run(
+                "nft add table inet f && "
+                "nft 'add chain inet f in { type filter hook input priority 0; policy accept; }' && "
+                "nft 'add chain inet f out { type filter hook output priority 0; policy accept; }' && "
+                f"nft add rule inet f in tcp dport {port} {self._others} && "
+                f"nft add rule inet f out tcp sport {port} {self._others}"
+            )
+
+
+@pytest.mark.parametrize("others", ["drop", "reject with tcp reset"])
+def test_the_connection_of_the_strategy_is_opened_again(others: str, lab: Lab, nft: None) -> None:
+    assert run_on(lab, two_epochs, Cut(lab.hosts[1], others)) == [[4, 4]] * 2

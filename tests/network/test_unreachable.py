@@ -1,0 +1,169 @@
+"""Networks that are away for a while, or for good: what is waited for, and what an error names."""
+
+from __future__ import annotations
+
+import random
+import re
+import subprocess
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import torchdistinput as tdi
+from tests.network.lab import PORT, Host, Lab, hosts, run_on
+from torchdistinput.coordination.connections import Connections
+from torchdistinput.coordination.endpoint import Endpoint
+
+BATCHES = [torch.arange(first, first + 4) for first in range(0, 24, 4)]
+ROUTE = "10.77.0.0/24"
+
+
+def outcome(train: Any, *args: Any) -> Any:
+    """What the rank returns, or the error with the seconds until it came."""
+    began = time.monotonic()
+    try:
+        return train(*args)
+    except tdi.InputError as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - began
+
+
+def away_during_iter(how: str) -> list[list[int]]:
+    """Rank 0 waits in ``iter()`` for the connection of rank 1, which is late, and its network is away for 4 seconds."""
+    strategy = tdi.Strategy(devices=["cpu"], timeout_seconds=60)
+    loader = strategy.distribute_dataset(BATCHES)
+    connect = Endpoint.open
+
+    def away(*args: Any, **named: Any) -> Connections:
+        if strategy.input_pipeline_id == 0:
+            subprocess.run(f"ip {how} {ROUTE}", shell=True, check=True)
+            undo = f"ip route replace {ROUTE} dev d0"
+            threading.Timer(4.0, subprocess.run, [undo], {"shell": True, "check": True}).start()
+        else:
+            time.sleep(2.0)
+        return connect(*args, **named)
+
+    Endpoint.open = away  # type: ignore[method-assign]
+    return [batch.tolist() for batch in loader]
+
+
+WHOLE = [[[first, first + 1] for first in range(0, 24, 4)], [[first + 2, first + 3] for first in range(0, 24, 4)]]
+
+
+@pytest.mark.parametrize("how", ["route del", "route replace unreachable", "route replace blackhole"])
+def test_a_network_that_is_away_for_seconds(how: str, lab: Lab) -> None:
+    assert run_on(lab, outcome, away_during_iter, how) == WHOLE
+
+
+def trained(epochs: int, folder: Path) -> list[list[list[int]]]:
+    strategy = tdi.Strategy(devices=["cpu"], timeout_seconds=60)
+    loader = strategy.distribute_dataset(BATCHES)
+    found: list[list[list[int]]] = []
+    for _ in range(epochs):
+        found.append([])
+        for batch in loader:
+            found[-1].append(batch.tolist())
+            time.sleep(0.1)
+    (folder / "ended").touch()
+    return found
+
+
+def test_a_network_that_comes_and_goes(lab: Lab, tmp_path: Path) -> None:
+    dice = random.Random(1)
+    with ThreadPoolExecutor(1) as pool:
+        result = pool.submit(run_on, lab, trained, 12, tmp_path)
+        while not (tmp_path / "ended").exists() and not result.done():
+            time.sleep(dice.uniform(0.2, 2.0))
+            lab.unplug(1)
+            time.sleep(dice.uniform(0.2, 3.0))
+            lab.plug_in(1)
+        assert result.result() == [[rank] * 12 for rank in WHOLE]
+
+
+def made(seconds: float) -> str:
+    tdi.Strategy(devices=["cpu"], timeout_seconds=seconds)
+    return "made"
+
+
+def firewalled(host: Host, ports: str, others: str) -> None:
+    """Lets a host take connections at some ports only."""
+    host.run(
+        "nft add table inet f && nft 'add chain inet f in { type filter hook input priority 0; policy accept; }' && "
+        "nft add rule inet f in iifname lo accept && nft add rule inet f in ct state established,related accept && "
+        f"nft 'add rule inet f in tcp dport {{ {ports} }} accept' && nft add rule inet f in meta l4proto tcp {others}"
+    )
+
+
+WAY_OUT = "TORCHDISTINPUT_PORTS=29600-29700, or name the interface in GLOO_SOCKET_IFNAME."
+REJECTS = {"drop": "Connection timed out", "reject with icmp type admin-prohibited": "No route to host"}
+
+
+@pytest.mark.parametrize("others", REJECTS)
+def test_a_firewall_is_named_with_the_way_out(others: str, lab: Lab, nft: None) -> None:
+    """It lets in the port of the store only. The ranks dial those with lower numbers."""
+    firewalled(lab.hosts[0], str(PORT), others)
+    (first, _), (second, _) = run_on(lab, outcome, made, 6.0)
+    assert re.match(
+        r"CoordinationTimeout: Strategy\(\): rank 1 did not come within 6 seconds: signed in, but did not connect to "
+        r"rank 0 at its port \d+. A firewall, ",
+        first,
+    )
+    assert re.match(
+        r"CoordinationTimeout: Strategy\(\): rank 0 did not come within 6 seconds: rank 0 signed in, but does not "
+        rf"answer at 10.77.0.1:\d+ \({REJECTS[others]}\). A firewall, ",
+        second,
+    )
+    assert first.endswith(WAY_OUT)
+    assert second.endswith(WAY_OUT)
+
+
+def test_a_firewall_that_refuses_looks_as_a_rank_that_has_ended(lab: Lab, nft: None) -> None:
+    firewalled(lab.hosts[0], str(PORT), "reject with tcp reset")
+    _, (told, _) = run_on(lab, outcome, made, 6.0)
+    assert re.match(
+        r"RankLost: Strategy\(\): rank 0 died or lost its connection \(it refuses connections at 10.77.0.1:\d+\)", told
+    )
+    assert told.endswith(WAY_OUT)
+
+
+def test_an_interface_of_a_dead_network_is_named(lab: Lab) -> None:
+    """The network for administration is there on both hosts, and its packets go nowhere."""
+    for host in lab.hosts:
+        host.run(
+            "ip link add m0 type veth peer name m1 && ip link set m1 up && "
+            f"ip addr add 10.66.0.{host.address[-1]}/24 dev m0 && ip link set m0 up"
+        )
+    _, (told, _) = run_on(lab, outcome, made, 6.0, environment={"GLOO_SOCKET_IFNAME": "m0"})
+    assert re.search(r"rank 0 signed in, but does not answer at 10.66.0.1:\d+ \((No route|Connection timed)", told)
+    assert run_on(lab, made, 20.0) == ["made"] * 2
+
+
+def test_a_host_whose_own_name_is_a_loopback_address() -> None:
+    """As on Debian. The store is given by its name, as torchrun does."""
+    with hosts(2, ["127.0.1.1 hosta", "10.77.0.1 hosta"]) as lab:
+        assert run_on(lab, made, 20.0, environment={"MASTER_ADDR": "hosta"}) == ["made"] * 2
+
+
+def partitioned(lab: Lab) -> str:
+    strategy = tdi.Strategy(devices=["cpu"], timeout_seconds=8)
+    loader = strategy.distribute_dataset(BATCHES, tdi.InputOptions(prefetch=0))
+    for number, _ in enumerate(loader):
+        if number == 2 and strategy.input_pipeline_id == 1:
+            lab.unplug(1)
+    return "not noticed"
+
+
+def test_a_partition_inside_an_epoch_is_no_busy_rank(lab: Lab) -> None:
+    for rank, (told, _) in enumerate(run_on(lab, outcome, partitioned, lab)):
+        assert re.match(rf"CoordinationTimeout: rank {1 - rank} did not come to the exchange at step \d within 8", told)
+        assert "its host has acknowledged nothing for" in told
+
+
+def test_a_range_of_ports_passes_a_firewall(lab: Lab, nft: None) -> None:
+    firewalled(lab.hosts[0], f"{PORT}, 29600-29601", "drop")
+    ports = {"TORCHDISTINPUT_PORTS": "29600-29601"}
+    assert run_on(lab, made, 20.0, environment=ports) == ["made"] * 2
