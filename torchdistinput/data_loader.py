@@ -139,6 +139,10 @@ class DataLoader(Generic[T_co]):
     batch sampler, an item of length 0 with ``batch_size=None``) is passed over, an exception ends the epoch, and each
     ``iter()`` is collective: every rank iterates, in the same order. Construction, ``len`` and ``set_epoch`` are local.
 
+    Random augmentation of map-style data: the loader workers of each rank are seeded apart, from one seed that all ranks
+    draw, so no two draw the same numbers. Without loader workers it draws from the random states of this process: seed
+    them apart, as with torch's loader. ``seed_samples=True`` makes it the same at any number of ranks.
+
     The arguments up to ``in_order`` are those of ``torch.utils.data.DataLoader``, in its order, and torch checks them.
     The attributes of torch's loader are attributes of this loader. Those that torch lets users set (``num_workers``,
     ``collate_fn``, ...) can be set, on every rank, and count from the next ``iter`` on. Persistent loader workers keep

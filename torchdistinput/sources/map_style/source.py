@@ -111,7 +111,8 @@ class MapLoaderSource(Source):
         self._feed = IndexFeed()
         twice = loader.num_workers > 0 and type(self._batches) not in (BatchSampler, *TORCH_SAMPLERS)
         lasting = loader.persistent_workers and loader.num_workers > 0
-        self._base_seeds = BaseSeeds(loader.generator, SeedSchedule.of(persistent=lasting, sampler_twice=twice))
+        schedule = SeedSchedule.of(persistent=lasting, sampler_twice=twice)
+        self._base_seeds = BaseSeeds(loader.generator, schedule, topology.worker)
         self._reads_here = is_read_here(loader)
         collate = cast(Callable[[Any], Any], loader.collate_fn)
         self.epoch_setter = EpochSetter(
