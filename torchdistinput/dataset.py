@@ -186,8 +186,8 @@ class DistributedDataset:
         """Sets the number of the next epoch, and tells the user's sampler and dataset. Local; the same on every rank.
 
         This call is optional: each ``iter()`` is the next epoch, and sets its number on the sampler and dataset. A
-        ``set_epoch`` that the user calls on the sampler or dataset, and that shows in its attribute ``epoch``, counts
-        as a call of this method.
+        ``set_epoch`` that the user calls on the sampler or dataset between two epochs counts as a call of this method.
+        One that was called before the data was distributed counts if it shows in the attribute ``epoch``.
 
         If a state of this epoch was loaded, or a step of it sought, the next ``iter()`` still begins there.
         """
