@@ -241,7 +241,7 @@ SET: dict[str, Callable[[], tuple[Any, Any]]] = {  # a loader of one process, an
     "BucketBatchSampler": lambda: of_batches(own := tdi.BucketBatchSampler(shuffle(), [1] * 24, [2], 4), own),
     "the sampler inside": lambda: of_batches(tdi.TokenBatchSampler(own := shuffle(), [1] * 24, 4), own),
     "Mixture": of_mixture,
-    "handed on": SAMPLERS["without an epoch to see"],  # type: ignore[dict-item]
+    "handed on": SAMPLERS["without an epoch to see"],
     "kept in another form": lambda: ((own := Seeded()), DataLoader(range(6), 4, sampler=own))[::-1],  # type: ignore[arg-type]
     "without notes": lambda: ((own := Slotted()), DataLoader(range(6), 4, sampler=own))[::-1],  # type: ignore[arg-type]
 }

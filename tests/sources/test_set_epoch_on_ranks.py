@@ -89,13 +89,8 @@ class Quiet(Sampler[int]):
 def go_on(workers: int, lasting: bool) -> list[tuple[int, list[int]]]:
     """A script that goes on at epoch 5, and leaves epoch 6 after a step."""
     sampler, found = Quiet(), []
-    with tdi.DataLoader(
-        range(13),  # type: ignore[arg-type]
-        4,
-        sampler=sampler,
-        num_workers=workers,
-        persistent_workers=lasting,
-    ) as loader:
+    data: Any = range(13)
+    with tdi.DataLoader(data, 4, sampler=sampler, num_workers=workers, persistent_workers=lasting) as loader:
         for epoch in range(5, 8):
             sampler.set_epoch(epoch)
             for batch in loader:

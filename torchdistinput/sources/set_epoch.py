@@ -108,7 +108,7 @@ def _noting(method: Callable[..., Any]) -> Callable[..., Any]:
     def set_epoch(self: Any, *arguments: Any, **named: Any) -> Any:
         result = method(self, *arguments, **named)
         epoch = next(iter((*arguments, *named.values())), None)
-        if isinstance(epoch, Integral) and epoch >= 0 and not _telling.get() and hasattr(self, "__dict__"):
+        if isinstance(epoch, Integral) and int(epoch) >= 0 and not _telling.get() and hasattr(self, "__dict__"):
             self.__dict__[_NOTE] = int(epoch)
         return result
 
