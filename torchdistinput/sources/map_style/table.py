@@ -55,17 +55,17 @@ def is_table(data: Any) -> bool:
     """
     if is_tensor_collection(data):
         return False
-    if not isinstance(data, Mapping) or _kinds_of(data) & _AS_DICT.keys():
-        return bool(_kinds_of(data) & _STORED)
+    if not isinstance(data, Mapping) or kinds_of(data) & _AS_DICT.keys():
+        return bool(kinds_of(data) & _STORED)
     columns = columns_in(data)
     return bool(columns) and all(map(_is_column, columns))
 
 
 def _is_column(value: object) -> bool:
-    return isinstance(value, torch.Tensor | np.ndarray) or bool(_kinds_of(value) & _STORED)
+    return isinstance(value, torch.Tensor | np.ndarray) or bool(kinds_of(value) & _STORED)
 
 
-def _kinds_of(value: object) -> set[tuple[str, str]]:
+def kinds_of(value: object) -> set[tuple[str, str]]:
     """The classes of a value, each as library and name."""
     return {(kind.__module__.partition(".")[0], kind.__name__) for kind in type(value).__mro__}
 
@@ -80,7 +80,7 @@ def refuse_frame(data: object, what: str) -> None:
     Raises:
       InputError: the object is such a table; the message says how to make a dict of its columns.
     """
-    for library, name in _kinds_of(data) & _AS_DICT.keys():
+    for library, name in kinds_of(data) & _AS_DICT.keys():
         raise InputError(
             f"found a {library} {type(data).__name__} as {what}, which does not give samples by their numbers. For "
             f"columns of numbers give the dict {_AS_DICT[library, name]}; else a Dataset whose __getitem__ makes a "
