@@ -58,6 +58,7 @@ from torchdistinput.sources.files.steps import steps_of
 from torchdistinput.sources.iterable.data_pipes import has_sharding_filter
 from torchdistinput.sources.iterable.divided_sources import divides_itself
 from torchdistinput.sources.map_style.in_memory import gathers
+from torchdistinput.sources.map_style.table import refuse_frame
 from torchdistinput.sources.opaque_batches import OpaqueCollate
 from torchdistinput.sources.order_advice import order_advice
 from torchdistinput.sources.resolve import as_dataset
@@ -243,7 +244,8 @@ class DataLoader(Generic[T_co]):
             raise TypeError(f"strategy is a {type(strategy).__name__}; a torchdistinput.Strategy is needed, or None.")
         if device is not None and strategy is not None:
             raise ValueError("both device and strategy were given; a strategy has its devices. Give one of them.")
-        refuse_ray(dataset, "the dataset of a DataLoader")  # torch may call its len()
+        for refuse in (refuse_ray, refuse_frame):  # before torch calls its len()
+            refuse(dataset, "the dataset of a DataLoader")
         refuse_plain_iterable(dataset)
         self._loader: TorchDataLoader[T_co]
         self._take(
