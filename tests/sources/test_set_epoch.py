@@ -274,6 +274,9 @@ def test_set_epoch_that_the_user_calls_is_always_taken(divide: Any, name: str) -
         sampler.set_epoch(1)
         loader.set_epoch(7)
         assert flat(loader) == epochs[7]
+        sampler.set_epoch(1)
+        loader.seek(6)
+        assert flat(loader) == epochs[6]
         sampler.set_epoch(3)
         state = loader.state_dict()
     torch_loader, sampler = SET[name]()
