@@ -27,7 +27,7 @@ from torchdistinput.sources.files.plain_epochs import SharedEpoch
 
 _HOLDERS: Final = ("sampler", "batch_sampler", "dataset", "datasets", "given")
 _MOST_LOOKED_INTO: Final = 256
-_NOTE: Final = "_epoch_set_by_user"
+_NOTE: Final = "torchdistinput: epoch"
 """The key of the note in the ``__dict__`` of an object, while its last ``set_epoch`` is one of the user's."""
 _MARK: Final = "notes_epochs"
 _NOTES: Final = -1  # in the place of the epoch that an object has, where it notes calls
