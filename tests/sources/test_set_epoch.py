@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -235,6 +236,13 @@ def shuffle() -> tdi.ShuffleSampler:
     return tdi.ShuffleSampler(24, seed=1)
 
 
+def of_lines(folder: Path) -> tuple[Any, Any]:
+    for number in range(4):
+        (folder / f"{number}.txt").write_text("".join(f"{10 * number + each}\n" for each in range(6)))
+    lines = tdi.FileDataset(f"{folder}/*.txt", tdi.readers.text_lines, map_fn=int, shuffle_files=True, shuffle_buffer=5)
+    return DataLoader(lines, batch_size=4), lines
+
+
 SET: dict[str, Callable[[], tuple[Any, Any]]] = {  # a loader of one process, and the object that the user tells
     "ShuffleSampler": lambda: ((own := shuffle()), DataLoader(range(24), 4, sampler=own))[::-1],  # type: ignore[arg-type]
     "TokenBatchSampler": lambda: of_batches(own := tdi.TokenBatchSampler(shuffle(), [1] * 24, 4), own),
@@ -248,20 +256,23 @@ SET: dict[str, Callable[[], tuple[Any, Any]]] = {  # a loader of one process, an
 
 
 def as_it_is(loader: Any) -> Any:
+    if isinstance(loader.dataset, IterableDataset):
+        return tdi.DataLoader(loader.dataset, loader.batch_size)
     if loader.batch_size is None:
         return tdi.DataLoader(loader.dataset, batch_sampler=loader.batch_sampler)
     return tdi.DataLoader(loader.dataset, loader.batch_size, sampler=loader.sampler)
 
 
 @pytest.mark.parametrize("divide", [distributed, as_it_is])
-@pytest.mark.parametrize("name", SET)
-def test_set_epoch_that_the_user_calls_is_always_taken(divide: Any, name: str) -> None:
+@pytest.mark.parametrize("name", [*SET, "FileDataset"])
+def test_set_epoch_that_the_user_calls_is_always_taken(divide: Any, name: str, tmp_path: Path) -> None:
     """A script that goes on with ``for epoch in range(5, 10): sampler.set_epoch(epoch)`` trains these epochs."""
-    torch_loader, _ = SET[name]()
+    make = SET.get(name, lambda: of_lines(tmp_path))
+    torch_loader, _ = make()
     with divide(torch_loader) as loader:
         epochs = [flat(loader) for _ in range(8)]
     assert len({*map(tuple, epochs)}) > 1
-    torch_loader, sampler = SET[name]()
+    torch_loader, sampler = make()
     with divide(torch_loader) as loader:
         for epoch in (5, 2):
             sampler.set_epoch(epoch)
@@ -279,10 +290,15 @@ def test_set_epoch_that_the_user_calls_is_always_taken(divide: Any, name: str) -
         assert flat(loader) == epochs[6]
         sampler.set_epoch(3)
         state = loader.state_dict()
-    torch_loader, sampler = SET[name]()
+    torch_loader, sampler = make()
     with divide(torch_loader) as resumed:
         resumed.load_state_dict(state)
         assert [flat(resumed), flat(resumed)] == epochs[3:5]
+    torch_loader, sampler = make()
+    if name not in ("handed on", "kept in another form"):  # a call before the loader was made, which no attribute shows
+        sampler.set_epoch(5)
+        with divide(torch_loader) as loader:
+            assert [flat(loader), flat(loader)] == epochs[5:7]
 
 
 def test_a_copy_of_a_sampler_is_told_and_noticed_by_itself() -> None:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from numbers import Integral
 from types import FunctionType
-from typing import Any, Final, Protocol, final, runtime_checkable
+from typing import Any, Final, Protocol, TypeVar, cast, final, runtime_checkable
 
 from torchdistinput.sources.files.plain_epochs import SharedEpoch
 
@@ -31,6 +31,8 @@ _NOTE: Final = "torchdistinput: epoch"
 """The key of the note in the ``__dict__`` of an object, while its last ``set_epoch`` is one of the user's."""
 _MARK: Final = "notes_epochs"
 _NOTES: Final = -1  # in the place of the epoch that an object has, where it notes calls
+
+_T = TypeVar("_T", bound=Callable[..., Any])
 
 _telling: ContextVar[bool] = ContextVar("telling", default=False)
 
@@ -85,7 +87,7 @@ def notice_calls(*objects: Any) -> list[SetsEpoch]:
         for kind in type(each).__mro__:
             method = kind.__dict__.get("set_epoch")
             if isinstance(method, FunctionType) and not hasattr(method, _MARK):
-                setattr(kind, "set_epoch", _noting(method))  # noqa: B010 - to mypy a method cannot be set
+                setattr(kind, "set_epoch", notes_calls(method))  # noqa: B010 - to mypy a method cannot be set
             if method is not None:
                 break
     return found
@@ -103,7 +105,9 @@ def forget_calls(*objects: Any) -> None:
         getattr(each, "__dict__", {}).pop(_NOTE, None)
 
 
-def _noting(method: Callable[..., Any]) -> Callable[..., Any]:
+def notes_calls(method: _T) -> _T:
+    """A ``set_epoch`` that notes the calls which are not made from here. The library's own datasets have it at once."""
+
     @functools.wraps(method)
     def set_epoch(self: Any, *arguments: Any, **named: Any) -> Any:
         result = method(self, *arguments, **named)
@@ -113,7 +117,7 @@ def _noting(method: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     setattr(set_epoch, _MARK, True)
-    return set_epoch
+    return cast("_T", set_epoch)
 
 
 @final
