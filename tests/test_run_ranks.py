@@ -215,3 +215,20 @@ def test_an_interrupt_leaves_no_rank_behind(tmp_path: Path) -> None:
     assert "KeyboardInterrupt" in errors
     pids = [int(note.read_text()) for note in notes]
     wait_until(lambda: all(map(process_is_gone, pids)))
+
+
+@pytest.mark.parametrize("call", ["run_ranks(2, fn)", "run_ranks(2, partial(fn, 1))", "run_ranks(2, print, Kept)"])
+def test_what_was_written_in_a_notebook_is_refused_with_the_way_out(call: str) -> None:
+    """As in a notebook, ``__main__`` is no file here."""
+    script = f"""
+from functools import partial
+from torchdistinput.testing import run_ranks
+def fn(*_): pass
+class Kept: pass
+try:
+    {call}
+except TypeError as error:
+    print(error)
+"""
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert "Put it into a module" in found.stdout

@@ -440,6 +440,7 @@ class Checkpoint:
         texts = EpochDraws.of(self._source, None).texts() if random is None else random.texts()
         saved = self._saved(epoch, texts, Start(step, samples), user_epoch=self._user_epoch)
         self._pending = _NextPlace(saved, random, restores=True)
+        self._source.epoch_setter.look()
 
     def _random_of(self, epoch: int) -> EpochDraws | None:
         """The random states from which to draw an epoch, with the epochs to replay first; ``None`` for no draw."""

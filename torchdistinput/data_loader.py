@@ -58,9 +58,11 @@ from torchdistinput.sources.files.steps import steps_of
 from torchdistinput.sources.iterable.data_pipes import has_sharding_filter
 from torchdistinput.sources.iterable.divided_sources import divides_itself
 from torchdistinput.sources.map_style.in_memory import gathers
+from torchdistinput.sources.map_style.table import refuse_frame
 from torchdistinput.sources.opaque_batches import OpaqueCollate
 from torchdistinput.sources.order_advice import order_advice
 from torchdistinput.sources.resolve import as_dataset
+from torchdistinput.sources.set_epoch import epoch_noted, forget_calls, notice_calls
 from torchdistinput.sources.torch_loader.private_names import set_in_spite_of_init
 from torchdistinput.sources.torch_loader.settings import TORCH_SAMPLERS, LikeTorch, check_loader, sampler_in
 from torchdistinput.strategy import Strategy
@@ -138,6 +140,10 @@ class DataLoader(Generic[T_co]):
     (pinned, if asked for) unless ``device`` or ``strategy`` is given. There a batch without samples (an empty list of a
     batch sampler, an item of length 0 with ``batch_size=None``) is passed over, an exception ends the epoch, and each
     ``iter()`` is collective: every rank iterates, in the same order. Construction, ``len`` and ``set_epoch`` are local.
+
+    Random augmentation of map-style data: the loader workers of each rank are seeded apart, from one seed that all
+    ranks draw, so no two draw the same numbers. Without loader workers it draws from the random states of this process:
+    seed them apart, as with torch's loader. ``seed_samples=True`` makes it the same at any number of ranks.
 
     The arguments up to ``in_order`` are those of ``torch.utils.data.DataLoader``, in its order, and torch checks them.
     The attributes of torch's loader are attributes of this loader. Those that torch lets users set (``num_workers``,
@@ -240,26 +246,30 @@ class DataLoader(Generic[T_co]):
             raise TypeError(f"strategy is a {type(strategy).__name__}; a torchdistinput.Strategy is needed, or None.")
         if device is not None and strategy is not None:
             raise ValueError("both device and strategy were given; a strategy has its devices. Give one of them.")
-        refuse_ray(dataset, "the dataset of a DataLoader")  # torch may call its len()
+        for refuse in (refuse_ray, refuse_frame):  # before torch calls its len()
+            refuse(dataset, "the dataset of a DataLoader")
         refuse_plain_iterable(dataset)
-        self._loader: TorchDataLoader[T_co] = TorchDataLoader(
-            as_dataset(dataset),
-            batch_size,
-            shuffle,
-            _own(sampler),
-            _own(batch_sampler),
-            num_workers,
-            _own(collate_fn),
-            pin_memory,
-            drop_last,
-            timeout,
-            worker_init_fn,
-            multiprocessing_context,
-            generator,
-            prefetch_factor=prefetch_factor,
-            persistent_workers=persistent_workers,
-            pin_memory_device=pin_memory_device,
-            in_order=in_order,
+        self._loader: TorchDataLoader[T_co]
+        self._take(
+            TorchDataLoader(
+                as_dataset(dataset),
+                batch_size,
+                shuffle,
+                _own(sampler),
+                _own(batch_sampler),
+                num_workers,
+                _own(collate_fn),
+                pin_memory,
+                drop_last,
+                timeout,
+                worker_init_fn,
+                multiprocessing_context,
+                generator,
+                prefetch_factor=prefetch_factor,
+                persistent_workers=persistent_workers,
+                pin_memory_device=pin_memory_device,
+                in_order=in_order,
+            )
         )
         self._snapshot_every, self._own_state = snapshot_every_n_steps, own_state
         self._seed_samples = seed_samples
@@ -302,13 +312,17 @@ class DataLoader(Generic[T_co]):
         changed = copy.copy(self._loader)
         set_in_spite_of_init(changed, name, value)  # __setattr__ has refused locked attributes
         check_loader(changed, self._policy, alone=True)
-        self._loader = changed
+        self._take(changed)
         if self._divided is not None and self._workers_live_on(self._divided):
             _LOG.warning(
                 "%s was set while loader workers live on (persistent_workers=True), which keep what they have, as in "
                 "torch. Set it before the first iter(), or make another DataLoader.",
                 name,
             )
+
+    def _take(self, loader: TorchDataLoader[T_co]) -> None:
+        """Reads the data of another torch loader from now on, and notices ``set_epoch`` of its sampler and dataset."""
+        self._loader, self._told = loader, notice_calls(loader)
 
     def _workers_live_on(self, divided: Divided) -> bool:
         """Whether the next epoch comes from persistent loader workers, which do not get new attribute values."""
@@ -378,10 +392,10 @@ class DataLoader(Generic[T_co]):
         return divided.loader is not self._loader and not self._workers_live_on(divided)
 
     def _with_wanted_epoch(self, divided: Divided) -> Divided:
-        """The data, after passing on the last ``set_epoch``."""
-        if self._wanted_epoch is not None:
-            divided.dataset.set_epoch(self._wanted_epoch)
-            self._wanted_epoch = None
+        """The data, after passing on the last ``set_epoch``, unless one of the sampler or dataset came after it."""
+        wanted, self._wanted_epoch = self._wanted_epoch, None
+        if wanted is not None and epoch_noted(*self._told) is None:
+            divided.dataset.set_epoch(wanted)
         return divided
 
     def __len__(self) -> int:
@@ -450,12 +464,14 @@ class DataLoader(Generic[T_co]):
     def set_epoch(self, epoch: int) -> None:
         """Sets the number of the next epoch, also on the sampler and dataset where they have ``set_epoch``.
 
-        Local; the same on every rank. This call is optional: each ``iter()`` is the next epoch.
+        Local; the same on every rank. This call is optional: each ``iter()`` is the next epoch. A ``set_epoch`` of the
+        sampler, batch sampler or dataset does the same; the last call counts.
 
         Raises:
           ValueError: not an int of 0 or more.
         """
         check_number("epoch", epoch)
+        forget_calls(*self._told)
         self._wanted_epoch = epoch
 
     def state_dict(self) -> dict[str, Any]:

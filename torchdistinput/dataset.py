@@ -186,8 +186,8 @@ class DistributedDataset:
         """Sets the number of the next epoch, and tells the user's sampler and dataset. Local; the same on every rank.
 
         This call is optional: each ``iter()`` is the next epoch, and sets its number on the sampler and dataset. A
-        ``set_epoch`` that the user calls on the sampler or dataset, and that shows in its attribute ``epoch``, counts
-        as a call of this method.
+        ``set_epoch`` that the user calls on the sampler or dataset between two epochs counts as a call of this method.
+        One that was called before the data was distributed counts if it shows in the attribute ``epoch``.
 
         If a state of this epoch was loaded, or a step of it sought, the next ``iter()`` still begins there.
         """
@@ -240,7 +240,7 @@ class DistributedDataset:
 
         Args:
           state: the result of ``state_dict()``, also after JSON, ``torch.save`` or a distributed checkpoint. An empty
-            dict changes nothing.
+            dict stands for no state, as in torchdata's loaders: it changes nothing, which a warning says.
           strict: whether to refuse the state of an input that looks different; else the differences are logged.
 
         Raises:
@@ -253,7 +253,14 @@ class DistributedDataset:
         self._refuse_live("load_state_dict()")
         self._drop_opened()
         if state == {}:
-            _LOG.warning("load_state_dict() was given an empty state: the next epoch begins as without it.")
+            place = self._checkpoint.next_state()
+            _LOG.warning(
+                "load_state_dict() was given an empty dict, which stands for no state, as in torchdata's loaders; "
+                "state_dict() never returns one. Nothing is loaded: dataset %s goes on at epoch %d, step %d.",
+                self._name,
+                place.epoch,
+                place.step,
+            )
             return
         self._checkpoint.load(state, strict=strict)
 

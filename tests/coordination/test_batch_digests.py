@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import deque
+from datetime import date
+from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -12,10 +16,13 @@ import torch
 
 from torchdistinput.coordination.batch_digests import (
     BatchDigests,
+    _tell_unchecked,
     digest_of_batch,
+    digest_of_draw,
     digest_of_element,
     digest_of_read,
     digest_of_samples,
+    is_digest_of,
     number_of_size,
     words_of,
 )
@@ -48,11 +55,15 @@ def test_equal_batches_have_equal_digests_and_others_have_others(one: Any, other
     assert 0 < digest_of_batch([one]) <= 2**63
 
 
-def test_what_cannot_be_looked_into_is_passed_over() -> None:
+def test_what_cannot_be_compared_counts_by_its_class_and_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    _tell_unchecked.cache_clear()
     assert digest_of_batch([torch.zeros(3, device="meta")]) == digest_of_batch([torch.zeros(2, device="meta")])
-    sparse = torch.eye(3).to_sparse()
-    assert digest_of_batch([{"x": sparse}]) == digest_of_batch([{"x": 2 * sparse}])
-    assert digest_of_batch([[object(), object()]]) == digest_of_batch([[object(), object()]])
+    assert digest_of_read([Lock(), 1]) == digest_of_read([Lock(), 1]) != digest_of_read([object(), 1])
+    assert digest_of_draw([Lock()]) == digest_of_draw([Lock()])
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 2
+    assert "tensors on meta" in told[0]
+    assert "objects of the class lock" in told[1]
 
 
 def test_the_first_rows_have_digests_ever_more_rarely_and_then_each_64th() -> None:
@@ -73,7 +84,44 @@ class Record:
     values: Any
 
 
+class Key:
+    """An object whose ``repr`` is an address, or one text for all."""
+
+    def __init__(self, *content: Any) -> None:
+        self.content = content
+
+    def __reduce__(self) -> Any:
+        return Key, self.content
+
+
+class Slots:
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def jagged(value: float) -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.full((2,), value)], layout=torch.jagged)
+
+
+OBJECTS: dict[str, tuple[Any, Any]] = {
+    "objects": (Key("a", [1]), Key("a", [2])),
+    "objects with slots": (Slots("a"), Slots("b")),
+    "objects in objects": (Key([Slots(1)]), Key([Slots(2)])),
+    "sets": ({"a", "b"}, {"a", "c"}),
+    "dates": (date(2020, 1, 1), date(2020, 1, 2)),
+    "paths": (Path("part-0/0001.jpg"), Path("part-1/0001.jpg")),
+    "queues": (deque([1]), deque([2])),
+    "texts of objects in arrays": (np.array(["a", None]), np.array(["b", None])),
+    "sparse tensors": (torch.eye(3).to_sparse(), 2 * torch.eye(3).to_sparse()),
+    "jagged tensors": (jagged(1.0), jagged(2.0)),
+    "keys that are objects": ({Slots: 1, (1, "a"): 2}, {Slots: 1, (1, "b"): 2}),
+}
 READ: dict[str, tuple[Any, Any]] = {
+    **OBJECTS,
+    "folders": ("part-0/0001.jpg", "part-1/0001.jpg"),
+    "a field of many": ({f"{n}": n for n in range(20)}, {**{f"{n}": n for n in range(20)}, "7": 0}),
     "numbers": (7, 8),
     "texts": ("a" * 3000, "a" * 2000 + "b" + "a" * 999),
     "bytes that begin alike": (bytes(3000), bytes(2999) + b"x"),
@@ -96,6 +144,27 @@ def test_what_was_read_has_equal_digests_where_it_is_equal_and_others_elsewhere(
     assert 0 < digest_of_read(one) < 2**64
 
 
+@pytest.mark.parametrize(("one", "other"), OBJECTS.values(), ids=OBJECTS)
+def test_items_of_a_sampler_are_compared_by_their_content(one: Any, other: Any) -> None:
+    batch = [Key(number, one) for number in range(100)]
+    assert digest_of_draw(batch) == digest_of_draw(copy.deepcopy(batch))
+    assert digest_of_draw(batch) != digest_of_draw(batch[:-1])
+    assert digest_of_draw(batch) != digest_of_draw([Key(number, other) for number in range(100)])
+    assert 0 < digest_of_draw(batch) <= 2**63
+
+
+def test_an_object_that_holds_itself_has_a_digest() -> None:
+    one, other = Slots(None), Slots(None)
+    one.value, other.value = [one], [other]
+    assert digest_of_read(one) == digest_of_read(other)
+
+
+def test_the_digest_of_an_element_of_version_0_2_is_not_compared() -> None:
+    assert is_digest_of(digest_of_element("a/b"), "a/b")
+    assert not is_digest_of(digest_of_element("a/b"), "c/b")
+    assert is_digest_of(12345, "c/b")
+
+
 def test_of_what_was_read_no_number_of_a_size_is_a_digest() -> None:
     assert number_of_size(0) != 0
     assert words_of(number_of_size(10)) == "10 sample(s)"
@@ -103,12 +172,8 @@ def test_of_what_was_read_no_number_of_a_size_is_a_digest() -> None:
 
 
 def test_what_need_not_be_the_same_on_each_rank_counts_for_nothing() -> None:
-    image = object()
-    assert digest_of_read([image, {"a": {1, 2}}]) == digest_of_read([object(), {"a": {3}}])
+    assert digest_of_read([object()]) == digest_of_read([object()])
     assert digest_of_read({"a": 1, "b": 2}) == digest_of_read({"b": 2, "a": 1})
-    assert digest_of_read({"__key__": "1", "__url__": "/one/a"}) == digest_of_read(
-        {"__key__": "1", "__url__": "/other/a"}
-    )
     assert digest_of_read(float("nan")) == digest_of_read(float("nan"))
     assert digest_of_read(np.array([object()])) == digest_of_read(np.array([object()]))
 
@@ -136,4 +201,4 @@ def test_an_element_is_told_from_one_that_differs_in_one_of_many_values_but_not_
     assert digest_of_element(element) == digest_of_element(dict(reversed(element.items())))
     for place in range(40):
         assert digest_of_element(element) != digest_of_element({**element, str(place): -1}), place
-    assert 0 < digest_of_element(element) <= 2**63
+    assert 2**63 <= digest_of_element(element) < 2**64

@@ -767,23 +767,64 @@ def test_a_dict_of_columns_is_data_as_for_distribute_dataset() -> None:
         assert torch.equal(ours["y"]["z"], z)
 
 
-@pytest.mark.parametrize("library", ["pandas", "polars", "pyarrow"])
-def test_tables_of_other_libraries_are_refused_with_the_dict_to_write(library: str) -> None:
-    module: Any = pytest.importorskip(library)
+def module(name: str) -> Any:
+    return pytest.importorskip(name)
+
+
+def arrow_dataset(columns: Any) -> Any:
+    return module("pyarrow.dataset").dataset(module("pyarrow").table(columns))
+
+
+TABLES: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "a pandas DataFrame": ("pandas", lambda columns: module("pandas").DataFrame(columns)),
+    "a pandas dict": ("pandas", lambda columns: dict(module("pandas").DataFrame(columns))),
+    "a polars DataFrame": ("polars", lambda columns: module("polars").DataFrame(columns)),
+    "a polars LazyFrame": ("polars", lambda columns: module("polars").LazyFrame(columns)),
+    "a polars dict": ("polars", lambda columns: module("polars").DataFrame(columns).to_dict()),
+    "a pyarrow Table": ("pyarrow", lambda columns: module("pyarrow").table(columns)),
+    "a pyarrow dataset": ("pyarrow", arrow_dataset),
+    "a pyarrow scanner": ("pyarrow", lambda columns: arrow_dataset(columns).scanner()),
+}
+
+
+@pytest.mark.parametrize(("library", "make"), TABLES.values(), ids=TABLES)
+def test_tables_of_other_libraries_are_refused_with_the_dict_to_write(library: str, make: Callable[[Any], Any]) -> None:
     columns = {"a": list(range(10)), "b": [0.5] * 10}
-    table = module.table(columns) if library == "pyarrow" else module.DataFrame(columns)
+    table = make(columns)
     strategy = tdi.Strategy(devices=["cpu"])
     for use in (
         lambda: Ours(table, batch_size=4),
+        lambda: Ours(table, batch_size=4, shuffle=True),
         lambda: strategy.distribute_dataset(table, global_batch_size=4),
         lambda: strategy.distribute_dataset(Torchs(table, batch_size=4)),
     ):
-        with pytest.raises(tdi.InputError, match=f"found a {library} .* give the dict ") as caught:
+        with pytest.raises(tdi.InputError, match=f"found a {library} .*[Gg]ive the dict ") as caught:
             use()
-        written = re.search(r"give the dict (\{.*?\});", str(caught.value))
+        written = re.search(r"ive the dict (\{.*?\})[;.]", str(caught.value))
         assert written is not None
         (batch, *_) = strategy.distribute_dataset(eval(written[1], {"data": table}), global_batch_size=10)
         assert {name: column.tolist() for name, column in batch.items()} == columns
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("_duckdb.DuckDBPyRelation", "data.fetchnumpy()"),
+        ("deltalake.table.DeltaTable", "data.to_pyarrow_table()"),
+        ("pyiceberg.table.Table", "data.scan().to_arrow()"),
+    ],
+)
+def test_tables_that_are_not_read_yet_are_refused_with_what_to_write(name: str, words: str) -> None:
+    library, _, kind = name.rpartition(".")
+    table = type(kind, (), {"__module__": library, "__iter__": lambda _: iter(())})()
+    for use in (lambda: Ours(table, 4), lambda: tdi.Strategy(["cpu"]).distribute_dataset(table, global_batch_size=4)):
+        with pytest.raises(tdi.InputError, match=re.escape(words)):
+            use()
+
+
+def test_a_dict_of_samples_by_number_may_hold_any_samples() -> None:
+    samples: Any = {number: module("pandas").Series([number]) for number in range(3)}
+    assert [int(batch[0].sum()) for batch in Ours(samples, collate_fn=list)] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("library", ["h5py", "zarr"])

@@ -147,12 +147,20 @@ def test_that_the_state_of_map_style_data_is_not_saved_is_said_and_can_be_known(
         epoch("use")
 
 
-def test_an_empty_state_changes_nothing() -> None:
+def test_an_empty_state_changes_nothing_and_is_said_to_be_none(caplog: pytest.LogCaptureFixture) -> None:
     torchdata = pytest.importorskip("torchdata.stateful_dataloader")
     for cls in (torchdata.StatefulDataLoader, tdi.DataLoader):
         loader = cls(Own(), batch_size=6)
         loader.load_state_dict({})
         assert [lists(batch) for batch in loader] == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10]]
+    numbers: Any = range(11)
+    sought: tdi.DataLoader[Any] = tdi.DataLoader(numbers, batch_size=6)
+    sought.seek(3, 1)
+    sought.load_state_dict({})
+    told = [record.getMessage() for record in caplog.records]
+    assert all("stands for no state, as in torchdata's loaders" in text for text in told)
+    assert [text[-16:] for text in told] == ["epoch 0, step 0.", "epoch 3, step 1."]
+    assert [lists(batch) for batch in sought] == [[6, 7, 8, 9, 10]]
 
 
 def test_torchdatas_own_tests_pass_but_for_those_listed(tmp_path: Path) -> None:

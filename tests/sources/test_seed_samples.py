@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 import torchdistinput as tdi
@@ -214,6 +215,52 @@ def test_without_it_torch_draws_as_ever() -> None:
         loader: Any = cls(Pictures(), batch_size=4, shuffle=True)
         found.append([rows_of(batch) for batch in loader])
     assert found[0] == found[1]
+
+
+def drawn_in_loader_workers(mesh: bool, drop_in: bool, workers: dict[str, Any]) -> list[list[Any]]:
+    """One rank, seeded as all others: what it reads of pictures, and of a stream that every rank reads in full."""
+    dims = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")) if mesh else None
+    strategy = tdi.Strategy(devices=["cpu"], mesh=dims)
+    found = []
+    for data, seed in ((Pictures(), False), (Pictures(), True), (AugmentedStream(), False)):
+        generator = torch.Generator().manual_seed(3) if seed else None
+        torch.manual_seed(7)
+        loader: Any = DataLoader(data, 4, generator=generator, num_workers=2, **workers)
+        if drop_in:
+            loader = tdi.DataLoader(data, 4, generator=generator, num_workers=2, strategy=strategy, **workers)
+        else:
+            loader = strategy.distribute_dataset(loader)
+        with loader:
+            found.append([row for batch in loader for row in rows_of(batch)])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("mesh", "drop_in", "workers"), [(False, True, {}), (False, False, {"persistent_workers": True}), (True, False, {})]
+)
+def test_loader_workers_of_ranks_that_read_different_samples_draw_different_numbers(
+    mesh: bool, drop_in: bool, workers: dict[str, Any]
+) -> None:
+    ranks = run_ranks(4 if mesh else 2, drawn_in_loader_workers, mesh, drop_in, workers)
+    coordinates = ranks[::2] if mesh else ranks
+    if mesh:
+        assert ranks[1::2] == coordinates  # peers read the same samples, augmented alike
+    for of_kind in zip(*coordinates, strict=True):
+        rows = [row for part in of_kind for row in part]
+        for column in (1, 2, 3):
+            assert len({row[column] for row in rows}) == len(rows)
+    torch.manual_seed(7)  # the first ranks draw as torch's loader does
+    alone = [row for batch in DataLoader(Pictures(), 4, num_workers=2) for row in rows_of(batch)]
+    assert ranks[0][0][0] == alone[0]
+
+
+class AugmentedStream(IterableDataset[tuple[int, float, float, float]]):
+    """The loader workers divide it; a row of each is augmented by the same numbers on each rank."""
+
+    def __iter__(self) -> Any:
+        info = torch.utils.data.get_worker_info()
+        assert info is not None
+        yield from map(augmented, range(info.id, 12, info.num_workers))
 
 
 class Stream(IterableDataset[int]):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,6 +47,37 @@ class Quiet(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._inner)
+
+
+class Seeded(Rotated):
+    """Keeps only what follows from its epoch."""
+
+    def __init__(self) -> None:
+        self.count, self._begin = 6, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self._begin = epoch % 6
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([(self._begin + index) % 6 for index in range(6)])
+
+
+class Slotted:
+    """Takes no notes."""
+
+    __slots__ = ("epoch",)
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(rotated(self.epoch))
 
 
 class Items(Dataset[int]):
@@ -183,6 +216,99 @@ def test_set_epoch_of_the_sampler_itself_counts_as_one_of_the_loader(divide: Any
         sampler.set_epoch(9)
         resumed.load_state_dict(state)
         assert flat(resumed) == rotated(3)[4:]
+
+
+def mixture() -> Any:
+    return tdi.Mixture({"a": range(12), "b": range(100, 112)}, {"a": 1, "b": 1}, stop="all")
+
+
+def of_mixture() -> tuple[Any, Any]:
+    mixed = mixture()
+    sampler = mixed.sampler()
+    return DataLoader(mixed, batch_size=4, sampler=sampler), sampler
+
+
+def of_batches(made: Any, sampler: Any) -> tuple[Any, Any]:
+    return DataLoader(range(24), batch_sampler=made), sampler  # type: ignore[arg-type]
+
+
+def shuffle() -> tdi.ShuffleSampler:
+    return tdi.ShuffleSampler(24, seed=1)
+
+
+def of_lines(folder: Path) -> tuple[Any, Any]:
+    for number in range(4):
+        (folder / f"{number}.txt").write_text("".join(f"{10 * number + each}\n" for each in range(6)))
+    lines = tdi.FileDataset(f"{folder}/*.txt", tdi.readers.text_lines, map_fn=int, shuffle_files=True, shuffle_buffer=5)
+    return DataLoader(lines, batch_size=4), lines
+
+
+SET: dict[str, Callable[[], tuple[Any, Any]]] = {  # a loader of one process, and the object that the user tells
+    "ShuffleSampler": lambda: ((own := shuffle()), DataLoader(range(24), 4, sampler=own))[::-1],  # type: ignore[arg-type]
+    "TokenBatchSampler": lambda: of_batches(own := tdi.TokenBatchSampler(shuffle(), [1] * 24, 4), own),
+    "BucketBatchSampler": lambda: of_batches(own := tdi.BucketBatchSampler(shuffle(), [1] * 24, [2], 4), own),
+    "the sampler inside": lambda: of_batches(tdi.TokenBatchSampler(own := shuffle(), [1] * 24, 4), own),
+    "Mixture": of_mixture,
+    "handed on": SAMPLERS["without an epoch to see"],
+    "kept in another form": lambda: ((own := Seeded()), DataLoader(range(6), 4, sampler=own))[::-1],  # type: ignore[arg-type]
+    "without notes": lambda: ((own := Slotted()), DataLoader(range(6), 4, sampler=own))[::-1],  # type: ignore[arg-type]
+}
+
+
+def as_it_is(loader: Any) -> Any:
+    if isinstance(loader.dataset, IterableDataset):
+        return tdi.DataLoader(loader.dataset, loader.batch_size)
+    if loader.batch_size is None:
+        return tdi.DataLoader(loader.dataset, batch_sampler=loader.batch_sampler)
+    return tdi.DataLoader(loader.dataset, loader.batch_size, sampler=loader.sampler)
+
+
+@pytest.mark.parametrize("divide", [distributed, as_it_is])
+@pytest.mark.parametrize("name", [*SET, "FileDataset"])
+def test_set_epoch_that_the_user_calls_is_always_taken(divide: Any, name: str, tmp_path: Path) -> None:
+    """A script that goes on with ``for epoch in range(5, 10): sampler.set_epoch(epoch)`` trains these epochs."""
+    make = SET.get(name, lambda: of_lines(tmp_path))
+    torch_loader, _ = make()
+    with divide(torch_loader) as loader:
+        epochs = [flat(loader) for _ in range(8)]
+    assert len({*map(tuple, epochs)}) > 1
+    torch_loader, sampler = make()
+    with divide(torch_loader) as loader:
+        for epoch in (5, 2):
+            sampler.set_epoch(epoch)
+            assert flat(loader) == epochs[epoch]
+            assert loader.step.epoch == epoch
+        if name != "without notes":
+            loader.set_epoch(7)
+            sampler.set_epoch(epoch=4)  # the last call counts
+            assert flat(loader) == epochs[4]
+        sampler.set_epoch(1)
+        loader.set_epoch(7)
+        assert flat(loader) == epochs[7]
+        sampler.set_epoch(1)
+        loader.seek(6)
+        assert flat(loader) == epochs[6]
+        sampler.set_epoch(3)
+        state = loader.state_dict()
+    torch_loader, sampler = make()
+    with divide(torch_loader) as resumed:
+        resumed.load_state_dict(state)
+        assert [flat(resumed), flat(resumed)] == epochs[3:5]
+    torch_loader, sampler = make()
+    if name not in ("handed on", "kept in another form"):  # a call before the loader was made, which no attribute shows
+        sampler.set_epoch(5)
+        with divide(torch_loader) as loader:
+            assert [flat(loader), flat(loader)] == epochs[5:7]
+
+
+def test_a_copy_of_a_sampler_is_told_and_noticed_by_itself() -> None:
+    torch_loader, sampler = SAMPLERS["without an epoch to see"]()
+    with distributed(torch_loader) as loader:
+        other = copy.deepcopy(sampler)
+        other.set_epoch(3)
+        assert flat(loader) == rotated(0)
+        sampler.set_epoch(2)
+        assert flat(loader) == rotated(2)
 
 
 def test_a_dataset_function_and_an_iterable_are_told_too() -> None:

@@ -4,23 +4,37 @@ At each ``iter()``, ``set_epoch`` of the sampler, the batch sampler and the data
 ranks. An object without ``set_epoch`` may hold one that has it: a ``BatchSampler`` its sampler, a ``Subset`` its
 dataset. Persistent loader workers have copies of the dataset; they read the epoch from shared memory.
 
-A ``set_epoch`` that the user calls on such an object counts as ``set_epoch`` of the loader. It is noticed by torch's
-attribute ``epoch``, if the object has it: its number differs from the number noted last. The number is noted after each
-call from here, and at the end of the epoch, as some objects count epochs by themselves while they are read. The first
-number is 0.
+A ``set_epoch`` that the user calls on such an object, or on one inside of it, counts as ``set_epoch`` of the loader. An
+object need not show its epoch: it may hand it on, or seed a generator with it. So the method itself notes its calls, on
+the object: it is wrapped once for each class, when a loader first sees an object of the class (``notice_calls``). A
+wrapper on the object would be carried to its copies, and act on the original. Calls that were made before are seen by
+torch's attribute ``epoch``: a number other than 0. Objects that cannot take notes (with ``__slots__``, or written in C)
+are watched by this attribute at all times: its number differs from the one after the last call from here, or at the
+end of the last epoch, as some objects count epochs by themselves while they are read.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import deque
-from collections.abc import Sequence
-from typing import Any, Final, Protocol, final, runtime_checkable
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from numbers import Integral
+from types import FunctionType
+from typing import Any, Final, Protocol, TypeVar, cast, final, runtime_checkable
 
 from torchdistinput.sources.files.plain_epochs import SharedEpoch
-from torchdistinput.sources.map_style.shuffle_sampler import ShuffleSampler
 
 _HOLDERS: Final = ("sampler", "batch_sampler", "dataset", "datasets", "given")
 _MOST_LOOKED_INTO: Final = 256
+_NOTE: Final = "torchdistinput: epoch"
+"""The key of the note in the ``__dict__`` of an object, while its last ``set_epoch`` is one of the user's."""
+_MARK: Final = "notes_epochs"
+_NOTES: Final = -1  # in the place of the epoch that an object has, where it notes calls
+
+_T = TypeVar("_T", bound=Callable[..., Any])
+
+_telling: ContextVar[bool] = ContextVar("telling", default=False)
 
 
 @runtime_checkable
@@ -31,37 +45,84 @@ class SetsEpoch(Protocol):
         """Takes the number of the coming epoch."""
 
 
-def wants_epochs(*objects: Any) -> list[SetsEpoch]:
+def wants_epochs(*objects: Any, inside: bool = False) -> list[SetsEpoch]:
     """The objects with ``set_epoch``. An object without it is searched: its sampler, batch sampler and datasets. Local.
 
-    A ``ShuffleSampler`` is left out: its epoch is set where its order is drawn.
+    Args:
+      *objects: samplers, loaders or datasets.
+      inside: whether objects with ``set_epoch`` are searched too.
     """
     found: list[SetsEpoch] = []
     left, seen = deque(objects), set[int]()
     while left and len(seen) < _MOST_LOOKED_INTO:
         each = left.popleft()
-        if each is None or id(each) in seen or isinstance(each, type | ShuffleSampler):
+        if each is None or id(each) in seen or isinstance(each, type):
             continue
         seen.add(id(each))
         if isinstance(each, SetsEpoch):
             found.append(each)
-            continue
+            if not inside:
+                continue
         held = getattr(each, "__dict__", {})  # not ``getattr``, which could run user code
         for name in _HOLDERS:
-            inside = held.get(name)
-            left.extend(inside if isinstance(inside, list | tuple) else [inside])
+            within = held.get(name)
+            left.extend(within if isinstance(within, list | tuple) else [within])
     return found
 
 
 def tell_epoch(epoch: int, *objects: Any) -> None:
     """Calls ``set_epoch`` with the next epoch on the objects that have it. Local."""
-    for each in wants_epochs(*objects):
-        each.set_epoch(epoch)
+    token = _telling.set(True)
+    try:
+        for each in wants_epochs(*objects):
+            each.set_epoch(epoch)
+    finally:
+        _telling.reset(token)
+
+
+def notice_calls(*objects: Any) -> list[SetsEpoch]:
+    """Makes ``set_epoch`` of these objects, and of those inside of them, note the calls that the user makes. Local."""
+    found = wants_epochs(*objects, inside=True)
+    for each in found:
+        for kind in type(each).__mro__:
+            method = kind.__dict__.get("set_epoch")
+            if isinstance(method, FunctionType) and not hasattr(method, _MARK):
+                setattr(kind, "set_epoch", notes_calls(method))  # noqa: B010 - to mypy a method cannot be set
+            if method is not None:
+                break
+    return found
+
+
+def epoch_noted(*objects: Any) -> int | None:
+    """The epoch of the user's last call on one of the objects since ``forget_calls``; ``None`` without one. Local."""
+    found = (getattr(each, "__dict__", {}).get(_NOTE) for each in objects)
+    return next((epoch for epoch in found if epoch is not None), None)
+
+
+def forget_calls(*objects: Any) -> None:
+    """Forgets the user's calls of ``set_epoch`` of these objects. Local."""
+    for each in objects:
+        getattr(each, "__dict__", {}).pop(_NOTE, None)
+
+
+def notes_calls(method: _T) -> _T:
+    """A ``set_epoch`` that notes the calls which are not made from here. The library's own datasets have it at once."""
+
+    @functools.wraps(method)
+    def set_epoch(self: Any, *arguments: Any, **named: Any) -> Any:
+        result = method(self, *arguments, **named)
+        epoch = next(iter((*arguments, *named.values())), None)
+        if isinstance(epoch, Integral) and int(epoch) >= 0 and not _telling.get() and hasattr(self, "__dict__"):
+            self.__dict__[_NOTE] = int(epoch)
+        return result
+
+    setattr(set_epoch, _MARK, True)
+    return cast("_T", set_epoch)
 
 
 @final
 class EpochSetter:
-    """Sets the epoch of the user's objects, and remembers the epochs that were set.
+    """Sets the epoch of the user's objects, and notices the epochs that the user set on them.
 
     Args:
       objects: the sampler, batch sampler and dataset.
@@ -70,7 +131,8 @@ class EpochSetter:
 
     def __init__(self, *objects: Any, lasting: bool = False) -> None:
         self._objects = wants_epochs(*objects)
-        self._seen: Sequence[int | None] = [0] * len(self._objects)
+        self._watched = notice_calls(*objects)
+        self._seen: Sequence[int | None] = [0] * len(self._watched)
         self._epoch = 0
         self.shared_epoch = SharedEpoch() if lasting and self._objects else None
         """The epoch as persistent loader workers see it; ``None`` without them."""
@@ -78,8 +140,7 @@ class EpochSetter:
     def tell(self, epoch: int) -> None:
         """Sets the epoch that begins now. Local."""
         self._epoch = epoch
-        for each in self._objects:
-            each.set_epoch(epoch)
+        tell_epoch(epoch, *self._objects)
         if self.shared_epoch is not None:
             self.shared_epoch.announce(epoch)
         self.look()
@@ -88,29 +149,37 @@ class EpochSetter:
         """Sets the epoch of ``fresh``, made by a function for this epoch, if it is a new object. Local."""
         for each in wants_epochs(fresh):
             if not any(each is known for known in self._objects):
-                each.set_epoch(self._epoch)
+                tell_epoch(self._epoch, each)
 
     def look(self) -> None:
-        """Notes the epochs that the objects have now, so that they do not count as set by the user. Local."""
-        self._seen = [_epoch_of(each) for each in self._objects]
+        """Lets the epochs that the objects have now not count as set by the user. Local."""
+        forget_calls(*self._watched)
+        self._seen = [_NOTES if _takes_notes(each) else _epoch_of(each) for each in self._watched]
 
     def set_by_user(self) -> int | None:
         """The epoch to which the user has set one of the objects; ``None`` if it was only set from here. Local."""
-        for each, seen in zip(self._objects, self._seen, strict=True):
+        noted = epoch_noted(*self._watched)
+        if noted is not None:
+            return noted
+        for each, seen in zip(self._watched, self._seen, strict=True):
             found = _epoch_of(each)
-            if found is not None and found != seen:
+            if found is not None and seen not in (found, _NOTES):
                 return found
         return None
 
     def go_on_from(self, before: EpochSetter) -> None:
         """Takes over the noted epochs of the same objects. Local."""
-        known = {id(each): seen for each, seen in zip(before._objects, before._seen, strict=True)}
-        self._seen = [known.get(id(each), 0) for each in self._objects]
+        known = {id(each): seen for each, seen in zip(before._watched, before._seen, strict=True)}
+        self._seen = [known.get(id(each), 0) for each in self._watched]
 
 
 def _epoch_of(each: object) -> int | None:
     epoch = getattr(each, "epoch", None)
     return epoch if type(epoch) is int and epoch >= 0 else None
+
+
+def _takes_notes(each: object) -> bool:
+    return hasattr(each, "__dict__") and hasattr(type(each).set_epoch, _MARK)  # type: ignore[attr-defined]
 
 
 def set_announced_epoch(shared: SharedEpoch, dataset: Any) -> None:

@@ -107,7 +107,7 @@ def run_ranks(
       RankFailed: with the first failing rank's traceback and the original exception as ``__cause__`` where it can be
         pickled, the signal that ended a rank, or the stacks of the ranks that had not finished in time. The other
         ranks are killed at once. A rank whose result cannot be pickled failed, too.
-      TypeError: if ``fn`` or an argument cannot be pickled.
+      TypeError: if ``fn`` or an argument cannot be pickled, or was written in a notebook.
     """
     call = _pickled_call(fn, args)
     multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOADED)
@@ -128,12 +128,19 @@ def run_ranks(
 
 def _pickled_call(fn: Callable[..., Any], args: tuple[object, ...]) -> bytes:
     try:
-        return pickle.dumps((fn, args))
+        call = pickle.dumps((fn, args))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise TypeError(
             f"run_ranks cannot send {fn!r} with its arguments to other processes ({error}); "
             "give a function at the top level of a module, and arguments that can be pickled"
         ) from error
+    if b"__main__" in call and getattr(sys.modules["__main__"], "__file__", None) is None:
+        raise TypeError(
+            f"run_ranks cannot send {fn!r} with its arguments to other processes: something of it was written in a "
+            "notebook or an interactive session, from which they cannot import. Put it into a module (a .py file), and "
+            "import it from there."
+        )
+    return call
 
 
 def free_port() -> int:

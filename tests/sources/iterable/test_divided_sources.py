@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
-from torchdistinput.sources.iterable.divided_sources import part_of, way_out_for
+from torchdistinput.sources.iterable.divided_sources import _tell_unchecked, part_of, way_out_for
 from torchdistinput.sources.map_style.table import Table
 
 
@@ -22,6 +22,19 @@ class Unread(Dataset[Any]):
 
     def __len__(self) -> int:
         return self.length
+
+    def __getitem__(self, index: int) -> NoReturn:
+        raise AssertionError(index)
+
+
+class NoDataset:
+    """The same of another class."""
+
+    def __init__(self, rows: list[int]) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
 
     def __getitem__(self, index: int) -> NoReturn:
         raise AssertionError(index)
@@ -43,6 +56,15 @@ DIFFERENT: dict[str, tuple[Any, Any]] = {
     "columns": (Table({"x": np.zeros(3)}), Table({"x": np.ones(3)})),
     "files": (Unread(2, files=["a", "b"]), Unread(2, files=["c", "d"])),
     "images and classes": (Unread(2, samples=[("a", 0), ("b", 1)]), Unread(2, samples=[("b", 1), ("a", 0)])),
+    "folders": (Unread(2, files=["a/1", "b/1"]), Unread(2, files=["c/1", "d/1"])),
+    "rows of its own": (Unread(2, rows=[{"x": 1}, {"x": 2}]), Unread(2, rows=[{"x": 3}, {"x": 4}])),
+    "numbers of its own": (Unread(2, numbers=[0, 2]), Unread(2, numbers=[1, 3])),
+    "tensors of its own": (Unread(2, images=torch.zeros(2, 3)), Unread(2, images=torch.ones(2, 3))),
+    "tokens, many for a sample": (Unread(2, tokens=np.arange(8)), Unread(2, tokens=np.arange(8, 16))),
+    "samples by key": (Unread(2, by_id={"a": 1, "b": 2}), Unread(2, by_id={"c": 1, "d": 2})),
+    "samples in a list": (Unread(1, data=[torch.zeros(2)]), Unread(1, data=[torch.ones(2)])),
+    "a class that is no Dataset": (NoDataset([1, 2]), NoDataset([3, 4])),
+    "one inside": (Unread(2, data=NoDataset([1, 2])), Unread(2, data=NoDataset([3, 4]))),
     "indices of its own": (Unread(2, indices=torch.tensor([0, 2])), Unread(2, indices=torch.tensor([1, 3]))),
 }
 
@@ -55,13 +77,8 @@ def test_parts_of_the_same_data_are_told_apart(one: Any, other: Any) -> None:
 
 ALIKE: dict[str, tuple[Any, Any]] = {
     "attributes of the rank's": (Unread(rank=0, seed=1, device="cuda:0"), Unread(rank=1, seed=2, device="cuda:1")),
-    "what was kept while it was read": (
-        Unread(2, cache=[None, 1], counts=[0, 3]),
-        Unread(2, cache=[4, None], counts=[1, 0]),
-    ),
-    "folders": (Unread(2, files=["/node0/a", "/node0/b"]), Unread(2, files=["/node1/a", "/node1/b"])),
+    "a list that is being filled": (Unread(2, cache=[None, 1]), Unread(2, cache=[4, None])),
     "lists of another length": (Unread(2, names=["a"]), Unread(2, names=["b"])),
-    "samples in a list": (Unread(1, data=[torch.zeros(2)]), Unread(1, data=[torch.ones(2)])),
     "objects in a list": ([object()], [object()]),
     "an index as a range": (Subset(WHOLE, range(3)), Subset(WHOLE, [0, 1, 2])),
 }
@@ -72,8 +89,28 @@ def test_what_may_differ_from_rank_to_rank_counts_for_nothing(one: Any, other: A
     assert part_of(one) == part_of(other)
 
 
-def test_nothing_is_told_of_a_dataset_that_keeps_nothing() -> None:
-    assert part_of(WHOLE) == part_of([]) == part_of(Subset(WHOLE, [])) == ""
+def test_what_a_rank_notes_in_a_dataset_after_it_was_first_divided_counts_for_nothing() -> None:
+    scores = [0.0, 0.0]
+    data = Unread(2, scores=scores)
+    part = part_of(data)
+    scores[1] = 0.5
+    assert part_of(data) == part != part_of(Unread(2, scores=[0.0, 0.5]))
+
+
+def test_a_dataset_that_holds_nothing_is_said_to_be_unchecked(caplog: pytest.LogCaptureFixture) -> None:
+    _tell_unchecked.cache_clear()
+    caplog.set_level("INFO")
+    assert part_of(Unread()) == part_of(Unread()) == part_of(Subset(WHOLE, [])) == ""
+    told = [record.getMessage() for record in caplog.records]
+    assert [text for text in told if "Unread holds nothing" in text] == told[:1]
+
+
+@pytest.mark.parametrize(("package", "name"), [("pandas", "DataFrame"), ("polars", "DataFrame"), ("pyarrow", "table")])
+def test_a_table_is_compared_by_its_rows(package: str, name: str) -> None:
+    make = getattr(pytest.importorskip(package), name)
+    whole, other = ({"n": [*numbers], "t": [*map(str, numbers)]} for numbers in (range(200), range(1, 201)))
+    assert part_of(Unread(200, rows=make(whole))) == part_of(Unread(200, rows=make(whole))) != ""
+    assert part_of(Unread(200, rows=make(whole))) != part_of(Unread(200, rows=make(other)))
 
 
 def test_the_indices_of_a_subset_are_told_in_words() -> None:

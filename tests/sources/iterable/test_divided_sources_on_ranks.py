@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -122,6 +124,24 @@ class Random(Dataset[torch.Tensor]):
         return index + torch.rand(()) * 0.5
 
 
+class OwnList(Dataset[int]):
+    def __init__(self, rows: list[int]) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> int:
+        return self._rows[index]
+
+
+def grain_part(rank: int, *, by_slice: bool) -> Any:
+    if not find_spec("grain"):
+        return None
+    whole: Any = import_module("grain").MapDataset.source(list(range(8))).map(int)
+    return whole.slice(slice(rank, None, 2)) if by_slice else whole[rank::2]
+
+
 def read_map_style(kind: str, policy: str) -> Any:
     """Each rank gives a part of its own, or all ranks the same."""
     rank = dist.get_rank()
@@ -129,6 +149,9 @@ def read_map_style(kind: str, policy: str) -> Any:
     columns = torch.arange(8)
     data: Any = {
         "a subset": Subset(Random(), range(rank, 8, 2)),
+        "an own list": OwnList(list(range(rank, 8, 2))),
+        "grain": grain_part(rank, by_slice=False),
+        "grain's slice": grain_part(rank, by_slice=True),
         "a random split": random_split(Random(), [4, 4])[0],
         "tensors": TensorDataset(columns[rank::2]),
         "columns": {"x": columns[rank::2]},
@@ -150,16 +173,23 @@ def lists_of(batch: Any) -> Any:
     return batch.values() if isinstance(batch, dict) else batch
 
 
-@pytest.mark.parametrize("kind", ["a subset", "a random split", "tensors", "columns", "unequal"])
+PARTS = ["a subset", "an own list", "tensors", "columns", "grain", "grain's slice"]
+
+
+@pytest.mark.parametrize("kind", [*PARTS, "a random split", "unequal"])
 def test_map_style_data_that_is_a_ranks_own_part_is_refused_under_data(kind: str) -> None:
+    if kind.startswith("grain"):
+        pytest.importorskip("grain")
     for error, _ in run_ranks(2, read_map_style, kind, "DATA"):
         assert error.kind == "RankDisagreement", error
         assert "give every rank the whole" in error.message
         assert "distribute_datasets_from_function" in error.message
 
 
-@pytest.mark.parametrize("kind", ["a subset", "tensors", "columns"])
+@pytest.mark.parametrize("kind", PARTS)
 def test_parts_of_map_style_data_are_read_as_they_are_under_off(kind: str) -> None:
+    if kind.startswith("grain"):
+        pytest.importorskip("grain")
     ranks = run_ranks(2, read_map_style, kind, "OFF")
     assert [error for error, _ in ranks] == [None, None]
     assert sorted(number for _, seen in ranks for number in seen) == list(range(8))
@@ -169,3 +199,75 @@ def test_map_style_data_with_random_augmentation_is_no_disagreement() -> None:
     ranks = run_ranks(2, read_map_style, "augmented", "DATA")
     assert [error for error, _ in ranks] == [None, None]
     assert sorted(number for _, seen in ranks for number in seen) == list(range(8))
+
+
+class Named(IterableDataset[dict[str, Any]]):
+    """Divides itself; the names of the files are the same in each folder."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        yield from ({"path": f"part-{dist.get_rank()}/{number:04}.jpg", "number": number} for number in range(8))
+
+
+class Cuts:
+    """A collection of samples that is one item of a sampler, and shows only their number."""
+
+    def __init__(self, numbers: list[int]) -> None:
+        self.numbers = numbers
+
+    def __repr__(self) -> str:
+        return f"Cuts(len={len(self.numbers)})"
+
+
+class Key:
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class OfKey(Dataset[int]):
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, key: Any) -> Any:
+        return torch.tensor(key.numbers if isinstance(key, Cuts) else key.number)
+
+
+def read_items(kind: str, drop_in: bool) -> Any:
+    rank = dist.get_rank()
+    data, sampler, size = {
+        "names": (Named(), None, 4),
+        "collections of its own": (OfKey(), [Cuts([*range(first + rank, first + 8, 2)]) for first in (0, 8)], None),
+        "objects": (OfKey(), [Key(number) for number in range(20)], 5),
+    }[kind]
+    seen: list[Any] = []
+
+    def make() -> Any:
+        if drop_in:
+            return tdi.DataLoader(data, size, sampler=sampler)
+        return tdi.Strategy(["cpu"]).distribute_dataset(DataLoader(data, size, sampler=sampler))
+
+    def loop() -> None:
+        with make() as loader:
+            for step, batch in enumerate(loader):
+                seen.append(batch["number"].tolist() if isinstance(batch, dict) else batch.tolist())
+                if step == 1:
+                    break
+            state = loader.state_dict()
+        with make() as loader:
+            loader.load_state_dict(state)
+            seen.extend(batch.tolist() for batch in loader)
+
+    return raised(loop), seen
+
+
+@pytest.mark.parametrize("drop_in", [False, True])
+@pytest.mark.parametrize("kind", ["names", "collections of its own", "objects"])
+def test_what_differs_is_noticed_by_its_content_and_what_is_equal_is_no_disagreement(kind: str, drop_in: bool) -> None:
+    ranks = run_ranks(2, read_items, kind, drop_in)
+    if kind == "objects":
+        assert [error for error, _ in ranks] == [None, None]
+        assert sorted(number for _, seen in ranks for part in seen for number in part) == list(range(20))
+        return
+    for error, seen in ranks:
+        assert error.kind == "RankDisagreement", error
+        assert "at step 0 of epoch 0" in error.message
+        assert not seen

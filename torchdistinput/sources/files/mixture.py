@@ -35,6 +35,7 @@ from torchdistinput.sources.files.plain_epochs import EpochCounter, loader_worke
 from torchdistinput.sources.fragments import FragmentSource
 from torchdistinput.sources.map_style.length_batches import Lengths
 from torchdistinput.sources.sample_seed import epoch_key
+from torchdistinput.sources.set_epoch import notes_calls
 
 Unit: TypeAlias = Literal["samples", "tokens"]
 Weights: TypeAlias = Mapping[str, float] | Sequence[tuple[int, Mapping[str, float]]]
@@ -352,6 +353,7 @@ class StreamMixture(IterableDataset[Any]):
             facts[f"source {part.name}"] = hashlib.sha256(source.encode()).hexdigest()[:16]
         return facts
 
+    @notes_calls
     def set_epoch(self, epoch: int) -> None:
         """Chooses the epoch of the next ``iter()``; later ones follow. Also for persistent loader workers."""
         self._epochs.announce(epoch)

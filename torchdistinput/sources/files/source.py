@@ -107,7 +107,8 @@ class RecordSource(Source):
         self._steps_by_cost = by_file and self._balance is not None
         self.bound_to_world = not shared and not by_file  # under OFF all workers read all files
         self._options = options
-        self.epoch_setter = EpochSetter()  # the epoch is an argument of ``open``
+        # The epoch is an argument of ``open``; a call of the user's on one of these counts all the same.
+        self.epoch_setter = EpochSetter(data, dataset)
         self._reads_here = self._loader is None or is_read_here(self._loader)
         # If several workers read the same batches, each reads only its own part of them, if the files allow it.
         num_readers = 1 if self._loader is None else max(1, self._loader.num_workers)

@@ -2,25 +2,33 @@
 
 Under policy DATA every rank must have the same data, and takes its part of it. For an opaque iterable, the ranks
 compare the batches that they read (see ``batch_digests``). For map-style data each rank reads other samples, so the
-ranks compare facts that are known without reading a sample: the indices of a ``Subset``, a few entries of a list, a few
-bytes of tensors in memory, a few rows of an Arrow table, and the names of files or samples that a dataset keeps in a
-list. Reading a sample might draw random numbers, count, or take long. So a user's dataset that picks samples by its
-rank is not detected.
+ranks compare what a dataset holds: the indices of a ``Subset``, and a few entries of each list, array and table with an
+entry for each sample. Reading a sample might draw random numbers, count, or take long. Of a dataset of Grain, where it
+does none of these, three samples are read. A dataset that holds nothing of this kind is not compared, which is logged.
+
+A dataset is compared as it is when it is first divided: later a list may hold what its rank noted while it read.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from functools import cache
+from itertools import islice
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
-from torchdistinput.coordination.batch_digests import digest_of_read
-from torchdistinput.sources.base import length_of
+from torchdistinput.coordination.batch_digests import digest_of_element, digest_of_read
+from torchdistinput.sources.base import MapStyle, length_of
 from torchdistinput.sources.map_style.packed import Packed
-from torchdistinput.sources.map_style.table import Table
+from torchdistinput.sources.map_style.table import Table, kinds_of
+
+_LOG = logging.getLogger("torchdistinput")
 
 _OFF: Final = "auto_shard_policy=AutoShardPolicy.OFF (in the drop-in policy=AutoShardPolicy.OFF)"
 _BY_INDEX: Final = (
@@ -42,18 +50,26 @@ _IN_GENERAL: Final = (
     "This source divides itself, or what is random in it is not the same on all ranks. If each rank's part is to be "
     f"trained on, use {_OFF}: each rank then reads what its source yields, and nothing else; AutoShardPolicy.HINT for "
     "one that has shard(num_shards, index); or distribute_datasets_from_function. Else tell the source not to divide "
-    "itself, and seed what it shuffles or augments alike on every rank, not by the rank."
+    "itself, and seed what it shuffles or augments alike on every rank, not by the rank. Paths are compared whole: let "
+    "them be the same on every machine."
 )
 _MOST_INSIDE: Final = 8
 PART_WAY_OUT: Final = (
     "If each rank was given a part of the data already (a Subset of its own, split_dataset_by_node): give every rank "
     "the whole data, and each rank will take its part of each batch; or keep the parts, and use "
     "distribute_datasets_from_function. Random splits and random data (random_split, torch.randn) need the same seed "
-    "on all ranks, and lists of files the same order."
+    "on all ranks, and lists of files the same order and the same paths on every machine. What a rank notes for itself "
+    "does not belong into a list of the dataset."
 )
 """Advice for the user if the ranks have different map-style data."""
 _MOST_COMPARED: Final = 64
-_NAMES_OF_INDICES: Final = ("indices", "index", "idx", "idxs", "ids")
+_TABLES: Final = {
+    *(("pandas", name) for name in ("DataFrame", "Series")),
+    *(("polars", name) for name in ("DataFrame", "Series")),
+    *(("pyarrow", name) for name in ("Table", "RecordBatch", "ChunkedArray", "Array")),
+}
+_FIRST: Final[WeakKeyDictionary[Any, str]] = WeakKeyDictionary()
+"""What identified each dataset when it was first divided."""
 
 
 def way_out_for(data: object) -> str:
@@ -93,17 +109,32 @@ def _nested(data: object) -> Iterator[object]:
 
 
 def part_of(dataset: Any) -> str:
-    """Identifies the samples of a map-style dataset without reading any; empty if that is not possible. Local.
+    """Identifies the samples of a map-style dataset; empty if that is not possible, which is logged once. Local.
 
     Returns:
       a short text that is equal for equal data.
     """
+    with suppress(TypeError):  # it cannot be a key
+        return _FIRST.setdefault(dataset, _part_of(dataset))
+    return _part_of(dataset)
+
+
+def _part_of(dataset: Any) -> str:
     digests = list(_digests_of(dataset, _MOST_INSIDE))
     if not digests:
+        _tell_unchecked(type(dataset).__name__)
         return ""
     indices = getattr(dataset, "indices", None)
     first = f" with the indices {_few(indices)}" if isinstance(dataset, Subset) and indices is not None else ""
     return f"a {type(dataset).__name__}{first} (checksum {_joined(digests):x})"
+
+
+@cache
+def _tell_unchecked(name: str) -> None:
+    """Says it once in a process."""
+    _LOG.info(
+        "%s holds nothing by which its samples can be compared: nobody checks that all ranks have the same.", name
+    )
 
 
 def _joined(digests: Iterable[int]) -> int:
@@ -126,52 +157,75 @@ def _digests_of(dataset: Any, depth: int) -> Iterator[int]:
     elif isinstance(dataset, ConcatDataset):
         for each in dataset.datasets[:_MOST_INSIDE]:
             yield from _digests_of(each, depth - 1)
-    elif isinstance(dataset, list | tuple | range) and dataset:  # these are the samples themselves
-        yield _joined(map(digest_of_read, dataset[:: -(-len(dataset) // _MOST_COMPARED)]))
-    elif isinstance(dataset, np.ndarray | torch.Tensor):
-        yield digest_of_read(dataset)
     elif _library_of(dataset) == "datasets" and hasattr(dataset, "with_format"):
         yield _rows_of_arrow(dataset)
-    elif isinstance(dataset, Dataset):
+    elif _library_of(dataset) == "grain":
+        yield from _samples_of(dataset)
+    elif _is_sequence(dataset):  # these are the samples themselves
+        yield from _entries_of(dataset)
+    else:
         yield from _attributes_of(dataset, depth)
+
+
+def _places(length: int) -> list[int]:
+    return sorted({0, length // 3, 2 * length // 3, length - 1}) if length else []
 
 
 def _rows_of_arrow(dataset: Any) -> int:
     """A digest of some rows as the table stores them: the user's formats and transforms are not applied."""
-    length = len(dataset)
-    places = sorted({0, length // 3, 2 * length // 3, length - 1}) if length else []
-    return digest_of_read([length, dataset.with_format("arrow")[places].to_pydict() if places else None])
+    places = _places(len(dataset))
+    return digest_of_read([len(dataset), dataset.with_format("arrow")[places].to_pydict() if places else None])
 
 
-def _attributes_of(dataset: Dataset[Any], depth: int) -> Iterator[int]:
-    """The attributes that describe a dataset's samples: indices or names, one for each, and a wrapped dataset."""
+def _samples_of(dataset: Any) -> Iterator[int]:
+    """Digests of some samples, where reading one has no effect on later ones."""
+    try:
+        yield from [digest_of_read(dataset[place]) for place in _places(length_of(dataset) or 0)]
+    except Exception as error:
+        _LOG.debug("while samples were read to compare them: %r", error)
+
+
+def _attributes_of(dataset: Any, depth: int) -> Iterator[int]:
+    """The attributes that describe a dataset's samples: an entry for each, or a dataset inside."""
     length = length_of(dataset)
     for name, value in sorted(getattr(dataset, "__dict__", {}).items()):
-        is_inside = isinstance(value, Dataset) or _library_of(value) == "datasets"
-        if is_inside or (name == "dataset" and isinstance(dataset, Subset)):
+        if _is_sequence(value):
+            is_samples = name == "dataset" and isinstance(dataset, Subset)
+            if is_samples or (length and (len(value) == length or (_is_array(value) and len(value) > length))):
+                yield from _entries_of(value)
+        elif _is_data(value):
             yield from _digests_of(value, depth - 1)
-        elif length and _is_sequence(value) and len(value) == length:
-            some = value[:: -(-length // _MOST_COMPARED)]
-            if all(map(_is_name, some)) or (name in _NAMES_OF_INDICES and all(map(_is_index, some))):
-                yield _joined(digest_of_read(_plain(each)) for each in some)
+
+
+def _is_data(value: object) -> bool:
+    if isinstance(value, Dataset) or _library_of(value) in ("datasets", "grain"):
+        return True
+    return issubclass(type(value), MapStyle) and not isinstance(value, str | bytes | torch.nn.Module)
+
+
+def _is_array(value: object) -> bool:
+    return isinstance(value, np.ndarray | torch.Tensor) and value.ndim > 0
 
 
 def _is_sequence(value: Any) -> bool:
-    return isinstance(value, list | tuple | range) or (isinstance(value, np.ndarray | torch.Tensor) and value.ndim == 1)
+    return isinstance(value, list | tuple | range | dict) or _is_array(value) or _is_table(value)
 
 
-def _is_name(value: Any) -> bool:
-    """Whether the value is a text, or a tuple that begins with one, such as (path, class) of an image."""
-    if isinstance(value, list | tuple) and value:
-        return isinstance(value[0], str) and all(isinstance(each, str | int) for each in value)
-    return isinstance(value, str)
+def _is_table(value: object) -> bool:
+    return bool(kinds_of(value) & _TABLES)
 
 
-def _is_index(value: Any) -> bool:
-    return isinstance(value, int | np.integer) or (
-        isinstance(value, torch.Tensor) and not value.is_floating_point() and value.device.type == "cpu"
-    )
-
-
-def _plain(value: Any) -> Any:
-    return value if _is_name(value) else int(value)
+def _entries_of(value: Any) -> Iterator[int]:
+    """A digest of some entries; none of an empty list, or of one that is being filled."""
+    if _is_array(value):
+        yield digest_of_read(value)
+        return
+    step = -(-len(value) // _MOST_COMPARED) or 1
+    if _is_table(value):
+        library = _library_of(value)
+        rows = value.iloc[::step] if library == "pandas" else value[::step] if library == "polars" else value
+        yield digest_of_element(rows)
+        return
+    some = [*islice(value.items(), 0, None, step)] if isinstance(value, dict) else value[::step]
+    if len(some) and not any(each is None for each in some):
+        yield _joined(map(digest_of_read, some))

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, cast, final
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from torchdistinput.coordination.batch_digests import digest_of_element, longer_gap
+from torchdistinput.coordination.batch_digests import digest_of_element, is_digest_of, longer_gap
 from torchdistinput.errors import StateMismatch
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.sources.cuts import Cut, cut_of
@@ -301,7 +301,7 @@ class CapturingIterator(Iterator[Any]):
             if (
                 reader.digest
                 and self._kept.is_checked
-                and (element is _END or digest_of_element(element) != reader.digest)
+                and (element is _END or not is_digest_of(reader.digest, element))
             ):
                 return Failure(_not_there(self._number, ended=element is _END), "")
         return self.pass_over(elements, at_least)

@@ -15,6 +15,8 @@ from typing import Any, Final, final
 import numpy as np
 import numpy.typing as npt
 
+from torchdistinput.batches.containers import PLAIN_TYPES
+from torchdistinput.coordination.batch_digests import digest_of_draw
 from torchdistinput.plan.permutation import random_words
 
 
@@ -60,13 +62,34 @@ class IndexArray:
 
 
 def digest_of(indices: IndexArray | Sequence[Any]) -> int:
-    """A digest above 0 of a batch of indices: equal for equal batches, in every process; else almost never. Local."""
+    """A digest above 0 of a batch of indices: equal for equal batches, in every process; else almost never. Local.
+
+    Items that are no ints may be of any kind, and are compared by their content; see ``batch_digests``.
+    """
     if isinstance(indices, IndexArray):
         return indices.digest()
     try:
         return _digest(np.frombuffer(array("q", indices), np.int64))
     except (TypeError, ValueError, OverflowError):  # not ints, or ints of more than 64 bits
-        return zlib.crc32(repr(indices).encode()) + 1
+        return _digest_by_repr(indices) if _is_plain(indices) else digest_of_draw(indices)
+
+
+def is_digest_of(digest: int, indices: IndexArray | Sequence[Any]) -> bool:
+    """Whether a saved digest is that of a batch of indices. Version 0.2 took the ``repr`` of objects. Local."""
+    return digest in (digest_of(indices), 0 if isinstance(indices, IndexArray) else _digest_by_repr(indices))
+
+
+def _digest_by_repr(indices: Sequence[Any]) -> int:
+    return zlib.crc32(repr(indices).encode("utf-8", "surrogatepass")) + 1
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether equal values of this kind, and no others, have an equal ``repr`` in every process."""
+    if type(value) in (list, tuple):
+        return all(map(_is_plain, value))
+    if type(value) is dict:
+        return all(map(_is_plain, value.items()))
+    return type(value) in PLAIN_TYPES
 
 
 # Odd 64-bit constants that look random.

@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, Sampler
 from torchdistinput.errors import BatchingError, StateMismatch
 from torchdistinput.plan.batching import Cutter, check_replica, distinct_steps, refuse_empty_pieces, split
 from torchdistinput.sources.map_style.balanced_batch import BalancedBatch, LatePiece
-from torchdistinput.sources.map_style.index_array import IndexArray, digest_of
+from torchdistinput.sources.map_style.index_array import IndexArray, digest_of, is_digest_of
 from torchdistinput.sources.map_style.piece_dataset import Request
 from torchdistinput.sources.map_style.sampler_batches import SkippedBatches, batches_of, size_of
 from torchdistinput.sources.read_failures import ENDS, OnFailure
@@ -227,8 +227,7 @@ class SamplerDraws:
                 raise _ended_early(rows, passed.batches)
             return False
         if self._drawn_before:
-            found = digest_of([batch] if self._is_whole(batch) else self._listed(batch))
-            _check_drawn(rows, self._drawn_before, found)
+            _check_drawn(rows, self._drawn_before, [batch] if self._is_whole(batch) else self._listed(batch))
         if self._numbers is not None:
             self._numbers.pass_over(passed.samples)
         self._exhausted = False
@@ -346,12 +345,12 @@ def _ended_early(rows: int, batches: int) -> StateMismatch:
     )
 
 
-def _check_drawn(rows: int, saved: int, found: int) -> None:
-    if found != saved:
+def _check_drawn(rows: int, saved: int, batch: IndexArray | Sequence[Any]) -> None:
+    if not is_digest_of(saved, batch):
         raise StateMismatch(
-            f"the sampler drew other samples for batch {rows} of the epoch (digest {found}) than when the state was "
-            f"saved (digest {saved}), so the rest of the epoch would differ, too. Give the sampler the seed or state "
-            "that it had then; a torch generator of its own and set_epoch are restored with the state."
+            f"the sampler drew other samples for batch {rows} of the epoch (digest {digest_of(batch)}) than when the "
+            f"state was saved (digest {saved}), so the rest of the epoch would differ, too. Give the sampler the seed "
+            "or state that it had then; a torch generator of its own and set_epoch are restored with the state."
         )
 
 

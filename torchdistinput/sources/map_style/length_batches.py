@@ -9,12 +9,12 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
-from typing import Any, Literal, TypeAlias, final
+from typing import Literal, TypeAlias, final
 
 from torch.utils.data import Sampler
 
 from torchdistinput.sources.checks import checked_int
-from torchdistinput.sources.set_epoch import SetsEpoch
+from torchdistinput.sources.set_epoch import tell_epoch
 
 Lengths: TypeAlias = Sequence[int] | Callable[[int], int]
 """An array with the length of each sample, or a function of the index."""
@@ -78,7 +78,7 @@ class TokenBatchSampler(Sampler[list[int]]):
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch of the sampler, if it has epochs. Local."""
-        _set_epoch(self.sampler, epoch)
+        tell_epoch(epoch, self.sampler)
 
     def __iter__(self) -> Iterator[list[int]]:
         """The batches of an epoch: lists of indices."""
@@ -146,7 +146,7 @@ class BucketBatchSampler(Sampler[list[int]]):
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch of the sampler, if it has epochs. Local."""
-        _set_epoch(self.sampler, epoch)
+        tell_epoch(epoch, self.sampler)
 
     def __iter__(self) -> Iterator[list[int]]:
         """The batches of an epoch: lists of indices."""
@@ -159,9 +159,3 @@ class BucketBatchSampler(Sampler[list[int]]):
                 yield batch
         if not self.drop_last:
             yield from (batch for batch in waiting if batch)
-
-
-def _set_epoch(sampler: Any, epoch: int) -> None:
-    """Also of a ``ShuffleSampler``, which ``tell_epoch`` leaves out: its order is drawn here, and nowhere else."""
-    if isinstance(sampler, SetsEpoch):
-        sampler.set_epoch(epoch)

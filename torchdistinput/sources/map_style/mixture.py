@@ -191,6 +191,11 @@ class MixtureSampler(Sampler[int]):
         self.mixture = mixture
         self._epoch = 0
 
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next ``iter()``. Local."""
+        return self._epoch
+
     def set_epoch(self, epoch: int) -> None:
         """Chooses the epoch of the next ``iter()``; later ones follow. Local."""
         self._epoch = checked_int("epoch", epoch)

@@ -111,7 +111,8 @@ class MapLoaderSource(Source):
         self._feed = IndexFeed()
         twice = loader.num_workers > 0 and type(self._batches) not in (BatchSampler, *TORCH_SAMPLERS)
         lasting = loader.persistent_workers and loader.num_workers > 0
-        self._base_seeds = BaseSeeds(loader.generator, SeedSchedule.of(persistent=lasting, sampler_twice=twice))
+        schedule = SeedSchedule.of(persistent=lasting, sampler_twice=twice)
+        self._base_seeds = BaseSeeds(loader.generator, schedule, topology.worker)
         self._reads_here = is_read_here(loader)
         collate = cast(Callable[[Any], Any], loader.collate_fn)
         self.epoch_setter = EpochSetter(
@@ -128,11 +129,9 @@ class MapLoaderSource(Source):
         )
         build = partial(_build, loader, self._feed, self._base_seeds)  # a method would make a cycle and keep workers
         self.workers = self._runs = LoaderRuns(build, lasting=lasting)
-        self._given_seed: int | None = None  # from a state that was loaded
+        self.given_seed: int | None = None
+        """The base seed of ``sample_seed`` from a state that was loaded."""
         self._used_seed: int | None = None
-        inner = sampler_in(self._batches)
-        self._shuffle = inner if type(inner) is ShuffleSampler else None
-        self._shuffle_epoch = self._shuffle_lead = 0 if self._shuffle is None else self._shuffle.epoch
         self.needs_default_state = _draws_by_default(self._batches)
         self.draws_order = not self.draws_alone
         self.draws_from_default_generator = loader.generator is None or self.needs_default_state
@@ -195,13 +194,14 @@ class MapLoaderSource(Source):
 
     def fingerprint(self) -> Mapping[str, Any]:
         """See ``Source.fingerprint``."""
+        inner = sampler_in(self._batches)
         return {
             "kind": f"map-style {type(self._loader.dataset).__name__}",
             "length": None if self._policy is AutoShardPolicy.HINT else length_of(self._dataset),
             "batch size": self._cutter.global_batch_size,
             "drop_last": self._drop_last,
             "sampler": type(self._loader.sampler).__name__,
-            "sampler's seed": None if self._shuffle is None else self._shuffle.key,
+            "sampler's seed": inner.key if type(inner) is ShuffleSampler else None,
         }
 
     @property
@@ -225,22 +225,11 @@ class MapLoaderSource(Source):
         """See ``Source.num_steps``."""
         return length_of(self._batches) if self._cutter.shared else None
 
-    def set_epoch(self, epoch: int) -> None:
-        """See ``Source.set_epoch``."""
-        super().set_epoch(epoch)
-        self._shuffle_epoch, self._shuffle_lead = epoch, 0
-        if self._shuffle is not None:
-            self._shuffle.set_epoch(epoch)
-
     def go_on_from(self, before: Source) -> None:
         """See ``Source.go_on_from``."""
         super().go_on_from(before)
         if isinstance(before, MapLoaderSource):
-            self._given_seed, self._shuffle_epoch, self._shuffle_lead = before.kept()
-
-    def kept(self) -> tuple[int | None, int, int]:
-        """The facts that it keeps from epoch to epoch."""
-        return self._given_seed, self._shuffle_epoch, self._shuffle_lead
+            self.given_seed = before.given_seed
 
     def close(self) -> None:
         """See ``Source.close``."""
@@ -282,14 +271,12 @@ class MapLoaderSource(Source):
             if start.steps and self.draws_alone:
                 self.restore(start.position)
         states = [each.get_state() for each in self._own_generators()] if self.draws_alone else []
-        lead = self._lead_of_shuffle(epoch)
 
         def begin() -> tuple[SamplerDraws, Callable[[], Any], Callable[[], None]]:
             for before in range(start.replay, 0, -1):
                 self.epoch_setter.tell(epoch - before)
                 self._replay()
             self.epoch_setter.tell(epoch)
-            self._tell_shuffle(epoch + lead)
             drawn = self._new_draws(draws)
             if self._base_seeds.draw():
                 drawn = self._new_draws(draws)
@@ -322,18 +309,18 @@ class MapLoaderSource(Source):
     @property
     def sample_seed(self) -> int | None:
         """See ``Source.sample_seed``."""
-        return self._used_seed if self._given_seed is None else self._given_seed
+        return self._used_seed if self.given_seed is None else self.given_seed
 
     def give_sample_seed(self, seed: int | None) -> None:
         """See ``Source.give_sample_seed``."""
-        self._given_seed = seed
+        self.given_seed = seed
 
     def _seed_of_samples(self) -> int:
         """The base seed of ``sample_seed``."""
         generator = self._loader.generator
         # Without a generator the sampler draws from the default state, here that of rank 0: it gives the base seed.
         own = torch.initial_seed() if generator is None else generator.initial_seed()
-        self._used_seed = own if self._given_seed is None else self._given_seed
+        self._used_seed = own if self.given_seed is None else self.given_seed
         return self._used_seed
 
     def _new_draws(self, draws: Draw) -> SamplerDraws:
@@ -359,17 +346,6 @@ class MapLoaderSource(Source):
         if self._base_seeds.draw():
             batches = batches_of(self._batches)
         batches.skip(sys.maxsize)
-
-    def _lead_of_shuffle(self, epoch: int) -> int:
-        """How many epochs the user set a ``ShuffleSampler`` ahead of the loader, by its own ``set_epoch``."""
-        if self._shuffle is not None and self._shuffle.epoch != self._shuffle_epoch:
-            self._shuffle_lead = self._shuffle.epoch - epoch
-        return self._shuffle_lead
-
-    def _tell_shuffle(self, epoch: int) -> None:
-        if self._shuffle is not None:
-            self._shuffle.set_epoch(epoch)
-            self._shuffle_epoch = epoch + 1
 
 
 def _build(loader: DataLoader[Any], feed: IndexFeed, seeds: BaseSeeds, dataset: PieceDataset) -> DataLoader[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from typing import Any, Final, final
 
 import numpy as np
@@ -12,14 +13,30 @@ from torch.utils.data import Dataset
 from torchdistinput.batches.containers import is_tensor_collection, open_container
 from torchdistinput.errors import BatchingError, InputError
 
+_OF_COLUMNS: Final = "{name: column.to_numpy() for name, column in data.items()}"
+_OF_ARROW: Final = "{{name: column.to_numpy() for name, column in zip({0}.column_names, {0}.columns)}}"
 _AS_DICT: Final = {
-    ("pandas", "DataFrame"): "{name: column.to_numpy() for name, column in data.items()}",
+    ("pandas", "DataFrame"): _OF_COLUMNS,
     ("polars", "DataFrame"): "{column.name: column.to_numpy() for column in data}",
-    ("pyarrow", "Table"): "{name: data[name].to_numpy() for name in data.column_names}",
+    ("polars", "LazyFrame"): "{column.name: column.to_numpy() for column in data.collect()}",
+    ("pyarrow", "Table"): _OF_ARROW.format("data"),
+    ("pyarrow", "Dataset"): _OF_ARROW.format("data.to_table()"),
+    ("pyarrow", "Scanner"): _OF_ARROW.format("data.to_table()"),
+    ("duckdb", "DuckDBPyRelation"): "data.fetchnumpy()",
+    ("deltalake", "DeltaTable"): _OF_ARROW.format("data.to_pyarrow_table()"),
+    ("pyiceberg", "Table"): _OF_ARROW.format("data.scan().to_arrow()"),
+    ("pyiceberg", "TableScan"): _OF_ARROW.format("data.to_arrow()"),
     ("h5py", "Group"): "{name: data[name] for name in data}",
     ("zarr", "Group"): "{name: data[name] for name in data}",
 }
 """Tables of other libraries, whose index is a column or whose rows have a class of their own; and code for a dict."""
+
+_LAZY: Final = {"LazyFrame", "Dataset", "Scanner", "DuckDBPyRelation", "DeltaTable", "TableScan"}
+"""Those that are not read yet, and may be larger than memory."""
+
+_SERIES: Final = {("pandas", "Series"), ("polars", "Series"), ("pyarrow", "ChunkedArray"), ("pyarrow", "Array")}
+"""Columns of these tables, which are found in a dict of such a table."""
+_MOST_LOOKED_AT: Final = 16
 
 _STORED: Final = {("h5py", "Dataset"), ("zarr", "Array")}
 """Arrays of other libraries, which are read from a store one entry at a time."""
@@ -57,19 +74,19 @@ def is_table(data: Any) -> bool:
     """
     if is_tensor_collection(data):
         return False
-    if not isinstance(data, Mapping) or _kinds_of(data) & _AS_DICT.keys():
-        return bool(_kinds_of(data) & _STORED)
+    if not isinstance(data, Mapping) or kinds_of(data) & _AS_DICT.keys():
+        return bool(kinds_of(data) & _STORED)
     columns = columns_in(data)
     return bool(columns) and data.keys() != {*range(len(data))} and all(map(_is_column, columns))
 
 
 def _is_column(value: object) -> bool:
-    return isinstance(value, torch.Tensor | np.ndarray) or bool(_kinds_of(value) & _STORED)
+    return isinstance(value, torch.Tensor | np.ndarray) or bool(kinds_of(value) & _STORED)
 
 
-def _kinds_of(value: object) -> set[tuple[str, str]]:
+def kinds_of(value: object) -> set[tuple[str, str]]:
     """The classes of a value, each as library and name."""
-    return {(kind.__module__.partition(".")[0], kind.__name__) for kind in type(value).__mro__}
+    return {(kind.__module__.partition(".")[0].lstrip("_"), kind.__name__) for kind in type(value).__mro__}
 
 
 def refuse_frame(data: object, what: str) -> None:
@@ -80,14 +97,23 @@ def refuse_frame(data: object, what: str) -> None:
       what: the role in which the object was given, for the message.
 
     Raises:
-      InputError: the object is such a table; the message says how to make a dict of its columns.
+      InputError: the object is such a table, or a dict of its columns; the message says how to make a dict of arrays.
     """
-    for library, name in _kinds_of(data) & _AS_DICT.keys():
+    for library, name in kinds_of(data) & _AS_DICT.keys():
+        files = "; or write Parquet files, for FileDataset(pattern, readers.parquet)" if name in _LAZY else ""
         raise InputError(
             f"found a {library} {type(data).__name__} as {what}, which does not give samples by their numbers. For "
-            f"columns of numbers give the dict {_AS_DICT[library, name]}; else a Dataset whose __getitem__ makes a "
-            "sample of a row."
+            f"columns of numbers give the dict {_AS_DICT[library, name]}{files}; else a Dataset whose __getitem__ "
+            "makes a sample of a row."
         )
+    if not isinstance(data, Mapping) or all(type(key) is int for key in islice(data, _MOST_LOOKED_AT)):
+        return  # samples by their numbers may be of any kind
+    for name, column in islice(data.items(), _MOST_LOOKED_AT):
+        for library, kind in kinds_of(column) & _SERIES:
+            raise InputError(
+                f"found a {library} {kind} as column {name!r} of a dict, as {what}; a tensor or NumPy array is needed. "
+                f"Give the dict {_OF_COLUMNS}."
+            )
 
 
 def columns_in(columns: Any) -> list[Any]:

@@ -2,6 +2,10 @@
 
 See ``seed_schedule`` for when torch draws a seed. Torch draws it on its default device, if one is set; a generator must
 then be on that device.
+
+The ranks draw one seed together, as all of them draw the order of the data from one random state. Loader workers with
+this seed on all ranks would augment different samples by the same random numbers. So the seed of a rank is mixed with
+the number of its data coordinate, where each coordinate reads samples of its own. Coordinate 0 keeps torch's seed.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from typing import final
 import torch
 
 from torchdistinput.devices.accelerators import default_state, new_generator
+from torchdistinput.plan.permutation import word
 from torchdistinput.plan.seed_schedule import SeedSchedule
 
 
@@ -21,23 +26,25 @@ class BaseSeeds:
     Args:
       generator: the generator of the loader; ``None`` for torch's default random state.
       schedule: when a seed is drawn.
+      coordinate: the data coordinate of this rank, where the coordinates read different samples; else 0.
 
     Raises:
       TypeError: the generator is no ``torch.Generator``.
 
     Attributes:
       schedule: when seeds are drawn from the next epoch on.
-      generator: the generator that torch's loader gets in place of the user's. Torch draws the same seed from it, and
-        the user's random state does not change.
+      generator: the generator that torch's loader gets in place of the user's, whose random state does not change.
+        Torch draws the seed from it.
     """
 
-    def __init__(self, generator: torch.Generator | None, schedule: SeedSchedule) -> None:
+    def __init__(self, generator: torch.Generator | None, schedule: SeedSchedule, coordinate: int = 0) -> None:
         if not isinstance(generator, torch.Generator | None):
             raise TypeError(
                 f"generator of the DataLoader is a {type(generator).__name__}; a torch.Generator is needed, such as "
                 "torch.Generator().manual_seed(1), or None."
             )
         self._generator = generator
+        self._coordinate = coordinate
         self.schedule = schedule
         self.generator = torch.Generator()
 
@@ -48,6 +55,9 @@ class BaseSeeds:
         if self.generator.device != device:
             self.generator = new_generator(device)
         self.generator.set_state(default_state(device) if own is None else own.get_state())
+        if self._coordinate:
+            drawn = torch.empty((), dtype=torch.int64, device=device).random_(generator=self.generator)
+            self.generator.manual_seed(word(int(drawn), self._coordinate))
         if schedule.draws:
             torch.empty((), dtype=torch.int64).random_(generator=own)
         self.schedule = schedule.next
