@@ -34,6 +34,8 @@ class FileCursor(NamedTuple):
     """How many of the file's records were yielded, in their shuffled order."""
     size: int = -1
     """The stored size of the file, in bytes; -1 where it is not known."""
+    mark: str = ""
+    """A short text that changes with its content; empty where it is not known, as in states of version 0.2."""
 
 
 class ReaderCursor(NamedTuple):
@@ -57,8 +59,8 @@ class ReaderCursor(NamedTuple):
 
     def to_json(self) -> list[object]:
         """The position as plain lists and ints."""
-        slots = [None if cursor is None else list(cursor) for cursor in self.slots]
-        return [slots, self.turn, self.taken, [list(cursor) for cursor in self.waiting], self.opened]
+        slots = [None if cursor is None else _plain(cursor) for cursor in self.slots]
+        return [slots, self.turn, self.taken, [_plain(cursor) for cursor in self.waiting], self.opened]
 
     def to_text(self) -> str:
         """``to_json`` as JSON."""
@@ -146,16 +148,22 @@ def checked_deals(value: object) -> list[list[int]]:
     return deals
 
 
+def _plain(cursor: FileCursor) -> list[Any]:
+    return list(cursor if cursor.mark else cursor[:-1])
+
+
 def _cursor(value: object) -> FileCursor:
     match value:
-        case [int(), int() | [_] as offset, int(), int(), int(size)] if not isinstance(size, bool) and size >= -1:
+        case [int(), int() | [_] as offset, int(), int(), int(size), *mark] if (
+            not isinstance(size, bool) and size >= -1 and len(mark) < 2 and all(isinstance(each, str) for each in mark)
+        ):
             file, record, delivered = (_count("an open file", value[number]) for number in (0, 2, 3))
             offset = offset if isinstance(offset, list) else _count("an open file", offset)
         case _:
-            raise _malformed("the place of a file", "[file, offset, record, delivered, size], of ints", value)
+            raise _malformed("the place of a file", "[file, offset, record, delivered, size, mark]", value)
     if record > delivered:
         raise _malformed("the place of a file", "an anchor that is not behind the records that were delivered", value)
-    return FileCursor(file, offset, record, delivered, size)
+    return FileCursor(file, offset, record, delivered, size, *mark)
 
 
 def _count(name: str, value: object) -> int:

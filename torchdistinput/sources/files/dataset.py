@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,15 @@ from torchdistinput.sources.files.file_cache import FileCache
 from torchdistinput.sources.files.flat_map import FlatMap, decoded_first
 from torchdistinput.sources.files.fragment_dataset import FragmentDataset, known_of_all
 from torchdistinput.sources.files.glob import FileNames, expand, listed
-from torchdistinput.sources.files.io import OpenedFile, check_compression, file_size, is_plain, open_file
+from torchdistinput.sources.files.io import (
+    FileFacts,
+    OpenedFile,
+    check_compression,
+    file_facts,
+    file_size,
+    is_plain,
+    open_file,
+)
 from torchdistinput.sources.files.open_file import Opened, Read
 from torchdistinput.sources.files.parts import FilePart, cut_file, reader_of_part
 from torchdistinput.sources.files.reader_api import (
@@ -35,6 +44,8 @@ from torchdistinput.sources.files.record_index import IndexFolder
 from torchdistinput.sources.files.retry import one_line
 
 T = TypeVar("T")
+
+_LOG = logging.getLogger("torchdistinput")
 
 _MAX_ASKED_AT_ONCE: Final = 8
 
@@ -372,24 +383,37 @@ class _Files:
         return layout
 
     def check_unchanged(self, places: Sequence[FileCursor]) -> None:
-        """See ``Fragments.check_unchanged``: the sizes of the files are compared.
+        """See ``Fragments.check_unchanged``: the sizes and marks of the files are compared.
 
         Raises:
-          StateMismatch: naming the file and both sizes, or the file that is gone.
-          SourceError: naming the file, if its size cannot be found.
+          StateMismatch: naming the file, and both sizes if they differ; or the file that is gone.
+          SourceError: naming the file, if it cannot be asked.
         """
-        sizes = _in_threads(self._stored_size, [place.file for place in places])
-        for place, size in zip(places, sizes, strict=True):
+        facts = _in_threads(self._facts_now, [place.file for place in places])
+        for place, (size, mark) in zip(places, facts, strict=True):
+            problem = ""
             if size is not None and place.size not in {-1, size}:
+                problem = f"the file has {size} bytes, but had {place.size}"
+            elif mark and place.mark not in {"", mark}:
+                problem = "the file has other content than it had"
+            if problem:
                 raise StateMismatch(
-                    f"{one_line(self.names[place.file])}: the file has {size} bytes, but had {place.size} when the "
-                    "state was saved, in the middle of it; put the file back as it was, or start the epoch anew"
+                    f"{one_line(self.names[place.file])}: {problem} when the state was saved, in the middle of it; put "
+                    "the file back as it was, or start the epoch anew"
                 )
+        unchecked = [place.file for place, (_, mark) in zip(places, facts, strict=True) if not (mark and place.mark)]
+        if unchecked:
+            _LOG.warning(
+                "%s and %d other(s) of the files in progress are compared by size only: the state, or the filesystem, "
+                "has no mark of their content",
+                *(one_line(self.names[unchecked[0]]), len(unchecked) - 1),
+            )
 
-    def _stored_size(self, index: int) -> int | None:
+    def _facts_now(self, index: int) -> tuple[int | None, str]:
         name = self._parts[index].file
         try:
-            return file_size(name, self._storage_options)
+            facts = file_facts(name, self._storage_options)
+            return facts.size, facts.key
         except SourceError as error:
             if not isinstance(error.__cause__, FileNotFoundError):
                 raise

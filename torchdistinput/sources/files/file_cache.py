@@ -2,11 +2,14 @@
 
 **One download.** A process that wants a missing file takes the file's lock (``flock``, which the system releases when a
 process dies), downloads to a file of another name, and renames it when it is whole. So a file in the folder is always
-complete. Other processes wait for the lock, as long as the download gets on; else they read the remote file without the
+complete, unless it was cut from outside: one of another size is made anew. Other processes wait for the lock, as long as the download gets on; else they read the remote file without the
 folder.
 
-**Which content.** The name in the folder is a digest of the file's full name, its size, and the mark of its last change
-(an ETag, or a time). They are asked for at each opening. A changed file is downloaded anew.
+**Which content.** The name in the folder is a digest of the file's full name, its size, and its mark (``io``). They are
+asked for at each opening. A changed file is downloaded anew. Where the filesystem has no mark, the log says so once.
+
+**Other users.** Copies and locks get the modes that the umask says. A whole copy that can be read is used, whoever made
+it, on a disk without writing too. Links in the folder are not followed.
 
 **Room.** Before a download the files that were not opened for the longest time are removed until there is room. A
 process that reads a removed file reads on: the system keeps the content until it is closed. A file that alone has more
@@ -15,6 +18,7 @@ bytes than there is room is read without the folder.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -47,7 +51,7 @@ class Remote(NamedTuple):
     """Its full name, with the protocol."""
     size: int | None
     changed: str
-    """The mark of the last change; empty if there is none."""
+    """Its mark; empty if there is none."""
 
 
 @final
@@ -72,6 +76,7 @@ class FileCache:
             raise InputError("FileDataset(cache=...) needs flock, which this system does not have") from error
         self._folder = os.path.abspath(os.fspath(folder))
         self._max_bytes = None if max_bytes is None else checked_int("cache_bytes", max_bytes, at_least=1)
+        self._said_unmarked = False
 
     def opened(self, remote: Remote, content: Callable[[], AbstractContextManager[BinaryIO]]) -> BinaryIO | None:
         """The copy of a file, open for reading; ``None`` if it has to be read without the folder.
@@ -86,9 +91,15 @@ class FileCache:
         if remote.size is None or (self._max_bytes is not None and remote.size > self._max_bytes):
             _LOG.warning("%s: not kept in %s: %s", one_line(remote.name), self._folder, _why_not(remote))
             return None
+        if not (remote.changed or self._said_unmarked):
+            self._said_unmarked = True
+            _LOG.warning(
+                "%s: its filesystem tells no mark of its content: a copy in %s is used until the size of the file changes",
+                *(one_line(remote.name), self._folder),
+            )
         key = hashlib.sha256(json.dumps(remote[1:]).encode()).hexdigest()[:32]
-        os.makedirs(self._folder, exist_ok=True)
-        while (found := self._there(key)) is None:
+        while (found := self._there(key, remote.size)) is None:
+            os.makedirs(self._folder, exist_ok=True)
             with self._locked(key) as is_mine:
                 if not is_mine:
                     _LOG.warning(
@@ -96,19 +107,25 @@ class FileCache:
                         *(one_line(remote.name), _STALLED_SECONDS, self._folder),
                     )
                     return None
-                if not self._path(key, _WHOLE).exists():
-                    with content() as stored:
-                        self._download(key, remote.size, stored)
+                if (found := self._there(key, remote.size)) is not None:
+                    break
+                with content() as stored:
+                    self._download(key, remote.size, stored)
         return found
 
-    def _there(self, key: str) -> BinaryIO | None:
+    def _there(self, key: str, size: int) -> BinaryIO | None:
         path = self._path(key, _WHOLE)
         try:
-            file = path.open("rb")
-        except FileNotFoundError:
+            file = open(path, "rb", opener=_opened_itself)
+        except OSError as error:
+            if error.errno not in {errno.ENOENT, errno.ELOOP}:
+                raise
             return None
-        with suppress(FileNotFoundError):  # it was removed meanwhile, but is open
-            os.utime(path, ns=(time.time_ns(), time.time_ns()))  # finer than the clock of the disk
+        if os.fstat(file.fileno()).st_size != size:
+            file.close()
+            return None
+        with suppress(OSError):  # it was removed meanwhile, but is open; or is another user's
+            os.utime(path, ns=(time.time_ns(), time.time_ns()), follow_symlinks=False)  # finer than the disk's clock
         return file
 
     def _download(self, key: str, size: int, content: BinaryIO) -> None:
@@ -116,10 +133,10 @@ class FileCache:
         part.unlink(missing_ok=True)  # of a process that was killed
         with self._locked(_ROOM):
             self._make_room(size)
-            with part.open("xb") as file:
-                file.truncate(size)  # so that others count it
+            file = part.open("xb")
+            file.truncate(size)  # so that others count it
         try:
-            with part.open("r+b") as file:
+            with file:
                 left = size
                 while left and (piece := content.read(min(_PIECE, left))):
                     file.write(piece)
@@ -140,7 +157,7 @@ class FileCache:
         for entry in os.scandir(self._folder):
             with suppress(FileNotFoundError):
                 if entry.name.endswith((_WHOLE, _PART)):
-                    about = entry.stat()
+                    about = entry.stat(follow_symlinks=False)
                     files.append((entry.name.endswith(_WHOLE), about.st_mtime_ns, about.st_size, Path(entry.path)))
         held = sum(size for _, _, size, _ in files)
         for is_whole, _, size, path in sorted(files):
@@ -160,7 +177,11 @@ class FileCache:
 
     @contextmanager
     def _lock_of(self, key: str) -> Iterator[int]:
-        lock = os.open(self._path(key, _LOCK), os.O_RDWR | os.O_CREAT, 0o666)
+        path = self._path(key, _LOCK)
+        try:
+            lock = _opened_itself(path, os.O_RDWR | os.O_CREAT)
+        except PermissionError:  # another user's, which a reader may lock too
+            lock = _opened_itself(path, os.O_RDONLY)
         try:
             yield lock
         finally:
@@ -180,6 +201,11 @@ class FileCache:
                     break
                 time.sleep(_POLL_SECONDS)
             yield is_mine
+
+
+def _opened_itself(path: str | Path, flags: int) -> int:
+    """Opens a file, and not what a link in its place leads to."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
 def _why_not(remote: Remote) -> str:

@@ -444,6 +444,7 @@ class _OpenedFragment:
         self._fragment = fragment
         self._at: Any = None
         self.size = size
+        self.mark = ""  # its size is one
         self.stream: Any = self
         self.exact: Any = self
 

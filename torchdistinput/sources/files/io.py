@@ -3,6 +3,13 @@
 A file's *name* is the text of the user, or a result of ``glob.expand``. Filesystem objects are made when they are used:
 nothing is kept between calls, so descriptions of files pickle, and forked loader workers make connections of their own.
 
+**The mark of a file** is a text that changes with its content. Ranks compare it, a state has it, ``cache=`` and an
+index are bound to it. A remote file's mark is what its filesystem tells: the best of a digest, an ETag, a time, whatever
+its name. It comes with the listing of a pattern, so a million files cost no request each. A local file's mark is a
+digest of its first and last block: copies of one file on several nodes, or on the machine where a run is resumed, have
+other times. A change in the middle that keeps the size is not seen so; an index, which stays beside its files, keeps the
+time too. Where a filesystem tells nothing, the log says that changes are not noticed.
+
 A request to a filesystem that fails for a moment is repeated, and a remote file is read on at the byte of the failure:
 see ``retry``, also for how to limit the time of a filesystem's answer. Local files are read directly, without such a
 layer.
@@ -17,11 +24,14 @@ thread could happen while another thread forks.
 from __future__ import annotations
 
 import io
+import os
+import re
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, BinaryIO, Final, cast, final
+from hashlib import blake2b
+from typing import Any, BinaryIO, Final, NamedTuple, cast, final
 
 from torchdistinput.errors import SourceError
 from torchdistinput.sources.files.file_cache import FileCache, Remote
@@ -39,18 +49,24 @@ _DROPPED_BYTES = 1 << 20
 # File classes of Python itself, on this machine's disks or in memory.
 _PLAIN: Final = (io.BufferedReader, io.FileIO, io.BytesIO)
 
-# The keys under which filesystems report the last change of a file, the best one first.
-_CHANGES: Final = (
-    "ETag",
-    "etag",
-    "md5Hash",
-    "mtime",
-    "LastModified",
-    "last_modified",
-    "updated",
-    "modified",
-    "created",
-)
+# What the names of a file's marks have in them, the best mark first. Filesystems have no common name for one.
+_MARKS: Final = ("etag", "md5", "blobid", "sha", "hash", "hex", "crc", "digest", "checksum")
+_TIMES: Final = ("mtime", "modif", "updated", "datetime", "created")
+_END_BYTES: Final = 4096
+
+
+class FileFacts(NamedTuple):
+    """What is known of a file without reading it."""
+
+    size: int | None
+    """The stored size in bytes; ``None`` if it is not known."""
+    mark: str
+    """The mark, in words; empty if there is none."""
+
+    @property
+    def key(self) -> str:
+        """The mark as a short text for a state; empty if there is none."""
+        return self.mark and blake2b(self.mark.encode(errors="surrogatepass"), digest_size=4).hexdigest()
 
 
 @final
@@ -65,6 +81,7 @@ class OpenedFile:
       name: the name with which the file was opened.
       path: the filesystem's path of the file.
       plain: whether the stored bytes are the content.
+      details: returns what the filesystem told of the file when it opened it; it may know less than if it is asked.
     """
 
     stream: BinaryIO
@@ -73,6 +90,7 @@ class OpenedFile:
     name: str
     path: str
     plain: bool
+    details: Any = None
 
     @cached_property
     def size(self) -> int:
@@ -102,9 +120,19 @@ class OpenedFile:
         Raises:
           SourceError: naming the file, if the request fails.
         """
-        ask = partial(self.filesystem.info, self.path)
-        about = retried(ask, self.name, "cannot be read", named=True)
-        return _change_in(about)
+        about = {} if self.details is None else retried(self.details, self.name, "cannot be read", named=True)
+        return told_mark(about) or told_mark(_asked(self.filesystem, self.path, self.name))
+
+    @cached_property
+    def mark(self) -> str:
+        """``FileFacts.key``. Requested once.
+
+        Raises:
+          SourceError: naming the file, if the request fails.
+        """
+        if _is_local(self.stored):
+            return FileFacts(None, _mark_of_ends(self.stored.fileno())).key
+        return FileFacts(None, self.changed).key
 
     def where(self) -> tuple[int | None, str]:
         """See ``open_file.Opened``."""
@@ -154,7 +182,7 @@ def open_file(
 
     ask = partial(_open_stored, name, storage_options or {}, in_ranges=in_ranges)
     kept = None if cache is None else _kept(cache, name, storage_options or {})
-    filesystem, path, stored = kept or retried(ask, name, "cannot be opened", named=True)
+    filesystem, path, stored, details = kept or retried(ask, name, "cannot be opened", named=True)
     try:
         method = _method_of(path, compression)
         content = stored
@@ -175,29 +203,60 @@ def open_file(
     except Exception as error:
         stored.close()
         raise _failed(name, "cannot be opened", error) from error
-    return OpenedFile(stream, stored, filesystem, name, path, method is None)
+    return OpenedFile(stream, stored, filesystem, name, path, method is None, details)
 
 
-def _kept(cache: FileCache, name: str, storage_options: Mapping[str, Any]) -> tuple[Any, str, Any] | None:
-    """The filesystem, its path of a remote file, and the open copy of it; ``None`` if there is to be no copy."""
-    from fsspec.implementations.local import LocalFileSystem
+_Stored = tuple[Any, str, Any, Any]
+"""The filesystem, its path of a file, the open file, and its ``OpenedFile.details``."""
 
+
+def _kept(cache: FileCache, name: str, storage_options: Mapping[str, Any]) -> _Stored | None:
+    """A remote file, with the open copy of it; ``None`` if there is to be no copy."""
     filesystem, path = filesystem_of(name, storage_options)
-    if isinstance(filesystem, LocalFileSystem):
+    if is_local(filesystem):
         return None
-    about = retried(partial(filesystem.info, path), name, "cannot be read", named=True)
-    size = about.get("size")
-    remote = Remote(name, filesystem.unstrip_protocol(path), None if size is None else int(size), _change_in(about))
+    about = _asked(filesystem, path, name)
+    remote = Remote(name, filesystem.unstrip_protocol(path), size_in(about), told_mark(about))
     try:
         file = cache.opened(remote, lambda: closing(open_file(name, None, storage_options).stream))
     except (OSError, EOFError) as error:
         raise _failed(name, "no copy of it can be made in the folder of cache=", error) from error
-    return None if file is None else (filesystem, path, file)
+    return None if file is None else (filesystem, path, file, lambda: about)
 
 
-def _change_in(about: Mapping[str, Any]) -> str:
-    """The mark of the last change in what a filesystem says of a file; empty if there is none."""
-    return next((f"{key} {about[key]}" for key in _CHANGES if about.get(key)), "")
+def _asked(filesystem: Any, path: str, name: str) -> Mapping[str, Any]:
+    """What a filesystem tells of a file."""
+    return cast("Mapping[str, Any]", retried(partial(filesystem.info, path), name, "cannot be read", named=True))
+
+
+def size_in(about: Mapping[str, Any]) -> int | None:
+    """The size in what a filesystem tells of a file; some tell none."""
+    size = about.get("size")
+    return int(size) if isinstance(size, int | float) else None
+
+
+def told_mark(about: Mapping[str, Any]) -> str:
+    """The mark in what a filesystem tells of a file, with its name; empty if there is none."""
+    known = {key: value for key, value in about.items() if value and not isinstance(value, bool | list | dict)}
+    names = {key: re.sub("[^a-z]", "", key.lower()) for key in sorted(known)}
+    found = (key for word in (*_MARKS, *_TIMES) for key, plain in names.items() if word in plain)
+    return next((f"{key} {known[key]}" for key in found), "")
+
+
+def _mark_of_ends(descriptor: int) -> str:
+    """The mark of a local file that is open; empty for one that cannot seek, such as a pipe."""
+    found = blake2b(digest_size=8)
+    with suppress(OSError):
+        at = os.lseek(descriptor, 0, os.SEEK_CUR)
+        try:
+            end = os.lseek(descriptor, 0, os.SEEK_END)
+            for start in sorted({0, max(0, end - _END_BYTES)}):
+                os.lseek(descriptor, start, os.SEEK_SET)
+                found.update(os.read(descriptor, _END_BYTES))
+        finally:
+            os.lseek(descriptor, at, os.SEEK_SET)
+        return f"first and last block {found.hexdigest()}"
+    return ""
 
 
 def _unwrapped(stored: Any) -> io.FileIO:
@@ -205,10 +264,10 @@ def _unwrapped(stored: Any) -> io.FileIO:
     return io.FileIO(stored.fileno(), closefd=False)
 
 
-def _open_stored(name: str, storage_options: Mapping[str, Any], *, in_ranges: bool) -> tuple[Any, str, Any]:
-    """The filesystem, its path of the file, and the open file."""
+def _open_stored(name: str, storage_options: Mapping[str, Any], *, in_ranges: bool) -> _Stored:
     filesystem, path = filesystem_of(name, storage_options)
-    return filesystem, path, _opened_by(filesystem, path, in_ranges=in_ranges)
+    file = _opened_by(filesystem, path, in_ranges=in_ranges)
+    return filesystem, path, file, lambda: getattr(file, "details", None) or {}
 
 
 def _opened_by(filesystem: Any, path: str, *, in_ranges: bool) -> Any:
@@ -225,6 +284,13 @@ def filesystem_of(name: str, storage_options: Mapping[str, Any]) -> tuple[Any, s
     from fsspec.core import url_to_fs
 
     return cast("tuple[Any, str]", url_to_fs(name, **storage_options))
+
+
+def is_local(filesystem: Any) -> bool:
+    """Whether the filesystem is that of this machine's disks."""
+    from fsspec.implementations.local import LocalFileSystem
+
+    return isinstance(filesystem, LocalFileSystem)
 
 
 def _is_local(stored: Any) -> bool:
@@ -277,6 +343,23 @@ def file_size(name: str, storage_options: Mapping[str, Any] | None = None) -> in
     """
     size = retried(partial(_ask_size, name, storage_options or {}), name, "cannot be read", named=True)
     return None if size is None else int(size)
+
+
+def file_facts(name: str, storage_options: Mapping[str, Any] | None = None) -> FileFacts:
+    """The size and the mark of a file as they are now.
+
+    Raises:
+      SourceError: naming the file, if it is missing or the request fails.
+    """
+    filesystem, path = filesystem_of(name, storage_options or {})
+    about = _asked(filesystem, path, name)
+    if not is_local(filesystem):
+        return FileFacts(size_in(about), told_mark(about))
+    try:
+        with open(path, "rb", buffering=0) as file:
+            return FileFacts(size_in(about), _mark_of_ends(file.fileno()))
+    except OSError as error:
+        raise _failed(name, "cannot be read", error) from error
 
 
 def _ask_size(name: str, storage_options: Mapping[str, Any]) -> Any:

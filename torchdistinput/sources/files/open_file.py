@@ -45,6 +45,10 @@ class Opened(Protocol):
         """Its stored size, or another number that changes with its content; -1 if there is none."""
 
     @property
+    def mark(self) -> str:
+        """A short text that changes with its content; empty if there is none."""
+
+    @property
     def stream(self) -> BinaryIO:
         """The file object for a reader that reads the file from start to end."""
 
@@ -293,15 +297,15 @@ class OpenFile:
 
     def position(self) -> FileCursor:
         """The cursor: an ``OpenFile`` that starts there yields the rest."""
-        delivered = self.delivered
+        delivered, of_file = self.delivered, (self._opened.size, self._opened.mark)
         if self._layout is not None:
-            return FileCursor(self.number, self._layout.offset_of(delivered), delivered, delivered, self._opened.size)
+            return FileCursor(self.number, self._layout.offset_of(delivered), delivered, delivered, *of_file)
         needed = self._start_of_window(delivered)
         anchors = self._anchors
         while len(anchors) > 1 and anchors[1][1] <= needed:
             anchors.popleft()
         offset, record = anchors[0]
-        return FileCursor(self.number, offset, record, delivered, self._opened.size)
+        return FileCursor(self.number, offset, record, delivered, *of_file)
 
     def place(self) -> RecordPlace:
         """The origin of the last record."""

@@ -2,7 +2,7 @@
 
 An index is made only if the user gave a folder for it, and lies there, never beside the data. There is one index for
 each data file, made by reading the data file once. The index has the name and size of the data file, and the
-filesystem's mark of its last change (an ETag, or a time). An index that no longer fits its file is refused, and never
+filesystem's mark of its last change (``io.told_mark``). An index that no longer fits its file is refused, and never
 replaced: only the user knows whether a saved state still fits the changed file. An index appears complete or not at
 all, so ranks may make the same index at the same time.
 
@@ -16,7 +16,7 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
+import secrets
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final, final
@@ -28,7 +28,7 @@ from torchdistinput.errors import SourceError
 from torchdistinput.sources.checks import as_object
 from torchdistinput.sources.files.io import OpenedFile
 from torchdistinput.sources.files.reader_api import Layout, StartsOf, block_reader_of
-from torchdistinput.sources.files.retry import one_line
+from torchdistinput.sources.files.retry import one_line, reason
 
 _LOG = logging.getLogger("torchdistinput")
 
@@ -118,9 +118,9 @@ class IndexFolder:
 def _save(path: Path, opened: OpenedFile, reader: str, starts: Iterable[Offsets] | None) -> None:
     """Writes a complete index. Without ``starts`` it says that the file must be read from start to end."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".part")
+    temporary = path.with_name(f"{path.stem}{secrets.token_hex(8)}.part")
     try:
-        with os.fdopen(handle, "wb") as body:
+        with temporary.open("xb") as body:  # follows no link; its mode is what the umask says
             for piece in () if starts is None else starts:
                 body.write(piece.astype("<i8").tobytes())
             records = None if starts is None else body.tell() // 8
@@ -130,7 +130,7 @@ def _save(path: Path, opened: OpenedFile, reader: str, starts: Iterable[Offsets]
             body.write(said + len(said).to_bytes(8, "little"))
         os.replace(temporary, path)
     except BaseException:
-        os.unlink(temporary)
+        temporary.unlink(missing_ok=True)
         raise
 
 
@@ -143,6 +143,11 @@ def _load(path: Path, opened: OpenedFile, reader: str) -> Offsets | None:
         raise SourceError(
             f"{name}: its index {path} is not there. Every rank must see the same index_folder; make the indices with "
             "FileDataset.build_index(), or give the files to distribute_dataset, which makes those that are missing.",
+            file=opened.name,
+        ) from error
+    except PermissionError as error:
+        raise SourceError(
+            f"{name}: its index {path} cannot be read: {reason(error)}; give it the mode that other users need",
             file=opened.name,
         ) from error
     except (OSError, ValueError, RecursionError) as error:
