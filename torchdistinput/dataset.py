@@ -458,7 +458,8 @@ class DistributedDataset:
         peers = CoordinateStates().digest if self._setting.has_peers else ""
         channels = ranks.free_channels()
         extra = {"channels": channels, "random": digest, "fits": self._last.fits, "peers": peers}
-        answers = agree(ranks, f"iter() of dataset {self._name}", facts, extra=extra)
+        lists = self._source.epoch_lists()
+        answers = agree(ranks, f"iter() of dataset {self._name}", facts, extra=extra, lists=lists)
         self._alike.compare([each["random"] for each in answers])
         return answers
 

@@ -28,6 +28,19 @@ Digest = int | Callable[[], int]
 it is needed. 0 where there is nothing to compare."""
 
 
+@final
+class FilesRead(NamedTuple):
+    """The ``Digest`` of the files that a reader has read to their end, where some of them ended in this batch."""
+
+    number: int
+    ends: tuple[tuple[int, str, int], ...]
+    """Of the first of these files: how many files ended before it, its name, and how many records it had."""
+
+    def __call__(self) -> int:
+        """The digest."""
+        return self.number
+
+
 LeftOut = tuple[tuple[int, ...], ...]
 
 
@@ -318,6 +331,7 @@ class LocalStep:
       transfers: the pieces whose copies to the devices were begun.
       drew: the digest of the sampler's draw; 0 where there is nothing to compare.
       read: the digest of the pieces, for ranks that must read the same data; 0 where it was not made.
+      ends: the files that ended in the batch of this step, see ``FilesRead.ends``; for messages.
       skipped: samples that are missing in the pieces.
       global_size: samples over all replicas, once the step is agreed.
       rows: rows of the stream up to this one, empty steps included, once the step is agreed.
@@ -331,6 +345,7 @@ class LocalStep:
     global_size: int = 0
     rows: int = 0
     read: int = 0
+    ends: Sequence[tuple[int, str, int]] = ()
 
     @property
     def digest(self) -> int:

@@ -315,15 +315,17 @@ class Strategy:
     ) -> DistributedDataset:
         """Makes the source; then all ranks compare their arguments, or raise the error of the rank that failed."""
         facts: Mapping[str, Any] = {}
+        lists: Mapping[str, Sequence[str]] = {}
         made, problem = None, None
         try:
             made = make()
             check_partial_batch(made[0], options)
-            facts = facts_of(made[0], made[1].name, options)
+            facts, lists = facts_of(made[0], made[1].name, options), made[0].lists()
         except Exception as error:  # every rank must hear of it, or the others would wait
             problem = error
         ways_out = {fact: PART_WAY_OUT for fact in ("length", SAMPLES) if facts.get(SAMPLES)}
-        answers = agree(self._ranks, what, facts, error=problem, extra=torch.initial_seed(), ways_out=ways_out)
+        seed = torch.initial_seed()
+        answers = agree(self._ranks, what, facts, error=problem, extra=seed, ways_out=ways_out, lists=lists)
         if made is None:
             raise AssertionError("a source that was not made is an error that was raised")
         self._datasets += 1  # only now: after a failed call every rank still has the same number

@@ -140,7 +140,10 @@ GOOD = PLACES[2].to_json()
         (lambda value: [value[0], 0, 1.0, *value[3:]], r"taken in the cursor of a reader must be an int"),
         (lambda value: [*value[:4], True], r"opened in the cursor of a reader must be an int"),
         (lambda value: [*value[:4], "3"], r"opened in the cursor of a reader must be an int"),
-        (lambda value: [[3], 0, *value[2:]], r"the place of a file must be \[file, offset, record, delivered, size, mark\]"),
+        (
+            lambda value: [[3], 0, *value[2:]],
+            r"the place of a file must be \[file, offset, record, delivered, size, mark\]",
+        ),
         (lambda value: [[[1, 2, 3, 4]], 0, *value[2:]], r"the place of a file must be"),
         (lambda value: [[[1, 2, 3, 4, None]], 0, *value[2:]], r"the place of a file must be"),
         (lambda value: [[[1, 2, 3, 4, -2]], 0, *value[2:]], r"the place of a file must be"),

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 from torchdistinput.batches.containers import PLAIN_TYPES, open_container
-from torchdistinput.step_types import DividedDraw, LocalStep
+from torchdistinput.step_types import DividedDraw, FilesRead, LocalStep
 
 _LOG = logging.getLogger("torchdistinput")
 
@@ -79,11 +79,19 @@ def longer_gap(gap: int) -> int:
 
 def take_for_read(step: LocalStep, row: Sequence[Any]) -> None:
     """For a source without a sampler, whose rows carry the data's digest in ``drew``: moves it to ``read``. Local."""
+    drew = step.drew.drew if isinstance(step.drew, DividedDraw) else step.drew
+    if isinstance(drew, FilesRead):
+        step.ends = drew.ends
     step.read, drew = step.digest, step.drew
     if isinstance(drew, DividedDraw):
         drew.drew = 0
     else:
         step.drew = 0
+
+
+def digest_after_file(before: int, records: int) -> int:
+    """The digest of the files that were read to their end, with one more of so many records. Local."""
+    return (before * 1_000_003 + records + 1) % ((1 << 61) - 1) | _DIGEST
 
 
 def number_of_size(samples: int) -> int:

@@ -7,7 +7,8 @@ same facts and errors, so all raise the same error, or none.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import sha256
 from types import MappingProxyType
 from typing import Any
 
@@ -28,6 +29,7 @@ def agree(
     error: Exception | None = None,
     extra: Any = None,
     ways_out: Mapping[str, str] = MappingProxyType({}),
+    lists: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> list[Any]:
     """Compares the facts of all ranks. Collective: every rank calls this.
 
@@ -38,6 +40,7 @@ def agree(
       error: the error that keeps this rank from going on, if any.
       extra: a plain value that every rank receives; it is not compared.
       ways_out: by the name of a fact, more advice for the error where this fact differs.
+      lists: more facts, of any size. Their digests are compared; the error names the first entry that differs.
 
     Returns:
       The ``extra`` of every rank, by rank.
@@ -50,8 +53,9 @@ def agree(
         if error is not None:
             raise error
         return [extra]
+    facts = {**facts, **{name: _digest_of(entries) for name, entries in lists.items()}}
     problem = None if error is None else [type(error).__name__, words_of(error)]
-    text = json.dumps({"what": what, "facts": dict(facts), "problem": problem, "extra": extra}, default=str)
+    text = json.dumps({"what": what, "facts": facts, "problem": problem, "extra": extra}, default=str)
     texts = ranks.gather_texts(text, what)
     read = {each: _message(each) for each in dict.fromkeys(texts)}
     answers = [read[each] for each in texts]
@@ -68,8 +72,31 @@ def agree(
         raise _like(what, problems) from error
     # In the order in which the facts were given: a fact on which others depend comes first.
     for fact in dict.fromkeys(fact for each in answers for fact in each["facts"]):
-        _compare(ranks, fact, [each["facts"].get(fact) for each in answers], ways_out.get(fact, ""))
+        values = [each["facts"].get(fact) for each in answers]
+        if len(set(map(json.dumps, values))) > 1 and fact in lists and None not in values:  # the same on all ranks
+            place, values = _first_difference(ranks, lists[fact], what)
+            _compare(ranks, f"{fact}, first in entry {place}", values, ways_out.get(fact, ""))
+        _compare(ranks, fact, values, ways_out.get(fact, ""))
     return [each["extra"] for each in answers]
+
+
+def _first_difference(ranks: Ranks, entries: Sequence[str], what: str) -> tuple[int, list[str]]:
+    """The first entry in which the lists of the ranks differ, and that of each rank. Collective.
+
+    The place is found by halves: the messages stay small for lists of any size.
+    """
+    low, high = 0, max(map(int, ranks.gather_texts(str(len(entries)), what)))
+    while high - low > 1:
+        middle = (low + high) // 2
+        if len(set(ranks.gather_texts(_digest_of(entries[low:middle]), what))) > 1:
+            high = middle
+        else:
+            low = middle
+    return low, ranks.gather_texts(entries[low] if low < len(entries) else "(none)", what)
+
+
+def _digest_of(entries: Sequence[str]) -> str:
+    return sha256(json.dumps(entries).encode()).hexdigest()[:16]  # an entry may have any separator in it
 
 
 def agree_on(ranks: Ranks | None, what: str, make: Callable[[], Any]) -> list[Any]:

@@ -405,7 +405,10 @@ class StepSync:
             drew, read = f"{held.digest:x}", words_of(held.read) if self._way_out else f"{held.read:x}"
         divided = held.divided if isinstance(held, LocalStep) else None
         cost = "ended" if divided is None else f"{divided.digest:x}"
-        mine = json.dumps({"rank": self._name, "worker": self._worker, "drew": drew, "read": read, "costs": cost})
+        ends = [] if isinstance(held, PastEnd) else held.ends
+        mine = json.dumps(
+            {"rank": self._name, "worker": self._worker, "drew": drew, "read": read, "costs": cost, "ends": ends}
+        )
         answers = [plain_message(text) for text in (yield from self._texts_of_all(mine))]
         at = f"at step {self._steps} of epoch {self._epoch}"
         same = {(each["drew"], self._way_out and each["read"]) for each in answers}
@@ -415,6 +418,8 @@ class StepSync:
                 f"the ranks differ in the costs of the samples {at}; checksums of the costs: {costs}. Every rank must "
                 "find the same cost for a sample (balance=), as the costs say which rank gets the sample."
             )
+        if self._way_out and (files := _first_file_that_differs(answers)):
+            return errors.RankDisagreement(f"the ranks read files of different content {at}: {files}. {self._way_out}")
         if self._way_out:
             read = "; ".join(f"rank {each['rank']}: {each['read']}" for each in answers)
             return errors.RankDisagreement(
@@ -486,6 +491,17 @@ def _peers_that_differ(answers: Sequence[Mapping[str, Any]]) -> str:
         by_worker.setdefault(each["worker"], []).append(each)
     differ = [peers for peers in by_worker.values() if len({each["read"] for each in peers}) > 1]
     return "; ".join(f"rank {each['rank']}: {each['read']}" for peers in differ for each in peers)
+
+
+def _first_file_that_differs(answers: Sequence[Mapping[str, Any]]) -> str:
+    """How the first file ended on each rank, where that differs; empty where no file that ended in the step does."""
+    by_rank = [{number: (name, records) for number, name, records in each["ends"]} for each in answers]
+    for number in sorted({number for ends in by_rank for number in ends}):
+        ended = [ends.get(number) for ends in by_rank]
+        if len(set(ended)) > 1:
+            found = ("more records" if each is None else f"{each[0]} has {each[1]} records" for each in ended)
+            return "; ".join(f"rank {each['rank']}: {text}" for each, text in zip(answers, found, strict=True))
+    return ""
 
 
 def _last_sync(rows: int, periodic_sync: PeriodicSync, seldom: int) -> int:

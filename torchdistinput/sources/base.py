@@ -65,6 +65,14 @@ class Source(ABC):
         """Plain facts that must be equal on all ranks at the start of an epoch, such as a generator's state."""
         return {}
 
+    def lists(self) -> Mapping[str, Sequence[str]]:
+        """Lists of the fingerprint, which has their digests under the same names."""
+        return {}
+
+    def epoch_lists(self) -> Mapping[str, Sequence[str]]:
+        """Lists of texts that must be equal on all ranks at the start of an epoch: what is read, entry by entry."""
+        return {}
+
     @property
     def part(self) -> str:
         """A text that identifies the samples of map-style data, if all workers must have the same samples; else empty.

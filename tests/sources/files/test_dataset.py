@@ -622,7 +622,7 @@ def test_a_file_that_cannot_be_asked_is_no_mismatch(tmp_path: Path, monkeypatch:
         raise PermissionError(13, "Permission denied")
 
     dataset = text(write(tmp_path, 2))
-    monkeypatch.setattr("fsspec.implementations.local.LocalFileSystem.size", refuse)
+    monkeypatch.setattr("fsspec.implementations.local.LocalFileSystem.info", refuse)
     with pytest.raises(SourceError, match=r"a\.txt: cannot be read: PermissionError"):
         dataset.check_unchanged(lanes(6))
 

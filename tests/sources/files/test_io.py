@@ -153,11 +153,13 @@ def test_only_of_a_relative_pattern_the_folder_is_told_in_which_it_was_looked_fo
 def test_the_files_of_a_pattern_come_with_the_sizes_that_were_listed(memory: str, tmp_path: Path) -> None:
     put_all(tmp_path, "a.txt", "folder/bb.txt")
     found = [("a.txt", 5), ("folder/bb.txt", 13)]
-    assert glob.listed(f"{tmp_path}/**/*.txt") == [(f"{tmp_path}/{name}", size) for name, size in found]
-    assert glob.listed([f"{tmp_path}/a.txt"]) == [(f"{tmp_path}/a.txt", None)]  # which is not looked up
+    assert glob.listed(f"{tmp_path}/**/*.txt") == [(f"{tmp_path}/{name}", size, "") for name, size in found]
+    assert glob.listed([f"{tmp_path}/a.txt"]) == [(f"{tmp_path}/a.txt", None, "")]  # which is not looked up
     with io.filesystem_of(memory, {})[0].open(f"{memory}/c.txt", "wb") as file:
         file.write(b"123")
-    assert glob.listed(f"{memory}/*.txt") == [(f"{memory}/c.txt", 3)]
+    ((name, size, mark),) = glob.listed(f"{memory}/*.txt")
+    assert (name, size) == (f"{memory}/c.txt", 3)
+    assert mark.startswith("created ")
 
 
 def test_a_pattern_of_an_unknown_protocol_is_named() -> None:

@@ -30,7 +30,6 @@ from torchdistinput.sources.asking import ask, ask_collate, for_this_process
 from torchdistinput.sources.cuts import Cut, labelled_piece, no_sizes, nothing_left, piece_without, sizes_in
 from torchdistinput.sources.files.columns import Columns, RecordList, collated
 from torchdistinput.sources.files.corrupt_records import CorruptRecord
-from torchdistinput.sources.files.mixed_reader import MixedReader
 from torchdistinput.sources.files.mixture import RecordDataset
 from torchdistinput.sources.files.open_file import RecordPlace
 from torchdistinput.sources.files.plain_epochs import loader_worker
@@ -143,7 +142,7 @@ class RecordRows(IterableDataset[Any]):
       asks: whether the collate function is asked for the structure of its batches.
       strings: whether the records are strings, and collating returns the list of them, in this process.
       balance: divides batches by cost; ``None``: they are cut by place.
-      compares: whether the ranks compare what the reader of a mixture drew, as all must draw the same.
+      compares: whether the ranks compare what was read, as all must read the same.
     """
 
     def __init__(  # noqa: PLR0913 - one kind of rows is one call
@@ -242,7 +241,7 @@ class RecordRows(IterableDataset[Any]):
                     batches_to_report = _BATCHES_BETWEEN_PLACES
                     opened = place.opened
                 if self._slices_strings and type(records) is list:
-                    yield KnownRows(self._sliced(records)[first:], place)
+                    yield KnownRows(self._sliced(records, reader.digest() if self._compares else 0)[first:], place)
                 else:
                     yield self._cut(records, reader, key, first, place)
             first, records = 0, []
@@ -250,10 +249,11 @@ class RecordRows(IterableDataset[Any]):
     def _cut(self, records: RecordBatch, reader: Reads, key: int, first: int, place: Cursor | None) -> Cut | Failure:
         try:
             if self._cutter.global_batch_size is None:
-                return self._cut_ready([*records[:]], partial(reader.places, 0, 1), key, first)._replace(place=place)
+                cut = self._cut_ready([*records[:]], partial(reader.places, 0, 1), key, first)
+                return cut._replace(place=place, read=reader.digest() if self._compares else 0)
             rows: list[Row] = []
             numbers: list[list[Any]] | None = [] if self._with_index else None
-            read: Digest = reader.digest() if self._compares and isinstance(reader, MixedReader) else 0
+            read: Digest = reader.digest() if self._compares else 0
             origins: Reads | _InOrder = reader
             if self._balance is None:
                 all_limits = self._limits(len(records))[first:]
@@ -277,12 +277,12 @@ class RecordRows(IterableDataset[Any]):
             where = f"collating from record {start.record} of {start.file} on"
             return Failure(error, where, Origin(file=start.file))
 
-    def _sliced(self, records: list[Any]) -> list[SizedRow]:
+    def _sliced(self, records: list[Any], read: Digest) -> list[SizedRow]:
         """The result of ``_cut`` for strings, which are collated to a list."""
         size = len(records)
         all_limits = self._limits(size)
         return [
-            ([records[lo:hi] if lo < hi else None for lo, hi in limits], RowSizes(size, sizes), 0)
+            ([records[lo:hi] if lo < hi else None for lo, hi in limits], RowSizes(size, sizes), read)
             for limits, sizes in zip(all_limits, sizes_in(all_limits), strict=True)
         ]
 

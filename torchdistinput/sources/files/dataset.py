@@ -19,7 +19,7 @@ from torchdistinput.sources.checks import as_object, check_callable, checked_int
 from torchdistinput.sources.files.file_cache import FileCache
 from torchdistinput.sources.files.flat_map import FlatMap, decoded_first
 from torchdistinput.sources.files.fragment_dataset import FragmentDataset, known_of_all
-from torchdistinput.sources.files.glob import FileNames, expand, listed
+from torchdistinput.sources.files.glob import FileNames, ListedName, expand, listed
 from torchdistinput.sources.files.io import (
     FileFacts,
     OpenedFile,
@@ -48,6 +48,8 @@ T = TypeVar("T")
 _LOG = logging.getLogger("torchdistinput")
 
 _MAX_ASKED_AT_ONCE: Final = 8
+_MAX_MARKED: Final = 1000
+_UNMARKED: Final = "no mark"
 
 
 def list_files(
@@ -61,9 +63,10 @@ def list_files(
 
     Args:
       pattern: a pattern, whose files come sorted by name, or a list of names and patterns, which keeps its order.
-        Local, or with the protocol of any fsspec filesystem. ``**`` matches folders at any depth. Braces are expanded
-        first, without a look-up, in the order as written: ``"data-{000..012}.tar"``, ``"{train,extra}/*.txt"``. Braces
-        without ``..`` or a comma stay as they are; ``[{]``, ``[*]`` stand for the character itself.
+        Local, or with the protocol of any fsspec filesystem. ``**`` matches folders at any depth; links to folders are
+        followed. Braces are expanded first, without a look-up, in the order as written: ``"data-{000..012}.tar"``,
+        ``"{train,extra}/*.txt"``. Braces without ``..`` or a comma stay as they are; ``[{]``, ``[*]`` stand for the
+        character itself. A name that was listed here, or that a local file has, is that file.
       shuffle: whether to permute the whole list by the seed.
       seed: an int that all ranks share; needed for shuffling, and for nothing else.
       storage_options: arguments of the filesystem.
@@ -80,7 +83,7 @@ def list_files(
             "list_files(shuffle=True) needs a seed: without one every rank would shuffle differently, so that some "
             "files would be read twice and others never; give the same seed on all ranks"
         )
-    names = expand(pattern, storage_options)
+    names: list[str] = [*map(ListedName, expand(pattern, storage_options))]
     if not shuffle:
         return names
     return [names[index] for index in shuffled(len(names), checked_int("seed", seed))]
@@ -181,7 +184,7 @@ class FileDataset(FragmentDataset):
     @property
     def files(self) -> tuple[str, ...]:
         """The names of the files. Local."""
-        return self._files.files
+        return tuple(map(ListedName, self._files.files))
 
     @property
     def needs_preparing(self) -> bool:
@@ -272,6 +275,8 @@ class _Files:
         found = listed(files, storage_options)
         self.files = tuple(each.name for each in found)
         self._sizes = [each.size for each in found]
+        self._marks = [each.mark for each in found]
+        self._said_unmarked = False
         if fragment_bytes is not None:
             self._check_can_be_cut()
             self._ask_sizes()
@@ -305,6 +310,29 @@ class _Files:
         asked = _in_threads(lambda index: file_size(self.files[index], self._storage_options), unknown)
         for index, size in zip(unknown, asked, strict=True):
             self._sizes[index] = size
+
+    def marks(self) -> list[str]:
+        """See ``Fragments.marks``. Only files are asked whose listing had no mark, and at most some of them."""
+        unmarked = [index for index, mark in enumerate(self._marks) if not mark]
+        asked = unmarked[:: -(-len(unmarked) // _MAX_MARKED) or 1]
+        texts = dict(zip(asked, _in_threads(self._mark_now, asked), strict=True))
+        known = [texts.get(*each) for each in enumerate(map("{} bytes, {}".format, self._sizes, self._marks))]
+        unchecked = [index for index in asked if texts[index].endswith(_UNMARKED)]
+        if unchecked and not self._said_unmarked:
+            self._said_unmarked = True
+            _LOG.warning(
+                "%s: its filesystem tells no mark of its content, so ranks that read other content of the same size, and "
+                "a file that changes between a state and its resume, are not noticed",
+                one_line(self.files[unchecked[0]]),
+            )
+        return [f"{one_line(name)}: {text}" for name, text in zip(self.files, known, strict=True)]
+
+    def _mark_now(self, index: int) -> str:
+        try:
+            size, mark = file_facts(self.files[index], self._storage_options)
+        except SourceError as error:
+            return "is not there" if isinstance(error.__cause__, FileNotFoundError) else "cannot be asked"
+        return f"{size} bytes, {mark or _UNMARKED}"
 
     def _check_can_be_cut(self) -> None:
         known = [self.indices, next_start_of(self.read), layout_of(self.read)]

@@ -60,6 +60,9 @@ class Fragments(Protocol):
           StateMismatch: a fragment has changed, or is gone.
         """
 
+    def marks(self) -> list[str]:
+        """A text for each fragment or file that differs where its content does: what can be told without reading it."""
+
     def num_records(self) -> list[int] | None:
         """How many records each fragment has, if that is known for all."""
 
@@ -159,6 +162,10 @@ class FragmentDataset(IterableDataset[Any]):
     def kind(self) -> str:
         """The word for a fragment: ``file``, or ``fragment``. Local."""
         return self._fragments.kind
+
+    def marks(self) -> list[str]:
+        """A text for each fragment or file that differs where its content does. Never raises. Local."""
+        return self._fragments.marks()
 
     def num_records(self) -> list[int] | None:
         """How many records each fragment has, if that is known for all. Local."""
@@ -321,8 +328,8 @@ class FragmentDataset(IterableDataset[Any]):
         """Plain facts that determine the records and their order; ranks compare them."""
         names = json.dumps(self.names)  # a name may have any separator in it
         return {
-            f"number of {self.kind}s": len(self.names),
             f"{self.kind} list": hashlib.sha256(names.encode()).hexdigest()[:16],
+            f"number of {self.kind}s": len(self.names),
             f"first {self.kind}": self.names[0],
             self._shuffles[0]: self._shuffles[1],
             "shuffle_buffer": self._shuffle_buffer,
@@ -421,6 +428,9 @@ class _SourceFragments:
                     f"{one_line(fragment.name)}: the fragment has changed since the state was saved in the middle of "
                     "it; put it back as it was, or start the epoch anew"
                 )
+
+    def marks(self) -> list[str]:
+        return [f"{each.name}: {each.num_records}, {each.num_bytes}, {each.fingerprint}" for each in self._all]
 
     def num_records(self) -> list[int] | None:
         return known_of_all([each.num_records for each in self._all])

@@ -2,7 +2,11 @@
 
 A name is what the user wrote, or the user's pattern with its wildcards filled in. So a relative pattern gives relative
 names, ``s3://bucket/*.txt`` gives ``s3://bucket/a.txt``, and each name can be given back to ``expand`` and to
-``io.open_file``, in this process or another.
+``io.open_file``, in this process or another. A name that was listed, or that a local file has, is no pattern, whatever
+characters are in it.
+
+Links to folders are followed, as in a shell. fsspec's own ``glob`` does not, and takes a folder that it cannot list for
+an empty one, so that files would be missing without a word.
 """
 
 from __future__ import annotations
@@ -11,14 +15,15 @@ import fnmatch
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from operator import itemgetter
 from typing import Any, Final, NamedTuple, TypeAlias, final
 
 from torchdistinput.errors import SourceError
 from torchdistinput.sources.files.braces import expand_braces
-from torchdistinput.sources.files.io import filesystem_of
+from torchdistinput.sources.files.io import filesystem_of, is_local, size_in, told_mark
 from torchdistinput.sources.files.retry import is_passing, one_line, reason, retried
 
 FileNames: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
@@ -32,12 +37,21 @@ _LIST_TREES: Final = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl"}
 
 
 @final
+class ListedName(str):
+    """The name of a file that was listed: it is never expanded again."""
+
+    __slots__ = ()
+
+
+@final
 class Listed(NamedTuple):
     """A file of a pattern or of a list of names."""
 
     name: str
     size: int | None
     """The stored size in bytes, as the listing of its folder tells it; ``None`` for a name that was not looked up."""
+    mark: str = ""
+    """See ``io.told_mark``; empty for a local file, and for a name that was not looked up."""
 
 
 def expand(files: FileNames, storage_options: Mapping[str, Any] | None = None) -> list[str]:
@@ -91,8 +105,11 @@ def _expand_entry(position: int, entry: object, options: Mapping[str, Any]) -> l
         raise ValueError(f"file {position} of the list is an empty string: a name or a pattern is needed")
     if name.startswith("file://") and "::" not in name:
         name = name.removeprefix("file://")
+    if isinstance(entry, ListedName):
+        return [Listed(name, None)]
     name = os.path.expanduser(name)
-    return [each for one in expand_braces(name) for each in _expand_wildcards(one, options)]
+    names = [name] if "{" in name and os.path.isfile(name) else expand_braces(name)
+    return [each for one in names for each in _expand_wildcards(one, options)]
 
 
 def _expand_wildcards(name: str, options: Mapping[str, Any]) -> list[Listed]:
@@ -100,12 +117,10 @@ def _expand_wildcards(name: str, options: Mapping[str, Any]) -> list[Listed]:
         raise ValueError("a brace pattern stands for an empty name; a file needs one")
     if not _WILDCARD.search(name):
         return [Listed(name, None)]
-    is_local = "://" not in name and "::" not in name
-    if is_local:
-        name = re.sub("//+", "/", name)  # fsspec's glob finds nothing behind an empty folder name
     found = retried(partial(_glob, name, options), name, "the pattern cannot be expanded", named=True)
     if not found:
-        seen_from = f" (seen from {os.getcwd()!r})" if is_local and not os.path.isabs(name) else ""
+        is_relative = not ("://" in name or "::" in name or os.path.isabs(name))
+        seen_from = f" (seen from {os.getcwd()!r})" if is_relative else ""
         raise SourceError(
             f"{one_line(name)}: the pattern matches no file{seen_from}; at least one is needed: check the path, and "
             "that this machine sees the files",
@@ -118,15 +133,17 @@ def _glob(pattern: str, storage_options: Mapping[str, Any]) -> list[Listed]:
     filesystem, asked = filesystem_of(pattern, storage_options)
     if _is_file(filesystem, asked):  # a wildcard character in the name of a real file, or a url with a query
         return [Listed(pattern, None)]
+    if is_local(filesystem):
+        found = _matching(_local_entries, *_divided(re.sub("//+", "/", pattern)))
+        return sorted((Listed(path, size) for path, _, size, _ in found), key=itemgetter(0))
     if "**" in asked and _LIST_TREES & set(_protocols(filesystem)):
-        found = filesystem.glob(asked, detail=True)
-        sizes = {str(path): _size_in(about) for path, about in found.items() if about.get("type") != "directory"}
+        found = (_entry_of(path, about) for path, about in filesystem.glob(asked, detail=True).items())
+        found = (entry for entry in found if entry.kind != "directory")
     else:
-        cut = asked.rfind("/", 0, _WILDCARD.search(asked).start())  # type: ignore[union-attr] # it has one
-        folder = asked[: max(cut, 0)] or ("/" if cut == 0 else "")
-        sizes = dict(_matching(filesystem, folder, asked[cut + 1 :].split("/")))
-    found = (Listed(_as_written(path, asked, pattern, filesystem), size) for path, size in sizes.items())
-    return sorted(found, key=itemgetter(0))
+        found = _matching(partial(_entries_of, filesystem), *_divided(asked))
+    by_path = {path: (size, mark) for path, _, size, mark in found}
+    names = (Listed(_as_written(path, asked, pattern, filesystem), *about) for path, about in by_path.items())
+    return sorted(names, key=itemgetter(0))
 
 
 def _protocols(filesystem: Any) -> Sequence[str]:
@@ -143,48 +160,85 @@ def _is_file(filesystem: Any, path: str) -> bool:
         return False
 
 
-def _size_in(about: Mapping[str, Any]) -> int | None:
-    """The size that a listing tells; some filesystems tell none."""
-    size = about.get("size")
-    return int(size) if isinstance(size, int | float) else None
+class _Entry(NamedTuple):
+    """An entry of a folder."""
+
+    path: str
+    kind: str
+    """``file``, ``directory``, or another word; ``loop`` for a link to a folder that the link is in."""
+    size: int | None
+    mark: str
 
 
-def _matching(filesystem: Any, folder: str, pattern: Sequence[str]) -> Iterator[tuple[str, int | None]]:
-    """The files under a folder that match, part by part, with their sizes.
+def _divided(pattern: str) -> tuple[str, list[str]]:
+    """The folder in front of the first wildcard, and the parts of the pattern from there on."""
+    cut = pattern.rfind("/", 0, _WILDCARD.search(pattern).start())  # type: ignore[union-attr] # it has one
+    return pattern[: max(cut, 0)] or ("/" if cut == 0 else ""), pattern[cut + 1 :].split("/")
 
-    fsspec's own ``glob`` takes a folder that it cannot list for an empty one, so that files would be missing without a
-    word.
-    """
+
+def _matching(entries: Callable[[str], Iterable[_Entry]], folder: str, pattern: Sequence[str]) -> Iterator[_Entry]:
+    """The files under a folder that match, part by part."""
     part, *rest = pattern
     if part == "**":
-        yield from _matching(filesystem, folder, rest or ["*"])
-        for path, kind, _ in _entries_of(filesystem, folder):
-            if kind == "directory":
-                yield from _matching(filesystem, path, pattern)
+        yield from _matching(entries, folder, rest or ["*"])
+        for entry in _listed(entries, folder):
+            if entry.kind == "directory":
+                yield from _matching(entries, entry.path, pattern)
+            elif entry.kind == "loop":
+                _LOG.warning("%s: a link to a folder that it is in is passed over", one_line(entry.path))
     elif rest and not _WILDCARD.search(part):
-        yield from _matching(filesystem, f"{folder.rstrip('/')}/{part}" if folder else part, rest)
+        yield from _matching(entries, f"{folder.rstrip('/')}/{part}" if folder else part, rest)
     else:
         fits = re.compile(fnmatch.translate(part)).match
-        for path, kind, size in _entries_of(filesystem, folder):
-            if fits(path.rpartition("/")[2]):
-                if not rest and kind != "directory":
-                    yield path, size
-                elif rest and kind == "directory":
-                    yield from _matching(filesystem, path, rest)
+        for entry in _listed(entries, folder):
+            if fits(entry.path.rpartition("/")[2]):
+                is_folder = entry.kind in {"directory", "loop"}
+                if not rest and not is_folder:
+                    yield entry
+                elif rest and is_folder:
+                    yield from _matching(entries, entry.path, rest)
 
 
-def _entries_of(filesystem: Any, folder: str) -> list[tuple[str, str, int | None]]:
-    """The entries of a folder, each with its type and size; none if there is no such folder."""
+def _listed(entries: Callable[[str], Iterable[_Entry]], folder: str) -> list[_Entry]:
+    """The entries of a folder; none if there is no such folder."""
     try:
-        entries = filesystem.ls(folder, detail=True)
+        return [*entries(folder)]
     except (FileNotFoundError, NotADirectoryError):
         return []
     except PermissionError as error:
         _LOG.warning("%s: the folder is left out of the pattern: %s", one_line(folder), reason(error))
         return []
-    found = [(str(about["name"]).rstrip("/"), str(about["type"]), _size_in(about)) for about in entries]
+
+
+def _local_entries(folder: str) -> Iterator[_Entry]:
+    with os.scandir(folder or ".") as entries:
+        for each in entries:
+            path, kind, size = f"{folder.rstrip('/')}/{each.name}" if folder else each.name, "file", None
+            if each.is_dir():
+                kind = "loop" if each.is_symlink() and _is_loop(path) else "directory"
+            else:
+                with suppress(OSError):  # a link that leads nowhere: reading it is an error that names it
+                    size = each.stat().st_size
+            yield _Entry(path, kind, size, "")
+
+
+def _is_loop(link: str) -> bool:
+    """Whether a link leads to one of the folders in its path."""
+    leads_to, path = os.path.realpath(link), os.path.abspath(link)
+    while path != (path := os.path.dirname(path)):
+        if os.path.realpath(path) == leads_to:
+            return True
+    return False
+
+
+def _entry_of(path: str, about: Mapping[str, Any]) -> _Entry:
+    return _Entry(path.rstrip("/"), str(about["type"]), size_in(about), told_mark(about))
+
+
+def _entries_of(filesystem: Any, folder: str) -> list[_Entry]:
+    found = [_entry_of(str(about["name"]), about) for about in filesystem.ls(folder, detail=True)]
     # Some list the folder itself, or a file that is asked for as a folder; a web page links to other places.
-    return [each for each in found if each[0].rpartition("/")[0].strip("/") == folder.strip("/")]
+    return [each for each in found if each.path.rpartition("/")[0].strip("/") == folder.strip("/")]
 
 
 def _as_written(path: str, asked: str, pattern: str, filesystem: Any) -> str:

@@ -16,12 +16,16 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar, cast, final
 
 import numpy as np
 
+from torchdistinput.coordination.batch_digests import digest_after_file
 from torchdistinput.errors import StateMismatch
 from torchdistinput.plan.file_resharding import FileCursor, ReaderCursor
 from torchdistinput.sources.files.columns import Columns, RecordList, joined
 from torchdistinput.sources.files.open_file import OpenFile
+from torchdistinput.step_types import Digest, FilesRead
 
 T = TypeVar("T")
+
+_MAX_TOLD = 16
 
 Turn: TypeAlias = tuple[OpenFile, int, int]
 """A file, and the range of its records that a turn yielded, counted as they are yielded."""
@@ -131,6 +135,8 @@ class Interleave:
         self._current: OpenFile | None = None  # its file, once it is open
         self._start = 0  # the file's count where the turn began
         self._slow_turns = 0  # how many turns are taken before whole rounds are tried again
+        self._num_ended = self._digest = 0  # of the files that were read to their end
+        self._new_ends: list[tuple[int, str, int]] = []
         self._ended: list[OpenFile] = []  # files at their end whose records may still be read
         self._closed = False
 
@@ -237,11 +243,20 @@ class Interleave:
           keep: whether it stays open until ``let_go``.
         """
         self._slots[self._turn] = None
+        self._digest = digest_after_file(self._digest, file.delivered)
+        if len(self._new_ends) < _MAX_TOLD:
+            self._new_ends.append((self._num_ended, file.name, file.delivered))
+        self._num_ended += 1
         if keep:
             self._ended.append(file)
         else:
             file.close()
         self._pass_turn()
+
+    def digest(self) -> Digest:
+        """See ``Reads.digest``."""
+        ends, self._new_ends = tuple(self._new_ends), []
+        return FilesRead(self._digest, ends) if ends else self._digest or 1
 
     def let_go(self) -> None:
         """Closes files at their end."""

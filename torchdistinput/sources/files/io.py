@@ -82,6 +82,7 @@ class OpenedFile:
       path: the filesystem's path of the file.
       plain: whether the stored bytes are the content.
       details: returns what the filesystem told of the file when it opened it; it may know less than if it is asked.
+      ends: the mark of a local file; ``None`` for others.
     """
 
     stream: BinaryIO
@@ -91,6 +92,7 @@ class OpenedFile:
     path: str
     plain: bool
     details: Any = None
+    ends: str | None = None
 
     @cached_property
     def size(self) -> int:
@@ -130,9 +132,7 @@ class OpenedFile:
         Raises:
           SourceError: naming the file, if the request fails.
         """
-        if _is_local(self.stored):
-            return FileFacts(None, _mark_of_ends(self.stored.fileno())).key
-        return FileFacts(None, self.changed).key
+        return FileFacts(None, self.changed if self.ends is None else self.ends).key
 
     def where(self) -> tuple[int | None, str]:
         """See ``open_file.Opened``."""
@@ -183,6 +183,7 @@ def open_file(
     ask = partial(_open_stored, name, storage_options or {}, in_ranges=in_ranges)
     kept = None if cache is None else _kept(cache, name, storage_options or {})
     filesystem, path, stored, details = kept or retried(ask, name, "cannot be opened", named=True)
+    ends = None
     try:
         method = _method_of(path, compression)
         content = stored
@@ -191,6 +192,7 @@ def open_file(
             content = stored = io.BytesIO(stored.getvalue())
         elif _is_local(stored):
             content = _unwrapped(stored)
+            ends = _mark_of_ends(stored.fileno())
         elif not isinstance(stored, _PLAIN):  # plain files need no retries
             reopen = partial(_opened_by, filesystem, path, in_ranges=in_ranges)
             ask_size = partial(filesystem.size, path)
@@ -203,7 +205,7 @@ def open_file(
     except Exception as error:
         stored.close()
         raise _failed(name, "cannot be opened", error) from error
-    return OpenedFile(stream, stored, filesystem, name, path, method is None, details)
+    return OpenedFile(stream, stored, filesystem, name, path, method is None, details, ends)
 
 
 _Stored = tuple[Any, str, Any, Any]
@@ -281,8 +283,11 @@ def _opened_by(filesystem: Any, path: str, *, in_ranges: bool) -> Any:
 
 def filesystem_of(name: str, storage_options: Mapping[str, Any]) -> tuple[Any, str]:
     """The filesystem of a name or pattern, and its path of the file. Local."""
+    from fsspec import available_protocols, filesystem
     from fsspec.core import url_to_fs
 
+    if "::" in name and "://" not in name and name.partition("::")[0] not in available_protocols():
+        return filesystem("file", **storage_options), os.path.abspath(name)  # not a chain of filesystems
     return cast("tuple[Any, str]", url_to_fs(name, **storage_options))
 
 

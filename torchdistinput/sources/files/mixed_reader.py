@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple, Protocol, final
 
 import numpy as np
 
-from torchdistinput.coordination.batch_digests import digest_of_read
+from torchdistinput.coordination.batch_digests import digest_after_file, digest_of_read
 from torchdistinput.coordination.failures import in_one_line
 from torchdistinput.errors import SourceError, StateMismatch
 from torchdistinput.plan.file_resharding import FileCursor, ReaderCursor
@@ -94,6 +94,7 @@ class _Waiting:
         self._reader: Reads | None = None
         self._read_this_turn = cursor.place is not None
         self._ended = False
+        self.ends = 0  # the digest of the numbers of records at which the source ended
         self._most = 0  # records of a chunk; 0 for the usual number
         self._chunks: deque[tuple[int, int, Cursor]] = deque()  # records read before it, its turn, its cursor
         self._read = self._given = 0
@@ -140,6 +141,7 @@ class _Waiting:
             self.lengths += lengths
         if len(found) == count:
             return
+        self.ends = digest_after_file(self.ends, self._read)
         if not self._repeats:
             self._ended = True
             return
@@ -276,8 +278,10 @@ class MixedReader:
 
     def digest(self) -> int:
         """A number of the sources of the records that were taken last, and the tokens of each source up to there."""
-        tokens = [waiting.tokens for waiting in self._sources]
-        return digest_of_read(blake2b(np.array([*self._drawn, *tokens]).tobytes(), digest_size=16).hexdigest())
+        found = [waiting.ends for waiting in self._sources]
+        if any(part.length is not None for part in self._parts):
+            found += [*self._drawn, *(waiting.tokens for waiting in self._sources)]
+        return digest_of_read(blake2b(np.array(found).tobytes(), digest_size=16).hexdigest())
 
     def position(self) -> MixtureCursor:
         """See ``Reads.position``."""
@@ -451,6 +455,9 @@ class _IndexReader:
 
     def places(self, lo: int, hi: int) -> list[RecordPlace]:
         return [RecordPlace("samples", index, 0) for index in self._last[lo:hi]]
+
+    def digest(self) -> int:
+        return 1
 
     def position(self) -> ReaderCursor:
         return ReaderCursor((FileCursor(0, delivered=self._at, size=self._size),))

@@ -61,9 +61,7 @@ class InOwnOrder(Protocol):
 
 def is_stream(source: object) -> bool:
     """Whether a source is read from front to end: files, fragments, or a mixture that is."""
-    return isinstance(source, RecordDataset) or (
-        isinstance(source, FragmentSource) and not isinstance(source, Dataset)
-    )
+    return isinstance(source, RecordDataset) or (isinstance(source, FragmentSource) and not isinstance(source, Dataset))
 
 
 def check_stop(stop: str) -> None:
@@ -229,6 +227,11 @@ class StreamMixture(IterableDataset[Any]):
     def file_order(self, epoch: int) -> list[int]:
         """None: it has no files to deal out. Local."""
         return []
+
+    def marks(self) -> list[str]:
+        """See ``FragmentDataset.marks``. Local."""
+        records = [part.records for part in self._parts]
+        return [mark for each in records if isinstance(each, RecordDataset) for mark in each.marks()]
 
     def num_records(self) -> list[int] | None:
         """How many samples an epoch has, if that is known before it is read. Local."""

@@ -7,12 +7,15 @@ world. After a resume at the cursor, ``rows - row`` rows are read again, undecod
 
 **The exchange.** If all workers read the same (DATA, or one worker), each worker knows the cursor. Under FILE each
 worker has a cursor of its own. The workers exchange them after 1, 2, 4, ... and then every 64 rows (256 if steps are
-short, and quickly read again), so taking a state is local, and the state is the same on every rank.
+short, and quickly read again), so taking a state is local, and the state is the same on every rank. They also exchange
+them in the vote after one of them opened a file: a state has the mark of each file that is in progress, so that a file
+that has changed is noticed.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -20,7 +23,7 @@ from typing import Any, NamedTuple, TypeVar, final
 
 from torchdistinput.coordination.channel import plain_message
 from torchdistinput.errors import InputError, StateMismatch
-from torchdistinput.plan.file_resharding import Deals, checked_deals
+from torchdistinput.plan.file_resharding import Deals, ReaderCursor, checked_deals
 from torchdistinput.plan.mixed_turns import Cursor, cursor_from_json
 from torchdistinput.sources.cuts import Cut
 from torchdistinput.sources.files.batching import KnownRows
@@ -121,6 +124,11 @@ class CursorHistory:
         known, place = self.cursor(row)
         return known, place.to_text()
 
+    def between(self, after: int, row: int) -> list[tuple[int, Cursor]]:
+        """The cursors that are known after rows behind ``after``, up to ``row``."""
+        with self._lock:
+            return [each for each in self._known if after < each[0] <= row]
+
     def cursor(self, row: int) -> tuple[int, Cursor]:
         """The same, with the cursor itself."""
         with self._lock:
@@ -129,7 +137,7 @@ class CursorHistory:
 
 @final
 class CommonPlaces:
-    """The cursors of all workers after some rows, as the workers exchanged them.
+    """The cursors of all workers after some rows, as the workers exchanged them: a ``PeriodicSync``, and ``Updates``.
 
     Args:
       own: this worker's cursors.
@@ -145,14 +153,27 @@ class CommonPlaces:
         self._own = own
         self._worker = worker
         self._first_row = begun.rows
-        self._keep = 2 + read_ahead // self.every + self.every.bit_length()
-        cursors = {number: (row, place.to_text()) for number, (row, place) in enumerate(begun.cursors)}
-        self._known: deque[tuple[int, dict[int, tuple[int, str]]]] = deque([(begun.rows, cursors)])
+        self._keep = 2 * (read_ahead + 2)
+        self._known = [deque([(row, place.to_text())]) for row, place in begun.cursors]
+        self._sent_row, self._sent_opened = begun.cursors[worker][0], _opened(begun.cursors[worker][1])
+
+    @property
+    def pending(self) -> bool:
+        """See ``Updates.pending``: whether this worker has opened a file since the last exchange."""
+        return _opened(self._own.cursor(sys.maxsize)[1]) > self._sent_opened
+
+    def follow(self, delivered: Callable[[], int]) -> None:
+        """See ``Updates.follow``."""
 
     def mine(self, rows: int) -> str:
-        """See ``PeriodicSync.mine``."""
-        row, place = self._own.at(self._first_row + rows)
-        return json.dumps({"worker": self._worker, "row": row, "place": place})
+        """See ``PeriodicSync.mine``: the cursors after the rows in which files were opened, and the last cursor."""
+        places = self._own.between(self._sent_row, self._first_row + rows)
+        told = []
+        for row, place in places:
+            if _opened(place) > self._sent_opened or row == places[-1][0]:
+                self._sent_row, self._sent_opened = row, _opened(place)
+                told.append([row, place.to_text()])
+        return json.dumps({"worker": self._worker, "places": told})
 
     def learn(self, rows: int, texts: Sequence[str]) -> None:
         """See ``PeriodicSync.learn``.
@@ -160,21 +181,27 @@ class CommonPlaces:
         Raises:
           InputError: a rank sent something else.
         """
-        self._known.append((self._first_row + rows, dict(map(_received, texts))))
-        while len(self._known) > self._keep:
-            self._known.popleft()
+        for worker, places in map(_received, texts):
+            known = self._known[worker]
+            if known[-1][0] < (places[-1][0] if places else -1):  # else a rank with the same coordinate sent it, too
+                known.extend(places)
+            while len(known) > 1 and known[1][0] <= self._first_row + rows - self._keep:
+                known.popleft()
 
     def at(self, row: int) -> list[tuple[int, str]]:
         """For each worker, a row up to ``row``, and the worker's cursor after it."""
-        _, known = _last_before(row, list(self._known))
-        return [known[worker] for worker in range(len(known))]
+        return [_last_before(row, list(known)) for known in self._known]
 
 
-def _received(text: str) -> tuple[int, tuple[int, str]]:
-    """The worker that sent the text, a row, and the worker's cursor after it."""
+def _opened(place: Cursor) -> int:
+    return place.opened if isinstance(place, ReaderCursor) else 0
+
+
+def _received(text: str) -> tuple[int, list[tuple[int, str]]]:
+    """The worker that sent the text, and its cursors after some rows."""
     match sent := plain_message(text):
-        case {"worker": int(worker), "row": int(row), "place": str(place)}:
-            return worker, (row, place)
+        case {"worker": int(worker), "places": list() as places}:
+            return worker, [(int(row), str(place)) for row, place in places]
         case _:
             raise InputError(
                 f"another rank sent {sent!r:.100} as the cursor of its reader; every rank must run the same version of "

@@ -16,6 +16,7 @@ from torchdistinput.plan.mixed_turns import Cursor
 from torchdistinput.sources.files.columns import RecordList, SchemaOfFiles, joined
 from torchdistinput.sources.files.interleave import Interleave, Turn, taken_turns
 from torchdistinput.sources.files.open_file import OpenFile, RecordPlace
+from torchdistinput.step_types import Digest
 
 _MOST_READY: Final = 256  # rows of arrays are made as they are handed out
 
@@ -39,6 +40,9 @@ class Reads(Protocol):
 
     def places(self, lo: int, hi: int) -> list[RecordPlace]:
         """The origins of the records ``[lo, hi)`` of the last ``take``. Call it before the next record is taken."""
+
+    def digest(self) -> Digest:
+        """A number of what was read so far that is the same on all ranks that read the same. Once a batch."""
 
     def position(self) -> Cursor:
         """The cursor: another reader that starts there yields the records that this one has not yielded."""
@@ -92,6 +96,10 @@ class RecordReader:
     def of_columns(self) -> bool:
         """Whether the records that were read are ``Columns``; in lists they may be beside a ``CorruptRecord``."""
         return self._schema.is_known
+
+    def digest(self) -> Digest:
+        """See ``Reads.digest``: how many records each file had that was read to its end."""
+        return self._table.digest()
 
     def position(self) -> ReaderCursor:
         """The cursor: another reader that starts there yields the records that this one has not yielded."""

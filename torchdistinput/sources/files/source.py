@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
-from typing import Any, cast, final
+from typing import Any, Final, cast, final
 
 from torch.utils.data import DataLoader, default_collate
 
@@ -57,6 +57,10 @@ from torchdistinput.step_types import Start, Stream
 
 _LOG = logging.getLogger("torchdistinput")
 
+_FILES_WAY_OUT: Final = (
+    "Under policy DATA each rank reads all files, so all must see the same content, and it may not change meanwhile: copy "
+    "the files anew, or read them from one place."
+)
 
 @final
 class RecordSource(Source):
@@ -151,10 +155,10 @@ class RecordSource(Source):
 
     @property
     def way_out(self) -> str:
-        """See ``ReadByAll.way_out``."""
-        counts = self._mixture is not None and self._mixture.counts_tokens
-        compares = counts and self._cutter.read_by_all and self._options.coordination == "on"
-        return LENGTHS_WAY_OUT if compares else ""
+        """See ``Source.way_out``."""
+        if not self._cutter.read_by_all or self._options.coordination == "off":
+            return ""
+        return _FILES_WAY_OUT if self._mixture is None else LENGTHS_WAY_OUT
 
     def fingerprint(self) -> Mapping[str, Any]:
         """See ``Source.fingerprint``."""
@@ -169,6 +173,15 @@ class RecordSource(Source):
     def epoch_fingerprint(self) -> Mapping[str, Any]:
         """See ``Source.epoch_fingerprint``."""
         return {"generator state": None if self._loader is None else generator_digest(self._loader.generator)}
+
+    def lists(self) -> Mapping[str, Sequence[str]]:
+        """See ``Source.lists``."""
+        dataset = self._dataset
+        return {f"{dataset.kind} list": dataset.names} if isinstance(dataset, FragmentDataset) else {}
+
+    def epoch_lists(self) -> Mapping[str, Sequence[str]]:
+        """See ``Source.epoch_lists``: the marks of all files, if all workers read all of them."""
+        return {"the content of the files": self._dataset.marks()} if self._cutter.read_by_all else {}
 
     def may_lack_samples(self) -> bool:
         """See ``Source.may_lack_samples``."""
@@ -295,7 +308,7 @@ class RecordSource(Source):
             periodic_sync=common,
             structure=Structure("rows", dtype=str, cls=list) if self._lists_strings else None,
             one_structure=self._cutter.global_batch_size is None and self._options.split_fn is None,
-            updates=None if mixture is None else WeightsSync(mixture.weights, epoch, position.rows, size, self._lead),
+            updates=common if mixture is None else WeightsSync(mixture.weights, epoch, position.rows, size, self._lead),
         )
 
     @property
