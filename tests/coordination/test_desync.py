@@ -190,9 +190,13 @@ DIFFERENCES: dict[str, Differs] = {
     "policy": Differs(policies, "policy", "OFF", "DATA"),
     "sampler": Differs(samplers, "sampler", "RandomSampler", "SequentialSampler"),
     "seed of a ShuffleSampler": Differs(shuffle_samplers, "seed", "41", "40"),
-    "number of files": Differs(lambda odd, at: files(at, [0, 1] if odd else [0, 1, 2]), "file"),
-    "file list": Differs(lambda odd, at: files(at, [0, 1, 3] if odd else [0, 1, 2]), "file list"),
-    "order of files": Differs(lambda odd, at: files(at, [0, 2, 1] if odd else [0, 1, 2]), "file list"),
+    "number of files": Differs(lambda odd, at: files(at, [0, 1] if odd else [0, 1, 2]), "file list, first in entry 2"),
+    "file list": Differs(
+        lambda odd, at: files(at, [0, 1, 3] if odd else [0, 1, 2]), "first in entry 2", "3.txt", "2.txt"
+    ),
+    "order of files": Differs(
+        lambda odd, at: files(at, [0, 2, 1] if odd else [0, 1, 2]), "first in entry 1", "2.txt", "1.txt"
+    ),
     "seed of files": file_setting("seed", 41, 40),
     "shuffle_files": file_setting("shuffle_files", odd=True, others=False),
     "shuffle_buffer": file_setting("shuffle_buffer", 8, 16),

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import gzip
 import itertools
+import json
 import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator
@@ -19,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from tests.support.cells import cells
 from torchdistinput.errors import SourceError, StateMismatch
-from torchdistinput.plan.file_resharding import FileCursor
+from torchdistinput.plan.file_resharding import FileCursor, ReaderCursor
 from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.permutation import shuffled
 from torchdistinput.plan.sharding import AutoShardPolicy
@@ -615,6 +616,33 @@ def test_a_file_that_changed_its_size_or_is_gone_is_named(tmp_path: Path) -> Non
             dataset.check_unchanged(lanes(6, 6, size))
     with pytest.raises(StateMismatch, match="the saved state is in file 3, but the dataset has 3 files"):
         dataset.check_unchanged(lanes(6, 6, 6, 6))
+
+
+def test_a_file_of_equal_size_that_has_changed_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "z.gz").write_bytes(gzip.compress(b"z0\nz1\n", mtime=0))
+    name = "memory://folder/m.txt"
+    try:
+        with fsspec.open(name, "wb") as file:
+            file.write(b"m0\nm1\n")
+        dataset = text([*write(tmp_path, 2), f"{tmp_path}/z.gz", name], cycle_length=3)
+        reader = dataset.reader(range(3), 0)
+        reader.take(3)
+        places = reader.position().cursors
+        assert ReaderCursor.from_json(json.loads(reader.position().to_text())) == reader.position()
+        os.utime(tmp_path / "a.txt", (1, 1))  # as a copy on another machine
+        dataset.check_unchanged(places)
+        (tmp_path / "a.txt").write_bytes(b"a0\nb1\n")
+        (tmp_path / "z.gz").write_bytes(gzip.compress(b"z0\nz2\n", mtime=0))
+        with fsspec.open(name, "wb") as file:
+            file.write(b"m0\nm2\n")
+        for place in places:
+            with pytest.raises(StateMismatch, match="the file has other content than it had when the state was saved"):
+                dataset.check_unchanged([place])
+        assert not caplog.records
+        dataset.check_unchanged([place._replace(mark="") for place in places])  # of a state of version 0.2
+        assert "2 other(s) of the files in progress are compared by size only" in caplog.text
+    finally:
+        MemoryFileSystem.store.clear()
 
 
 def test_a_file_that_cannot_be_asked_is_no_mismatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import gzip
+import http.server
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +86,84 @@ def test_a_changed_file_is_copied_anew(remote: Any, tmp_path: Path) -> None:
     remote.pipe("/far/1.txt", content(4))
     assert read(tmp_path, 1) == content(4)
     assert copies(tmp_path) == [1, 4]
+
+
+class Served(http.server.SimpleHTTPRequestHandler):
+    """Files of a folder, with the time of their last change and no other mark."""
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing."""
+
+
+def test_a_file_that_changed_behind_a_web_server_is_copied_anew(tmp_path: Path) -> None:
+    pytest.importorskip("aiohttp")
+    file = tmp_path / "a.txt"
+    file.write_text("old-1\nold-2\n")
+    os.utime(file, (1_000_000_000, 1_000_000_000))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Served, directory=str(tmp_path))) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/a.txt"
+        for text in ("old-1\nold-2\n", "new-1\nnew-2\n"):
+            file.write_text(text)
+            os.utime(file, (1_000_000_000 + len(os.listdir(tmp_path)),) * 2)
+            found = [*tdi.FileDataset(url, readers.text_lines, cache=tmp_path / "cache")]
+            assert found == text.split()
+        server.shutdown()
+
+
+@pytest.mark.parametrize("size", [0, SIZE - 10, SIZE + 10])
+def test_a_copy_of_another_size_is_made_anew(remote: Any, tmp_path: Path, size: int) -> None:
+    read(tmp_path, 3)
+    (copy,) = tmp_path.glob("*.data")
+    os.truncate(copy, size)
+    assert read(tmp_path, 3) == content(3)
+    assert copy.stat().st_size == SIZE
+
+
+def test_a_filesystem_without_marks_is_told_of_once(
+    remote: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(type(remote), "info", lambda _, path, **__: {"name": path, "size": SIZE, "type": "file"})
+    cache = file_cache.FileCache(tmp_path)
+    for number in (0, 1, 0):
+        open_file(f"memory://far/{number}.txt", "infer", cache=cache).close()
+    assert caplog.text.count("tells no mark of its content") == 1
+
+
+def test_copies_are_shared_with_other_users(remote: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = os.umask(0o027)
+    try:
+        read(tmp_path, 3)
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o640}
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")  # of another user's file, or on a read-only disk
+
+    for name in ("utime", "makedirs", "unlink", "replace"):
+        monkeypatch.setattr(os, name, refuse)
+    assert read(tmp_path, 3) == content(3)
+
+
+@pytest.mark.parametrize("kind", [".lock", ".data"])
+def test_links_in_the_folder_are_not_followed(remote: Any, tmp_path: Path, kind: str) -> None:
+    read(tmp_path / "cache", 3)
+    (copy,) = (tmp_path / "cache").glob("*.data")
+    copy.unlink()
+    elsewhere = tmp_path / "elsewhere"
+    if kind == ".data":
+        elsewhere.write_bytes(b"x" * SIZE)
+    else:
+        copy.with_suffix(kind).unlink()
+    copy.with_suffix(kind).symlink_to(elsewhere)
+    if kind == ".data":
+        assert read(tmp_path / "cache", 3) == content(3)
+        assert not copy.is_symlink()
+    else:
+        with pytest.raises(tdi.SourceError, match="no copy of it can be made"):
+            read(tmp_path / "cache", 3)
+        assert not elsewhere.exists()
 
 
 def test_a_download_that_fails_leaves_nothing_and_is_named(

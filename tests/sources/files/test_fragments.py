@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -219,6 +220,48 @@ def test_a_fragment_that_changed_since_the_state_was_saved_is_named(tmp_path: Pa
     later = own(SqliteSource(path, "samples", KEYS))
     with pytest.raises(tdi.StateMismatch, match="samples:1: the fragment has changed"):
         later.load_state_dict(state)
+
+
+class Numbers:
+    """Eight fragments of six numbers each; of some, the content has changed."""
+
+    def __init__(self, changed: Sequence[int] = ()) -> None:
+        self._changed = changed
+
+    def fragments(self) -> list[Fragment]:
+        return [Fragment(str(number), fingerprint=f"{number in self._changed}") for number in range(8)]
+
+    def read(self, fragment: Fragment, position: Any) -> Iterator[tuple[Any, Sequence[Any]]]:
+        for at in range(position or 0, 6):
+            yield at, [6 * int(fragment.name) + at]
+
+
+def states_of_each_step(prefetch: int) -> list[str]:
+    """One rank: the state after each step."""
+    options = tdi.InputOptions(auto_shard_policy=tdi.AutoShardPolicy.FILE, prefetch=prefetch)
+    loader = tdi.Strategy(["cpu"]).distribute_dataset(Numbers(), options, global_batch_size=4)
+    return [json.dumps(loader.state_dict()) for _ in loader]
+
+
+@pytest.mark.parametrize("prefetch", [2, 8])
+def test_of_several_ranks_each_fragment_in_progress_is_known_at_each_step(prefetch: int) -> None:
+    """Also one that a rank has opened since the ranks last exchanged their positions."""
+    first, other = run_ranks(2, states_of_each_step, prefetch)
+    assert first == other
+    options = tdi.InputOptions(auto_shard_policy=tdi.AutoShardPolicy.FILE)
+    strategy = tdi.Strategy(["cpu"])
+    for step, state in enumerate(first[:-1], 1):
+        batches, row = divmod(step, 2)  # of each rank: a batch of four of its own records lasts two steps
+        parts = {4 * batches // 6, (4 * batches + 3) // 6} if row else {(4 * batches - 1) // 6}
+        in_progress = [2 * part + rank for part in parts for rank in range(2)]
+        for fragment in range(8):
+            loader = strategy.distribute_dataset(Numbers([fragment]), options, global_batch_size=4)
+            if fragment in in_progress:
+                with pytest.raises(tdi.StateMismatch, match=f"{fragment}: the fragment has changed"):
+                    loader.load_state_dict(json.loads(state))
+            elif fragment > max(in_progress):
+                loader.load_state_dict(json.loads(state))
+                assert len(joined(loader)) == 48 - 4 * step
 
 
 def steps_of(loader: tdi.DistributedDataset, most: int) -> None:

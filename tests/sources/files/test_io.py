@@ -19,6 +19,7 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from torchdistinput import list_files
 from torchdistinput.errors import SourceError
 from torchdistinput.sources.files import glob, io
 
@@ -160,6 +161,56 @@ def test_the_files_of_a_pattern_come_with_the_sizes_that_were_listed(memory: str
     ((name, size, mark),) = glob.listed(f"{memory}/*.txt")
     assert (name, size) == (f"{memory}/c.txt", 3)
     assert mark.startswith("created ")
+
+
+@pytest.mark.parametrize(
+    ("about", "mark"),
+    [
+        ({"size": 3, "ETag": '"a"', "mtime": 5.0}, 'ETag "a"'),
+        ({"size": 3, "md5Hash": "q==", "updated": "2026"}, "md5Hash q=="),
+        ({"size": 3, "Last-Modified": "Thu"}, "Last-Modified Thu"),  # of a web server
+        ({"size": 3, "blob_id": "ab", "last_commit": None, "lfs": {"size": 3}}, "blob_id ab"),  # of hf://
+        ({"size": 3, "sha": "cd", "mode": "100644"}, "sha cd"),  # of github://
+        ({"size": 3, "modify": "20260101"}, "modify 20260101"),  # of ftp://
+        ({"size": 3, "modificationTime": 17, "accessTime": 18}, "modificationTime 17"),  # of webhdfs://
+        ({"size": 3, "CRC": 77, "date_time": (2026, 1, 1)}, "CRC 77"),  # of zip://
+        ({"size": 3, "type": "file", "ETag": ""}, ""),
+    ],
+)
+def test_the_mark_of_a_file_is_found_by_whatever_name_its_filesystem_has_for_it(
+    about: dict[str, Any], mark: str
+) -> None:
+    assert io.told_mark(about) == mark
+
+
+def test_patterns_follow_links_to_folders_and_end_in_a_circle(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("data/monday", "elsewhere"):
+        (tmp_path / name).mkdir(parents=True)
+    put_all(tmp_path, "data/monday/a.txt", "elsewhere/b.txt")
+    (tmp_path / "data/tuesday").symlink_to(tmp_path / "elsewhere")
+    wanted = [f"{tmp_path}/data/{name}" for name in ("monday/a.txt", "tuesday/b.txt")]
+    assert glob.expand(f"{tmp_path}/data/*/*.txt") == wanted
+    (tmp_path / "data/up").symlink_to(tmp_path)
+    (tmp_path / "data/monday/again").symlink_to(tmp_path / "data")
+    assert glob.expand(f"{tmp_path}/data/**/*.txt") == wanted
+    assert "up: a link to a folder that it is in is passed over" in caplog.text
+    (tmp_path / "data/x").symlink_to("nowhere")
+    assert glob.expand(f"{tmp_path}/data/*") == [f"{tmp_path}/data/x"]  # which cannot be read, and is told of then
+
+
+def test_a_name_that_was_listed_is_that_file(tmp_path: Path, memory: str) -> None:
+    odd = [f"{tmp_path}/{name}" for name in ("c[1].txt", "d{1,2}.txt", "e*.txt", "k::l.txt", "q{0..2}.txt")]
+    for name in odd:
+        Path(name).write_text(Path(name).name)
+    put_all(tmp_path, "c1.txt", "d1.txt", "d2.txt", "e2.txt")
+    found = list_files(f"{tmp_path}/*.txt")
+    assert len(found) == 9
+    assert list_files(found) == list_files([str(name) for name in found]) == found
+    assert [read(name).decode() for name in found] == [Path(name).name for name in found]
+    assert list_files(odd) == odd
+    far = list_files(f"{put_all(memory, 'f{1,2}.txt')[0][:-10]}*")
+    assert far == list_files(pickle.loads(pickle.dumps(far))) == [f"{memory}/f{{1,2}}.txt"]
+    assert list_files(f"{tmp_path}/d{{2,1}}.txt") == [f"{tmp_path}/d2.txt", f"{tmp_path}/d1.txt"]
 
 
 def test_a_pattern_of_an_unknown_protocol_is_named() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import hashlib
 import io
@@ -278,6 +279,24 @@ def test_an_index_that_does_not_fit_is_refused(
         data.reader([0], 0, in_ranges=True).reserve(1)
     assert raised.value.file == data.files[0]
     assert list(data.reader([0], 0))[:3] in (["a", "bb", "ccccc"], ["a", "bb", "cccccmore"])
+
+
+def test_an_index_is_shared_with_other_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FILES, "text", (readers.text_lines, [b"a\nbb\nccccc"]))
+    before = os.umask(0o027)
+    try:
+        data = dataset(tmp_path, "text")
+    finally:
+        os.umask(before)
+    (index,) = (tmp_path / "indices").iterdir()
+    assert index.stat().st_mode & 0o777 == 0o640
+
+    def refuse(*_: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr("torchdistinput.sources.files.record_index._said", refuse)
+    with pytest.raises(SourceError, match=r"its index .* cannot be read: PermissionError"):
+        data.reader([0], 0, in_ranges=True).reserve(1)
 
 
 def test_a_file_that_shrinks_behind_its_index_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,15 +6,18 @@ import errno
 import ftplib
 import gzip
 import http.client
+import http.server
 import io
 import json
 import logging
 import random
+import threading
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -337,6 +340,11 @@ def _with_status(name: str, status: int, base: type[Exception] = Exception) -> E
     return error
 
 
+def _caused(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "passes"),
     [
@@ -364,10 +372,47 @@ def _with_status(name: str, status: int, base: type[Exception] = Exception) -> E
         (_with_status("code", 403, OSError), False),
         (_with_status("status_code", 500, OSError), True),
         (_with_status("code", 7, OSError), True),
+        (_caused(FileNotFoundError("x"), _with_status("status", 503)), True),  # as fsspec tells of a web server
+        (_caused(FileNotFoundError("x"), _caused(ValueError(), _with_status("code", 429))), True),
+        (_caused(FileNotFoundError("x"), _with_status("status", 404)), False),
+        (_caused(FileNotFoundError("x"), OSError("a cause without a status")), False),
     ],
 )
 def test_which_failures_pass(error: Exception, passes: bool) -> None:
     assert is_passing(error) == passes
+
+
+class Busy(http.server.BaseHTTPRequestHandler):
+    """Says that it is busy, at the first requests of each file."""
+
+    asked: ClassVar[Counter[str]] = Counter()
+
+    def do_GET(self) -> None:
+        self.asked[self.path] += 1
+        status = 200 if self.asked[self.path] > 6 else int(self.path[1:4])
+        content = b"" if status != 200 or self.command == "HEAD" else b"a\nb\n"
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    do_HEAD = do_GET  # noqa: N815 - the name that the class looks for
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing."""
+
+
+@pytest.mark.parametrize("status", [503, 429, 500])
+def test_a_web_server_that_is_busy_is_asked_again(status: int, caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("aiohttp")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Busy) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        assert [*tdi.FileDataset([f"{url}/{status}.txt"], readers.text_lines)] == ["a", "b"]
+        assert f"(try 1 of 5, the next one in 0.1 s): ClientResponseError: {status}" in caplog.text
+        with pytest.raises(SourceError, match="cannot be opened: .*404"):
+            [*tdi.FileDataset([f"{url}/404.txt"], readers.text_lines)]
+        server.shutdown()
 
 
 # Datasets

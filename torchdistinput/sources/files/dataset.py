@@ -21,7 +21,6 @@ from torchdistinput.sources.files.flat_map import FlatMap, decoded_first
 from torchdistinput.sources.files.fragment_dataset import FragmentDataset, known_of_all
 from torchdistinput.sources.files.glob import FileNames, ListedName, expand, listed
 from torchdistinput.sources.files.io import (
-    FileFacts,
     OpenedFile,
     check_compression,
     file_facts,
@@ -41,7 +40,7 @@ from torchdistinput.sources.files.reader_api import (
     reads_ranges,
 )
 from torchdistinput.sources.files.record_index import IndexFolder
-from torchdistinput.sources.files.retry import one_line
+from torchdistinput.sources.files.retry import is_missing, one_line
 
 T = TypeVar("T")
 
@@ -321,8 +320,8 @@ class _Files:
         if unchecked and not self._said_unmarked:
             self._said_unmarked = True
             _LOG.warning(
-                "%s: its filesystem tells no mark of its content, so ranks that read other content of the same size, and "
-                "a file that changes between a state and its resume, are not noticed",
+                "%s: its filesystem tells no mark of its content: ranks that read other content of equal size, and a "
+                "file that changes between a state and its resume, are not noticed",
                 one_line(self.files[unchecked[0]]),
             )
         return [f"{one_line(name)}: {text}" for name, text in zip(self.files, known, strict=True)]
@@ -331,7 +330,7 @@ class _Files:
         try:
             size, mark = file_facts(self.files[index], self._storage_options)
         except SourceError as error:
-            return "is not there" if isinstance(error.__cause__, FileNotFoundError) else "cannot be asked"
+            return "is not there" if is_missing(error) else "cannot be asked"
         return f"{size} bytes, {mark or _UNMARKED}"
 
     def _check_can_be_cut(self) -> None:
@@ -441,11 +440,11 @@ class _Files:
         name = self._parts[index].file
         try:
             facts = file_facts(name, self._storage_options)
-            return facts.size, facts.key
         except SourceError as error:
-            if not isinstance(error.__cause__, FileNotFoundError):
+            if not is_missing(error):
                 raise
             raise StateMismatch(
                 f"{one_line(name)}: the file is gone, but the saved state is in the middle of it; put it back, or "
                 "start the epoch anew"
             ) from error
+        return facts.size, facts.key

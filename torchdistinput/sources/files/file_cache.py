@@ -2,8 +2,8 @@
 
 **One download.** A process that wants a missing file takes the file's lock (``flock``, which the system releases when a
 process dies), downloads to a file of another name, and renames it when it is whole. So a file in the folder is always
-complete, unless it was cut from outside: one of another size is made anew. Other processes wait for the lock, as long as the download gets on; else they read the remote file without the
-folder.
+complete; one of another size, which was cut from outside, is made anew. Other processes wait for the lock, as long as
+the download gets on; else they read the remote file without the folder.
 
 **Which content.** The name in the folder is a digest of the file's full name, its size, and its mark (``io``). They are
 asked for at each opening. A changed file is downloaded anew. Where the filesystem has no mark, the log says so once.
@@ -94,7 +94,7 @@ class FileCache:
         if not (remote.changed or self._said_unmarked):
             self._said_unmarked = True
             _LOG.warning(
-                "%s: its filesystem tells no mark of its content: a copy in %s is used until the size of the file changes",
+                "%s: its filesystem tells no mark of its content: a copy in %s is used until its size changes",
                 *(one_line(remote.name), self._folder),
             )
         key = hashlib.sha256(json.dumps(remote[1:]).encode()).hexdigest()[:32]
@@ -116,7 +116,7 @@ class FileCache:
     def _there(self, key: str, size: int) -> BinaryIO | None:
         path = self._path(key, _WHOLE)
         try:
-            file = open(path, "rb", opener=_opened_itself)
+            file = os.fdopen(_opened_itself(path, os.O_RDONLY), "rb")
         except OSError as error:
             if error.errno not in {errno.ENOENT, errno.ELOOP}:
                 raise

@@ -340,8 +340,16 @@ class FragmentDataset(IterableDataset[Any]):
 
     @notes_calls
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the epoch of the next ``iter()``; later ones follow. Also for persistent loader workers."""
+        """Chooses the epoch of the next ``iter()``; later ones follow. Also for persistent loader workers.
+
+        Counts as ``set_epoch`` of a loader that ``distribute_dataset`` made of the dataset.
+        """
         self._epochs.announce(epoch)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that ``set_epoch`` chose last; 0 without a call. Local."""
+        return self._epochs.last
 
     def __iter__(self) -> Iterator[Any]:
         """The decoded records of the next epoch; in a loader worker, this worker's part of them."""

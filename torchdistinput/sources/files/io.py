@@ -4,11 +4,11 @@ A file's *name* is the text of the user, or a result of ``glob.expand``. Filesys
 nothing is kept between calls, so descriptions of files pickle, and forked loader workers make connections of their own.
 
 **The mark of a file** is a text that changes with its content. Ranks compare it, a state has it, ``cache=`` and an
-index are bound to it. A remote file's mark is what its filesystem tells: the best of a digest, an ETag, a time, whatever
-its name. It comes with the listing of a pattern, so a million files cost no request each. A local file's mark is a
+index are bound to it. A remote file's mark is what its filesystem tells: the best of an ETag, a digest, a time, by
+whatever name. It comes with the listing of a pattern, so a million files cost no request each. A local file's mark is a
 digest of its first and last block: copies of one file on several nodes, or on the machine where a run is resumed, have
-other times. A change in the middle that keeps the size is not seen so; an index, which stays beside its files, keeps the
-time too. Where a filesystem tells nothing, the log says that changes are not noticed.
+other times. A change in the middle that keeps the size does not show in it. An index stays in one place, and has the
+time of a local file. Where a filesystem tells nothing, the log says that changes are not noticed.
 
 A request to a filesystem that fails for a moment is repeated, and a remote file is read on at the byte of the failure:
 see ``retry``, also for how to limit the time of a filesystem's answer. Local files are read directly, without such a

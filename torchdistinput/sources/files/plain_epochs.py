@@ -34,6 +34,11 @@ class SharedEpoch:
         self._announced[0] = epoch
         self._announced[1] += 1
 
+    @property
+    def last(self) -> int:
+        """The epoch that was announced last, by any process; 0 if none was."""
+        return int(self._announced[0])
+
     def announced(self) -> int | None:
         """The epoch that was announced since the last call in this process; ``None`` if none was."""
         epoch, announcements = self._announced.tolist()
@@ -63,6 +68,11 @@ class EpochCounter:
           TypeError: it is no int.
         """
         self._shared.announce(checked_int("epoch", epoch))
+
+    @property
+    def last(self) -> int:
+        """The epoch that was announced last; 0 if none was."""
+        return self._shared.last
 
     def take(self) -> int:
         """The epoch that starts now."""

@@ -2,8 +2,9 @@
 
 **The position** is ``["files", replicas, deals, cursors, rows]``: the number of replicas; the changes of the world so
 far (``plan.file_resharding``); for each worker ``[row, cursor]``: the cursor of its reader after ``row`` rows, as JSON
-text; the rows delivered; and of a mixture its weights (``mixture_weights``). Rows count from the last change of the
-world. After a resume at the cursor, ``rows - row`` rows are read again, undecoded.
+text, and in the middle of a batch the cursors of the files that the batch has opened; the rows delivered; and of a
+mixture its weights (``mixture_weights``). Rows count from the last change of the world. After a resume at the cursor,
+``rows - row`` rows are read again, undecoded.
 
 **The exchange.** If all workers read the same (DATA, or one worker), each worker knows the cursor. Under FILE each
 worker has a cursor of its own. The workers exchange them after 1, 2, 4, ... and then every 64 rows (256 if steps are
@@ -19,19 +20,17 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar, final
+from typing import Any, NamedTuple, final
 
 from torchdistinput.coordination.channel import plain_message
 from torchdistinput.errors import InputError, StateMismatch
-from torchdistinput.plan.file_resharding import Deals, ReaderCursor, checked_deals
+from torchdistinput.plan.file_resharding import Deals, FileCursor, ReaderCursor, checked_deals
 from torchdistinput.plan.mixed_turns import Cursor, cursor_from_json
 from torchdistinput.sources.cuts import Cut
 from torchdistinput.sources.files.batching import KnownRows
 from torchdistinput.sources.iterable.cursor import Compared
 from torchdistinput.sources.read_failures import Failure
 from torchdistinput.step_types import ROWS_BETWEEN_SYNCS, Counted, Row, SizedRow
-
-T = TypeVar("T")
 
 
 class FilesPosition(NamedTuple):
@@ -43,6 +42,8 @@ class FilesPosition(NamedTuple):
     rows: int
     weights: Any = None
     """Of a mixture; as plain values."""
+    begun: Sequence[FileCursor] = ()
+    """Cursors in the files that were opened in batches of which some rows were delivered."""
 
     @classmethod
     def from_json(cls, value: Sequence[Any]) -> FilesPosition:
@@ -55,8 +56,11 @@ class FilesPosition(NamedTuple):
             case ["files", int(num_replicas), list() as deals, list() as cursors, int(rows), *weights] if (
                 cursors and len(weights) < 2
             ):
-                places = [(row, cursor_from_json(place)) for row, place in map(_cursor_of, cursors)]
-                return cls(num_replicas, checked_deals(deals), places, rows, weights[0] if weights else None)
+                found = [*map(_cursor_of, cursors)]
+                places = [(row, cursor_from_json(place)) for row, place, _ in found]
+                opened = [cursor for _, _, more in found for cursor in more]
+                begun = ReaderCursor.from_json([[], 0, 0, opened, 0]).waiting
+                return cls(num_replicas, checked_deals(deals), places, rows, weights[0] if weights else None, begun)
             case _:
                 raise StateMismatch(f"position: found {value!r:.100} in the state, not one of files.")
 
@@ -64,17 +68,17 @@ class FilesPosition(NamedTuple):
         """The position as a saved state has it."""
         return self.json_at(self.rows, [(row, place.to_text()) for row, place in self.cursors], self.weights)
 
-    def json_at(self, rows: int, cursors: Sequence[tuple[int, str]], weights: Any = None) -> list[Any]:
+    def json_at(self, rows: int, cursors: Sequence[Sequence[Any]], weights: Any = None) -> list[Any]:
         """``to_json`` for other rows, with the cursors as texts, and the weights of a mixture."""
         values = ["files", self.num_replicas, list(map(list, self.deals)), list(map(list, cursors)), rows]
         return values if weights is None else [*values, weights]
 
 
-def _cursor_of(value: object) -> tuple[int, object]:
+def _cursor_of(value: object) -> tuple[int, object, list[Any]]:
     match value:
-        case [int(row), str(place)]:
+        case [int(row), str(place), *more] if len(more) < 2 and all(isinstance(each, list) for each in more):
             try:
-                return row, json.loads(place)
+                return row, json.loads(place), [cursor for each in more for cursor in each]
             except (ValueError, RecursionError) as error:
                 raise StateMismatch(f"position: found {place!r:.100} in the state as a reader's cursor.") from error
         case _:
@@ -92,7 +96,7 @@ class CursorHistory:
     """
 
     def __init__(self, begun: tuple[int, Cursor], row: int, read_ahead: int) -> None:
-        self._known: deque[tuple[int, Cursor]] = deque([begun])
+        self._known: deque[tuple[int, Cursor, int]] = deque([(*begun, begun[0])])  # with the row before the batch
         self._row = row
         self._read_ahead = read_ahead
         self._lock = threading.Lock()  # rows are read on one thread, cursors are requested on another
@@ -112,7 +116,7 @@ class CursorHistory:
 
     def _note(self, row_before: int, place: Cursor) -> None:
         with self._lock:
-            self._known.append((self._row, place))
+            self._known.append((self._row, place, row_before))
             # Earlier rows will not be requested: read-ahead of the agreed row is bounded, and the agreed row may be as
             # many rows behind a periodic sync.
             oldest = row_before - 2 * (self._read_ahead + 2)
@@ -124,15 +128,15 @@ class CursorHistory:
         known, place = self.cursor(row)
         return known, place.to_text()
 
-    def between(self, after: int, row: int) -> list[tuple[int, Cursor]]:
-        """The cursors that are known after rows behind ``after``, up to ``row``."""
+    def between(self, after: int, row: int) -> list[tuple[int, Cursor, int]]:
+        """The cursors that are known after rows behind ``after``, of batches that begin before ``row``."""
         with self._lock:
-            return [each for each in self._known if after < each[0] <= row]
+            return [each for each in self._known if after < each[0] and each[2] < row]
 
     def cursor(self, row: int) -> tuple[int, Cursor]:
         """The same, with the cursor itself."""
         with self._lock:
-            return _last_before(row, self._known)
+            return self._known[_last_before(row, self._known)][:2]
 
 
 @final
@@ -154,7 +158,7 @@ class CommonPlaces:
         self._worker = worker
         self._first_row = begun.rows
         self._keep = 2 * (read_ahead + 2)
-        self._known = [deque([(row, place.to_text())]) for row, place in begun.cursors]
+        self._known = [deque([(row, place.to_text(), row)]) for row, place in begun.cursors]
         self._sent_row, self._sent_opened = begun.cursors[worker][0], _opened(begun.cursors[worker][1])
 
     @property
@@ -166,13 +170,13 @@ class CommonPlaces:
         """See ``Updates.follow``."""
 
     def mine(self, rows: int) -> str:
-        """See ``PeriodicSync.mine``: the cursors after the rows in which files were opened, and the last cursor."""
+        """See ``PeriodicSync.mine``: the cursors after the batches in which files were opened, and the last cursor."""
         places = self._own.between(self._sent_row, self._first_row + rows)
         told = []
-        for row, place in places:
+        for row, place, before in places:
             if _opened(place) > self._sent_opened or row == places[-1][0]:
                 self._sent_row, self._sent_opened = row, _opened(place)
-                told.append([row, place.to_text()])
+                told.append([row, place.to_text(), before])
         return json.dumps({"worker": self._worker, "places": told})
 
     def learn(self, rows: int, texts: Sequence[str]) -> None:
@@ -188,20 +192,31 @@ class CommonPlaces:
             while len(known) > 1 and known[1][0] <= self._first_row + rows - self._keep:
                 known.popleft()
 
-    def at(self, row: int) -> list[tuple[int, str]]:
-        """For each worker, a row up to ``row``, and the worker's cursor after it."""
-        return [_last_before(row, list(known)) for known in self._known]
+    def at(self, row: int) -> list[list[Any]]:
+        """For each worker a row up to ``row``, its cursor after it, and any files that its batch at ``row`` opened."""
+        return [_at(row, list(known)) for known in self._known]
+
+
+def _at(row: int, known: Sequence[tuple[int, str, int]]) -> list[Any]:
+    last = _last_before(row, known)
+    before, text, _ = known[last]
+    if last + 1 == len(known) or known[last + 1][2] >= row:
+        return [before, text]
+    slots, _, _, waiting, _ = json.loads(text)
+    files = {cursor[0] for cursor in [*slots, *waiting] if cursor}
+    opened = [cursor for cursor in json.loads(known[last + 1][1])[0] if cursor and cursor[0] not in files]
+    return [before, text, opened] if opened else [before, text]
 
 
 def _opened(place: Cursor) -> int:
     return place.opened if isinstance(place, ReaderCursor) else 0
 
 
-def _received(text: str) -> tuple[int, list[tuple[int, str]]]:
+def _received(text: str) -> tuple[int, list[tuple[int, str, int]]]:
     """The worker that sent the text, and its cursors after some rows."""
     match sent := plain_message(text):
         case {"worker": int(worker), "places": list() as places}:
-            return worker, [(int(row), str(place)) for row, place in places]
+            return worker, [(int(row), str(place), int(before)) for row, place, before in places]
         case _:
             raise InputError(
                 f"another rank sent {sent!r:.100} as the cursor of its reader; every rank must run the same version of "
@@ -209,9 +224,9 @@ def _received(text: str) -> tuple[int, list[tuple[int, str]]]:
             )
 
 
-def _last_before(row: int, known: Sequence[tuple[int, T]]) -> tuple[int, T]:
-    """The last entry up to that row."""
-    for entry in reversed(known):
-        if entry[0] <= row:
-            return entry
+def _last_before(row: int, known: Sequence[tuple[int, Any, int]]) -> int:
+    """The number of the last entry up to that row."""
+    for number in reversed(range(len(known))):
+        if known[number][0] <= row:
+            return number
     raise AssertionError(f"the place after row {row} was asked for, but those before row {known[0][0]} are forgotten")

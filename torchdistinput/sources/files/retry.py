@@ -47,24 +47,47 @@ _LASTING: Final = (
     io.UnsupportedOperation,
 )
 _LASTING_NUMBERS: Final = {errno.EINVAL, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOSPC}
+_MAX_CAUSES: Final = 9
 _BUSY_STATUS: Final = {408, 425, 429}  # of HTTP: too slow, too early, too many requests
+
+
+def _status_of(error: BaseException) -> int:
+    """The HTTP status of a failure that an exception holds; 0 if it has none."""
+    found = (getattr(error, name, None) for name in ("status", "code", "status_code"))
+    return next((each for each in found if isinstance(each, int) and 400 <= each < 600), 0)
+
+
+def _decisive(error: BaseException) -> BaseException:
+    """The cause with an HTTP status, if there is one: fsspec says of a server that is busy that the file is missing."""
+    cause: BaseException | None = error
+    for _ in range(_MAX_CAUSES):
+        if cause is None:
+            break
+        if _status_of(cause):
+            return cause
+        cause = cause.__cause__
+    return error
 
 
 def is_passing(error: BaseException) -> bool:
     """Whether a request that failed so may succeed when it is made again.
 
-    Those of Python itself last, as a ``ValueError`` does; those of the system do not, and no end that came too early.
-    Those of the clients pass, unless they hold an HTTP status that says that the request was wrong.
+    The HTTP status decides, if there is one. Those of Python itself last, as a ``ValueError`` does; those of the system
+    do not, and no end that came too early. Those of the clients pass.
     """
-    about = vars(error)
-    status = next((about[name] for name in ("status", "code", "status_code") if name in about), None)
-    if isinstance(status, int) and 400 <= status < 500:
-        return status in _BUSY_STATUS
+    if status := _status_of(_decisive(error)):
+        return status >= 500 or status in _BUSY_STATUS
     base = next(cls for cls in type(error).__mro__ if cls.__module__ == "builtins")
     if not isinstance(error, OSError):
         return base in {Exception, EOFError}
     refused = error.errno is None and str(error).startswith("Forbidden: ")  # by Google's store: gcsfs has no other sign
     return not (refused or isinstance(error, _LASTING) or error.errno in _LASTING_NUMBERS)
+
+
+def is_missing(error: SourceError) -> bool:
+    """Whether a request of ``retried`` failed because there is no such file."""
+    cause = error.__cause__
+    return isinstance(cause, FileNotFoundError) and not is_passing(cause)
 
 
 def retried(action: Callable[[], T], name: str, problem: str, *, named: bool) -> T:
@@ -88,18 +111,19 @@ def retried(action: Callable[[], T], name: str, problem: str, *, named: bool) ->
         except Exception as error:
             failures += 1
             what = f"{one_line(name)}: {problem}" if named else problem
+            why = reason(_decisive(error))
             if not is_passing(error):
-                raise SourceError(f"{what}: {reason(error)}", file=name) from error
+                raise SourceError(f"{what}: {why}", file=name) from error
             if failures >= _TRIES:
                 raise SourceError(
-                    f"{what}, tried {failures} times: {reason(error)}; look at the filesystem and the way to it, then "
+                    f"{what}, tried {failures} times: {why}; look at the filesystem and the way to it, then "
                     "go on from the last saved state",
                     file=name,
                 ) from error
             wait = _FIRST_WAIT * 2 ** (failures - 1)
             _LOG.warning(
                 "%s: %s (try %d of %d, the next one in %g s): %s",
-                *(one_line(name), problem, failures, _TRIES, wait, reason(error)),
+                *(one_line(name), problem, failures, _TRIES, wait, why),
             )
         sleep(wait)
 

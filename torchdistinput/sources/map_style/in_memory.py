@@ -46,6 +46,7 @@ _OF_A_TRIAL: Final = (
 )
 
 
+
 class _SampleStructure(NamedTuple):
     """The structure that all samples of a dataset share."""
 
