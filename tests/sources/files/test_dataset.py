@@ -18,6 +18,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
+import torchdistinput as tdi
 from tests.support.cells import cells
 from torchdistinput.errors import SourceError, StateMismatch
 from torchdistinput.plan.file_resharding import FileCursor, ReaderCursor
@@ -494,6 +495,36 @@ def test_new_loader_workers_start_at_the_epoch_that_was_set(tmp_path: Path) -> N
     for epoch in (1, 2, 6):
         dataset.set_epoch(epoch)
         assert epochs_of(loader, 2) == [epochs[epoch]] * 2
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_set_epoch_of_a_dataset_counts_as_one_of_the_loader_that_is_made_of_it(workers: int, tmp_path: Path) -> None:
+    names = write(tmp_path, *[5] * 4)
+
+    def made() -> tuple[tdi.FileDataset, tdi.DistributedDataset]:
+        data = text(names, shuffle_files=True, shuffle_buffer=5)
+        loader = DataLoader(data, batch_size=4, num_workers=workers, collate_fn=list)
+        return data, tdi.Strategy(["cpu"]).distribute_dataset(loader)
+
+    data, loader = made()
+    epochs = [list(loader) for _ in range(8)]
+    assert epochs[5] != epochs[0]
+    data, loader = made()
+    data.set_epoch(5)
+    assert [list(loader), list(loader)] == epochs[5:7]
+    for epoch in (2, 3, 7):
+        data.set_epoch(epoch)
+        next(iter(loader))
+        assert loader.step.epoch == epoch
+    loader.set_epoch(1)
+    assert list(loader) == epochs[1]
+    data.set_epoch(3)
+    next(iter(loader))
+    state = loader.state_dict()
+    data, loader = made()
+    loader.load_state_dict(state)
+    data.set_epoch(3)  # as a script says again, which goes on there
+    assert list(loader) == epochs[3][1:]
 
 
 @pytest.mark.parametrize("context", ["fork", "forkserver"])
