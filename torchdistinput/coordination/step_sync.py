@@ -58,6 +58,7 @@ from torchdistinput.step_types import (
 
 _LOG = logging.getLogger("torchdistinput")
 _MAX_STRETCH: Final = 4
+_OTHERWISE: Final = {False: "more records", True: "no more records"}  # where the epoch is over
 
 
 @final
@@ -405,7 +406,7 @@ class StepSync:
             drew, read = f"{held.digest:x}", words_of(held.read) if self._way_out else f"{held.read:x}"
         divided = held.divided if isinstance(held, LocalStep) else None
         cost = "ended" if divided is None else f"{divided.digest:x}"
-        ends = [] if isinstance(held, PastEnd) else held.ends
+        ends = None if isinstance(held, PastEnd) else held.ends
         mine = json.dumps(
             {"rank": self._name, "worker": self._worker, "drew": drew, "read": read, "costs": cost, "ends": ends}
         )
@@ -495,12 +496,14 @@ def _peers_that_differ(answers: Sequence[Mapping[str, Any]]) -> str:
 
 def _first_file_that_differs(answers: Sequence[Mapping[str, Any]]) -> str:
     """How the first file ended on each rank, where that differs; empty where no file that ended in the step does."""
-    by_rank = [{number: (name, records) for number, name, records in each["ends"]} for each in answers]
+    by_rank = [{number: (name, records) for number, name, records in each["ends"] or ()} for each in answers]
     for number in sorted({number for ends in by_rank for number in ends}):
         ended = [ends.get(number) for ends in by_rank]
         if len(set(ended)) > 1:
-            found = ("more records" if each is None else f"{each[0]} has {each[1]} records" for each in ended)
-            return "; ".join(f"rank {each['rank']}: {text}" for each, text in zip(answers, found, strict=True))
+            return "; ".join(
+                f"rank {each['rank']}: {f'{end[0]} has {end[1]} records' if end else _OTHERWISE[each['ends'] is None]}"
+                for each, end in zip(answers, ended, strict=True)
+            )
     return ""
 
 

@@ -275,6 +275,7 @@ class _Files:
         self.files = tuple(each.name for each in found)
         self._sizes = [each.size for each in found]
         self._marks = [each.mark for each in found]
+        self._asked: dict[int, str] = {}
         self._said_unmarked = False
         if fragment_bytes is not None:
             self._check_can_be_cut()
@@ -311,10 +312,12 @@ class _Files:
             self._sizes[index] = size
 
     def marks(self) -> list[str]:
-        """See ``Fragments.marks``. Only files are asked whose listing had no mark, and at most some of them."""
+        """See ``Fragments.marks``. Only files whose listing had no mark are asked, at most some, remote ones once."""
         unmarked = [index for index, mark in enumerate(self._marks) if not mark]
         asked = unmarked[:: -(-len(unmarked) // _MAX_MARKED) or 1]
-        texts = dict(zip(asked, _in_threads(self._mark_now, asked), strict=True))
+        fresh = [index for index in asked if index not in self._asked]
+        texts = self._asked | dict(zip(fresh, _in_threads(self._mark_now, fresh), strict=True))
+        self._asked = {index: text for index, text in texts.items() if "://" in self.files[index]}
         known = [texts.get(*each) for each in enumerate(map("{} bytes, {}".format, self._sizes, self._marks))]
         unchecked = [index for index in asked if texts[index].endswith(_UNMARKED)]
         if unchecked and not self._said_unmarked:

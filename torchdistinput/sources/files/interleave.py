@@ -21,6 +21,7 @@ from torchdistinput.errors import StateMismatch
 from torchdistinput.plan.file_resharding import FileCursor, ReaderCursor
 from torchdistinput.sources.files.columns import Columns, RecordList, joined
 from torchdistinput.sources.files.open_file import OpenFile
+from torchdistinput.sources.files.retry import one_line
 from torchdistinput.step_types import Digest, FilesRead
 
 T = TypeVar("T")
@@ -135,7 +136,7 @@ class Interleave:
         self._current: OpenFile | None = None  # its file, once it is open
         self._start = 0  # the file's count where the turn began
         self._slow_turns = 0  # how many turns are taken before whole rounds are tried again
-        self._num_ended = self._digest = 0  # of the files that were read to their end
+        self._num_ended, self._digest = 0, digest_after_file(0, 0)  # of the files that were read to their end
         self._new_ends: list[tuple[int, str, int]] = []
         self._ended: list[OpenFile] = []  # files at their end whose records may still be read
         self._closed = False
@@ -245,7 +246,7 @@ class Interleave:
         self._slots[self._turn] = None
         self._digest = digest_after_file(self._digest, file.delivered)
         if len(self._new_ends) < _MAX_TOLD:
-            self._new_ends.append((self._num_ended, file.name, file.delivered))
+            self._new_ends.append((self._num_ended, one_line(file.name), file.delivered))
         self._num_ended += 1
         if keep:
             self._ended.append(file)
@@ -256,7 +257,7 @@ class Interleave:
     def digest(self) -> Digest:
         """See ``Reads.digest``."""
         ends, self._new_ends = tuple(self._new_ends), []
-        return FilesRead(self._digest, ends) if ends else self._digest or 1
+        return FilesRead(self._digest, ends) if ends else self._digest
 
     def let_go(self) -> None:
         """Closes files at their end."""
