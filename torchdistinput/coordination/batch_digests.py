@@ -79,10 +79,14 @@ def longer_gap(gap: int) -> int:
 
 def take_for_read(step: LocalStep, row: Sequence[Any]) -> None:
     """For a source without a sampler, whose rows carry the data's digest in ``drew``: moves it to ``read``. Local."""
-    drew = step.drew.drew if isinstance(step.drew, DividedDraw) else step.drew
-    if isinstance(drew, FilesRead):
-        step.ends = drew.ends
-    step.read, drew = step.digest, step.drew
+    drew = step.drew
+    if type(drew) is int:  # in most steps
+        step.read, step.drew = drew, 0
+        return
+    found = drew.drew if isinstance(drew, DividedDraw) else drew
+    if isinstance(found, FilesRead):
+        step.ends = found.ends
+    step.read = step.digest
     if isinstance(drew, DividedDraw):
         drew.drew = 0
     else:
