@@ -160,7 +160,7 @@ def _is_file(filesystem: Any, path: str) -> bool:
         return False
 
 
-class _Entry(NamedTuple):
+class _FolderEntry(NamedTuple):
     """An entry of a folder."""
 
     path: str
@@ -176,7 +176,9 @@ def _divided(pattern: str) -> tuple[str, list[str]]:
     return pattern[: max(cut, 0)] or ("/" if cut == 0 else ""), pattern[cut + 1 :].split("/")
 
 
-def _matching(entries: Callable[[str], Iterable[_Entry]], folder: str, pattern: Sequence[str]) -> Iterator[_Entry]:
+def _matching(
+    entries: Callable[[str], Iterable[_FolderEntry]], folder: str, pattern: Sequence[str]
+) -> Iterator[_FolderEntry]:
     """The files under a folder that match, part by part."""
     part, *rest = pattern
     if part == "**":
@@ -199,7 +201,7 @@ def _matching(entries: Callable[[str], Iterable[_Entry]], folder: str, pattern: 
                     yield from _matching(entries, entry.path, rest)
 
 
-def _listed(entries: Callable[[str], Iterable[_Entry]], folder: str) -> list[_Entry]:
+def _listed(entries: Callable[[str], Iterable[_FolderEntry]], folder: str) -> list[_FolderEntry]:
     """The entries of a folder; none if there is no such folder."""
     try:
         return [*entries(folder)]
@@ -210,7 +212,7 @@ def _listed(entries: Callable[[str], Iterable[_Entry]], folder: str) -> list[_En
         return []
 
 
-def _local_entries(folder: str) -> Iterator[_Entry]:
+def _local_entries(folder: str) -> Iterator[_FolderEntry]:
     with os.scandir(folder or ".") as entries:
         for each in entries:
             path, kind, size = f"{folder.rstrip('/')}/{each.name}" if folder else each.name, "file", None
@@ -219,7 +221,7 @@ def _local_entries(folder: str) -> Iterator[_Entry]:
             else:
                 with suppress(OSError):  # a link that leads nowhere: reading it is an error that names it
                     size = each.stat().st_size
-            yield _Entry(path, kind, size, "")
+            yield _FolderEntry(path, kind, size, "")
 
 
 def _is_loop(link: str) -> bool:
@@ -231,11 +233,11 @@ def _is_loop(link: str) -> bool:
     return False
 
 
-def _entry_of(path: str, about: Mapping[str, Any]) -> _Entry:
-    return _Entry(path.rstrip("/"), str(about["type"]), size_in(about), told_mark(about))
+def _entry_of(path: str, about: Mapping[str, Any]) -> _FolderEntry:
+    return _FolderEntry(path.rstrip("/"), str(about["type"]), size_in(about), told_mark(about))
 
 
-def _entries_of(filesystem: Any, folder: str) -> list[_Entry]:
+def _entries_of(filesystem: Any, folder: str) -> list[_FolderEntry]:
     found = [_entry_of(str(about["name"]), about) for about in filesystem.ls(folder, detail=True)]
     # Some list the folder itself, or a file that is asked for as a folder; a web page links to other places.
     return [each for each in found if each.path.rpartition("/")[0].strip("/") == folder.strip("/")]
