@@ -365,6 +365,7 @@ def _caused(error: Exception, cause: Exception) -> Exception:
         (io.UnsupportedOperation("seek"), False),
         (RuntimeError("a bug"), False),
         (_class("aiohttp.client_exceptions.ClientPayloadError")(), True),
+        (type("CutOff", (_class("aiohttp.http_exceptions.BadHttpMessage"),), {"code": 400})(), True),
         (_class("somewhere.Refused", ValueError)(), False),
         (_with_status("status", 503), True),
         (_with_status("status", 404), False),

@@ -52,8 +52,8 @@ _BUSY_STATUS: Final = {408, 425, 429}  # of HTTP: too slow, too early, too many 
 
 
 def _status_of(error: BaseException) -> int:
-    """The HTTP status of a failure that an exception holds; 0 if it has none."""
-    found = (getattr(error, name, None) for name in ("status", "code", "status_code"))
+    """The HTTP status of a failure that an exception was given; 0 if it has none."""
+    found = (vars(error).get(name) for name in ("status", "code", "status_code"))  # classes of aiohttp have a code
     return next((each for each in found if isinstance(each, int) and 400 <= each < 600), 0)
 
 
