@@ -29,7 +29,8 @@ it is needed. 0 where there is nothing to compare."""
 
 
 @final
-class FilesRead(NamedTuple):
+@dataclass(frozen=True)
+class FilesRead:
     """The ``Digest`` of the files that a reader has read to their end, where some of them ended in this batch."""
 
     number: int

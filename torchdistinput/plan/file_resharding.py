@@ -163,7 +163,7 @@ def _cursor(value: object) -> FileCursor:
             raise _malformed("the place of a file", "[file, offset, record, delivered, size, mark]", value)
     if record > delivered:
         raise _malformed("the place of a file", "an anchor that is not behind the records that were delivered", value)
-    return FileCursor(file, offset, record, delivered, size, *mark)
+    return FileCursor(file, offset, record, delivered, size, "".join(map(str, mark)))
 
 
 def _count(name: str, value: object) -> int:

@@ -74,11 +74,11 @@ class FilesPosition(NamedTuple):
         return values if weights is None else [*values, weights]
 
 
-def _cursor_of(value: object) -> tuple[int, object, list[Any]]:
+def _cursor_of(value: Any) -> tuple[int, object, list[Any]]:
     match value:
-        case [int(row), str(place), *more] if len(more) < 2 and all(isinstance(each, list) for each in more):
+        case [int(row), str(place)] | [int(row), str(place), list()]:
             try:
-                return row, json.loads(place), [cursor for each in more for cursor in each]
+                return row, json.loads(place), [] if len(value) == 2 else value[2]
             except (ValueError, RecursionError) as error:
                 raise StateMismatch(f"position: found {place!r:.100} in the state as a reader's cursor.") from error
         case _:
