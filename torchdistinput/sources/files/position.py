@@ -158,7 +158,8 @@ class CommonPlaces:
         self._worker = worker
         self._first_row = begun.rows
         self._keep = 2 * (read_ahead + 2)
-        self._known = [deque([(row, place.to_text(), row)]) for row, place in begun.cursors]
+        # Of each worker: a row, the cursor after it, the row before its batch, the row from which all ranks know it.
+        self._known = [deque([(row, place.to_text(), row, row)]) for row, place in begun.cursors]
         self._sent_row, self._sent_opened = begun.cursors[worker][0], _opened(begun.cursors[worker][1])
 
     @property
@@ -174,9 +175,11 @@ class CommonPlaces:
         places = self._own.between(self._sent_row, self._first_row + rows)
         told = []
         for row, place, before in places:
-            if _opened(place) > self._sent_opened or row == places[-1][0]:
+            opens = _opened(place) > self._sent_opened
+            if opens or row == places[-1][0]:
                 self._sent_row, self._sent_opened = row, _opened(place)
-                told.append([row, place.to_text(), before])
+                # A file that a batch opens is told in the vote on the first row of the batch, or before.
+                told.append([row, place.to_text(), before, before + 1 if opens else self._first_row + rows])
         return json.dumps({"worker": self._worker, "places": told})
 
     def learn(self, rows: int, texts: Sequence[str]) -> None:
@@ -189,17 +192,17 @@ class CommonPlaces:
             known = self._known[worker]
             if known[-1][0] < (places[-1][0] if places else -1):  # else a rank with the same coordinate sent it, too
                 known.extend(places)
-            while len(known) > 1 and known[1][0] <= self._first_row + rows - self._keep:
+            while len(known) > 1 and max(known[1][0], known[1][3]) <= self._first_row + rows - self._keep:
                 known.popleft()
 
     def at(self, row: int) -> list[list[Any]]:
         """For each worker a row up to ``row``, its cursor after it, and any files that its batch at ``row`` opened."""
-        return [_at(row, list(known)) for known in self._known]
+        return [_at(row, [each for each in known.copy() if each[3] <= row]) for known in self._known]
 
 
-def _at(row: int, known: Sequence[tuple[int, str, int]]) -> list[Any]:
+def _at(row: int, known: Sequence[tuple[int, str, int, int]]) -> list[Any]:
     last = _last_before(row, known)
-    before, text, _ = known[last]
+    before, text, _, _ = known[last]
     if last + 1 == len(known) or known[last + 1][2] >= row:
         return [before, text]
     slots, _, _, waiting, _ = json.loads(text)
@@ -212,11 +215,11 @@ def _opened(place: Cursor) -> int:
     return place.opened if isinstance(place, ReaderCursor) else 0
 
 
-def _received(text: str) -> tuple[int, list[tuple[int, str, int]]]:
+def _received(text: str) -> tuple[int, list[tuple[int, str, int, int]]]:
     """The worker that sent the text, and its cursors after some rows."""
     match sent := plain_message(text):
         case {"worker": int(worker), "places": list() as places}:
-            return worker, [(int(row), str(place), int(before)) for row, place, before in places]
+            return worker, [(int(row), str(place), int(before), int(known)) for row, place, before, known in places]
         case _:
             raise InputError(
                 f"another rank sent {sent!r:.100} as the cursor of its reader; every rank must run the same version of "
@@ -224,7 +227,7 @@ def _received(text: str) -> tuple[int, list[tuple[int, str, int]]]:
             )
 
 
-def _last_before(row: int, known: Sequence[tuple[int, Any, int]]) -> int:
+def _last_before(row: int, known: Sequence[tuple[int, Any, Any] | tuple[int, Any, Any, Any]]) -> int:
     """The number of the last entry up to that row."""
     for number in reversed(range(len(known))):
         if known[number][0] <= row:
