@@ -275,6 +275,32 @@ def test_a_reader_never_takes_weights_for_those_of_a_later_version(turn: int) ->
     assert len(weights.changes(0)) == 20
 
 
+class OnePart:
+    """A fragment that says its number of records, or does not."""
+
+    def __init__(self, size: int, said: int | None = None) -> None:
+        self.size, self.said = size, said
+
+    def fragments(self) -> list[Fragment]:
+        return [Fragment("part", self.said)]
+
+    def read(self, fragment: Fragment, position: Any) -> Iterator[tuple[Any, list[int]]]:
+        yield 0, list(range(self.size))
+
+
+def test_a_source_whose_end_is_noticed_after_a_change_of_weights_has_ended_before_it() -> None:
+    changes = [(0, {"a": 1, "b": 0.5, "c": 0.5}), (2, {"a": 0.5, "b": 3, "c": 3})]
+
+    def mixed(a: Any) -> Any:
+        return tdi.Mixture({"a": a, "b": range(10, 41), "c": range(50, 65)}, changes, stop="all", shuffle=False)
+
+    known = mixed([0])
+    order = known.__getitems__(known.positions(0))
+    assert list(mixed(OnePart(1))) == list(mixed(OnePart(1, 1))) == order
+    with pytest.raises(SourceError, match=r"the source 'a' of the mixture ended after 1 of the 3 records"):
+        list(mixed(OnePart(1, 3)))
+
+
 class Packs:
     """A ``StatefulFlatMap``: numbers of a file in rows of at most 30 digits, in order."""
 

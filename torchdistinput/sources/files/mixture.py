@@ -274,7 +274,8 @@ class StreamMixture(IterableDataset[Any]):
         version, changes = self._weights.versioned_changes(epoch)
         turns: SampleTurns | TokenTurns
         if unit == "samples":
-            known = [self._size_of(number) for number in range(len(self._parts))]
+            # Of a part that cannot be read, fewer records come than it has: one that is left out stands for all of them.
+            known = [None if skip else self._size_of(number) for number in range(len(self._parts))]
             sizes = [each.size for each in cursor.sources] or known
             turns = SampleTurns(sizes, changes, stop, (seed,), num_samples)
         else:
