@@ -7,14 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
-from typing import Any, Final, TypeVar, final
+from typing import Any, BinaryIO, Final, TypeVar, final
 
 import torch
 
+from torchdistinput.coordination.failures import in_one_line
 from torchdistinput.errors import SourceError, StateMismatch
 from torchdistinput.plan.file_resharding import FileCursor
 from torchdistinput.plan.permutation import shuffled
 from torchdistinput.sources.checks import as_object, check_callable, checked_int
+from torchdistinput.sources.files.columns import SchemaOfFiles
 from torchdistinput.sources.files.file_cache import FileCache
 from torchdistinput.sources.files.flat_map import FlatMap, decoded_first
 from torchdistinput.sources.files.fragment_dataset import FragmentDataset, known_of_all
@@ -30,6 +32,7 @@ from torchdistinput.sources.files.reader_api import (
     layout_of,
     next_start_of,
     reads_ranges,
+    types_of,
 )
 from torchdistinput.sources.files.record_index import IndexFolder
 from torchdistinput.sources.files.retry import one_line
@@ -188,6 +191,14 @@ class FileDataset(FragmentDataset):
         is_plain = self.flat_map_fn is None and self.map_fn in (None, torch.from_numpy)
         return is_plain and kind_of(self._files.read) == "rows"
 
+    def schema_facts(self) -> dict[str, Any]:
+        """See ``FragmentDataset.schema_facts``. Local."""
+        try:
+            schema = self._files.schema()
+        except SourceError as error:  # the reader raises it, at the first step
+            return {"columns of the files": f"{error.file} cannot be read"}
+        return {} if schema is None else schema.facts
+
     def prepare(self, worker: int, num_workers: int) -> None:
         """Makes the missing indices, if the dataset has an ``index_folder``. Local."""
         if self._files.indices is not None:
@@ -271,6 +282,29 @@ class _Files:
         self.needs_indices = len(self._parts) > len(self.files) and not (next_start_of(read) or layout_of(read))
         self._records: list[int] | None = None
         self._counted: list[int] | None = None
+        self._schema: SchemaOfFiles | None = None
+
+    def schema(self) -> SchemaOfFiles | None:
+        """The columns of the first file with records, which all files must have; ``None`` where files have no columns.
+
+        It opens that file, once.
+
+        Raises:
+          SourceError: naming a file that cannot be read.
+        """
+        find = types_of(self.read)
+        if self._schema is None and find is not None:
+            found = ((name, self._types_in(name, find)) for name in self.files)
+            self._schema = SchemaOfFiles(*next((each for each in found if each[1] is not None), ()))
+        return self._schema
+
+    def _types_in(self, name: str, find: Callable[[BinaryIO], Mapping[str, str] | None]) -> Mapping[str, str] | None:
+        with closing(open_file(name, self._compression, self._storage_options, cache=self._cache)) as opened:
+            try:
+                return find(opened.stream)
+            except Exception as error:
+                problem = str(error) if isinstance(error, SourceError) else in_one_line(error)
+                raise SourceError(f"{one_line(name)}: {problem}", file=name) from error
 
     def num_bytes(self) -> list[int] | None:
         return known_of_all([part.size for part in self._parts])
@@ -349,24 +383,28 @@ class _Files:
 
     def open(self, index: int, *, in_ranges: bool) -> tuple[Opened, Read, Layout | None]:
         part = self._parts[index]
-        ranges = reads_ranges(self.read)
+        schema = self.schema()
+        read: Any = self.read
+        if schema is not None:
+            read = partial(read, schema=schema)
+        ranges = reads_ranges(read)
         opened = open_file(part.file, self._compression, self._storage_options, in_ranges=ranges, cache=self._cache)
-        find_layout = partial(self._layout, opened)
+        find_layout = partial(self._layout, opened, read)
         try:
             if part.is_whole:
-                return opened, self.read, find_layout() if in_ranges else None
-            return opened, *reader_of_part(part, opened, self.read, find_layout, in_ranges=in_ranges)
+                return opened, read, find_layout() if in_ranges else None
+            return opened, *reader_of_part(part, opened, read, find_layout, in_ranges=in_ranges)
         except BaseException:
             opened.close()
             raise
 
-    def _layout(self, opened: OpenedFile) -> Layout | None:
+    def _layout(self, opened: OpenedFile, read: Read) -> Layout | None:
         """The offsets of the records of a file, if they are known without reading it."""
         if not opened.plain or opened.size < 0:
             return None
         if self.indices is not None:
             return self.indices.layout(opened)
-        known = layout_of(self.read)
+        known = layout_of(read)
         layout = None if known is None else known(opened.stream, opened.size)
         opened.stream.seek(0)
         return layout

@@ -192,6 +192,10 @@ class FragmentDataset(IterableDataset[Any]):
     def prepare(self, worker: int, num_workers: int) -> None:
         """Prepares for reading records in ranges, once; each worker does its part. Local."""
 
+    def schema_facts(self) -> dict[str, Any]:
+        """The columns of the first file, where all files must have the same. It may open that file. Local."""
+        return {}
+
     @property
     def decodes(self) -> bool:
         """Whether undecoded records differ from samples. Local."""

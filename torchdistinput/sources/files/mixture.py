@@ -354,6 +354,11 @@ class StreamMixture(IterableDataset[Any]):
             facts[f"source {part.name}"] = hashlib.sha256(source.encode()).hexdigest()[:16]
         return facts
 
+    def schema_facts(self) -> dict[str, Any]:
+        """See ``FragmentDataset.schema_facts``. Local."""
+        found = {part.name: part.records for part in self._parts if isinstance(part.records, RecordDataset)}
+        return {f"{name}: {key}": each for name, of in found.items() for key, each in of.schema_facts().items()}
+
     @notes_calls
     def set_epoch(self, epoch: int) -> None:
         """Chooses the epoch of the next ``iter()``; later ones follow. Also for persistent loader workers."""

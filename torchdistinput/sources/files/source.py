@@ -168,7 +168,8 @@ class RecordSource(Source):
 
     def epoch_fingerprint(self) -> Mapping[str, Any]:
         """See ``Source.epoch_fingerprint``."""
-        return {"generator state": None if self._loader is None else generator_digest(self._loader.generator)}
+        state = None if self._loader is None else generator_digest(self._loader.generator)
+        return {"generator state": state, **self._dataset.schema_facts()}
 
     def may_lack_samples(self) -> bool:
         """See ``Source.may_lack_samples``."""
