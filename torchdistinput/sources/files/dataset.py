@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
 from typing import Any, BinaryIO, Final, TypeVar, final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from torchdistinput.coordination.failures import in_one_line
@@ -19,7 +21,7 @@ from torchdistinput.sources.checks import as_object, check_callable, checked_int
 from torchdistinput.sources.files.columns import SchemaOfFiles
 from torchdistinput.sources.files.file_cache import FileCache
 from torchdistinput.sources.files.flat_map import FlatMap, decoded_first
-from torchdistinput.sources.files.fragment_dataset import FragmentDataset, known_of_all
+from torchdistinput.sources.files.fragment_dataset import NEEDS_AN_INDEX, FragmentDataset, known_of_all
 from torchdistinput.sources.files.glob import FileNames, expand, listed
 from torchdistinput.sources.files.io import OpenedFile, check_compression, file_size, is_plain, open_file
 from torchdistinput.sources.files.open_file import Opened, Read
@@ -40,6 +42,8 @@ from torchdistinput.sources.files.retry import one_line
 T = TypeVar("T")
 
 _MAX_ASKED_AT_ONCE: Final = 8
+_MEASURED_AT_ONCE: Final = 4096
+_NO_FOLDER: Final = "this FileDataset has no index_folder; give one that all ranks see"
 
 
 def list_files(
@@ -223,9 +227,68 @@ class FileDataset(FragmentDataset):
           SourceError: naming the file that cannot be read.
         """
         if self._files.indices is None:
-            raise ValueError("this FileDataset has no index_folder; give one that all ranks see")
-        names = list(dict.fromkeys(self.files))[worker::num_workers]
-        return sum(map(self._files.build_index, names))
+            raise ValueError(_NO_FOLDER)
+        return sum(map(self._files.build_index, self._own_files(worker, num_workers)))
+
+    def _own_files(self, worker: int, num_workers: int) -> list[str]:
+        return list(dict.fromkeys(self.files))[worker::num_workers]
+
+
+    def build_lengths(
+        self, length: Callable[[Any], int] = len, worker: int = 0, num_workers: int = 1, *, name: str = "lengths"
+    ) -> int:
+        """Makes the missing lengths of all samples in ``index_folder``, for every ``num_workers``-th file. Local.
+
+        They are for ``Packed(dataset, ..., lengths=dataset.lengths())``. Each file is read once, and ``map_fn`` called
+        for each record; missing indices are made too. A length takes 8 bytes.
+
+        Args:
+          length: the length of a sample, such as its number of tokens.
+          worker: the number of the first file.
+          num_workers: the step from one file to the next.
+          name: of these lengths. Lengths by another tokenizer need another name.
+
+        Returns:
+          How many files were read.
+
+        Raises:
+          ValueError: the dataset has no ``index_folder``, or a length is negative.
+          SourceError: naming the file that cannot be read, or has no index.
+        """
+        self.build_index(worker, num_workers)
+        wanted = [file for file in self._own_files(worker, num_workers) if not self._files.has_lengths(file, name)]
+        for file in wanted:
+            self._files.build_lengths(file, name, self._measured(self.files.index(file), length))
+        return len(wanted)
+
+    def _measured(self, index: int, length: Callable[[Any], int]) -> Iterator[npt.NDArray[np.int64]]:
+        name, records = one_line(self.files[index]), self._files.records_in(index)
+        if records is None or self.names != self.files:
+            raise SourceError(f"{name}: {NEEDS_AN_INDEX}", file=self.files[index])
+        for start in range(0, records, _MEASURED_AT_ONCE):
+            numbers = range(start, min(records, start + _MEASURED_AT_ONCE))
+            found: list[int] = []
+            try:
+                found.extend(map(length, self.samples_at(index, numbers)))
+            except SourceError:
+                raise
+            except Exception as error:
+                problem = f"the length of record {start + len(found)} could not be found: {in_one_line(error)}"
+                raise SourceError(f"{name}: {problem}", file=self.files[index]) from error
+            if min(found) < 0:
+                raise ValueError(f"{name}: the length of record {start + found.index(min(found))} is {min(found)}.")
+            yield np.array(found, np.int64)
+
+    def lengths(self, name: str = "lengths") -> npt.NDArray[np.int64]:
+        """The lengths of all samples in the order of the files, as ``build_lengths`` found them. Local.
+
+        Raises:
+          ValueError: the dataset has no ``index_folder``.
+          SourceError: naming a file whose lengths are missing, or that has changed since.
+        """
+        if self._files.indices is None:
+            raise ValueError(_NO_FOLDER)
+        return np.concatenate(_in_threads(partial(self._files.lengths, name), range(len(self.files))))
 
 
 def _in_threads(ask: Callable[[int], T], indices: Sequence[int]) -> list[T]:
@@ -357,10 +420,11 @@ class _Files:
         if self.indices is not None or layout_of(self.read) is None:
             return self.num_records()
         if self._counted is None:
-            self._counted = known_of_all(_in_threads(self._records_in, range(len(self.names))))
+            self._counted = known_of_all(_in_threads(self.records_in, range(len(self.names))))
         return self._counted
 
-    def _records_in(self, index: int) -> int | None:
+    def records_in(self, index: int) -> int | None:
+        """How many records a file has, if that can be found without reading them. It opens the file."""
         opened, _, layout = self.open(index, in_ranges=True)
         opened.close()
         return None if layout is None else layout.records
@@ -380,6 +444,22 @@ class _Files:
             if opened.plain:
                 self.indices.build(opened)
             return opened.plain
+
+    def has_lengths(self, name: str, lengths: str) -> bool:
+        """Whether there are the lengths of this name of a file."""
+        return self.indices is not None and self.indices.has(name, lengths)
+
+    def build_lengths(self, name: str, lengths: str, found: Iterator[npt.NDArray[np.int64]]) -> None:
+        """Writes the lengths of the samples of a file."""
+        assert self.indices is not None
+        with closing(open_file(name, self._compression, self._storage_options)) as opened:
+            self.indices.build_lengths(opened, lengths, found)
+
+    def lengths(self, lengths: str, index: int) -> npt.NDArray[np.int64]:
+        """The lengths of the samples of a file."""
+        assert self.indices is not None
+        with closing(open_file(self.files[index], self._compression, self._storage_options)) as opened:
+            return self.indices.lengths(opened, lengths)
 
     def open(self, index: int, *, in_ranges: bool) -> tuple[Opened, Read, Layout | None]:
         part = self._parts[index]
