@@ -233,7 +233,6 @@ class FileDataset(FragmentDataset):
     def _own_files(self, worker: int, num_workers: int) -> list[str]:
         return list(dict.fromkeys(self.files))[worker::num_workers]
 
-
     def build_lengths(
         self, length: Callable[[Any], int] = len, worker: int = 0, num_workers: int = 1, *, name: str = "lengths"
     ) -> int:
