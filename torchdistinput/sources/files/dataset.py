@@ -361,7 +361,8 @@ class _Files:
         return self._schema
 
     def _types_in(self, name: str, find: Callable[[BinaryIO], Mapping[str, str] | None]) -> Mapping[str, str] | None:
-        with closing(open_file(name, self._compression, self._storage_options, cache=self._cache)) as opened:
+        in_ranges = reads_ranges(self.read)  # and not by the cache, which would copy the file to each host
+        with closing(open_file(name, self._compression, self._storage_options, in_ranges=in_ranges)) as opened:
             try:
                 return find(opened.stream)
             except Exception as error:
