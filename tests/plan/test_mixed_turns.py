@@ -82,7 +82,9 @@ def test_the_order_is_the_same_as_if_all_sizes_were_known_before(all_cells: bool
         expected = [each.tolist() for each in whole.at(range(len(whole)))]
         supply = Lists(sources, repeats=stop == "repeat")
         known = [dice.choice([None, None, size]) for size in sizes]
-        now = [each for each in changes if not each[0] or dice.random() < 0.5]  # the others are set while it is read
+        # The others are set while it is read. Where all sources of the weights have ended, the next ones hold at once.
+        late = stop != "all" or all(all(shares) for _, shares in changes)
+        now = [each for each in changes if not each[0] or not late or dice.random() < 0.5]
         turns = SampleTurns(known, now, stop, (seed,), length)
         found: list[Any] = []
         for at, _ in [each for each in changes if each not in now]:
